@@ -1,0 +1,25 @@
+"""The tensors of one step, as every decoder implementation takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Batch:
+    """S sequences with T tokens between them; all tensors int32 and contiguous, on the model's device."""
+
+    token_ids: Tensor
+    """[T]"""
+    positions: Tensor
+    """[T] place of each token in its sequence."""
+    query_starts: Tensor
+    """[S + 1] sequence s has the tokens query_starts[s] to query_starts[s + 1]."""
+    context_lens: Tensor
+    """[S] tokens of KV that exist once this step has written its own: position of the last one + 1."""
+    block_tables: Tensor
+    """[S, max blocks] block of token p of sequence s: block_tables[s, p // block_size]; unused entries are 0."""
+    sample_rows: Tensor
+    """[R] which of the T tokens' logits are wanted."""
