@@ -1,8 +1,28 @@
-"""Engine: the step thread, its inbox and its outbox."""
+"""Engine: the step thread, its inbox and its outbox.
+
+One thread owns everything that computes: it loads the model, plans, executes and commits, one step after another. Other
+threads put requests into the queue, call `wake`, and call `cancel`; what a step brought leaves in one StepReport.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
+
+from engine.kv.blocks import PoolViolation
+from engine.kv.tables import BlockTables
+from engine.request import Output
+from engine.scheduler import Scheduler, SchedulerLimits, TokenSink
+from engine.step import DeviceError, Plan, RequestQueue, Runner, StepReport
+
+log = logging.getLogger("penstock.engine")
+
+_IDLE_WAIT_S = 0.5
+"""How often an idle engine shows that it is alive."""
 
 
 class EngineState(StrEnum):
@@ -10,3 +30,226 @@ class EngineState(StrEnum):
     READY = "ready"
     FAILED = "failed"
     STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """A look from outside; the numbers are of one moment, give or take a step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_pool_violations: int = 0
+
+
+class Engine:
+    """Runs steps as long as there is work.
+
+    `deliver` is called on the step thread, once per step that brought anything; it must not block. `on_state` is called
+    on the step thread at every change of `state`.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        queue: RequestQueue,
+        sink: TokenSink,
+        limits: SchedulerLimits,
+        *,
+        deliver: Callable[[StepReport], None],
+        clock: Callable[[], float],
+        on_state: Callable[[EngineState], None] = lambda _: None,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.state = EngineState.STARTING
+        self.error: str | None = None
+        self.failure: BaseException | None = None
+        """What ended the engine, if it FAILED."""
+        self.last_progress_s = clock()
+        """When the last step, or turn without work, ended; far in the past means that a step hangs."""
+        self._runner = runner
+        self._queue = queue
+        self._sink = sink
+        self._limits = limits
+        self._deliver = deliver
+        self._clock = clock
+        self._on_state = on_state
+        self._prefix_cache = prefix_cache
+        self._scheduler: Scheduler | None = None
+        self._cancels: deque[str] = deque()
+        self._awake = threading.Event()
+        self._stopping = threading.Event()
+        self._num_steps = 0
+        self._num_pool_violations = 0
+        self._proven = True
+        self._thread = threading.Thread(target=self._run, name="penstock-step", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There may be something to do: a request was queued."""
+        self._awake.set()
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request at the next step boundary; ids that are not here, or no longer, are ignored."""
+        self._cancels.append(request_id)
+        self._awake.set()
+
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """Ends the thread after the step that runs; what is unfinished stays so. False if it did not end in time."""
+        self._stopping.set()
+        self._awake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        if scheduler is None:
+            return EngineStats()
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=scheduler.tables.pool.num_blocks - 1,
+            num_free_blocks=scheduler.tables.pool.num_free,
+            num_cached_blocks=len(scheduler.tables.index),
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.counters.num_preemptions,
+            num_pool_violations=self._num_pool_violations,
+        )
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """Prompt and output tokens that one sequence can ever have; known once READY."""
+        return self._scheduler.max_len if self._scheduler else self._limits.max_model_len
+
+    # The step thread
+
+    def _run(self) -> None:
+        try:
+            self._runner.load()
+            self._scheduler = scheduler = self._new_scheduler()
+            self._become(EngineState.READY)
+            while not self._stopping.is_set():
+                self._turn(scheduler)
+            self._become(EngineState.STOPPED)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._runner.close()
+
+    def _new_scheduler(self) -> Scheduler:
+        tables = BlockTables(
+            self._runner.num_blocks, self._runner.block_size, prefix_cache=self._prefix_cache
+        )
+        return Scheduler(self._queue, tables, self._sink, self._limits)
+
+    def _turn(self, scheduler: Scheduler) -> None:
+        """One step, or a wait for work."""
+        self._awake.clear()
+        started = self._clock()
+        preemptions = scheduler.counters.num_preemptions
+        queries, hits = scheduler.counters.num_prefix_query_tokens, scheduler.counters.num_prefix_hit_tokens
+        outputs = self._cancel_asked(scheduler, started)
+        plan = scheduler.plan(started)
+        error = self._step(scheduler, plan, outputs) if plan.chunks else None
+        now = self.last_progress_s = self._clock()
+        if plan.chunks or outputs:
+            num_decode = sum(1 for c in plan.chunks if c.start >= c.sequence.num_prompt_tokens)
+            self._deliver(
+                StepReport(
+                    outputs=outputs,
+                    started_s=started,
+                    duration_s=now - started,
+                    num_prefill_tokens=plan.num_tokens - num_decode,
+                    num_decode_tokens=num_decode,
+                    num_running=len(scheduler.running),
+                    num_waiting=len(scheduler.waiting),
+                    num_blocks=scheduler.tables.pool.num_blocks - 1,
+                    num_free_blocks=scheduler.tables.pool.num_free,
+                    num_preemptions=scheduler.counters.num_preemptions - preemptions,
+                    num_prefix_query_tokens=scheduler.counters.num_prefix_query_tokens - queries,
+                    num_prefix_hit_tokens=scheduler.counters.num_prefix_hit_tokens - hits,
+                    error=error,
+                )
+            )
+        if not plan.chunks:
+            self._rest(scheduler)
+
+    def _cancel_asked(self, scheduler: Scheduler, now: float) -> list[Output]:
+        outputs: list[Output] = []
+        while self._cancels:
+            outputs.extend(scheduler.cancel(self._cancels.popleft(), now))
+        return outputs
+
+    def _step(self, scheduler: Scheduler, plan: Plan, outputs: list[Output]) -> str | None:
+        """Executes and commits; a fault ends the sequences of this step, and no others."""
+        self._num_steps += 1
+        self._proven = False
+        try:
+            result = self._runner.execute(plan)
+        except DeviceError:
+            raise
+        except Exception as error:
+            log.exception("a step failed; its %d sequences end with an error", len(plan.chunks))
+            outputs.extend(
+                scheduler.fail([c.sequence for c in plan.chunks], "the step failed", self._clock())
+            )
+            return f"{type(error).__name__}: {error}"
+        outputs.extend(scheduler.commit(plan, result, self._clock()))
+        return None
+
+    def _rest(self, scheduler: Scheduler) -> None:
+        if scheduler.is_idle and not self._proven:
+            self._prove(scheduler)
+        self._awake.wait(_IDLE_WAIT_S)
+
+    def _prove(self, scheduler: Scheduler) -> None:
+        """With nobody running, every block must be free; if not, the pool starts afresh."""
+        self._proven = True
+        try:
+            scheduler.check()
+        except PoolViolation as violation:
+            log.error("KV pool violation, starting it afresh: %s", violation)
+            self._num_pool_violations += 1
+            self._scheduler = None
+            scheduler.tables = self._new_scheduler().tables
+            self._scheduler = scheduler
+
+    def _fail(self, error: BaseException) -> None:
+        log.error("the engine failed: %s", error)
+        self.failure = error
+        self.error = str(error) or type(error).__name__
+        scheduler = self._scheduler
+        if scheduler is not None:
+            now = self._clock()
+            outputs = scheduler.fail_all("the engine failed", now)
+            self._deliver(_last_report(outputs, now, self.error))
+        self._become(EngineState.FAILED)
+
+    def _become(self, state: EngineState) -> None:
+        self.state = state
+        self._on_state(state)
+
+
+def _last_report(outputs: list[Output], now: float, error: str) -> StepReport:
+    return StepReport(
+        outputs=outputs,
+        started_s=now,
+        duration_s=0.0,
+        num_prefill_tokens=0,
+        num_decode_tokens=0,
+        num_running=0,
+        num_waiting=0,
+        num_blocks=0,
+        num_free_blocks=0,
+        num_preemptions=0,
+        num_prefix_query_tokens=0,
+        num_prefix_hit_tokens=0,
+        error=error,
+    )

@@ -119,7 +119,6 @@ class Sequence:
     __slots__ = (
         "block_hashes",
         "block_table",
-        "cancelled",
         "finish_reason",
         "first_token_s",
         "index",
@@ -131,7 +130,6 @@ class Sequence:
         "order",
         "request",
         "scheduled_s",
-        "slot",
         "text",
         "token_ids",
     )
@@ -151,14 +149,11 @@ class Sequence:
         self.num_preemptions = 0
         self.block_table: list[int] = []
         self.block_hashes: list[bytes] = []
-        self.slot = -1
-        """Row of the execution side's per-sequence state while running, else -1."""
         self.text: object = None
         """The text side's state (a sampling.stopping.TextStream); planning never looks inside."""
         self.scheduled_s = -1.0
         self.first_token_s = -1.0
         self.finish_reason: FinishReason | None = None
-        self.cancelled = False
 
     @property
     def key(self) -> tuple[str, int]:
@@ -174,6 +169,4 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     def __repr__(self) -> str:
-        return (
-            f"Sequence({self.request.request_id}/{self.index}, computed={self.num_computed}, known={len(self.token_ids)})"
-        )
+        return f"Sequence({self.request.request_id}/{self.index}, computed={self.num_computed}, known={len(self.token_ids)})"

@@ -82,8 +82,8 @@ class RequestQueue(Protocol):
     def take(self, fits: Callable[[Request], bool]) -> Request | None:
         """The next request, removed from the queue, or None if there is none whose turn it is and that fits."""
 
-    def charge(self, request: Request, num_prefill_tokens: int, num_output_tokens: int) -> None:
-        """Work that was done for a request, once per step."""
+    def charge(self, work: list[tuple[Request, int, int]]) -> None:
+        """What a step did: (request, prompt tokens computed for it, output tokens it brought). Called once per step."""
 
     def victim(self, running: list[Sequence]) -> Sequence | None:
         """Which sequence gives way when KV blocks run out; None if none may."""

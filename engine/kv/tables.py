@@ -1,0 +1,132 @@
+"""Block tables: which blocks hold a sequence's KV, from its first prefix hit to its last release.
+
+Ownership of a sequence's table, by token range:
+
+    [0, num_committed)             computed and confirmed; full blocks of it are in the prefix index
+    [num_committed, num_computed)  being written by the step in flight; full prompt blocks are marked pending
+    [num_computed, ...)            room that was allocated ahead
+
+One table entry is one reference in the pool. A block with more than one reference is never written: `grow` replaces it
+by a copy first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from engine.kv.blocks import BlockPool
+from engine.kv.prefix import PrefixIndex, extend_hashes
+from engine.request import Sequence
+
+
+class BlockTables:
+    """Allocates, shares and frees the blocks of sequences. The only place that touches pool and index."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+        self.block_size = block_size
+        self.prefix_cache = prefix_cache
+        self.index = PrefixIndex()
+        self.pool = BlockPool(num_blocks, on_reuse=self.index.drop)
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that the whole pool can hold."""
+        return (self.pool.num_blocks - 1) * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks of the longest cached prefix. The last known token is never part of it: its logits are needed."""
+        if not self.prefix_cache:
+            return []
+        num_full = (len(sequence.token_ids) - 1) // self.block_size
+        salt = sequence.request.salt
+        extend_hashes(sequence.block_hashes, sequence.token_ids, num_full, self.block_size, salt)
+        return self.index.match(sequence.block_hashes[:num_full])
+
+    def awaits_prefix(self, sequence: Sequence, num_found: int) -> bool:
+        """True if another sequence is computing the very block that this one would compute next."""
+        hashes = sequence.block_hashes
+        return num_found < len(hashes) and self.index.is_pending(hashes[num_found])
+
+    def num_free_needed(self, sequence: Sequence, prefix: list[int]) -> int:
+        """Free blocks it takes to hold all known tokens; a found block counts if it is free, for then it is no more."""
+        in_use = sum(1 for block in prefix if self.pool.ref_counts[block])
+        return self.blocks_for(len(sequence.token_ids)) - in_use
+
+    def start(self, sequence: Sequence, prefix: list[int]) -> None:
+        """Takes the prefix and room for all known tokens; the caller has seen that there is enough."""
+        for block in prefix:
+            self.pool.hold(block)
+        sequence.block_table = list(prefix)
+        sequence.num_computed = sequence.num_committed = len(prefix) * self.block_size
+        self._extend(sequence, len(sequence.token_ids))
+        for i in range(len(prefix), len(sequence.block_hashes)):
+            self.index.begin(sequence.block_hashes[i], sequence.block_table[i])
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Makes the first `num_tokens` tokens of a running sequence writable from `num_computed` on.
+
+        Returns:
+            The block copies (source, target) that must happen first, or None if there are not enough free blocks; then
+            nothing has changed.
+        """
+        table, counts = sequence.block_table, self.pool.ref_counts
+        first = sequence.num_computed // self.block_size
+        shared = [i for i in range(first, len(table)) if counts[table[i]] > 1]
+        if len(shared) + self.blocks_for(num_tokens) - len(table) > self.pool.num_free:
+            return None
+        copies = [(table[i], self._replace(sequence, i)) for i in shared]
+        self._extend(sequence, num_tokens)
+        return copies
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child shares the parent's prompt; it computes only the last prompt token again, for its logits."""
+        child.block_table = parent.block_table[: self.blocks_for(parent.num_prompt_tokens)]
+        child.block_hashes = parent.block_hashes[: (parent.num_prompt_tokens - 1) // self.block_size]
+        child.num_computed = child.num_committed = parent.num_prompt_tokens - 1
+        for block in child.block_table:
+            self.pool.hold(block)
+
+    def commit(self, sequence: Sequence, num_committed: int) -> None:
+        """The step that computed tokens up to `num_committed` came back: its full blocks can be found from now on."""
+        first, last = sequence.num_committed // self.block_size, num_committed // self.block_size
+        sequence.num_committed = num_committed
+        if first == last or not self.prefix_cache:
+            return
+        hashes, table = sequence.block_hashes, sequence.block_table
+        extend_hashes(hashes, sequence.token_ids, last, self.block_size, sequence.request.salt)
+        for i in range(first, last):
+            self.index.end(hashes[i], table[i])
+            self.index.add(hashes[i], table[i])
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives everything back; safe to call again. What is in the index can be found on, deepest given up first."""
+        table, sequence.block_table = sequence.block_table, []
+        for block_hash, block in zip(sequence.block_hashes, table, strict=False):
+            self.index.end(block_hash, block)
+        sequence.num_computed = sequence.num_committed = 0
+        self.pool.release(reversed(table))
+        for block in table:
+            if not self.index.knows_block(block):
+                self.pool.forget(block)
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Proves the pool against the sequences that are alive.
+
+        Raises:
+            PoolViolation: if a reference is unaccounted for.
+        """
+        self.pool.check(sequence.block_table for sequence in sequences)
+
+    def _extend(self, sequence: Sequence, num_tokens: int) -> None:
+        table = sequence.block_table
+        while len(table) * self.block_size < num_tokens:
+            table.append(self.pool.allocate())
+
+    def _replace(self, sequence: Sequence, i: int) -> int:
+        shared = sequence.block_table[i]
+        sequence.block_table[i] = copy = self.pool.allocate()
+        self.pool.release((shared,))
+        return copy

@@ -1,0 +1,329 @@
+"""What the next step computes, and what it meant when it came back.
+
+There is no prefill phase and no decode phase. A sequence's work is the tokens between `num_computed` and what is known
+of it; every step hands out one budget of tokens: first one token to each running sequence that decodes, then chunks to
+those with more to do, then to preempted ones and to new ones from the queue.
+
+The unified budget follows Sarathi-Serve (Agrawal et al., OSDI 2024) and vLLM's v1 scheduler; preemption recomputes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.kv.tables import BlockTables
+from engine.request import FinishReason, Output, Request, Sequence, Timings
+from engine.step import Chunk, Plan, RequestQueue, Sampled, StepResult
+
+
+class TokenSink(Protocol):
+    """Turns the tokens of a sequence into text and decides where it ends."""
+
+    def accept(self, sequence: Sequence, token_id: int) -> tuple[str, FinishReason | None]:
+        """Called once `token_id` is the sequence's last known token: text that can be shown now, and why it ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    max_batch_tokens: int
+    """Tokens in one step, prefill and decode together."""
+    max_num_seqs: int
+    """Sequences running at a time."""
+    max_model_len: int
+    """Prompt and output tokens of one sequence."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Ever-growing counts; readers take differences."""
+
+    num_preemptions: int = 0
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+
+
+class Scheduler:
+    """The sequences that the engine holds, and the steps made of them.
+
+    Not thread-safe: the step thread owns it. `plan` and `commit` alternate; `cancel` and `fail` come between them.
+    """
+
+    def __init__(
+        self, queue: RequestQueue, tables: BlockTables, sink: TokenSink, limits: SchedulerLimits
+    ) -> None:
+        self.queue = queue
+        self.tables = tables
+        self.sink = sink
+        self.limits = limits
+        self.max_len = min(limits.max_model_len, tables.max_tokens)
+        self.counters = Counters()
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        """Taken from the queue, holding nothing: preempted, or waiting for a prefix. In order of arrival."""
+        self._candidate: Sequence | None = None
+        """The queue's head as it was last looked at, so that its hashes are not computed twice."""
+        self._num_started = 0
+        self._turn = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def plan(self, now: float) -> Plan:
+        """The next step. `num_computed` of what it covers is advanced here; `commit` takes the result."""
+        plan = Plan()
+        preemptions = self.counters.num_preemptions
+        for sequence in self._running_in_turn():
+            self._plan_chunk(plan, sequence)
+        if self.counters.num_preemptions == preemptions:
+            self._admit_waiting(plan, now)
+            self._admit_queued(plan, now)
+        return plan
+
+    def commit(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
+        """Applies what a step brought: confirms KV, appends tokens, ends and forks sequences."""
+        outputs: list[Output] = []
+        work: list[tuple[Request, int, int]] = []
+        sampled = iter(result.sampled)
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            brought = next(sampled) if chunk.samples else None
+            if sequence.finish_reason is not None:  # it ended while this step was in flight
+                continue
+            self.tables.commit(sequence, chunk.start + chunk.num_tokens)
+            if brought is not None:
+                self._fork_if_due(sequence)
+                outputs.append(self._apply(sequence, brought, now))
+            num_prompt = max(0, min(sequence.num_prompt_tokens - chunk.start, chunk.num_tokens))
+            work.append((sequence.request, num_prompt, len(brought.token_ids) if brought else 0))
+        self.queue.charge(work)
+        return outputs
+
+    def cancel(self, request_id: str, now: float) -> list[Output]:
+        """Ends all choices of a request; unknown ids are none of ours and bring nothing."""
+        found = [s for s in self._all() if s.request.request_id == request_id]
+        return [output for s in found for output in self._abort(s, FinishReason.CANCELLED, None, now)]
+
+    def fail(self, sequences: list[Sequence], error: str, now: float) -> list[Output]:
+        """Ends these sequences with an error; those that ended already are passed over."""
+        alive = [s for s in sequences if s.finish_reason is None]
+        return [output for s in alive for output in self._abort(s, FinishReason.FAILED, error, now)]
+
+    def fail_all(self, error: str, now: float) -> list[Output]:
+        return self.fail(list(self._all()), error, now)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes back all blocks of a running sequence; it keeps its place and is computed again later.
+
+        What it had computed stays in the prefix cache as long as nobody needs the room, so it mostly comes back as hits.
+        """
+        self.running.remove(sequence)
+        self.tables.release(sequence)
+        sequence.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self._enqueue_waiting(sequence)
+
+    def check(self) -> None:
+        """Raises PoolViolation if a block is unaccounted for."""
+        self.tables.check(self._all())
+
+    # Planning
+
+    def _running_in_turn(self) -> list[Sequence]:
+        """Decodes first, so that no long prompt stalls them; if the budget is short of them, they take turns."""
+        decodes = [s for s in self.running if s.num_remaining == 1]
+        chunked = [s for s in self.running if s.num_remaining > 1]
+        budget = self.limits.max_batch_tokens
+        if len(decodes) > budget:
+            start = self._turn % len(decodes)
+            self._turn = start + budget
+            decodes = decodes[start:] + decodes[:start]
+        return decodes + chunked
+
+    def _plan_chunk(self, plan: Plan, sequence: Sequence) -> None:
+        budget = self.limits.max_batch_tokens - plan.num_tokens
+        num_tokens = min(sequence.num_remaining, budget)
+        if (
+            num_tokens <= 0 or not sequence.block_table
+        ):  # no budget; or preempted a moment ago in this very loop
+            return
+        copies = self._make_room(plan, sequence, sequence.num_computed + num_tokens)
+        if copies is None:
+            return
+        plan.copies.extend(copies)
+        self._add_chunk(plan, sequence, num_tokens)
+
+    def _add_chunk(self, plan: Plan, sequence: Sequence, num_tokens: int) -> None:
+        start = sequence.num_computed
+        sequence.num_computed = start + num_tokens
+        plan.chunks.append(Chunk(sequence, start, num_tokens, sequence.num_remaining == 0))
+        plan.num_tokens += num_tokens
+
+    def _make_room(self, plan: Plan, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
+        """Grows the sequence's table, preempting as the queue says; None if it was the sequence itself that gave way."""
+        while (copies := self.tables.grow(sequence, num_tokens)) is None:
+            victim = self.queue.victim(self.running) or sequence
+            self._withdraw(plan, victim)
+            self.preempt(victim)
+            if victim is sequence:
+                return None
+        return copies
+
+    def _withdraw(self, plan: Plan, victim: Sequence) -> None:
+        """Takes a victim that this step already counted on out of it again, budget included."""
+        for chunk in [c for c in plan.chunks if c.sequence is victim]:
+            plan.chunks.remove(chunk)
+            plan.num_tokens -= chunk.num_tokens
+        held = set(victim.block_table)
+        plan.copies = [copy for copy in plan.copies if copy[1] not in held]
+
+    def _admit_waiting(self, plan: Plan, now: float) -> None:
+        for sequence in list(self.waiting):
+            if not self._has_seat(plan):
+                return
+            prefix = self.tables.find_prefix(sequence)
+            if self.tables.awaits_prefix(sequence, len(prefix)):
+                continue
+            if not self._has_room(sequence, prefix):
+                return
+            self.waiting.remove(sequence)
+            self._start(plan, sequence, prefix, now)
+
+    def _admit_queued(self, plan: Plan, now: float) -> None:
+        if any(s.num_preemptions for s in self.waiting):  # whoever was here before goes first
+            return
+        while self._has_seat(plan) and len(self.waiting) < self.limits.max_num_seqs:
+            request = self.queue.take(self._fits)
+            if request is None:
+                return
+            sequence = self._candidate_for(request)
+            self._candidate = None
+            self._num_started += 1
+            prefix = self.tables.find_prefix(sequence)
+            if self.tables.awaits_prefix(sequence, len(prefix)):
+                self._enqueue_waiting(sequence)
+            else:
+                self._start(plan, sequence, prefix, now)
+
+    def _has_seat(self, plan: Plan) -> bool:
+        return len(self.running) < self.limits.max_num_seqs and plan.num_tokens < self.limits.max_batch_tokens
+
+    def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
+        """Room for all that is known, with some left for those who run already: each may need a block next."""
+        headroom = 1 + len(self.running) // 4 if self.running else 0
+        return self.tables.num_free_needed(sequence, prefix) + headroom <= self.tables.pool.num_free
+
+    def _fits(self, request: Request) -> bool:
+        sequence = self._candidate_for(request)
+        return self._has_room(sequence, self.tables.find_prefix(sequence))
+
+    def _candidate_for(self, request: Request) -> Sequence:
+        if self._candidate is None or self._candidate.request is not request:
+            self._candidate = Sequence(request, order=self._num_started)
+        return self._candidate
+
+    def _start(self, plan: Plan, sequence: Sequence, prefix: list[int], now: float) -> None:
+        self.tables.start(sequence, prefix)
+        self.running.append(sequence)
+        self._note_first_start(sequence, now)
+        self._plan_chunk(plan, sequence)
+
+    def _note_first_start(self, sequence: Sequence, now: float) -> None:
+        if sequence.num_cached_tokens >= 0:
+            return
+        sequence.scheduled_s = now
+        sequence.num_cached_tokens = sequence.num_computed
+        self.counters.num_prefix_query_tokens += sequence.num_prompt_tokens
+        self.counters.num_prefix_hit_tokens += sequence.num_computed
+
+    def _enqueue_waiting(self, sequence: Sequence) -> None:
+        """Keeps `waiting` in order of arrival: a preempted sequence goes before those that came after it."""
+        position = next((i for i, other in enumerate(self.waiting) if other.order > sequence.order), None)
+        if position is None:
+            self.waiting.append(sequence)
+        else:
+            self.waiting.insert(position, sequence)
+
+    # Committing
+
+    def _apply(self, sequence: Sequence, sampled: Sampled, now: float) -> Output:
+        output = Output(request_id=sequence.request.request_id, index=sequence.index)
+        if sampled.error is not None:
+            return self._finish(sequence, FinishReason.FAILED, sampled.error, now, output)
+        if sequence.first_token_s < 0:
+            sequence.first_token_s = now
+        reason = None
+        for token_id in sampled.token_ids:
+            sequence.token_ids.append(token_id)
+            output.token_ids.append(token_id)
+            text, reason = self.sink.accept(sequence, token_id)
+            output.text += text
+            if reason is not None:
+                break
+        if sampled.logprobs is not None:
+            output.logprobs = sampled.logprobs[: len(output.token_ids)]
+        return output if reason is None else self._finish(sequence, reason, None, now, output)
+
+    def _fork_if_due(self, parent: Sequence) -> None:
+        """The other choices of a request start when its prompt is computed, and share its blocks."""
+        if parent.index > 0 or parent.num_output_tokens > 0:
+            return
+        for index in range(1, parent.request.n):
+            child = Sequence(parent.request, index, parent.order)
+            child.scheduled_s, child.num_cached_tokens = parent.scheduled_s, parent.num_cached_tokens
+            if len(self.running) < self.limits.max_num_seqs:
+                self.tables.fork(parent, child)
+                self.running.append(child)
+            else:
+                self._enqueue_waiting(child)
+
+    def _abort(
+        self, sequence: Sequence, reason: FinishReason, error: str | None, now: float
+    ) -> Iterator[Output]:
+        """Ends a sequence, and with it the choices that it has not brought forth yet."""
+        unborn = sequence.request.n if sequence.index == 0 and sequence.num_output_tokens == 0 else 0
+        yield self._finish(sequence, reason, error, now)
+        for index in range(1, unborn):
+            yield self._finish(Sequence(sequence.request, index, sequence.order), reason, error, now)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None,
+        now: float,
+        output: Output | None = None,
+    ) -> Output:
+        output = output or Output(request_id=sequence.request.request_id, index=sequence.index)
+        sequence.finish_reason = output.finish_reason = reason
+        output.error = error
+        output.timings = _timings(sequence, now)
+        self._remove(sequence)
+        return output
+
+    def _remove(self, sequence: Sequence) -> None:
+        self.tables.release(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def _all(self) -> list[Sequence]:
+        return [*self.running, *self.waiting]
+
+
+def _timings(sequence: Sequence, now: float) -> Timings:
+    scheduled = sequence.scheduled_s if sequence.scheduled_s >= 0 else now
+    return Timings(
+        arrival_s=sequence.request.arrival_s,
+        scheduled_s=scheduled,
+        first_token_s=sequence.first_token_s if sequence.first_token_s >= 0 else now,
+        finished_s=now,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_cached_tokens=max(0, sequence.num_cached_tokens),
+        num_output_tokens=sequence.num_output_tokens,
+        num_preemptions=sequence.num_preemptions,
+    )
