@@ -1,0 +1,32 @@
+# Everything runs from .venv, which is made on first use and brought up to date when pyproject.toml changes.
+
+ARGS ?=
+
+.PHONY: serve check test loadtest bench clean
+
+serve:     ## sets up everything and serves the demo model on http://127.0.0.1:8000
+	@.ci/setup
+	@exec .venv/bin/penstock serve $(ARGS)
+
+check:     ## ruff, mypy --strict, import-linter
+	@.ci/setup check test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+test:      ## all tests, with a real browser
+	@.ci/setup check test
+	@.ci/browser
+	.venv/bin/pytest $(ARGS)
+
+loadtest:  ## one minute of mixed traffic against a server it starts; fails on any failed request
+	@.ci/setup loadtest
+	.venv/bin/python loadtests/run.py $(ARGS)
+
+bench:     ## this server against transformers' generate
+	@.ci/setup bench
+	.venv/bin/penstock bench $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,69 @@
+"""Which requests are sent."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Streams that start together; each sends `rounds` requests, one after another.
+
+    A prompt is `shared_tokens` that all have in common and `prompt_tokens` of its own, all random.
+    """
+
+    name: str
+    streams: int
+    prompt_tokens: int
+    output_tokens: int
+    shared_tokens: int = 0
+    rounds: int = 1
+    target_tokens_per_s: float | None = None
+
+    def bodies(self, model: str, token_ids: Sequence[int], seed: int) -> list[list[dict[str, object]]]:
+        """`bodies[i]` are the requests of stream i."""
+        prompts = self._prompts(token_ids, random.Random(seed))
+        return [
+            [completion(model, next(prompts), self.output_tokens) for _ in range(self.rounds)]
+            for _ in range(self.streams)
+        ]
+
+    def _prompts(self, token_ids: Sequence[int], source: random.Random) -> Iterator[list[int]]:
+        shared = source.choices(token_ids, k=self.shared_tokens)
+        while True:
+            yield shared + source.choices(token_ids, k=self.prompt_tokens)
+
+
+def completion(model: str, prompt: list[int], output_tokens: int) -> dict[str, object]:
+    """A greedy completion of fixed length."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload(
+            name="W1", streams=1, prompt_tokens=128, output_tokens=128, rounds=3, target_tokens_per_s=51
+        ),
+        Workload(name="W2", streams=16, prompt_tokens=256, output_tokens=128, target_tokens_per_s=154),
+        Workload(
+            name="W3",
+            streams=16,
+            prompt_tokens=32,
+            shared_tokens=512,
+            output_tokens=64,
+            target_tokens_per_s=191,
+        ),
+        Workload(name="W5", streams=64, prompt_tokens=128, output_tokens=64, target_tokens_per_s=186),
+    )
+}

@@ -1,0 +1,130 @@
+"""The command line: `penstock serve`, `penstock doctor`, `penstock bench`."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Literal, NoReturn, get_args, get_origin
+
+from app.errors import OperatorError
+
+EXIT_USAGE = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that reports a mistake as one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise OperatorError(message)
+
+    def reject_unknown(self, arguments: list[str]) -> None:
+        if arguments:
+            flags = [name for action in self._actions for name in action.option_strings]
+            near = difflib.get_close_matches(arguments[0].split("=")[0], flags, n=1)
+            self.error(f"unknown argument {arguments[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit status: 2 where the operator has to set something right."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except OperatorError as error:
+        message = " ".join(str(error).split())
+        print(f"penstock: {message}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def _dispatch(arguments: list[str]) -> int:
+    parser = _Parser(
+        prog="penstock",
+        description="An LLM server that keeps its promises.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="commands:\n" + "\n".join(f"  {name:<8} {text}" for name, (text, _) in _COMMANDS.items()),
+    )
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument(
+        "command", nargs="?", choices=list(_COMMANDS), help="`penstock COMMAND --help` says more"
+    )
+    known, rest = parser.parse_known_args(arguments[:1])
+    if known.version:
+        return _print_version()
+    if known.command is None:
+        parser.reject_unknown(rest)
+        parser.print_help()
+        return EXIT_USAGE
+    text, run = _COMMANDS[known.command]
+    command_parser = _Parser(prog=f"penstock {known.command}", description=text, allow_abbrev=False)
+    return run(command_parser, arguments[1:])
+
+
+def _print_version() -> int:
+    from importlib.metadata import version
+
+    print(f"penstock {version('penstock')}")
+    return 0
+
+
+def _serve(parser: _Parser, arguments: list[str]) -> int:
+    from app.settings import load_settings
+
+    flags = _parse_settings(parser, arguments)
+    settings = load_settings(flags)
+    from app.server import serve
+
+    return serve(settings)
+
+
+def _doctor(parser: _Parser, arguments: list[str]) -> int:
+    from app.settings import load_settings
+
+    settings = load_settings(_parse_settings(parser, arguments))
+    from app.doctor import run
+
+    return run(settings)
+
+
+def _bench(parser: _Parser, arguments: list[str]) -> int:
+    from app.bench.command import add_arguments, run
+
+    add_arguments(parser)
+    options, rest = parser.parse_known_args(arguments)
+    parser.reject_unknown(rest)
+    return run(options)
+
+
+def _parse_settings(parser: _Parser, arguments: list[str]) -> dict[str, str]:
+    """One flag per field of Settings. Values stay text: wherever they come from, one place checks them."""
+    from app.settings import ENV_PREFIX, Settings, flag
+
+    parser.epilog = f"Each is also a variable ({ENV_PREFIX}PORT) and a key of the --config file (port)."
+    for name, field in Settings.model_fields.items():
+        extra = field.json_schema_extra
+        metavar = extra.get("metavar") if isinstance(extra, dict) else None
+        shown = "" if field.default in (None, ()) else f" Default: {field.default}."
+        parser.add_argument(
+            flag(name),
+            dest=name,
+            default=argparse.SUPPRESS,
+            metavar=str(metavar or _choices(field.annotation) or name.split("_")[-1].upper()),
+            help=(field.description or "").replace("%", "%%") + shown,
+        )
+    values, rest = parser.parse_known_args(arguments)
+    parser.reject_unknown(rest)
+    return dict(vars(values))
+
+
+def _choices(annotation: object) -> str | None:
+    """`a|b` for Literal["a", "b"], also inside an optional."""
+    if get_origin(annotation) is Literal:
+        return "|".join(get_args(annotation))
+    return next((found for inner in get_args(annotation) if (found := _choices(inner))), None)
+
+
+_COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
+    "serve": ("Serves a model over HTTP.", _serve),
+    "doctor": ("Says what this machine offers and what is missing.", _doctor),
+    "bench": ("Measures this server against transformers' generate, and against the machine.", _bench),
+}
