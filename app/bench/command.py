@@ -1,0 +1,63 @@
+"""`penstock bench`: what is measured, in which order, and how it is reported."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from app.bench.workloads import WORKLOADS
+from app.errors import OperatorError
+
+PARTS = ("generate", "http", "linear", "prefix", "loop", "plan")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        action="append",
+        help="checkpoint to measure, more than once if wanted; without it, the demo model and a random 135 M Llama",
+    )
+    parser.add_argument(
+        "--streams", type=_numbers, default=[1, 16, 64], metavar="N,N", help="streams at a time (1,16,64)"
+    )
+    parser.add_argument("--dtype", type=_names, default=["auto", "float32"], help="dtypes (auto,float32)")
+    parser.add_argument(
+        "--only", type=_parts, default=list(PARTS), metavar="PART,PART", help=f"of {','.join(PARTS)}"
+    )
+    parser.add_argument(
+        "--workload",
+        choices=sorted(WORKLOADS),
+        action="append",
+        help="a fixed workload of 135 M; no other part",
+    )
+    parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, once")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+
+
+def run(options: argparse.Namespace) -> int:
+    from app.bench.runs import run_parts, run_workloads
+
+    if options.json is not None and not options.json.parent.is_dir():
+        raise OperatorError(f"--json {options.json}: there is no such folder")
+    results = run_workloads(options) if options.workload else run_parts(options)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(row["failed"] for row in results.get("http", [])) else 0
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _parts(text: str) -> list[str]:
+    parts = text.split(",")
+    for part in parts:
+        if part not in PARTS:
+            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(PARTS)}")
+    return parts

@@ -1,0 +1,67 @@
+"""What planning costs: plan and commit for many running sequences, with nothing executed in between."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from app.bench.statistics import percentile
+from engine.kv.tables import BlockTables
+from engine.request import FinishReason, Request, SamplingParams, Sequence
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.step import Plan, Sampled, StepResult
+from priority.queue import LaneQueue
+
+_BLOCK_SIZE = 16
+_PROMPT_TOKENS = 32
+
+
+class _NoText:
+    """Text costs are the step thread's too, but not planning's."""
+
+    def accept(self, sequence: Sequence, token_id: int) -> tuple[str, FinishReason | None]:  # noqa: ARG002
+        return "", None
+
+
+def measure_planning(num_sequences: int = 256, num_steps: int = 200) -> dict[str, float]:
+    """Milliseconds that planning takes of a step in which `num_sequences` decode one token each."""
+    scheduler = _running_scheduler(num_sequences, num_steps)
+    times_ms = [_step(scheduler) * 1000 for _ in range(num_steps)]
+    assert len(scheduler.running) == num_sequences
+    return {
+        "sequences": num_sequences,
+        "plan_and_commit_p50_ms": percentile(times_ms, 50),
+        "plan_and_commit_p99_ms": percentile(times_ms, 99),
+    }
+
+
+def _running_scheduler(num_sequences: int, num_steps: int) -> Scheduler:
+    length = _PROMPT_TOKENS + num_steps + 8
+    tables = BlockTables((length // _BLOCK_SIZE + 2) * num_sequences + 1, _BLOCK_SIZE)
+    limits = SchedulerLimits(
+        max_batch_tokens=_PROMPT_TOKENS * num_sequences, max_num_seqs=num_sequences, max_model_len=length
+    )
+    queue = LaneQueue(threading.Lock())
+    scheduler = Scheduler(queue, tables, _NoText(), limits)
+    for i in range(num_sequences):
+        prompt = tuple(range(i * _PROMPT_TOKENS, (i + 1) * _PROMPT_TOKENS))
+        sampling = SamplingParams(max_tokens=num_steps + 8, temperature=0)
+        queue.put(Request(request_id=str(i), prompt_token_ids=prompt, sampling=sampling), 0.0)
+    while any(sequence.num_remaining != 1 for sequence in scheduler.running) or not scheduler.running:
+        _step(scheduler)
+    return scheduler
+
+
+def _step(scheduler: Scheduler) -> float:
+    """One step that brings a token for each; seconds of planning and committing."""
+    started = time.perf_counter()
+    plan = scheduler.plan(started)
+    planned = time.perf_counter()
+    result = _result(plan)
+    executed = time.perf_counter()
+    scheduler.commit(plan, result, executed)
+    return time.perf_counter() - executed + planned - started
+
+
+def _result(plan: Plan) -> StepResult:
+    return StepResult([Sampled([chunk.start % 1000]) for chunk in plan.chunks if chunk.samples])

@@ -1,0 +1,99 @@
+"""The bench's figures as tables."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from app.bench.statistics import number, table
+from app.bench.workloads import WORKLOADS
+
+Row = dict[str, Any]
+
+_STREAM_HEAD = ["tok/s", "TTFT P50", "P99 ms", "ITL P50", "P99 ms", "GFLOP/s"]
+
+
+def print_report(results: Row) -> None:
+    machine = results["machine"]
+    print(f"\n{machine['processor']}, {machine['cores']} cores\n")
+    if results["http"] or results["generate"]:
+        head = ["model, dtype, streams", *_STREAM_HEAD, "of linear", "x generate", "loop us/token"]
+        rows = [_generate_row(row, len(head)) for row in results["generate"]]
+        print(table(head, rows + [_http_row(row, results) for row in results["http"]]), end="\n\n")
+    if results["linear"]:
+        rows = [[_name(row), number(row["gflop_per_s"])] for row in results["linear"]]
+        print(table(["linear operators alone, rows", "GFLOP/s"], rows), end="\n\n")
+    if results["prefix"]:
+        print(
+            table(["shared prefix", "tokens", "cold ms", "hit ms", "ratio"], _prefix_rows(results)),
+            end="\n\n",
+        )
+    if "plan" in results:
+        plan = results["plan"]
+        print(
+            f"plan and commit of {plan['sequences']} sequences: {number(plan['plan_and_commit_p50_ms'])} ms P50,"
+            f" {number(plan['plan_and_commit_p99_ms'])} ms P99"
+        )
+    _print_failures(results)
+
+
+def print_workloads(results: Row) -> None:
+    head = ["workload, dtype", *_STREAM_HEAD, "target tok/s", "reached"]
+    rows = []
+    for row in results["http"]:
+        target = WORKLOADS[row["workload"]].target_tokens_per_s or math.nan
+        share = f"{row['tokens_per_s'] / target:.0%}"
+        rows.append([f"{row['workload']}, {row['dtype']}", *_stream_cells(row), number(target), share])
+    print("\n" + table(head, rows))
+    _print_failures(results)
+
+
+def _name(row: Row) -> str:
+    return f"{row['model']}, {row['dtype']}, {row['streams']}"
+
+
+def _stream_cells(row: Row) -> list[str]:
+    keys = ("tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms", "gflop_per_s")
+    return [number(row[key]) for key in keys]
+
+
+def _generate_row(row: Row, num_columns: int) -> list[str]:
+    cells = [f"{row['model']}, generate", number(row["tokens_per_s"])]
+    return cells + [""] * (num_columns - len(cells))
+
+
+def _http_row(row: Row, results: Row) -> list[str]:
+    alone = _find(results["linear"], row, ("model", "dtype", "streams"), "gflop_per_s")
+    generate = _find(results["generate"], row, ("model",), "tokens_per_s")
+    share = row["gflop_per_s"] / alone
+    return [
+        _name(row),
+        *_stream_cells(row),
+        "-" if math.isnan(share) else f"{share:.0%}",
+        number(row["tokens_per_s"] / generate),
+        number(row["loop_cpu_us_per_token"]),
+    ]
+
+
+def _find(rows: list[Row], like: Row, keys: tuple[str, ...], value: str) -> float:
+    found = (row[value] for row in rows if all(row[key] == like[key] for key in keys))
+    return float(next(found, math.nan))
+
+
+def _prefix_rows(results: Row) -> list[list[str]]:
+    return [
+        [
+            row["model"],
+            str(row["shared_tokens"]),
+            number(row["ttft_cold_p50_ms"]),
+            number(row["ttft_hit_p50_ms"]),
+            number(row["ratio"]),
+        ]
+        for row in results["prefix"]
+    ]
+
+
+def _print_failures(results: Row) -> None:
+    for row in results["http"]:
+        if row["failed"]:
+            print(f"{_name(row)}: {row['failed']} of {row['requests']} requests failed: {row['first_error']}")

@@ -1,0 +1,249 @@
+"""The parts of the bench: each starts what it needs, measures, and returns plain figures."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from app.bench.arithmetic import Arithmetic, read_arithmetic
+from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
+from app.bench.client import Answer, Job
+from app.bench.planning import measure_planning
+from app.bench.report import print_report, print_workloads
+from app.bench.server_process import ServerFailed, ServerProcess
+from app.bench.statistics import percentile, summarise
+from app.bench.workloads import WORKLOADS, Workload
+from app.errors import OperatorError
+
+PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128
+PREFIX_TOKENS = 512
+DEMO = Path(__file__).parent.parent / "demo" / "model"
+
+Row = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Subject:
+    """A model under measurement."""
+
+    path: Path
+    name: str
+    arithmetic: Arithmetic
+    max_length: int
+    token_ids: list[int]
+    seeds: Callable[[], int] = field(default_factory=lambda: itertools.count(1).__next__)
+    """Every run sends other prompts, so that nothing is found in a cache by accident."""
+
+
+def run_parts(options: argparse.Namespace) -> Row:
+    """All parts that were asked for, on all models; prints the tables."""
+    results: Row = {"machine": _machine(), "generate": [], "http": [], "linear": [], "prefix": []}
+    for subject in [_subject(path) for path in _model_paths(options)]:
+        if "generate" in options.only:
+            results["generate"].append(_generate(subject, options.quick))
+        for dtype in options.dtype:
+            if "linear" in options.only:
+                results["linear"] += _linear(subject, dtype, options.streams)
+            if {"http", "prefix", "loop"} & set(options.only):
+                _serve_and_measure(subject, dtype, options, results)
+    if "plan" in options.only:
+        _say("planning of 256 running sequences")
+        results["plan"] = measure_planning(num_steps=50 if options.quick else 200)
+    print_report(results)
+    return results
+
+
+def run_workloads(options: argparse.Namespace) -> Row:
+    """The fixed workloads on the 135 M shape, each dtype on a server of its own."""
+    subject = _subject(ensure_checkpoint(LLAMA_135M))
+    results: Row = {"machine": _machine(), "http": []}
+    for dtype in options.dtype:
+        with _server(subject, dtype) as server:
+            for name in options.workload:
+                results["http"].append(_http(server, subject, dtype, WORKLOADS[name]))
+    print_workloads(results)
+    return results
+
+
+def _say(text: str) -> None:
+    print(f"bench: {text}", file=sys.stderr, flush=True)
+
+
+def _model_paths(options: argparse.Namespace) -> list[Path]:
+    if options.model:
+        return [Path(path) for path in options.model]
+    _say("writing the random 135 M checkpoint, if it is not there yet")
+    return [DEMO, ensure_checkpoint(LLAMA_135M)]
+
+
+def _subject(path: Path) -> Subject:
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        vocabulary = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+    except OSError as error:
+        raise OperatorError(f"--model {path}: {error.strerror}: {error.filename}") from None
+    words = sorted(i for token, i in vocabulary.items() if re.fullmatch(r"Ġ?[A-Za-z]{2,}", token))
+    name = "demo" if path == DEMO else path.name
+    return Subject(path, name, read_arithmetic(path), config["max_position_embeddings"], words)
+
+
+def _machine() -> Row:
+    return {"cores": _num_cores(), "processor": _processor(), "python": platform.python_version()}
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor()
+    return next(
+        (line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")), ""
+    )
+
+
+def _run_module(module: str, job: object) -> Any:
+    """Runs a module of the bench in a process of its own: a job as JSON in, figures as JSON out."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"app.bench.{module}"],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise OperatorError(f"{module} failed: {done.stderr.strip().splitlines()[-1:] or ['no message']}")
+    return json.loads(done.stdout)
+
+
+def _generate(subject: Subject, quick: bool) -> Row:
+    """transformers' generate, one request after another."""
+    num_requests, length = (1, OUTPUT_TOKENS // 4) if quick else (3, OUTPUT_TOKENS)
+    _say(f"{subject.name}: transformers' generate, {num_requests} times {length} tokens")
+    workload = Workload(
+        name="", streams=1, prompt_tokens=PROMPT_TOKENS, output_tokens=length, rounds=num_requests
+    )
+    bodies = workload.bodies("", subject.token_ids, subject.seeds())
+    job = {
+        "model": str(subject.path),
+        "prompts": [body["prompt"] for body in bodies[0]],
+        "num_output_tokens": length,
+        "threads": _num_cores(),
+    }
+    seconds = _run_module("generate", job)["seconds"]
+    return {"model": subject.name, "tokens_per_s": length * len(seconds) / sum(seconds), "seconds": seconds}
+
+
+def _linear(subject: Subject, dtype: str, streams: list[int]) -> list[Row]:
+    """What the linear operators alone reach, with as many rows as there are streams."""
+    _say(f"{subject.name}, {dtype}: the linear operators alone")
+    job = {"model": str(subject.path), "dtype": dtype, "rows": streams, "threads": _num_cores()}
+    rates = _run_module("linear", job)["gflop_per_s"]
+    return [
+        {"model": subject.name, "dtype": dtype, "streams": rows, "gflop_per_s": rate}
+        for rows, rate in zip(streams, rates, strict=True)
+    ]
+
+
+def _server(subject: Subject, dtype: str) -> ServerProcess:
+    _say(f"{subject.name}, {dtype}: starting the server")
+    server = ServerProcess(["--model", str(subject.path), "--dtype", dtype, "--served-model-name", "bench"])
+    try:
+        server.wait_ready()
+    except ServerFailed as error:
+        raise OperatorError(f"the server did not start: {error}") from None
+    _send(server, Workload(name="", streams=2, prompt_tokens=8, output_tokens=4), subject)
+    return server
+
+
+def _serve_and_measure(subject: Subject, dtype: str, options: argparse.Namespace, results: Row) -> None:
+    with _server(subject, dtype) as server:
+        if "http" in options.only:
+            for streams in options.streams:
+                workload = _closed_loop(streams, options.quick)
+                results["http"].append(_http(server, subject, dtype, workload))
+        elif "loop" in options.only:
+            results["http"].append(_http(server, subject, dtype, _closed_loop(64, options.quick)))
+        if "prefix" in options.only and dtype == options.dtype[0]:
+            results["prefix"].append(_prefix(server, subject, 3 if options.quick else 9))
+
+
+def _closed_loop(streams: int, quick: bool) -> Workload:
+    rounds = 1 if quick else max(1, 4 // streams)
+    length = OUTPUT_TOKENS // 4 if quick else OUTPUT_TOKENS
+    return Workload(
+        name="", streams=streams, prompt_tokens=PROMPT_TOKENS, output_tokens=length, rounds=rounds
+    )
+
+
+def _send(server: ServerProcess, workload: Workload, subject: Subject) -> tuple[list[Answer], float]:
+    """Runs a workload from a client process: its answers, and the client's CPU seconds."""
+    bodies = workload.bodies("bench", subject.token_ids, subject.seeds())
+    result = _run_module("client", asdict(Job(server.host, server.port, "/v1/completions", bodies)))
+    return [Answer(**answer) for answer in result["answers"]], result["cpu_s"]
+
+
+def _http(server: ServerProcess, subject: Subject, dtype: str, workload: Workload) -> Row:
+    """One workload, with the server's own cost beside it."""
+    label = f"{workload.name or 'closed loop'}, {workload.streams} streams"
+    _say(f"{subject.name}, {dtype}: {label}")
+    loop_before = _loop_cpu_s(server.process.pid)
+    answers, client_cpu_s = _send(server, workload, subject)
+    loop_cpu_s = _loop_cpu_s(server.process.pid) - loop_before
+    figures = asdict(summarise(answers, workload.streams))
+    computed = figures["prompt_tokens"] - figures["cached_tokens"]
+    flop = subject.arithmetic.total(computed, figures["output_tokens"])
+    return {
+        "model": subject.name,
+        "dtype": dtype,
+        "workload": workload.name,
+        **figures,
+        "gflop_per_s": flop / figures["duration_s"] / 1e9,
+        "loop_cpu_us_per_token": loop_cpu_s * 1e6 / max(1, figures["output_tokens"]),
+        "client_cpu_s": client_cpu_s,
+    }
+
+
+def _loop_cpu_s(pid: int) -> float:
+    """CPU seconds of the server's main thread, on which its event loop runs; NaN where the system does not say."""
+    try:
+        return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+    except OSError:
+        return math.nan
+
+
+def _prefix(server: ServerProcess, subject: Subject, num_pairs: int) -> Row:
+    """Time to first token of a prompt never seen, and of one that begins like it."""
+    shared = min(PREFIX_TOKENS, subject.max_length - PROMPT_TOKENS - 8)
+    _say(f"{subject.name}: a shared prefix of {shared} tokens, cold and found")
+    cold, hit = [], []
+    for _ in range(num_pairs):
+        workload = Workload(
+            name="", streams=1, prompt_tokens=PROMPT_TOKENS, shared_tokens=shared, output_tokens=2, rounds=2
+        )
+        first, second = _send(server, workload, subject)[0]
+        cold.append(first.ttft_s * 1000)
+        hit.append(second.ttft_s * 1000)
+        if not second.num_cached_tokens:
+            _say("the second prompt found nothing in the cache")
+    return {
+        "model": subject.name,
+        "shared_tokens": shared,
+        "ttft_cold_p50_ms": percentile(cold, 50),
+        "ttft_hit_p50_ms": percentile(hit, 50),
+        "ratio": percentile(cold, 50) / percentile(hit, 50),
+    }
