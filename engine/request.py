@@ -8,9 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
-
-_NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +23,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = _NO_BIAS
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int = 0
     """Token t of choice i depends on (seed, i, t) and its logits, on nothing else."""
     max_tokens: int = 16
@@ -169,4 +166,5 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     def __repr__(self) -> str:
-        return f"Sequence({self.request.request_id}/{self.index}, computed={self.num_computed}, known={len(self.token_ids)})"
+        name = f"{self.request.request_id}/{self.index}"
+        return f"Sequence({name}, computed={self.num_computed}, known={len(self.token_ids)})"

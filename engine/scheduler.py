@@ -118,7 +118,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Takes back all blocks of a running sequence; it keeps its place and is computed again later.
 
-        What it had computed stays in the prefix cache as long as nobody needs the room, so it mostly comes back as hits.
+        What it had computed stays in the prefix cache while nobody needs the room, so it mostly comes back as hits.
         """
         self.running.remove(sequence)
         self.tables.release(sequence)
@@ -163,7 +163,7 @@ class Scheduler:
         plan.num_tokens += num_tokens
 
     def _make_room(self, plan: Plan, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
-        """Grows the sequence's table, preempting as the queue says; None if it was the sequence itself that gave way."""
+        """Grows the sequence's table, preempting as the queue says; None if the sequence itself gave way."""
         while (copies := self.tables.grow(sequence, num_tokens)) is None:
             victim = self.queue.victim(self.running) or sequence
             self._withdraw(plan, victim)

@@ -1,6 +1,6 @@
 """The queue: requests that were let in and wait for the engine to have room.
 
-Lanes are strict for now: the most urgent lane that has a request goes first, and within a lane first come, first served.
+Lanes are strict: the most urgent lane that has a request goes first; within a lane it is first come, first served.
 Every lane is bounded in requests and in prompt tokens, and nobody waits longer than the lane's time to live.
 
 Two threads meet here, the event loop (put, cancel, expire) and the engine's step thread (take, charge, victim). One

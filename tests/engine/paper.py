@@ -1,0 +1,116 @@
+"""A runner whose KV is the tokens themselves, and whose model is a hash: planning's mistakes become wrong tokens.
+
+What a sequence sees is read back through its block table from "device" blocks that hold (position, token) pairs. A block
+shared wrongly, written while shared, copied late, or reused too early changes what is read, and the runner says so.
+"""
+
+from __future__ import annotations
+
+from engine.request import FinishReason, Request, SamplingParams, Sequence
+from engine.step import Plan, Sampled, StepResult
+
+VOCABULARY = 50
+
+
+def next_token(token_ids: list[int], request: Request, index: int) -> int:
+    """The paper model: depends on every token before, on the seed and on the choice."""
+    state = request.sampling.seed * 31 + index
+    for token_id in token_ids:
+        state = (state * 1_000_003 + token_id + 1) % 2_147_483_647
+    return state % VOCABULARY
+
+
+def expected_output(request: Request, index: int, max_len: int) -> list[int]:
+    """What an undisturbed run brings."""
+    known = list(request.prompt_token_ids)
+    for _ in range(request.sampling.max_tokens):
+        if len(known) >= max_len:
+            break
+        known.append(next_token(known, request, index))
+    return known[len(request.prompt_token_ids) :]
+
+
+class PaperRunner:
+    """Executes plans on blocks of (position, token) pairs."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_tokens = 0
+        self.fault: Exception | None = None
+        """Raised, once, by the next step."""
+        self.bad: set[tuple[str, int]] = set()
+        """Choices whose logits are not finite."""
+        self.closed = False
+        self._blocks: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def load(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+    def execute(self, plan: Plan) -> StepResult:
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        before = [list(self._blocks[source]) for source, _ in plan.copies]
+        for (_, target), content in zip(plan.copies, before, strict=True):
+            self._blocks[target] = content
+        for chunk in plan.chunks:
+            self._write(chunk.sequence, chunk.start, chunk.num_tokens)
+        return StepResult([self._sample(c.sequence) for c in plan.chunks if c.samples])
+
+    def _write(self, sequence: Sequence, start: int, num_tokens: int) -> None:
+        for position in range(start, start + num_tokens):
+            block = sequence.block_table[position // self.block_size]
+            assert block != 0, "block 0 is padding"
+            self._blocks[block][position % self.block_size] = (position, sequence.token_ids[position])
+            self.num_tokens += 1
+
+    def _sample(self, sequence: Sequence) -> Sampled:
+        if sequence.key in self.bad:
+            return Sampled([], error="logits were not finite")
+        seen = [self._read(sequence, position) for position in range(len(sequence.token_ids))]
+        assert seen == list(enumerate(sequence.token_ids)), f"{sequence!r} sees {seen}"
+        tokens = [token for _, token in seen]
+        return Sampled([next_token(tokens, sequence.request, sequence.index)])
+
+    def _read(self, sequence: Sequence, position: int) -> tuple[int, int]:
+        entry = self._blocks[sequence.block_table[position // self.block_size]][position % self.block_size]
+        assert entry is not None, f"{sequence!r} reads position {position}, which nobody wrote"
+        return entry
+
+
+class PaperSink:
+    """Text is the token's number; a sequence ends by its length."""
+
+    def __init__(self, max_len: int = 1_000_000) -> None:
+        self.max_len = max_len
+
+    def accept(self, sequence: Sequence, token_id: int) -> tuple[str, FinishReason | None]:
+        full = sequence.num_output_tokens >= sequence.request.sampling.max_tokens
+        ends = full or len(sequence.token_ids) >= self.max_len
+        return f"{token_id} ", FinishReason.LENGTH if ends else None
+
+
+def make_request(
+    name: str,
+    prompt: list[int],
+    *,
+    max_tokens: int = 4,
+    n: int = 1,
+    lane: int = 1,
+    salt: bytes = b"",
+    seed: int = 0,
+    arrival_s: float = 0.0,
+) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, seed=seed),
+        n=n,
+        lane=lane,
+        salt=salt,
+        arrival_s=arrival_s,
+    )

@@ -1,0 +1,148 @@
+"""The planning side under a random machine: submit, step, fork, preempt, cancel, fail, finish, in any order.
+
+After every action the pool must balance; at the end every choice of every request has brought exactly the tokens of an
+undisturbed run, or ended once as cancelled or failed.
+"""
+
+from __future__ import annotations
+
+from threading import Lock
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.kv.tables import BlockTables
+from engine.request import FinishReason, Output, Request
+from engine.scheduler import Scheduler, SchedulerLimits
+from priority.queue import LaneQueue
+from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
+
+BLOCK_SIZE = 4
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(8, 30),
+        budget=st.integers(1, 24),
+        max_num_seqs=st.integers(1, 6),
+        prefix_cache=st.booleans(),
+    )
+    def build(self, num_blocks: int, budget: int, max_num_seqs: int, prefix_cache: bool) -> None:
+        self.runner = PaperRunner(num_blocks, BLOCK_SIZE)
+        self.queue = LaneQueue(Lock())
+        self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
+        self.budget = budget
+        limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=28)
+        sink = PaperSink()
+        self.scheduler = Scheduler(self.queue, self.tables, sink, limits)
+        sink.max_len = self.scheduler.max_len
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.ended: dict[tuple[str, int], FinishReason] = {}
+        self.now = 0.0
+
+    def receive(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            key = output.request_id, output.index
+            assert key not in self.ended, f"{key} went on after its end"
+            self.tokens.setdefault(key, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                assert output.timings is not None
+                assert output.timings.arrival_s <= output.timings.scheduled_s <= output.timings.finished_s
+                self.ended[key] = output.finish_reason
+
+    @rule(
+        stem=st.integers(0, 2),
+        length=st.integers(1, 20),
+        max_tokens=st.integers(1, 12),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        lane=st.integers(0, 2),
+        salt=st.sampled_from([b"", b"other"]),
+    )
+    def submit(self, stem: int, length: int, max_tokens: int, n: int, lane: int, salt: bytes) -> None:
+        name = f"r{len(self.requests)}"
+        prompt = [(stem * 7 + i) % 11 for i in range(min(length, self.scheduler.max_len - 1))]
+        request = make_request(
+            name, prompt, max_tokens=max_tokens, n=n, lane=lane, salt=salt, seed=length, arrival_s=self.now
+        )
+        self.requests[name] = request
+        self.queue.put(request, self.now)
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.one_step()
+
+    def one_step(self) -> None:
+        self.now += 1.0
+        plan = self.scheduler.plan(self.now)
+        assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks) <= self.budget
+        assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks)
+        assert len({target for _, target in plan.copies}) == len(plan.copies)
+        if not plan.chunks:
+            assert self.scheduler.is_idle, "there is work, and the step is idle"
+            assert not any(self.queue.depths().values()), "somebody waits for an empty engine"
+            return
+        self.receive(self.scheduler.commit(plan, self.runner.execute(plan), self.now))
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(pick=st.integers(0, 5))
+    def preempt(self, pick: int) -> None:
+        self.scheduler.preempt(self.scheduler.running[pick % len(self.scheduler.running)])
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 50))
+    def cancel(self, pick: int) -> None:
+        name = f"r{pick % len(self.requests)}"
+        if self.queue.cancel(name):
+            for index in range(self.requests[name].n):
+                self.ended[name, index] = FinishReason.CANCELLED
+        else:
+            self.receive(self.scheduler.cancel(name, self.now))
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(pick=st.integers(0, 5))
+    def fail_in_step(self, pick: int) -> None:
+        """A step that was planned and then broke: its sequences fail, the others do not notice."""
+        self.now += 1.0
+        plan = self.scheduler.plan(self.now)
+        self.receive(self.scheduler.fail([c.sequence for c in plan.chunks], "broken", self.now))
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(pick=st.integers(0, 5))
+    def bad_logits(self, pick: int) -> None:
+        self.runner.bad.add(self.scheduler.running[pick % len(self.scheduler.running)].key)
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+            assert len(self.scheduler.running) <= self.scheduler.limits.max_num_seqs
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(3_000):
+            if self.scheduler.is_idle and not any(self.queue.depths().values()):
+                break
+            self.one_step()
+        assert self.scheduler.is_idle, "the work does not end"
+        self.scheduler.check()
+        assert self.tables.pool.num_free == self.tables.pool.num_blocks - 1
+        assert self.tables.index.num_pending == 0
+        for name, request in self.requests.items():
+            for index in range(request.n):
+                self.check_choice(name, index, request)
+
+    def check_choice(self, name: str, index: int, request: Request) -> None:
+        tokens = self.tokens.get((name, index), [])
+        expected = expected_output(request, index, self.scheduler.max_len)
+        if self.ended[name, index] is FinishReason.LENGTH:
+            assert tokens == expected
+        else:
+            assert tokens == expected[: len(tokens)]
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestScheduler = SchedulerMachine.TestCase
