@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from types import TracebackType
 
-_ADDRESS = re.compile(r"http://([\w.:\[\]-]+):(\d+)")
+_READY = re.compile(r" ready: http://([\w.:\[\]-]+):(\d+)$")
 
 
 class ServerFailed(RuntimeError):
@@ -84,7 +84,7 @@ class ServerProcess:
         assert self.process.stderr is not None
         for line in self.process.stderr:
             self.lines.append(line.rstrip("\n"))
-            found = _ADDRESS.search(line) if line.startswith("penstock: ready") else None
+            found = _READY.search(line.rstrip())
             if found:
                 self.host, self.port = found[1], int(found[2])
                 self._ready.set()

@@ -1,0 +1,147 @@
+"""`penstock doctor`: what this machine offers and what is missing, one line each."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from app.errors import OperatorError
+from app.settings import Settings
+
+_GIB = 1 << 30
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One finding; `advice` says what to do about anything that is not ok."""
+
+    level: Level
+    name: str
+    text: str
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.level:<5} {self.name:<9} {self.text}" + (f"; {self.advice}" if self.advice else "")
+
+
+def run(settings: Settings) -> int:
+    """Prints every check as it is made; 1 if one failed."""
+    failed = False
+    for check in checks(settings):
+        print(check, flush=True)
+        failed |= check.level is Level.FAIL
+    return int(failed)
+
+
+def checks(settings: Settings) -> Iterator[Check]:
+    yield check_python()
+    yield check_processor()
+    yield check_memory()
+    yield check_torch()
+    yield check_compiler()
+    yield check_kernels()
+    yield check_model(settings)
+    yield check_port(settings)
+    yield check_bench()
+
+
+def check_python() -> Check:
+    return Check(Level.OK, "python", f"{platform.python_version()} at {sys.executable}")
+
+
+def check_processor() -> Check:
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    wanted = ("avx2", "f16c", "avx512f", "avx512_vnni", "amx_int8", "asimd")
+    flags = [flag for flag in wanted if flag in _processor_flags()]
+    text = f"{platform.machine()}, {num_cores} cores, {' '.join(flags) or 'no vector units known'}"
+    return Check(Level.OK, "processor", text)
+
+
+def _processor_flags() -> set[str]:
+    try:
+        return set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return set()
+
+
+def check_memory() -> Check:
+    free = available_memory()
+    if free is None:
+        return Check(Level.WARN, "memory", "unknown on this system", "set --kv-memory")
+    text = f"{free / _GIB:.1f} GiB available"
+    if free < _GIB:
+        return Check(Level.WARN, "memory", text, "close something, or serve a small model")
+    return Check(Level.OK, "memory", text)
+
+
+def available_memory() -> int | None:
+    """Bytes that can be had without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def check_torch() -> Check:
+    try:
+        import torch
+    except ImportError as error:
+        return Check(
+            Level.FAIL, "torch", f"cannot be imported ({error})", "run make serve, or pip install -e ."
+        )
+    if torch.cuda.is_available():
+        return Check(Level.OK, "torch", f"{torch.__version__}, on {torch.cuda.get_device_name()}")
+    return Check(Level.OK, "torch", f"{torch.__version__}, no GPU: models run on the processor")
+
+
+def check_compiler() -> Check:
+    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None:
+        advice = "install g++ to have the fast ones (Debian: apt-get install g++)"
+        return Check(Level.WARN, "compiler", "none, native kernels cannot be built", advice)
+    return Check(Level.OK, "compiler", found)
+
+
+def check_kernels() -> Check:
+    return Check(Level.OK, "kernels", "plain torch")
+
+
+def check_model(settings: Settings) -> Check:
+    from app.build import find_model
+
+    try:
+        found = find_model(settings)
+    except OperatorError as error:
+        return Check(Level.FAIL, "model", str(error))
+    return Check(Level.OK, "model", str(found))
+
+
+def check_port(settings: Settings) -> Check:
+    from app.listen import bind
+
+    try:
+        bind(settings.host, settings.port).close()
+    except OperatorError as error:
+        return Check(Level.FAIL, "port", str(error))
+    return Check(Level.OK, "port", f"{settings.host}:{settings.port} is free")
+
+
+def check_bench() -> Check:
+    if importlib.util.find_spec("transformers") is None:
+        advice = "for it: pip install -e '.[bench]'"
+        return Check(Level.WARN, "bench", "transformers is missing, penstock bench has no baseline", advice)
+    return Check(Level.OK, "bench", "transformers is there for penstock bench")

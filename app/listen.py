@@ -1,0 +1,53 @@
+"""The listening socket: made before anything slow, so that a port in use is told at once."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+
+from app.errors import OperatorError
+
+_BACKLOG = 2048
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens already: who connects while the model loads waits for an answer, and gets one.
+
+    Raises:
+        OperatorError: the address cannot be had.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        raise OperatorError(f"--host {host}: not an address of this machine") from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OperatorError(_reason(host, port, error)) from None
+    listener.setblocking(False)
+    return listener
+
+
+def _reason(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"--port {port}: another program listens there already; stop it or take another port"
+    if error.errno == errno.EACCES:
+        return f"--port {port}: this user may not listen there; take a port from 1024 on"
+    return f"--host {host}: not an address of this machine ({error.strerror})"
+
+
+def url(listener: socket.socket) -> str:
+    """Where to point a browser."""
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = "::1" if listener.family == socket.AF_INET6 else "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback

@@ -1,0 +1,66 @@
+"""The server's log: plain lines on stderr, a progress bar where somebody is watching."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+log = logging.getLogger("penstock")
+
+_LINE_EVERY_S = 2.0
+
+
+class _Line(logging.Formatter):
+    """`12:00:00 message`, with the level in front of what is worse than information."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(message)s", datefmt="%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if record.levelno >= logging.WARNING:
+            record.message = f"{record.levelname.lower()}: {record.message}"
+        return super().formatMessage(record)
+
+
+def configure_log(level: str) -> None:
+    """Our own lines from `level` on; of libraries only what is an error."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Line())
+    logging.basicConfig(level=logging.ERROR, handlers=[handler], force=True)
+    log.setLevel(level.upper())
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[float], None]]:
+    """Gives a function that is told the fraction done: a bar on a terminal, a line every few seconds elsewhere."""
+    if sys.stderr.isatty():
+        with _bar(title) as update:
+            yield update
+    else:
+        yield _lines(title)
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Callable[[float], None]]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda fraction: bar.update(task, completed=fraction)
+
+
+def _lines(title: str) -> Callable[[float], None]:
+    last_s = time.monotonic()
+
+    def update(fraction: float) -> None:
+        nonlocal last_s
+        if time.monotonic() - last_s >= _LINE_EVERY_S:
+            last_s = time.monotonic()
+            log.info("%s: %.0f %%", title, fraction * 100)
+
+    return update

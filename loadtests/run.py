@@ -1,0 +1,37 @@
+"""`make loadtest`: a minute of mixed traffic against a server of its own; fails on any failed request."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from app.bench.server_process import ServerFailed, ServerProcess
+
+USERS, RAMP_PER_S, DURATION = 16, 4, "1m"
+
+
+def main(arguments: list[str]) -> int:
+    """Runs locust with our users, and with whatever other options it is given; its exit status."""
+    print("loadtest: starting a server", flush=True)
+    try:
+        with ServerProcess() as server:
+            print(f"loadtest: {USERS} users for {DURATION} on {server.url}", flush=True)
+            return subprocess.run(_command(server.url, arguments), check=False).returncode
+    except ServerFailed as error:
+        print(f"loadtest: the server did not start: {error}", file=sys.stderr)
+        return 2
+
+
+def _command(url: str, arguments: list[str]) -> list[str]:
+    users = Path(__file__).with_name("locustfile.py")
+    return [
+        *(sys.executable, "-m", "locust", "--headless", "--only-summary", "--locustfile", str(users)),
+        *("--host", url, "--users", str(USERS), "--spawn-rate", str(RAMP_PER_S), "--run-time", DURATION),
+        *("--stop-timeout", "60", "--exit-code-on-error", "1"),
+        *arguments,
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

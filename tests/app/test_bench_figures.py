@@ -1,0 +1,110 @@
+"""Percentiles, summaries, tables, and what a token costs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.bench.arithmetic import read_arithmetic
+from app.bench.checkpoint import LLAMA_135M, LLAMA_TINY, ensure_checkpoint, letter_token_ids
+from app.bench.client import Answer
+from app.bench.planning import measure_planning
+from app.bench.statistics import number, percentile, summarise, table
+from app.bench.workloads import WORKLOADS, Workload
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 100))
+def test_percentile_is_numpy_s(values: list[float], percent: float) -> None:
+    assert percentile(values, percent) == pytest.approx(float(np.percentile(values, percent)), abs=1e-6)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1))
+def test_the_fiftieth_percentile_is_the_median(values: list[float]) -> None:
+    assert percentile(values, 50) == pytest.approx(statistics.median(values), abs=1e-6)
+
+
+def test_percentile_of_nothing_is_nan() -> None:
+    assert math.isnan(percentile([], 50))
+
+
+def answer(started_s: float, *times_s: float, error: str | None = None) -> Answer:
+    return Answer(started_s, times_s[-1], list(times_s), 10, 5, 2 * len(times_s), error)
+
+
+def test_a_summary_counts_whole_answers_over_all_of_the_time() -> None:
+    figures = summarise([answer(0.0, 1.0, 1.1, 1.4), answer(0.5, 1.0, 2.0), answer(0.0, 4.0, error="x")], 3)
+    assert (figures.requests, figures.failed, figures.first_error) == (3, 1, "x")
+    assert (figures.prompt_tokens, figures.cached_tokens, figures.output_tokens) == (20, 10, 10)
+    assert figures.duration_s == 4.0
+    assert figures.tokens_per_s == 2.5
+    assert figures.tokens_per_frame == 2.0
+    assert figures.ttft_p50_ms == pytest.approx(750)
+    assert figures.itl_p50_ms == pytest.approx(300)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(math.nan, "-"), (0.12345, "0.123"), (19.04, "19"), (1234.5, "1,234"), (99.96, "100")]
+)
+def test_numbers_have_three_digits(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_a_table_lines_up() -> None:
+    assert table(["name", "n"], [["a", "1"], ["longer", "100"]]) == (
+        "name      n\n------  ---\na         1\nlonger  100"
+    )
+
+
+def test_a_token_of_the_135_m_shape_is_0_23_gflop(tmp_path: Path) -> None:
+    import json
+
+    from app.bench.checkpoint import _config
+
+    (tmp_path / "config.json").write_text(json.dumps(_config(LLAMA_135M)))
+    arithmetic = read_arithmetic(tmp_path)
+    assert arithmetic.per_output_token == pytest.approx(0.231e9, rel=0.01)
+    assert arithmetic.total(2, 1) == 3 * arithmetic.body + arithmetic.head
+
+
+def test_the_workloads_are_those_of_the_published_figures() -> None:
+    shapes = {
+        w.name: (w.streams, w.shared_tokens + w.prompt_tokens, w.output_tokens) for w in WORKLOADS.values()
+    }
+    assert shapes == {"W1": (1, 128, 128), "W2": (16, 256, 128), "W3": (16, 544, 64), "W5": (64, 128, 64)}
+
+
+def test_prompts_share_what_they_should_and_nothing_else() -> None:
+    workload = Workload(name="", streams=3, prompt_tokens=4, shared_tokens=6, output_tokens=5, rounds=2)
+    bodies = workload.bodies("m", range(1000), seed=1)
+    prompts = [body["prompt"] for stream in bodies for body in stream]
+    assert [len(stream) for stream in bodies] == [2, 2, 2]
+    assert len({str(prompt) for prompt in prompts}) == 6
+    assert len({str(prompt[:6]) for prompt in prompts if isinstance(prompt, list)}) == 1
+    assert bodies == workload.bodies("m", range(1000), seed=1)
+    assert bodies != workload.bodies("m", range(1000), seed=2)
+    assert bodies[0][0]["max_tokens"] == 5
+
+
+def test_planning_can_be_measured() -> None:
+    figures = measure_planning(num_sequences=8, num_steps=4)
+    assert 0 < figures["plan_and_commit_p50_ms"] <= figures["plan_and_commit_p99_ms"]
+
+
+def test_the_checkpoint_is_one_that_transformers_reads(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = ensure_checkpoint(LLAMA_TINY, tmp_path)
+    assert ensure_checkpoint(LLAMA_TINY, tmp_path) == folder
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == LLAMA_TINY.vocabulary
+    assert tokenizer.decode(tokenizer.encode("héllo world")) == "héllo world"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    output = model.generate(torch.tensor([[300, 301]]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    assert all(token in letter_token_ids(LLAMA_TINY) for token in output[0].tolist())

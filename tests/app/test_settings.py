@@ -1,0 +1,129 @@
+"""Where a setting comes from, and how a wrong one is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from app.errors import OperatorError
+from app.settings import Settings, load_settings
+
+SOURCES = ("flag", "variable", "file")
+
+
+@pytest.fixture(autouse=True)
+def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.upper().startswith("PENSTOCK_"):
+            monkeypatch.delenv(name)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "penstock.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@given(
+    present=st.sets(st.sampled_from(SOURCES)),
+    values=st.lists(st.integers(1, 10_000), min_size=3, max_size=3, unique=True),
+)
+def test_flags_go_over_variables_over_the_file_over_defaults(
+    tmp_path_factory: pytest.TempPathFactory, present: set[str], values: list[int]
+) -> None:
+    value = dict(zip(SOURCES, values, strict=True))
+    flags = {"max_batch_tokens": str(value["flag"])} if "flag" in present else {}
+    with pytest.MonkeyPatch.context() as patch:
+        if "variable" in present:
+            patch.setenv("PENSTOCK_MAX_BATCH_TOKENS", str(value["variable"]))
+        if "file" in present:
+            path = write(tmp_path_factory.mktemp("config"), f"max_batch_tokens = {value['file']}\n")
+            flags["config"] = str(path)
+        settings = load_settings(flags)
+    default = Settings.model_fields["max_batch_tokens"].default
+    assert settings.max_batch_tokens == next((value[s] for s in SOURCES if s in present), default)
+
+
+def test_the_file_can_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(write(tmp_path, "port = 9001\n")))
+    assert load_settings({}).port == 9001
+
+
+def test_every_field_has_a_description() -> None:
+    assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+
+
+def test_lists_are_commas_in_text_and_lists_in_the_file(tmp_path: Path) -> None:
+    from_text = load_settings({"cors_origins": "http://a.example, http://b.example,"})
+    path = write(tmp_path, 'cors_origins = ["http://a.example", "http://b.example"]\n')
+    from_file = load_settings({"config": str(path)})
+    assert from_text.cors_origins == from_file.cors_origins == ("http://a.example", "http://b.example")
+
+
+def test_sizes_can_have_units() -> None:
+    assert load_settings({"kv_memory": "2GiB"}).kv_memory == 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("flags", "beginning"),
+    [
+        ({"port": "99999"}, "--port: input should be less than or equal to 65535, not '99999'"),
+        ({"port": "http"}, "--port: "),
+        ({"dtype": "int3"}, "--dtype: "),
+        ({"max_batch_tokens": "0"}, "--max-batch-tokens: "),
+        ({"kv_memory": "much"}, "--kv-memory: "),
+        ({"drain_timeout": "-1"}, "--drain-timeout: "),
+        ({"config": "/nowhere/penstock.toml"}, "--config /nowhere/penstock.toml: No such file"),
+        ({"num_blocks": "9", "kv_memory": "1GiB"}, "num_blocks and kv_memory both"),
+    ],
+)
+def test_a_wrong_flag_is_named(flags: dict[str, str], beginning: str) -> None:
+    with pytest.raises(OperatorError) as caught:
+        load_settings(flags)
+    assert str(caught.value).startswith(beginning)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_MAX_NUM_SEQS", "many")
+    with pytest.raises(OperatorError, match=r"^PENSTOCK_MAX_NUM_SEQS: .*, not 'many'$"):
+        load_settings({})
+
+
+def test_a_flag_hides_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_PORT", "tcp://10.0.0.1:80")
+    assert load_settings({"port": "81"}).port == 81
+
+
+def test_an_unknown_variable_is_named_with_what_may_have_been_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_MAX_NUM_SEQ", "3")
+    with pytest.raises(OperatorError, match=r"PENSTOCK_MAX_NUM_SEQ; did you mean PENSTOCK_MAX_NUM_SEQS\?"):
+        load_settings({})
+
+
+@pytest.mark.parametrize("name", ["SERVICE_HOST", "SERVICE_PORT", "PORT_8000_TCP_ADDR", "SERVICE_PORT_HTTP"])
+def test_what_kubernetes_adds_is_nobody_s_mistake(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"PENSTOCK_{name}", "10.0.0.1")
+    assert load_settings({}).port == 8000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max_num_seqs = 0\n", "max_num_seqs in {path}: "),
+        ("max_num_sequences = 4\n", "--config {path}: unknown key 'max_num_sequences'; did you mean"),
+        ("port = \n", "--config {path}: not TOML: "),
+        ('config = "other.toml"\n', "--config {path}: unknown key 'config'"),
+    ],
+)
+def test_a_wrong_key_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(OperatorError) as caught:
+        load_settings({"config": str(path)})
+    assert str(caught.value).startswith(message.format(path=path))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,27 @@
+"""What tests of all packages share: a real server, and a real browser to look at it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from app.bench.server_process import ServerProcess
+
+
+@pytest.fixture(scope="session")
+def live_server() -> Iterator[str]:
+    """The address of a server that serves the demo model; it must end well, too."""
+    server = ServerProcess()
+    server.wait_ready()
+    yield server.url
+    assert server.stop() == 0, server.log
+
+
+@pytest.fixture(scope="session")
+def chromium_path() -> str:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next((path for name in names if (path := shutil.which(name))), None)
+    assert path is not None, "the page tests need Chromium: make test installs it"
+    return path
