@@ -1,0 +1,194 @@
+"""The step thread: what it delivers, and what it survives."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+
+from engine.engine import Engine, EngineState
+from engine.request import FinishReason, Output
+from engine.scheduler import SchedulerLimits
+from engine.step import DeviceError, Plan, StepReport, StepResult
+from priority.queue import LaneQueue
+from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
+
+PATIENCE_S = 10.0
+
+
+class GatedRunner(PaperRunner):
+    """Each step waits for the test to let it through."""
+
+    def __init__(self, *, gated: bool = False, load_error: Exception | None = None) -> None:
+        super().__init__(64, 4)
+        self.load_error = load_error
+        self.entered: SimpleQueue[int] = SimpleQueue()
+        self.gate = threading.Semaphore(0 if gated else 1_000_000)
+
+    def load(self) -> None:
+        if self.load_error is not None:
+            raise self.load_error
+
+    def execute(self, plan: Plan) -> StepResult:
+        self.entered.put(len(plan.chunks))
+        assert self.gate.acquire(timeout=PATIENCE_S)
+        return super().execute(plan)
+
+
+class House:
+    """An engine at work, and everything it delivered."""
+
+    def __init__(self, runner: GatedRunner) -> None:
+        self.runner = runner
+        self.queue = LaneQueue(threading.Lock())
+        self.reports: list[StepReport] = []
+        self.news = threading.Condition()
+        self.states: SimpleQueue[EngineState] = SimpleQueue()
+        self.engine = Engine(
+            runner,
+            self.queue,
+            PaperSink(),
+            SchedulerLimits(max_batch_tokens=32, max_num_seqs=4, max_model_len=100),
+            deliver=self.deliver,
+            clock=time.monotonic,
+            on_state=self.states.put,
+        )
+
+    def deliver(self, report: StepReport) -> None:
+        with self.news:
+            self.reports.append(report)
+            self.news.notify_all()
+
+    def submit(self, name: str, prompt: list[int], max_tokens: int = 3) -> None:
+        self.queue.put(make_request(name, prompt, max_tokens=max_tokens), 0.0)
+        self.engine.wake()
+
+    def outputs(self, name: str) -> list[Output]:
+        return [o for report in self.reports for o in report.outputs if o.request_id == name]
+
+    def last(self, name: str) -> Output:
+        """The output that ends this request."""
+        with self.news:
+            assert self.news.wait_for(
+                lambda: any(o.finish_reason for o in self.outputs(name)), timeout=PATIENCE_S
+            )
+        return self.outputs(name)[-1]
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    house = House(GatedRunner())
+    house.engine.start()
+    assert house.states.get(timeout=PATIENCE_S) is EngineState.READY
+    yield house
+    assert house.engine.stop(PATIENCE_S)
+
+
+@pytest.fixture
+def gated() -> Iterator[House]:
+    house = House(GatedRunner(gated=True))
+    house.engine.start()
+    assert house.states.get(timeout=PATIENCE_S) is EngineState.READY
+    yield house
+    house.runner.gate.release(1_000_000)
+    assert house.engine.stop(PATIENCE_S)
+
+
+def test_tokens_arrive_in_one_report_per_step(house: House) -> None:
+    house.submit("r", [1, 2, 3])
+    assert house.last("r").finish_reason is FinishReason.LENGTH
+    tokens = [t for o in house.outputs("r") for t in o.token_ids]
+    assert tokens == expected_output(make_request("r", [1, 2, 3], max_tokens=3), 0, 100)
+    assert len(house.reports) == 3
+    assert [r.num_prefill_tokens for r in house.reports] == [3, 0, 0]
+    assert [r.num_decode_tokens for r in house.reports] == [0, 1, 1]
+
+
+def test_a_cancelled_request_is_out_of_the_next_step(gated: House) -> None:
+    gated.submit("a", [1], max_tokens=90)
+    assert gated.runner.entered.get(timeout=PATIENCE_S) == 1
+    gated.submit("b", [2], max_tokens=90)
+    gated.engine.cancel("a")
+    gated.runner.gate.release()
+    assert gated.runner.entered.get(timeout=PATIENCE_S) == 1
+    gated.engine.cancel("b")
+    gated.runner.gate.release()
+    assert gated.last("a").finish_reason is FinishReason.CANCELLED
+    assert gated.last("b").finish_reason is FinishReason.CANCELLED
+
+
+def test_cancelling_what_is_not_there_is_nothing(house: House) -> None:
+    house.engine.cancel("never")
+    house.submit("r", [1])
+    assert house.last("r").finish_reason is FinishReason.LENGTH
+
+
+def test_a_step_that_fails_ends_its_sequences_and_the_next_works(house: House) -> None:
+    house.runner.fault = ValueError("odd shape")
+    house.submit("a", [1])
+    last = house.last("a")
+    assert (last.finish_reason, last.error) == (FinishReason.FAILED, "the step failed")
+    assert house.reports[-1].error == "ValueError: odd shape"
+    house.submit("b", [1])
+    assert house.last("b").finish_reason is FinishReason.LENGTH
+    assert house.engine.state is EngineState.READY
+
+
+def test_a_lost_device_ends_everything_and_the_engine(house: House) -> None:
+    house.runner.fault = DeviceError("device lost")
+    house.submit("a", [1])
+    assert house.last("a").finish_reason is FinishReason.FAILED
+    assert house.states.get(timeout=PATIENCE_S) is EngineState.FAILED
+    assert house.engine.error == "device lost"
+    assert house.engine.stop(PATIENCE_S)
+    assert house.runner.closed
+
+
+def test_a_model_that_does_not_load_fails_the_engine_with_its_reason() -> None:
+    house = House(GatedRunner(load_error=RuntimeError("no such file")))
+    house.engine.start()
+    assert house.states.get(timeout=PATIENCE_S) is EngineState.FAILED
+    assert house.engine.error == "no such file"
+    assert isinstance(house.engine.failure, RuntimeError)
+    assert house.engine.stop(PATIENCE_S)
+
+
+def test_a_hanging_step_shows_in_the_time_of_last_progress(gated: House) -> None:
+    gated.submit("a", [1], max_tokens=2)
+    gated.runner.entered.get(timeout=PATIENCE_S)
+    stuck = gated.engine.last_progress_s
+    assert gated.engine.last_progress_s == stuck
+    gated.runner.gate.release(2)
+    gated.last("a")
+    assert gated.engine.last_progress_s > stuck
+
+
+def test_stats_of_a_resting_engine_show_a_free_pool(house: House) -> None:
+    house.submit("r", list(range(9)))
+    house.last("r")
+    stats = house.engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_pool_violations) == (0, 0, 0)
+    assert stats.num_free_blocks == stats.num_blocks == 63
+    assert stats.num_cached_blocks == 2
+    assert stats.num_steps == 3
+
+
+def test_a_pool_that_does_not_balance_is_started_afresh(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.submit("a", [1])
+    house.last("a")
+    scheduler = house.engine._scheduler
+    assert scheduler is not None
+    scheduler.tables.pool.allocate()
+    house.submit("b", [1])
+    house.last("b")
+    house.submit("c", [2])
+    house.last("c")
+    assert house.engine.stop(PATIENCE_S)
+    assert house.engine.stats().num_pool_violations == 1
+    assert house.engine.stats().num_free_blocks == 63
+    assert "violation" in caplog.text
