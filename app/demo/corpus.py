@@ -1,0 +1,81 @@
+"""The corpus: endless conversations, each from a seed alone. `python -m app.demo.corpus` shows some."""
+
+import sys
+from collections.abc import Callable, Iterator
+from random import Random
+
+from app.demo.asking import story_talk
+from app.demo.facts import any_fact, any_sum
+from app.demo.grammar import chance, pick
+from app.demo.serving import about_serving
+from app.demo.stories import new_spec, new_tale, story
+from app.demo.talk import any_talk
+from app.demo.tokenizer import Message
+from app.demo.unknown import any_unknown
+
+SYSTEM_PROMPTS = [
+    "You are a helpful assistant.", "You are a helpful assistant.", "You are Penny, the demo model of Penstock.",
+    "You are a friendly storyteller.", "You are a kind and helpful assistant.", "Be polite.", "Answer in English.",
+    "You are a helpful, honest and harmless assistant.", "You are an assistant who tells stories to children.",
+    "You are a careful assistant. Answer the user's questions.", "Be helpful.", "You are a chatbot on a web page.",
+    "You are an AI assistant. Be concise and friendly.", "Help the user as well as you can.",
+]  # fmt: skip
+CHARACTERS_PER_TOKEN = 4.0
+STORIES = 0.13  # of the parts; stories are so much longer that this is most of the text
+
+Part = Callable[[Random], list[Message]]
+PARTS: list[tuple[Part, float]] = [
+    (any_talk, 0.19), (any_fact, 0.25), (any_sum, 0.24), (about_serving, 0.2), (any_unknown, 0.12),
+]  # fmt: skip
+
+
+def short_part(rng: Random) -> list[Message]:
+    [part] = rng.choices([part for part, _ in PARTS], [weight for _, weight in PARTS])
+    return part(rng)
+
+
+def conversation(rng: Random, tokens: int) -> list[Message]:
+    """Turns for at most about `tokens` tokens: a story and what follows from it, short exchanges, or both."""
+    room = tokens * CHARACTERS_PER_TOKEN
+    messages: list[Message] = []
+    if chance(rng, 0.2):
+        messages.append(("system", pick(rng, SYSTEM_PROMPTS)))
+    long = tokens > 1000
+    parts = 4 + int(rng.random() * 30) if long else 1 + int(rng.random() * 8)
+    for _ in range(parts):
+        turns = int(rng.random() * (8 if long else 3))
+        part = story_talk(rng, turns) if chance(rng, STORIES) else short_part(rng)
+        if length(messages) + length(part) > room:
+            break
+        messages += part
+    return messages if len(messages) > 1 else conversation(rng, tokens)
+
+
+def length(messages: list[Message]) -> int:
+    return sum(len(content) + 8 for _, content in messages)
+
+
+def sample(rng: Random, tokens: int) -> list[Message]:
+    """What training sees: mostly conversations, now and then a bare story (a message of no role)."""
+    if chance(rng, 0.03):
+        return [("", story(rng, new_tale(rng, new_spec(rng))))]
+    return conversation(rng, tokens)
+
+
+def texts(seed: int, count: int) -> Iterator[str]:
+    """Contents to train the tokenizer on."""
+    rng = Random(f"{seed}/tokenizer")
+    for _ in range(count):
+        yield from (content for _, content in sample(rng, 500))
+
+
+def main() -> None:
+    rng = Random(sys.argv[1] if len(sys.argv) > 1 else 0)
+    for _ in range(12):
+        for role, content in sample(rng, 500):
+            print(f"{role.upper() or 'TEXT'}: {content}")
+        print("-" * 80)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Trains the demo model, then its draft: `python -m app.demo.train`.
+
+The draft learns from the model's own distribution, which is what speculative decoding will compare it with.
+An interrupted run goes on from its last checkpoint.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from app.demo.batches import batch
+from app.demo.corpus import sample, texts
+from app.demo.export import export
+from app.demo.network import Llama, Shape
+from app.demo.optimiser import optimisers
+from app.demo.tokenizer import VOCAB_SIZE, train_tokenizer
+
+MODEL = Shape(
+    VOCAB_SIZE, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=640
+)
+DRAFT = Shape(
+    VOCAB_SIZE, hidden_size=64, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=192
+)
+SHORT_ROW, LONG_ROW = 512, 2048
+CHECKPOINT_EVERY = 50
+
+Loss = Callable[[Llama, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one model is trained. `batch_tokens` is what one step sees, padding included."""
+
+    steps: int
+    batch_tokens: int
+    micro_tokens: int
+    matrix_lr: float
+    other_lr: float
+    seed: int
+    device: str
+
+    def row_length(self, step: int) -> int:
+        """Long rows now and then, and all through the last tenth, so that the whole context is learnt."""
+        return LONG_ROW if step % 6 == 5 or step >= 0.9 * self.steps else SHORT_ROW
+
+    def lr_scale(self, step: int) -> float:
+        """A short warm-up, a plateau of two fifths, then linearly down to zero."""
+        return min(1.0, (step + 1) / 40, (self.steps - step) / (0.6 * self.steps))
+
+
+def next_token_loss(model: Llama, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Summed over the learnt tokens; only these are ever turned into logits."""
+    learnt = targets != -100
+    return F.cross_entropy(model.logits(model(inputs)[learnt]), targets[learnt], reduction="sum")
+
+
+def imitation_loss(teacher: Llama) -> Loss:
+    """Half the distance to the teacher's distribution, half the data's own next token."""
+
+    def loss(model: Llama, inputs: Tensor, targets: Tensor) -> Tensor:
+        learnt = targets != -100
+        with torch.no_grad():
+            wanted = teacher.logits(teacher(inputs)[learnt]).softmax(-1)
+        logits = model.logits(model(inputs)[learnt])
+        imitation = F.cross_entropy(logits, wanted, reduction="sum")
+        return 0.8 * imitation + 0.2 * F.cross_entropy(logits, targets[learnt], reduction="sum")
+
+    return loss
+
+
+def train(
+    shape: Shape, tokenizer: Tokenizer, plan: Plan, loss_of: Loss, checkpoint: Path, out: Path
+) -> Llama:
+    torch.manual_seed(plan.seed)
+    model = Llama(shape).to(plan.device)
+    steppers = optimisers(model, plan.matrix_lr, plan.other_lr)
+    first = restore(checkpoint, model, steppers)
+    began, tokens = time.monotonic(), 0
+    for step in range(first, plan.steps):
+        loss, seen = train_step(model, steppers, tokenizer, plan, loss_of, step)
+        tokens += seen
+        if step % 10 == 9:
+            rate = tokens / (time.monotonic() - began)
+            print(f"step {step + 1}/{plan.steps}  loss {loss:.4f}  {rate:,.0f} tokens/s", flush=True)
+        if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == plan.steps:
+            save(checkpoint, model, steppers, step + 1)
+            export(model, tokenizer, out)
+    return model
+
+
+def train_step(
+    model: Llama,
+    steppers: list[torch.optim.Optimizer],
+    tokenizer: Tokenizer,
+    plan: Plan,
+    loss_of: Loss,
+    step: int,
+) -> tuple[float, int]:
+    length = plan.row_length(step)
+    rng = Random(f"{plan.seed}/{step}")
+    inputs, targets = batch(tokenizer, sample, rng, plan.batch_tokens // length, length)
+    learnt = int((targets != -100).sum())
+    total = 0.0
+    rows = max(1, plan.micro_tokens // length)
+    for some_inputs, some_targets in zip(torch.split(inputs, rows), torch.split(targets, rows), strict=True):
+        loss = loss_of(model, some_inputs.to(plan.device), some_targets.to(plan.device)) / learnt
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    for stepper in steppers:
+        for group in stepper.param_groups:
+            group["lr"] = group.setdefault("full_lr", group["lr"]) * plan.lr_scale(step)
+        stepper.step()
+        stepper.zero_grad()
+    return total, inputs.numel()
+
+
+def save(path: Path, model: Llama, steppers: list[torch.optim.Optimizer], step: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    state = {"model": model.state_dict(), "steppers": [s.state_dict() for s in steppers], "step": step}
+    torch.save(state, path.with_suffix(".part"))
+    path.with_suffix(".part").replace(path)
+
+
+def restore(path: Path, model: Llama, steppers: list[torch.optim.Optimizer]) -> int:
+    """The step to go on with: 0 when there is no checkpoint."""
+    if not path.exists():
+        return 0
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    for stepper, saved in zip(steppers, state["steppers"], strict=True):
+        stepper.load_state_dict(saved)
+    step: int = state["step"]
+    return step
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m app.demo.train", description=__doc__)
+    parser.add_argument("--steps", type=int, default=1750, help="optimiser steps of the model")
+    parser.add_argument("--draft-steps", type=int, default=700, help="optimiser steps of the draft")
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--micro-tokens", type=int, default=2048, help="tokens per forward and backward pass")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="gets model/ and draft/")
+    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    torch.set_num_threads(arguments.threads)
+    tokenizer = train_tokenizer(texts(arguments.seed, 20000))
+    sizes = (arguments.batch_tokens, arguments.micro_tokens)
+    plan = Plan(arguments.steps, *sizes, 0.02, 0.004, arguments.seed, arguments.device)
+    model = train(
+        MODEL, tokenizer, plan, next_token_loss, arguments.checkpoints / "model.pt", arguments.out / "model"
+    )
+    plan = Plan(arguments.draft_steps, *sizes, 0.03, 0.006, arguments.seed + 1, arguments.device)
+    teacher = imitation_loss(model.eval())
+    train(DRAFT, tokenizer, plan, teacher, arguments.checkpoints / "draft.pt", arguments.out / "draft")
+
+
+if __name__ == "__main__":
+    main()
