@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from app.checkpoint import find_checkpoint, is_hub_id
 from app.errors import OperatorError
+from app.listen import bind
 from app.settings import Settings
 
 _GIB = 1 << 30
@@ -121,18 +123,15 @@ def check_kernels() -> Check:
 
 
 def check_model(settings: Settings) -> Check:
-    from app.build import find_model
-
+    if settings.model is not None and is_hub_id(settings.model):
+        return Check(Level.OK, "model", f"{settings.model} comes from the hub, unless it was fetched before")
     try:
-        found = find_model(settings)
+        return Check(Level.OK, "model", str(find_checkpoint(settings.model)))
     except OperatorError as error:
         return Check(Level.FAIL, "model", str(error))
-    return Check(Level.OK, "model", str(found))
 
 
 def check_port(settings: Settings) -> Check:
-    from app.listen import bind
-
     try:
         bind(settings.host, settings.port).close()
     except OperatorError as error:

@@ -24,11 +24,11 @@ from app.bench.report import print_report, print_workloads
 from app.bench.server_process import ServerFailed, ServerProcess
 from app.bench.statistics import percentile, summarise
 from app.bench.workloads import WORKLOADS, Workload
+from app.checkpoint import DEMO_MODEL
 from app.errors import OperatorError
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128
 PREFIX_TOKENS = 512
-DEMO = Path(__file__).parent.parent / "demo" / "model"
 
 Row = dict[str, Any]
 
@@ -84,7 +84,7 @@ def _model_paths(options: argparse.Namespace) -> list[Path]:
     if options.model:
         return [Path(path) for path in options.model]
     _say("writing the random 135 M checkpoint, if it is not there yet")
-    return [DEMO, ensure_checkpoint(LLAMA_135M)]
+    return [DEMO_MODEL, ensure_checkpoint(LLAMA_135M)]
 
 
 def _subject(path: Path) -> Subject:
@@ -94,7 +94,7 @@ def _subject(path: Path) -> Subject:
     except OSError as error:
         raise OperatorError(f"--model {path}: {error.strerror}: {error.filename}") from None
     words = sorted(i for token, i in vocabulary.items() if re.fullmatch(r"Ġ?[A-Za-z]{2,}", token))
-    name = "demo" if path == DEMO else path.name
+    name = "demo" if path == DEMO_MODEL else path.name
     return Subject(path, name, read_arithmetic(path), config["max_position_embeddings"], words)
 
 

@@ -1,0 +1,60 @@
+"""Where the model that is asked for lies: a directory, the hub, or the demo model that comes along."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from app.errors import OperatorError
+
+DEMO_MODEL = Path(__file__).parent / "demo" / "model"
+DEMO_NAME = "penstock-demo"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_NEEDED = ("config.json", "tokenizer.json", "*.safetensors")
+_FETCHED = ("*.json", "*.safetensors", "*.jinja")
+
+
+def model_name(model: str | None, served_model_name: str | None) -> str:
+    """The name that clients ask for."""
+    if served_model_name:
+        return served_model_name
+    if model is None:
+        return DEMO_NAME
+    return model if is_hub_id(model) else Path(model).resolve().name
+
+
+def is_hub_id(model: str) -> bool:
+    return _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
+
+
+def find_checkpoint(model: str | None) -> Path:
+    """The checkpoint's directory, fetched from the hub if it has to be.
+
+    Raises:
+        OperatorError: there is none, or it lacks a file.
+    """
+    if model is None:
+        return check_files(DEMO_MODEL, "the demo model")
+    if is_hub_id(model):
+        return check_files(_fetch(model), f"--model {model}")
+    return check_files(Path(model).expanduser(), f"--model {model}")
+
+
+def check_files(folder: Path, name: str) -> Path:
+    if not folder.is_dir():
+        raise OperatorError(f"{name}: there is no directory {folder}")
+    for pattern in _NEEDED:
+        if next(folder.glob(pattern), None) is None:
+            raise OperatorError(f"{name}: {folder} is no checkpoint, it has no {pattern}")
+    return folder
+
+
+def _fetch(hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=list(_FETCHED)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise OperatorError(f"--model {hub_id}: no such directory, and the hub says: {error}") from None

@@ -1,0 +1,187 @@
+"""What an operator gets wrong is one line that names it, and exit status 2: real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ensure_checkpoint(LLAMA_TINY, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def broken_model(tiny_model: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(tiny_model, tmp_path / "broken"))
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def penstock(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "app", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **variables},
+    )
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *named: str) -> None:
+    """Exit status 2, and a last line that names what was wrong; nothing else is said but how far starting came."""
+    assert done.returncode == 2, done.stderr
+    *before, last = done.stderr.splitlines()
+    assert last.startswith("penstock: ")
+    for name in named:
+        assert name in last
+    assert "Traceback" not in done.stderr
+    assert not [line for line in before if " starting on " not in line and " loading " not in line]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "named"),
+    [
+        (["serve", "--port", "http"], {}, "--port"),
+        (["serve", "--port"], {}, "--port"),
+        (["serve", "--prot", "80"], {}, "did you mean --port?"),
+        (["serve", "now"], {}, "now"),
+        (["serve"], {"PENSTOCK_MAX_BATCH_TOKENS": "0"}, "PENSTOCK_MAX_BATCH_TOKENS"),
+        (["serve"], {"PENSTOCK_MAX_BATCH": "9"}, "PENSTOCK_MAX_BATCH"),
+        (["serve", "--config", "/nowhere.toml"], {}, "/nowhere.toml"),
+        (["serve", "--host", "256.1.1.1"], {}, "--host 256.1.1.1"),
+        (["serve", "--model", "/nowhere/model"], {}, "--model /nowhere/model"),
+        (["serve", "--api-keys-file", "/nowhere/keys"], {}, "--api-keys-file"),
+        (["serve", "--model", "./nowhere"], {}, "--model ./nowhere"),
+        (["sevre"], {}, "sevre"),
+        (["--prot"], {}, "--prot"),
+        (["bench", "--only", "everything"], {}, "everything"),
+        (["bench", "--streams", "some"], {}, "--streams"),
+        (["bench", "--model", "/nowhere/model"], {}, "/nowhere/model"),
+        (["bench", "--json", "/nowhere/figures.json"], {}, "/nowhere/figures.json"),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], variables: dict[str, str], named: str) -> None:
+    if arguments[0] == "serve" and "--port" not in arguments:
+        arguments = [*arguments, "--port", "0"] if "now" not in arguments else arguments
+    assert_refused(penstock(*arguments, **variables), named)
+
+
+def test_a_wrong_key_of_the_file_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "penstock.toml"
+    path.write_text('max_num_seqs = "all"\n')
+    assert_refused(penstock("serve", "--config", str(path)), "max_num_seqs", str(path))
+
+
+def test_a_port_in_use_is_one_line(taken_port: int) -> None:
+    assert_refused(penstock("serve", "--port", str(taken_port)), f"--port {taken_port}")
+
+
+def _truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+
+
+def _garble(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"no tensors at all" * 10)
+
+
+def _drop_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _drop_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _break_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def _break_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def _change_architecture(folder: Path) -> None:
+    _change_config(folder, architectures=["MambaForCausalLM"], model_type="mamba")
+
+
+def _change_sizes(folder: Path) -> None:
+    _change_config(folder, hidden_size=96)
+
+
+def _change_layers(folder: Path) -> None:
+    _change_config(folder, num_hidden_layers=3)
+
+
+def _change_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+@pytest.mark.parametrize(
+    "break_",
+    [
+        _truncate,
+        _garble,
+        _drop_weights,
+        _drop_config,
+        _break_config,
+        _break_tokenizer,
+        _change_architecture,
+        _change_sizes,
+        _change_layers,
+    ],
+)
+def test_a_broken_checkpoint_is_one_line(broken_model: Path, break_: Callable[[Path], None]) -> None:
+    break_(broken_model)
+    assert_refused(penstock("serve", "--port", "0", "--model", str(broken_model)), str(broken_model))
+
+
+def test_more_kv_than_there_is_memory_is_one_line(tiny_model: Path) -> None:
+    done = penstock("serve", "--port", "0", "--model", str(tiny_model), "--kv-memory", "4000GiB")
+    assert_refused(done, "memory")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["serve", "--help"], ["doctor", "--help"], ["bench", "--help"]]
+)
+def test_help_is_not_a_mistake(arguments: list[str]) -> None:
+    done = penstock(*arguments)
+    assert done.returncode == 0
+    assert "usage: penstock" in done.stdout
+    assert done.stderr == ""
+
+
+def test_help_names_every_setting_with_its_default() -> None:
+    text = penstock("serve", "--help", COLUMNS="200").stdout
+    for part in (
+        "--max-batch-tokens",
+        "Default: 512.",
+        "--drain-timeout SECONDS",
+        "auto|float32|bfloat16|float16",
+    ):
+        assert part in text
+
+
+def test_the_version_is_the_package_s() -> None:
+    assert penstock("--version").stdout == "penstock 0.1.0\n"

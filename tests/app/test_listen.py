@@ -1,0 +1,55 @@
+"""The listening socket."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from app.errors import OperatorError
+from app.listen import bind, is_loopback, url
+
+
+def test_a_free_port_is_taken_and_named() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        assert url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert is_loopback(listener)
+
+
+def test_whoever_connects_waits() -> None:
+    with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as connection:
+        assert connection.getpeername() == listener.getsockname()
+
+
+def test_all_addresses_are_opened_through_this_machine_s_own() -> None:
+    with bind("0.0.0.0", 0) as listener:
+        assert url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert not is_loopback(listener)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_ipv6_addresses_stand_in_brackets() -> None:
+    with bind("::1", 0) as listener:
+        assert url(listener) == f"http://[::1]:{listener.getsockname()[1]}"
+
+
+def test_a_second_server_on_the_port_is_refused() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(OperatorError, match=f"--port {port}: another program"):
+            bind("127.0.0.1", port)
+
+
+def test_a_port_can_be_taken_again_at_once() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with socket.create_connection(listener.getsockname()):
+            listener.setblocking(True)
+            listener.accept()[0].close()
+    with bind("127.0.0.1", port) as listener:
+        assert listener.getsockname()[1] == port
+
+
+def test_an_address_of_elsewhere_is_refused() -> None:
+    with pytest.raises(OperatorError, match=r"--host 192\.0\.2\.1: not an address of this machine"):
+        bind("192.0.2.1", 0)
