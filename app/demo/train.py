@@ -30,7 +30,6 @@ DRAFT = Shape(
     VOCAB_SIZE, hidden_size=64, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=192
 )
 SHORT_ROW, LONG_ROW = 512, 2048
-CHECKPOINT_EVERY = 50
 
 Loss = Callable[[Llama, Tensor, Tensor], Tensor]
 
@@ -46,6 +45,7 @@ class Plan:
     other_lr: float
     seed: int
     device: str
+    checkpoint_every: int = 50
 
     def row_length(self, step: int) -> int:
         """Long rows now and then, and all through the last tenth, so that the whole context is learnt."""
@@ -90,7 +90,7 @@ def train(
         if step % 10 == 9:
             rate = tokens / (time.monotonic() - began)
             print(f"step {step + 1}/{plan.steps}  loss {loss:.4f}  {rate:,.0f} tokens/s", flush=True)
-        if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == plan.steps:
+        if (step + 1) % plan.checkpoint_every == 0 or step + 1 == plan.steps:
             save(checkpoint, model, steppers, step + 1)
             export(model, tokenizer, out)
     return model
@@ -106,7 +106,7 @@ def train_step(
 ) -> tuple[float, int]:
     length = plan.row_length(step)
     rng = Random(f"{plan.seed}/{step}")
-    inputs, targets = batch(tokenizer, sample, rng, plan.batch_tokens // length, length)
+    inputs, targets = batch(tokenizer, sample, rng, max(1, plan.batch_tokens // length), length)
     learnt = int((targets != -100).sum())
     total = 0.0
     rows = max(1, plan.micro_tokens // length)
