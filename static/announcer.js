@@ -1,0 +1,44 @@
+/** Reads an answer to screen readers by whole sentences, at a bearable pace. */
+
+const GAP_MS = 2000;
+const KEPT = 20;
+const SENTENCE_END = /[.!?:](?=\s)|\n/g;
+
+export class Announcer {
+  #log;
+  #message = null;
+  #spoken = 0; // how much of the message's text was announced
+  #lastAt = -Infinity;
+
+  /** @param {Element} log  an element with role="log" that only assistive technology sees */
+  constructor(log) {
+    this.#log = log;
+  }
+
+  /** Announces what a growing answer gained, and its end. */
+  follow(message, ended, now = performance.now()) {
+    if (message !== this.#message || message.text.length < this.#spoken) {
+      this.#message = message;
+      this.#spoken = 0;
+    }
+    if (!ended && now - this.#lastAt < GAP_MS) return;
+    const end = ended ? message.text.length : lastSentenceEnd(message.text, this.#spoken);
+    const news = message.text.slice(this.#spoken, end).replace(/[*_`#|]+/g, "").trim();
+    this.#spoken = end;
+    if (news === "") return;
+    this.#lastAt = now;
+    this.say(news);
+  }
+
+  say(text) {
+    const line = document.createElement("p");
+    line.textContent = text;
+    this.#log.append(line);
+    while (this.#log.childElementCount > KEPT) this.#log.firstElementChild.remove();
+  }
+}
+
+function lastSentenceEnd(text, from) {
+  const ends = [...text.slice(from).matchAll(SENTENCE_END)];
+  return from + (ends.length === 0 ? 0 : ends.at(-1).index + 1);
+}

@@ -1,0 +1,133 @@
+/** The server's HTTP interface: which models, is it ready, and a streamed answer. */
+
+import { readEvents } from "./sse.js";
+
+/**
+ * Why a request gave no (whole) answer.
+ * kind: "refused"     the server answered with an error status
+ *       "failed"      the server reported an error inside the stream
+ *       "lost"        the stream ended before the server said that it was done
+ *       "unreachable" no connection
+ */
+export class ApiError extends Error {
+  /** @param {{kind: string, message: string, status?: number, code?: ?string, retryAfterMs?: ?number}} fault */
+  constructor({ kind, message, status = 0, code = null, retryAfterMs = null }) {
+    super(message);
+    this.kind = kind;
+    this.status = status;
+    this.code = code;
+    this.retryAfterMs = retryAfterMs;
+  }
+}
+
+/**
+ * How long the server asks to be left alone.
+ * @param {Headers} headers  @param {number} now  epoch, ms
+ * @returns {?number} ms, null where it did not ask
+ */
+export function retryDelayMs(headers, now) {
+  const precise = headers.get("retry-after-ms");
+  if (precise !== null && /^\d+(\.\d+)?$/.test(precise.trim())) return Number(precise);
+  const value = headers.get("retry-after")?.trim();
+  if (!value) return null;
+  if (/^\d+$/.test(value)) return Number(value) * 1000;
+  const date = Date.parse(value);
+  return Number.isNaN(date) ? null : Math.max(0, date - now);
+}
+
+/** @returns {Promise<?{id: string, max_model_len?: number}>} the model that is served */
+export async function servedModel(key) {
+  const response = await request("v1/models", { headers: authorization(key) });
+  const { data } = await response.json();
+  return data?.[0] ?? null;
+}
+
+/** @returns {Promise<"ready"|"loading"|"draining"|"not ready"|"unreachable">} */
+export async function readiness() {
+  try {
+    const response = await fetch("ready", { cache: "no-store" });
+    if (response.ok) return "ready";
+    const { status } = await response.json().catch(() => ({}));
+    return status === "loading" || status === "draining" ? status : "not ready";
+  } catch {
+    return "unreachable";
+  }
+}
+
+/**
+ * One streamed answer. Aborting the signal cancels the generation on the server.
+ * @param {object} body  OpenAI's chat completion request
+ * @param {{signal: AbortSignal, key: ?string}} options
+ * @returns {AsyncGenerator<{text: string, finish: ?string, timings: ?object, usage: ?object}>}
+ * @throws {ApiError}
+ */
+export async function* streamChat(body, { signal, key }) {
+  const response = await request("v1/chat/completions", {
+    method: "POST",
+    headers: { "content-type": "application/json", ...authorization(key) },
+    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
+    signal,
+  });
+  for await (const data of untilLost(readEvents(response.body), signal)) {
+    if (data === "[DONE]") return;
+    yield readChunk(data);
+  }
+  throw new ApiError({ kind: "lost", message: "The connection ended before the answer did." });
+}
+
+async function request(path, options) {
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (fault) {
+    if (options.signal?.aborted) throw fault;
+    throw new ApiError({ kind: "unreachable", message: "The server cannot be reached." });
+  }
+  if (!response.ok) throw await refusal(response);
+  return response;
+}
+
+/** A connection that breaks ends the stream like one that is closed too early. */
+async function* untilLost(events, signal) {
+  try {
+    yield* events;
+  } catch (fault) {
+    if (signal.aborted) throw fault;
+  }
+}
+
+function readChunk(data) {
+  let chunk;
+  try {
+    chunk = JSON.parse(data);
+  } catch {
+    throw new ApiError({ kind: "failed", message: "The server sent something that is not JSON." });
+  }
+  if (chunk.error) throw inStreamError(chunk.error);
+  const choice = chunk.choices?.[0];
+  return {
+    text: choice?.delta?.content ?? "",
+    finish: choice?.finish_reason ?? null,
+    timings: chunk.timings ?? null,
+    usage: chunk.usage ?? null,
+  };
+}
+
+function inStreamError({ message, code }) {
+  return new ApiError({ kind: "failed", message: String(message), code: code ?? null });
+}
+
+async function refusal(response) {
+  const { error } = await response.json().catch(() => ({})); // a proxy's page is not JSON
+  return new ApiError({
+    kind: "refused",
+    status: response.status,
+    message: String(error?.message ?? `HTTP status ${response.status}.`),
+    code: error?.code ?? null,
+    retryAfterMs: retryDelayMs(response.headers, Date.now()),
+  });
+}
+
+function authorization(key) {
+  return key ? { authorization: `Bearer ${key}` } : {};
+}

@@ -1,0 +1,98 @@
+/**
+ * The model of a conversation: plain data, so that a store can keep it as it is.
+ *
+ * @typedef {object} Message
+ * @property {string} id
+ * @property {"user"|"assistant"} role
+ * @property {string} text
+ * @property {"waiting"|"streaming"|"done"|"stopped"|"failed"} state
+ * @property {?{kind: string, message: string, status: number, code: ?string}} error  when failed
+ * @property {?number} retryAt  epoch in ms of the automatic retry, null when there is none
+ * @property {?import("./stats.js").Stats} stats
+ *
+ * @typedef {object} Conversation
+ * @property {string} id
+ * @property {string} title
+ * @property {number} updated  epoch, ms
+ * @property {Message[]} messages
+ */
+
+const TITLE_LENGTH = 60;
+
+/** @returns {Conversation} */
+export function newConversation() {
+  return { id: newId(), title: "", updated: Date.now(), messages: [] };
+}
+
+/** @returns {Message} */
+export function newMessage(role, text) {
+  return {
+    id: newId(),
+    role,
+    text,
+    state: role === "user" ? "done" : "waiting",
+    error: null,
+    retryAt: null,
+    stats: null,
+  };
+}
+
+/** Adds what the user said and the place for its answer, which it returns. */
+export function ask(conversation, text) {
+  if (conversation.title === "") conversation.title = titleFrom(text);
+  const answer = newMessage("assistant", "");
+  conversation.messages.push(newMessage("user", text), answer);
+  conversation.updated = Date.now();
+  return answer;
+}
+
+/** Empties an answer, and drops what followed it, so that it can be made again. */
+export function askAgain(conversation, answer) {
+  dropFrom(conversation, answer);
+  conversation.messages.push(answer);
+  Object.assign(answer, { text: "", state: "waiting", error: null, retryAt: null, stats: null });
+  conversation.updated = Date.now();
+}
+
+/** Removes a message and everything after it. */
+export function dropFrom(conversation, message) {
+  conversation.messages.length = conversation.messages.indexOf(message);
+}
+
+/**
+ * What the server is sent for an answer: all that was said before it.
+ * @returns {{role: string, content: string}[]}
+ */
+export function historyBefore(conversation, answer, systemPrompt) {
+  const before = conversation.messages.slice(0, conversation.messages.indexOf(answer));
+  const said = before.filter((message) => message.text !== "");
+  const history = said.map(({ role, text }) => ({ role, content: text }));
+  return systemPrompt ? [{ role: "system", content: systemPrompt }, ...history] : history;
+}
+
+/** A stored conversation whose page was closed while it waited for the server. */
+export function settle(conversation) {
+  for (const message of conversation.messages) {
+    if (isRunning(message)) message.state = "stopped";
+    message.retryAt = null;
+  }
+  return conversation;
+}
+
+export function isRunning(message) {
+  return message.state === "waiting" || message.state === "streaming";
+}
+
+/** The first line, cut between words. */
+export function titleFrom(text) {
+  const line = text.trim().split("\n", 1)[0].replace(/\s+/g, " ");
+  if (line.length <= TITLE_LENGTH) return line;
+  const cut = line.slice(0, TITLE_LENGTH);
+  return `${cut.slice(0, Math.max(cut.lastIndexOf(" "), TITLE_LENGTH / 2)).trimEnd()}…`;
+}
+
+/** crypto.randomUUID exists only on https and localhost; this works on a LAN address too. */
+function newId() {
+  const bytes = crypto.getRandomValues(new Uint8Array(12));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}

@@ -1,0 +1,40 @@
+/** Builds DOM nodes. Text becomes text nodes, always: nothing here parses HTML. */
+
+const SVG = "http://www.w3.org/2000/svg";
+
+/**
+ * @param {string} tag
+ * @param {object} properties  attributes by name; "on…" listeners; true sets an empty attribute,
+ *   false and null set none
+ * @param {...(Node|string)} children
+ */
+export function el(tag, properties = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value !== null) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** One of the symbols at the top of index.html. */
+export function icon(name) {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("class", "icon");
+  svg.setAttribute("aria-hidden", "true");
+  const use = document.createElementNS(SVG, "use");
+  use.setAttribute("href", `#icon-${name}`);
+  svg.append(use);
+  return svg;
+}
+
+/** A button that shows only an icon; its label is what a screen reader and a tooltip say. */
+export function iconButton(name, label, onclick) {
+  return el(
+    "button",
+    { type: "button", class: "icon-button", "aria-label": label, title: label, onclick },
+    icon(name),
+  );
+}

@@ -1,0 +1,242 @@
+/**
+ * Markdown inside a line of text: emphasis, code, links. Builds DOM nodes and never parses HTML, so
+ * hostile text stays text. Linear in the length of the text: openers and closers meet on a stack.
+ */
+
+import { el } from "./dom.js";
+
+const SPECIAL = /\\|`+|\*+|_+|~+|!?\[|\]|\n|<?https?:\/\//g;
+const DESTINATION = /\(\s*([^\s()]{1,2000}(?:\([^\s()]{0,200}\)[^\s()]{0,200})?)(?:\s+"[^"]{0,200}")?\s*\)/y;
+const BARE_URL = /https?:\/\/[^\s<>"`]+/y;
+const PUNCTUATION = /[\p{P}\p{S}]/u;
+const ESCAPABLE = /[!-/:-@[-`{-~]/;
+const SPACE = /\s/;
+const MAX_DEPTH = 12;
+
+/**
+ * @param {string} text
+ * @returns {DocumentFragment}
+ */
+export function renderInline(text) {
+  return new InlineParser(text).run();
+}
+
+/** The address, where it is one that a link may have. */
+export function safeUrl(text) {
+  try {
+    const url = new URL(text);
+    return url.protocol === "http:" || url.protocol === "https:" ? url.href : null;
+  } catch {
+    return null;
+  }
+}
+
+class InlineParser {
+  #text;
+  #at = 0;
+  #items = []; // {node, depth}, in order; an opener is its own literal text until a closer comes
+  #openers = []; // {index, mark, length}: delimiter runs that may yet begin an element
+  #brackets = []; // indices of "[" that may yet begin a link
+  #open = new Map(); // how many openers of a kind there are: spares looking for one in vain
+  #lastFence = null; // length of a run of backticks -> where the last such run is
+
+  constructor(text) {
+    this.#text = text;
+  }
+
+  run() {
+    for (let next = this.#nextSpecial(); next !== null; next = this.#nextSpecial()) {
+      this.#literal(this.#text.slice(this.#at, next.index));
+      this.#at = next.index + next[0].length;
+      this.#special(next[0], next.index);
+    }
+    this.#literal(this.#text.slice(this.#at));
+    return fragmentOf(this.#items);
+  }
+
+  #nextSpecial() {
+    SPECIAL.lastIndex = this.#at;
+    return SPECIAL.exec(this.#text);
+  }
+
+  #special(found, start) {
+    const first = found[0];
+    if (first === "\\") this.#escape();
+    else if (first === "`") this.#code(found, start);
+    else if (first === "\n") this.#push(el("br"));
+    else if (found.endsWith("[")) this.#openBracket(found);
+    else if (first === "]") this.#closeBracket();
+    else if (found.endsWith("//")) this.#bareUrl(found, start);
+    else this.#delimiter(found, start);
+  }
+
+  #push(node, depth = 0) {
+    this.#items.push({ node, depth });
+  }
+
+  #literal(text) {
+    if (text !== "") this.#push(document.createTextNode(text));
+  }
+
+  #escape() {
+    const next = this.#text[this.#at] ?? "";
+    if (!ESCAPABLE.test(next)) return this.#literal("\\");
+    this.#at += 1;
+    return this.#literal(next);
+  }
+
+  #code(fence, start) {
+    const end = this.#closingFence(fence.length, start);
+    if (end === null) return this.#literal(fence);
+    const code = this.#text.slice(this.#at, end).replaceAll("\n", " ");
+    const padded = code.startsWith(" ") && code.endsWith(" ") && code.trim() !== "";
+    this.#push(el("code", {}, padded ? code.slice(1, -1) : code));
+    this.#at = end + fence.length;
+    return undefined;
+  }
+
+  #closingFence(length, start) {
+    this.#lastFence ??= lastFences(this.#text);
+    if (this.#lastFence.get(length) <= start) return null;
+    const fences = /`+/g;
+    fences.lastIndex = this.#at;
+    for (;;) {
+      const found = fences.exec(this.#text);
+      if (found[0].length === length) return found.index;
+    }
+  }
+
+  #bareUrl(found, start) {
+    const bracketed = found[0] === "<";
+    BARE_URL.lastIndex = bracketed ? start + 1 : start;
+    const [whole] = BARE_URL.exec(this.#text) ?? [""];
+    const address = bracketed ? whole : whole.replace(/[.,:;!?'*_~\])]{1,50}$/, "");
+    const url = safeUrl(address);
+    if (url === null) return this.#literal(found);
+    this.#push(link(url, [document.createTextNode(address)]));
+    this.#at = BARE_URL.lastIndex - (whole.length - address.length);
+    if (bracketed && this.#text[this.#at] === ">") this.#at += 1;
+    return undefined;
+  }
+
+  #openBracket(found) {
+    this.#brackets.push(this.#items.length);
+    this.#literal(found);
+  }
+
+  #closeBracket() {
+    const index = this.#brackets.pop();
+    if (index === undefined) return this.#literal("]");
+    DESTINATION.lastIndex = this.#at;
+    const destination = DESTINATION.exec(this.#text);
+    const url = destination && safeUrl(destination[1]);
+    if (!url) return this.#literal("]");
+    this.#forgetOpenersFrom(index);
+    this.#brackets.length = 0; // a link holds no link, and nothing around this one becomes one
+    this.#wrap(index, (children) => link(url, children));
+    this.#at = DESTINATION.lastIndex;
+    return undefined;
+  }
+
+  #delimiter(run, start) {
+    const mark = run[0];
+    const { opens, closes } = flanks(this.#text, start, run.length, mark);
+    let left = run.length;
+    while (closes && left > 0) {
+      const used = this.#close(mark, left);
+      if (used === 0) break;
+      left -= used;
+    }
+    if (opens) left -= this.#opener(mark, left);
+    this.#literal(mark.repeat(left));
+  }
+
+  /** Pushes an opener of two marks, of one, or both, as many as the run holds. */
+  #opener(mark, left) {
+    if (left > 3) return 0;
+    const lengths = mark === "~" ? [2] : [2, 1];
+    let used = 0;
+    for (const length of lengths.filter((each) => each <= left)) {
+      if (used + length > left) break;
+      this.#openers.push({ index: this.#items.length, mark, length });
+      this.#count(mark, length, 1);
+      this.#literal(mark.repeat(length));
+      used += length;
+    }
+    return used;
+  }
+
+  /** Ends the innermost element that this mark can end; returns how many marks that took. */
+  #close(mark, available) {
+    const lengths = [1, 2].filter((each) => each <= available && this.#open.get(mark + each) > 0);
+    if (lengths.length === 0) return 0;
+    const fits = (opener) => opener.mark === mark && lengths.includes(opener.length);
+    const { index, length } = this.#openers[this.#openers.findLastIndex(fits)];
+    this.#forgetOpenersFrom(index);
+    this.#forgetBracketsFrom(index);
+    this.#wrap(index, (children) => el(elementFor(mark, length), {}, ...children));
+    return length;
+  }
+
+  /** Puts the items after an opener into one element, which takes the opener's place. */
+  #wrap(index, build) {
+    const inside = this.#items.splice(index);
+    const depth = 1 + inside.reduce((most, item) => Math.max(most, item.depth), 0);
+    if (depth > MAX_DEPTH) this.#push(fragmentOf(inside.slice(1)), depth - 1);
+    else this.#push(build(inside.slice(1).map((item) => item.node)), depth);
+  }
+
+  #forgetOpenersFrom(index) {
+    while (this.#openers.at(-1)?.index >= index) {
+      const { mark, length } = this.#openers.pop();
+      this.#count(mark, length, -1);
+    }
+  }
+
+  #forgetBracketsFrom(index) {
+    while (this.#brackets.at(-1) >= index) this.#brackets.pop();
+  }
+
+  #count(mark, length, change) {
+    this.#open.set(mark + length, (this.#open.get(mark + length) ?? 0) + change);
+  }
+}
+
+function fragmentOf(items) {
+  const fragment = document.createDocumentFragment();
+  for (const { node } of items) fragment.append(node);
+  fragment.normalize();
+  return fragment;
+}
+
+function elementFor(mark, length) {
+  if (mark === "~") return "del";
+  return length === 2 ? "strong" : "em";
+}
+
+/** Opens in a new tab, which learns nothing of this one. A link inside a link gives up its own. */
+function link(href, children) {
+  const anchor = el("a", { href, target: "_blank", rel: "noopener noreferrer" }, ...children);
+  for (const inner of anchor.querySelectorAll("a")) inner.replaceWith(...inner.childNodes);
+  return anchor;
+}
+
+/** CommonMark's flanking rules: a mark opens before a word and closes behind one. */
+function flanks(text, start, length, mark) {
+  const before = text[start - 1] ?? " ";
+  const after = text[start + length] ?? " ";
+  const afterWord = !SPACE.test(before) && (!PUNCTUATION.test(before) || !isWord(after));
+  const beforeWord = !SPACE.test(after) && (!PUNCTUATION.test(after) || !isWord(before));
+  if (mark !== "_") return { opens: beforeWord, closes: afterWord };
+  return { opens: beforeWord && !isWord(before), closes: afterWord && !isWord(after) };
+}
+
+function isWord(character) {
+  return !SPACE.test(character) && !PUNCTUATION.test(character);
+}
+
+function lastFences(text) {
+  const last = new Map();
+  for (const found of text.matchAll(/`+/g)) last.set(found[0].length, found.index);
+  return last;
+}

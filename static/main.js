@@ -1,0 +1,172 @@
+/** Wires the page: who shows what, and what happens on a click. */
+
+import { servedModel } from "./api.js";
+import { Announcer } from "./announcer.js";
+import { Chat } from "./chat.js";
+import { Composer } from "./composer.js";
+import { isRunning } from "./conversation.js";
+import { openConfirm, openKey, openSettings } from "./dialogs.js";
+import { Log } from "./log.js";
+import { loadKey, loadSettings, requestFields, saveKey, saveSettings } from "./settings.js";
+import { Sidebar } from "./sidebar.js";
+import { Status } from "./status.js";
+import { openStore } from "./store.js";
+
+const byId = (id) => document.getElementById(id);
+const app = byId("app");
+
+let model = null;
+let settings = loadSettings();
+const store = await openStore();
+
+const announcer = new Announcer(byId("announcer"));
+const status = new Status(byId("status"), {
+  isIdle: () => chat.running.size === 0,
+  onReady: () => showModel().catch(() => {}), // the next request says what is wrong
+});
+
+const composer = new Composer(
+  {
+    form: byId("composer"),
+    field: byId("field"),
+    send: byId("send"),
+    stop: byId("stop"),
+    note: byId("editing"),
+    cancel: byId("cancel-edit"),
+  },
+  { send, stop: () => chat.stop() },
+);
+
+const log = new Log(
+  { scroller: byId("scroller"), list: byId("messages"), jump: byId("jump") },
+  {
+    retry: (answer) => chat.retry(answer),
+    retryAutomatically: (answer) => chat.retryAutomatically(answer),
+    dropRetry: (answer) => chat.dropRetry(answer),
+    edit: (message) => composer.edit(message),
+    askForKey,
+    newConversation: startNew,
+  },
+);
+
+const sidebar = new Sidebar(
+  {
+    nav: byId("sidebar"),
+    list: byId("conversations"),
+    toggle: byId("menu"),
+    behind: byId("main"),
+    shade: byId("shade"),
+  },
+  {
+    open: (conversation) => openConversation(conversation.id),
+    rename: (conversation, title) => chat.rename(conversation, title),
+    remove: askToRemove,
+  },
+);
+
+const chat = new Chat(
+  store,
+  { showConversation, showMessage, showList },
+  { request: requestOptions, systemPrompt: () => settings.systemPrompt, key: loadKey },
+);
+
+function showConversation(conversation) {
+  const empty = conversation.messages.length === 0;
+  app.classList.toggle("empty", empty);
+  document.title = empty ? "Penstock" : `${conversation.title} · Penstock`;
+  showAddress(empty ? "" : `#${conversation.id}`);
+  log.show(conversation.messages);
+  showList();
+}
+
+function showMessage(message) {
+  log.update(message);
+  const shown = chat.current.messages.includes(message);
+  if (shown) announcer.follow(message, !isRunning(message));
+  if (message.error?.kind === "unreachable") status.check();
+}
+
+function showList() {
+  sidebar.show(chat.conversations, chat.current.id, chat.running);
+  composer.setBusy(chat.isBusy);
+}
+
+/** The address names the conversation: a reload and the Back button find it. */
+function showAddress(hash) {
+  if (location.hash !== hash) history.pushState(null, "", hash || location.pathname);
+}
+
+function openConversation(id) {
+  composer.clear();
+  chat.open(id);
+  sidebar.closeDrawer();
+  composer.focus();
+}
+
+function startNew() {
+  openConversation(null);
+}
+
+function send(text, edited) {
+  chat.send(text, edited);
+  log.follow();
+}
+
+function askToRemove(conversation) {
+  openConfirm(byId("confirm"), `Delete “${conversation.title}”?`, () => chat.remove(conversation));
+}
+
+function askForKey() {
+  openKey(byId("key-dialog"), loadKey(), (key, remember) => {
+    saveKey(key, remember);
+    showModel().catch(() => {});
+    const last = chat.current.messages.at(-1);
+    if (last?.error?.status === 401) chat.retry(last);
+  });
+}
+
+async function requestOptions() {
+  if (model === null) await showModel();
+  return { model: model?.id ?? "", ...requestFields(settings) };
+}
+
+async function showModel() {
+  model = await servedModel(loadKey());
+  const name = model?.id ?? "";
+  byId("model").textContent = name;
+  byId("model").title = model?.max_model_len ? `${name}, ${model.max_model_len} tokens of context` : name;
+  app.classList.toggle("demo", name.includes("demo"));
+}
+
+byId("new").addEventListener("click", startNew);
+byId("settings").addEventListener("click", () => {
+  openSettings(byId("settings-dialog"), settings, (chosen) => {
+    settings = chosen;
+    saveSettings(settings);
+  });
+});
+byId("change-key").addEventListener("click", () => {
+  byId("settings-dialog").close();
+  askForKey();
+});
+byId("suggestions").addEventListener("click", ({ target }) => {
+  if (target.localName === "button") send(target.textContent, null);
+});
+document.addEventListener("keydown", (event) => {
+  if (document.querySelector("dialog[open]") || event.isComposing) return;
+  if (event.key === "Escape") {
+    if (composer.isEditing) composer.clear();
+    else chat.stop();
+  } else if (event.code === "KeyO" && event.shiftKey && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    startNew();
+  }
+});
+window.addEventListener("popstate", () => chat.open(location.hash.slice(1)));
+
+byId("volatile").hidden = store.durable;
+await chat.load();
+chat.open(location.hash.slice(1));
+app.classList.remove("starting");
+composer.focus();
+status.watch();

@@ -1,0 +1,245 @@
+/**
+ * Markdown as chat models write it: paragraphs, headings, lists, quotes, tables, code, rules.
+ * Raw HTML is text. A growing text is rendered block by block: what is finished stays untouched.
+ */
+
+import { copyButton } from "./clipboard.js";
+import { el } from "./dom.js";
+import { renderInline } from "./inline.js";
+
+const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
+const HEADING = /^ {0,3}(#{1,6})\s+(.*?)(?:\s+#+)?\s*$/;
+const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
+const QUOTE = /^ {0,3}> ?/;
+const ITEM = /^(\s{0,8})([-*+]|\d{1,9}[.)])(?:\s+|$)/;
+const TABLE_RULE = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
+const MAX_DEPTH = 6;
+
+/** @param {string} text  @returns {DocumentFragment} */
+export function renderMarkdown(text) {
+  return renderBlocks(parseBlocks(text.split("\n")));
+}
+
+/** Shows a text that grows at its end, and renders again only what may still change. */
+export class MarkdownView {
+  #text = "";
+  #settled = 0; // offset of the first block that may still change
+  #open = []; // the nodes from there on
+
+  /** @param {Element} element */
+  constructor(element) {
+    this.element = element;
+  }
+
+  update(text) {
+    if (text === this.#text) return;
+    if (!text.startsWith(this.#text)) this.#clear();
+    this.#text = text;
+    const lines = text.slice(this.#settled).split("\n");
+    const blocks = parseBlocks(lines);
+    const firstOpen = blocks.length - numOpen(blocks, lines);
+    const open = renderBlocks(blocks.slice(firstOpen));
+    for (const node of this.#open) node.remove();
+    this.#open = [...open.childNodes];
+    this.element.append(renderBlocks(blocks.slice(0, firstOpen)), open);
+    const settled = lines.slice(0, blocks[firstOpen]?.line ?? 0);
+    this.#settled += settled.reduce((sum, line) => sum + line.length + 1, 0);
+  }
+
+  #clear() {
+    this.element.replaceChildren();
+    this.#settled = 0;
+    this.#open = [];
+  }
+}
+
+/**
+ * The last block grows. Where it began only just now, on a line (or a table's pair of lines) that
+ * is not finished, it may yet turn out to belong to the block before it.
+ */
+function numOpen(blocks, lines) {
+  const justBegan = blocks.length > 1 && blocks.at(-1).line >= lines.length - 2;
+  return Math.min(blocks.length, justBegan ? 2 : 1);
+}
+
+/**
+ * @param {string[]} lines
+ * @returns {{kind: string, line: number}[]} blocks in order; line: the index of its first line
+ */
+function parseBlocks(lines, depth = 0) {
+  const blocks = [];
+  let line = 0;
+  while (line < lines.length) {
+    if (lines[line].trim() === "") {
+      line += 1;
+      continue;
+    }
+    const { block, next } = parseBlock(lines, line, depth);
+    blocks.push({ ...block, line });
+    line = next;
+  }
+  return blocks;
+}
+
+function parseBlock(lines, line, depth) {
+  const text = lines[line];
+  const fence = FENCE.exec(text);
+  if (fence) return code(lines, line, fence);
+  const heading = HEADING.exec(text);
+  if (heading) {
+    return { block: { kind: "heading", level: heading[1].length, text: heading[2] }, next: line + 1 };
+  }
+  if (RULE.test(text)) return { block: { kind: "rule" }, next: line + 1 };
+  if (depth < MAX_DEPTH && QUOTE.test(text)) return quote(lines, line, depth);
+  if (depth < MAX_DEPTH && ITEM.test(text)) return list(lines, line, depth);
+  if (isTable(lines, line)) return table(lines, line);
+  return paragraph(lines, line, depth);
+}
+
+function code(lines, line, [, fence, language]) {
+  const closing = new RegExp(`^ {0,3}\\${fence[0]}{${fence.length},}\\s*$`);
+  const end = endWhere(lines, line + 1, (text) => closing.test(text));
+  const body = lines.slice(line + 1, end).join("\n");
+  return { block: { kind: "code", language, text: body }, next: end + 1 };
+}
+
+function quote(lines, line, depth) {
+  const end = endWhere(lines, line, (text) => !QUOTE.test(text));
+  const inner = lines.slice(line, end).map((text) => text.replace(QUOTE, ""));
+  return { block: { kind: "quote", blocks: parseBlocks(inner, depth + 1) }, next: end };
+}
+
+function list(lines, line, depth) {
+  const [, indent, marker] = ITEM.exec(lines[line]);
+  const ordered = /\d/.test(marker);
+  const items = [];
+  let next = line;
+  while (isItem(lines[next], indent.length, ordered)) {
+    const end = itemEnd(lines, next);
+    items.push(parseBlocks(itemLines(lines.slice(next, end)), depth + 1));
+    next = end;
+  }
+  return { block: { kind: "list", ordered, start: parseInt(marker, 10), items }, next };
+}
+
+function isItem(text, indent, ordered) {
+  const found = text === undefined || RULE.test(text) ? null : ITEM.exec(text);
+  return found !== null && found[1].length >= indent && /\d/.test(found[2]) === ordered;
+}
+
+/** An item goes on with indented lines, blank lines before such, and text that starts nothing else. */
+function itemEnd(lines, line) {
+  const inside = ITEM.exec(lines[line])[1].length + 2;
+  let end = line + 1;
+  for (let at = line + 1; at < lines.length; at += 1) {
+    const blank = lines[at].trim() === "";
+    const indented = !blank && /^\s*/.exec(lines[at])[0].length >= inside;
+    const lazy = !blank && at === end && !startsBlock(lines, at);
+    if (!blank && !indented && !lazy) return followingItem(lines, at) ? at : end;
+    if (!blank) end = at + 1;
+  }
+  return end;
+}
+
+function followingItem(lines, at) {
+  return ITEM.test(lines[at]) && !RULE.test(lines[at]);
+}
+
+/** The lines of an item without its marker and indentation. */
+function itemLines([first, ...rest]) {
+  const width = ITEM.exec(first)[0].length;
+  const strip = (text) => text.slice(Math.min(width, /^\s*/.exec(text)[0].length));
+  return [first.slice(width), ...rest.map(strip)];
+}
+
+function isTable(lines, line) {
+  const rule = lines[line + 1];
+  if (!lines[line].includes("|") || rule === undefined || !TABLE_RULE.test(rule)) return false;
+  return cells(lines[line]).length === cells(rule).length;
+}
+
+function table(lines, line) {
+  const end = endWhere(lines, line + 2, (text) => text.trim() === "" || !text.includes("|"));
+  const align = cells(lines[line + 1]).map(alignment);
+  const body = lines.slice(line + 2, end).map(cells);
+  return { block: { kind: "table", head: cells(lines[line]), align, body }, next: end };
+}
+
+function cells(text) {
+  const row = text.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
+  return row.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+}
+
+function alignment(rule) {
+  if (rule.endsWith(":")) return rule.startsWith(":") ? "center" : "right";
+  return "left";
+}
+
+function paragraph(lines, line, depth) {
+  const ends = (text, at) => text.trim() === "" || (depth < MAX_DEPTH && startsBlock(lines, at));
+  const end = endWhere(lines, line + 1, ends);
+  const text = lines.slice(line, end).map((each) => each.trim()).join("\n");
+  return { block: { kind: "paragraph", text }, next: end };
+}
+
+function startsBlock(lines, at) {
+  const starts = [FENCE, HEADING, RULE, QUOTE, ITEM];
+  return starts.some((pattern) => pattern.test(lines[at])) || isTable(lines, at);
+}
+
+function endWhere(lines, from, test) {
+  for (let at = from; at < lines.length; at += 1) if (test(lines[at], at)) return at;
+  return lines.length;
+}
+
+const RENDERERS = {
+  paragraph: ({ text }) => el("p", {}, renderInline(text)),
+  // The page's own headings stand above those of an answer.
+  heading: ({ level, text }) => el(`h${Math.min(6, level + 2)}`, {}, renderInline(text)),
+  rule: () => el("hr"),
+  quote: ({ blocks }) => el("blockquote", {}, renderBlocks(blocks)),
+  code: renderCode,
+  list: renderList,
+  table: renderTable,
+};
+
+function renderBlocks(blocks) {
+  const fragment = document.createDocumentFragment();
+  for (const block of blocks) fragment.append(RENDERERS[block.kind](block));
+  return fragment;
+}
+
+function renderCode({ language, text }) {
+  const title = el("figcaption", {}, el("span", {}, language || "code"));
+  title.append(copyButton("Copy code", () => text));
+  const label = language ? `Code, ${language}` : "Code";
+  const scroller = { tabindex: "0", role: "region", "aria-label": label };
+  return el("figure", { class: "code" }, title, el("pre", scroller, el("code", {}, text)));
+}
+
+function renderList({ ordered, start, items }) {
+  const list = el(ordered ? "ol" : "ul", { start: ordered && start !== 1 ? start : null });
+  for (const blocks of items) list.append(el("li", {}, renderItem(blocks)));
+  return list;
+}
+
+/** An item's first paragraph stands without a frame of its own: lists stay tight. */
+function renderItem(blocks) {
+  const [first, ...rest] = blocks;
+  if (first?.kind !== "paragraph") return renderBlocks(blocks);
+  const fragment = renderInline(first.text);
+  fragment.append(renderBlocks(rest));
+  return fragment;
+}
+
+function renderTable({ head, align, body }) {
+  const row = (tag, texts) =>
+    el("tr", {}, ...head.map((_, at) => cell(tag, texts[at] ?? "", align[at])));
+  const rows = body.map((texts) => row("td", texts));
+  const grid = el("table", {}, el("thead", {}, row("th", head)), el("tbody", {}, ...rows));
+  return el("div", { class: "table", tabindex: "0", role: "region", "aria-label": "Table" }, grid);
+}
+
+function cell(tag, text, align) {
+  return el(tag, { class: `align-${align}` }, renderInline(text));
+}

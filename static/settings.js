@@ -1,0 +1,65 @@
+/** What the user chose, kept in the browser. An empty choice leaves the value to the server. */
+
+const SETTINGS = "penstock.settings";
+const KEY = "penstock.key";
+
+/** Each lane and the service_tier that asks for it. */
+export const LANES = { interactive: "priority", standard: "default", batch: "flex" };
+
+export const DEFAULTS = {
+  systemPrompt: "",
+  temperature: null,
+  topP: null,
+  maxTokens: null,
+  lane: "standard",
+};
+
+export function loadSettings() {
+  try {
+    return { ...DEFAULTS, ...JSON.parse(read("localStorage", SETTINGS)) };
+  } catch {
+    return { ...DEFAULTS };
+  }
+}
+
+export function saveSettings(settings) {
+  write("localStorage", SETTINGS, JSON.stringify(settings));
+}
+
+/** The fields of a chat completion request that follow from the settings. */
+export function requestFields({ temperature, topP, maxTokens, lane }) {
+  const chosen = { temperature, top_p: topP, max_tokens: maxTokens };
+  const set = Object.entries(chosen).filter(([, value]) => value !== null);
+  return { ...Object.fromEntries(set), service_tier: LANES[lane] ?? LANES.standard };
+}
+
+/** The API key, or null. */
+export function loadKey() {
+  return read("sessionStorage", KEY) ?? read("localStorage", KEY);
+}
+
+/** Keeps the key for this tab, or in this browser where the user asked for that. */
+export function saveKey(key, remember) {
+  write("sessionStorage", KEY, remember ? null : key);
+  write("localStorage", KEY, remember ? key : null);
+}
+
+// A browser may refuse storage altogether: then a choice lasts as long as the page.
+const fallback = new Map();
+
+function read(area, name) {
+  try {
+    return globalThis[area].getItem(name);
+  } catch {
+    return fallback.get(area + name) ?? null;
+  }
+}
+
+function write(area, name, value) {
+  try {
+    if (value === null) globalThis[area].removeItem(name);
+    else globalThis[area].setItem(name, value);
+  } catch {
+    fallback.set(area + name, value);
+  }
+}

@@ -1,0 +1,68 @@
+/**
+ * Server-sent events over a fetch body (EventSource can neither POST nor send a key).
+ * https://html.spec.whatwg.org/multipage/server-sent-events.html#parsing-an-event-stream
+ */
+
+const LINE_END = /\r\n|\r|\n/g;
+
+/** Turns decoded text, cut anywhere, into the data of complete events. */
+export class EventStreamParser {
+  #line = ""; // the line that has not ended yet
+  #data = []; // the data lines of the event that has not ended yet
+  #afterCarriageReturn = false; // a "\n" that opens the next piece belongs to the last line end
+
+  /**
+   * @param {string} text the next piece of the stream
+   * @returns {string[]} the data of every event that this piece completed
+   */
+  push(text) {
+    if (text === "") return [];
+    const events = [];
+    let start = this.#afterCarriageReturn && text.startsWith("\n") ? 1 : 0;
+    LINE_END.lastIndex = start;
+    for (let end = LINE_END.exec(text); end !== null; end = LINE_END.exec(text)) {
+      this.#endLine(this.#line + text.slice(start, end.index), events);
+      this.#line = "";
+      start = LINE_END.lastIndex;
+    }
+    this.#line += text.slice(start);
+    this.#afterCarriageReturn = text.endsWith("\r");
+    return events;
+  }
+
+  #endLine(line, events) {
+    if (line === "") {
+      if (this.#data.length > 0) events.push(this.#data.join("\n"));
+      this.#data = [];
+      return;
+    }
+    const colon = line.indexOf(":");
+    const field = colon === -1 ? line : line.slice(0, colon);
+    if (field === "data") this.#data.push(colon === -1 ? "" : valueAfter(line, colon));
+  }
+}
+
+/** One space after the colon belongs to the syntax, any further one to the value. */
+function valueAfter(line, colon) {
+  return line.slice(line[colon + 1] === " " ? colon + 2 : colon + 1);
+}
+
+/**
+ * The data of each event in a byte stream. Leaving the loop early cancels the stream.
+ * @param {ReadableStream<Uint8Array>} body
+ * @returns {AsyncGenerator<string>}
+ */
+export async function* readEvents(body) {
+  const reader = body.getReader();
+  const decoder = new TextDecoder(); // drops a leading byte order mark, keeps characters cut in two
+  const parser = new EventStreamParser();
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      yield* parser.push(decoder.decode(value, { stream: true }));
+    }
+  } finally {
+    reader.cancel().catch(() => {}); // a stream that broke is cancelled already
+  }
+}

@@ -1,0 +1,106 @@
+/**
+ * How fast an answer came: measured here while it streams, completed by the server at its end.
+ *
+ * @typedef {object} Stats
+ * @property {number} tokens  counted here: one per piece of text, until the server gives its count
+ * @property {?number} ttftMs  from sending to the first text, as the reader saw it
+ * @property {?number} tokensPerS  after the first token
+ * @property {?string} finish  OpenAI's finish_reason
+ * @property {?object} timings  the server's
+ */
+
+/** Measures one answer. Times are those of performance.now(), in ms. */
+export class Meter {
+  #sentAt;
+  #firstAt = null;
+  /** @type {Stats} */
+  stats = { tokens: 0, ttftMs: null, tokensPerS: null, finish: null, timings: null };
+
+  constructor(now) {
+    this.#sentAt = now;
+  }
+
+  /** @param {{text: string, finish: ?string, timings: ?object, usage: ?object}} event */
+  take({ text, finish, timings, usage }, now) {
+    if (text !== "") this.#countToken(now);
+    if (finish !== null) this.stats.finish = finish;
+    if (timings !== null) this.stats.timings = timings;
+    if (usage !== null) this.#correctCount(usage.completion_tokens);
+  }
+
+  #countToken(now) {
+    this.stats.tokens += 1;
+    this.#firstAt ??= now;
+    this.stats.ttftMs ??= now - this.#sentAt;
+    const elapsed = now - this.#firstAt;
+    if (elapsed > 0) this.stats.tokensPerS = ((this.stats.tokens - 1) * 1000) / elapsed;
+  }
+
+  /** Speculation and slow readers put several tokens into one piece; the server knows the count. */
+  #correctCount(tokens) {
+    if (!Number.isFinite(tokens)) return;
+    const { tokens: counted, tokensPerS } = this.stats;
+    if (tokensPerS !== null && counted > 1) {
+      this.stats.tokensPerS = (tokensPerS * Math.max(0, tokens - 1)) / (counted - 1);
+    }
+    this.stats.tokens = tokens;
+  }
+}
+
+/**
+ * The line below an answer.
+ * @param {Stats} stats
+ * @returns {{label: string, hint: string}[]}
+ */
+export function statsLine(stats) {
+  return [...measured(stats), ...(stats.timings ? reported(stats.timings) : [])];
+}
+
+function measured({ tokens, ttftMs, tokensPerS }) {
+  const parts = [{ label: count(tokens, "token"), hint: "Length of this answer" }];
+  if (tokensPerS) {
+    parts.push({ label: `${rate(tokensPerS)} tokens/s`, hint: "Speed after the first token" });
+  }
+  if (ttftMs !== null) {
+    parts.push({
+      label: `first after ${duration(ttftMs)}`,
+      hint: "Time to first token, measured in this browser",
+    });
+  }
+  return parts;
+}
+
+function reported(timings) {
+  const { lane, queue_ms, predicted_ttft_ms, cached_tokens, prompt_tokens } = timings;
+  const { draft_tokens, accepted_tokens, preemptions } = timings;
+  const parts = [];
+  const add = (label, hint) => parts.push({ label, hint });
+  if (predicted_ttft_ms > 0) {
+    add(`predicted ${duration(predicted_ttft_ms)}`, "Time to first token the server expected");
+  }
+  if (Number.isFinite(queue_ms)) add(`queued ${duration(queue_ms)}`, "Wait before the first step");
+  if (lane) add(`${lane} lane`, "Lane that this request was served in");
+  if (prompt_tokens > 0) {
+    add(`${cached_tokens ?? 0} of ${prompt_tokens} cached`, "Prompt tokens found in the KV cache");
+  }
+  if (draft_tokens > 0) {
+    add(`${accepted_tokens} of ${draft_tokens} drafts`, "Draft tokens accepted by the model");
+  }
+  if (preemptions > 0) add(count(preemptions, "preemption"), "Times this request made room for others");
+  return parts;
+}
+
+/** 85 ms, 1.2 s, 48 s */
+export function duration(ms) {
+  if (ms < 9.95) return `${Number(ms.toFixed(1))} ms`;
+  if (ms < 999.5) return `${Math.round(ms)} ms`;
+  return ms < 9950 ? `${(ms / 1000).toFixed(1)} s` : `${Math.round(ms / 1000)} s`;
+}
+
+function rate(perSecond) {
+  return perSecond < 9.95 ? perSecond.toFixed(1) : String(Math.round(perSecond));
+}
+
+function count(number, noun) {
+  return `${number} ${noun}${number === 1 ? "" : "s"}`;
+}
