@@ -22,8 +22,11 @@ from engine.step import Chunk, Plan, RequestQueue, Sampled, StepResult
 class TokenSink(Protocol):
     """Turns the tokens of a sequence into text and decides where it ends."""
 
-    def accept(self, sequence: Sequence, token_id: int) -> tuple[str, FinishReason | None]:
-        """Called once `token_id` is the sequence's last known token: text that can be shown now, and why it ends."""
+    def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:
+        """Called once `token_id` is the sequence's last known token: text that can be shown now, and why it ends.
+
+        After `is_last` there is no room for another token: it must end.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,13 +262,17 @@ class Scheduler:
         for token_id in sampled.token_ids:
             sequence.token_ids.append(token_id)
             output.token_ids.append(token_id)
-            text, reason = self.sink.accept(sequence, token_id)
+            text, reason = self.sink.accept(sequence, token_id, self._is_full(sequence))
             output.text += text
             if reason is not None:
                 break
         if sampled.logprobs is not None:
             output.logprobs = sampled.logprobs[: len(output.token_ids)]
         return output if reason is None else self._finish(sequence, reason, None, now, output)
+
+    def _is_full(self, sequence: Sequence) -> bool:
+        most = sequence.request.sampling.max_tokens
+        return sequence.num_output_tokens >= most or len(sequence.token_ids) >= self.max_len
 
     def _fork_if_due(self, parent: Sequence) -> None:
         """The other choices of a request start when its prompt is computed, and share its blocks."""

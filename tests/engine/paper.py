@@ -85,13 +85,8 @@ class PaperRunner:
 class PaperSink:
     """Text is the token's number; a sequence ends by its length."""
 
-    def __init__(self, max_len: int = 1_000_000) -> None:
-        self.max_len = max_len
-
-    def accept(self, sequence: Sequence, token_id: int) -> tuple[str, FinishReason | None]:
-        full = sequence.num_output_tokens >= sequence.request.sampling.max_tokens
-        ends = full or len(sequence.token_ids) >= self.max_len
-        return f"{token_id} ", FinishReason.LENGTH if ends else None
+    def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002
+        return f"{token_id} ", FinishReason.LENGTH if is_last else None
 
 
 def make_request(

@@ -24,12 +24,10 @@ class Bench:
         self.runner = PaperRunner(num_blocks, 4)
         self.queue = LaneQueue(Lock())
         self.tables = BlockTables(num_blocks, 4)
-        self.sink = PaperSink()
         limits = SchedulerLimits(
             max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=max_model_len
         )
-        self.scheduler = Scheduler(self.queue, self.tables, self.sink, limits)
-        self.sink.max_len = self.scheduler.max_len
+        self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits)
         self.now = 0.0
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.last: dict[tuple[str, int], Output] = {}

@@ -34,9 +34,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
         self.budget = budget
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=28)
-        sink = PaperSink()
-        self.scheduler = Scheduler(self.queue, self.tables, sink, limits)
-        sink.max_len = self.scheduler.max_len
+        self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.ended: dict[tuple[str, int], FinishReason] = {}

@@ -1,0 +1,142 @@
+"""Text to token ids and back: a checkpoint's own tokenizer.json, run by the tokenizers library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from engine.errors import CheckpointError
+
+_VISIBLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+
+
+def _byte_of_character() -> dict[str, int]:
+    """The alphabet of byte-level BPE (GPT-2): visible bytes stand for themselves, the others for U+0100 and on."""
+    hidden = [byte for byte in range(256) if byte not in _VISIBLE]
+    return {chr(byte): byte for byte in _VISIBLE} | {chr(256 + i): byte for i, byte in enumerate(hidden)}
+
+
+class Tokenizer:
+    """One checkpoint's tokenizer; safe to use from several threads.
+
+    Attributes:
+        chat_template: Jinja source, or None if the checkpoint has none.
+        special_tokens: text of the special tokens that templates refer to, by name (bos_token, eos_token, ...).
+        special_ids: ids whose text is never shown.
+    """
+
+    def __init__(
+        self, json_text: str, config: dict[str, Any] | None = None, chat_template: str | None = None
+    ) -> None:
+        """`config` is the content of tokenizer_config.json."""
+        config = config or {}
+        self._parsing = tokenizers.Tokenizer.from_str(json_text)
+        # In this twin special tokens found in a text are text like any other.
+        self._plain = tokenizers.Tokenizer.from_str(json_text)
+        self._plain.encode_special_tokens = True
+        for twin in (self._parsing, self._plain):
+            twin.no_truncation()
+            twin.no_padding()
+        decoder = json.loads(json_text).get("decoder") or {}
+        self.is_byte_level: bool = any(
+            part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ()))
+        )
+        self.chat_template = chat_template or _template(config.get("chat_template"))
+        self.special_tokens = _named_tokens(config)
+        added = self._parsing.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Reads a checkpoint's directory.
+
+        Raises:
+            CheckpointError: naming the file that is missing or broken.
+        """
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(f"{folder} has no tokenizer.json")
+        config = _read_json(folder / "tokenizer_config.json")
+        template = folder / "chat_template.jinja"
+        try:
+            text = path.read_text(encoding="utf-8")
+            return cls(text, config, template.read_text(encoding="utf-8") if template.is_file() else None)
+        except Exception as error:  # tokenizers raises plain Exception for a file it cannot read
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return int(self._parsing.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
+        """Token ids of a text.
+
+        Args:
+            parse_special: special tokens written out in the text become those tokens; for rendered templates only.
+            add_special: adds what the tokenizer puts around a text of its own accord (a leading BOS, say).
+        """
+        twin = self._parsing if parse_special else self._plain
+        return list(twin.encode(text, add_special_tokens=add_special).ids)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
+        return str(self._parsing.decode(list(token_ids), skip_special_tokens=skip_special))
+
+    def id_of(self, token: str) -> int | None:
+        found = self._parsing.token_to_id(token)
+        return None if found is None else int(found)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for; alone they need not be a whole character. Empty for unknown ids."""
+        token = self._parsing.id_to_token(token_id)
+        if token is None:
+            return b""
+        if not self.is_byte_level:
+            return _metaspace_bytes(token)
+        alphabet = _ALPHABET
+        try:
+            return bytes([alphabet[character] for character in token])
+        except KeyError:  # an added token is its own text
+            return str(token).encode()
+
+
+_ALPHABET = _byte_of_character()
+
+
+def _metaspace_bytes(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        return bytes([int(token[3:5], 16)])
+    return token.replace("▁", " ").encode()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def _template(value: object) -> str | None:
+    """tokenizer_config.json has one template, or a list of named ones."""
+    if isinstance(value, list):
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else None
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """Special tokens by the name they have in tokenizer_config.json, written as text or as an object."""
+    tokens = {}
+    for name, value in config.items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                tokens[name] = text
+    return tokens
