@@ -19,7 +19,7 @@ _PROMPT_TOKENS = 32
 class _NoText:
     """Text costs are the step thread's too, but not planning's."""
 
-    def accept(self, sequence: Sequence, token_id: int) -> tuple[str, FinishReason | None]:  # noqa: ARG002
+    def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002
         return "", None
 
 

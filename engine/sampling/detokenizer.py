@@ -65,7 +65,7 @@ class WindowDetokenizer:
         self._token_ids.append(token_id)
         before, after = self._decode(self._shown), self._decode(len(self._token_ids))
         incomplete = len(self._token_ids) - self._shown < _LONGEST_CHARACTER and after.endswith(_REPLACEMENT)
-        if incomplete or len(after) <= len(before):
+        if incomplete:
             return ""
         self._start, self._shown = self._shown, len(self._token_ids)
         return after[len(before) :]

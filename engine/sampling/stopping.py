@@ -10,8 +10,8 @@ from engine.tokenizer import Tokenizer
 class TextStream:
     """The text of one sequence, watched for stop strings.
 
-    A stop string is found wherever token borders fall, and no part of it is ever shown: text that could still become one
-    is held back until it cannot.
+    A stop string is found wherever token borders fall, and no part of it is ever shown: text that could still become
+    one is held back until it cannot.
     """
 
     __slots__ = ("_detokenizer", "_held", "_stops", "stopped")

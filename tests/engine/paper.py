@@ -1,7 +1,8 @@
 """A runner whose KV is the tokens themselves, and whose model is a hash: planning's mistakes become wrong tokens.
 
 What a sequence sees is read back through its block table from "device" blocks that hold (position, token) pairs. A
-block shared wrongly, written while shared, copied late, or reused too early changes what is read, and the runner says so.
+block shared wrongly, written while shared, copied late, or reused too early changes what is read, and the runner says
+so.
 """
 
 from __future__ import annotations

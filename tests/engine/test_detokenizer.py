@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.sampling.detokenizer import WindowDetokenizer, make_detokenizer
+from engine.tokenizer import Tokenizer
+from tests.engine.vocabularies import byte_level_json, metaspace_json
+
+TOKENIZERS = [Tokenizer(byte_level_json()), Tokenizer(metaspace_json())]
+KINDS = st.sampled_from(TOKENIZERS)
+
+HARD = [
+    "👩‍👩‍👧‍👦 family",
+    "🏳️‍🌈👍🏽",
+    "日本語のテキスト",
+    "e\u0301a\u0308\u0323 ñ",
+    "עברית и по-русски",
+    "  leading, trailing  ",
+    "a\tb\nc\r\n\n",
+    "\ufffd is a character too",
+    "the the the river",
+    "",
+]
+
+
+def pieces(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
+    detokenizer = make_detokenizer(tokenizer)
+    return [detokenizer.push(token_id) for token_id in token_ids] + [detokenizer.flush()]
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["byte-level", "metaspace"])
+@pytest.mark.parametrize("text", HARD)
+def test_pieces_join_to_the_text_and_none_is_half_a_character(tokenizer: Tokenizer, text: str) -> None:
+    parts = pieces(tokenizer, tokenizer.encode(text))
+    assert "".join(parts) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in part for part in parts)
+
+
+@given(KINDS, st.text())
+def test_any_text_comes_back_in_whole_characters(tokenizer: Tokenizer, text: str) -> None:
+    parts = pieces(tokenizer, tokenizer.encode(text))
+    assert "".join(parts) == tokenizer.decode(tokenizer.encode(text))
+
+
+@given(st.lists(st.integers(0, TOKENIZERS[0].vocab_size - 1)))
+def test_any_byte_level_tokens_join_to_what_decode_gives(token_ids: list[int]) -> None:
+    tokenizer = TOKENIZERS[0]
+    assert "".join(pieces(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+
+@given(st.lists(st.integers(3, TOKENIZERS[1].vocab_size - 1)))
+def test_any_metaspace_tokens_lose_nothing_that_is_whole(token_ids: list[int]) -> None:
+    """Bytes that are no character may come out as fewer or more U+FFFD than in one go; all else is the same."""
+    tokenizer = TOKENIZERS[1]
+    joined = "".join(pieces(tokenizer, token_ids))
+    whole = tokenizer.decode(token_ids)
+    if "\ufffd" not in whole and "\ufffd" not in joined:
+        assert joined == whole
+
+
+@given(st.text(min_size=1), st.data())
+def test_a_character_is_shown_as_soon_as_it_is_whole(text: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[0]
+    token_ids = tokenizer.encode(text)
+    cut = data.draw(st.integers(0, len(token_ids)))
+    shown = "".join(pieces(tokenizer, token_ids[:cut])[:-1])
+    certain = b"".join(tokenizer.token_bytes(i) for i in token_ids[:cut]).decode("utf-8", "ignore")
+    assert shown == certain
+
+
+@given(st.text())
+def test_the_window_works_for_byte_level_too(text: str) -> None:
+    tokenizer = TOKENIZERS[0]
+    detokenizer = WindowDetokenizer(tokenizer)
+    token_ids = tokenizer.encode(text)
+    assert "".join([*(detokenizer.push(i) for i in token_ids), detokenizer.flush()]) == tokenizer.decode(
+        token_ids
+    )
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["byte-level", "metaspace"])
+def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
+    special = sorted(tokenizer.special_ids)
+    assert special
+    token_ids = [special[0], *tokenizer.encode("the river"), special[-1]]
+    assert "".join(pieces(tokenizer, token_ids)) == "the river"
