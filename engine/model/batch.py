@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+import torch
 from torch import Tensor
 
 
@@ -23,3 +24,9 @@ class Batch:
     """[S, max blocks] block of token p of sequence s: block_tables[s, p // block_size]; unused entries are 0."""
     sample_rows: Tensor
     """[R] which of the T tokens' logits are wanted."""
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch on a device; itself if it is there already."""
+        if self.token_ids.device == device:
+            return self
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})

@@ -56,3 +56,35 @@ class ModelConfig:
 
     def window(self, layer: int) -> int:
         return self.sliding_windows[layer] if self.sliding_windows else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationDefaults:
+    """What a checkpoint's generation_config.json recommends where a request says nothing; None: no recommendation."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How a checkpoint is to be loaded. Everything has a default that suits the machine."""
+
+    device: str = "auto"
+    """"auto" (CUDA if there is some), "cpu" or "cuda"."""
+    dtype: str = "auto"
+    """"auto", "float32", "bfloat16" or "float16"; see `loader.choose_dtype`."""
+    block_size: int = 16
+    """Tokens per KV block."""
+    max_num_seqs: int = 256
+    max_batch_tokens: int = 512
+    max_model_len: int | None = None
+    """Tokens of the longest sequence; None: as many as the model has positions."""
+    num_blocks: int | None = None
+    """KV blocks in the pool, block 0 included; None: what `kv_bytes` holds."""
+    kv_bytes: int | None = None
+    """Memory for the KV cache; None: a share of what the weights leave free, and no more than could ever be used."""

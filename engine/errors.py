@@ -1,0 +1,11 @@
+"""What is wrong with what the engine was given. Each message is one line, fit for the operator's terminal."""
+
+from __future__ import annotations
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be served: it is missing, broken, or of a kind that is not supported."""
+
+
+class NotEnoughMemory(Exception):
+    """Weights, or the smallest useful KV cache, do not fit in the memory that is free."""

@@ -1,0 +1,189 @@
+"""Every operation of the decoder in plain torch, on any device: the specification that faster kernels agree with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kv.cache import KVShape
+from engine.model.batch import Batch
+
+MAX_TILE_QUERIES = 128
+MAX_GROUP_ELEMENTS = 1 << 25
+"""Bounds what attention gathers and scores at a time; a single tile may be larger."""
+
+
+class ReferenceLinear:
+    """x [..., in] -> x @ weight.T + bias [..., out]."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        """[out, in]"""
+        self.bias = bias
+        """[out]"""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 up to the multiplication."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates dimension i of each head with dimension i + head_dim / 2.
+
+    Args:
+        x: [T, heads, head_dim]
+        cos, sin: [T, head_dim / 2]
+    """
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos.to(x.dtype).unsqueeze(1), sin.to(x.dtype).unsqueeze(1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[..., 2 n] -> silu(first half) * second half, [..., n]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def slot_mapping(batch: Batch, block_size: int) -> Tensor:
+    """[T] int64: where each token's key and value go; slot = block * block_size + offset in the block."""
+    rows = torch.arange(batch.positions.numel(), device=batch.positions.device, dtype=torch.int32)
+    sequences = torch.searchsorted(batch.query_starts[1:], rows, right=True)
+    positions = batch.positions.long()
+    blocks = batch.block_tables[sequences, positions // block_size].long()
+    return blocks * block_size + positions % block_size
+
+
+def write_kv(layer_kv: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Stores keys and values [T, num_kv_heads, head_dim] of one layer in their slots (see `slot_mapping`)."""
+    num_kv_heads, head_dim = keys.shape[1:]
+    blocked = layer_kv.view(2, layer_kv.shape[1], num_kv_heads, -1, head_dim)
+    block_size = blocked.shape[3]
+    blocks, offsets = slots // block_size, slots % block_size
+    blocked[0][blocks, :, offsets] = keys.to(layer_kv.dtype)
+    blocked[1][blocks, :, offsets] = values.to(layer_kv.dtype)
+
+
+@dataclass(slots=True)
+class _Tile:
+    """Consecutive queries of one sequence."""
+
+    sequence: int
+    first_row: int
+    num_queries: int
+    context: int
+    """Tokens up to the last query, itself included."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Tiles of similar size, padded to the largest, computed together."""
+
+    rows: Tensor
+    """[G, Q] rows of the batch; a shorter tile repeats its last one."""
+    positions: Tensor
+    """[G, Q]"""
+    blocks: Tensor
+    """[G, P]"""
+
+
+class PagedAttention:
+    """Causal attention of one step over block tables; made once per step, called once per layer.
+
+    Every sequence's tokens see the KV of their own sequence up to themselves, at most `window` of it. Query heads share
+    key-value heads in groups (GQA). Softmax is in float32.
+    """
+
+    def __init__(self, batch: Batch, shape: KVShape) -> None:
+        self._shape = shape
+        tiles = _tiles(batch.query_starts.tolist(), batch.context_lens.tolist())
+        self._groups = [_group(batch, tiles, shape.block_size) for tiles in _grouped(tiles, shape)]
+
+    def __call__(self, queries: Tensor, layer_kv: Tensor, window: int) -> Tensor:
+        """
+        Args:
+            queries: [T, num_heads, head_dim]
+            layer_kv: [2, num_blocks, num_kv_heads * block_size * head_dim]; the step's own keys are in it already.
+            window: see ModelConfig.sliding_windows; 0 is none.
+
+        Returns:
+            [T, num_heads * head_dim]
+        """
+        attended = torch.empty_like(queries)
+        for group in self._groups:
+            attended[group.rows] = self._attend(queries[group.rows], layer_kv, group, window)
+        return attended.flatten(1)
+
+    def _attend(self, queries: Tensor, layer_kv: Tensor, group: _Group, window: int) -> Tensor:
+        """[G, Q, heads, d] -> [G, Q, heads, d]; query heads of one key-value head are stacked as more queries."""
+        num_tiles, num_queries, num_heads, head_dim = queries.shape
+        shape = self._shape
+        keys, values = self._gather(layer_kv[0], group), self._gather(layer_kv[1], group)
+        stacked = queries.view(num_tiles, num_queries, shape.num_kv_heads, -1, head_dim).permute(
+            0, 2, 3, 1, 4
+        )
+        scores = stacked.flatten(2, 3).to(keys.dtype) @ keys.transpose(-1, -2)
+        scores = scores.float().mul_(head_dim**-0.5).view(*scores.shape[:2], -1, num_queries, scores.shape[3])
+        hidden = ~_visible(group.positions, keys.shape[2], window)
+        scores.masked_fill_(hidden[:, None, None], -torch.inf)
+        weights = scores.softmax(-1).flatten(2, 3).to(values.dtype)
+        attended = (weights @ values).view(*scores.shape[:4], head_dim).permute(0, 3, 1, 2, 4)
+        return attended.reshape(num_tiles, num_queries, num_heads, head_dim).to(queries.dtype)
+
+    def _gather(self, layer: Tensor, group: _Group) -> Tensor:
+        """[G, num_kv_heads, P * block_size, head_dim]"""
+        shape = self._shape
+        blocked = layer.view(-1, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        return blocked[group.blocks].transpose(1, 2).flatten(2, 3)
+
+
+def _visible(positions: Tensor, num_keys: int, window: int) -> Tensor:
+    """[G, Q, keys] which keys each query sees."""
+    keys = torch.arange(num_keys, device=positions.device)
+    queries = positions.unsqueeze(-1)
+    causal = keys <= queries
+    return causal & (keys > queries - window) if window else causal
+
+
+def _tiles(query_starts: list[int], context_lens: list[int]) -> list[_Tile]:
+    tiles: list[_Tile] = []
+    for sequence, context in enumerate(context_lens):
+        start, end = query_starts[sequence], query_starts[sequence + 1]
+        for first in range(start, end, MAX_TILE_QUERIES):
+            last = min(first + MAX_TILE_QUERIES, end)
+            tiles.append(_Tile(sequence, first, last - first, context - (end - last)))
+    return tiles
+
+
+def _grouped(tiles: list[_Tile], shape: KVShape) -> Iterator[list[_Tile]]:
+    """Tiles of about the same number of queries, as many as fit the bound; neighbours have similar contexts."""
+    group: list[_Tile] = []
+    for tile in sorted(tiles, key=lambda tile: (tile.num_queries.bit_length(), tile.context)):
+        size = 4 * tile.context * shape.num_kv_heads * (shape.head_dim + tile.num_queries)
+        same_size = not group or group[0].num_queries.bit_length() == tile.num_queries.bit_length()
+        if group and (not same_size or size * (len(group) + 1) > MAX_GROUP_ELEMENTS):
+            yield group
+            group = []
+        group.append(tile)
+    if group:
+        yield group
+
+
+def _group(batch: Batch, tiles: list[_Tile], block_size: int) -> _Group:
+    device = batch.token_ids.device
+    facts = torch.tensor([(t.sequence, t.first_row, t.num_queries) for t in tiles], device=device)
+    sequences, first_rows, num_queries = facts.unbind(1)
+    steps = torch.arange(max(tile.num_queries for tile in tiles), device=device)
+    rows = first_rows[:, None] + torch.minimum(steps, num_queries[:, None] - 1)
+    num_blocks = -(-max(tile.context for tile in tiles) // block_size)
+    return _Group(rows, batch.positions[rows], batch.block_tables[sequences, :num_blocks].long())

@@ -1,0 +1,57 @@
+"""The tensors of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVShape:
+    """How the cache of a model is cut."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    """Tokens per block."""
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of one layer's keys (or values) in one block."""
+        return self.num_kv_heads * self.block_size * self.head_dim
+
+    def block_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of one block: keys and values of all layers."""
+        return self.num_layers * 2 * self.block_elements * dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of `num_blocks` blocks, all layers.
+
+    `data` is [num_layers, 2, num_blocks, num_kv_heads * block_size * head_dim]. What is inside a block is the business
+    of the kernels that write and read it; the reference has [num_kv_heads, block_size, head_dim]. Block 0 belongs to
+    nobody: unused entries of block tables point to it, and what is written there is never read.
+    """
+
+    def __init__(self, shape: KVShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        self.block_size = shape.block_size
+        self.data = torch.zeros(
+            shape.num_layers, 2, num_blocks, shape.block_elements, dtype=dtype, device=device
+        )
+
+    def layer(self, index: int) -> Tensor:
+        """[2, num_blocks, num_kv_heads * block_size * head_dim], keys first."""
+        return self.data[index]
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks (source, target) in all layers, as if all at once; targets are distinct."""
+        if not pairs:
+            return
+        sources, targets = torch.tensor(pairs, device=self.data.device).unbind(1)
+        self.data[:, :, targets] = self.data[:, :, sources]

@@ -1,0 +1,123 @@
+"""Typed access to a JSON object that somebody else wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import cast
+
+from engine.errors import CheckpointError
+
+
+class Fields:
+    """The entries of a JSON object; a wrong or missing one is a CheckpointError that names it and its file.
+
+    null counts as absent wherever a default is given.
+    """
+
+    def __init__(self, source: str, values: dict[str, object]) -> None:
+        self.source = source
+        self._values = values
+
+    @classmethod
+    def read(cls, path: Path) -> Fields:
+        """
+        Raises:
+            CheckpointError: no such file, or no JSON object in it.
+        """
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} is missing") from None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{path} holds no JSON object")
+        return cls(str(path), cast("dict[str, object]", values))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def has(self, name: str) -> bool:
+        """True if the entry is there and not null."""
+        return self._values.get(name) is not None
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        value = self._values.get(name)
+        if value is None:
+            value = default
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._fault(name, "a whole number")
+        return value
+
+    def optional_integer(self, name: str) -> int | None:
+        return self.integer(name) if self.has(name) else None
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._values.get(name)
+        if value is None:
+            value = default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self._fault(name, "a number")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        return self.number(name) if self.has(name) else None
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self._values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self._fault(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._values.get(name)
+        if value is None:
+            value = default
+        if not isinstance(value, str):
+            raise self._fault(name, "a string")
+        return value
+
+    def strings(self, name: str) -> list[str]:
+        value = self._values.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._fault(name, "a list of strings")
+        return cast("list[str]", value)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """A whole number, or a list of them."""
+        value = self._values.get(name)
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+            raise self._fault(name, "a whole number or a list of them")
+        return tuple(cast("list[int]", items))
+
+    def nested(self, name: str) -> Fields:
+        """A nested object; an absent one is empty."""
+        value = self._values.get(name)
+        if value is None:
+            value = {}
+        if not isinstance(value, dict):
+            raise self._fault(name, "an object")
+        return Fields(f"{self.source}: {name}", cast("dict[str, object]", value))
+
+    def string_values(self) -> list[str]:
+        """All values of an object of strings."""
+        for name in self._values:
+            self.text(name)
+        return cast("list[str]", list(self._values.values()))
+
+    def raw(self, name: str) -> object:
+        return self._values.get(name)
+
+    def _fault(self, name: str, wanted: str) -> CheckpointError:
+        value = self._values.get(name)
+        if value is None:
+            return CheckpointError(f"{self.source}: {name} is missing")
+        return CheckpointError(f"{self.source}: {name} must be {wanted}, not {value!r:.60}")

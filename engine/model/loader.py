@@ -1,0 +1,104 @@
+"""Brings a checkpoint into memory: checks it, says whether it fits, loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from engine.errors import CheckpointError
+from engine.kernels.ops import Kernels, select
+from engine.kv.cache import KVCache, KVShape
+from engine.model.config import LoadOptions, ModelConfig
+from engine.model.memory import Dtypes, MemoryPlan, budget, plan_memory
+from engine.model.parse import read_config
+from engine.model.safetensors import TensorFiles
+from engine.model.transformer import Decoder
+from engine.model.weights import Progress, check_tensors, load_weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready to run."""
+
+    config: ModelConfig
+    decoder: Decoder
+    kv: KVCache
+    kernels: Kernels
+    memory: MemoryPlan
+    device: torch.device
+
+
+def load_model(
+    folder: Path, options: LoadOptions, say: Callable[[str], None], progress: Progress
+) -> LoadedModel:
+    """
+    Args:
+        folder: a directory with config.json and safetensors files (see `hub.find_checkpoint`).
+        say: is told lines for the operator: what memory it takes, before it is taken; what could be faster.
+        progress: is told bytes read and bytes in all.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, broken or not supported, or has fewer positions than asked for.
+        NotEnoughMemory: weights and KV cache do not fit.
+    """
+    config = read_config(folder)
+    files = TensorFiles(folder)
+    check_tensors(config, files)
+    max_model_len = _max_model_len(config, options)
+    device = choose_device(options.device)
+    kernels = select(device, choose_dtype(options.dtype, config.dtype, device), say)
+    shape = KVShape(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=options.block_size,
+    )
+    dtypes = Dtypes(kernels.weight_dtype, kernels.kv_dtype)
+    memory = plan_memory(config, shape, dtypes, options, budget(device))
+    say(memory.text)
+    weights = load_weights(config, files, kernels, progress)
+    kv = KVCache(shape, memory.num_blocks, kernels.kv_dtype, device)
+    decoder = Decoder(config, weights, kernels, kv, max_model_len)
+    return LoadedModel(config=config, decoder=decoder, kv=kv, kernels=kernels, memory=memory, device=device)
+
+
+def choose_device(name: str) -> torch.device:
+    """
+    Raises:
+        CheckpointError: CUDA is asked for and there is none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise CheckpointError("device cuda is asked for, and torch sees no CUDA device")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """What weights are kept in.
+
+    "auto" never keeps more than 16 bits: those of the checkpoint, or else, of float32 weights, the 16 that lose least
+    where the model runs: float16 on a CPU (activations are float32 there, so that only the weights are rounded),
+    bfloat16 on a GPU (where activations of that type may be large).
+    """
+    if wanted != "auto":
+        return _DTYPES[wanted]
+    if checkpoint != "float32":
+        return _DTYPES[checkpoint]
+    return torch.float16 if device.type == "cpu" else torch.bfloat16
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _max_model_len(config: ModelConfig, options: LoadOptions) -> int:
+    if options.max_model_len is None:
+        return config.max_position
+    if options.max_model_len > config.max_position:
+        raise CheckpointError(
+            f"max_model_len {options.max_model_len} is more than the {config.max_position} positions of the model"
+        )
+    return options.max_model_len

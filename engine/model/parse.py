@@ -1,0 +1,147 @@
+"""Reads config.json and generation_config.json, as transformers 4 and 5 write them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from engine.errors import CheckpointError
+from engine.model.architectures import ARCHITECTURES
+from engine.model.config import GenerationDefaults, ModelConfig, RopeConfig
+from engine.model.fields import Fields
+
+_ROPE_SCALINGS = ("default", "linear", "llama3")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The decoder that a checkpoint's config.json describes; end-of-sequence ids of generation_config.json included.
+
+    Raises:
+        CheckpointError: naming what is missing, malformed or not supported.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a directory")
+    config = parse_config(Fields.read(folder / "config.json"))
+    return _with_eos(config, _generation_fields(folder).integers("eos_token_id"))
+
+
+def read_generation_defaults(folder: Path) -> GenerationDefaults:
+    """What generation_config.json recommends; all None if there is no such file.
+
+    Raises:
+        CheckpointError: the file is malformed.
+    """
+    fields = _generation_fields(folder)
+    return GenerationDefaults(
+        temperature=fields.optional_number("temperature"),
+        top_p=fields.optional_number("top_p"),
+        top_k=fields.optional_integer("top_k"),
+        min_p=fields.optional_number("min_p"),
+        repetition_penalty=fields.optional_number("repetition_penalty"),
+        max_new_tokens=fields.optional_integer("max_new_tokens"),
+    )
+
+
+def parse_config(fields: Fields) -> ModelConfig:
+    """
+    Raises:
+        CheckpointError: naming what is missing, malformed or not supported.
+    """
+    architecture = _architecture(fields)
+    _refuse_the_unsupported(fields)
+    traits = ARCHITECTURES[architecture](fields)
+    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
+    if num_heads <= 0 or num_kv_heads <= 0 or num_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{fields.source}: {num_heads} heads cannot share {num_kv_heads} key-value heads"
+        )
+    max_position = fields.integer("max_position_embeddings")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=fields.integer("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=fields.integer("head_dim", traits.head_dim or hidden_size // num_heads),
+        intermediate_size=fields.integer("intermediate_size"),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_position=max_position,
+        rope=_rope(fields, max_position),
+        tie_word_embeddings=fields.flag("tie_word_embeddings"),
+        qkv_bias=traits.qkv_bias,
+        o_bias=traits.o_bias,
+        mlp_bias=traits.mlp_bias,
+        qk_norm=traits.qk_norm,
+        sliding_windows=traits.sliding_windows,
+        bos_token_id=next(iter(fields.integers("bos_token_id")), None),
+        eos_token_ids=fields.integers("eos_token_id"),
+        dtype=_dtype(fields),
+    )
+
+
+def _architecture(fields: Fields) -> str:
+    named = fields.strings("architectures")
+    for name in named:
+        if name in ARCHITECTURES:
+            return name
+    found = f"architecture {named[0]} is not supported" if named else "architectures is missing"
+    raise CheckpointError(f"{fields.source}: {found}; supported are {', '.join(ARCHITECTURES)}")
+
+
+def _refuse_the_unsupported(fields: Fields) -> None:
+    if fields.has("quantization_config"):
+        method = fields.nested("quantization_config").text("quant_method", "unknown")
+        raise CheckpointError(
+            f"{fields.source}: quantization_config ({method}) is not supported; "
+            f"weights must be {', '.join(_DTYPES)}"
+        )
+    activation = fields.text("hidden_act", "silu")
+    if activation not in ("silu", "swish"):
+        raise CheckpointError(f"{fields.source}: hidden_act {activation} is not supported; only silu is")
+
+
+def _rope(fields: Fields, max_position: int) -> RopeConfig:
+    """transformers 4 writes `rope_theta` beside a `rope_scaling`, transformers 5 one `rope_parameters`."""
+    rope = fields.nested("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
+    scaling = rope.text("rope_type", rope.text("type", "default"))
+    if scaling not in _ROPE_SCALINGS:
+        raise CheckpointError(
+            f"{rope.source}: rope_type {scaling} is not supported; supported are {', '.join(_ROPE_SCALINGS)}"
+        )
+    if rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise CheckpointError(f"{rope.source}: a partial_rotary_factor other than 1 is not supported")
+    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    if scaling == "default":
+        return RopeConfig(theta=theta)
+    if scaling == "linear":
+        return RopeConfig(theta=theta, scaling=scaling, factor=rope.number("factor"))
+    return RopeConfig(
+        theta=theta,
+        scaling=scaling,
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_max_position=rope.integer("original_max_position_embeddings", max_position),
+    )
+
+
+def _dtype(fields: Fields) -> str:
+    name = fields.text("dtype", fields.text("torch_dtype", "float32")).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise CheckpointError(
+            f"{fields.source}: dtype {name} is not supported; supported are {', '.join(_DTYPES)}"
+        )
+    return name
+
+
+def _generation_fields(folder: Path) -> Fields:
+    path = folder / "generation_config.json"
+    return Fields.read(path) if path.exists() else Fields(str(path), {})
+
+
+def _with_eos(config: ModelConfig, more: tuple[int, ...]) -> ModelConfig:
+    """Either file may know an end of sequence that the other does not; all of them end one."""
+    return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))

@@ -1,0 +1,130 @@
+"""Reads safetensors checkpoints by memory map: one file, or the shards that an index names.
+
+Format: https://huggingface.co/docs/safetensors (8 bytes length, a JSON header, then the tensors' bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.model.fields import Fields
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies; nothing of it has been read."""
+
+    file: Path
+    dtype: str
+    """As safetensors names it: F32, BF16, ..."""
+    shape: tuple[int, ...]
+    start: int
+    """First byte, counted from the start of the file."""
+    num_bytes: int
+
+
+class TensorFiles:
+    """The tensors of a checkpoint by name; their bytes stay on disk until `read`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the headers of all files, and checks that the files are as long as those say.
+
+        Raises:
+            CheckpointError: a file is missing, truncated or malformed.
+        """
+        self.folder = folder
+        self.entries: dict[str, TensorEntry] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        for file in _files(folder):
+            self.entries.update(_read_header(file))
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as it is in the file. It lies on the mapped pages: nothing is copied, and a write stays private.
+
+        Raises:
+            CheckpointError: its dtype is not a floating-point type that can be read.
+        """
+        entry = self.entries[name]
+        if entry.dtype not in _DTYPES:
+            raise CheckpointError(
+                f"{entry.file}: {name} is {entry.dtype}, which is not supported; only {', '.join(_DTYPES)} are"
+            )
+        count = entry.num_bytes // _DTYPES[entry.dtype].itemsize
+        flat = torch.frombuffer(
+            self._map(entry.file), dtype=_DTYPES[entry.dtype], count=count, offset=entry.start
+        )
+        return flat.view(entry.shape)
+
+    def _map(self, file: Path) -> mmap.mmap:
+        if file not in self._maps:
+            with file.open("rb") as opened:
+                self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._maps[file]
+
+
+def _files(folder: Path) -> list[Path]:
+    if (folder / INDEX).exists():
+        shards = Fields.read(folder / INDEX).nested("weight_map").string_values()
+        files = [folder / name for name in sorted(set(shards))]
+    else:
+        files = [folder / SINGLE]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(_missing(folder, file))
+    return files
+
+
+def _missing(folder: Path, file: Path) -> str:
+    if file.name != SINGLE:
+        return f"{file} is missing; {INDEX} names it"
+    other = next(
+        (path.name for pattern in ("*.bin", "*.pth", "*.gguf") for path in folder.glob(pattern)), None
+    )
+    hint = f"; {other} is there, but only safetensors can be read" if other else ""
+    return f"{folder} holds neither {SINGLE} nor {INDEX}{hint}"
+
+
+def _read_header(file: Path) -> dict[str, TensorEntry]:
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
+        if length > min(size, _MAX_HEADER_BYTES):
+            raise CheckpointError(f"{file} is truncated or is no safetensors file")
+        text = opened.read(length)
+    first = _LENGTH_BYTES + length
+    try:
+        header = cast("dict[str, object]", json.loads(text))
+        entries = {
+            name: _entry(file, first, Fields(f"{file}: {name}", cast("dict[str, object]", values)))
+            for name, values in header.items()
+            if name != "__metadata__"
+        }
+    except (ValueError, AttributeError, TypeError):
+        raise CheckpointError(f"{file} is no safetensors file: its header is malformed") from None
+    end = max((entry.start + entry.num_bytes for entry in entries.values()), default=first)
+    if end > size:
+        raise CheckpointError(f"{file} is truncated: it has {size} bytes and should have {end}")
+    return entries
+
+
+def _entry(file: Path, first: int, fields: Fields) -> TensorEntry:
+    start, end = fields.integers("data_offsets")
+    dtype, shape = fields.text("dtype"), fields.integers("shape")
+    num_bytes = end - start
+    if dtype in _DTYPES and num_bytes != torch.Size(shape).numel() * _DTYPES[dtype].itemsize:
+        raise CheckpointError(f"{fields.source}: {num_bytes} bytes cannot hold {dtype} of shape {shape}")
+    return TensorEntry(file, dtype, shape, first + start, num_bytes)
