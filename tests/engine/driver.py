@@ -1,0 +1,73 @@
+"""Runs requests through scheduler and runner, step by step, on the test's own thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+
+from engine.kv.tables import BlockTables
+from engine.model.config import LoadOptions
+from engine.model.loader import load_model
+from engine.request import FinishReason, Output, Request, Sequence
+from engine.runner import ModelRunner
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.step import Plan
+from priority.queue import LaneQueue
+
+
+class NoText:
+    """Sequences that end by their length alone."""
+
+    def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002
+        return "", FinishReason.LENGTH if is_last else None
+
+
+class Driver:
+    """A model with its scheduler."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: str = "float32",
+        budget: int = 64,
+        max_num_seqs: int = 64,
+        num_blocks: int = 512,
+    ) -> None:
+        options = LoadOptions(device="cpu", dtype=dtype, num_blocks=num_blocks, max_batch_tokens=budget)
+        self.runner = ModelRunner(lambda: load_model(folder, options, lambda _: None, lambda *_: None))
+        self.runner.load()
+        self.budget = budget
+        self.max_num_seqs = max_num_seqs
+        self.fresh()
+
+    def fresh(self, *, prefix_cache: bool = True, budget: int | None = None) -> None:
+        """An empty scheduler and prefix cache on the same model."""
+        self.queue = LaneQueue(Lock())
+        tables = BlockTables(self.runner.num_blocks, self.runner.block_size, prefix_cache=prefix_cache)
+        limits = SchedulerLimits(
+            max_batch_tokens=budget or self.budget, max_num_seqs=self.max_num_seqs, max_model_len=10_000
+        )
+        self.scheduler = Scheduler(self.queue, tables, NoText(), limits)
+        self.outputs: dict[tuple[str, int], list[Output]] = {}
+
+    def run(self, *requests: Request, before_step: Callable[[int], None] = lambda _: None) -> None:
+        """To the end of all of them; `before_step` is told the number of each step."""
+        for request in requests:
+            self.queue.put(request, 0.0)
+        step = 0
+        while not self.scheduler.is_idle or any(self.queue.depths().values()):
+            before_step(step)
+            self.step()
+            step += 1
+        self.scheduler.check()
+
+    def step(self) -> Plan:
+        plan = self.scheduler.plan(0.0)
+        for output in self.scheduler.commit(plan, self.runner.execute(plan), 0.0):
+            self.outputs.setdefault((output.request_id, output.index), []).append(output)
+        return plan
+
+    def tokens(self, name: str, index: int = 0) -> list[int]:
+        return [token for output in self.outputs[name, index] for token in output.token_ids]
