@@ -16,7 +16,8 @@ from engine.kernels import reference
 from engine.kv.cache import KVCache, KVShape
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
-from engine.model.parameters import Linear, Weights
+from engine.model.parameters import Linear as Linear
+from engine.model.parameters import Weights
 from engine.sampling import sampler
 from engine.sampling.batch import SampledRows, SamplingBatch
 

@@ -12,6 +12,7 @@ from engine.errors import CheckpointError
 from engine.kernels.ops import Kernels, select
 from engine.kv.cache import KVCache, KVShape
 from engine.model.config import LoadOptions, ModelConfig
+from engine.model.dtype import choose_device, choose_dtype
 from engine.model.memory import Dtypes, MemoryPlan, budget, plan_memory
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
@@ -49,7 +50,7 @@ def load_model(
     check_tensors(config, files)
     max_model_len = _max_model_len(config, options)
     device = choose_device(options.device)
-    kernels = select(device, choose_dtype(options.dtype, config.dtype, device), say)
+    kernels = select(device, choose_dtype(options.dtype, config, device), say)
     shape = KVShape(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -63,35 +64,6 @@ def load_model(
     kv = KVCache(shape, memory.num_blocks, kernels.kv_dtype, device)
     decoder = Decoder(config, weights, kernels, kv, max_model_len)
     return LoadedModel(config=config, decoder=decoder, kv=kv, kernels=kernels, memory=memory, device=device)
-
-
-def choose_device(name: str) -> torch.device:
-    """
-    Raises:
-        CheckpointError: CUDA is asked for and there is none.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise CheckpointError("device cuda is asked for, and torch sees no CUDA device")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
-
-
-def choose_dtype(wanted: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """What weights are kept in.
-
-    "auto" never keeps more than 16 bits: those of the checkpoint, or else, of float32 weights, the 16 that lose least
-    where the model runs: float16 on a CPU (activations are float32 there, so that only the weights are rounded),
-    bfloat16 on a GPU (where activations of that type may be large).
-    """
-    if wanted != "auto":
-        return _DTYPES[wanted]
-    if checkpoint != "float32":
-        return _DTYPES[checkpoint]
-    return torch.float16 if device.type == "cpu" else torch.bfloat16
-
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def _max_model_len(config: ModelConfig, options: LoadOptions) -> int:

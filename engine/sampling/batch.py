@@ -82,29 +82,30 @@ class SamplingState:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._rows: dict[Sequence, _Row] = {}
+        self._last_rows: list[_Row] = []
+        self._params: F32 = np.zeros((7, 0), np.float32)
+        self._keys: U64 = np.zeros(0, np.uint64)
 
     def build(self, sequences: ListLike[Sequence]) -> SamplingBatch:
         """Row r is for the next token of `sequences[r]`."""
         rows = [self._row(sequence) for sequence in sequences]
         if len(self._rows) > len(rows) + _MAX_REMEMBERED:
             self._rows = dict(zip(sequences, rows, strict=True))
-        params = np.array([row.params for row in rows], np.float32).reshape(-1, 7)
-        keys = np.array([row.key for row in rows], np.uint64)
+        params, keys = self._columns(rows)
         numbers = np.array([sequence.num_output_tokens for sequence in sequences], np.uint64)
-        columns = np.ascontiguousarray(params.T)
         biases = {i: row.biases(sequences[i]) for i, row in enumerate(rows) if row.has_biases}
         seen = {i: row.seen(sequences[i]) for i, row in enumerate(rows) if row.has_penalties}
         bias_starts, bias_ids, bias_values = _ragged(biases, len(rows), np.float32)
         seen_starts, seen_ids, seen_counts = _ragged(seen, len(rows), np.int32)
         return SamplingBatch(
-            temperature=columns[0],
-            top_k=columns[1].astype(np.int32),
-            top_p=columns[2],
-            min_p=columns[3],
+            temperature=params[0],
+            top_k=params[1].astype(np.int32),
+            top_p=params[2],
+            min_p=params[3],
             uniform=uniform(keys, numbers),
-            repetition=columns[4],
-            presence=columns[5],
-            frequency=columns[6],
+            repetition=params[4],
+            presence=params[5],
+            frequency=params[6],
             bias_starts=bias_starts,
             bias_ids=bias_ids,
             bias_values=bias_values,
@@ -112,6 +113,14 @@ class SamplingState:
             seen_ids=seen_ids,
             seen_counts=seen_counts,
         )
+
+    def _columns(self, rows: list[_Row]) -> tuple[F32, U64]:
+        """Parameters [7, R] and keys [R]; most steps have the rows of the step before."""
+        if rows != self._last_rows:
+            self._last_rows = rows
+            self._params = np.array([row.params for row in rows], np.float32).reshape(-1, 7).T.copy()
+            self._keys = np.array([row.key for row in rows], np.uint64)
+        return self._params, self._keys
 
     def _row(self, sequence: Sequence) -> _Row:
         row = self._rows.get(sequence)
@@ -146,6 +155,10 @@ def _entries(values: dict[int, float]) -> _Entries:
     return np.array(list(values), np.int32), np.array(list(values.values()), np.float32)
 
 
+def _concatenated(a: _Entries, b: _Entries) -> _Entries:
+    return np.concatenate((a[0], b[0])), np.concatenate((a[1], b[1]))
+
+
 def _ragged(
     entries: dict[int, _Entries], num_rows: int, dtype: type[Scalar]
 ) -> tuple[I32, I32, NDArray[Scalar]]:
@@ -163,7 +176,7 @@ def _ragged(
 class _Row:
     """One sequence's part of every SamplingBatch that it is in."""
 
-    __slots__ = ("_banned", "_bias", "_seen", "has_biases", "has_penalties", "key", "params")
+    __slots__ = ("_bias", "_bias_and_ban", "_seen", "has_biases", "has_penalties", "key", "params")
 
     def __init__(self, sequence: Sequence, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         p = sequence.request.sampling
@@ -179,18 +192,16 @@ class _Row:
         self.key = split_mix(p.seed, sequence.index)
         ending = p.stop_token_ids if p.ignore_eos else p.stop_token_ids | eos_token_ids
         self._bias = _entries({i: v for i, v in p.logit_bias.items() if 0 <= i < vocab_size})
-        self._banned = _entries({i: -np.inf for i in sorted(ending) if 0 <= i < vocab_size})
+        banned = _entries({i: -np.inf for i in sorted(ending) if 0 <= i < vocab_size})
+        self._bias_and_ban = _concatenated(self._bias, banned)
         self.has_biases = bool(p.logit_bias) or p.min_tokens > 0
         self.has_penalties = p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
         self._seen = _SeenTokens(with_prompt=p.repetition_penalty != 1) if self.has_penalties else None
 
     def biases(self, sequence: Sequence) -> _Entries:
         """Those asked for, and a ban of what would end the sequence before `min_tokens`."""
-        if sequence.num_output_tokens >= sequence.request.sampling.min_tokens:
-            return self._bias
-        return np.concatenate((self._bias[0], self._banned[0])), np.concatenate(
-            (self._bias[1], self._banned[1])
-        )
+        early = sequence.num_output_tokens < sequence.request.sampling.min_tokens
+        return self._bias_and_ban if early else self._bias
 
     def seen(self, sequence: Sequence) -> _Entries:
         assert self._seen is not None
@@ -217,7 +228,8 @@ class _SeenTokens:
                 self._place(token_id)
             self._num_taken = num_prompt
         for token_id in token_ids[self._num_taken :]:
-            self._counts[self._place(token_id)] += 1
+            place = self._place(token_id)  # may replace the array of counts
+            self._counts[place] += 1
         self._num_taken = len(token_ids)
         return self._ids[: len(self._places)], self._counts[: len(self._places)]
 

@@ -1,6 +1,6 @@
 """Makes checkpoints of every family: tiny, random, and in the very files that Hugging Face ships.
 
-Nothing here uses the engine's own idea of a checkpoint, nor transformers: names and shapes are written out again, and the
+Nothing here uses the engine's own idea of a checkpoint, nor transformers: names and shapes are written out again, and
 tests load the result with transformers to prove that it is what it says.
 """
 
@@ -203,7 +203,7 @@ def metaspace_tokenizer() -> Tokenizer:
 
 def training_text() -> list[str]:
     """Enough of a language that merges are learnt within words and across bytes of one character."""
-    words = "the a river runs water wheel turns bright slow and pen stock gate open light deep valley stone".split()
+    words = ["the", "river", "runs", "water", "wheel", "turns", "bright", "slow", "and", "gate", "open", "light"]
     lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 9)) for i in range(1, 60)]
     return [*lines, *["naïve café 水車 水門 발전 😀 👩‍👩‍👧 e\u0301", "def run(x):\n    return x + 1\n"] * 4]
 
