@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from engine.errors import CheckpointError
 from engine.tokenizer import Tokenizer
-from tests.engine.vocabularies import byte_level_json, metaspace_json
+from tests.engine.checkpoints import byte_level_tokenizer, metaspace_tokenizer
 
-BYTE_LEVEL = Tokenizer(byte_level_json())
-METASPACE = Tokenizer(metaspace_json())
+BYTE_LEVEL = Tokenizer(byte_level_tokenizer().to_str())
+METASPACE = Tokenizer(metaspace_tokenizer().to_str())
 
 
 @given(st.text())
@@ -41,14 +41,14 @@ def test_token_bytes_of_odd_tokens() -> None:
     fallback = METASPACE.id_of("<0xE2>")
     assert fallback is not None
     assert METASPACE.token_bytes(fallback) == b"\xe2"
-    plain = BYTE_LEVEL.id_of("[plain]")
-    assert plain is not None
-    assert BYTE_LEVEL.token_bytes(plain) == b"[plain]"
+    end = BYTE_LEVEL.id_of("<|end|>")
+    assert end is not None
+    assert BYTE_LEVEL.token_bytes(end) == b"<|end|>"
     assert BYTE_LEVEL.token_bytes(10_000_000) == b""
 
 
 def write(folder: Path, config: object = None, template: str | None = None) -> Path:
-    (folder / "tokenizer.json").write_text(byte_level_json())
+    (folder / "tokenizer.json").write_text(byte_level_tokenizer().to_str())
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if template is not None:
