@@ -1,0 +1,318 @@
+// The decoder: one step of every sequence through every layer, as one program for the team.
+#pragma once
+
+#include <cstddef>
+
+#include "attention.h"
+
+namespace penstock {
+
+struct Layer {
+    const float* attention_norm;
+    const Linear* qkv;
+    const float* q_norm;  // or null
+    const float* k_norm;
+    const Linear* o;
+    const float* mlp_norm;
+    const Linear* gate_up;
+    const Linear* down;
+    int32_t window;
+};
+
+struct Model {
+    int32_t hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab, num_layers, max_position;
+    float eps;
+    int32_t type;
+    const void* embedding;  // [vocab][hidden] in the weights' type; null: the rows of lm_head
+    const float* final_norm;
+    const Linear* lm_head;
+    const float* cos;
+    const float* sin;
+    void* kv;  // [layers][2][blocks][kv heads * 16 * head_dim]
+    int32_t num_blocks;
+    const Layer* layers;
+};
+
+struct Step {
+    const int32_t *token_ids, *positions, *query_starts, *context_lens, *block_tables, *sample_rows;
+    int32_t tokens, sequences, max_blocks, samples;
+};
+
+enum Status : int {
+    kOk = 0,
+    kBadToken,
+    kBadPosition,
+    kBadBlock,
+    kBadStarts,
+    kBadSample,
+    kNoMemory,
+};
+
+constexpr int kRowsPerChunk = 8;  // of the cheap phases
+
+// A row length that does not put the rows of a tile into the same cache set.
+inline size_t padded(size_t n) {
+    n = (n + 15) / 16 * 16;
+    return n % 256 == 0 ? n + 16 : n;
+}
+
+class Decoder {
+   public:
+    Decoder(Team& team, const Model& model)
+        : team_(team), model_(model), layers_(model.layers, model.layers + model.num_layers) {
+        shape_ = {model.num_heads, model.num_kv_heads, model.head_dim, model.eps, model.cos, model.sin};
+        with_type(type(), [&](auto* w) {
+            using W = std::remove_pointer_t<decltype(w)>;
+            embed_ = &Decoder::embed<W>;
+            attend_ = &attend<W>;
+            place_ = &place_token<W>;
+        });
+        for (int i = 0; i < team.size(); i++) {
+            attention_scratch_.emplace_back(shape_);
+            sums_.push_back(allocate<float>(sums_size()));
+        }
+    }
+
+    int run(const Step& step, float* logits) {
+        step_ = step;
+        logits_ = logits;
+        const int status = check();
+        if (status != kOk || step.tokens == 0) return status;
+        reserve();
+        plan();
+        team_.run(this, phases_);
+        return kOk;
+    }
+
+   private:
+    Type type() const { return static_cast<Type>(model_.type); }
+
+    int check() {
+        const Step& s = step_;
+        sequence_of_.resize(s.tokens);
+        if (s.query_starts[0] != 0 || s.query_starts[s.sequences] != s.tokens) return kBadStarts;
+        for (int i = 0; i < s.sequences; i++) {
+            const int from = s.query_starts[i], to = s.query_starts[i + 1], context = s.context_lens[i];
+            if (from < 0 || to < from || to > s.tokens) return kBadStarts;
+            if (context < 0 || context > model_.max_position || context > s.max_blocks * kBlockTokens)
+                return kBadPosition;
+            for (int t = from; t < to; t++) {
+                if (s.token_ids[t] < 0 || s.token_ids[t] >= model_.vocab) return kBadToken;
+                if (s.positions[t] < 0 || s.positions[t] >= context) return kBadPosition;
+                sequence_of_[t] = i;
+            }
+            const int32_t* table = s.block_tables + static_cast<size_t>(i) * s.max_blocks;
+            for (int b = 0; b < divide_up(context, kBlockTokens); b++)
+                if (table[b] < 0 || table[b] >= model_.num_blocks) return kBadBlock;
+        }
+        for (int r = 0; r < s.samples; r++)
+            if (s.sample_rows[r] < 0 || s.sample_rows[r] >= s.tokens) return kBadSample;
+        return kOk;
+    }
+
+    // Grows with the largest batch seen and never shrinks.
+    void reserve() {
+        const size_t rows = std::max(step_.tokens, step_.samples);
+        ld_hidden_ = padded(model_.hidden);
+        ld_qkv_ = padded(shape_.q_size() + 2 * shape_.kv_size());
+        ld_q_ = padded(shape_.q_size());
+        ld_mlp_ = padded(model_.intermediate);
+        if (rows <= capacity_) return;
+        capacity_ = 0;
+        hidden_ = allocate<float>(rows * ld_hidden_);
+        sampled_hidden_ = allocate<float>(rows * ld_hidden_);
+        normed_ = allocate<float>(rows * ld_hidden_);
+        qkv_ = allocate<float>(rows * ld_qkv_);
+        attended_ = allocate<float>(rows * ld_q_);
+        sampled_attended_ = allocate<float>(rows * ld_q_);
+        mlp_ = allocate<float>(rows * ld_mlp_);
+        capacity_ = rows;
+    }
+
+    // ---- the program -------------------------------------------------------------------------------------------
+
+    struct Norm {
+        const float* x;
+        const float* weight;
+        int rows;
+    };
+
+    struct PlannedProduct {
+        Product product;
+        Cut cut;
+    };
+
+    struct PlannedAttention {
+        AttentionStep step;
+        const std::vector<Task>* tasks;
+    };
+
+    void plan() {
+        phases_.clear();
+        products_.clear();
+        norms_.clear();
+        attentions_.clear();
+        const int tokens = step_.tokens, last = model_.num_layers - 1;
+        plan_tasks();
+        add<&Decoder::run_embed>(0, divide_up(tokens, kRowsPerChunk));
+        for (int i = 0; i <= last; i++) {
+            const Layer& layer = layers_[i];
+            const bool sampled = i == last;  // of the last layer only those rows are wanted
+            add_norm(hidden_.get(), layer.attention_norm, tokens);
+            add_product(layer.qkv, normed_.get(), ld_hidden_, tokens, qkv_.get(), ld_qkv_, nullptr);
+            attentions_.push_back({attention_step(i), sampled ? &sampled_tasks_ : &tasks_});
+            add<&Decoder::run_place>(i, divide_up(tokens, kRowsPerChunk));
+            add<&Decoder::run_attend>(i, static_cast<int>(attentions_.back().tasks->size()));
+            if (!sampled) {
+                add_block(layer, hidden_.get(), attended_.get(), tokens);
+            } else if (step_.samples > 0) {
+                add<&Decoder::run_gather>(0, divide_up(step_.samples, kRowsPerChunk));
+                add_block(layer, sampled_hidden_.get(), sampled_attended_.get(), step_.samples);
+                add_norm(sampled_hidden_.get(), model_.final_norm, step_.samples);
+                add_product(model_.lm_head, normed_.get(), ld_hidden_, step_.samples, logits_, model_.vocab, nullptr);
+            }
+        }
+    }
+
+    void add_block(const Layer& layer, float* hidden, const float* attended, int rows) {
+        add_product(layer.o, attended, ld_q_, rows, hidden, ld_hidden_, hidden);
+        add_norm(hidden, layer.mlp_norm, rows);
+        add_product(layer.gate_up, normed_.get(), ld_hidden_, rows, mlp_.get(), ld_mlp_, nullptr);
+        add_product(layer.down, mlp_.get(), ld_mlp_, rows, hidden, ld_hidden_, hidden);
+    }
+
+    void add_norm(const float* x, const float* weight, int rows) {
+        norms_.push_back({x, weight, rows});
+        add<&Decoder::run_norm>(static_cast<uint32_t>(norms_.size() - 1), divide_up(rows, kRowsPerChunk));
+    }
+
+    void add_product(const Linear* linear, const float* x, size_t ldx, int rows, float* out, size_t ldo,
+                     const float* residual) {
+        const Cut by = cut(*linear, rows, team_.size());
+        products_.push_back({{linear, x, ldx, rows, out, ldo, residual}, by});
+        add<&Decoder::run_product>(static_cast<uint32_t>(products_.size() - 1), static_cast<int>(by.chunks()));
+    }
+
+    template <void (Decoder::*Method)(uint32_t, int, int)>
+    void add(uint32_t argument, int chunks) {
+        const auto call = [](void* job, uint32_t arg, uint32_t chunk, int worker) {
+            (static_cast<Decoder*>(job)->*Method)(arg, static_cast<int>(chunk), worker);
+        };
+        if (chunks > 0) phases_.push_back({call, argument, static_cast<uint32_t>(chunks)});
+    }
+
+    void plan_tasks() {
+        tasks_.clear();
+        sampled_tasks_.clear();
+        for (int i = 0; i < step_.sequences; i++)
+            add_tasks(tasks_, i, step_.query_starts[i], step_.query_starts[i + 1]);
+        for (int r = 0; r < step_.samples;) {
+            const int token = step_.sample_rows[r], sequence = sequence_of_[token];
+            int run = 1;  // neighbours of one sequence share their tasks
+            while (r + run < step_.samples && step_.sample_rows[r + run] == token + run &&
+                   sequence_of_[token + run] == sequence)
+                run++;
+            add_tasks(sampled_tasks_, sequence, token, token + run);
+            r += run;
+        }
+        const auto dearer = [](const Task& a, const Task& b) { return a.cost > b.cost; };
+        std::stable_sort(tasks_.begin(), tasks_.end(), dearer);
+        std::stable_sort(sampled_tasks_.begin(), sampled_tasks_.end(), dearer);
+    }
+
+    void add_tasks(std::vector<Task>& tasks, int sequence, int from, int to) {
+        const int most = tokens_per_task(shape_);
+        for (int t = from; t < to; t += most) {
+            const int tokens = std::min(most, to - t);
+            const int64_t cost = int64_t(tokens) * (step_.positions[t + tokens - 1] + 1);
+            for (int h = 0; h < shape_.num_kv_heads; h++) tasks.push_back({sequence, t, tokens, h, cost});
+        }
+    }
+
+    AttentionStep attention_step(int layer) {
+        const size_t half = static_cast<size_t>(model_.num_blocks) * shape_.kv_size() * kBlockTokens * size_of(type());
+        char* keys = static_cast<char*>(model_.kv) + 2 * layer * half;
+        return {&shape_,      step_.positions, step_.block_tables, static_cast<size_t>(step_.max_blocks),
+                layers_[layer].window, keys,   keys + half,        qkv_.get(),
+                ld_qkv_,      attended_.get(), ld_q_};
+    }
+
+    // ---- what the phases do ------------------------------------------------------------------------------------
+
+    template <class Function>
+    static void for_rows(int chunk, int rows, Function function) {
+        for (int r = chunk * kRowsPerChunk; r < std::min(rows, (chunk + 1) * kRowsPerChunk); r++) function(r);
+    }
+
+    template <class W>
+    void embed(int token, float* out) const {
+        const int id = step_.token_ids[token];
+        if (model_.embedding == nullptr) return model_.lm_head->unpack_row<W>(id, out);
+        const W* row = static_cast<const W*>(model_.embedding) + static_cast<size_t>(id) * model_.hidden;
+        for (int i = 0; i < model_.hidden; i++) out[i] = to_float(row[i]);
+    }
+
+    void run_embed(uint32_t, int chunk, int) {
+        for_rows(chunk, step_.tokens, [&](int t) { (this->*embed_)(t, hidden_.get() + t * ld_hidden_); });
+    }
+
+    void run_norm(uint32_t index, int chunk, int) {
+        const Norm& norm = norms_[index];
+        for_rows(chunk, norm.rows, [&](int r) {
+            rms_norm(norm.x + r * ld_hidden_, norm.weight, model_.hidden, model_.eps, normed_.get() + r * ld_hidden_);
+        });
+    }
+
+    void run_product(uint32_t index, int chunk, int worker) {
+        const PlannedProduct& planned = products_[index];
+        multiply(planned.product, planned.cut, static_cast<uint32_t>(chunk), sums_[worker].get());
+    }
+
+    void run_place(uint32_t index, int chunk, int) {
+        const Layer& layer = layers_[index];
+        for_rows(chunk, step_.tokens, [&](int t) {
+            const int32_t* table = step_.block_tables + static_cast<size_t>(sequence_of_[t]) * step_.max_blocks;
+            place_(attentions_[index].step, layer.q_norm, layer.k_norm, t, table[step_.positions[t] / kBlockTokens]);
+        });
+    }
+
+    void run_attend(uint32_t index, int chunk, int worker) {
+        attend_(attentions_[index].step, (*attentions_[index].tasks)[chunk], attention_scratch_[worker]);
+    }
+
+    void run_gather(uint32_t, int chunk, int) {
+        for_rows(chunk, step_.samples, [&](int r) {
+            const size_t from = step_.sample_rows[r];
+            std::memcpy(sampled_hidden_.get() + r * ld_hidden_, hidden_.get() + from * ld_hidden_,
+                        model_.hidden * sizeof(float));
+            std::memcpy(sampled_attended_.get() + r * ld_q_, attended_.get() + from * ld_q_,
+                        shape_.q_size() * sizeof(float));
+        });
+    }
+
+    Team& team_;
+    const Model model_;
+    const std::vector<Layer> layers_;
+    Shape shape_;
+    void (Decoder::*embed_)(int, float*) const;
+    void (*place_)(const AttentionStep&, const float*, const float*, int, int);
+    void (*attend_)(const AttentionStep&, const Task&, AttentionScratch&);
+
+    std::vector<AttentionScratch> attention_scratch_;  // per worker, like the next
+    std::vector<Buffer<float>> sums_;
+
+    Step step_{};
+    float* logits_ = nullptr;
+    std::vector<int> sequence_of_;
+    std::vector<Phase> phases_;
+    std::vector<Norm> norms_;
+    std::vector<PlannedProduct> products_;
+    std::vector<PlannedAttention> attentions_;
+    std::vector<Task> tasks_, sampled_tasks_;
+
+    size_t capacity_ = 0;  // rows
+    size_t ld_hidden_ = 0, ld_qkv_ = 0, ld_q_ = 0, ld_mlp_ = 0;
+    Buffer<float> hidden_, normed_, qkv_, attended_, mlp_, sampled_hidden_, sampled_attended_;
+};
+
+}  // namespace penstock

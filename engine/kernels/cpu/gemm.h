@@ -1,0 +1,212 @@
+// The matrix products: rows of float32 activations times a packed linear, float32 sums.
+//
+// The one invariant: every output is a single chain of fused multiply-adds over k, ascending, from 0. Which tile
+// computes it, how many rows and panels that tile has, and where k was cut into blocks (the sum then passes through
+// memory, exactly) cannot change a bit of it.
+#pragma once
+
+#include <type_traits>
+
+#include "pack.h"
+
+namespace penstock {
+
+constexpr int kTileRows = 6;      // 6 x 16 sums, 2 weights and a broadcast: 15 of 16 registers
+constexpr int kDepth = 512;       // k per block: keeps the rows of a chunk in the second-level cache
+constexpr int kRowBlock = 96;     // rows per chunk
+constexpr int kChunkPanels = 16;  // at most, per chunk
+
+struct Strides {
+    size_t a;        // between rows of activations
+    size_t w;        // between steps of k in the weights
+    size_t w_panel;  // between panels of weights
+    size_t c;        // between rows of sums
+    size_t c_panel;  // between panels of sums
+};
+
+// Calls function with the constants 0 to Count - 1. A loop would do if every compiler unrolled it early enough to
+// keep the sums in registers; GCC does not.
+template <int Count, int At = 0, class Function>
+PENSTOCK_INLINE void unrolled(const Function& function) {
+    if constexpr (At < Count) {
+        function(std::integral_constant<int, At>());
+        unrolled<Count, At + 1>(function);
+    }
+}
+
+#define PENSTOCK_EACH(name) [&](auto name) __attribute__((always_inline))
+
+// Rows x (Panels * Vectors * 8) sums over `depth` steps of k, added to c, or set where fresh.
+template <class W, int Rows, int Panels, int Vectors>
+PENSTOCK_INLINE void tile(const float* a, const W* w, int depth, float* c, const Strides& by, bool fresh) {
+    constexpr int kColumns = Panels * Vectors;
+    v8 sums[Rows][kColumns];
+    const auto place = [&](int r, int j) __attribute__((always_inline)) {
+        return c + r * by.c + (j / Vectors) * by.c_panel + (j % Vectors) * kLanes;
+    };
+    unrolled<Rows>(PENSTOCK_EACH(r) {
+        unrolled<kColumns>(PENSTOCK_EACH(j) { sums[r][j] = fresh ? splat(0.0f) : load(place(r, j)); });
+    });
+    for (int k = 0; k < depth; k++) {
+        v8 weights[kColumns];
+        unrolled<kColumns>(PENSTOCK_EACH(j) {
+            weights[j] = load(w + (j / Vectors) * by.w_panel + (j % Vectors) * kLanes);
+        });
+        unrolled<Rows>(PENSTOCK_EACH(r) {
+            const v8 x = splat(a[r * by.a + k]);
+            unrolled<kColumns>(PENSTOCK_EACH(j) { sums[r][j] = fma(x, weights[j], sums[r][j]); });
+        });
+        w += by.w;
+    }
+    unrolled<Rows>(PENSTOCK_EACH(r) {
+        unrolled<kColumns>(PENSTOCK_EACH(j) { store(place(r, j), sums[r][j]); });
+    });
+}
+
+// `rows` (1 to 6) rows of as many panels as go into the registers at once; returns how many panels that was.
+template <class W, int Vectors>
+int tile_rows(int rows, int panels, const float* a, const W* w, int depth, float* c, const Strides& by,
+              bool fresh) {
+    switch (rows) {
+        case 1:
+            if (panels >= 4) return tile<W, 1, 4, Vectors>(a, w, depth, c, by, fresh), 4;
+            if (panels >= 2) return tile<W, 1, 2, Vectors>(a, w, depth, c, by, fresh), 2;
+            return tile<W, 1, 1, Vectors>(a, w, depth, c, by, fresh), 1;
+        case 2:
+            if (panels >= 2) return tile<W, 2, 2, Vectors>(a, w, depth, c, by, fresh), 2;
+            return tile<W, 2, 1, Vectors>(a, w, depth, c, by, fresh), 1;
+        case 3:
+            if (panels >= 2) return tile<W, 3, 2, Vectors>(a, w, depth, c, by, fresh), 2;
+            return tile<W, 3, 1, Vectors>(a, w, depth, c, by, fresh), 1;
+        case 4:
+            return tile<W, 4, 1, Vectors>(a, w, depth, c, by, fresh), 1;
+        case 5:
+            return tile<W, 5, 1, Vectors>(a, w, depth, c, by, fresh), 1;
+        default:
+            return tile<W, 6, 1, Vectors>(a, w, depth, c, by, fresh), 1;
+    }
+}
+
+// Calls function(first row, rows) for tiles of nearly equal height.
+template <class Function>
+PENSTOCK_INLINE void for_tiles(int rows, Function function) {
+    const int tiles = divide_up(rows, kTileRows);
+    for (int i = 0, start = 0; i < tiles; i++) {
+        const int height = (rows - start + tiles - i - 1) / (tiles - i);
+        function(start, height);
+        start += height;
+    }
+}
+
+// sums [panels][rows][16] = a [rows][k] times the panels.
+template <class W>
+void product(const Linear& linear, int panel, int panels, const float* a, size_t lda, int rows, float* sums) {
+    const int k = linear.k;
+    const Strides by{lda, kPanel, static_cast<size_t>(k) * kPanel, kPanel, static_cast<size_t>(rows) * kPanel};
+    if (rows <= kTileRows) {
+        for (int p = 0; p < panels;)
+            p += tile_rows<W, 2>(rows, panels - p, a, linear.panel<W>(panel + p), k, sums + p * by.c_panel, by, true);
+        return;
+    }
+    for (int from = 0; from < k; from += kDepth) {
+        const int depth = std::min(kDepth, k - from);
+        for (int p = 0; p < panels; p++) {
+            const W* w = linear.panel<W>(panel + p) + static_cast<size_t>(from) * kPanel;
+            for_tiles(rows, [&](int start, int height) {
+                tile_rows<W, 2>(height, 1, a + start * lda + from, w, depth,
+                                sums + p * by.c_panel + start * kPanel, by, from == 0);
+            });
+        }
+    }
+}
+
+// ---- a whole linear, cut into chunks ---------------------------------------------------------------------------
+
+// out [rows][n] = x times the linear, + bias, + residual; of a gated one silu(gate) * up. `out` may be `residual`.
+struct Product {
+    const Linear* linear;
+    const float* x;
+    size_t ldx;
+    int rows;
+    float* out;
+    size_t ldo;
+    const float* residual;  // with out's stride, or null
+};
+
+struct Cut {
+    int panels;  // per chunk
+    int rows;    // per chunk
+    int panel_chunks;
+    int row_chunks;
+
+    uint32_t chunks() const { return static_cast<uint32_t>(panel_chunks * row_chunks); }
+};
+
+// Enough chunks that a thread which loses its core leaves the others work, none so small that claiming it shows.
+inline Cut cut(const Linear& linear, int rows, int threads) {
+    const int unit = linear.gated ? 2 : 1;
+    const int row_chunks = divide_up(rows, kRowBlock);
+    const size_t panel_bytes = static_cast<size_t>(linear.k) * kPanel * size_of(linear.type);
+    const int fewest = std::max<int>(1, static_cast<int>((16 << 10) / (panel_bytes * std::min(rows, 4))));
+    int panels = linear.panels * row_chunks / (threads * 12) / unit * unit;
+    panels = std::clamp(divide_up(std::max(panels, fewest), unit) * unit, unit, kChunkPanels);
+    return {panels, divide_up(rows, row_chunks), divide_up(linear.panels, panels), row_chunks};
+}
+
+PENSTOCK_INLINE v8 silu(v8 x) { return x / (splat(1.0f) + exp(-x)); }
+
+PENSTOCK_INLINE void store_first(float* out, v8 x, int count) {
+    if (count >= kLanes) return store(out, x);
+    for (int i = 0; i < count; i++) out[i] = x[i];
+}
+
+PENSTOCK_INLINE v8 load_first(const float* in, int count) {
+    if (count >= kLanes) return load(in);
+    v8 x = splat(0.0f);
+    for (int i = 0; i < count; i++) x[i] = in[i];
+    return x;
+}
+
+inline void finish(const Product& job, int panel, int panels, int row, int rows, const float* sums) {
+    const Linear& linear = *job.linear;
+    const size_t by_panel = static_cast<size_t>(rows) * kPanel;
+    const int unit = linear.gated ? 2 : 1;
+    for (int p = 0; p < panels; p += unit) {
+        const int column = (panel + p) / unit * kPanel;
+        for (int r = 0; r < rows; r++)
+            for (int j = 0; j < kPanel; j += kLanes) {
+                const int count = linear.n - column - j;
+                if (count <= 0) break;
+                const float* at = sums + p * by_panel + r * kPanel + j;
+                const float* bias = linear.bias ? linear.bias.get() + (panel + p) * kPanel + j : nullptr;
+                v8 y = load(at);
+                if (bias) y += load(bias);
+                if (linear.gated) {
+                    v8 up = load(at + by_panel);
+                    if (bias) up += load(bias + kPanel);
+                    y = silu(y) * up;
+                }
+                const size_t place = static_cast<size_t>(row + r) * job.ldo + column + j;
+                if (job.residual) y += load_first(job.residual + place, count);
+                store_first(job.out + place, y, count);
+            }
+    }
+}
+
+inline size_t sums_size() { return static_cast<size_t>(kChunkPanels) * kRowBlock * kPanel; }
+
+// One chunk; neighbouring chunks share their weights, which are then still in the cache.
+inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* sums) {
+    const int panel = static_cast<int>(chunk) / by.row_chunks * by.panels;
+    const int row = static_cast<int>(chunk) % by.row_chunks * by.rows;
+    const int panels = std::min(by.panels, job.linear->panels - panel);
+    const int rows = std::min(by.rows, job.rows - row);
+    if (rows <= 0) return;
+    with_type(job.linear->type, [&](auto* w) {
+        using W = std::remove_pointer_t<decltype(w)>;
+        product<W>(*job.linear, panel, panels, job.x + static_cast<size_t>(row) * job.ldx, job.ldx, rows, sums);
+    });
+    finish(job, panel, panels, row, rows, sums);
+}
+
+}  // namespace penstock

@@ -1,0 +1,74 @@
+// What the machine can do: the ceilings that `penstock bench` prints beside what the decoder does.
+#pragma once
+
+#include "gemm.h"
+
+namespace penstock {
+
+inline double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Flop of `rounds` turns of twelve independent chains that never leave the registers.
+inline double multiply_add(int rounds, float* sink) {
+    v8 sums[12];
+    unrolled<12>(PENSTOCK_EACH(i) { sums[i] = splat(1.0f + i); });
+    v8 factor = splat(0.999f), term = splat(1e-3f);
+    for (int round = 0; round < rounds; round++) {
+        unrolled<12>(PENSTOCK_EACH(i) { sums[i] = fma(sums[i], factor, term); });
+#if defined(__x86_64__)
+        asm volatile("" : "+x"(factor), "+x"(term));  // or the compiler works it out beforehand
+#endif
+    }
+    v8 total = splat(0.0f);
+    unrolled<12>(PENSTOCK_EACH(i) { total += sums[i]; });
+    *sink = sum(total);
+    return 2.0 * kLanes * 12 * rounds;
+}
+
+// GFLOP/s of all threads together, the best of a few short runs.
+inline double measure_fma(Team& team) {
+    constexpr int kRounds = 200'000;
+    std::vector<float> sink(team.size() * 64);
+    double best = 0.0;
+    for (int repeat = 0; repeat < 20; repeat++) {
+        const double start = now();
+        run_chunks(team, static_cast<uint32_t>(team.size() * 2),
+                   [&](uint32_t, int worker) { multiply_add(kRounds, &sink[worker * 64]); });
+        best = std::max(best, 2.0 * kLanes * 12 * kRounds * team.size() * 2 / (now() - start) / 1e9);
+    }
+    return best;
+}
+
+// Seconds per product, the best of `repeats` passes over the linears (several, so that they come from memory).
+inline double measure_products(Team& team, const std::vector<const Linear*>& linears, int rows, int repeats) {
+    struct Job {
+        Product product;
+        Cut cut;
+        Buffer<float>* sums;
+    };
+    const size_t k = linears[0]->k, n = linears[0]->n;
+    std::vector<float> x(rows * (k + 16), 0.5f), out(rows * (n + 16));
+    std::vector<Buffer<float>> sums;
+    for (int i = 0; i < team.size(); i++) sums.push_back(allocate<float>(sums_size()));
+    std::vector<Job> jobs;
+    std::vector<Phase> phases;
+    for (const Linear* linear : linears) {
+        const Cut by = cut(*linear, rows, team.size());
+        const auto run = [](void* all, uint32_t index, uint32_t chunk, int worker) {
+            const Job& job = static_cast<Job*>(all)[index];
+            multiply(job.product, job.cut, chunk, job.sums[worker].get());
+        };
+        phases.push_back({run, static_cast<uint32_t>(jobs.size()), by.chunks()});
+        jobs.push_back({{linear, x.data(), k + 16, rows, out.data(), n + 16, nullptr}, by, sums.data()});
+    }
+    double best = 1e30;
+    for (int repeat = 0; repeat < repeats; repeat++) {
+        const double start = now();
+        team.run(jobs.data(), phases);
+        best = std::min(best, (now() - start) / static_cast<double>(linears.size()));
+    }
+    return best;
+}
+
+}  // namespace penstock

@@ -1,0 +1,219 @@
+// Eight floats at a time, through the vector extensions of GCC and Clang; intrinsics only where those cannot say it.
+//
+// Everything here is exact about order: no reassociation, and a fused multiply-add only where `fma` is written
+// (-ffp-contract=off). The promise that a row's result does not depend on its batch rests on that.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define PENSTOCK_AVX2 1
+#include <immintrin.h>
+#endif
+#if defined(__ARM_NEON) && defined(__aarch64__)
+#define PENSTOCK_NEON 1
+#include <arm_neon.h>
+#endif
+
+#define PENSTOCK_INLINE inline __attribute__((always_inline))
+
+namespace penstock {
+
+constexpr int kLanes = 8;
+
+typedef float v8 __attribute__((vector_size(32)));
+typedef int32_t v8i __attribute__((vector_size(32)));
+typedef uint32_t v8u __attribute__((vector_size(32)));
+typedef uint16_t v8h __attribute__((vector_size(16)));
+
+struct Half {
+    uint16_t bits;
+};
+struct BFloat {
+    uint16_t bits;
+};
+
+PENSTOCK_INLINE v8 splat(float x) { return v8{x, x, x, x, x, x, x, x}; }
+PENSTOCK_INLINE v8i splat_int(int32_t x) { return v8i{x, x, x, x, x, x, x, x}; }
+
+PENSTOCK_INLINE v8 fma(v8 a, v8 b, v8 c) {
+#if PENSTOCK_AVX2
+    return (v8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif PENSTOCK_NEON
+    union Pair {
+        v8 whole;
+        float32x4_t half[2];
+    } x{a}, y{b}, z{c};
+    z.half[0] = vfmaq_f32(z.half[0], x.half[0], y.half[0]);
+    z.half[1] = vfmaq_f32(z.half[1], x.half[1], y.half[1]);
+    return z.whole;
+#else
+    return a * b + c;
+#endif
+}
+
+// ---- loads and stores, from and to the three storage types ----------------------------------------------------
+
+PENSTOCK_INLINE v8 load(const float* p) {
+    v8 x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
+
+PENSTOCK_INLINE void store(float* p, v8 x) { std::memcpy(p, &x, sizeof x); }
+
+PENSTOCK_INLINE v8 load(const BFloat* p) {
+    v8h bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return (v8)(__builtin_convertvector(bits, v8u) << 16);
+}
+
+// Round to nearest even; a NaN stays one.
+PENSTOCK_INLINE uint16_t to_bfloat_bits(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, sizeof u);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((u >> 16) | 0x40u);
+    return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+#if !PENSTOCK_AVX2 && !PENSTOCK_NEON
+PENSTOCK_INLINE float half_bits_to_float(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000u) << 16, exponent = (h >> 10) & 31u, mantissa = h & 1023u;
+    if (exponent == 0) {
+        const float tiny = static_cast<float>(mantissa) * 5.9604644775390625e-8f;  // 2^-24
+        return sign ? -tiny : tiny;
+    }
+    const uint32_t u = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112u) << 23) | (mantissa << 13);
+    float x;
+    std::memcpy(&x, &u, sizeof x);
+    return x;
+}
+
+PENSTOCK_INLINE uint16_t float_to_half_bits(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, sizeof u);
+    const uint32_t sign = (u >> 16) & 0x8000u, magnitude = u & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
+    if (magnitude >= 0x477ff000u) return static_cast<uint16_t>(sign | 0x7c00u);
+    if (magnitude < 0x38800000u) {  // subnormal: let the addition round
+        float y;
+        std::memcpy(&y, &magnitude, sizeof y);
+        y += 0.5f;
+        std::memcpy(&u, &y, sizeof u);
+        return static_cast<uint16_t>(sign | (u - 0x3f000000u));
+    }
+    return static_cast<uint16_t>(sign | ((magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
+}
+#endif
+
+PENSTOCK_INLINE v8 load(const Half* p) {
+#if PENSTOCK_AVX2
+    return (v8)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#elif PENSTOCK_NEON
+    const float16x8_t h = vreinterpretq_f16_u16(vld1q_u16(reinterpret_cast<const uint16_t*>(p)));
+    union {
+        float32x4_t half[2];
+        v8 whole;
+    } x;
+    x.half[0] = vcvt_f32_f16(vget_low_f16(h));
+    x.half[1] = vcvt_f32_f16(vget_high_f16(h));
+    return x.whole;
+#else
+    v8 x;
+    for (int i = 0; i < kLanes; i++) x[i] = half_bits_to_float(p[i].bits);
+    return x;
+#endif
+}
+
+PENSTOCK_INLINE float to_float(float x) { return x; }
+
+PENSTOCK_INLINE float to_float(BFloat x) {
+    const uint32_t u = uint32_t(x.bits) << 16;
+    float y;
+    std::memcpy(&y, &u, sizeof y);
+    return y;
+}
+
+PENSTOCK_INLINE float to_float(Half x) {
+#if PENSTOCK_AVX2
+    return _cvtsh_ss(x.bits);
+#elif PENSTOCK_NEON
+    __fp16 h;
+    std::memcpy(&h, &x.bits, sizeof h);
+    return static_cast<float>(h);
+#else
+    return half_bits_to_float(x.bits);
+#endif
+}
+
+template <class T>
+PENSTOCK_INLINE T from_float(float x);
+
+template <>
+PENSTOCK_INLINE float from_float<float>(float x) {
+    return x;
+}
+
+template <>
+PENSTOCK_INLINE BFloat from_float<BFloat>(float x) {
+    return BFloat{to_bfloat_bits(x)};
+}
+
+template <>
+PENSTOCK_INLINE Half from_float<Half>(float x) {
+#if PENSTOCK_AVX2
+    return Half{static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT))};
+#elif PENSTOCK_NEON
+    const __fp16 h = static_cast<__fp16>(x);
+    Half y;
+    std::memcpy(&y.bits, &h, sizeof h);
+    return y;
+#else
+    return Half{float_to_half_bits(x)};
+#endif
+}
+
+// ---- reductions, always the same tree --------------------------------------------------------------------------
+
+PENSTOCK_INLINE float sum(v8 x) {
+    return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
+
+PENSTOCK_INLINE v8 max(v8 a, v8 b) { return a > b ? a : b; }
+
+PENSTOCK_INLINE float max(v8 x) {
+    float m = x[0];
+    for (int i = 1; i < kLanes; i++) m = x[i] > m ? x[i] : m;
+    return m;
+}
+
+// ---- exp, about 1e-7 relative; exp(0) is exactly 1 -------------------------------------------------------------
+
+// e^x = 2^n e^r with r in [-ln2/2, ln2/2], ln 2 in two parts (Cody and Waite), e^r by its Taylor polynomial.
+// Below -87.3, where 2^n leaves the normal numbers, the result is 0; above 88.3 it stays at e^88.3.
+PENSTOCK_INLINE v8 exp(v8 x) {
+    const v8 lowest = splat(-87.3f), highest = splat(88.3f);
+    const v8 clamped = x < lowest ? lowest : (x > highest ? highest : x);
+    const v8 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const v8 shifted = fma(clamped, splat(1.44269504088896341f), magic);
+    const v8 n = shifted - magic;
+    v8 r = fma(n, splat(-0.693359375f), clamped);
+    r = fma(n, splat(2.12194440054690583e-4f), r);
+    v8 p = splat(1.0f / 5040);
+    p = fma(p, r, splat(1.0f / 720));
+    p = fma(p, r, splat(1.0f / 120));
+    p = fma(p, r, splat(1.0f / 24));
+    p = fma(p, r, splat(1.0f / 6));
+    p = fma(p, r, splat(0.5f));
+    p = fma(p, r, splat(1.0f));
+    p = fma(p, r, splat(1.0f));
+    const v8i power = ((v8i)shifted - splat_int(0x4b400000) + splat_int(127)) << 23;
+    const v8 result = p * (v8)power;
+    return x < lowest ? splat(0.0f) : result;
+}
+
+PENSTOCK_INLINE float exp1(float x) { return exp(splat(x))[0]; }
+
+}  // namespace penstock
