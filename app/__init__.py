@@ -1,0 +1,1 @@
+"""The front door and the wiring: command line, settings, build, server, benchmark."""

@@ -1,0 +1,1 @@
+"""The model at work: plan, execute, commit. Knows no web, no Redis, no metrics."""

@@ -1,0 +1,1 @@
+"""HTTP and SSE: what clients see. Never imports torch."""

@@ -1,0 +1,1 @@
+"""One decoder, and how the checkpoints of four families describe it."""

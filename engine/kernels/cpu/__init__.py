@@ -1,0 +1,1 @@
+"""The native decoder: a whole step in one call that holds no GIL."""
