@@ -87,8 +87,8 @@ export function isRunning(message) {
 export function titleFrom(text) {
   const line = text.trim().split("\n", 1)[0].replace(/\s+/g, " ");
   if (line.length <= TITLE_LENGTH) return line;
-  const cut = line.slice(0, TITLE_LENGTH);
-  return `${cut.slice(0, Math.max(cut.lastIndexOf(" "), TITLE_LENGTH / 2)).trimEnd()}…`;
+  const space = line.lastIndexOf(" ", TITLE_LENGTH);
+  return `${line.slice(0, space > TITLE_LENGTH / 2 ? space : TITLE_LENGTH)}…`;
 }
 
 /** crypto.randomUUID exists only on https and localhost; this works on a LAN address too. */

@@ -28,7 +28,9 @@ export class Log {
     this.#actions = actions;
     scroller.addEventListener("scroll", () => this.#noticeScroll(), { passive: true });
     jump.addEventListener("click", () => this.follow());
-    new ResizeObserver(() => this.#keepEnd()).observe(scroller);
+    const sizes = new ResizeObserver(() => this.#keepEnd());
+    sizes.observe(scroller);
+    sizes.observe(list);
     setInterval(() => this.#tick(), TICK_MS);
   }
 
@@ -97,13 +99,13 @@ export class Log {
     this.#jump.hidden = this.#following;
   }
 
-  /** Only the reader scrolls upwards; whoever comes back to the end follows again. */
+  /** Scrolling up, away from the end, stops following; coming near the end takes it up again. */
   #noticeScroll() {
     const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
-    const nearEnd = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
-    if (scrollTop < this.#lastTop - 1) this.#following = false;
-    if (nearEnd && scrollTop >= this.#lastTop) this.#following = true;
+    const left = scrollHeight - scrollTop - clientHeight;
+    if (scrollTop < this.#lastTop) this.#following = left < 1; // shorter content ends at its end
+    else if (left < NEAR_END_PX) this.#following = true;
     this.#lastTop = scrollTop;
-    this.#jump.hidden = this.#following || nearEnd;
+    this.#jump.hidden = this.#following;
   }
 }

@@ -40,7 +40,7 @@ const composer = new Composer(
 const log = new Log(
   { scroller: byId("scroller"), list: byId("messages"), jump: byId("jump") },
   {
-    retry: (answer) => chat.retry(answer),
+    retry,
     retryAutomatically: (answer) => chat.retryAutomatically(answer),
     dropRetry: (answer) => chat.dropRetry(answer),
     edit: (message) => composer.edit(message),
@@ -112,6 +112,12 @@ function send(text, edited) {
   log.follow();
 }
 
+/** The button that was pressed goes away with its card: the focus has to go somewhere. */
+function retry(answer) {
+  chat.retry(answer);
+  composer.focus();
+}
+
 function askToRemove(conversation) {
   openConfirm(byId("confirm"), `Delete “${conversation.title}”?`, () => chat.remove(conversation));
 }
@@ -121,7 +127,7 @@ function askForKey() {
     saveKey(key, remember);
     showModel().catch(() => {});
     const last = chat.current.messages.at(-1);
-    if (last?.error?.status === 401) chat.retry(last);
+    if (last?.error?.status === 401) retry(last);
   });
 }
 
@@ -138,6 +144,7 @@ async function showModel() {
   app.classList.toggle("demo", name.includes("demo"));
 }
 
+byId("skip").addEventListener("click", () => byId("field").focus());
 byId("new").addEventListener("click", startNew);
 byId("settings").addEventListener("click", () => {
   openSettings(byId("settings-dialog"), settings, (chosen) => {

@@ -56,7 +56,7 @@ export class AnswerView {
       copyButton("Copy answer", () => message.text),
       iconButton("again", "Answer again", actions.retry),
     );
-    const foot = el("footer", {}, this.#buttons, this.#stats);
+    const foot = el("footer", {}, this.#stats, this.#buttons);
     this.element = el("article", { class: "answer", "aria-label": "Answer" }, this.#body, foot);
     this.update();
   }

@@ -25,7 +25,9 @@ export class Sidebar {
     toggle.addEventListener("click", () => this.#openDrawer());
     shade.addEventListener("click", () => this.closeDrawer());
     nav.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && this.isOpen) this.closeDrawer();
+      if (event.key !== "Escape" || !this.isOpen) return;
+      event.stopPropagation(); // an Escape that closes the drawer stops no answer
+      this.closeDrawer();
     });
   }
 

@@ -1,0 +1,104 @@
+"""One browser for the package; for each test a fresh page that must stay quiet and keep to its own host."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
+
+from tests.static.scripted import ScriptedServer
+
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-quic",
+]
+PHONE: dict[str, Any] = {
+    "viewport": {"width": 360, "height": 740},
+    "has_touch": True,
+    "is_mobile": True,
+    "device_scale_factor": 2,
+}
+# What Chromium itself logs for every error status: the page cannot keep it from doing so.
+FAILED_LOAD = "Failed to load resource"
+
+OpenPage = Callable[..., Page]
+
+
+# The package's, not the session's: while playwright's synchronous API is open, the main thread counts as
+# running an event loop, and asyncio.run() in a later test of another package would refuse to start.
+@pytest.fixture(scope="package")
+def browser(chromium_path: str) -> Iterator[Browser]:
+    expect.set_options(timeout=5_000)
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=chromium_path, args=FLAGS, headless=True)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="package")
+def scripted_server() -> Iterator[ScriptedServer]:
+    scripted = ScriptedServer()
+    scripted.start()
+    yield scripted
+    scripted.stop()
+
+
+@pytest.fixture
+def server(scripted_server: ScriptedServer) -> ScriptedServer:
+    scripted_server.reset()
+    return scripted_server
+
+
+class Watch:
+    """Everything a page must not do."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self.faults: list[str] = []
+
+    def over(self, page: Page) -> None:
+        page.on("console", self._on_console)
+        page.on("pageerror", lambda error: self.faults.append(f"uncaught: {error}"))
+        page.on("request", lambda request: self._on_request(request.url))
+        page.on("dialog", lambda dialog: self.faults.append(f"dialog: {dialog.message}"))
+
+    def _on_console(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning") and not message.text.startswith(FAILED_LOAD):
+            self.faults.append(f"console: {message.text}")
+
+    def _on_request(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("data", "blob") and parts.netloc != self._host:
+            self.faults.append(f"request to another host: {url}")
+
+
+@pytest.fixture
+def open_page(browser: Browser, server: ScriptedServer) -> Iterator[OpenPage]:
+    """Opens the page in a fresh profile; keyword arguments are playwright's for a browser context."""
+    watch = Watch(urlsplit(server.url).netloc)
+    contexts: list[BrowserContext] = []
+
+    def open_page(url: str = server.url, **options: Any) -> Page:
+        context = browser.new_context(**{"reduced_motion": "reduce", **options})
+        contexts.append(context)
+        page = context.new_page()
+        watch.over(page)
+        page.goto(url)
+        page.wait_for_selector("#app:not(.starting)")
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert watch.faults == []
+
+
+@pytest.fixture
+def page(open_page: OpenPage) -> Page:
+    return open_page()

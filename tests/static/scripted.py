@@ -1,0 +1,195 @@
+"""A server that says what a test tells it to say, when the test tells it to: a double for time and faults."""
+
+import asyncio
+import json
+import socket
+import threading
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+STATIC = Path(__file__).parents[2] / "static"
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; manifest-src 'self'"
+)
+TIMINGS = {
+    "queue_ms": 3.2,
+    "ttft_ms": 85.0,
+    "tpot_ms": 20.0,
+    "cached_tokens": 16,
+    "prompt_tokens": 40,
+    "predicted_ttft_ms": 90.0,
+    "preemptions": 0,
+    "draft_tokens": 0,
+    "accepted_tokens": 0,
+    "lane": "interactive",
+}
+
+
+class Gate:
+    """Holds a stream until the test opens it; tells the test when the client went away meanwhile."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self.abandoned = threading.Event()
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def wait(self) -> None:
+        try:
+            while not self._open.is_set():
+                await asyncio.sleep(0.005)
+        except asyncio.CancelledError:
+            self.abandoned.set()
+            raise
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An answer before the stream: an error status."""
+
+    status: int
+    message: str = "No."
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Pieces of text, gates and raw bytes, in order; then the end that OpenAI's format asks for, or none."""
+
+    pieces: tuple[str | bytes | Gate, ...]
+    ends: bool = True
+    finish: str = "stop"
+
+
+def stream(*pieces: str | bytes | Gate, ends: bool = True, finish: str = "stop") -> Stream:
+    return Stream(pieces, ends, finish)
+
+
+def chunk(delta: dict[str, str], **extra: object) -> bytes:
+    choice = {"index": 0, "delta": delta, "finish_reason": extra.pop("finish_reason", None)}
+    return frame({"id": "1", "object": "chat.completion.chunk", "choices": [choice], "usage": None, **extra})
+
+
+def frame(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content)}\n\n".encode()
+
+
+def error_frame(message: str) -> bytes:
+    return frame({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ScriptedServer:
+    """Serves the page as the real server does; answers each chat request with the next reply in the script."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.bind(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/"
+        app = Starlette(
+            routes=[
+                Route("/", lambda _: FileResponse(STATIC / "index.html")),
+                Mount("/static", StaticFiles(directory=STATIC)),
+                Route("/ready", self._ready),
+                Route("/v1/models", self._models),
+                Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            ],
+            middleware=[Middleware(_ContentSecurityPolicy)],
+        )
+        config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
+        self.reset()
+
+    def start(self) -> None:
+        self._socket.listen()
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._socket.close()
+
+    def reset(self) -> None:
+        self.model = "penstock-demo"
+        self.ready: tuple[int, str] = (200, "ready")
+        self.key: str | None = None
+        self.replies: deque[Refusal | Stream] = deque()
+        self.requests: list[dict[str, Any]] = []
+
+    def script(self, *replies: Refusal | Stream) -> None:
+        self.replies.extend(replies)
+
+    def _refused_key(self, request: Request) -> Response | None:
+        if self.key is None or request.headers.get("authorization") == f"Bearer {self.key}":
+            return None
+        return _refuse(Refusal(401, "Incorrect API key.", "invalid_api_key"))
+
+    async def _ready(self, _: Request) -> Response:
+        status, word = self.ready
+        return JSONResponse({"status": word}, status)
+
+    async def _models(self, request: Request) -> Response:
+        models = {"object": "list", "data": [{"id": self.model, "object": "model", "max_model_len": 512}]}
+        return self._refused_key(request) or JSONResponse(models)
+
+    async def _chat(self, request: Request) -> Response:
+        if refused := self._refused_key(request):
+            return refused
+        self.requests.append(await request.json())
+        reply = self.replies.popleft()
+        if isinstance(reply, Refusal):
+            return _refuse(reply)
+        return StreamingResponse(_frames(reply), media_type="text/event-stream")
+
+
+async def _frames(reply: Stream) -> AsyncIterator[bytes]:
+    count = 0
+    yield chunk({"role": "assistant", "content": ""})
+    for piece in reply.pieces:
+        if isinstance(piece, Gate):
+            await piece.wait()
+        elif isinstance(piece, bytes):
+            yield piece
+        else:
+            count += 1
+            yield chunk({"content": piece})
+    if reply.ends:
+        yield chunk({}, finish_reason=reply.finish, timings=TIMINGS)
+        yield frame({"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": count}})
+        yield DONE
+
+
+def _refuse(refusal: Refusal) -> JSONResponse:
+    error = {"message": refusal.message, "type": "error", "param": None, "code": refusal.code}
+    return JSONResponse({"error": error}, refusal.status, refusal.headers)
+
+
+class _ContentSecurityPolicy:
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_policy(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"].append((b"content-security-policy", CSP.encode()))
+            await send(message)
+
+        await self._app(scope, receive, send_with_policy)

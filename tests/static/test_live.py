@@ -1,0 +1,27 @@
+"""The page and the real server, with the demo model."""
+
+import re
+
+from playwright.sync_api import Browser, expect
+
+
+def test_a_conversation_with_the_demo_model(browser: Browser, live_server: str) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    faults: list[str] = []
+    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.goto(live_server)
+    expect(page.locator("#status")).to_have_text("ready")
+    expect(page.locator(".demo-note")).to_be_visible()
+    page.get_by_role("button", name="Tell me a story about a brave knight").click()
+    answer = page.locator(".answer").last
+    expect(answer).to_have_attribute("data-state", "done", timeout=60_000)
+    expect(answer.locator(".text")).not_to_be_empty()
+    expect(answer.locator(".stats")).to_have_text(re.compile("tokens/s.*first after.*queued.*lane"))
+    page.locator("#field").fill("What is 7 times 8?")
+    page.locator("#field").press("Enter")
+    expect(page.locator(".answer")).to_have_count(2)
+    expect(page.locator(".answer").last).to_have_attribute("data-state", "done", timeout=60_000)
+    context.close()
+    assert faults == []
