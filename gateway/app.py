@@ -1,0 +1,72 @@
+"""The ASGI application: routes, errors, and the middleware around them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from gateway.correlation import RequestIdMiddleware
+from gateway.errors import ApiError, answer_api_error, answer_disconnect, answer_fault, answer_http_error
+from gateway.limits import LimitsMiddleware
+from gateway.page import Page
+from gateway.routes import Api
+from gateway.service import Service
+
+
+def create_app(service: Service, static: Path | None = None) -> ASGIApp:
+    """The gateway of one service. Its lifespan runs `service.running()`.
+
+    Args:
+        static: folder of the chat page, served at `/` and `/static/`; without it there is none.
+    """
+    app = Starlette(
+        routes=[*Api(service).routes(), *(_page_routes(static) if static else ())],
+        middleware=_middleware(service),
+        exception_handlers={
+            ApiError: answer_api_error,
+            HTTPException: answer_http_error,
+            ClientDisconnect: answer_disconnect,
+            Exception: answer_fault,
+        },
+        lifespan=_lifespan(service),
+    )
+    app.router.redirect_slashes = False
+    return RequestIdMiddleware(app)
+
+
+def _middleware(service: Service) -> list[Middleware]:
+    limits = Middleware(LimitsMiddleware, limits=service.options.limits)
+    if not service.options.cors_origins:
+        return [limits]
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=service.options.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["authorization", "content-type", "x-request-id"],
+        expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+    )
+    return [cors, limits]
+
+
+def _page_routes(static: Path) -> list[Route]:
+    page = Page(static)
+    return [Route("/", page.index), Route("/static/{path:path}", page.file)]
+
+
+def _lifespan(service: Service) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        async with service.running():
+            yield
+
+    return lifespan

@@ -1,0 +1,148 @@
+"""Every refusal and fault as OpenAI's error object, made in one place."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+log = logging.getLogger("penstock.gateway")
+
+
+class ApiError(Exception):
+    """Something the client is told about.
+
+    Attributes:
+        status: the HTTP status, if nothing was sent yet.
+        type, param, code: as in OpenAI's error object.
+        retry_after_s: when it is worth coming back.
+        close: True if the connection is not to be used again.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.close = close
+
+    def body(self) -> bytes:
+        """OpenAI's error object as JSON; the same in a reply and in a frame of a stream."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    def headers(self) -> dict[str, str]:
+        headers = {} if self.retry_after_s is None else _retry_headers(self.retry_after_s)
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            headers["www-authenticate"] = "Bearer"
+        if self.close:
+            headers["connection"] = "close"
+        return headers
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers(), media_type="application/json")
+
+
+def _retry_headers(seconds: float) -> dict[str, str]:
+    """Up to a fifth is added at random: clients that were refused together must not come back together."""
+    seconds *= random.uniform(1.0, 1.2)
+    return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
+
+
+def invalid(
+    message: str, param: str | None, code: str | None = "invalid_value", status: int = HTTPStatus.BAD_REQUEST
+) -> ApiError:
+    """The client's own mistake, in the field `param`."""
+    return ApiError(status, message, param=param, code=code)
+
+
+def unsupported(param: str) -> ApiError:
+    return invalid(f"'{param}' is not supported by this server.", param, "unsupported_parameter")
+
+
+def unauthorized(message: str) -> ApiError:
+    return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+
+
+def model_not_found(name: str) -> ApiError:
+    message = f"The model '{name}' does not exist or you do not have access to it."
+    return invalid(message, "model", "model_not_found", HTTPStatus.NOT_FOUND)
+
+
+def refused(message: str, reason: str, retry_after_s: float, *, tenant_limit: bool) -> ApiError:
+    """Not now: 429 if it is this tenant's own limit, 503 if it is the server's."""
+    if tenant_limit:
+        status, kind = HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error"
+    else:
+        status, kind = HTTPStatus.SERVICE_UNAVAILABLE, "server_error"
+    return ApiError(status, message, type=kind, code=reason, retry_after_s=retry_after_s)
+
+
+def unavailable(message: str, code: str, *, close: bool = False) -> ApiError:
+    """The server as a whole does not take work now."""
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        message,
+        type="server_error",
+        code=code,
+        retry_after_s=5.0,
+        close=close,
+    )
+
+
+def internal(message: str = "The server had an error while processing your request.") -> ApiError:
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="internal_error")
+
+
+async def answer_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """404 and 405, which the router raises."""
+    assert isinstance(error, HTTPException)
+    reply = ApiError(error.status_code, _explain(request, error), code=_code(error.status_code)).response()
+    reply.headers.update(error.headers or {})
+    return reply
+
+
+def _explain(request: Request, error: HTTPException) -> str:
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return f"Unknown request URL: {request.method} {request.url.path}."
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        return f"Method {request.method} is not allowed on {request.url.path}."
+    return error.detail
+
+
+def _code(status: int) -> str:
+    return {404: "unknown_url", 405: "method_not_allowed"}.get(status, "http_error")
+
+
+async def answer_disconnect(_: Request, __: Exception) -> Response:
+    """Nobody is there to read it; 499 is what logs call it."""
+    return Response(status_code=499)
+
+
+async def answer_fault(_: Request, __: Exception) -> Response:
+    """The trace goes to the log, never to the client."""
+    return internal().response()

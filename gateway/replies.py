@@ -1,0 +1,165 @@
+"""Replies: a generation on its way to its client, streamed or whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from engine.request import Request
+from gateway.service import Service
+from gateway.shapes import Head, Shape
+from gateway.streams import Stream
+from gateway.wire import DONE, KEEPALIVE, StreamWriter, Usage, error_frame, timings_json
+from priority.lanes import Lane
+
+ABORT = "penstock.abort"
+"""ASGI extension of gateway.protocol: a callable that drops the connection and what is still unsent."""
+
+_STREAM_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache, no-transform"),
+        # Or else nginx collects 16 KiB before it lets anything through.
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one HTTP request asks for, checked and tokenised."""
+
+    head: Head
+    lane: Lane
+    shape: Shape
+    requests: list[Request]
+    stream: bool
+    include_usage: bool
+
+
+class Reply(Response):
+    """Submits a job when the server asks for the reply, and sends what comes of it.
+
+    The job is cancelled the moment its client is gone, whatever state it is in.
+    """
+
+    def __init__(self, service: Service, job: Job) -> None:
+        self._service = service
+        self._job = job
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stream = Stream(self._job.requests, streamed=self._job.stream, cut=self._cutter(scope))
+        self._service.submit(stream)
+        watcher = asyncio.create_task(self._release_at_disconnect(stream, receive))
+        try:
+            if self._job.stream:
+                await self._send_stream(stream, send)
+            else:
+                await self._send_whole(stream, scope, receive, send)
+        finally:
+            self._service.release(stream)
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+
+    def _cutter(self, scope: Scope) -> Callable[[], None]:
+        abort = scope.get("extensions", {}).get(ABORT)
+
+        def cut() -> None:
+            self._service.metrics.slow_readers.inc()
+            if abort is not None:
+                abort()
+
+        return cut
+
+    async def _release_at_disconnect(self, stream: Stream, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._service.release(stream)
+
+    async def _send_whole(self, stream: Stream, scope: Scope, receive: Receive, send: Send) -> None:
+        await stream.end()
+        if stream.error is not None:
+            raise stream.error
+        if not stream.finished:
+            return
+        arrival_s = stream.requests[0].arrival_s
+        milliseconds = math.ceil((self._service.clock() - arrival_s) * 1000)
+        headers = {"openai-processing-ms": str(milliseconds)}
+        body = json.dumps(self._body(stream)).encode()
+        await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
+
+    def _body(self, stream: Stream) -> dict[str, object]:
+        body = self._job.shape.body(self._job.head, sorted(stream.take(), key=lambda taken: taken[0]))
+        return {**body, "usage": self._usage(stream).as_json(), "timings": self._timings(stream)}
+
+    def _timings(self, stream: Stream) -> dict[str, object]:
+        return timings_json(stream.timings, self._usage(stream), self._job.lane)
+
+    def _usage(self, stream: Stream) -> Usage:
+        return Usage(
+            prompt_tokens=sum(len(request.prompt_token_ids) for request in stream.requests),
+            completion_tokens=stream.num_output_tokens,
+            cached_tokens=stream.num_cached_tokens,
+        )
+
+    async def _send_stream(self, stream: Stream, send: Send) -> None:
+        writer = StreamWriter(self._job.shape, self._job.head, include_usage=self._job.include_usage)
+        clock = self._service.clock
+        while not stream.left:
+            await stream.news()
+            if stream.left:
+                return
+            if not stream.committed:
+                await self._commit(stream, send)
+            ended = stream.ended
+            if body := self._frames(stream, writer):
+                stream.sending_since_s = clock()
+                await send({"type": "http.response.body", "body": body, "more_body": not ended})
+                stream.last_sent_s = clock()
+                stream.sending_since_s = None
+            if ended:
+                return
+
+    async def _commit(self, stream: Stream, send: Send) -> None:
+        """There is something to show: from here on the status is 200. An error before this is a plain one."""
+        if stream.error is not None:
+            raise stream.error
+        stream.committed = True
+        await send(_STREAM_START)
+
+    def _frames(self, stream: Stream, writer: StreamWriter) -> bytes:
+        """All that there is to say now; nothing, if a character is incomplete."""
+        frames = self._chunks(stream, writer)
+        if stream.error is not None:
+            frames += [error_frame(stream.error), DONE]
+        elif stream.finished:
+            if self._job.include_usage:
+                frames.append(writer.usage(self._usage(stream)))
+            frames.append(DONE)
+        if stream.overdue:
+            stream.overdue = False
+            frames = frames or [KEEPALIVE]
+        return b"".join(frames)
+
+    def _chunks(self, stream: Stream, writer: StreamWriter) -> list[bytes]:
+        frames, endings = [], []
+        for index, delta in stream.take():
+            frames.append(writer.chunk(index, delta))
+            if delta.finish_reason is not None:
+                endings.append((index, delta.finish_reason))
+        for number, (index, reason) in enumerate(endings, start=1):
+            is_last = stream.finished and number == len(endings)
+            timings = self._timings(stream) if is_last else None
+            frames.append(writer.finish(index, reason, timings))
+        return frames

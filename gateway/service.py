@@ -1,0 +1,326 @@
+"""The service: everything between a checked request and the engine, on one event loop.
+
+It submits and cancels, hands every step's outputs to the streams they belong to, watches over those that wait, and
+ends them all when the server does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.engine import EngineState, EngineStats
+from engine.request import FinishReason, Output, Request
+from engine.step import StepReport
+from gateway.access import Access
+from gateway.errors import ApiError, refused, unavailable
+from gateway.limits import Limits
+from gateway.metrics import Metrics
+from gateway.prompts import Prompts, Tokenizer
+from gateway.streams import Stream
+from priority.lanes import Lane
+from priority.queue import Refusal
+
+log = logging.getLogger("penstock.gateway")
+
+
+class Engine(Protocol):
+    """What the service needs of `engine.engine.Engine`."""
+
+    state: EngineState
+    error: str | None
+    last_progress_s: float
+
+    @property
+    def max_sequence_tokens(self) -> int: ...
+
+    def wake(self) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class Queue(Protocol):
+    """What the service needs of `priority.queue.LaneQueue`."""
+
+    def put(self, request: Request, now: float) -> None: ...
+
+    def cancel(self, request_id: str) -> bool: ...
+
+    def expire(self, now: float) -> list[Request]: ...
+
+    def depths(self) -> dict[Lane, int]: ...
+
+    def note_finished(self, now: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What a request that does not say gets; a checkpoint's generation_config may say otherwise than OpenAI."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long the gateway waits for what, in seconds."""
+
+    tick_s: float = 0.25
+    """How often waiting requests are looked at."""
+    commit_after_s: float = 2.0
+    """A stream's status is held back so long, so that a refusal can still be one."""
+    keepalive_s: float = 5.0
+    send_stall_s: float = 30.0
+    engine_stall_s: float = 30.0
+    """A step loop that ended no turn for so long is taken to be stuck."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceOptions:
+    """What the operator sets."""
+
+    models: tuple[str, ...]
+    """Names the model answers to; the first is the one it calls itself."""
+    created: int = 0
+    """When the model was made, in seconds since 1970."""
+    block_size: int = 16
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    limits: Limits = field(default_factory=Limits)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+    tenants: Mapping[bytes, str] = field(default_factory=dict)
+    """SHA-256 digest of each API key (see `gateway.access.digest_of`) to its tenant's name."""
+    cors_origins: tuple[str, ...] = ()
+    metrics_compat: str | None = None
+
+
+class Service:
+    """One served model. Everything but the constructor is for the event loop's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        queue: Queue,
+        tokenizer: Tokenizer,
+        options: ServiceOptions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` must be the engine's."""
+        self.engine = engine
+        self.queue = queue
+        self.tokenizer = tokenizer
+        self.options = options
+        self.clock = clock
+        self.prompts = Prompts(tokenizer)
+        self.access = Access(options.tenants)
+        self.metrics = Metrics()
+        if options.metrics_compat == "vllm":
+            self.metrics.add_compat(options.models[0], self._cache_config)
+        self.draining = False
+        self._streams: dict[Stream, None] = {}
+        self._by_request: dict[str, Stream] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def context_length(self) -> int:
+        """Prompt and output tokens that one sequence can ever have."""
+        return self.engine.max_sequence_tokens
+
+    # Requests come and go
+
+    def check_open(self) -> None:
+        """Raises 503 if no work is taken: still loading, draining, or the engine is lost."""
+        if self.draining:
+            raise unavailable("The server is shutting down.", "server_shutting_down", close=True)
+        if self.engine.state is EngineState.STARTING:
+            raise unavailable("The model is still loading.", "model_loading")
+        if self.engine.state is not EngineState.READY:
+            raise unavailable("The engine is not running.", "engine_failed")
+
+    def submit(self, stream: Stream) -> None:
+        """Queues all requests of a stream, or none.
+
+        Raises:
+            ApiError: 429 or 503 with Retry-After.
+        """
+        self.check_open()
+        self._streams[stream] = None
+        self._empty.clear()
+        try:
+            for request in stream.requests:
+                self._put(request)
+                self._by_request[request.request_id] = stream
+        except ApiError:
+            self.release(stream)
+            raise
+        self.engine.wake()
+
+    def release(self, stream: Stream) -> None:
+        """The reader is done with its stream, or gone: whatever of it still waits or runs is cancelled. Idempotent."""
+        for request in stream.requests:
+            known = self._by_request.pop(request.request_id, None)
+            if known is not None and stream.num_unfinished(request.request_id):
+                self._cancel(request, stream.num_unfinished(request.request_id))
+        stream.leave()
+        self._streams.pop(stream, None)
+        if not self._streams:
+            self._empty.set()
+
+    def _cancel(self, request: Request, num_choices: int) -> None:
+        if not self.queue.cancel(request.request_id):
+            self.engine.cancel(request.request_id)
+        for _ in range(num_choices):
+            self.metrics.note_finished(Lane(request.lane), FinishReason.CANCELLED, None)
+
+    def _put(self, request: Request) -> None:
+        lane = Lane(request.lane)
+        try:
+            self.queue.put(request, self.clock())
+        except Refusal as refusal:
+            self.metrics.note_refused(lane, refusal.reason)
+            raise refused(
+                str(refusal), refusal.reason, refusal.retry_after_s, tenant_limit=refusal.tenant_limit
+            ) from None
+        self.metrics.note_admitted(lane, len(request.prompt_token_ids))
+
+    # Steps come in
+
+    def deliver(self, report: StepReport) -> None:
+        """What one step brought; to be called once per step, in one `call_soon_threadsafe`."""
+        num_tokens = 0
+        for output in report.outputs:
+            num_tokens += len(output.token_ids)
+            stream = self._by_request.get(output.request_id)
+            # One that was released is counted as cancelled already.
+            if stream is not None:
+                stream.push(output)
+                if output.finish_reason is not None:
+                    self._note_finished(output, stream)
+        self.metrics.note_step(report, num_tokens)
+
+    def _note_finished(self, output: Output, stream: Stream) -> None:
+        assert output.finish_reason is not None
+        lane = Lane(stream.requests[0].lane)
+        self.metrics.note_finished(lane, output.finish_reason, output.timings)
+        self.queue.note_finished(self.clock())
+
+    # Watching over
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While this is entered, waiting requests expire, streams are kept alive and slow readers are cut."""
+        task = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _watch(self) -> None:
+        tick_s = self.options.timeouts.tick_s
+        while True:
+            due = self.clock() + tick_s
+            await asyncio.sleep(tick_s)
+            self.metrics.loop_lag.observe(max(0.0, self.clock() - due))
+            try:
+                self.tick(self.clock())
+            except Exception:
+                log.exception("looking after the streams failed; going on")
+
+    def tick(self, now: float) -> None:
+        """One look at everything that waits. `running` calls it several times a second."""
+        for request in self.queue.expire(now):
+            self._expire(request)
+        if self.engine.state in (EngineState.FAILED, EngineState.STOPPED):
+            self.fail_all("The engine stopped.", code="engine_failed")
+        for stream in list(self._streams):
+            self._look_after(stream, now)
+
+    def _expire(self, request: Request) -> None:
+        lane = Lane(request.lane)
+        self.metrics.note_refused(lane, "queue_timeout")
+        stream = self._by_request.get(request.request_id)
+        if stream is not None:
+            message = f"The request waited too long in the {lane.label} lane."
+            stream.fail(refused(message, "queue_timeout", 10.0, tenant_limit=False))
+
+    def _look_after(self, stream: Stream, now: float) -> None:
+        timeouts = self.options.timeouts
+        patience_s = timeouts.keepalive_s if stream.committed else timeouts.commit_after_s
+        if stream.sending_since_s is not None:
+            if now - stream.sending_since_s > timeouts.send_stall_s:
+                stream.cut()
+        elif stream.streamed and now - stream.last_sent_s >= patience_s:
+            stream.overdue = True
+            stream.wake()
+
+    # Health
+
+    @property
+    def stalled(self) -> bool:
+        """The step loop is up, but ended no turn for too long."""
+        silent_s = self.clock() - self.engine.last_progress_s
+        return self.engine.state is EngineState.READY and silent_s > self.options.timeouts.engine_stall_s
+
+    @property
+    def health(self) -> str:
+        """ok, stalled or failed."""
+        if self.engine.state in (EngineState.FAILED, EngineState.STOPPED):
+            return "failed"
+        return "stalled" if self.stalled else "ok"
+
+    @property
+    def readiness(self) -> str:
+        """ready, or why not: draining, loading, stalled or failed."""
+        if self.draining:
+            return "draining"
+        if self.engine.state is EngineState.STARTING:
+            return "loading"
+        return "ready" if self.health == "ok" else self.health
+
+    def render_metrics(self) -> bytes:
+        """The metrics; what changes without a step is read now."""
+        self.metrics.streams.set(len(self._streams))
+        self.metrics.up.set(self.readiness in ("ready", "draining"))
+        self.metrics.pool_violations.set(self.engine.stats().num_pool_violations)
+        for lane, depth in self.queue.depths().items():
+            self.metrics.queued.labels(lane.label).set(depth)
+        return self.metrics.render()
+
+    def _cache_config(self) -> dict[str, str]:
+        stats = self.engine.stats()
+        return {"block_size": str(self.options.block_size), "num_gpu_blocks": str(stats.num_blocks)}
+
+    # The end
+
+    def begin_drain(self) -> None:
+        """From now on /ready is red and new work is refused; what was let in goes on."""
+        self.draining = True
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Waits until the last stream has ended; False if that took too long."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def fail_all(
+        self, message: str = "The server is shutting down.", code: str = "server_shutting_down"
+    ) -> None:
+        """Ends every stream with an error; each is answered or gets its error frame and [DONE]."""
+        error = unavailable(message, code, close=True)
+        for stream in list(self._streams):
+            stream.fail(error)

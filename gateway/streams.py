@@ -1,0 +1,155 @@
+"""Streams: what the engine brought for one reply and its reader has not taken yet.
+
+Nobody waits for a reader. What it has not taken is kept and joined: the slower it is, the longer the pieces; past a
+bound it is cut off. All of this happens on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from engine.request import FinishReason, Output, Request, Timings, TokenLogprobs
+from gateway.errors import ApiError, internal
+
+MAX_PENDING_BYTES = 1024 * 1024
+"""A reader that leaves more than this lying is cut off."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new for one choice since the reader last looked."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def add(self, output: Output) -> None:
+        self.text += output.text
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+        self.finish_reason = output.finish_reason
+
+
+class Stream:
+    """One reply in the making: all choices of all its requests, from submission to the last of them.
+
+    Ends in exactly one of finished (every choice has its finish_reason), failed (`error` is set) or left (its reader
+    went away or was cut off). `cut` is called, once, to end the connection of a reader that does not read.
+    """
+
+    def __init__(self, requests: list[Request], *, streamed: bool, cut: Callable[[], None]) -> None:
+        self.requests = requests
+        self.streamed = streamed
+        self.committed = False
+        """The status line is out."""
+        self.error: ApiError | None = None
+        self.timings: list[Timings] = []
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self.left = False
+        self.overdue = False
+        """Nothing was sent for so long that the reader is to be told that it is not forgotten."""
+        self.last_sent_s = requests[0].arrival_s
+        self.sending_since_s: float | None = None
+        self._cut = cut
+        self._first_choice = _first_choices(requests)
+        self._unfinished = {request.request_id: request.n for request in requests}
+        self._num_unfinished = sum(self._unfinished.values())
+        self._pending: dict[int, Delta] = {}
+        self._pending_bytes = 0
+        self._news: asyncio.Future[None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return not self._num_unfinished
+
+    @property
+    def ended(self) -> bool:
+        return not self._num_unfinished or self.error is not None or self.left
+
+    def num_unfinished(self, request_id: str) -> int:
+        """Choices of one of the requests that the engine has not ended."""
+        return self._unfinished[request_id]
+
+    def push(self, output: Output) -> None:
+        """Takes in what one step brought for one choice."""
+        if output.finish_reason is not None:
+            self._end_choice(output)
+        if self.left or self.error is not None:
+            return
+        self._keep(output)
+        if self.streamed and self._pending_bytes > MAX_PENDING_BYTES:
+            self.cut()
+        else:
+            self.wake()
+
+    def _end_choice(self, output: Output) -> None:
+        self._unfinished[output.request_id] -= 1
+        self._num_unfinished -= 1
+        if output.timings is not None:
+            self.timings.append(output.timings)
+            # The choices of one request share its prompt.
+            self.num_cached_tokens += output.timings.num_cached_tokens if output.index == 0 else 0
+        if output.finish_reason in (FinishReason.FAILED, FinishReason.CANCELLED) and not self.left:
+            # Nobody cancels a stream that still has a reader: for the reader that, too, is a fault.
+            self.error = self.error or internal(output.error or "The server ended the request.")
+            self.wake()
+
+    def _keep(self, output: Output) -> None:
+        index = self._first_choice[output.request_id] + output.index
+        pending = self._pending.get(index)
+        if pending is None:
+            pending = self._pending[index] = Delta()
+        pending.add(output)
+        self.num_output_tokens += len(output.token_ids)
+        self._pending_bytes += len(output.text)
+
+    def fail(self, error: ApiError) -> None:
+        if not self.ended:
+            self.error = error
+            self.wake()
+
+    def leave(self) -> None:
+        """The reader is gone."""
+        self.left = True
+        self.wake()
+
+    def cut(self) -> None:
+        """Ends the connection of a reader that does not read."""
+        if not self.left:
+            self.leave()
+            self._cut()
+
+    def wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def news(self) -> None:
+        """Returns when there is something to take, to tell or to end."""
+        if self._pending or self.ended or self.overdue:
+            return
+        self._news = asyncio.get_running_loop().create_future()
+        await self._news
+
+    async def end(self) -> None:
+        """Returns when the stream has ended; what it brought stays to be taken."""
+        while not self.ended:
+            self._news = asyncio.get_running_loop().create_future()
+            await self._news
+
+    def take(self) -> Iterable[tuple[int, Delta]]:
+        """All that is new, by choice."""
+        pending, self._pending, self._pending_bytes = self._pending, {}, 0
+        return pending.items()
+
+
+def _first_choices(requests: list[Request]) -> dict[str, int]:
+    """The number of each request's first choice: those of one prompt stand together (OpenAI's order)."""
+    first, number = {}, 0
+    for request in requests:
+        first[request.request_id] = number
+        number += request.n
+    return first

@@ -1,0 +1,124 @@
+"""OpenAI's wire format, byte by byte.
+
+All that is the same in every chunk of a stream is rendered once: a token costs the escaping of its text and one join.
+Everything is ASCII. Clients that split lines the way str.splitlines does would cut an event at U+2028 or U+0085, and
+no character is ever cut in two.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
+
+from engine.request import FinishReason, Timings
+from gateway.errors import ApiError
+from gateway.shapes import Head, Shape
+from gateway.streams import Delta
+from priority.lanes import Lane
+
+KEEPALIVE = b": ping\n"
+"""One newline: a blank line would make clients that saw an `id:` dispatch an empty event (openai-python #2722)."""
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+def timings_json(timings: list[Timings], usage: Usage, lane: Lane) -> dict[str, object]:
+    """Where the time went; over several choices: the first token's wait, the mean pace, and the sums of the counts."""
+    first = min(timings, key=lambda t: t.first_token_s)
+    paces = [pace for t in timings if (pace := seconds_per_output_token(t)) is not None]
+    return {
+        "queue_ms": _ms(first.scheduled_s - first.arrival_s),
+        "ttft_ms": _ms(first.first_token_s - first.arrival_s),
+        "tpot_ms": _ms(sum(paces) / len(paces)) if paces else None,
+        "cached_tokens": usage.cached_tokens,
+        "prompt_tokens": usage.prompt_tokens,
+        "predicted_ttft_ms": None,
+        "preemptions": sum(t.num_preemptions for t in timings),
+        "draft_tokens": sum(t.num_draft_tokens for t in timings),
+        "accepted_tokens": sum(t.num_accepted_tokens for t in timings),
+        "lane": lane.label,
+    }
+
+
+def seconds_per_output_token(timings: Timings) -> float | None:
+    """Of the tokens after the first; None if there are none."""
+    if timings.num_output_tokens < 2:
+        return None
+    return (timings.finished_s - timings.first_token_s) / (timings.num_output_tokens - 1)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+class StreamWriter:
+    """Renders the chunks of one streamed reply."""
+
+    def __init__(self, shape: Shape, head: Head, *, include_usage: bool) -> None:
+        self._shape = shape
+        self._opening = _head_json(head, shape.chunk_object)
+        self._usage = ',"usage":null' if include_usage else ""
+        self._tail = self._tail_of("null", "")
+        self._prefixes: dict[int, str] = {}
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        """The chunks that show what is new for one choice, without its end."""
+        opening = "" if index in self._prefixes else self._open(index)
+        if not delta.text and not delta.logprobs:
+            return opening.encode("ascii")
+        text = encode_basestring_ascii(delta.text) + self._shape.after_text
+        logprobs = self._shape.logprobs(index, delta) if delta.logprobs else "null"
+        chunk = f'{opening}{self._prefixes[index]}{text},"logprobs":{logprobs}{self._tail}'
+        return chunk.encode("ascii")
+
+    def finish(self, index: int, reason: FinishReason, timings: dict[str, object] | None) -> bytes:
+        """The last chunk of a choice; the last of the last choice carries the timings."""
+        extra = f',"timings":{json.dumps(timings)}' if timings else ""
+        start = f'{self._opening},"choices":[{{"index":{index},{self._shape.empty_delta}'
+        tail = self._tail_of(f'"{reason.value}"', extra)
+        return f'{start},"logprobs":null{tail}'.encode("ascii")
+
+    def usage(self, usage: Usage) -> bytes:
+        body = f'{self._opening},"choices":[],"usage":{json.dumps(usage.as_json())}}}\n\n'
+        return body.encode("ascii")
+
+    def _open(self, index: int) -> str:
+        """What comes before a choice's first text."""
+        start = f'{self._opening},"choices":[{{"index":{index},'
+        self._prefixes[index] = f"{start}{self._shape.before_text}"
+        if not self._shape.first_delta:
+            return ""
+        return f'{start}{self._shape.first_delta},"logprobs":null{self._tail}'
+
+    def _tail_of(self, finish_reason: str, extra: str) -> str:
+        return f',"finish_reason":{finish_reason}}}]{self._usage}{extra}}}\n\n'
+
+
+def error_frame(error: ApiError) -> bytes:
+    return b"data: " + error.body() + b"\n\n"
+
+
+def _head_json(head: Head, object_name: str) -> str:
+    fields = {
+        "id": head.id,
+        "object": object_name,
+        "created": head.created,
+        "model": head.model,
+        "service_tier": head.service_tier,
+    }
+    return "data: " + json.dumps(fields)[:-1]

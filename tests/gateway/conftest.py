@@ -1,0 +1,10 @@
+"""The event loop of this package's tests."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
