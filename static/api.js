@@ -42,13 +42,15 @@ export async function servedModel(key) {
   return data?.[0] ?? null;
 }
 
-/** @returns {Promise<"ready"|"loading"|"draining"|"not ready"|"unreachable">} */
+const UNREADY = ["loading", "draining", "stalled", "failed"];
+
+/** @returns {Promise<string>} "ready", why the server is not, or "unreachable" */
 export async function readiness() {
   try {
     const response = await fetch("ready", { cache: "no-store" });
     if (response.ok) return "ready";
     const { status } = await response.json().catch(() => ({}));
-    return status === "loading" || status === "draining" ? status : "not ready";
+    return UNREADY.includes(status) ? status : "not ready";
   } catch {
     return "unreachable";
   }

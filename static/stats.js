@@ -4,10 +4,12 @@
  * @typedef {object} Stats
  * @property {number} tokens  counted here: one per piece of text, until the server gives its count
  * @property {?number} ttftMs  from sending to the first text, as the reader saw it
- * @property {?number} tokensPerS  after the first token
+ * @property {?number} tokensPerS  after the first token; at the end the server's own measure
  * @property {?string} finish  OpenAI's finish_reason
  * @property {?object} timings  the server's
  */
+
+const SHORTEST_MS = 100; // a shorter stretch says nothing about speed
 
 /** Measures one answer. Times are those of performance.now(), in ms. */
 export class Meter {
@@ -24,8 +26,9 @@ export class Meter {
   take({ text, finish, timings, usage }, now) {
     if (text !== "") this.#countToken(now);
     if (finish !== null) this.stats.finish = finish;
-    if (timings !== null) this.stats.timings = timings;
-    if (usage !== null) this.#correctCount(usage.completion_tokens);
+    if (timings !== null) this.#believe(timings);
+    // Speculation and slow readers put several tokens into one piece: the server knows the count.
+    if (usage !== null) this.stats.tokens = usage.completion_tokens;
   }
 
   #countToken(now) {
@@ -33,17 +36,13 @@ export class Meter {
     this.#firstAt ??= now;
     this.stats.ttftMs ??= now - this.#sentAt;
     const elapsed = now - this.#firstAt;
-    if (elapsed > 0) this.stats.tokensPerS = ((this.stats.tokens - 1) * 1000) / elapsed;
+    if (elapsed >= SHORTEST_MS) this.stats.tokensPerS = ((this.stats.tokens - 1) * 1000) / elapsed;
   }
 
-  /** Speculation and slow readers put several tokens into one piece; the server knows the count. */
-  #correctCount(tokens) {
-    if (!Number.isFinite(tokens)) return;
-    const { tokens: counted, tokensPerS } = this.stats;
-    if (tokensPerS !== null && counted > 1) {
-      this.stats.tokensPerS = (tokensPerS * Math.max(0, tokens - 1)) / (counted - 1);
-    }
-    this.stats.tokens = tokens;
+  /** The server measures its pace without the network in between. */
+  #believe(timings) {
+    this.stats.timings = timings;
+    if (timings.tpot_ms > 0) this.stats.tokensPerS = 1000 / timings.tpot_ms;
   }
 }
 

@@ -359,23 +359,25 @@ def test_stores_keep_conversations_newest_first(call: Call, factory: str) -> Non
     assert durable == (factory == "indexedDB")
 
 
-def test_a_meter_counts_and_the_servers_count_corrects_it(call: Call) -> None:
+def test_a_meter_counts_and_the_servers_figures_correct_it(call: Call) -> None:
     event = {"text": "", "finish": None, "timings": None, "usage": None}
     events = [
         (150, {**event, "text": "a"}),
-        (250, {**event, "text": "b"}),
+        (160, {**event, "text": "b"}),
         (350, {**event, "text": "c"}),
-        (360, {**event, "finish": "length", "usage": {"completion_tokens": 5}}),
+        (355, {**event, "finish": "length", "timings": {"tpot_ms": 50}}),
+        (360, {**event, "usage": {"completion_tokens": 5}}),
     ]
-    live, final = call(
+    early, live, _, final = call(
         "stats.js",
         """
         const meter = new m.Meter(100);
         const seen = args[0].map(([now, event]) => { meter.take(event, now); return {...meter.stats}; });
-        return seen.slice(2);
+        return seen.slice(1);
     """,
         events,
     )
+    assert (early["tokens"], early["ttftMs"], early["tokensPerS"]) == (2, 50, None)
     assert (live["tokens"], live["ttftMs"], live["tokensPerS"]) == (3, 50, 10)
     assert (final["tokens"], final["tokensPerS"], final["finish"]) == (5, 20, "length")
 

@@ -46,7 +46,7 @@ def test_an_answer_streams_and_ends_with_its_figures(page: Page, server: Scripte
     for part in (
         "cut at the token limit",
         "2 tokens",
-        "tokens/s",
+        "50 tokens/s",
         "queued 3.2 ms",
         "interactive lane",
         "16 of 40 cached",
@@ -231,13 +231,15 @@ def test_an_unreachable_server_and_its_return(page: Page, server: ScriptedServer
     expect(page.locator("#status")).to_have_text("ready")
 
 
-@pytest.mark.parametrize("word", ["draining", "loading"])
+@pytest.mark.parametrize(
+    ("word", "shown"), [("draining", "draining"), ("loading", "loading"), ("<b>odd</b>", "not ready")]
+)
 def test_the_status_says_why_the_server_is_not_ready(
-    open_page: OpenPage, server: ScriptedServer, word: str
+    open_page: OpenPage, server: ScriptedServer, word: str, shown: str
 ) -> None:
     server.ready = (503, word)
     page = open_page()
-    expect(page.locator("#status")).to_have_text(word)
+    expect(page.locator("#status")).to_have_text(shown)
     server.ready = (200, "ready")
     look_again(page)
     expect(page.locator("#status")).to_have_text("ready")
