@@ -77,7 +77,9 @@ class LoadOptions:
     device: str = "auto"
     """"auto" (CUDA if there is some), "cpu" or "cuda"."""
     dtype: str = "auto"
-    """"auto", "float32", "bfloat16" or "float16"; see `loader.choose_dtype`."""
+    """"auto", "float32", "bfloat16" or "float16"; see `dtype.choose_dtype`."""
+    num_threads: int | None = None
+    """Threads of the model on a CPU; None: one for every core this process may use."""
     block_size: int = 16
     """Tokens per KV block."""
     max_num_seqs: int = 256

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from engine.errors import CheckpointError
-from engine.kernels.ops import Kernels, select
+from engine.kernels.ops import ForwardPass, Kernels, select
 from engine.kv.cache import KVCache, KVShape
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype
 from engine.model.memory import Dtypes, MemoryPlan, budget, plan_memory
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
-from engine.model.transformer import Decoder
+from engine.model.transformer import make_decoder
 from engine.model.weights import Progress, check_tensors, load_weights
 
 
@@ -25,7 +25,7 @@ class LoadedModel:
     """A model ready to run."""
 
     config: ModelConfig
-    decoder: Decoder
+    decoder: ForwardPass
     kv: KVCache
     kernels: Kernels
     memory: MemoryPlan
@@ -50,7 +50,8 @@ def load_model(
     check_tensors(config, files)
     max_model_len = _max_model_len(config, options)
     device = choose_device(options.device)
-    kernels = select(device, choose_dtype(options.dtype, config, device), say)
+    dtype = choose_dtype(options.dtype, config, device)
+    kernels = select(config, device, dtype, options.block_size, say, options.num_threads)
     shape = KVShape(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -62,7 +63,7 @@ def load_model(
     say(memory.text)
     weights = load_weights(config, files, kernels, progress)
     kv = KVCache(shape, memory.num_blocks, kernels.kv_dtype, device)
-    decoder = Decoder(config, weights, kernels, kv, max_model_len)
+    decoder = make_decoder(config, weights, kernels, kv, max_model_len)
     return LoadedModel(config=config, decoder=decoder, kv=kv, kernels=kernels, memory=memory, device=device)
 
 

@@ -7,12 +7,25 @@ import math
 import torch
 from torch import Tensor
 
-from engine.kernels.ops import Attention, Kernels
+from engine.kernels.ops import Attention, ForwardPass, Kernels
 from engine.kernels.reference import slot_mapping
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig, RopeConfig
 from engine.model.parameters import LayerWeights, Weights
+
+
+def make_decoder(
+    config: ModelConfig, weights: Weights, kernels: Kernels, kv: KVCache, max_position: int
+) -> ForwardPass:
+    """The kernel table's own decoder if it has one, else the one below.
+
+    Args:
+        max_position: no token will ever have this position or a higher one.
+    """
+    if kernels.decoder is None:
+        return Decoder(config, weights, kernels, kv, max_position)
+    return kernels.decoder(config, weights, kv, *rotary_tables(config, max_position))
 
 
 class Decoder:
@@ -21,20 +34,15 @@ class Decoder:
     def __init__(
         self, config: ModelConfig, weights: Weights, kernels: Kernels, kv: KVCache, max_position: int
     ) -> None:
-        """`max_position`: no token will ever have this position or a higher one."""
         self.config = config
         self.weights = weights
         self.kernels = kernels
         self.kv = kv
         cos, sin = rotary_tables(config, max_position)
         self.cos, self.sin = cos.to(kernels.device), sin.to(kernels.device)
-        self._pass = kernels.decoder(config, weights, kv) if kernels.decoder else self._forward
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
-        return self._pass(batch)
-
-    def _forward(self, batch: Batch) -> Tensor:
         config, kernels, weights = self.config, self.kernels, self.weights
         step = _Step(batch, self)
         hidden = weights.embedding[batch.token_ids].to(kernels.activation_dtype)

@@ -25,6 +25,8 @@ class LinearSpec:
     parts: tuple[tuple[str, int], ...]
     in_features: int
     bias: bool
+    gated: bool = False
+    """See LinearPacker."""
 
 
 def linear_specs(config: ModelConfig) -> dict[str, LinearSpec]:
@@ -37,7 +39,9 @@ def linear_specs(config: ModelConfig) -> dict[str, LinearSpec]:
             config.qkv_bias,
         ),
         "o": LinearSpec((("self_attn.o_proj", hidden),), q, config.o_bias),
-        "gate_up": LinearSpec((("mlp.gate_proj", inner), ("mlp.up_proj", inner)), hidden, config.mlp_bias),
+        "gate_up": LinearSpec(
+            (("mlp.gate_proj", inner), ("mlp.up_proj", inner)), hidden, config.mlp_bias, gated=True
+        ),
         "down": LinearSpec((("mlp.down_proj", hidden),), inner, config.mlp_bias),
     }
 
@@ -136,7 +140,7 @@ class _Reader:
         names = [prefix + name for name, _ in spec.parts]
         weight = torch.cat([self._read(f"{name}.weight") for name in names])
         bias = torch.cat([self._read(f"{name}.bias") for name in names]) if spec.bias else None
-        return self.kernels.linear(weight, bias)
+        return self.kernels.linear(weight, bias, gated=spec.gated)
 
     def _read(self, name: str) -> Tensor:
         self._done += self._files.entries[name].num_bytes

@@ -62,6 +62,8 @@ class SamplingBatch:
     seen_ids: I32
     seen_counts: I32
     """Times the token is in the output; 0 if only in the prompt (then only repetition applies to it)."""
+    wants_logprobs: bool = True
+    """Some row asks for log probabilities; without it, SampledRows.logprobs holds NaN or anything else."""
 
 
 @dataclass(slots=True)
@@ -112,6 +114,7 @@ class SamplingState:
             seen_starts=seen_starts,
             seen_ids=seen_ids,
             seen_counts=seen_counts,
+            wants_logprobs=any(row.wants_logprobs for row in rows),
         )
 
     def _columns(self, rows: list[_Row]) -> tuple[F32, U64]:
@@ -176,7 +179,16 @@ def _ragged(
 class _Row:
     """One sequence's part of every SamplingBatch that it is in."""
 
-    __slots__ = ("_bias", "_bias_and_ban", "_seen", "has_biases", "has_penalties", "key", "params")
+    __slots__ = (
+        "_bias",
+        "_bias_and_ban",
+        "_seen",
+        "has_biases",
+        "has_penalties",
+        "key",
+        "params",
+        "wants_logprobs",
+    )
 
     def __init__(self, sequence: Sequence, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         p = sequence.request.sampling
@@ -190,6 +202,7 @@ class _Row:
             p.frequency_penalty,
         )
         self.key = split_mix(p.seed, sequence.index)
+        self.wants_logprobs = p.num_logprobs is not None
         ending = p.stop_token_ids if p.ignore_eos else p.stop_token_ids | eos_token_ids
         self._bias = _entries({i: v for i, v in p.logit_bias.items() if 0 <= i < vocab_size})
         banned = _entries({i: -np.inf for i in sorted(ending) if 0 <= i < vocab_size})

@@ -20,7 +20,6 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledRows:
         logits: [R, vocab] float32; not changed.
     """
     finite = logits.isfinite().all(-1)
-    raw = torch.log_softmax(logits, -1)
     processed = _processed(logits, batch)
     chosen = processed.argmax(-1)
     drawing = np.flatnonzero(batch.temperature > 0).astype(np.int32)
@@ -28,8 +27,8 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SampledRows:
         rows = torch.from_numpy(drawing).to(logits.device)
         chosen[rows] = _draw(processed[rows], batch, drawing)
     finite &= processed.amax(-1) > -torch.inf
-    logprobs = raw.gather(1, chosen[:, None]).squeeze(1)
     token_ids = torch.where(finite, chosen, -1).to(torch.int32)
+    logprobs = _logprobs(logits, chosen) if batch.wants_logprobs else torch.full(chosen.shape, torch.nan)
     return SampledRows(token_ids.cpu().numpy(), logprobs.cpu().numpy())
 
 
@@ -39,6 +38,10 @@ def top_logprobs(logits: Tensor, num: int) -> tuple[tuple[int, float], ...]:
         return ()
     values, token_ids = torch.log_softmax(logits, -1).topk(min(num, logits.numel()))
     return tuple(zip(token_ids.tolist(), values.tolist(), strict=True))
+
+
+def _logprobs(logits: Tensor, chosen: Tensor) -> Tensor:
+    return torch.log_softmax(logits, -1).gather(1, chosen[:, None]).squeeze(1)
 
 
 def _processed(logits: Tensor, batch: SamplingBatch) -> Tensor:
