@@ -26,7 +26,8 @@ export class Chat {
 
   /**
    * @param {object} store  see store.js
-   * @param {object} view  showConversation(conversation), showMessage(message), showList()
+   * @param {object} view  showConversation(conversation), showMessage(message), showList(), and
+   *   showUnkept(): the browser did not keep a change
    * @param {{request: () => Promise<object>, systemPrompt: () => string, key: () => ?string}} choices  what
    *   goes with each request, read when it is sent
    */
@@ -100,7 +101,7 @@ export class Chat {
   remove(conversation) {
     this.#runs.get(conversation.id)?.abort();
     this.conversations = this.conversations.filter((each) => each !== conversation);
-    this.#store.delete(conversation.id);
+    this.#store.delete(conversation.id).catch(() => this.#view.showUnkept());
     if (conversation === this.current) this.open(null);
     else this.#view.showList();
   }
@@ -138,6 +139,6 @@ export class Chat {
   #save(conversation) {
     if (!this.conversations.includes(conversation)) return;
     this.#savedAt = Date.now();
-    this.#store.put(conversation);
+    this.#store.put(conversation).catch(() => this.#view.showUnkept());
   }
 }

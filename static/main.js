@@ -66,7 +66,7 @@ const sidebar = new Sidebar(
 
 const chat = new Chat(
   store,
-  { showConversation, showMessage, showList },
+  { showConversation, showMessage, showList, showUnkept },
   { request: requestOptions, systemPrompt: () => settings.systemPrompt, key: loadKey },
 );
 
@@ -89,6 +89,10 @@ function showMessage(message) {
 function showList() {
   sidebar.show(chat.conversations, chat.current.id, chat.running);
   composer.setBusy(chat.isBusy);
+}
+
+function showUnkept() {
+  byId("unkept").hidden = false;
 }
 
 /** The address names the conversation: a reload and the Back button find it. */
@@ -171,7 +175,7 @@ document.addEventListener("keydown", (event) => {
 });
 window.addEventListener("popstate", () => chat.open(location.hash.slice(1)));
 
-byId("volatile").hidden = store.durable;
+if (!store.durable) showUnkept();
 await chat.load();
 chat.open(location.hash.slice(1));
 app.classList.remove("starting");

@@ -294,6 +294,15 @@ def test_an_answer_goes_on_while_another_conversation_is_open(page: Page, server
     expect(last_answer(page).locator(".text")).to_have_text("One two")
 
 
+def test_a_browser_that_keeps_nothing_is_told_of(page: Page, server: ScriptedServer) -> None:
+    page.evaluate("() => { IDBObjectStore.prototype.put = () => { throw new Error('full'); }; }")
+    server.script(stream("Answer."))
+    expect(page.locator("#unkept")).to_be_hidden()
+    say(page, "question")
+    expect_state(page, "done")
+    expect(page.locator("#unkept")).to_be_visible()
+
+
 def test_rename_and_delete(page: Page, server: ScriptedServer) -> None:
     server.script(stream("Answer."))
     say(page, "question")
@@ -505,6 +514,23 @@ def test_on_a_phone(open_page: OpenPage, server: ScriptedServer) -> None:
     page.get_by_role("button", name="New conversation").tap()
     expect(page.locator("#welcome")).to_be_visible()
     expect(page.locator("#sidebar")).to_be_hidden()
+
+
+def test_escape_closes_the_drawer_before_it_stops_an_answer(
+    open_page: OpenPage, server: ScriptedServer
+) -> None:
+    page = open_page(viewport={"width": 360, "height": 740})
+    gate = Gate()
+    server.script(stream("One", gate, " two"))
+    say(page, "Hello")
+    expect(last_answer(page).locator(".text")).to_have_text("One")
+    page.locator("#menu").click()
+    expect(page.locator("#sidebar")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#sidebar")).to_be_hidden()
+    gate.open()
+    expect_state(page, "done")
+    expect(last_answer(page).locator(".text")).to_have_text("One two")
 
 
 def assert_fits(page: Page) -> None:
