@@ -7,7 +7,7 @@ import time
 
 from app.bench.statistics import percentile
 from engine.kv.tables import BlockTables
-from engine.request import FinishReason, Request, SamplingParams, Sequence
+from engine.request import FinishReason, Request, SamplingParams
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.step import Plan, Sampled, StepResult
 from priority.queue import LaneQueue
@@ -19,7 +19,7 @@ _PROMPT_TOKENS = 32
 class _NoText:
     """Text costs are the step thread's too, but not planning's."""
 
-    def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002
+    def accept(self, *_: object) -> tuple[str, FinishReason | None]:
         return "", None
 
 

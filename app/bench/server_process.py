@@ -3,64 +3,80 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
+from urllib.parse import urlsplit
 
-_READY = re.compile(r" ready: http://([\w.:\[\]-]+):(\d+)$")
+SERVE = (sys.executable, "-m", "app", "serve")
 
 
 class ServerFailed(RuntimeError):
-    """The server ended before it was ready; the message is what it wrote."""
+    """The server ended, or took too long; the message is what it wrote."""
 
 
 class ServerProcess:
     """A server on a free port; entering waits until it is ready, leaving stops it.
 
-    The server's last line of starting up names its address, so that nothing has to be guessed or polled.
+    The lines that it writes say where it listens and when it is ready, so that nothing is guessed or polled.
     """
 
-    def __init__(self, arguments: Sequence[str] = (), environment: dict[str, str] | None = None) -> None:
+    def __init__(self, arguments: Sequence[str] = (), command: Sequence[str] = SERVE) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "app", "serve", "--port", "0", *arguments],
+            [*command, "--port", "0", *arguments],
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
         self.lines: list[str] = []
-        self.host = ""
-        self.port = 0
-        self._ready = threading.Event()
+        self._ended = False
+        self._news = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.host}:{self.port}"
 
     @property
     def log(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_ready(self, timeout_s: float = 120.0) -> None:
-        """
-        Raises:
-            ServerFailed: it ended, or took too long.
-        """
-        self._ready.wait(timeout_s)
-        if not self.port:
-            self.stop()
-            raise ServerFailed(self.log)
+    @property
+    def url(self) -> str:
+        """Where it listens; known before it is ready."""
+        return self.wait_line(" starting on http").split()[-1]
 
-    def stop(self, timeout_s: float = 30.0) -> int:
-        """Asks the server to end, and makes it end if it does not; its exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
+    @property
+    def host(self) -> str:
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def port(self) -> int:
+        return urlsplit(self.url).port or 0
+
+    def wait_ready(self) -> None:
+        self.wait_line(" ready in ")
+
+    def wait_line(self, part: str, timeout_s: float = 120.0) -> str:
+        """The first line with `part` in it, as soon as it was written.
+
+        Raises:
+            ServerFailed: the server ended without it, or took too long.
+        """
+        with self._news:
+            self._news.wait_for(lambda: self._ended or self._find(part) is not None, timeout_s)
+            line = self._find(part)
+        if line is None:
+            self.process.kill()
+            raise ServerFailed(self.log)
+        return line
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float = 60.0) -> int:
+        """The exit status; a server that does not end in time is killed, which is none that it would choose."""
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -71,8 +87,18 @@ class ServerProcess:
         self.process.stderr.close()
         return status
 
+    def stop(self) -> int:
+        """Asks the server to end; its exit status."""
+        if self.process.poll() is None:
+            self.signal()
+        return self.wait()
+
     def __enter__(self) -> ServerProcess:
-        self.wait_ready()
+        try:
+            self.wait_ready()
+        except ServerFailed:
+            self.stop()
+            raise
         return self
 
     def __exit__(
@@ -80,12 +106,15 @@ class ServerProcess:
     ) -> None:
         self.stop()
 
+    def _find(self, part: str) -> str | None:
+        return next((line for line in self.lines if part in line), None)
+
     def _read(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.lines.append(line.rstrip("\n"))
-            found = _READY.search(line.rstrip())
-            if found:
-                self.host, self.port = found[1], int(found[2])
-                self._ready.set()
-        self._ready.set()
+            with self._news:
+                self.lines.append(line.rstrip("\n"))
+                self._news.notify_all()
+        with self._news:
+            self._ended = True
+            self._news.notify_all()

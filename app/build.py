@@ -1,0 +1,184 @@
+"""The wiring: from settings to an app that serves and an engine that computes. No torch here: see `_LateRunner`."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp
+
+from app.checkpoint import find_checkpoint, model_name
+from app.errors import OperatorError
+from app.keys import read_keys
+from app.log import log, progress
+from app.settings import Settings
+from engine.engine import Engine, EngineState
+from engine.errors import CheckpointError
+from engine.model.config import LoadOptions, ModelConfig
+from engine.model.parse import read_config, read_generation_defaults
+from engine.sampling.stopping import TextSink
+from engine.scheduler import SchedulerLimits
+from engine.step import Plan, StepReport, StepResult
+from engine.tokenizer import Tokenizer
+from gateway.app import create_app
+from gateway.service import SamplingDefaults, Service, ServiceOptions
+from priority.queue import LaneQueue
+
+if TYPE_CHECKING:
+    from engine.runner import ModelRunner
+
+PAGE = Path(__file__).parent.parent / "static"
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A server, put together and not yet started."""
+
+    app: ASGIApp
+    service: Service
+    engine: Engine
+    outbox: Outbox
+    folder: Path
+    """Of the checkpoint."""
+
+
+class Outbox:
+    """Carries what the step thread has to say over to the event loop, in one call per step."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._on_report: Callable[[StepReport], None]
+        self._on_state: Callable[[EngineState], None]
+
+    def open(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_report: Callable[[StepReport], None],
+        on_state: Callable[[EngineState], None],
+    ) -> None:
+        self._on_report, self._on_state = on_report, on_state
+        self._loop = loop
+
+    def close(self) -> None:
+        """From now on nobody listens."""
+        self._loop = None
+
+    def deliver(self, report: StepReport) -> None:
+        if (loop := self._loop) is not None:
+            loop.call_soon_threadsafe(self._on_report, report)
+
+    def announce(self, state: EngineState) -> None:
+        if (loop := self._loop) is not None:
+            loop.call_soon_threadsafe(self._on_state, state)
+
+
+class _LateRunner:
+    """The runner, made in the step thread when it loads: importing torch takes seconds, and belongs there."""
+
+    def __init__(self, make: Callable[[], ModelRunner]) -> None:
+        self._make = make
+        self._runner: ModelRunner | None = None
+        self.num_blocks = 0
+        self.block_size = 0
+
+    def load(self) -> None:
+        self._runner = self._make()
+        self._runner.load()
+        self.num_blocks, self.block_size = self._runner.num_blocks, self._runner.block_size
+
+    def execute(self, plan: Plan) -> StepResult:
+        assert self._runner is not None
+        return self._runner.execute(plan)
+
+    def close(self) -> None:
+        if self._runner is not None:
+            self._runner.close()
+
+
+def build(settings: Settings) -> Parts:
+    """Reads what is small (config, tokenizer, keys) and puts everything together.
+
+    Raises:
+        OperatorError: a path, a checkpoint or a file of keys is wrong.
+    """
+    tenants = read_keys(settings.api_keys_file) if settings.api_keys_file else {}
+    folder = find_checkpoint(settings.model)
+    try:
+        config, tokenizer = read_config(folder), Tokenizer.load(folder)
+        defaults = _sampling_defaults(folder)
+    except CheckpointError as error:
+        raise OperatorError(str(error)) from None
+    options = load_options(settings)
+    queue = LaneQueue(threading.Lock())
+    outbox = Outbox()
+    engine = Engine(
+        _LateRunner(lambda: _make_runner(folder, options, settings.threads)),
+        queue,
+        TextSink(tokenizer, config.eos_token_ids),
+        _limits(settings, config),
+        deliver=outbox.deliver,
+        clock=time.monotonic,
+        on_state=outbox.announce,
+    )
+    service_options = ServiceOptions(
+        models=(model_name(settings.model, settings.served_model_name),),
+        created=int((folder / "config.json").stat().st_mtime),
+        block_size=options.block_size,
+        defaults=defaults,
+        tenants=tenants,
+        cors_origins=settings.cors_origins,
+        metrics_compat=settings.metrics_compat,
+    )
+    service = Service(engine, queue, tokenizer, service_options)
+    return Parts(create_app(service, PAGE), service, engine, outbox, folder)
+
+
+def load_options(settings: Settings) -> LoadOptions:
+    return LoadOptions(
+        device=settings.device,
+        dtype=settings.dtype,
+        max_num_seqs=settings.max_num_seqs,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_model_len=settings.max_model_len,
+        num_blocks=settings.num_blocks,
+        kv_bytes=settings.kv_memory,
+    )
+
+
+def _limits(settings: Settings, config: ModelConfig) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_batch_tokens=settings.max_batch_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len or config.max_position,
+    )
+
+
+def _sampling_defaults(folder: Path) -> SamplingDefaults:
+    """The checkpoint's own recommendation; what it leaves open is as OpenAI has it."""
+    recommended = asdict(read_generation_defaults(folder))
+    known = {field.name for field in fields(SamplingDefaults)}
+    return SamplingDefaults(**{k: v for k, v in recommended.items() if k in known and v is not None})
+
+
+def _make_runner(folder: Path, options: LoadOptions, threads: int | None) -> ModelRunner:
+    """Runs in the step thread."""
+    log.info("loading torch")
+    import torch
+
+    from engine.model.loader import LoadedModel, load_model
+    from engine.runner import ModelRunner
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+    def load() -> LoadedModel:
+        log.info("loading %s", folder)
+        with progress("loading the weights") as show:
+            return load_model(folder, options, log.info, lambda done, total: show(done / max(1, total)))
+
+    return ModelRunner(load)

@@ -1,0 +1,174 @@
+"""The process: one event loop that serves, one step thread that computes, and how both come up and go down.
+
+Up: listen, then read config and tokenizer, then serve (`/ready` says 503) while the step thread loads and warms up.
+Down, at the first SIGTERM or SIGINT: new work is refused, running streams go on for up to the drain time, what is left
+is ended with an error frame. At the second: at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import uvicorn
+
+from app.build import Parts, build
+from app.errors import OperatorError
+from app.listen import bind, is_loopback, url
+from app.log import configure_log, log
+from app.settings import Settings
+from engine.engine import EngineState
+from engine.errors import CheckpointError, NotEnoughMemory
+from gateway.protocol import GatewayProtocol
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_STEP_THREAD_S = 5.0
+
+
+def serve(settings: Settings) -> int:
+    """Serves until a signal or a fault; the exit status."""
+    for number in _SIGNALS:  # until the event loop takes them over, nothing runs that would have to be ended
+        signal.signal(number, _exit_at_once)
+    configure_log(settings.log_level)
+    started_s = time.monotonic()
+    listener = bind(settings.host, settings.port)
+    log.info("starting on %s", url(listener))
+    if not is_loopback(listener) and settings.api_keys_file is None:
+        log.warning("anybody who reaches %s can use this server; set --api-keys-file", settings.host)
+    parts = build(settings)
+    process = _Process(settings, parts, listener, started_s)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        ended = runner.run(process.run())
+    return process.finish(ended)
+
+
+def _exit_at_once(*_: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        loop: type[asyncio.AbstractEventLoop] = uvloop.Loop
+        return loop
+    return None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers: they would cut running streams."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Process:
+    """What happens between the first line of the log and the exit status."""
+
+    def __init__(self, settings: Settings, parts: Parts, listener: socket.socket, started_s: float) -> None:
+        self.settings = settings
+        self.parts = parts
+        self.listener = listener
+        self.started_s = started_s
+        self.was_ready = False
+        self.server = _Server(_uvicorn_config(parts))
+        # That a model cannot be loaded is told once, by `finish`.
+        logging.getLogger("penstock.engine").addFilter(lambda _: self.was_ready)
+        self._drain: asyncio.Task[None] | None = None
+
+    async def run(self) -> bool:
+        """Serves until it is told to end; whether the step thread ended, too."""
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, self._on_signal)
+        self.parts.outbox.open(loop, self.parts.service.deliver, self._on_state)
+        self.parts.engine.start()
+        await self.server.serve(sockets=[self.listener])
+        # A load cannot be interrupted, and a step that hangs must not keep the process.
+        ended = await asyncio.to_thread(self.parts.engine.stop, _STEP_THREAD_S if self.was_ready else 0.0)
+        self.parts.outbox.close()
+        return ended
+
+    def finish(self, ended: bool) -> int:
+        """The exit status; does not return if the step thread did not end.
+
+        Raises:
+            OperatorError: the model could not be loaded.
+        """
+        status = self._status()
+        log.info("stopped")
+        if not ended:
+            # A thread inside torch does not survive the interpreter's own shutdown: leave without one.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+        return status
+
+    def _status(self) -> int:
+        failure = self.parts.engine.failure
+        if failure is None:
+            return 0
+        if self.was_ready:
+            return 1
+        raise OperatorError(describe_failure(failure, self.parts.folder))
+
+    def _on_state(self, state: EngineState) -> None:
+        """The step thread came to a new state; this runs on the event loop."""
+        if state is EngineState.READY:
+            self.was_ready = True
+            # What loading left behind lives as long as the process: the collector need not walk it again.
+            gc.freeze()
+            log.info("ready in %.1f s: open %s", time.monotonic() - self.started_s, url(self.listener))
+        elif state is EngineState.FAILED:
+            self.server.should_exit = True
+
+    def _on_signal(self) -> None:
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._drain_streams())
+        else:
+            log.warning("a second signal: ending at once")
+            self._drain.cancel()
+
+    async def _drain_streams(self) -> None:
+        timeout_s = self.settings.drain_timeout
+        log.info("draining: running streams may go on for %g s; once more ends them at once", timeout_s)
+        self.parts.service.begin_drain()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.parts.service.drained(timeout_s)
+        self.parts.service.fail_all()
+        self.server.should_exit = True
+
+
+def describe_failure(error: BaseException, folder: Path) -> str:
+    """Why the model could not be loaded, in one line."""
+    if isinstance(error, CheckpointError | NotEnoughMemory):
+        return str(error)
+    text = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text:
+        return f"{folder}: not enough memory for it and its KV cache; try --kv-memory or a smaller model"
+    return f"{folder} cannot be loaded: {type(error).__name__}: {text}"
+
+
+def _uvicorn_config(parts: Parts) -> uvicorn.Config:
+    return uvicorn.Config(
+        parts.app,
+        http=GatewayProtocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=5,
+    )

@@ -1,0 +1,189 @@
+"""How a server comes up and goes down: real processes, real signals, real streams."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+
+from app.bench.server_process import ServerProcess
+
+LONG = {
+    "prompt": "Once upon a time",
+    "max_tokens": 1500,
+    "ignore_eos": True,
+    "temperature": 0,
+    "stream": True,
+}
+
+# A server whose device is lost in the third step after it was warm.
+FAILING = """
+import sys
+from app.cli import main
+from engine.step import DeviceError
+import engine.engine
+
+turn, turns = engine.engine.Engine._step, []
+
+def step(self, scheduler, plan, outputs):
+    turns.append(plan)
+    if len(turns) == 3:
+        raise DeviceError("the device is gone")
+    return turn(self, scheduler, plan, outputs)
+
+engine.engine.Engine._step = step
+sys.exit(main(["serve", *sys.argv[1:]]))
+"""
+
+
+@contextmanager
+def answer_to(
+    server: ServerProcess, method: str, path: str, body: object = None
+) -> Iterator[http.client.HTTPResponse]:
+    address = urlsplit(server.url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    try:
+        connection.request(method, path, body and json.dumps(body), {"content-type": "application/json"})
+        yield connection.getresponse()
+    finally:
+        connection.close()
+
+
+def status_of(server: ServerProcess, path: str) -> int:
+    with answer_to(server, "GET", path) as response:
+        response.read()
+        return response.status
+
+
+def events(response: http.client.HTTPResponse) -> Iterator[str]:
+    for line in response:
+        if line.startswith(b"data:"):
+            yield line[5:].strip().decode()
+
+
+@contextmanager
+def running_stream(server: ServerProcess) -> Iterator[Iterator[str]]:
+    """The rest of a long stream whose first token has come."""
+    with answer_to(server, "POST", "/v1/completions", {"model": "penstock-demo", **LONG}) as response:
+        assert response.status == 200, response.read()
+        rest = events(response)
+        assert next(rest)
+        yield rest
+
+
+def finish_reason(payload: str) -> str | None:
+    reason: str | None = json.loads(payload)["choices"][0]["finish_reason"]
+    return reason
+
+
+def test_not_ready_while_the_model_loads_and_ready_after() -> None:
+    server = ServerProcess()
+    try:
+        assert status_of(server, "/ready") == 503
+        assert status_of(server, "/health") == 200
+        server.wait_ready()
+        assert status_of(server, "/ready") == 200
+    finally:
+        assert server.stop() == 0
+    assert server.lines[-1].endswith("stopped")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_model_loads_ends_it_well(number: signal.Signals) -> None:
+    server = ServerProcess()
+    assert status_of(server, "/ready") == 503
+    server.signal(number)
+    assert server.wait() == 0
+    assert "Traceback" not in server.log
+
+
+def test_running_streams_finish_after_sigterm_and_new_work_is_refused() -> None:
+    server = ServerProcess()
+    server.wait_ready()
+    with running_stream(server) as rest:
+        server.signal()
+        server.wait_line(" draining")
+        assert status_of(server, "/ready") == 503
+        with answer_to(server, "POST", "/v1/completions", {"model": "penstock-demo", **LONG}) as refused:
+            assert refused.status == 503
+            assert int(refused.headers["retry-after"]) >= 1
+        payloads = list(rest)
+    assert payloads[-1] == "[DONE]"
+    assert finish_reason(payloads[-2]) == "length"
+    assert server.wait() == 0
+
+
+def test_streams_that_do_not_finish_in_time_end_with_an_error_frame() -> None:
+    server = ServerProcess(["--drain-timeout", "0.1"])
+    server.wait_ready()
+    with running_stream(server) as rest:
+        server.signal()
+        *_, error, last = rest
+    assert json.loads(error)["error"]["message"]
+    assert last == "[DONE]"
+    assert server.wait() == 0
+
+
+def test_a_second_signal_ends_streams_at_once() -> None:
+    server = ServerProcess(["--drain-timeout", "600"])
+    server.wait_ready()
+    with running_stream(server) as rest:
+        server.signal()
+        server.wait_line(" draining")
+        server.signal(signal.SIGINT)
+        *_, error, last = rest
+    assert "error" in json.loads(error)
+    assert last == "[DONE]"
+    assert server.wait() == 0
+
+
+def test_a_lost_device_ends_streams_with_an_error_frame_and_the_process_with_1() -> None:
+    server = ServerProcess(command=[sys.executable, "-c", FAILING])
+    server.wait_ready()
+    with running_stream(server) as rest:
+        *_, error, last = rest
+    assert "error" in json.loads(error)
+    assert last == "[DONE]"
+    assert server.wait() == 1
+    assert "the device is gone" in server.log
+    assert "Traceback" not in server.log
+
+
+def test_a_server_open_to_all_says_so() -> None:
+    server = ServerProcess(["--host", "0.0.0.0"])
+    try:
+        assert "--api-keys-file" in server.wait_line("warning: ")
+        assert server.url.startswith("http://127.0.0.1:")
+    finally:
+        server.wait_ready()
+        assert server.stop() == 0
+
+
+def test_the_address_to_open_comes_last_and_serving_is_quiet(live_server: str) -> None:
+    """`live_server` is a process of its own kind: here only that it answers where it said it would."""
+    address = urlsplit(live_server)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    connection.request("GET", "/v1/models")
+    models = json.load(connection.getresponse())
+    connection.close()
+    assert [model["id"] for model in models["data"]] == ["penstock-demo"]
+
+
+def test_serving_writes_no_line_per_request() -> None:
+    server = ServerProcess()
+    server.wait_ready()
+    before = list(server.lines)
+    assert before[-1].endswith(server.url)
+    for path in ("/health", "/v1/models", "/nowhere"):
+        status_of(server, path)
+    server.signal()
+    assert server.wait() == 0
+    assert [
+        line for line in server.lines[len(before) :] if "draining" not in line and "stopped" not in line
+    ] == []
