@@ -121,7 +121,7 @@ def available_bytes(device: torch.device) -> int:
     """What can be taken now without taking it from somebody: of the device, or of this machine and this container."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return min(_free_in_machine(), *_free_in_cgroups())
+    return min([_free_in_machine(), *_free_in_cgroups()])
 
 
 def budget(device: torch.device) -> Budget:

@@ -19,7 +19,9 @@ from engine.model.fields import Fields
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Those that weights may have."""
+
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -38,7 +40,7 @@ class TensorEntry:
 
 
 class TensorFiles:
-    """The tensors of a checkpoint by name; their bytes stay on disk until `read`."""
+    """The tensors of a checkpoint by name; their bytes stay on disk until somebody touches what `read` returns."""
 
     def __init__(self, folder: Path) -> None:
         """Reads the headers of all files, and checks that the files are as long as those say.
@@ -53,21 +55,13 @@ class TensorFiles:
             self.entries.update(_read_header(file))
 
     def read(self, name: str) -> Tensor:
-        """The tensor as it is in the file. It lies on the mapped pages: nothing is copied, and a write stays private.
-
-        Raises:
-            CheckpointError: its dtype is not a floating-point type that can be read.
-        """
+        """The tensor as it is in the file, of a dtype in DTYPES. It lies on the mapped pages: nothing is copied."""
         entry = self.entries[name]
-        if entry.dtype not in _DTYPES:
-            raise CheckpointError(
-                f"{entry.file}: {name} is {entry.dtype}, which is not supported; only {', '.join(_DTYPES)} are"
-            )
-        count = entry.num_bytes // _DTYPES[entry.dtype].itemsize
-        flat = torch.frombuffer(
-            self._map(entry.file), dtype=_DTYPES[entry.dtype], count=count, offset=entry.start
+        dtype = DTYPES[entry.dtype]
+        count = entry.num_bytes // dtype.itemsize
+        return torch.frombuffer(self._map(entry.file), dtype=dtype, count=count, offset=entry.start).view(
+            entry.shape
         )
-        return flat.view(entry.shape)
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
@@ -102,7 +96,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-        if length > min(size, _MAX_HEADER_BYTES):
+        if not 0 < length <= min(size, _MAX_HEADER_BYTES):
             raise CheckpointError(f"{file} is truncated or is no safetensors file")
         text = opened.read(length)
     first = _LENGTH_BYTES + length
@@ -125,6 +119,6 @@ def _entry(file: Path, first: int, fields: Fields) -> TensorEntry:
     start, end = fields.integers("data_offsets")
     dtype, shape = fields.text("dtype"), fields.integers("shape")
     num_bytes = end - start
-    if dtype in _DTYPES and num_bytes != torch.Size(shape).numel() * _DTYPES[dtype].itemsize:
+    if dtype in DTYPES and num_bytes != torch.Size(shape).numel() * DTYPES[dtype].itemsize:
         raise CheckpointError(f"{fields.source}: {num_bytes} bytes cannot hold {dtype} of shape {shape}")
     return TensorEntry(file, dtype, shape, first + start, num_bytes)

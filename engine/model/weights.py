@@ -12,7 +12,7 @@ from engine.errors import CheckpointError
 from engine.kernels.ops import Kernels
 from engine.model.config import ModelConfig
 from engine.model.parameters import LayerWeights, Linear, Weights
-from engine.model.safetensors import TensorFiles
+from engine.model.safetensors import DTYPES, TensorFiles
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""
@@ -75,7 +75,7 @@ def check_tensors(config: ModelConfig, files: TensorFiles) -> None:
     """Compares what is there with what the config needs; more than that is fine.
 
     Raises:
-        CheckpointError: naming the first tensor that is missing or has the wrong shape.
+        CheckpointError: naming the first tensor that is missing, or has a wrong shape or an unsupported dtype.
     """
     for name, shape in expected_shapes(config).items():
         entry = files.entries.get(name)
@@ -85,13 +85,17 @@ def check_tensors(config: ModelConfig, files: TensorFiles) -> None:
             raise CheckpointError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, and config.json says {list(shape)}"
             )
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{entry.file}: {name} is {entry.dtype}, which is not supported; only {', '.join(DTYPES)} are"
+            )
 
 
 def load_weights(config: ModelConfig, files: TensorFiles, kernels: Kernels, progress: Progress) -> Weights:
     """Reads and packs layer by layer, so that at most one layer exists twice.
 
     Raises:
-        CheckpointError: a tensor is missing, has the wrong shape or cannot be read.
+        CheckpointError: see `check_tensors`.
     """
     check_tensors(config, files)
     reader = _Reader(files, kernels, progress, sum(_num_bytes(config, files)))

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.errors import CheckpointError
+from engine.kernels import ops
+from engine.kernels.cpu import native
+from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
+from engine.kernels.ops import Kernels, select
+from engine.model.config import ModelConfig
+from engine.model.dtype import choose_device, choose_dtype
+from engine.model.fields import Fields
+from engine.model.parse import parse_config
+from tests.engine.checkpoints import make_config
+
+CONFIG = parse_config(Fields("config.json", make_config("llama")))
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def choose(config: ModelConfig = CONFIG, block_size: int = BLOCK_SIZE) -> tuple[Kernels, list[str]]:
+    said: list[str] = []
+    return select(config, CPU, torch.float16, block_size, said.append, num_threads=1), said
+
+
+def test_a_cpu_gets_the_native_decoder_where_it_can_be_built() -> None:
+    try:
+        native.load_library(lambda _: None)
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    kernels, said = choose()
+    assert (kernels.name, said) == ("native", [])
+    assert kernels.decoder is not None
+    assert (kernels.weight_dtype, kernels.kv_dtype, kernels.activation_dtype) == (
+        torch.float16,
+        torch.float16,
+        torch.float32,
+    )
+
+
+def test_without_a_compiler_plain_torch_serves_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(_: object) -> native.NativeLibrary:
+        raise NativeUnavailable("no compiler")
+
+    monkeypatch.setattr(native, "load_library", unavailable)
+    kernels, said = choose()
+    assert kernels.name == "torch"
+    assert kernels.decoder is None
+    assert len(said) == 1
+    assert "no compiler" in said[0]
+    assert "\n" not in said[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "block_size", "reason"),
+    [
+        (CONFIG, 32, "blocks of 16 tokens, not 32"),
+        (replace(CONFIG, head_dim=12), 16, "multiple of 8, not 12"),
+    ],
+)
+def test_what_the_native_kernels_cannot_do_plain_torch_does(
+    config: ModelConfig, block_size: int, reason: str
+) -> None:
+    kernels, said = choose(config, block_size)
+    assert kernels.name == "torch"
+    assert reason in said[0]
+
+
+def test_plain_torch_on_a_cpu_is_float32() -> None:
+    kernels = ops.reference_kernels(CPU, torch.bfloat16)
+    assert kernels.weight_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.float32
+
+
+def test_a_gpu_runs_the_same_operations_in_the_dtype_asked_for() -> None:
+    kernels = select(CONFIG, CUDA, torch.bfloat16, 16, lambda _: None)
+    assert kernels.device == CUDA
+    assert kernels.weight_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("wanted", "checkpoint", "device", "chosen"),
+    [
+        ("auto", "float32", CPU, torch.float16),
+        ("auto", "float16", CPU, torch.float16),
+        ("auto", "bfloat16", CPU, torch.bfloat16),
+        ("auto", "float32", CUDA, torch.bfloat16),
+        ("auto", "float16", CUDA, torch.float16),
+        ("float32", "bfloat16", CPU, torch.float32),
+        ("bfloat16", "float16", CUDA, torch.bfloat16),
+    ],
+)
+def test_dtypes(wanted: str, checkpoint: str, device: torch.device, chosen: torch.dtype) -> None:
+    assert choose_dtype(wanted, replace(CONFIG, dtype=checkpoint), device) == chosen
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == CPU
+    with pytest.raises(CheckpointError, match="torch sees no CUDA device"):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto") == choose_device("cuda") == CUDA
