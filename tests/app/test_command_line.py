@@ -157,8 +157,8 @@ def test_a_broken_checkpoint_is_one_line(broken_model: Path, break_: Callable[[P
     assert_refused(penstock("serve", "--port", "0", "--model", str(broken_model)), str(broken_model))
 
 
-def test_more_kv_than_there_is_memory_is_one_line(tiny_model: Path) -> None:
-    done = penstock("serve", "--port", "0", "--model", str(tiny_model), "--kv-memory", "4000GiB")
+def test_more_blocks_than_there_is_memory_for_is_one_line(tiny_model: Path) -> None:
+    done = penstock("serve", "--port", "0", "--model", str(tiny_model), "--num-blocks", "1000000000")
     assert_refused(done, "memory")
 
 
