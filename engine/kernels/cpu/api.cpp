@@ -18,6 +18,7 @@ auto guarded(Function function) -> decltype(function()) {
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 Team* penstock_team_new(int32_t threads) {
@@ -83,3 +84,4 @@ double penstock_measure_products(Team* team, const Linear* const* linears, int32
     return guarded([&] { return measure_products(*team, {linears, linears + count}, rows, repeats); });
 }
 }
+#pragma GCC visibility pop

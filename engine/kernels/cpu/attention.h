@@ -160,18 +160,46 @@ inline void fold_row(AttentionScratch& s, int row, int head_dim, int span, int f
     for (int i = 0; i < head_dim; i += kLanes) store(out + i, load(out + i) * splat(shrink));
 }
 
-// out += weights of one block times its values; the last columns of a head_dim of 8 modulo 16 go alone.
 template <class W>
-void add_values(const AttentionScratch& s, const W* values, int rows, int head_dim, int column, int tokens) {
+void prefetch(const W* p, int count) {
+    for (int i = 0; i < count; i += 64 / static_cast<int>(sizeof(W))) __builtin_prefetch(p + i);
+}
+
+// scores [rows][tokens of the span] = queries times keys; a few rows take two blocks at a time, as panels.
+template <class W>
+void score(const AttentionScratch& s, const W* const* keys, const W* const* values, int blocks, int rows, int head_dim,
+           int column) {
+    const int together = rows <= 3 ? 2 : 1;
+    for (int b = 0; b < blocks;) {
+        const int panels = std::min(together, blocks - b);
+        for (int i = b; i < b + panels; i++) {
+            if (i + 2 < blocks) prefetch(keys[i + 2], head_dim * kBlockTokens);
+            prefetch(values[i], head_dim * kBlockTokens);
+        }
+        const size_t apart = panels == 2 ? keys[b + 1] - keys[b] : 0;
+        const Strides by{static_cast<size_t>(head_dim), kBlockTokens, apart, kSpan, kPanel};
+        for_tiles(rows, [&](int start, int height) {
+            float* scores = s.scores.get() + start * kSpan + column + b * kBlockTokens;
+            tile_rows(height, panels, s.q.get() + start * head_dim, keys[b], head_dim, scores, by, true);
+        });
+        b += panels;
+    }
+}
+
+// out += weights of the span times its values; the last columns of a head_dim of 8 modulo 16 go alone.
+template <class W>
+void add_values(const AttentionScratch& s, const W* const* values, int rows, int head_dim, int column, int tokens) {
     const Strides by{kSpan, static_cast<size_t>(head_dim), kPanel, static_cast<size_t>(head_dim), kPanel};
+    const int panels = head_dim / kPanel;
     for_tiles(rows, [&](int start, int height) {
         const float* weights = s.scores.get() + start * kSpan + column;
         float* out = s.out.get() + start * head_dim;
-        const int panels = head_dim / kPanel;
-        for (int p = 0; p < panels;)
-            p += tile_rows<W, 2>(height, panels - p, weights, values + p * kPanel, tokens, out + p * kPanel, by, false);
-        if (head_dim % kPanel)
-            tile_rows<W, 1>(height, 1, weights, values + panels * kPanel, tokens, out + panels * kPanel, by, false);
+        for (int p = 0; p < panels;) {
+            const Pieces<W> pieces{values, static_cast<size_t>(p) * kPanel, kBlockTokens};
+            p += tile_rows<W, 2>(height, panels - p, weights, pieces, tokens, out + p * kPanel, by, false);
+        }
+        const Pieces<W> rest{values, static_cast<size_t>(panels) * kPanel, kBlockTokens};
+        if (head_dim % kPanel) tile_rows<W, 1>(height, 1, weights, rest, tokens, out + panels * kPanel, by, false);
     });
 }
 
@@ -197,20 +225,19 @@ void attend(const AttentionStep& step, const Task& task, AttentionScratch& s) {
         end = std::max(end, s.limit[r]);
     }
     std::memset(s.out.get(), 0, static_cast<size_t>(rows) * d * sizeof(float));
-    const Strides by{static_cast<size_t>(d), kBlockTokens, 0, kSpan, 0};
+    const W* span_keys[kSpan / kBlockTokens];
+    const W* span_values[kSpan / kBlockTokens];
     for (int span = begin / kSpan * kSpan; span < end; span += kSpan) {
         const int from = std::max(span, begin / kBlockTokens * kBlockTokens), to = std::min(span + kSpan, end);
-        for (int at = from; at < to; at += kBlockTokens) {
-            const W* block = keys + table[at / kBlockTokens] * block_size;
-            for_tiles(rows, [&](int start, int height) {
-                tile_rows<W, 2>(height, 1, s.q.get() + start * d, block, d, s.scores.get() + start * kSpan + at - span,
-                                by, true);
-            });
+        const int blocks = divide_up(to - from, kBlockTokens);
+        for (int b = 0; b < blocks; b++) {
+            const size_t at = table[from / kBlockTokens + b] * block_size;
+            span_keys[b] = keys + at;
+            span_values[b] = values + at;
         }
+        score(s, span_keys, span_values, blocks, rows, d, from - span);
         for (int r = 0; r < rows; r++) fold_row(s, r, d, span, from, to);
-        for (int at = from; at < to; at += kBlockTokens)
-            add_values(s, values + table[at / kBlockTokens] * block_size, rows, d, at - span,
-                       std::min(kBlockTokens, to - at));
+        add_values(s, span_values, rows, d, from - span, to - from);
     }
     for (int r = 0; r < rows; r++) {
         float* out = step.out + (task.token + r / group) * step.ldo + (task.kv_head * group + r % group) * d;

@@ -26,6 +26,7 @@ FLAGS = (
     "-pthread",
     "-shared",
     "-fPIC",
+    "-fvisibility=hidden",
 )
 
 

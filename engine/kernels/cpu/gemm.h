@@ -24,6 +24,14 @@ struct Strides {
     size_t c_panel;  // between panels of sums
 };
 
+// The weights of a tile may lie in pieces, each `length` steps of k (the last one maybe fewer).
+template <class W>
+struct Pieces {
+    const W* const* starts;
+    size_t offset;  // into each piece
+    int length;
+};
+
 // Calls function with the constants 0 to Count - 1. A loop would do if every compiler unrolled it early enough to
 // keep the sums in registers; GCC does not.
 template <int Count, int At = 0, class Function>
@@ -38,7 +46,8 @@ PENSTOCK_INLINE void unrolled(const Function& function) {
 
 // Rows x (Panels * Vectors * 8) sums over `depth` steps of k, added to c, or set where fresh.
 template <class W, int Rows, int Panels, int Vectors>
-PENSTOCK_INLINE void tile(const float* a, const W* w, int depth, float* c, const Strides& by, bool fresh) {
+PENSTOCK_INLINE void tile(const float* a, const Pieces<W>& pieces, int depth, float* c, const Strides& by,
+                          bool fresh) {
     constexpr int kColumns = Panels * Vectors;
     v8 sums[Rows][kColumns];
     const auto place = [&](int r, int j) __attribute__((always_inline)) {
@@ -47,16 +56,31 @@ PENSTOCK_INLINE void tile(const float* a, const W* w, int depth, float* c, const
     unrolled<Rows>(PENSTOCK_EACH(r) {
         unrolled<kColumns>(PENSTOCK_EACH(j) { sums[r][j] = fresh ? splat(0.0f) : load(place(r, j)); });
     });
-    for (int k = 0; k < depth; k++) {
-        v8 weights[kColumns];
-        unrolled<kColumns>(PENSTOCK_EACH(j) {
-            weights[j] = load(w + (j / Vectors) * by.w_panel + (j % Vectors) * kLanes);
-        });
-        unrolled<Rows>(PENSTOCK_EACH(r) {
-            const v8 x = splat(a[r * by.a + k]);
-            unrolled<kColumns>(PENSTOCK_EACH(j) { sums[r][j] = fma(x, weights[j], sums[r][j]); });
-        });
-        w += by.w;
+    for (int from = 0, piece = 0; from < depth; from += pieces.length, piece++) {
+        const W* w = pieces.starts[piece] + pieces.offset;
+        const int to = std::min(depth, from + pieces.length);
+        for (int k = from; k < to; k++) {
+            const auto weight = [&](int j) __attribute__((always_inline)) {
+                return load(w + (j / Vectors) * by.w_panel + (j % Vectors) * kLanes);
+            };
+            const auto value = [&](int r) __attribute__((always_inline)) { return splat(a[r * by.a + k]); };
+            if constexpr (Rows < kColumns) {  // the fewer operands stay in registers, the others pass through
+                v8 x[Rows];
+                unrolled<Rows>(PENSTOCK_EACH(r) { x[r] = value(r); });
+                unrolled<kColumns>(PENSTOCK_EACH(j) {
+                    const v8 y = weight(j);
+                    unrolled<Rows>(PENSTOCK_EACH(r) { sums[r][j] = fma(x[r], y, sums[r][j]); });
+                });
+            } else {
+                v8 y[kColumns];
+                unrolled<kColumns>(PENSTOCK_EACH(j) { y[j] = weight(j); });
+                unrolled<Rows>(PENSTOCK_EACH(r) {
+                    const v8 x = value(r);
+                    unrolled<kColumns>(PENSTOCK_EACH(j) { sums[r][j] = fma(x, y[j], sums[r][j]); });
+                });
+            }
+            w += by.w;
+        }
     }
     unrolled<Rows>(PENSTOCK_EACH(r) {
         unrolled<kColumns>(PENSTOCK_EACH(j) { store(place(r, j), sums[r][j]); });
@@ -65,8 +89,8 @@ PENSTOCK_INLINE void tile(const float* a, const W* w, int depth, float* c, const
 
 // `rows` (1 to 6) rows of as many panels as go into the registers at once; returns how many panels that was.
 template <class W, int Vectors>
-int tile_rows(int rows, int panels, const float* a, const W* w, int depth, float* c, const Strides& by,
-              bool fresh) {
+int tile_rows(int rows, int panels, const float* a, const Pieces<W>& w, int depth, float* c,
+              const Strides& by, bool fresh) {
     switch (rows) {
         case 1:
             if (panels >= 4) return tile<W, 1, 4, Vectors>(a, w, depth, c, by, fresh), 4;
@@ -87,6 +111,11 @@ int tile_rows(int rows, int panels, const float* a, const W* w, int depth, float
     }
 }
 
+template <class W>
+int tile_rows(int rows, int panels, const float* a, const W* w, int depth, float* c, const Strides& by, bool fresh) {
+    return tile_rows<W, 2>(rows, panels, a, Pieces<W>{&w, 0, depth}, depth, c, by, fresh);
+}
+
 // Calls function(first row, rows) for tiles of nearly equal height.
 template <class Function>
 PENSTOCK_INLINE void for_tiles(int rows, Function function) {
@@ -105,7 +134,7 @@ void product(const Linear& linear, int panel, int panels, const float* a, size_t
     const Strides by{lda, kPanel, static_cast<size_t>(k) * kPanel, kPanel, static_cast<size_t>(rows) * kPanel};
     if (rows <= kTileRows) {
         for (int p = 0; p < panels;)
-            p += tile_rows<W, 2>(rows, panels - p, a, linear.panel<W>(panel + p), k, sums + p * by.c_panel, by, true);
+            p += tile_rows(rows, panels - p, a, linear.panel<W>(panel + p), k, sums + p * by.c_panel, by, true);
         return;
     }
     for (int from = 0; from < k; from += kDepth) {
@@ -113,8 +142,8 @@ void product(const Linear& linear, int panel, int panels, const float* a, size_t
         for (int p = 0; p < panels; p++) {
             const W* w = linear.panel<W>(panel + p) + static_cast<size_t>(from) * kPanel;
             for_tiles(rows, [&](int start, int height) {
-                tile_rows<W, 2>(height, 1, a + start * lda + from, w, depth,
-                                sums + p * by.c_panel + start * kPanel, by, from == 0);
+                tile_rows(height, 1, a + start * lda + from, w, depth,
+                          sums + p * by.c_panel + start * kPanel, by, from == 0);
             });
         }
     }
@@ -147,7 +176,7 @@ inline Cut cut(const Linear& linear, int rows, int threads) {
     const int unit = linear.gated ? 2 : 1;
     const int row_chunks = divide_up(rows, kRowBlock);
     const size_t panel_bytes = static_cast<size_t>(linear.k) * kPanel * size_of(linear.type);
-    const int fewest = std::max<int>(1, static_cast<int>((16 << 10) / (panel_bytes * std::min(rows, 4))));
+    const int fewest = std::max<int>(rows <= 2 ? 2 : 1, static_cast<int>((16 << 10) / (panel_bytes * std::min(rows, 4))));
     int panels = linear.panels * row_chunks / (threads * 12) / unit * unit;
     panels = std::clamp(divide_up(std::max(panels, fewest), unit) * unit, unit, kChunkPanels);
     return {panels, divide_up(rows, row_chunks), divide_up(linear.panels, panels), row_chunks};

@@ -65,9 +65,14 @@ PENSTOCK_INLINE v8 load(const float* p) {
 PENSTOCK_INLINE void store(float* p, v8 x) { std::memcpy(p, &x, sizeof x); }
 
 PENSTOCK_INLINE v8 load(const BFloat* p) {
+#if PENSTOCK_AVX2
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return (v8)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+#else
     v8h bits;
     std::memcpy(&bits, p, sizeof bits);
     return (v8)(__builtin_convertvector(bits, v8u) << 16);
+#endif
 }
 
 // Round to nearest even; a NaN stays one.
