@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ class Tokenizer:
         self.special_tokens = _named_tokens(config)
         added = self._parsing.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -92,25 +95,57 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for; alone they need not be a whole character. Empty for unknown ids."""
+        found = self._bytes.get(token_id)
+        if found is None:
+            found = self._bytes[token_id] = self._spell(token_id)
+        return found
+
+    def is_byte(self, token_id: int) -> bool:
+        """True if the token is one byte of a character that its neighbours complete (byte fallback)."""
+        return not self.is_byte_level and _is_byte(self._parsing.id_to_token(token_id) or "")
+
+    def continuation(self, token_ids: Sequence[int]) -> str:
+        """What these tokens, none of them special, add to a text that has begun and ends in a whole character."""
+        before = self._continued
+        return self.decode([*before.token_ids, *token_ids], skip_special=False)[before.length :]
+
+    @cached_property
+    def _continued(self) -> _Beginning:
+        """Some ordinary token for others to follow."""
+        for token_id in range(self.vocab_size):
+            if token_id not in self.special_ids and not self.is_byte(token_id):
+                text = self.decode([token_id], skip_special=False)
+                if text:
+                    return _Beginning((token_id,), len(text))
+        return _Beginning((), 0)
+
+    def _spell(self, token_id: int) -> bytes:
         token = self._parsing.id_to_token(token_id)
         if token is None:
             return b""
         if not self.is_byte_level:
-            return _metaspace_bytes(token)
-        alphabet = _ALPHABET
+            return bytes([int(token[3:5], 16)]) if _is_byte(token) else token.replace("▁", " ").encode()
         try:
-            return bytes([alphabet[character] for character in token])
+            return bytes([_ALPHABET[character] for character in token])
         except KeyError:  # an added token is its own text
             return str(token).encode()
 
 
 _ALPHABET = _byte_of_character()
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
-def _metaspace_bytes(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        return bytes([int(token[3:5], 16)])
-    return token.replace("▁", " ").encode()
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """Of a text, for tokens to continue."""
+
+    token_ids: tuple[int, ...]
+    length: int
+    """Of its text."""
+
+
+def _is_byte(token: str) -> bool:
+    return _BYTE_TOKEN.fullmatch(token) is not None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -7,13 +7,12 @@ from typing import Protocol
 
 from engine.tokenizer import Tokenizer
 
-_REPLACEMENT = "\ufffd"
-_LONGEST_CHARACTER = 4
-"""Tokens that one character of UTF-8 can be spread over."""
-
 
 class Detokenizer(Protocol):
-    """Text of a growing sequence. All that `push` and `flush` return, joined, is the text of the whole sequence."""
+    """Text of a growing sequence, without its special tokens.
+
+    All that `push` and `flush` return, joined, is what the tokenizer decodes the whole sequence to, for any tokens.
+    """
 
     def push(self, token_id: int) -> str:
         """The text that is certain now; "" while a character is incomplete."""
@@ -23,7 +22,7 @@ class Detokenizer(Protocol):
 
 
 def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
-    return ByteLevelDetokenizer(tokenizer) if tokenizer.is_byte_level else WindowDetokenizer(tokenizer)
+    return ByteLevelDetokenizer(tokenizer) if tokenizer.is_byte_level else PieceDetokenizer(tokenizer)
 
 
 class ByteLevelDetokenizer:
@@ -44,36 +43,35 @@ class ByteLevelDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-class WindowDetokenizer:
-    """For any tokenizer: decodes a short window of tokens with and without the new ones, and takes the difference.
+class PieceDetokenizer:
+    """For SentencePiece-like tokenizers, where a token is text, or a byte of a character that has no token.
 
-    The window starts where the text was last certain, so that what the decoder does at the start of a text (dropping a
-    leading space) and between tokens (joining bytes) happens the same way on both sides.
+    A run of byte tokens is certain only when it has ended: should it turn out not to be UTF-8, its decoder gives one
+    U+FFFD for every byte of it. The start of a text is not like the rest: a leading space is dropped there.
     """
 
-    __slots__ = ("_shown", "_start", "_token_ids", "_tokenizer")
+    __slots__ = ("_begun", "_run", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
-        self._start = 0
-        self._shown = 0
+        self._begun = False
+        self._run: list[int] = []
 
     def push(self, token_id: int) -> str:
         if token_id in self._tokenizer.special_ids:
             return ""
-        self._token_ids.append(token_id)
-        before, after = self._decode(self._shown), self._decode(len(self._token_ids))
-        incomplete = len(self._token_ids) - self._shown < _LONGEST_CHARACTER and after.endswith(_REPLACEMENT)
-        if incomplete:
+        if self._tokenizer.is_byte(token_id):
+            self._run.append(token_id)
             return ""
-        self._start, self._shown = self._shown, len(self._token_ids)
-        return after[len(before) :]
+        return self.flush() + self._text([token_id])
 
     def flush(self) -> str:
-        before, after = self._decode(self._shown), self._decode(len(self._token_ids))
-        self._start = self._shown = len(self._token_ids)
-        return after[len(before) :]
+        run, self._run = self._run, []
+        return self._text(run) if run else ""
 
-    def _decode(self, end: int) -> str:
-        return self._tokenizer.decode(self._token_ids[self._start : end], skip_special=False)
+    def _text(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.continuation(token_ids)
+        if self._begun or not text:
+            return text
+        self._begun = True
+        return self._tokenizer.decode(token_ids, skip_special=False)

@@ -2,9 +2,65 @@
 
 from __future__ import annotations
 
+from collections import deque
+from functools import lru_cache
+
 from engine.request import FinishReason, SamplingParams, Sequence
 from engine.sampling.detokenizer import Detokenizer, make_detokenizer
 from engine.tokenizer import Tokenizer
+
+
+class StopStrings:
+    """Finds the first of several strings to end in a text that comes a character at a time.
+
+    The automaton of Aho and Corasick ("Efficient string matching", CACM 1975): a state is the longest end of the text
+    that one of the strings begins with, so a step costs the same however many strings there are and however long.
+    """
+
+    __slots__ = ("_fallback", "_next", "depth", "found")
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._next: list[dict[str, int]] = [{}]
+        self._fallback = [0]
+        self.depth = [0]
+        """Characters at the end of the text that could still become one of the strings, by state."""
+        self.found = [0]
+        """Length of the longest of the strings that ends here, by state; 0 if none does."""
+        for string in strings:
+            self._add(string)
+        self._link()
+
+    def step(self, state: int, character: str) -> int:
+        while state and character not in self._next[state]:
+            state = self._fallback[state]
+        return self._next[state].get(character, 0)
+
+    def _add(self, string: str) -> None:
+        state = 0
+        for depth, character in enumerate(string, 1):
+            if character not in self._next[state]:
+                self._next[state][character] = len(self._next)
+                self._next.append({})
+                self._fallback.append(0)
+                self.depth.append(depth)
+                self.found.append(0)
+            state = self._next[state][character]
+        self.found[state] = len(string)
+
+    def _link(self) -> None:
+        """Breadth first, so that a state's fallback, which is less deep, is complete before it."""
+        queue = deque(self._next[0].values())
+        while queue:
+            state = queue.popleft()
+            self.found[state] = max(self.found[state], self.found[self._fallback[state]])
+            for character, child in self._next[state].items():
+                self._fallback[child] = self.step(self._fallback[state], character)
+                queue.append(child)
+
+
+@lru_cache(maxsize=256)
+def stop_strings(strings: tuple[str, ...]) -> StopStrings:
+    return StopStrings(strings)
 
 
 class TextStream:
@@ -14,48 +70,43 @@ class TextStream:
     one is held back until it cannot.
     """
 
-    __slots__ = ("_detokenizer", "_held", "_stops", "stopped")
+    __slots__ = ("_detokenizer", "_held", "_state", "_stops", "stopped")
 
     def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...]) -> None:
         self._detokenizer = detokenizer
-        self._stops = stops
+        self._stops = stop_strings(stops) if any(stops) else None
+        self._state = 0
         self._held = ""
         self.stopped = False
         """A stop string was found; the text is complete."""
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """Text that can be shown now that this token is known."""
+        """Text that can be shown now that this token is known. Without `may_stop`, a stop string is text."""
         text = self._detokenizer.push(token_id)
-        if not self._stops or not may_stop:
-            return self._take_held() + text
-        return self._watch(text)
+        return text if self._stops is None else self._watch(self._stops, text, may_stop)
 
     def flush(self) -> str:
         """All that is left, when no more tokens come."""
         rest = self._detokenizer.flush()
-        return self._watch(rest) + self._take_held() if self._stops else rest
-
-    def _watch(self, text: str) -> str:
-        text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        keep = len(text) - self._longest_start_of_a_stop(text)
-        self._held = text[keep:]
-        return text[:keep]
-
-    def _longest_start_of_a_stop(self, text: str) -> int:
-        """Length of the longest end of `text` that a stop string begins with."""
-        longest = min(len(text), max(len(stop) for stop in self._stops) - 1)
-        for length in range(longest, 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
-
-    def _take_held(self) -> str:
+        if self._stops is None:
+            return rest
+        shown = self._watch(self._stops, rest, may_stop=True)
         held, self._held = self._held, ""
-        return held
+        return shown + held
+
+    def _watch(self, stops: StopStrings, text: str, may_stop: bool) -> str:
+        state, whole = self._state, self._held + text
+        for end, character in enumerate(text, len(self._held) + 1):
+            state = stops.step(state, character)
+            if stops.found[state] and may_stop:
+                self.stopped, self._held = True, ""
+                return whole[: end - stops.found[state]]
+            if stops.found[state]:
+                state = 0
+        self._state = state
+        keep = len(whole) - stops.depth[state]
+        self._held = whole[keep:]
+        return whole[:keep]
 
 
 class TextSink:

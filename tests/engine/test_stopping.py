@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from engine.request import FinishReason, Request, SamplingParams, Sequence
 from engine.sampling.detokenizer import make_detokenizer
-from engine.sampling.stopping import TextSink, TextStream
+from engine.sampling.stopping import StopStrings, TextSink, TextStream
 from engine.tokenizer import Tokenizer
 from tests.engine.checkpoints import byte_level_tokenizer
 
@@ -22,8 +22,12 @@ def stream(stops: list[str]) -> TextStream:
 
 
 def first_stop(text: str, stops: list[str]) -> int | None:
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    return min(found, default=None)
+    """Where the first stop string to end begins; of those that end together, the longest."""
+    for end in range(len(text) + 1):
+        lengths = [len(stop) for stop in stops if text[:end].endswith(stop)]
+        if lengths:
+            return end - max(lengths)
+    return None
 
 
 @given(letters, stop_lists)
@@ -109,3 +113,41 @@ def test_no_stop_before_min_tokens() -> None:
 def test_half_a_character_at_the_end_is_shown_as_such() -> None:
     tokens = TOKENIZER.encode("日")[:1]
     assert run(tokens, max_tokens=1)[0] in ("\ufffd", "日")
+
+
+def test_a_stop_string_before_min_tokens_is_text_and_one_across_it_is_not_shown() -> None:
+    tokens = [TOKENIZER.encode(letter)[0] for letter in "axbxcxd"]
+    assert run(tokens, stop=("x",), min_tokens=3)[:2] == ("axb", FinishReason.STOP)
+    assert run(tokens, stop=("xbx",), min_tokens=3)[:2] == ("a", FinishReason.STOP)
+    assert run(tokens, stop=("xc",), min_tokens=5)[:2] == ("axb", FinishReason.STOP)
+    assert run(tokens, stop=("xc",), min_tokens=6)[:2] == ("axbxcxd", None)
+
+
+def test_the_first_to_end_wins_and_then_the_longest() -> None:
+    tokens = TOKENIZER.encode("abcde")
+    assert run(tokens, stop=("abcd", "bc"))[0] == "a"
+    assert run(tokens, stop=("c", "bc", "abc"))[0] == ""
+    assert run(tokens, stop=("bcd", "cd"))[0] == "a"
+
+
+def test_an_empty_stop_string_stops_nothing() -> None:
+    assert run(HELLO, stop=("",))[:2] == ("the river turns", None)
+    assert run(HELLO, stop=("", "turns"))[:2] == ("the river ", FinishReason.STOP)
+
+
+def test_long_stop_strings_cost_no_more_per_character_than_short_ones() -> None:
+    """Each character is looked up once, and once more for each step back that earlier ones have paid for."""
+    stops = StopStrings(("a" * 5000 + "b", "a" * 4000 + "c"))
+    looked_up = 0
+
+    class Counting(dict[str, int]):
+        def __contains__(self, key: object) -> bool:
+            nonlocal looked_up
+            looked_up += 1
+            return super().__contains__(key)
+
+    stops._next = [Counting(following) for following in stops._next]
+    state = 0
+    for character in ("a" * 4999 + "d") * 4:
+        state = stops.step(state, character)
+    assert looked_up < 3 * 20_000
