@@ -45,7 +45,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-TABLES = ("torch", "native")
+TABLES = ("torch", "native", *(["cuda"] if torch.cuda.is_available() else []))
 NUM_TOKENS = 90
 
 
