@@ -119,7 +119,16 @@ def check_compiler() -> Check:
 
 
 def check_kernels() -> Check:
-    return Check(Level.OK, "kernels", "plain torch")
+    """Builds the native kernels if that was never done: then it is done."""
+    try:
+        from engine.kernels.cpu.native import NativeUnavailable, load_library
+    except ImportError as error:
+        return Check(Level.FAIL, "kernels", f"cannot be imported ({error})", "see torch")
+    try:
+        load_library(lambda _: None)
+    except NativeUnavailable as error:
+        return Check(Level.WARN, "kernels", f"plain torch: {error}", "a C++ compiler makes them native")
+    return Check(Level.OK, "kernels", "native, built for this processor")
 
 
 def check_model(settings: Settings) -> Check:

@@ -239,11 +239,10 @@ def _prefix(server: ServerProcess, subject: Subject, num_pairs: int) -> Row:
         first, second = _send(server, workload, subject)[0]
         cold.append(first.ttft_s * 1000)
         hit.append(second.ttft_s * 1000)
-        if not second.num_cached_tokens:
-            _say("the second prompt found nothing in the cache")
     return {
         "model": subject.name,
         "shared_tokens": shared,
+        "cached_tokens": second.num_cached_tokens,
         "ttft_cold_p50_ms": percentile(cold, 50),
         "ttft_hit_p50_ms": percentile(hit, 50),
         "ratio": percentile(cold, 50) / percentile(hit, 50),

@@ -69,6 +69,18 @@ def test_no_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_compiler().level is Level.WARN
 
 
+def test_kernels_that_cannot_be_built_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.kernels.cpu import native
+
+    def unavailable(_: object) -> None:
+        raise native.NativeUnavailable("no C++ compiler")
+
+    monkeypatch.setattr(native, "load_library", unavailable)
+    check = doctor.check_kernels()
+    assert check.level is Level.WARN
+    assert "no C++ compiler" in check.text
+
+
 def test_a_model_of_the_hub_is_not_fetched_for_a_look() -> None:
     check = doctor.check_model(Settings(model="somebody/something"))
     assert check.level is Level.OK

@@ -1,0 +1,95 @@
+"""`penstock bench` from end to end, on a model small enough for it to take seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from app.bench.report import print_report, print_workloads
+from app.bench.statistics import Figures
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("bench")
+    model = ensure_checkpoint(LLAMA_TINY, folder)
+    figures = folder / "figures.json"
+    options = ["--model", str(model), "--streams", "1,3", "--dtype", "float32", "--json", str(figures)]
+    done = subprocess.run(
+        [sys.executable, "-m", "app", "bench", "--quick", *options],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "llama-tiny, float32, 3" in done.stdout
+    loaded: dict[str, Any] = json.loads(figures.read_text())
+    return loaded
+
+
+def test_every_stream_brings_its_tokens(results: dict[str, Any]) -> None:
+    counts = [(row["streams"], row["requests"], row["output_tokens"]) for row in results["http"]]
+    assert counts == [(1, 1, 32), (3, 3, 96)]
+    assert [row["failed"] for row in results["http"]] == [0, 0]
+
+
+def test_figures_are_of_one_run(results: dict[str, Any]) -> None:
+    for row in results["http"]:
+        assert row["tokens_per_s"] == pytest.approx(row["output_tokens"] / row["duration_s"])
+        assert 0 < row["ttft_p50_ms"] <= row["ttft_p99_ms"] <= row["duration_s"] * 1000
+        assert row["gflop_per_s"] > 0
+        assert row["loop_cpu_us_per_token"] > 0
+
+
+def test_the_shared_prefix_was_found(results: dict[str, Any]) -> None:
+    (prefix,) = results["prefix"]
+    assert prefix["shared_tokens"] == 512
+    assert prefix["cached_tokens"] >= 496
+
+
+def test_generate_the_linear_operators_and_planning_are_beside_them(results: dict[str, Any]) -> None:
+    assert results["generate"][0]["tokens_per_s"] > 0
+    assert [row["streams"] for row in results["linear"]] == [1, 3]
+    assert results["plan"]["sequences"] == 256
+
+
+def row(**values: object) -> dict[str, Any]:
+    figures = dict.fromkeys(Figures.__dataclass_fields__, 1.0)
+    rest = {"gflop_per_s": 50.0, "loop_cpu_us_per_token": 9.0, "failed": 0, "workload": ""}
+    return {"model": "m", "dtype": "auto", **figures, **rest, "streams": 16, **values}
+
+
+def test_a_report_sets_figures_against_their_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    results = {
+        "machine": {"processor": "P", "cores": 2},
+        "http": [row(tokens_per_s=60.0)],
+        "generate": [{"model": "m", "tokens_per_s": 20.0}],
+        "linear": [{"model": "m", "dtype": "auto", "streams": 16, "gflop_per_s": 100.0}],
+        "prefix": [],
+    }
+    print_report(results)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("m, auto, 16"))
+    assert line.split()[-4:] == ["50", "50%", "3", "9"]
+
+
+def test_what_was_not_measured_is_a_dash(capsys: pytest.CaptureFixture[str]) -> None:
+    machine = {"processor": "P", "cores": 2}
+    print_report({"machine": machine, "http": [row()], "generate": [], "linear": [], "prefix": []})
+    assert capsys.readouterr().out.splitlines()[-2].split()[-3:] == ["-", "-", "9"]
+
+
+def test_a_workload_stands_beside_its_target(capsys: pytest.CaptureFixture[str]) -> None:
+    print_workloads(
+        {"http": [row(workload="W2", tokens_per_s=308.0), row(workload="W5", failed=1, first_error="e")]}
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].split()[-2:] == ["154", "200%"]
+    assert "1 of 1" in lines[-1]
