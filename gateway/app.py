@@ -19,6 +19,7 @@ from gateway.correlation import RequestIdMiddleware
 from gateway.errors import ApiError, answer_api_error, answer_disconnect, answer_fault, answer_http_error
 from gateway.limits import LimitsMiddleware
 from gateway.page import Page
+from gateway.replies import ServerSendMiddleware
 from gateway.routes import Api
 from gateway.service import Service
 
@@ -41,7 +42,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         lifespan=_lifespan(service),
     )
     app.router.redirect_slashes = False
-    return RequestIdMiddleware(app)
+    return ServerSendMiddleware(RequestIdMiddleware(app))
 
 
 def _middleware(service: Service) -> list[Middleware]:

@@ -64,8 +64,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
-        self._in_header = True
-        self._received_bytes = self._parsed_bytes = 0
+        self._parsed_bytes = 0
         self._expect_within(self.header_deadline_s)
 
     def on_url(self, url: bytes) -> None:
@@ -85,6 +84,8 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._clear_deadline()
+        self._in_header = True
+        self._received_bytes = 0
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002

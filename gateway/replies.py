@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.request import Request
 from gateway.service import Service
@@ -22,6 +22,8 @@ from priority.lanes import Lane
 ABORT = "penstock.abort"
 """ASGI extension of gateway.protocol: a callable that drops the connection and what is still unsent."""
 
+_SERVER_SEND = "penstock.server_send"
+
 _STREAM_START = {
     "type": "http.response.start",
     "status": 200,
@@ -32,6 +34,19 @@ _STREAM_START = {
         (b"x-accel-buffering", b"no"),
     ],
 }
+
+
+class ServerSendMiddleware:
+    """The outermost layer: keeps the server's own `send` for the bodies of streams.
+
+    Middleware has had its say when a response has started; each that wraps `send` would cost a coroutine a token.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app({**scope, _SERVER_SEND: send}, receive, send)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +78,7 @@ class Reply(Response):
         watcher = asyncio.create_task(self._release_at_disconnect(stream, receive))
         try:
             if self._job.stream:
-                await self._send_stream(stream, send)
+                await self._send_stream(stream, send, scope[_SERVER_SEND])
             else:
                 await self._send_whole(stream, scope, receive, send)
         finally:
@@ -113,9 +128,8 @@ class Reply(Response):
             cached_tokens=stream.num_cached_tokens,
         )
 
-    async def _send_stream(self, stream: Stream, send: Send) -> None:
+    async def _send_stream(self, stream: Stream, send: Send, send_body: Send) -> None:
         writer = StreamWriter(self._job.shape, self._job.head, include_usage=self._job.include_usage)
-        clock = self._service.clock
         while not stream.left:
             await stream.news()
             if stream.left:
@@ -124,12 +138,16 @@ class Reply(Response):
                 await self._commit(stream, send)
             ended = stream.ended
             if body := self._frames(stream, writer):
-                stream.sending_since_s = clock()
-                await send({"type": "http.response.body", "body": body, "more_body": not ended})
-                stream.last_sent_s = clock()
-                stream.sending_since_s = None
+                await self._send_body(stream, send_body, body, more=not ended)
             if ended:
                 return
+
+    async def _send_body(self, stream: Stream, send: Send, body: bytes, *, more: bool) -> None:
+        """Waits while the client's buffers are full; the service looks at the clock meanwhile."""
+        stream.sending_since_s = self._service.clock()
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        stream.last_sent_s = stream.sending_since_s
+        stream.sending_since_s = None
 
     async def _commit(self, stream: Stream, send: Send) -> None:
         """There is something to show: from here on the status is 200. An error before this is a plain one."""

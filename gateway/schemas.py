@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from gateway.errors import ApiError, invalid, unsupported
 from gateway.limits import Limits
@@ -17,6 +17,20 @@ from gateway.limits import Limits
 ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
 
 _INT64 = 2**63
+
+
+def _whole(text: str) -> str:
+    """JSON can spell half a character ("\\ud800"); no tokenizer can take it."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("there is half a surrogate pair in it") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_whole)]
 
 
 class _Body(BaseModel):
@@ -45,7 +59,7 @@ class Sampled(_Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: str | list[str] | None = None
+    stop: Text | list[Text] | None = None
     service_tier: ServiceTier | None = None
 
     # Not OpenAI's, but what clients of open models send.
@@ -67,13 +81,13 @@ class Sampled(_Body):
 
 class ContentPart(_Body):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(_Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart]
-    name: str | None = None
+    content: Text | list[ContentPart]
+    name: Text | None = None
     refusal: None = None
     audio: None = None
     annotations: list[object] | None = None
@@ -117,7 +131,7 @@ class CompletionBody(Sampled):
 
     NOT_SUPPORTED = frozenset({"suffix"})
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Text | list[Text] | list[int] | list[list[int]]
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
@@ -127,7 +141,7 @@ class TokenizeBody(_Body):
     """`POST /tokenize`: a prompt or messages."""
 
     model: str | None = None
-    prompt: str | None = None
+    prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True

@@ -23,14 +23,16 @@ class Delta:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    """Those that `logprobs` are of; nobody else asks."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     def add(self, output: Output) -> None:
         self.text += output.text
-        self.token_ids += output.token_ids
-        self.logprobs += output.logprobs or ()
         self.finish_reason = output.finish_reason
+        if output.logprobs:
+            self.token_ids += output.token_ids
+            self.logprobs += output.logprobs
 
 
 class Stream:
@@ -61,6 +63,7 @@ class Stream:
         self._pending: dict[int, Delta] = {}
         self._pending_bytes = 0
         self._news: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
 
     @property
     def finished(self) -> bool:
@@ -131,13 +134,13 @@ class Stream:
         """Returns when there is something to take, to tell or to end."""
         if self._pending or self.ended or self.overdue:
             return
-        self._news = asyncio.get_running_loop().create_future()
+        self._news = self._loop.create_future()
         await self._news
 
     async def end(self) -> None:
         """Returns when the stream has ended; what it brought stays to be taken."""
         while not self.ended:
-            self._news = asyncio.get_running_loop().create_future()
+            self._news = self._loop.create_future()
             await self._news
 
     def take(self) -> Iterable[tuple[int, Delta]]:

@@ -1,0 +1,106 @@
+"""CPU microseconds of the event loop per streamed token, from `deliver` to the socket.
+
+    .venv/bin/python -m tests.gateway.stream_cost [STREAMS] [TOKENS]
+
+A thread stands in for the step thread: one report per step, one token per stream in it, one wake-up of the loop. The
+readers are another process, so that their CPU does not count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import uvicorn
+import uvloop
+
+from engine.request import FinishReason, Output, Request
+from gateway.protocol import GatewayProtocol
+from tests.gateway.desk import Desk, chat_body, make_timings, step_report
+
+STEP_S = 0.004
+
+_READERS = """
+import selectors, socket, sys
+port, number, request = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].encode()
+selector = selectors.DefaultSelector()
+for _ in range(number):
+    connection = socket.create_connection(("127.0.0.1", port))
+    connection.sendall(request)
+    selector.register(connection, selectors.EVENT_READ)
+while selector.get_map():
+    for key, _ in selector.select():
+        if not key.fileobj.recv(65536):
+            selector.unregister(key.fileobj)
+"""
+
+
+def main(num_streams: int = 64, num_tokens: int = 500) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        cost_s = runner.run(_measure(num_streams, num_tokens))
+    tokens = num_streams * num_tokens
+    print(
+        f"{num_streams} streams: {cost_s / tokens * 1e6:.1f} microseconds of CPU per token ({tokens} tokens)"
+    )
+
+
+async def _measure(num_streams: int, num_tokens: int) -> float:
+    desk = Desk(clock=time.monotonic)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            desk.app, http=GatewayProtocol, log_level="critical", ws="none", access_log=False
+        )
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server._serve(sockets=[listener]))
+        readers = subprocess.Popen(
+            [sys.executable, "-c", _READERS, str(port), str(num_streams), _http_request()]
+        )
+        requests = [await desk.taken() for _ in range(num_streams)]
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+        step_thread = threading.Thread(target=_step, args=(desk, requests, num_tokens, loop, done))
+        before_s = time.thread_time()
+        step_thread.start()
+        await done.wait()
+        await desk.left()
+        cost_s = time.thread_time() - before_s
+        await asyncio.to_thread(readers.wait)
+        server.should_exit = True
+        await serving
+    return cost_s
+
+
+def _step(
+    desk: Desk, requests: list[Request], num_tokens: int, loop: asyncio.AbstractEventLoop, done: asyncio.Event
+) -> None:
+    for number in range(num_tokens):
+        outputs = [_output(request, number == num_tokens - 1) for request in requests]
+        loop.call_soon_threadsafe(desk.service.deliver, step_report(*outputs))
+        time.sleep(STEP_S)
+    loop.call_soon_threadsafe(done.set)
+
+
+def _output(request: Request, is_last: bool) -> Output:
+    output = Output(request_id=request.request_id, index=0, text=" token", token_ids=[7])
+    if is_last:
+        output.finish_reason, output.timings = FinishReason.STOP, make_timings(request)
+    return output
+
+
+def _http_request() -> str:
+    body = json.dumps(chat_body(stream=True))
+    return (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n{body}"
+    )
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
