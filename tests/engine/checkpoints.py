@@ -203,7 +203,20 @@ def metaspace_tokenizer() -> Tokenizer:
 
 def training_text() -> list[str]:
     """Enough of a language that merges are learnt within words and across bytes of one character."""
-    words = ["the", "river", "runs", "water", "wheel", "turns", "bright", "slow", "and", "gate", "open", "light"]
+    words = [
+        "the",
+        "river",
+        "runs",
+        "water",
+        "wheel",
+        "turns",
+        "bright",
+        "slow",
+        "and",
+        "gate",
+        "open",
+        "light",
+    ]
     lines = [" ".join(words[(i * k) % len(words)] for k in range(1, 9)) for i in range(1, 60)]
     return [*lines, *["naïve café 水車 水門 발전 😀 👩‍👩‍👧 e\u0301", "def run(x):\n    return x + 1\n"] * 4]
 
