@@ -21,10 +21,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.errors import invalid
 
-# Unicode's noncharacters: no text has a use for them, and those that come in are replaced.
-_OPEN, _CLOSE, _REPLACEMENT = "\ufdd0", "\ufdd1", "\ufffd"
-_MARKERS = re.compile(f"[{_OPEN}{_CLOSE}]")
-_MARKED = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
+# A noncharacter of Unicode: no text has a use for it, and where it comes in it is replaced.
+_MARK, _REPLACEMENT = "\ufdd0", "\ufffd"
+_MARKED = re.compile(f"({_MARK}(?:[^{_MARK}]{_MARK})+)")
 
 
 class Tokenizer(Protocol):
@@ -90,18 +89,28 @@ class Prompts:
             raise invalid(message, "messages", "chat_template_error") from None
 
     def _mark(self, text: str) -> str:
-        return self._special.sub(rf"{_OPEN}\g<0>{_CLOSE}", _MARKERS.sub(_REPLACEMENT, text))
+        """Sets marks around and between the characters of every special token that is spelt out.
+
+        Between them, too: a template that cuts the text would otherwise leave the token behind without its marks.
+        """
+        return self._special.sub(_with_marks, text.replace(_MARK, _REPLACEMENT))
 
     def _encode_rendered(self, text: str) -> list[int]:
-        if _OPEN not in text and _CLOSE not in text:
+        if _MARK not in text:
             return self._tokenizer.encode(text, parse_special=True)
         token_ids: list[int] = []
         for i, piece in enumerate(_MARKED.split(text)):
-            is_users = i % 2 == 1
-            # A template that cuts strings can tear a pair of markers apart.
-            for part in _MARKERS.split(piece):
-                token_ids += self._tokenizer.encode(part, parse_special=not is_users) if part else []
+            if i % 2 == 1:
+                token_ids += self._tokenizer.encode(piece.replace(_MARK, ""))
+                continue
+            # A mark can be left alone where the template cut; it still keeps its two sides apart.
+            for part in filter(None, piece.split(_MARK)):
+                token_ids += self._tokenizer.encode(part, parse_special=True)
         return token_ids
+
+
+def _with_marks(found: re.Match[str]) -> str:
+    return _MARK + "".join(character + _MARK for character in found[0])
 
 
 def _special_texts(tokenizer: Tokenizer) -> list[str]:
