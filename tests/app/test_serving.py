@@ -49,7 +49,8 @@ def answer_to(
     address = urlsplit(server.url)
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
     try:
-        connection.request(method, path, body and json.dumps(body), {"content-type": "application/json"})
+        content = None if body is None else json.dumps(body)
+        connection.request(method, path, content, {"content-type": "application/json"})
         yield connection.getresponse()
     finally:
         connection.close()
