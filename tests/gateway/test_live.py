@@ -1,0 +1,163 @@
+"""The real server with the real model: the promises that only hold if gateway, queue and engine keep them together."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+MESSAGES: Any = [{"role": "user", "content": "Tell me a story about a lighthouse."}]
+ENDLESS = {"ignore_eos": True}
+
+
+@pytest.fixture
+def api(live_server: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live_server}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def model(api: openai.OpenAI) -> str:
+    return api.models.list().data[0].id
+
+
+def running(live_server: str) -> float:
+    """Sequences that the engine holds, and requests that wait."""
+    text = httpx.get(f"{live_server}/metrics").text
+    names = ("penstock_running_sequences ", "penstock_waiting_sequences ", "penstock_queued_requests{")
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(names))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Asks again and again; the server's own work is what takes the time."""
+    deadline_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline_s
+
+
+def test_a_greedy_stream_says_what_a_greedy_answer_says(api: openai.OpenAI, model: str) -> None:
+    fields: Any = {"model": model, "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
+    whole = api.chat.completions.create(**fields)
+    stream = list(api.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    assert text == whole.choices[0].message.content != ""
+    assert whole.usage is not None
+    assert stream[-1].usage is not None
+    assert stream[-1].usage.completion_tokens == whole.usage.completion_tokens
+    timings = stream[-2].model_extra or {}
+    assert timings["timings"]["ttft_ms"] > 0
+    assert timings["timings"]["prompt_tokens"] == whole.usage.prompt_tokens
+
+
+def test_a_seed_decides(api: openai.OpenAI, model: str) -> None:
+    def sample(seed: int) -> list[str | None]:
+        reply = api.chat.completions.create(
+            model=model, messages=MESSAGES, seed=seed, n=3, max_tokens=24, temperature=1.5, top_p=1
+        )
+        return [choice.message.content for choice in reply.choices]
+
+    first = sample(1)
+    assert first == sample(1)
+    assert first != sample(2)
+    assert len(set(first)) > 1
+
+
+def test_a_stop_string_is_never_shown(api: openai.OpenAI, model: str) -> None:
+    fields: Any = {"model": model, "messages": MESSAGES, "temperature": 0, "max_tokens": 40}
+    text = api.chat.completions.create(**fields).choices[0].message.content or ""
+    stop = text[len(text) // 2 :][:6]
+    reply = api.chat.completions.create(**fields, stop=[stop]).choices[0]
+    assert reply.finish_reason == "stop"
+    assert reply.message.content == text[: text.index(stop)]
+
+
+def test_logprobs_add_up_to_the_text(api: openai.OpenAI, model: str) -> None:
+    reply = api.chat.completions.create(
+        model=model, messages=MESSAGES, temperature=0, max_tokens=12, logprobs=True, top_logprobs=3
+    ).choices[0]
+    assert reply.logprobs is not None
+    tokens = reply.logprobs.content or []
+    spelt = bytes(byte for token in tokens for byte in token.bytes or ())
+    assert spelt.decode(errors="replace").startswith(reply.message.content or "")
+    for token in tokens:
+        best = token.top_logprobs[0]
+        assert len(token.top_logprobs) == 3
+        assert token.logprob == pytest.approx(best.logprob, abs=1e-4)
+        assert token.logprob <= 0
+
+
+def test_a_logit_bias_forces_a_token(api: openai.OpenAI, model: str, live_server: str) -> None:
+    found = httpx.post(f"{live_server}/tokenize", json={"prompt": "a", "add_special_tokens": False}).json()
+    token_id = found["tokens"][0]
+    reply = api.completions.create(model=model, prompt="x", max_tokens=5, logit_bias={str(token_id): 100})
+    assert reply.choices[0].text == "aaaaa"
+    assert reply.choices[0].finish_reason == "length"
+
+
+def test_a_completion_of_token_ids_is_that_of_the_text(
+    api: openai.OpenAI, model: str, live_server: str
+) -> None:
+    prompt = "Once upon a time"
+    ids = httpx.post(f"{live_server}/tokenize", json={"prompt": prompt}).json()["tokens"]
+    fields: Any = {"model": model, "max_tokens": 12, "temperature": 0}
+    by_text = api.completions.create(prompt=prompt, **fields)
+    by_ids = api.completions.create(prompt=ids, **fields)
+    assert by_text.choices[0].text == by_ids.choices[0].text
+    several = api.completions.create(prompt=[prompt, "The sea"], **fields)
+    assert several.choices[0].text == by_text.choices[0].text
+
+
+def test_omitted_max_tokens_is_what_is_left_of_the_context(
+    api: openai.OpenAI, model: str, live_server: str
+) -> None:
+    context = httpx.get(f"{live_server}/v1/models").json()["data"][0]["max_model_len"]
+    reply = api.chat.completions.create(model=model, messages=MESSAGES, extra_body=ENDLESS)
+    assert reply.usage is not None
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.total_tokens == context
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_a_client_that_leaves_frees_the_engine(live_server: str, model: str, stream: bool) -> None:
+    address = urlsplit(live_server)
+    body = json.dumps({"model": model, "messages": MESSAGES, "stream": stream, "n": 4, **ENDLESS}).encode()
+    head = (
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}"
+    )
+    with socket.create_connection((str(address.hostname), int(address.port or 0))) as connection:
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        if stream:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        else:
+            wait_until(lambda: running(live_server) > 0)
+    wait_until(lambda: running(live_server) == 0)
+    text = httpx.get(f"{live_server}/metrics").text
+    assert 'penstock_choices_total{finish_reason="cancelled",lane="standard"}' in text
+
+
+def test_many_streams_at_once_all_end(api: openai.OpenAI, model: str, live_server: str) -> None:
+    def count(_: int) -> int:
+        stream = api.chat.completions.create(
+            model=model,
+            messages=MESSAGES,
+            stream=True,
+            max_tokens=20,
+            extra_body=ENDLESS,
+            stream_options={"include_usage": True},
+        )
+        usage = list(stream)[-1].usage
+        return usage.completion_tokens if usage else 0
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(count, range(32))) == [20] * 32
+    assert httpx.get(f"{live_server}/health").json() == {"status": "ok"}
+    assert not running(live_server)
