@@ -164,7 +164,7 @@ async def test_a_slow_reader_is_cut_when_too_much_is_waiting() -> None:
         piece = "x" * 65536
         for _ in range(200):
             desk.bring(request, piece)
-            await asyncio.sleep(0.001)
+            await settled()
             if desk.engine.cancelled:
                 break
         await desk.left()
