@@ -165,7 +165,6 @@ def _server(subject: Subject, dtype: str) -> ServerProcess:
     try:
         server.wait_ready()
     except ServerFailed as error:
-        server.stop()
         raise OperatorError(f"the server did not start: {error}") from None
     _send(server, Workload(name="", streams=2, prompt_tokens=8, output_tokens=4), subject)
     return server

@@ -68,7 +68,7 @@ class ServerProcess:
             self._news.wait_for(lambda: self._ended or self._find(part) is not None, timeout_s)
             line = self._find(part)
         if line is None:
-            self.process.kill()
+            self.kill()
             raise ServerFailed(self.log)
         return line
 
@@ -93,12 +93,12 @@ class ServerProcess:
             self.signal()
         return self.wait()
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.wait()
+
     def __enter__(self) -> ServerProcess:
-        try:
-            self.wait_ready()
-        except ServerFailed:
-            self.stop()
-            raise
+        self.wait_ready()
         return self
 
     def __exit__(

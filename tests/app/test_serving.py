@@ -6,13 +6,15 @@ import http.client
 import json
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 import pytest
 
-from app.bench.server_process import ServerProcess
+from app.bench.server_process import SERVE, ServerProcess
+
+Start = Callable[..., ServerProcess]
 
 LONG = {
     "prompt": "Once upon a time",
@@ -40,6 +42,20 @@ def step(self, scheduler, plan, outputs):
 engine.engine.Engine._step = step
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts servers; none outlives its test."""
+    servers: list[ServerProcess] = []
+
+    def start_one(*arguments: str, command: Sequence[str] = SERVE) -> ServerProcess:
+        servers.append(ServerProcess(arguments, command))
+        return servers[-1]
+
+    yield start_one
+    for server in servers:
+        server.kill()
 
 
 @contextmanager
@@ -83,29 +99,27 @@ def finish_reason(payload: str) -> str | None:
     return reason
 
 
-def test_not_ready_while_the_model_loads_and_ready_after() -> None:
-    server = ServerProcess()
-    try:
-        assert status_of(server, "/ready") == 503
-        assert status_of(server, "/health") == 200
-        server.wait_ready()
-        assert status_of(server, "/ready") == 200
-    finally:
-        assert server.stop() == 0
+def test_not_ready_while_the_model_loads_and_ready_after(start: Start) -> None:
+    server = start()
+    assert status_of(server, "/ready") == 503
+    assert status_of(server, "/health") == 200
+    server.wait_ready()
+    assert status_of(server, "/ready") == 200
+    assert server.stop() == 0
     assert server.lines[-1].endswith("stopped")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_model_loads_ends_it_well(number: signal.Signals) -> None:
-    server = ServerProcess()
+def test_a_signal_while_the_model_loads_ends_it_well(start: Start, number: signal.Signals) -> None:
+    server = start()
     assert status_of(server, "/ready") == 503
     server.signal(number)
     assert server.wait() == 0
     assert "Traceback" not in server.log
 
 
-def test_running_streams_finish_after_sigterm_and_new_work_is_refused() -> None:
-    server = ServerProcess()
+def test_running_streams_finish_after_sigterm_and_new_work_is_refused(start: Start) -> None:
+    server = start()
     server.wait_ready()
     with running_stream(server) as rest:
         server.signal()
@@ -120,8 +134,8 @@ def test_running_streams_finish_after_sigterm_and_new_work_is_refused() -> None:
     assert server.wait() == 0
 
 
-def test_streams_that_do_not_finish_in_time_end_with_an_error_frame() -> None:
-    server = ServerProcess(["--drain-timeout", "0.1"])
+def test_streams_that_do_not_finish_in_time_end_with_an_error_frame(start: Start) -> None:
+    server = start("--drain-timeout", "0.1")
     server.wait_ready()
     with running_stream(server) as rest:
         server.signal()
@@ -131,8 +145,8 @@ def test_streams_that_do_not_finish_in_time_end_with_an_error_frame() -> None:
     assert server.wait() == 0
 
 
-def test_a_second_signal_ends_streams_at_once() -> None:
-    server = ServerProcess(["--drain-timeout", "600"])
+def test_a_second_signal_ends_streams_at_once(start: Start) -> None:
+    server = start("--drain-timeout", "600")
     server.wait_ready()
     with running_stream(server) as rest:
         server.signal()
@@ -144,8 +158,8 @@ def test_a_second_signal_ends_streams_at_once() -> None:
     assert server.wait() == 0
 
 
-def test_a_lost_device_ends_streams_with_an_error_frame_and_the_process_with_1() -> None:
-    server = ServerProcess(command=[sys.executable, "-c", FAILING])
+def test_a_lost_device_ends_streams_with_an_error_frame_and_the_process_with_1(start: Start) -> None:
+    server = start(command=[sys.executable, "-c", FAILING])
     server.wait_ready()
     with running_stream(server) as rest:
         *_, error, last = rest
@@ -156,14 +170,12 @@ def test_a_lost_device_ends_streams_with_an_error_frame_and_the_process_with_1()
     assert "Traceback" not in server.log
 
 
-def test_a_server_open_to_all_says_so() -> None:
-    server = ServerProcess(["--host", "0.0.0.0"])
-    try:
-        assert "--api-keys-file" in server.wait_line("warning: ")
-        assert server.url.startswith("http://127.0.0.1:")
-    finally:
-        server.wait_ready()
-        assert server.stop() == 0
+def test_a_server_open_to_all_says_so(start: Start) -> None:
+    server = start("--host", "0.0.0.0")
+    assert "--api-keys-file" in server.wait_line("warning: ")
+    assert server.url.startswith("http://127.0.0.1:")
+    server.wait_ready()
+    assert server.stop() == 0
 
 
 def test_the_address_to_open_comes_last_and_serving_is_quiet(live_server: str) -> None:
@@ -176,8 +188,8 @@ def test_the_address_to_open_comes_last_and_serving_is_quiet(live_server: str) -
     assert [model["id"] for model in models["data"]] == ["penstock-demo"]
 
 
-def test_serving_writes_no_line_per_request() -> None:
-    server = ServerProcess()
+def test_serving_writes_no_line_per_request(start: Start) -> None:
+    server = start()
     server.wait_ready()
     before = list(server.lines)
     assert before[-1].endswith(server.url)
