@@ -117,7 +117,7 @@ def build(settings: Settings) -> Parts:
     queue = LaneQueue(threading.Lock())
     outbox = Outbox()
     engine = Engine(
-        _LateRunner(lambda: _make_runner(folder, options, settings.threads)),
+        _LateRunner(lambda: _make_runner(folder, options)),
         queue,
         TextSink(tokenizer, config.eos_token_ids),
         _limits(settings, config),
@@ -142,6 +142,7 @@ def load_options(settings: Settings) -> LoadOptions:
     return LoadOptions(
         device=settings.device,
         dtype=settings.dtype,
+        num_threads=settings.threads,
         max_num_seqs=settings.max_num_seqs,
         max_batch_tokens=settings.max_batch_tokens,
         max_model_len=settings.max_model_len,
@@ -165,16 +166,11 @@ def _sampling_defaults(folder: Path) -> SamplingDefaults:
     return SamplingDefaults(**{k: v for k, v in recommended.items() if k in known and v is not None})
 
 
-def _make_runner(folder: Path, options: LoadOptions, threads: int | None) -> ModelRunner:
+def _make_runner(folder: Path, options: LoadOptions) -> ModelRunner:
     """Runs in the step thread."""
     log.info("loading torch")
-    import torch
-
     from engine.model.loader import LoadedModel, load_model
     from engine.runner import ModelRunner
-
-    if threads is not None:
-        torch.set_num_threads(threads)
 
     def load() -> LoadedModel:
         log.info("loading %s", folder)

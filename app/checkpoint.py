@@ -12,7 +12,8 @@ DEMO_NAME = "penstock-demo"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NEEDED = ("config.json", "tokenizer.json", "*.safetensors")
-_FETCHED = ("*.json", "*.safetensors", "*.jinja")
+# Not every safetensors file: some repositories have the weights a second time, in another layout.
+_FETCHED = ("*.json", "model*.safetensors", "*.jinja")
 
 
 def model_name(model: str | None, served_model_name: str | None) -> str:

@@ -50,6 +50,9 @@ class ModelRunner:
     def load(self) -> None:
         self._model = model = self._load()
         self._sampling = SamplingState(model.config.vocab_size, model.config.eos_token_ids)
+        if model.kernels.decoder is not None:
+            # What is left for torch is small, and a second team of threads would take the first one's cores.
+            torch.set_num_threads(1)
         self._warm_up()
 
     def close(self) -> None:

@@ -201,7 +201,9 @@ inline int draw(const SampleArgs& args, int row, const float* x, float peak, Sam
         total += sum(w);
     }
     if (!some && !nucleus && min_p <= 0.0f) return invert_all(weights, n, args.uniform[row]);
-    float least = min_p;
+    // After top-k, top-p is a share of what top-k left; min-p may not have taken its part before that is known.
+    const bool both = some && nucleus;
+    float least = both ? 0.0f : min_p;
     if (nucleus && !some) least = std::max(least, static_cast<float>((1.0 - top_p) / n * total * 0.999));
     collect(weights, n, least, s.candidates);
     if (some) keep_until(s.candidates, s, [&](int number, double) { return number >= top_k; });
@@ -209,6 +211,10 @@ inline int draw(const SampleArgs& args, int row, const float* x, float peak, Sam
         const double enough = (some ? mass_of(s.candidates) : total) * top_p;
         keep_until(s.candidates, s, [&](int number, double mass) { return number > 0 && mass >= enough; });
     }
+    if (both)
+        s.candidates.erase(std::remove_if(s.candidates.begin(), s.candidates.end(),
+                                          [&](const Candidate& c) { return c.weight < min_p; }),
+                           s.candidates.end());
     return invert(s.candidates, args.uniform[row]);
 }
 
