@@ -25,7 +25,9 @@ Team* penstock_team_new(int32_t threads) {
     return guarded([&] { return new Team(threads); });
 }
 
-void penstock_team_free(Team* team) { delete team; }
+void penstock_team_free(Team* team) {
+    if (team->is_whole()) delete team;
+}
 
 Linear* penstock_linear_new(Team* team, int32_t type, int32_t rows, int32_t k, int32_t gated, const void* weight,
                             const float* bias) {
@@ -37,15 +39,15 @@ void penstock_linear_free(Linear* linear) { delete linear; }
 int64_t penstock_linear_bytes(const Linear* linear) { return static_cast<int64_t>(linear->bytes()); }
 
 int32_t penstock_linear_apply(Team* team, const Linear* linear, const float* x, int32_t rows, float* out) {
+    if (rows == 0) return kOk;
     const auto done = guarded([&] {
         std::vector<Buffer<float>> sums;
         for (int i = 0; i < team->size(); i++) sums.push_back(allocate<float>(sums_size()));
-        const Product job{linear, x, static_cast<size_t>(linear->k), rows, out, static_cast<size_t>(linear->n),
-                          nullptr};
+        const size_t ldx = linear->k, ldo = linear->n;
+        const Product job{linear, x, ldx, rows, out, ldo, nullptr, nullptr};
         const Cut by = cut(*linear, rows, team->size());
-        if (rows > 0)
-            run_chunks(*team, by.chunks(),
-                       [&](uint32_t chunk, int worker) { multiply(job, by, chunk, sums[worker].get()); });
+        run_chunks(*team, by.chunks(),
+                   [&](uint32_t chunk, int worker) { multiply(job, by, chunk, sums[worker].get()); });
         return true;
     });
     return done ? kOk : kNoMemory;

@@ -173,14 +173,15 @@ void score(const AttentionScratch& s, const W* const* keys, const W* const* valu
     for (int b = 0; b < blocks;) {
         const int panels = std::min(together, blocks - b);
         for (int i = b; i < b + panels; i++) {
-            if (i + 2 < blocks) prefetch(keys[i + 2], head_dim * kBlockTokens);
+            if (i + 6 < blocks) prefetch(keys[i + 6], head_dim * kBlockTokens);
             prefetch(values[i], head_dim * kBlockTokens);
         }
         const size_t apart = panels == 2 ? keys[b + 1] - keys[b] : 0;
         const Strides by{static_cast<size_t>(head_dim), kBlockTokens, apart, kSpan, kPanel};
         for_tiles(rows, [&](int start, int height) {
             float* scores = s.scores.get() + start * kSpan + column + b * kBlockTokens;
-            tile_rows(height, panels, s.q.get() + start * head_dim, keys[b], head_dim, scores, by, true);
+            const Pieces<W> pieces{keys + b, 0, head_dim, reinterpret_cast<const char*>(keys[b]), 0};
+            tile_rows<W, 2>(height, panels, s.q.get() + start * head_dim, pieces, head_dim, scores, by, true);
         });
         b += panels;
     }
@@ -191,14 +192,15 @@ template <class W>
 void add_values(const AttentionScratch& s, const W* const* values, int rows, int head_dim, int column, int tokens) {
     const Strides by{kSpan, static_cast<size_t>(head_dim), kPanel, static_cast<size_t>(head_dim), kPanel};
     const int panels = head_dim / kPanel;
+    const char* here = reinterpret_cast<const char*>(values[0]);
     for_tiles(rows, [&](int start, int height) {
         const float* weights = s.scores.get() + start * kSpan + column;
         float* out = s.out.get() + start * head_dim;
         for (int p = 0; p < panels;) {
-            const Pieces<W> pieces{values, static_cast<size_t>(p) * kPanel, kBlockTokens};
+            const Pieces<W> pieces{values, static_cast<size_t>(p) * kPanel, kBlockTokens, here, 0};
             p += tile_rows<W, 2>(height, panels - p, weights, pieces, tokens, out + p * kPanel, by, false);
         }
-        const Pieces<W> rest{values, static_cast<size_t>(panels) * kPanel, kBlockTokens};
+        const Pieces<W> rest{values, static_cast<size_t>(panels) * kPanel, kBlockTokens, here, 0};
         if (head_dim % kPanel) tile_rows<W, 1>(height, 1, weights, rest, tokens, out + panels * kPanel, by, false);
     });
 }

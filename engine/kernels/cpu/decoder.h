@@ -189,7 +189,8 @@ class Decoder {
     void add_product(const Linear* linear, const float* x, size_t ldx, int rows, float* out, size_t ldo,
                      const float* residual) {
         const Cut by = cut(*linear, rows, team_.size());
-        products_.push_back({{linear, x, ldx, rows, out, ldo, residual}, by});
+        products_.push_back({{linear, x, ldx, rows, out, ldo, residual, nullptr}, by});
+        if (products_.size() > 1) products_[products_.size() - 2].product.next = linear;
         add<&Decoder::run_product>(static_cast<uint32_t>(products_.size() - 1), static_cast<int>(by.chunks()));
     }
 

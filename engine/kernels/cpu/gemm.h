@@ -30,6 +30,8 @@ struct Pieces {
     const W* const* starts;
     size_t offset;  // into each piece
     int length;
+    const char* ahead;   // what will be needed next: fetched into the second-level cache on the way,
+    size_t ahead_speed;  // so many bytes per step of k
 };
 
 // Calls function with the constants 0 to Count - 1. A loop would do if every compiler unrolled it early enough to
@@ -56,6 +58,7 @@ PENSTOCK_INLINE void tile(const float* a, const Pieces<W>& pieces, int depth, fl
     unrolled<Rows>(PENSTOCK_EACH(r) {
         unrolled<kColumns>(PENSTOCK_EACH(j) { sums[r][j] = fresh ? splat(0.0f) : load(place(r, j)); });
     });
+    const char* ahead = pieces.ahead;
     for (int from = 0, piece = 0; from < depth; from += pieces.length, piece++) {
         const W* w = pieces.starts[piece] + pieces.offset;
         const int to = std::min(depth, from + pieces.length);
@@ -80,6 +83,8 @@ PENSTOCK_INLINE void tile(const float* a, const Pieces<W>& pieces, int depth, fl
                 });
             }
             w += by.w;
+            __builtin_prefetch(ahead, 0, 2);
+            ahead += pieces.ahead_speed;
         }
     }
     unrolled<Rows>(PENSTOCK_EACH(r) {
@@ -111,11 +116,6 @@ int tile_rows(int rows, int panels, const float* a, const Pieces<W>& w, int dept
     }
 }
 
-template <class W>
-int tile_rows(int rows, int panels, const float* a, const W* w, int depth, float* c, const Strides& by, bool fresh) {
-    return tile_rows<W, 2>(rows, panels, a, Pieces<W>{&w, 0, depth}, depth, c, by, fresh);
-}
-
 // Calls function(first row, rows) for tiles of nearly equal height.
 template <class Function>
 PENSTOCK_INLINE void for_tiles(int rows, Function function) {
@@ -127,24 +127,27 @@ PENSTOCK_INLINE void for_tiles(int rows, Function function) {
     }
 }
 
-// sums [panels][rows][16] = a [rows][k] times the panels.
+// sums [panels][rows][16] = a [rows][k] times the panels; `ahead` is where the panels to come next lie.
 template <class W>
-void product(const Linear& linear, int panel, int panels, const float* a, size_t lda, int rows, float* sums) {
-    const int k = linear.k;
-    const Strides by{lda, kPanel, static_cast<size_t>(k) * kPanel, kPanel, static_cast<size_t>(rows) * kPanel};
-    if (rows <= kTileRows) {
-        for (int p = 0; p < panels;)
-            p += tile_rows(rows, panels - p, a, linear.panel<W>(panel + p), k, sums + p * by.c_panel, by, true);
-        return;
-    }
-    for (int from = 0; from < k; from += kDepth) {
-        const int depth = std::min(kDepth, k - from);
-        for (int p = 0; p < panels; p++) {
-            const W* w = linear.panel<W>(panel + p) + static_cast<size_t>(from) * kPanel;
+void product(const Linear& linear, int panel, int panels, const float* a, size_t lda, int rows, float* sums,
+             const W* ahead) {
+    const int k = linear.k, tiles = divide_up(rows, kTileRows), depth_of_block = tiles == 1 ? k : kDepth;
+    const size_t by_panel = static_cast<size_t>(k) * kPanel;
+    const Strides by{lda, kPanel, by_panel, kPanel, static_cast<size_t>(rows) * kPanel};
+    for (int from = 0; from < k; from += depth_of_block) {
+        const int depth = std::min(depth_of_block, k - from);
+        for (int p = 0; p < panels;) {
+            const size_t at = p * by_panel + static_cast<size_t>(from) * kPanel;
+            const W* w = linear.panel<W>(panel) + at;
+            int done = 1, turn = 0;
             for_tiles(rows, [&](int start, int height) {
-                tile_rows(height, 1, a + start * lda + from, w, depth,
-                          sums + p * by.c_panel + start * kPanel, by, from == 0);
+                const size_t share = static_cast<size_t>(depth) * kPanel / tiles;
+                const Pieces<W> pieces{&w, 0, depth, reinterpret_cast<const char*>(ahead + at + turn++ * share),
+                                       (kPanel * sizeof(W) + tiles - 1) / tiles};
+                done = tile_rows<W, 2>(height, tiles == 1 ? panels - p : 1, a + start * lda + from, pieces, depth,
+                                       sums + p * by.c_panel + start * kPanel, by, from == 0);
             });
+            p += done;
         }
     }
 }
@@ -160,6 +163,7 @@ struct Product {
     float* out;
     size_t ldo;
     const float* residual;  // with out's stride, or null
+    const Linear* next;     // the linear of the next product, or null
 };
 
 struct Cut {
@@ -167,6 +171,7 @@ struct Cut {
     int rows;    // per chunk
     int panel_chunks;
     int row_chunks;
+    int ahead;  // chunks of panels from the one in work to the same thread's next
 
     uint32_t chunks() const { return static_cast<uint32_t>(panel_chunks * row_chunks); }
 };
@@ -179,10 +184,14 @@ inline Cut cut(const Linear& linear, int rows, int threads) {
     const int fewest = std::max<int>(rows <= 2 ? 2 : 1, static_cast<int>((16 << 10) / (panel_bytes * std::min(rows, 4))));
     int panels = linear.panels * row_chunks / (threads * 12) / unit * unit;
     panels = std::clamp(divide_up(std::max(panels, fewest), unit) * unit, unit, kChunkPanels);
-    return {panels, divide_up(rows, row_chunks), divide_up(linear.panels, panels), row_chunks};
+    return {panels, divide_up(rows, row_chunks), divide_up(linear.panels, panels), row_chunks, threads};
 }
 
-PENSTOCK_INLINE v8 silu(v8 x) { return x / (splat(1.0f) + exp(-x)); }
+// x * sigmoid(x), from the exponential that cannot overflow.
+PENSTOCK_INLINE v8 silu(v8 x) {
+    const v8 one = splat(1.0f), zero = splat(0.0f), e = exp(x < zero ? x : -x);
+    return x * (x < zero ? e : one) / (one + e);
+}
 
 PENSTOCK_INLINE void store_first(float* out, v8 x, int count) {
     if (count >= kLanes) return store(out, x);
@@ -224,6 +233,14 @@ inline void finish(const Product& job, int panel, int panels, int row, int rows,
 
 inline size_t sums_size() { return static_cast<size_t>(kChunkPanels) * kRowBlock * kPanel; }
 
+// Where the chunk lies that this thread will probably claim next: in this linear, else at the start of the next.
+template <class W>
+const W* guess_next(const Product& job, const Cut& by, int panel) {
+    const int next = panel + by.panels * by.ahead;
+    if (next < job.linear->panels) return job.linear->panel<W>(next);
+    return job.next ? job.next->panel<W>(0) : job.linear->panel<W>(panel);
+}
+
 // One chunk; neighbouring chunks share their weights, which are then still in the cache.
 inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* sums) {
     const int panel = static_cast<int>(chunk) / by.row_chunks * by.panels;
@@ -233,7 +250,8 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
     if (rows <= 0) return;
     with_type(job.linear->type, [&](auto* w) {
         using W = std::remove_pointer_t<decltype(w)>;
-        product<W>(*job.linear, panel, panels, job.x + static_cast<size_t>(row) * job.ldx, job.ldx, rows, sums);
+        product<W>(*job.linear, panel, panels, job.x + static_cast<size_t>(row) * job.ldx, job.ldx, rows, sums,
+                   guess_next<W>(job, by, panel));
     });
     finish(job, panel, panels, row, rows, sums);
 }

@@ -60,8 +60,9 @@ inline double measure_products(Team& team, const std::vector<const Linear*>& lin
             multiply(job.product, job.cut, chunk, job.sums[worker].get());
         };
         phases.push_back({run, static_cast<uint32_t>(jobs.size()), by.chunks()});
-        jobs.push_back({{linear, x.data(), k + 16, rows, out.data(), n + 16, nullptr}, by, sums.data()});
+        jobs.push_back({{linear, x.data(), k + 16, rows, out.data(), n + 16, nullptr, nullptr}, by, sums.data()});
     }
+    for (size_t i = 0; i + 1 < jobs.size(); i++) jobs[i].product.next = linears[i + 1];
     double best = 1e30;
     for (int repeat = 0; repeat < repeats; repeat++) {
         const double start = now();

@@ -33,10 +33,6 @@ class Team {
     }
 
     ~Team() {
-        if (getpid() != owner_) {  // after a fork the threads are not here to be joined
-            for (auto& thread : threads_) thread.detach();
-            return;
-        }
         stopping_.store(true);
         wake();
         for (auto& thread : threads_) thread.join();
@@ -47,11 +43,15 @@ class Team {
 
     int size() const { return size_; }
 
+    // False after a fork: the threads stayed behind. The child works alone, and must not destroy the team, whose
+    // condition variable would wait for them.
+    bool is_whole() const { return getpid() == owner_; }
+
     // Runs the phases one after another, the caller as worker 0. One program at a time; others wait their turn.
     void run(void* job, const std::vector<Phase>& phases) {
         std::lock_guard<std::mutex> turn(turn_);
         if (phases.empty()) return;
-        if (size_ == 1 || getpid() != owner_) return run_alone(job, phases);
+        if (size_ == 1 || !is_whole()) return run_alone(job, phases);
         job_ = job;
         phases_ = phases.data();
         count_ = static_cast<uint32_t>(phases.size());
