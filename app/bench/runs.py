@@ -22,7 +22,7 @@ from app.bench.client import Answer, Job
 from app.bench.planning import measure_planning
 from app.bench.report import print_report, print_workloads
 from app.bench.server_process import ServerFailed, ServerProcess
-from app.bench.statistics import percentile, summarise
+from app.bench.statistics import number, percentile, summarise
 from app.bench.workloads import WORKLOADS, Workload
 from app.checkpoint import DEMO_MODEL
 from app.errors import OperatorError
@@ -205,6 +205,7 @@ def _http(server: ServerProcess, subject: Subject, dtype: str, workload: Workloa
     answers, client_cpu_s = _send(server, workload, subject)
     loop_cpu_s = _loop_cpu_s(server.process.pid) - loop_before
     figures = asdict(summarise(answers, workload.streams))
+    _say(f"{subject.name}, {dtype}: {number(figures['tokens_per_s'])} tokens/s")
     computed = figures["prompt_tokens"] - figures["cached_tokens"]
     flop = subject.arithmetic.total(computed, figures["output_tokens"])
     return {
