@@ -8,6 +8,7 @@ request. Whatever is not a whole stream is a failure, a refusal (429, 503) too: 
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import time
@@ -17,6 +18,8 @@ from typing import BinaryIO
 from urllib.parse import urlsplit
 
 from locust import User, between, task
+
+MODEL = os.environ.get("LOADTEST_MODEL", "penstock-demo")
 
 _TIMEOUT_S = 60.0
 _TOPICS = ("the sea", "a lighthouse", "bread", "a winter walk", "the moon", "an old clock", "bees", "a river")
@@ -68,7 +71,7 @@ class SSEUser(User):
         """Sends one request, reads its stream to the end and reports how it went."""
         times = StreamTimes(time.perf_counter())
         try:
-            self._exchange(path, body | {"stream": True}, times)
+            self._exchange(path, body | {"model": MODEL, "stream": True}, times)
         except (OSError, ValueError, StreamFailed) as error:
             self._fire(f"{name} e2e", 0.0, 0, error)
             return
