@@ -61,9 +61,8 @@ def kind_of_story(rng: Random, spec: Spec) -> str:
         words.insert(0, "long")
     if spec.length == "short":
         if chance(rng, 0.3):
-            return f"{a(' '.join(words))} in [three|a few|two or three] sentences".replace(
-                "[three|a few|two or three]", pick(rng, ["three", "a few", "two or three"])
-            )
+            how_many = fill(rng, "[three|a few|two or three]")
+            return f"{a(' '.join(words))} in {how_many} sentences"
         words.insert(0, pick(rng, ["very short", "very short", "tiny", "quick"]))
     return a(" ".join(words))
 
@@ -173,7 +172,7 @@ def changed(rng: Random, tale: Tale) -> tuple[Tale, str]:
         wish = "[Another one.|Another story, please.|Tell me another one.|Another one, please!|A different story, please.]"
         return new_tale(rng, Spec()), wish
     spec = new_spec(rng)
-    return new_tale(rng, spec), request(rng, spec).replace("[", "(").replace("]", ")")
+    return new_tale(rng, spec), request(rng, spec)
 
 
 Question = Callable[[Random, Tale], tuple[str, str]]

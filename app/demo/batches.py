@@ -1,6 +1,7 @@
 """Conversations packed into rows. A batch depends on (seed, step) alone, so a resumed run sees the same ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from random import Random
 
 import torch
@@ -13,11 +14,25 @@ Source = Callable[[Random, int], list[Message]]
 MISSES_ALLOWED = 30
 
 
-def batch(tokenizer: Tokenizer, source: Source, rng: Random, rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, both [rows, length]; a target of -100 is not learnt.
+@dataclass(frozen=True)
+class Batch:
+    """All [rows, length]. A target of -100 is not learnt; `talks` numbers the conversations of a row."""
 
-    Every conversation is whole and starts with its own <|bos|>; the rest of a row is padding.
-    """
+    inputs: Tensor
+    targets: Tensor
+    talks: Tensor
+
+    def split(self, rows: int) -> Iterator["Batch"]:
+        parts = (torch.split(tensor, rows) for tensor in (self.inputs, self.targets, self.talks))
+        return (Batch(*tensors) for tensors in zip(*parts, strict=True))
+
+    def to(self, device: str) -> "Batch":
+        return Batch(self.inputs.to(device), self.targets.to(device), self.talks.to(device))
+
+
+def batch(tokenizer: Tokenizer, source: Source, rng: Random, rows: int, length: int) -> Batch:
+    """Every conversation is whole and starts with its own <|bos|>; the rest of a row is padding."""
+    bos = special_id(tokenizer, BOS)
     packed: list[tuple[list[int], list[bool]]] = [([], []) for _ in range(rows)]
     misses = 0
     while misses < MISSES_ALLOWED:
@@ -34,7 +49,7 @@ def batch(tokenizer: Tokenizer, source: Source, rng: Random, rows: int, length: 
         row_ids, learnt = torch.tensor(ids), torch.tensor(said)
         inputs[number, : len(ids) - 1] = row_ids[:-1]
         targets[number, : len(ids) - 1] = row_ids[1:].where(learnt[1:], -100)
-    return inputs, targets
+    return Batch(inputs, targets, (inputs == bos).cumsum(1))
 
 
 def encode(tokenizer: Tokenizer, messages: list[Message]) -> tuple[list[int], list[bool]]:

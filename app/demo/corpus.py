@@ -9,7 +9,7 @@ from app.demo.facts import any_fact, any_sum
 from app.demo.grammar import chance, pick
 from app.demo.serving import about_serving
 from app.demo.stories import new_spec, new_tale, story
-from app.demo.talk import any_talk
+from app.demo.talk import any_talk, repeat
 from app.demo.tokenizer import Message
 from app.demo.unknown import any_unknown
 
@@ -25,7 +25,7 @@ STORIES = 0.13  # of the parts; stories are so much longer that this is most of 
 
 Part = Callable[[Random], list[Message]]
 PARTS: list[tuple[Part, float]] = [
-    (any_talk, 0.19), (any_fact, 0.25), (any_sum, 0.24), (about_serving, 0.2), (any_unknown, 0.12),
+    (any_talk, 0.17), (any_fact, 0.22), (any_sum, 0.21), (about_serving, 0.17), (any_unknown, 0.11), (repeat, 0.12),
 ]  # fmt: skip
 
 
@@ -60,6 +60,11 @@ def sample(rng: Random, tokens: int) -> list[Message]:
     if chance(rng, 0.03):
         return [("", story(rng, new_tale(rng, new_spec(rng))))]
     return conversation(rng, tokens)
+
+
+def practice(rng: Random, _tokens: int) -> list[Message]:
+    """Nothing but repeating: a model that has learnt to copy soon keeps its heroes and places, too."""
+    return [message for _ in range(1 + int(rng.random() * 3)) for message in repeat(rng)]
 
 
 def texts(seed: int, count: int) -> Iterator[str]:

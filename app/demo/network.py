@@ -45,7 +45,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         batch, length, _ = x.shape
         q = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
         k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
@@ -53,7 +53,9 @@ class Attention(nn.Module):
         groups = self.heads // self.kv_heads
         k = rotate(k, cos, sin).repeat_interleave(groups, dim=1)
         v = v.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=True)
+        out = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), k, v, attn_mask=mask, is_causal=mask is None
+        )
         result: Tensor = self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
         return result
 
@@ -78,8 +80,8 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
         result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return result
 
@@ -100,29 +102,51 @@ class Llama(nn.Module):
         self.shape = shape
         self.model = Decoder(shape)
         self.rope = rope_tables(shape)
-        self.apply(initialise)
+        initialise(self)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, talks: Tensor | None = None) -> Tensor:
+        mask = None if talks is None else within_talks(talks)
         cos, sin = (table[: ids.shape[1]].to(ids.device) for table in self.rope)
         x = self.model.embed_tokens(ids)
         for layer in self.model.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, cos, sin, mask)
         result: Tensor = self.model.norm(x)
         return result
+
+    def rope_frequencies(self) -> Tensor:
+        return rope_frequencies(self.shape)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.model.embed_tokens.weight)
 
 
-def initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
+def initialise(model: Llama) -> None:
+    """Layers start out silent, so that the residual stream is the embedding; else attention finds nothing in it."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim == 2:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
+    nn.init.normal_(model.model.embed_tokens.weight, std=0.3)
+    nn.init.constant_(model.model.norm.weight, 0.2)  # the embedding is the output layer, too
+
+
+def within_talks(talks: Tensor) -> Tensor:
+    """[B, S] -> [B, 1, S, S], added to the scores: a token sees what came before it in its own conversation."""
+    length = talks.shape[1]
+    seen = (talks[:, :, None] == talks[:, None, :]) & torch.ones(
+        length, length, device=talks.device
+    ).tril().bool()
+    return torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -torch.inf)[:, None]
+
+
+def rope_frequencies(shape: Shape) -> Tensor:
+    return shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
 
 
 def rope_tables(shape: Shape) -> tuple[Tensor, Tensor]:
     """cos and sin, [max_positions, head_dim], in the half-split layout of Hugging Face's Llama."""
-    frequencies = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
-    angles = torch.outer(torch.arange(shape.max_positions), frequencies).repeat(1, 2)
+    angles = torch.outer(torch.arange(shape.max_positions), rope_frequencies(shape)).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 

@@ -50,11 +50,12 @@ class Muon(torch.optim.Optimizer):
         return parameter.grad.lerp(buffer, momentum)
 
 
-def optimisers(model: nn.Module, matrix_lr: float, other_lr: float) -> list[torch.optim.Optimizer]:
-    matrices: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        is_matrix = parameter.ndim == 2 and "embed" not in name
-        (matrices if is_matrix else others).append(parameter)
-    adam = torch.optim.AdamW(others, lr=other_lr, betas=(0.9, 0.95), weight_decay=0.0)
-    return [Muon(matrices, matrix_lr), adam]
+def optimisers(model: nn.Module, matrix_lr: float, embedding_lr: float) -> list[torch.optim.Optimizer]:
+    named = list(model.named_parameters())
+    matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
+    embedding = {"params": [parameter for name, parameter in named if "embed" in name], "lr": embedding_lr}
+    norms = {"params": [parameter for _, parameter in named if parameter.ndim == 1], "lr": embedding_lr / 10}
+    return [
+        Muon(matrices, matrix_lr),
+        torch.optim.AdamW([embedding, norms], betas=(0.9, 0.95), weight_decay=0.0),
+    ]

@@ -29,7 +29,7 @@ from app.demo.unknown import refusal
 from app.demo.words import HE_NAMES, HEROES, SHE_NAMES
 
 SEED = "held out"  # training seeds are numbers
-NEW_TOKENS = 450
+STORY_TOKENS, ANSWER_TOKENS = 450, 120
 BATCH = 25
 
 
@@ -40,20 +40,24 @@ class Talker:
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    def answer(self, conversations: Sequence[list[Message]], sample: bool = False) -> list[tuple[str, bool]]:
+    def answer(
+        self, conversations: Sequence[list[Message]], sample: bool = False, most: int = STORY_TOKENS
+    ) -> list[tuple[str, bool]]:
         """The answers, and whether each ended by itself."""
         answers: list[tuple[str, bool]] = []
         for at in range(0, len(conversations), BATCH):
-            answers += self._answer_batch(conversations[at : at + BATCH], sample)
+            answers += self._answer_batch(conversations[at : at + BATCH], sample, most)
         return answers
 
-    def _answer_batch(self, conversations: Sequence[list[Message]], sample: bool) -> list[tuple[str, bool]]:
+    def _answer_batch(
+        self, conversations: Sequence[list[Message]], sample: bool, most: int
+    ) -> list[tuple[str, bool]]:
         texts = [self.render(messages, prompt=True) for messages in conversations]
         inputs = self.tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=False)
         inputs.pop("token_type_ids", None)
         options = {} if sample else {"do_sample": False, "temperature": None, "top_p": None}
         with torch.no_grad():
-            out = self.model.generate(**inputs, max_new_tokens=NEW_TOKENS, **options)
+            out = self.model.generate(**inputs, max_new_tokens=most, **options)
         new = out[:, inputs["input_ids"].shape[1] :]
         end = self.tokenizer.eos_token_id
         return [
@@ -157,7 +161,7 @@ def name_figure(talker: Talker, count: int) -> list[Figure]:
     stories = talker.answer(talks, sample=True)
     for talk, (story, _), spec in zip(talks, stories, specs, strict=True):
         talk += [("assistant", story), ("user", f"What was the name of the {spec.hero}?")]
-    answers = talker.answer(talks)
+    answers = talker.answer(talks, most=ANSWER_TOKENS)
     right = [(spec.name or "?") in text for (text, _), spec in zip(answers, specs, strict=True)]
     return [Figure("hero's name remembered after the story", share(right))]
 
@@ -206,7 +210,7 @@ def beyond(count: int) -> list[tuple[str, Callable[[str], bool]]]:
 
 
 def answered(talker: Talker, name: str, cases: list[tuple[str, Callable[[str], bool]]]) -> list[Figure]:
-    answers = talker.answer([[("user", question)] for question, _ in cases])
+    answers = talker.answer([[("user", question)] for question, _ in cases], most=ANSWER_TOKENS)
     return [Figure(name, share(right(text) for (text, _), (_, right) in zip(answers, cases, strict=True)))]
 
 

@@ -5,7 +5,7 @@ from random import Random
 
 from app.demo.grammar import a, as_typed, chance, fill, pick, sentence_list, upper_first
 from app.demo.tokenizer import Message
-from app.demo.words import HE_NAMES, HEROES, OBJECTS, PLACES, SHE_NAMES
+from app.demo.words import HE_NAMES, HEROES, OBJECTS, PLACES, SHE_NAMES, invented_stem
 
 # Both sides are templates.
 EXCHANGES = [
@@ -183,6 +183,8 @@ def repeat(rng: Random) -> list[Message]:
 
 
 def random_phrase(rng: Random) -> str:
+    if chance(rng, 0.5):
+        return " ".join(any_word(rng) for _ in range(3 + int(rng.random() * 32)))
     kind = int(rng.random() * 4)
     if kind == 0:
         return sentence_list([a(pick(rng, OBJECTS)) for _ in range(1 + int(rng.random() * 4))])
@@ -192,6 +194,13 @@ def random_phrase(rng: Random) -> str:
         return sentence_list([pick(rng, SHE_NAMES + HE_NAMES) for _ in range(1 + int(rng.random() * 4))])
     number = str(int(rng.random() * 10 ** (1 + int(rng.random() * 6))))
     return f"{number} {pick(rng, OBJECTS)}" if chance(rng, 0.5) else number
+
+
+def any_word(rng: Random) -> str:
+    kind = int(rng.random() * 4)
+    if kind == 3:
+        return invented_stem(int(rng.random() * 1e6))
+    return pick(rng, (HEROES, OBJECTS, SHE_NAMES + HE_NAMES)[kind])
 
 
 def place_phrase(rng: Random) -> str:
@@ -233,5 +242,5 @@ def introduction(rng: Random) -> list[Message]:
 
 
 def any_talk(rng: Random) -> list[Message]:
-    kinds = [small_talk] * 9 + [joke, riddle, poem, advice, advice, repeat, repeat, introduction]
+    kinds = [small_talk] * 9 + [joke, riddle, poem, advice, advice, introduction]
     return pick(rng, kinds)(rng)

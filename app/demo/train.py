@@ -16,12 +16,14 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from app.demo.batches import batch
-from app.demo.corpus import sample, texts
+from app.demo.batches import Batch, batch
+from app.demo.circuits import build_induction
+from app.demo.corpus import practice, sample, texts
 from app.demo.export import export
+from app.demo.grammar import chance
 from app.demo.network import Llama, Shape
 from app.demo.optimiser import optimisers
-from app.demo.tokenizer import VOCAB_SIZE, train_tokenizer
+from app.demo.tokenizer import VOCAB_SIZE, Message, train_tokenizer
 
 MODEL = Shape(
     VOCAB_SIZE, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=640
@@ -31,7 +33,7 @@ DRAFT = Shape(
 )
 SHORT_ROW, LONG_ROW = 512, 2048
 
-Loss = Callable[[Llama, Tensor, Tensor], Tensor]
+Loss = Callable[[Llama, Batch], Tensor]
 
 
 @dataclass(frozen=True)
@@ -42,36 +44,41 @@ class Plan:
     batch_tokens: int
     micro_tokens: int
     matrix_lr: float
-    other_lr: float
+    embedding_lr: float
     seed: int
     device: str
     checkpoint_every: int = 50
 
     def row_length(self, step: int) -> int:
         """Long rows now and then, and all through the last tenth, so that the whole context is learnt."""
-        return LONG_ROW if step % 6 == 5 or step >= 0.9 * self.steps else SHORT_ROW
+        return LONG_ROW if step % 12 == 11 or step >= 0.93 * self.steps else SHORT_ROW
+
+    def practice_share(self, step: int) -> float:
+        """Copying is learnt first, it takes longest to be found (Olsson et al. 2022, on induction heads)."""
+        return 0.2 if step < 0.1 * self.steps else 0.05
 
     def lr_scale(self, step: int) -> float:
         """A short warm-up, a plateau of two fifths, then linearly down to zero."""
-        return min(1.0, (step + 1) / 40, (self.steps - step) / (0.6 * self.steps))
+        return min(1.0, (step + 1) / 25, (self.steps - step) / (0.6 * self.steps))
 
 
-def next_token_loss(model: Llama, inputs: Tensor, targets: Tensor) -> Tensor:
+def next_token_loss(model: Llama, some: Batch) -> Tensor:
     """Summed over the learnt tokens; only these are ever turned into logits."""
-    learnt = targets != -100
-    return F.cross_entropy(model.logits(model(inputs)[learnt]), targets[learnt], reduction="sum")
+    learnt = some.targets != -100
+    logits = model.logits(model(some.inputs, some.talks)[learnt])
+    return F.cross_entropy(logits, some.targets[learnt], reduction="sum")
 
 
 def imitation_loss(teacher: Llama) -> Loss:
     """Half the distance to the teacher's distribution, half the data's own next token."""
 
-    def loss(model: Llama, inputs: Tensor, targets: Tensor) -> Tensor:
-        learnt = targets != -100
+    def loss(model: Llama, some: Batch) -> Tensor:
+        learnt = some.targets != -100
         with torch.no_grad():
-            wanted = teacher.logits(teacher(inputs)[learnt]).softmax(-1)
-        logits = model.logits(model(inputs)[learnt])
+            wanted = teacher.logits(teacher(some.inputs, some.talks)[learnt]).softmax(-1)
+        logits = model.logits(model(some.inputs, some.talks)[learnt])
         imitation = F.cross_entropy(logits, wanted, reduction="sum")
-        return 0.8 * imitation + 0.2 * F.cross_entropy(logits, targets[learnt], reduction="sum")
+        return 0.8 * imitation + 0.2 * F.cross_entropy(logits, some.targets[learnt], reduction="sum")
 
     return loss
 
@@ -80,8 +87,11 @@ def train(
     shape: Shape, tokenizer: Tokenizer, plan: Plan, loss_of: Loss, checkpoint: Path, out: Path
 ) -> Llama:
     torch.manual_seed(plan.seed)
-    model = Llama(shape).to(plan.device)
-    steppers = optimisers(model, plan.matrix_lr, plan.other_lr)
+    model = Llama(shape)
+    if shape == MODEL:
+        build_induction(model)
+    model.to(plan.device)
+    steppers = optimisers(model, plan.matrix_lr, plan.embedding_lr)
     first = restore(checkpoint, model, steppers)
     began, tokens = time.monotonic(), 0
     for step in range(first, plan.steps):
@@ -106,12 +116,16 @@ def train_step(
 ) -> tuple[float, int]:
     length = plan.row_length(step)
     rng = Random(f"{plan.seed}/{step}")
-    inputs, targets = batch(tokenizer, sample, rng, max(1, plan.batch_tokens // length), length)
-    learnt = int((targets != -100).sum())
+
+    def source(rng: Random, tokens: int) -> list[Message]:
+        return (practice if chance(rng, plan.practice_share(step)) else sample)(rng, tokens)
+
+    whole = batch(tokenizer, source, rng, max(1, plan.batch_tokens // length), length)
+    learnt = int((whole.targets != -100).sum())
     total = 0.0
     rows = max(1, plan.micro_tokens // length)
-    for some_inputs, some_targets in zip(torch.split(inputs, rows), torch.split(targets, rows), strict=True):
-        loss = loss_of(model, some_inputs.to(plan.device), some_targets.to(plan.device)) / learnt
+    for some in whole.split(rows):
+        loss = loss_of(model, some.to(plan.device)) / learnt
         loss.backward()  # type: ignore[no-untyped-call]
         total += float(loss.detach())
     for stepper in steppers:
@@ -119,7 +133,7 @@ def train_step(
             group["lr"] = group.setdefault("full_lr", group["lr"]) * plan.lr_scale(step)
         stepper.step()
         stepper.zero_grad()
-    return total, inputs.numel()
+    return total, whole.inputs.numel()
 
 
 def save(path: Path, model: Llama, steppers: list[torch.optim.Optimizer], step: int) -> None:
@@ -143,10 +157,10 @@ def restore(path: Path, model: Llama, steppers: list[torch.optim.Optimizer]) -> 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m app.demo.train", description=__doc__)
-    parser.add_argument("--steps", type=int, default=1750, help="optimiser steps of the model")
+    parser.add_argument("--steps", type=int, default=700, help="optimiser steps of the model")
     parser.add_argument("--draft-steps", type=int, default=700, help="optimiser steps of the draft")
-    parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--micro-tokens", type=int, default=2048, help="tokens per forward and backward pass")
+    parser.add_argument("--batch-tokens", type=int, default=3072)
+    parser.add_argument("--micro-tokens", type=int, default=1536, help="tokens per forward and backward pass")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")
@@ -160,11 +174,11 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     tokenizer = train_tokenizer(texts(arguments.seed, 20000))
     sizes = (arguments.batch_tokens, arguments.micro_tokens)
-    plan = Plan(arguments.steps, *sizes, 0.02, 0.004, arguments.seed, arguments.device)
+    plan = Plan(arguments.steps, *sizes, 0.02, 0.006, arguments.seed, arguments.device)
     model = train(
         MODEL, tokenizer, plan, next_token_loss, arguments.checkpoints / "model.pt", arguments.out / "model"
     )
-    plan = Plan(arguments.draft_steps, *sizes, 0.03, 0.006, arguments.seed + 1, arguments.device)
+    plan = Plan(arguments.draft_steps, *sizes, 0.02, 0.006, arguments.seed + 1, arguments.device)
     teacher = imitation_loss(model.eval())
     train(DRAFT, tokenizer, plan, teacher, arguments.checkpoints / "draft.pt", arguments.out / "draft")
 

@@ -37,7 +37,7 @@ my boss;a business plan;a cover letter;a thesis;a legal contract;a news article;
 OTHER_CAPITALS = """Mongolia Nepal Bolivia Paraguay Uruguay Tunisia Angola Zambia Senegal Malta Fiji Jamaica Panama Nicaragua
 Honduras Kazakhstan Uzbekistan Georgia Armenia Laos Cambodia Malaysia Bhutan Qatar Oman Yemen Libya Sudan Chad Niger Togo Benin
 Gabon Botswana Namibia Mozambique Madagascar Somalia Uganda Rwanda Samoa Tonga Ecuador Guyana Suriname Haiti""".split()
-FILMS = items("""the World Cup in 1990;the World Cup in 2014;the Olympic marathon in 1960;the Oscar in 1995;the Nobel Prize in 1921;the
+PRIZES = items("""the World Cup in 1990;the World Cup in 2014;the Olympic marathon in 1960;the Oscar in 1995;the Nobel Prize in 1921;the
 election;the last match;the battle of Hastings;the Tour de France;the chess championship;Wimbledon in 1980""")
 MADE_THINGS = items(
     "the telephone;the light bulb;the radio;penicillin;the steam engine;the printing press;the computer;America;the Mona Lisa;Hamlet;War and Peace;the Eiffel Tower;Google;television"
@@ -108,7 +108,7 @@ def ask(rng: Random) -> tuple[str, str, bool]:
             False,
         )
     if kind == 7:
-        prize = pick(rng, FILMS)
+        prize = pick(rng, PRIZES)
         return f"[Who won {prize}?|Do you know who won {prize}?]", f"who won {prize}", False
     if kind == 8:
         made = pick(rng, MADE_THINGS)
