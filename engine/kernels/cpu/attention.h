@@ -16,7 +16,8 @@
 namespace penstock {
 
 constexpr int kBlockTokens = 16;
-constexpr int kSpan = 128;         // tokens per fold
+constexpr int kSpan = 128;          // tokens per fold
+constexpr size_t kCacheLine = 64;
 constexpr int kAttentionRows = 48;  // rows per task, where one token's heads are not more
 
 struct Shape {
@@ -34,7 +35,8 @@ struct Task {
     int sequence;
     int token;  // first one
     int tokens;
-    int kv_head;
+    int kv_head;  // first one
+    int kv_heads;
     int64_t cost;
 };
 
@@ -105,9 +107,18 @@ void place_token(const AttentionStep& step, const float* q_norm, const float* k_
             values[(h * kBlockTokens + slot) * d + i] = from_float<W>(v[h * d + i]);
 }
 
+// The rows of one kv head in a task: its query heads of each token.
+struct Rows {
+    int count;
+    float *q, *out;  // [count][head_dim]
+    float* scores;   // [count][kSpan]
+    float *peak, *total;
+    int32_t *first, *limit;  // the tokens that a row sees
+};
+
 struct AttentionScratch {
     Buffer<float> q, out, scores, peak, total;
-    Buffer<int32_t> first, limit;  // per row: the tokens it sees
+    Buffer<int32_t> first, limit;
 
     explicit AttentionScratch(const Shape& shape) {
         const size_t rows = std::max(kAttentionRows, shape.group());
@@ -119,14 +130,25 @@ struct AttentionScratch {
         first = allocate<int32_t>(rows);
         limit = allocate<int32_t>(rows);
     }
+
+    Rows rows(int from, int count, int head_dim) const {
+        return {count,
+                q.get() + from * head_dim,
+                out.get() + from * head_dim,
+                scores.get(),  // nothing of them outlasts a span
+                peak.get() + from,
+                total.get() + from,
+                first.get() + from,
+                limit.get() + from};
+    }
 };
 
 inline int tokens_per_task(const Shape& shape) { return std::max(1, kAttentionRows / shape.group()); }
 
 // Scores of a span become weights; the row's output so far is scaled to the new maximum.
-inline void fold_row(AttentionScratch& s, int row, int head_dim, int span, int from, int to) {
-    float* scores = s.scores.get() + row * kSpan;
-    float* out = s.out.get() + row * head_dim;
+inline void fold_row(const Rows& s, int row, int head_dim, int span, int from, int to) {
+    float* scores = s.scores + row * kSpan;
+    float* out = s.out + row * head_dim;
     const int first = std::max(s.first[row], from) - span, limit = std::min(s.limit[row], to) - span;
     const int begin = from - span, end = divide_up(to - span, kLanes) * kLanes;
     if (first >= limit) {
@@ -165,23 +187,32 @@ void prefetch(const W* p, int count) {
     for (int i = 0; i < count; i += 64 / static_cast<int>(sizeof(W))) __builtin_prefetch(p + i);
 }
 
+constexpr int kSpanBlocks = kSpan / kBlockTokens;
+
+// The blocks of a span, of one sequence and kv head. Blocks lie scattered, so the processor cannot guess what comes
+// next: the scores fetch their span's values on the way, the values the next span's keys.
+template <class W>
+struct Span {
+    int blocks;
+    const W* keys[kSpanBlocks];
+    const W* values[kSpanBlocks];
+    const char* fetched_values[kSpanBlocks + 1];
+    const char* fetched_keys[kSpanBlocks];
+};
+
 // scores [rows][tokens of the span] = queries times keys; a few rows take two blocks at a time, as panels.
 template <class W>
-void score(const AttentionScratch& s, const W* const* keys, const W* const* values, int blocks, int rows, int head_dim,
-           int column) {
-    const int together = rows <= 3 ? 2 : 1;
-    for (int b = 0; b < blocks;) {
-        const int panels = std::min(together, blocks - b);
-        for (int i = b; i < b + panels; i++) {
-            if (i + 6 < blocks) prefetch(keys[i + 6], head_dim * kBlockTokens);
-            prefetch(values[i], head_dim * kBlockTokens);
-        }
-        const size_t apart = panels == 2 ? keys[b + 1] - keys[b] : 0;
+void score(const Rows& rows, const Span<W>& span, int head_dim, int column) {
+    const int together = rows.count <= 3 ? 2 : 1, half = head_dim / 2;
+    for (int b = 0; b < span.blocks;) {
+        const int panels = std::min(together, span.blocks - b);
+        const W* halves[] = {span.keys[b], span.keys[b] + half * kBlockTokens};
+        const size_t apart = panels == 2 ? span.keys[b + 1] - span.keys[b] : 0;
         const Strides by{static_cast<size_t>(head_dim), kBlockTokens, apart, kSpan, kPanel};
-        for_tiles(rows, [&](int start, int height) {
-            float* scores = s.scores.get() + start * kSpan + column + b * kBlockTokens;
-            const Pieces<W> pieces{keys + b, 0, head_dim, reinterpret_cast<const char*>(keys[b]), 0};
-            tile_rows<W, 2>(height, panels, s.q.get() + start * head_dim, pieces, head_dim, scores, by, true);
+        const Pieces<W> pieces{halves, 0, half, span.fetched_values + b, 0, kCacheLine};
+        for_tiles(rows.count, [&](int start, int height) {
+            float* scores = rows.scores + start * kSpan + column + b * kBlockTokens;
+            tile_rows<W, 2>(height, panels, rows.q + start * head_dim, pieces, head_dim, scores, by, true);
         });
         b += panels;
     }
@@ -189,62 +220,107 @@ void score(const AttentionScratch& s, const W* const* keys, const W* const* valu
 
 // out += weights of the span times its values; the last columns of a head_dim of 8 modulo 16 go alone.
 template <class W>
-void add_values(const AttentionScratch& s, const W* const* values, int rows, int head_dim, int column, int tokens) {
+void add_values(const Rows& rows, const Span<W>& span, int head_dim, int column, int tokens) {
     const Strides by{kSpan, static_cast<size_t>(head_dim), kPanel, static_cast<size_t>(head_dim), kPanel};
     const int panels = head_dim / kPanel;
-    const char* here = reinterpret_cast<const char*>(values[0]);
-    for_tiles(rows, [&](int start, int height) {
-        const float* weights = s.scores.get() + start * kSpan + column;
-        float* out = s.out.get() + start * head_dim;
-        for (int p = 0; p < panels;) {
-            const Pieces<W> pieces{values, static_cast<size_t>(p) * kPanel, kBlockTokens, here, 0};
-            p += tile_rows<W, 2>(height, panels - p, weights, pieces, tokens, out + p * kPanel, by, false);
-        }
-        const Pieces<W> rest{values, static_cast<size_t>(panels) * kPanel, kBlockTokens, here, 0};
-        if (head_dim % kPanel) tile_rows<W, 1>(height, 1, weights, rest, tokens, out + panels * kPanel, by, false);
+    for_tiles(rows.count, [&](int start, int height) {
+        const float* weights = rows.scores + start * kSpan + column;
+        float* out = rows.out + start * head_dim;
+        const auto pieces = [&](int p) {
+            return Pieces<W>{span.values,       static_cast<size_t>(p) * kPanel,          kBlockTokens,
+                             span.fetched_keys, static_cast<size_t>(p) * kCacheLine * 8, kCacheLine};
+        };
+        for (int p = 0; p < panels;)
+            p += tile_rows<W, 2>(height, panels - p, weights, pieces(p), tokens, out + p * kPanel, by, false);
+        if (head_dim % kPanel)
+            tile_rows<W, 1>(height, 1, weights, pieces(panels), tokens, out + panels * kPanel, by, false);
     });
 }
 
-template <class W>
-void attend(const AttentionStep& step, const Task& task, AttentionScratch& s) {
-    const Shape& shape = *step.shape;
-    const int d = shape.head_dim, group = shape.group(), rows = task.tokens * group;
-    const int32_t* table = step.block_tables + task.sequence * step.max_blocks;
-    const size_t block_size = static_cast<size_t>(shape.kv_size()) * kBlockTokens;
-    const size_t head_at = static_cast<size_t>(task.kv_head) * d * kBlockTokens;
-    const W* keys = reinterpret_cast<const W*>(step.keys) + head_at;
-    const W* values = reinterpret_cast<const W*>(step.values) + head_at;
-    int begin = std::numeric_limits<int>::max(), end = 0;
-    for (int r = 0; r < rows; r++) {
+// Copies the queries of one head in and says what each row sees.
+inline void start_rows(const AttentionStep& step, const Task& task, int kv_head, const Rows& rows) {
+    const int d = step.shape->head_dim, group = step.shape->group();
+    for (int r = 0; r < rows.count; r++) {
         const int token = task.token + r / group, position = step.positions[token];
-        const float* q = step.qkv + token * step.ld + (task.kv_head * group + r % group) * d;
-        std::memcpy(s.q.get() + r * d, q, d * sizeof(float));
-        s.first[r] = step.window > 0 ? std::max(0, position + 1 - step.window) : 0;
-        s.limit[r] = position + 1;
-        s.peak[r] = -std::numeric_limits<float>::infinity();
-        s.total[r] = 0.0f;
-        begin = std::min(begin, s.first[r]);
-        end = std::max(end, s.limit[r]);
+        const float* q = step.qkv + token * step.ld + (kv_head * group + r % group) * d;
+        std::memcpy(rows.q + r * d, q, d * sizeof(float));
+        rows.first[r] = step.window > 0 ? std::max(0, position + 1 - step.window) : 0;
+        rows.limit[r] = position + 1;
+        rows.peak[r] = -std::numeric_limits<float>::infinity();
+        rows.total[r] = 0.0f;
     }
-    std::memset(s.out.get(), 0, static_cast<size_t>(rows) * d * sizeof(float));
-    const W* span_keys[kSpan / kBlockTokens];
-    const W* span_values[kSpan / kBlockTokens];
-    for (int span = begin / kSpan * kSpan; span < end; span += kSpan) {
-        const int from = std::max(span, begin / kBlockTokens * kBlockTokens), to = std::min(span + kSpan, end);
-        const int blocks = divide_up(to - from, kBlockTokens);
-        for (int b = 0; b < blocks; b++) {
-            const size_t at = table[from / kBlockTokens + b] * block_size;
-            span_keys[b] = keys + at;
-            span_values[b] = values + at;
+    std::memset(rows.out, 0, static_cast<size_t>(rows.count) * d * sizeof(float));
+}
+
+inline void finish_rows(const AttentionStep& step, const Task& task, int kv_head, const Rows& rows) {
+    const int d = step.shape->head_dim, group = step.shape->group();
+    for (int r = 0; r < rows.count; r++) {
+        float* out = step.out + (task.token + r / group) * step.ldo + (kv_head * group + r % group) * d;
+        for (int i = 0; i < d; i += kLanes) store(out + i, load(rows.out + r * d + i) / splat(rows.total[r]));
+    }
+}
+
+// Where the keys and values of one head of a sequence are.
+template <class W>
+struct History {
+    const W* keys;
+    const W* values;
+    const int32_t* table;
+    size_t block_size;
+    int last;  // block
+
+    const W* key(int block) const { return keys + table[std::min(block, last)] * block_size; }
+    const W* value(int block) const { return values + table[block] * block_size; }
+
+    History(const AttentionStep& step, const Task& task, int kv_head, int end)
+        : table(step.block_tables + task.sequence * step.max_blocks),
+          block_size(static_cast<size_t>(step.shape->kv_size()) * kBlockTokens),
+          last((end - 1) / kBlockTokens) {
+        const size_t at = static_cast<size_t>(kv_head) * step.shape->head_dim * kBlockTokens;
+        keys = reinterpret_cast<const W*>(step.keys) + at;
+        values = reinterpret_cast<const W*>(step.values) + at;
+    }
+};
+
+// `next` has the keys that are read after this span, from block `next_block`.
+template <class W>
+Span<W> make_span(const History<W>& history, int block, int blocks, const History<W>& next, int next_block) {
+    Span<W> span;
+    span.blocks = blocks;
+    for (int b = 0; b < blocks; b++) {
+        span.keys[b] = history.key(block + b);
+        span.values[b] = history.value(block + b);
+        span.fetched_values[b] = reinterpret_cast<const char*>(span.values[b]);
+        span.fetched_keys[b] = reinterpret_cast<const char*>(next.key(next_block + b));
+    }
+    span.fetched_values[blocks] = span.fetched_values[0];  // an odd block fetches one more
+    return span;
+}
+
+// Several heads of a task advance together, span by span: their parts of a block are neighbours in memory.
+template <class W>
+void attend(const AttentionStep& step, const Task& task, AttentionScratch& scratch) {
+    const int d = step.shape->head_dim, count = task.tokens * step.shape->group();
+    const int first = step.positions[task.token], end = step.positions[task.token + task.tokens - 1] + 1;
+    const int begin = step.window > 0 ? std::max(0, first + 1 - step.window) : 0, lowest = begin / kBlockTokens;
+    const auto rows = [&](int head) { return scratch.rows(head * count, count, d); };
+    const auto history = [&](int head) { return History<W>(step, task, task.kv_head + head, end); };
+    for (int b = lowest; b < lowest + kSpanBlocks; b++)
+        for (int i = 0; i < d * kBlockTokens; i += kCacheLine / sizeof(W)) __builtin_prefetch(history(0).key(b) + i);
+    for (int head = 0; head < task.kv_heads; head++) start_rows(step, task, task.kv_head + head, rows(head));
+    for (int at = begin / kSpan * kSpan; at < end; at += kSpan) {
+        const int block = std::max(at / kBlockTokens, lowest), from = block * kBlockTokens;
+        const int to = std::min(at + kSpan, end), blocks = divide_up(to - from, kBlockTokens);
+        for (int head = 0; head < task.kv_heads; head++) {
+            const bool more = head + 1 < task.kv_heads;
+            const Span<W> span = make_span(history(head), block, blocks, history(more ? head + 1 : 0),
+                                           more ? block : block + blocks);
+            score(rows(head), span, d, from - at);
+            for (int r = 0; r < count; r++) fold_row(rows(head), r, d, at, from, to);
+            add_values(rows(head), span, d, from - at, to - from);
         }
-        score(s, span_keys, span_values, blocks, rows, d, from - span);
-        for (int r = 0; r < rows; r++) fold_row(s, r, d, span, from, to);
-        add_values(s, span_values, rows, d, from - span, to - from);
     }
-    for (int r = 0; r < rows; r++) {
-        float* out = step.out + (task.token + r / group) * step.ldo + (task.kv_head * group + r % group) * d;
-        for (int i = 0; i < d; i += kLanes) store(out + i, load(s.out.get() + r * d + i) / splat(s.total[r]));
-    }
+    for (int head = 0; head < task.kv_heads; head++) finish_rows(step, task, task.kv_head + head, rows(head));
 }
 
 }  // namespace penstock

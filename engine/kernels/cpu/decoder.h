@@ -67,6 +67,7 @@ class Decoder {
             attend_ = &attend<W>;
             place_ = &place_token<W>;
         });
+        use_huge_pages(model.kv, 2 * model.num_layers * half_of_layer());
         for (int i = 0; i < team.size(); i++) {
             attention_scratch_.emplace_back(shape_);
             sums_.push_back(allocate<float>(sums_size()));
@@ -86,6 +87,11 @@ class Decoder {
 
    private:
     Type type() const { return static_cast<Type>(model_.type); }
+
+    // Bytes of the keys, or of the values, of one layer.
+    size_t half_of_layer() const {
+        return static_cast<size_t>(model_.num_blocks) * shape_.kv_size() * kBlockTokens * size_of(type());
+    }
 
     int check() {
         const Step& s = step_;
@@ -221,17 +227,23 @@ class Decoder {
         std::stable_sort(sampled_tasks_.begin(), sampled_tasks_.end(), dearer);
     }
 
+    // With work enough for everyone, a task takes as many heads as it has rows for.
     void add_tasks(std::vector<Task>& tasks, int sequence, int from, int to) {
-        const int most = tokens_per_task(shape_);
+        const int most = tokens_per_task(shape_), heads = shape_.num_kv_heads;
         for (int t = from; t < to; t += most) {
             const int tokens = std::min(most, to - t);
-            const int64_t cost = int64_t(tokens) * (step_.positions[t + tokens - 1] + 1);
-            for (int h = 0; h < shape_.num_kv_heads; h++) tasks.push_back({sequence, t, tokens, h, cost});
+            const bool scarce = step_.sequences < 4 * team_.size();
+            const int together = scarce ? 1 : std::max(1, kAttentionRows / (tokens * shape_.group()));
+            for (int h = 0; h < heads; h += together) {
+                const int some = std::min(together, heads - h);
+                const int64_t cost = int64_t(tokens) * some * (step_.positions[t + tokens - 1] + 1);
+                tasks.push_back({sequence, t, tokens, h, some, cost});
+            }
         }
     }
 
     AttentionStep attention_step(int layer) {
-        const size_t half = static_cast<size_t>(model_.num_blocks) * shape_.kv_size() * kBlockTokens * size_of(type());
+        const size_t half = half_of_layer();
         char* keys = static_cast<char*>(model_.kv) + 2 * layer * half;
         return {&shape_,      step_.positions, step_.block_tables, static_cast<size_t>(step_.max_blocks),
                 layers_[layer].window, keys,   keys + half,        qkv_.get(),

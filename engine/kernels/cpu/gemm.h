@@ -30,8 +30,11 @@ struct Pieces {
     const W* const* starts;
     size_t offset;  // into each piece
     int length;
-    const char* ahead;   // what will be needed next: fetched into the second-level cache on the way,
-    size_t ahead_speed;  // so many bytes per step of k
+    // Per piece, what will be needed later: fetched on the way, so many bytes per step of k. In a burst the fetches
+    // would hold up the loads; one a step hides behind the arithmetic.
+    const char* const* ahead;
+    size_t ahead_offset;
+    size_t ahead_speed;
 };
 
 // Calls function with the constants 0 to Count - 1. A loop would do if every compiler unrolled it early enough to
@@ -58,9 +61,9 @@ PENSTOCK_INLINE void tile(const float* a, const Pieces<W>& pieces, int depth, fl
     unrolled<Rows>(PENSTOCK_EACH(r) {
         unrolled<kColumns>(PENSTOCK_EACH(j) { sums[r][j] = fresh ? splat(0.0f) : load(place(r, j)); });
     });
-    const char* ahead = pieces.ahead;
     for (int from = 0, piece = 0; from < depth; from += pieces.length, piece++) {
         const W* w = pieces.starts[piece] + pieces.offset;
+        const char* ahead = pieces.ahead[piece] + pieces.ahead_offset;
         const int to = std::min(depth, from + pieces.length);
         for (int k = from; k < to; k++) {
             const auto weight = [&](int j) __attribute__((always_inline)) {
@@ -139,11 +142,12 @@ void product(const Linear& linear, int panel, int panels, const float* a, size_t
         for (int p = 0; p < panels;) {
             const size_t at = p * by_panel + static_cast<size_t>(from) * kPanel;
             const W* w = linear.panel<W>(panel) + at;
+            const char* fetched = reinterpret_cast<const char*>(ahead + at);
             int done = 1, turn = 0;
             for_tiles(rows, [&](int start, int height) {
-                const size_t share = static_cast<size_t>(depth) * kPanel / tiles;
-                const Pieces<W> pieces{&w, 0, depth, reinterpret_cast<const char*>(ahead + at + turn++ * share),
-                                       (kPanel * sizeof(W) + tiles - 1) / tiles};
+                const size_t share = static_cast<size_t>(depth) * kPanel * sizeof(W) / tiles;
+                const size_t speed = (kPanel * sizeof(W) + tiles - 1) / tiles;
+                const Pieces<W> pieces{&w, 0, depth, &fetched, turn++ * share, speed};
                 done = tile_rows<W, 2>(height, tiles == 1 ? panels - p : 1, a + start * lda + from, pieces, depth,
                                        sums + p * by.c_panel + start * kPanel, by, from == 0);
             });
