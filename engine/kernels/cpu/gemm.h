@@ -15,6 +15,7 @@ constexpr int kTileRows = 6;      // 6 x 16 sums, 2 weights and a broadcast: 15 
 constexpr int kDepth = 512;       // k per block: keeps the rows of a chunk in the second-level cache
 constexpr int kRowBlock = 96;     // rows per chunk
 constexpr int kChunkPanels = 16;  // at most, per chunk
+constexpr int kStreamAhead = 6144;  // bytes: how far ahead weights that are read only once are fetched
 
 struct Strides {
     size_t a;        // between rows of activations
@@ -86,7 +87,7 @@ PENSTOCK_INLINE void tile(const float* a, const Pieces<W>& pieces, int depth, fl
                 });
             }
             w += by.w;
-            __builtin_prefetch(ahead, 0, 2);
+            __builtin_prefetch(ahead);
             ahead += pieces.ahead_speed;
         }
     }
@@ -130,7 +131,8 @@ PENSTOCK_INLINE void for_tiles(int rows, Function function) {
     }
 }
 
-// sums [panels][rows][16] = a [rows][k] times the panels; `ahead` is where the panels to come next lie.
+// sums [panels][rows][16] = a [rows][k] times the panels. With several tiles the panels at `ahead`, which come next,
+// are fetched meanwhile; with one this would be too much at once, so it is what follows shortly.
 template <class W>
 void product(const Linear& linear, int panel, int panels, const float* a, size_t lda, int rows, float* sums,
              const W* ahead) {
@@ -142,7 +144,8 @@ void product(const Linear& linear, int panel, int panels, const float* a, size_t
         for (int p = 0; p < panels;) {
             const size_t at = p * by_panel + static_cast<size_t>(from) * kPanel;
             const W* w = linear.panel<W>(panel) + at;
-            const char* fetched = reinterpret_cast<const char*>(ahead + at);
+            const char* fetched =
+                tiles == 1 ? reinterpret_cast<const char*>(w) + kStreamAhead : reinterpret_cast<const char*>(ahead + at);
             int done = 1, turn = 0;
             for_tiles(rows, [&](int start, int height) {
                 const size_t share = static_cast<size_t>(depth) * kPanel * sizeof(W) / tiles;

@@ -4,6 +4,7 @@
 // the first.
 #pragma once
 
+#include <functional>
 #include <limits>
 
 #include "pack.h"
@@ -26,16 +27,25 @@ struct SampleArgs {
     float* logprobs;
 };
 
-struct Candidate {
-    float weight;
-    int32_t id;
+struct Bin {
+    double mass;
+    int count;
 };
 
+constexpr int kRun = 64;  // weights summed up together
+
 struct SampleScratch {
-    std::vector<float> logits, weights;
-    std::vector<Candidate> candidates;
-    std::vector<double> bin_mass;
-    std::vector<int32_t> bin_count;
+    std::vector<float> logits, weights, candidates, inside;
+    std::vector<Bin> bins;
+    int padded;  // length of the weights: whole runs, zeros at the end
+
+    void resize(int n) {
+        padded = (n + kRun - 1) / kRun * kRun;
+        logits.resize(n);
+        weights.assign(padded, 0.0f);
+        candidates.resize(padded);
+        inside.resize(padded);
+    }
 };
 
 // x * 0 is 0 for a finite x and NaN for any other.
@@ -92,130 +102,132 @@ inline bool adjust(const SampleArgs& args, int row, float* x) {
     return true;
 }
 
-// ---- selection: the most likely tokens, without sorting them all -----------------------------------------------
+// ---- selection: what top-k, top-p and min-p keep is what weighs at least a cut ---------------------------------
 
-// Weights lie in [0, 1]; their bits, as integers, order them. The upper ones make bins.
+// Weights lie in [0, 1]. Their bits, read as integers, order them; the upper ones make bins: 32 to a power of two,
+// what is below 2^-40 in the first.
 constexpr int kBinShift = 18;
-constexpr int kBins = (0x3f800000 >> kBinShift) + 1;
+constexpr int kFirstBin = (127 - 40) << 5;
+constexpr int kBins = (127 << 5) - kFirstBin + 1;
 
 inline int bin_of(float weight) {
-    uint32_t bits;
+    int32_t bits;
     std::memcpy(&bits, &weight, sizeof bits);
-    return static_cast<int>(bits >> kBinShift);
+    return std::max(0, (bits >> kBinShift) - kFirstBin);
 }
 
-inline bool likelier(const Candidate& a, const Candidate& b) { return a.weight > b.weight; }
+// Copies what `wanted`, without a branch for each; returns how many.
+template <class Wanted>
+int filter(const float* from, int n, float* to, Wanted wanted) {
+    int count = 0;
+    for (int i = 0; i < n; i++) {
+        to[count] = from[i];
+        count += wanted(from[i]);
+    }
+    return count;
+}
 
-// Keeps the likeliest candidates, in order of likelihood, until `enough(number, mass)` of those before holds. Only
-// the bin in which that happens is sorted; the result is in no particular order.
+// The smallest weight that is kept when the largest are taken one after another, the first always, until
+// `enough(number, mass)` of those taken holds. Weights below `least` are not looked at. Only one bin is sorted.
 template <class Enough>
-void keep_until(std::vector<Candidate>& candidates, SampleScratch& s, Enough enough) {
-    s.bin_mass.assign(kBins, 0.0);
-    s.bin_count.assign(kBins, 0);
-    for (const Candidate& c : candidates) {
-        s.bin_mass[bin_of(c.weight)] += c.weight;
-        s.bin_count[bin_of(c.weight)]++;
+float cut_where(float least, SampleScratch& s, Enough enough) {
+    float* candidates = s.candidates.data();
+    const int count = filter(s.weights.data(), s.padded, candidates, [&](float w) { return w >= least; });
+    s.bins.assign(kBins, Bin{0.0, 0});
+    for (int i = 0; i < count; i++) {
+        Bin& bin = s.bins[bin_of(candidates[i])];
+        bin.mass += candidates[i];
+        bin.count++;
     }
-    int bin = kBins - 1, number = 0;
+    int at = kBins - 1, number = 0;
     double mass = 0.0;
-    while (bin >= 0 && !enough(number + s.bin_count[bin], mass + s.bin_mass[bin])) {
-        number += s.bin_count[bin];
-        mass += s.bin_mass[bin];
-        bin--;
+    for (; at > 0 && !enough(number + s.bins[at].count, mass + s.bins[at].mass); at--) {
+        number += s.bins[at].count;
+        mass += s.bins[at].mass;
     }
-    if (bin < 0) return;
-    const auto above = std::partition(candidates.begin(), candidates.end(),
-                                      [&](const Candidate& c) { return bin_of(c.weight) > bin; });
-    const auto inside =
-        std::partition(above, candidates.end(), [&](const Candidate& c) { return bin_of(c.weight) == bin; });
-    std::sort(above, inside, likelier);
-    auto end = above;
-    while (end != inside && !enough(number, mass)) {
+    float* inside = s.inside.data();
+    const int some = filter(candidates, count, inside, [&](float w) { return bin_of(w) == at; });
+    std::sort(inside, inside + some, std::greater<float>());
+    float cut = least;
+    for (int i = 0; i < some && (number == 0 || !enough(number, mass)); i++) {
+        cut = inside[i];
         number++;
-        mass += end->weight;
-        ++end;
+        mass += inside[i];
     }
-    while (end != inside && end != above && end->weight == (end - 1)->weight) ++end;
-    candidates.erase(end, candidates.end());
+    return cut;
 }
 
-inline double mass_of(const std::vector<Candidate>& candidates) {
+typedef double v8d __attribute__((vector_size(64)));
+
+// What is kept of a run of weights.
+inline double mass_of_run(const float* weights, float cut) {
+    v8d masses = {};
+    for (int i = 0; i < kRun; i += kLanes) {
+        const v8 w = load(weights + i);
+        masses += __builtin_convertvector(w < splat(cut) ? splat(0.0f) : w, v8d);
+    }
     double mass = 0.0;
-    for (const Candidate& c : candidates) mass += c.weight;
+    for (int i = 0; i < kLanes; i++) mass += masses[i];
     return mass;
 }
 
-// The first token, in order of id, at which the running sum passes uniform times the total.
-inline int invert(std::vector<Candidate>& candidates, double uniform) {
-    std::sort(candidates.begin(), candidates.end(),
-              [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
-    const double target = uniform * mass_of(candidates);
-    double running = 0.0;
+inline double mass_from(const SampleScratch& s, float cut) {
+    double mass = 0.0;
+    for (int i = 0; i < s.padded; i += kRun) mass += mass_of_run(s.weights.data() + i, cut);
+    return mass;
+}
+
+// The first kept token, in order of id, at which the running sum passes uniform times the total.
+inline int invert(const SampleScratch& s, float cut, double uniform) {
+    const double target = uniform * mass_from(s, cut);
+    double before = 0.0;
     int last = -1;
-    for (const Candidate& c : candidates) {
-        if (c.weight <= 0.0f) continue;
-        running += c.weight;
-        last = c.id;
-        if (running > target) return c.id;
+    for (int i = 0; i < s.padded; i += kRun) {
+        const double after = before + mass_of_run(s.weights.data() + i, cut);
+        if (after < target * (1 - 1e-9)) {  // surely not here, however it was rounded
+            before = after;
+            continue;
+        }
+        double running = before;
+        for (int j = i; j < i + kRun; j++) {
+            const float w = s.weights[j];
+            if (w < cut || w <= 0.0f) continue;
+            last = j;
+            running += w;
+            if (running > target) return last;
+        }
+        before = after;
     }
     return last;
 }
 
-// The same for all tokens.
-inline int invert_all(const float* weights, int n, double uniform) {
-    double total = 0.0;
-    for (int i = 0; i < n; i++) total += weights[i];
-    const double target = uniform * total;
-    double running = 0.0;
-    int last = -1;
-    for (int i = 0; i < n; i++) {
-        if (weights[i] <= 0.0f) continue;
-        running += weights[i];
-        last = i;
-        if (running > target) return i;
-    }
-    return last;
-}
-
-// Of the tokens that can be in the result at all. Those below a share of (1 - top_p) / n of the mass are not: all of
-// them together have less than 1 - top_p.
-inline void collect(const float* weights, int n, float least, std::vector<Candidate>& candidates) {
-    candidates.clear();
-    for (int i = 0; i < n; i += kLanes) {
-        const v8 x = load_first(weights + i, n - i);
-        if (max(x) < least) continue;
-        for (int j = 0; j < std::min(kLanes, n - i); j++)
-            if (x[j] >= least && x[j] > 0.0f) candidates.push_back({x[j], i + j});
-    }
+// At least k weights are as large as this: the largest of k runs are.
+inline float floor_of_largest(SampleScratch& s, int k) {
+    const int runs = s.padded / kRun;
+    if (k > runs) return 0.0f;
+    for (int i = 0; i < runs; i++) s.inside[i] = highest(&s.weights[i * kRun], kRun);
+    const auto kth = s.inside.begin() + (k - 1);
+    std::nth_element(s.inside.begin(), kth, s.inside.begin() + runs, std::greater<float>());
+    return *kth;
 }
 
 inline int draw(const SampleArgs& args, int row, const float* x, float peak, SampleScratch& s) {
     const int n = static_cast<int>(args.vocab), top_k = args.top_k[row];
-    const float temperature = args.temperature[row], top_p = args.top_p[row], min_p = args.min_p[row];
-    const bool some = top_k > 0 && top_k < n, nucleus = top_p < 1.0f;
-    float* weights = s.weights.data();
-    double total = 0.0;
-    for (int i = 0; i < n; i += kLanes) {
-        const v8 w = exp((load_or_lowest(x + i, n - i) - splat(peak)) / splat(temperature));
-        store(weights + i, w);
-        total += sum(w);
+    const float temperature = args.temperature[row], top_p = args.top_p[row];
+    for (int i = 0; i < n; i += kLanes)
+        store(&s.weights[i], exp((load_or_lowest(x + i, n - i) - splat(peak)) / splat(temperature)));
+    float cut = 0.0f;
+    if (top_k > 0 && top_k < n) {
+        const float least = floor_of_largest(s, top_k);
+        cut = cut_where(least, s, [&](int number, double) { return number >= top_k; });
     }
-    if (!some && !nucleus && min_p <= 0.0f) return invert_all(weights, n, args.uniform[row]);
-    // After top-k, top-p is a share of what top-k left; min-p may not have taken its part before that is known.
-    const bool both = some && nucleus;
-    float least = both ? 0.0f : min_p;
-    if (nucleus && !some) least = std::max(least, static_cast<float>((1.0 - top_p) / n * total * 0.999));
-    collect(weights, n, least, s.candidates);
-    if (some) keep_until(s.candidates, s, [&](int number, double) { return number >= top_k; });
-    if (nucleus) {
-        const double enough = (some ? mass_of(s.candidates) : total) * top_p;
-        keep_until(s.candidates, s, [&](int number, double mass) { return number > 0 && mass >= enough; });
+    if (top_p < 1.0f) {
+        const double total = mass_from(s, cut);
+        // All that weigh less than this have, together, less than the share that top-p leaves out.
+        const float least = std::max(cut, static_cast<float>((1.0 - top_p) / n * total * 0.999));
+        cut = cut_where(least, s, [&](int, double mass) { return mass >= total * top_p; });
     }
-    if (both)
-        s.candidates.erase(std::remove_if(s.candidates.begin(), s.candidates.end(),
-                                          [&](const Candidate& c) { return c.weight < min_p; }),
-                           s.candidates.end());
-    return invert(s.candidates, args.uniform[row]);
+    return invert(s, std::max(cut, args.min_p[row]), args.uniform[row]);
 }
 
 inline int choose(const SampleArgs& args, int row, const float* raw, SampleScratch& s) {
@@ -237,8 +249,7 @@ inline int choose(const SampleArgs& args, int row, const float* raw, SampleScrat
 inline void sample_row(const SampleArgs& args, int row, SampleScratch& s) {
     const int n = static_cast<int>(args.vocab);
     const float* raw = args.logits + static_cast<size_t>(row) * n;
-    s.logits.resize(n);
-    s.weights.resize(n + kLanes);
+    s.resize(n);
     const int id = all_finite(raw, n) ? choose(args, row, raw, s) : -1;
     args.token_ids[row] = id;
     float logprob = std::numeric_limits<float>::quiet_NaN();

@@ -122,7 +122,9 @@ class Team {
 #endif
     }
 
-    static constexpr std::chrono::microseconds kSpin{50};
+    // Long enough to bridge the ends of phases. No longer: when another process has taken a core, and with it a
+    // thread in the middle of its chunk, sleeping here is what lets the system move that thread to this core.
+    static constexpr std::chrono::microseconds kSpin{20};
 
     const int size_;
     const pid_t owner_;
