@@ -1,0 +1,178 @@
+"""The files of the demo model and its draft: limits, formats, and that transformers reads them as we do."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+import app.demo
+from app.demo.network import Llama
+from app.demo.score import Talker
+from app.demo.tokenizer import END, ROLES, SPECIAL_TOKENS, Message, encode_conversation, special_id
+from app.demo.train import DRAFT, MODEL
+
+HOME = Path(app.demo.__file__).parent
+FOLDERS = [HOME / "model", HOME / "draft"]
+FILES = [
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+TALK: list[Message] = [
+    ("system", "Be kind."), ("user", "Hi, I'm Zoë: 2+2?\n\nPlease!"), ("assistant", "2 + 2 = 4."),
+    ("user", "and then?"), ("assistant", "Once upon a time…"),
+]  # fmt: skip
+
+
+TOKENIZER = Tokenizer.from_file(str(HOME / "model" / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return TOKENIZER
+
+
+@pytest.fixture(scope="module")
+def chat() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(HOME / "model")
+
+
+@pytest.fixture(scope="module")
+def talker() -> Talker:
+    return Talker(HOME / "model")
+
+
+def parameters(folder: Path) -> int:
+    return sum(tensor.numel() for tensor in load_file(folder / "model.safetensors").values())
+
+
+def test_sizes() -> None:
+    model, draft = map(parameters, FOLDERS)
+    assert 3e6 <= model <= 12e6
+    assert draft <= model / 10
+    assert sum(file.stat().st_size for folder in FOLDERS for file in folder.iterdir()) <= 24 * 2**20
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_every_file_is_there_and_says_the_same(folder: Path) -> None:
+    assert sorted(file.name for file in folder.iterdir()) == FILES
+    config, generation, tokens = (json.loads((folder / FILES[n]).read_text()) for n in (0, 1, 4))
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["max_position_embeddings"] == tokens["model_max_length"] >= 2048
+    assert config["eos_token_id"] == generation["eos_token_id"]
+    assert config["vocab_size"] % 64 == 0
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+
+
+def test_both_share_one_tokenizer() -> None:
+    first, second = ((folder / "tokenizer.json").read_bytes() for folder in FOLDERS)
+    assert first == second
+
+
+def test_the_vocabulary_is_small_and_fits_the_embedding(tokenizer: Tokenizer) -> None:
+    assert tokenizer.get_vocab_size() == MODEL.vocab_size == DRAFT.vocab_size <= 4096
+
+
+def test_the_turn_tokens_are_single_and_special(tokenizer: Tokenizer) -> None:
+    for token in SPECIAL_TOKENS:
+        number = special_id(tokenizer, token)
+        assert tokenizer.encode(token, add_special_tokens=False).ids == [number]
+        assert tokenizer.decode([number]) == ""
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text())
+def test_any_text_round_trips(text: str) -> None:
+    assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False).ids) == text
+
+
+def test_numbers_are_read_digit_by_digit(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("3072", add_special_tokens=False).tokens == ["3", "0", "7", "2"]
+
+
+def test_a_bare_text_gets_a_beginning_token(tokenizer: Tokenizer) -> None:
+    assert tokenizer.encode("Once").tokens[0] == "<|bos|>"
+
+
+def turns(messages: list[Message]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in messages]
+
+
+def test_the_template_is_the_format_of_the_training(
+    chat: PreTrainedTokenizerBase, tokenizer: Tokenizer
+) -> None:
+    text = chat.apply_chat_template(turns(TALK), tokenize=False)
+    ids, said = encode_conversation(tokenizer, TALK)
+    assert chat(text, add_special_tokens=False).input_ids == ids
+    taught = [number for number, is_said in zip(ids, said, strict=True) if is_said]
+    assert tokenizer.decode(taught, skip_special_tokens=False) == f"2 + 2 = 4.{END}Once upon a time…{END}"
+
+
+def test_a_prompt_is_the_start_of_the_conversation_it_becomes(chat: PreTrainedTokenizerBase) -> None:
+    prompt = chat.apply_chat_template(turns(TALK[:-1]), tokenize=False, add_generation_prompt=True)
+    whole = chat.apply_chat_template(turns(TALK), tokenize=False)
+    assert prompt.endswith(ROLES["assistant"])
+    assert whole == f"{prompt}{TALK[-1][1]}{END}"
+
+
+def test_the_template_trims_and_knows_developers(chat: PreTrainedTokenizerBase) -> None:
+    text = chat.apply_chat_template(turns([("developer", " Be kind. "), ("user", "hi\n")]), tokenize=False)
+    assert text == "<|bos|><|system|>Be kind.<|end|><|user|>hi<|end|>"
+
+
+def test_the_template_refuses_other_roles(chat: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(Exception, match="no role tool"):
+        chat.apply_chat_template(turns([("tool", "42")]), tokenize=False)
+
+
+@pytest.mark.parametrize(
+    ("folder", "shape"), list(zip(FOLDERS, (MODEL, DRAFT), strict=True)), ids=["model", "draft"]
+)
+def test_transformers_computes_what_was_trained(folder: Path, shape: object) -> None:
+    assert isinstance(shape, type(MODEL))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ours = Llama(shape)
+    ours.load_state_dict(
+        {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
+    )
+    ids = torch.randint(0, shape.vocab_size, (2, 70), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.logits(ours(ids)), theirs(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_weights_are_half_precision_and_finite(folder: Path) -> None:
+    for tensor in load_file(folder / "model.safetensors").values():
+        assert tensor.dtype == torch.float16
+        assert torch.isfinite(tensor).all()
+
+
+def test_it_tells_a_story_about_what_was_asked(talker: Talker) -> None:
+    [(story, ended)] = talker.answer([[("user", "Tell me a story about a brave knight in a castle.")]])
+    assert ended
+    assert "knight" in story
+    assert "castle" in story
+    assert len(story.split()) > 80
+
+
+def test_it_answers_and_stops(talker: Talker) -> None:
+    questions = [
+        "Hello!",
+        "What is the capital of France?",
+        "What is paged KV?",
+        "Who was Napoleon?",
+    ]
+    answers = talker.answer([[("user", question)] for question in questions])
+    assert all(ended for _, ended in answers)
+    _, france, blocks, napoleon = (text for text, _ in answers)
+    assert "Paris" in france
+    assert "block" in blocks
+    assert "not know" in napoleon
