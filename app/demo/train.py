@@ -155,6 +155,16 @@ def restore(path: Path, model: Llama, steppers: list[torch.optim.Optimizer]) -> 
     return step
 
 
+def tokenizer_of(path: Path, seed: int) -> Tokenizer:
+    """A resumed run keeps its tokenizer, even if the corpus has changed since."""
+    if path.exists():
+        return Tokenizer.from_file(str(path))
+    tokenizer = train_tokenizer(texts(seed, 20000))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path))
+    return tokenizer
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m app.demo.train", description=__doc__)
     parser.add_argument("--steps", type=int, default=2400, help="optimiser steps of the model")
@@ -172,7 +182,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    tokenizer = train_tokenizer(texts(arguments.seed, 20000))
+    tokenizer = tokenizer_of(arguments.checkpoints / "tokenizer.json", arguments.seed)
     sizes = (arguments.batch_tokens, arguments.micro_tokens)
     plan = Plan(arguments.steps, *sizes, 0.02, 0.006, arguments.seed, arguments.device)
     model = train(
