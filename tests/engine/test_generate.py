@@ -127,7 +127,9 @@ def test_after_copy_on_write(oracle: Oracle) -> None:
 
 
 def test_seeded_sampling_is_the_same_alone_and_in_any_company(oracle: Oracle) -> None:
-    sampling = SamplingParams(temperature=1.3, top_p=0.95, top_k=50, seed=11, max_tokens=MAX_TOKENS, ignore_eos=True)
+    sampling = SamplingParams(
+        temperature=1.3, top_p=0.95, top_k=50, seed=11, max_tokens=MAX_TOKENS, ignore_eos=True
+    )
     seeded = Request(request_id="seeded", prompt_token_ids=prompt_of(23), sampling=sampling, n=2)
     runs = []
     for company, budget in ((0, 64), (9, 64), (9, 7)):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu import build
 from engine.kernels.cpu.native import (
     BLOCK_SIZE,
     NativeDecoder,
@@ -36,9 +37,10 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def library() -> NativeLibrary:
     try:
-        return load_library(print)
+        build.find_compiler()
     except NativeUnavailable as error:
         pytest.skip(str(error))
+    return load_library(print)
 
 
 @pytest.fixture(scope="module")

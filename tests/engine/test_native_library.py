@@ -30,9 +30,10 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.fixture(scope="module")
 def library() -> NativeLibrary:
     try:
-        return load_library(print)
+        build.find_compiler()
     except NativeUnavailable as error:
         pytest.skip(str(error))
+    return load_library(print)
 
 
 @pytest.fixture(scope="module")

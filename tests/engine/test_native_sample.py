@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.kernels.cpu import build
 from engine.kernels.cpu.native import NativeUnavailable, Team, load_library, sample
 from engine.sampling.batch import F64, SamplingBatch
 
@@ -19,9 +20,10 @@ from engine.sampling.batch import F64, SamplingBatch
 @pytest.fixture(scope="module")
 def team() -> Team:
     try:
-        return load_library(print).start_team(2)
+        build.find_compiler()
     except NativeUnavailable as error:
         pytest.skip(str(error))
+    return load_library(print).start_team(2)
 
 
 @dataclass(frozen=True, kw_only=True)

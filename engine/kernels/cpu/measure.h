@@ -16,7 +16,7 @@ inline double multiply_add(int rounds, float* sink) {
     v8 factor = splat(0.999f), term = splat(1e-3f);
     for (int round = 0; round < rounds; round++) {
         unrolled<12>(PENSTOCK_EACH(i) { sums[i] = fma(sums[i], factor, term); });
-#if defined(__x86_64__)
+#if PENSTOCK_AVX2
         asm volatile("" : "+x"(factor), "+x"(term));  // or the compiler works it out beforehand
 #endif
     }
