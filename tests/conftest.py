@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from app.bench.server_process import ServerProcess
+
+# Here hypothesis looks for new examples at every run; in CI the same commit gives the same result, on any machine.
+settings.register_profile("here", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 @pytest.fixture(scope="session")

@@ -103,17 +103,20 @@ def adjusted(row: Row) -> F64:
 
 
 def acceptable(row: Row) -> set[int]:
-    """The token expected, and those to which a rounding error of the thresholds would lead."""
+    """The token expected, and those to which a rounding error of the thresholds would lead.
+
+    The choice goes up with `uniform` in order of id, so that it is anything between those of its two neighbours.
+    """
     e = 3e-6
-    near = [
-        replace(
-            row, uniform=min(max(row.uniform + du, 0.0), 1 - 1e-9), top_p=row.top_p + dp, min_p=row.min_p + dm
-        )
-        for du in (-e, 0, e)
-        for dp in (-e, 0, e)
-        for dm in (-e, 0, e)
-    ]
-    return {expected(r) for r in near}
+    found: set[int] = set()
+    for dp in (-e, 0, e):
+        for dm in (-e, 0, e):
+            near = replace(row, top_p=row.top_p + dp, min_p=row.min_p + dm)
+            lowest, highest = (
+                expected(replace(near, uniform=min(max(row.uniform + du, 0.0), 1 - 1e-9))) for du in (-e, e)
+            )
+            found |= {expected(near), *range(lowest, highest + 1)}
+    return found - {token for token, value in row.bias.items() if value == -np.inf}
 
 
 VOCAB = 37
