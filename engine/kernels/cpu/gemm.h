@@ -144,8 +144,8 @@ void product(const Linear& linear, int panel, int panels, const float* a, size_t
         for (int p = 0; p < panels;) {
             const size_t at = p * by_panel + static_cast<size_t>(from) * kPanel;
             const W* w = linear.panel<W>(panel) + at;
-            const char* fetched =
-                tiles == 1 ? reinterpret_cast<const char*>(w) + kStreamAhead : reinterpret_cast<const char*>(ahead + at);
+            const char* fetched = reinterpret_cast<const char*>(tiles == 1 ? w : ahead + at);
+            if (tiles == 1) fetched += kStreamAhead;
             int done = 1, turn = 0;
             for_tiles(rows, [&](int start, int height) {
                 const size_t share = static_cast<size_t>(depth) * kPanel * sizeof(W) / tiles;
@@ -188,7 +188,8 @@ inline Cut cut(const Linear& linear, int rows, int threads) {
     const int unit = linear.gated ? 2 : 1;
     const int row_chunks = divide_up(rows, kRowBlock);
     const size_t panel_bytes = static_cast<size_t>(linear.k) * kPanel * size_of(linear.type);
-    const int fewest = std::max<int>(rows <= 2 ? 2 : 1, static_cast<int>((16 << 10) / (panel_bytes * std::min(rows, 4))));
+    const int worthwhile = static_cast<int>((16 << 10) / (panel_bytes * std::min(rows, 4)));
+    const int fewest = std::max(rows <= 2 ? 2 : 1, worthwhile);  // a row or two need the sums of two to hide latency
     int panels = linear.panels * row_chunks / (threads * 12) / unit * unit;
     panels = std::clamp(divide_up(std::max(panels, fewest), unit) * unit, unit, kChunkPanels);
     return {panels, divide_up(rows, row_chunks), divide_up(linear.panels, panels), row_chunks, threads};

@@ -28,7 +28,7 @@ inline double multiply_add(int rounds, float* sink) {
 
 // GFLOP/s of all threads together, the best of a few short runs.
 inline double measure_fma(Team& team) {
-    constexpr int kRounds = 200'000;
+    constexpr int kRounds = 2'000'000;
     std::vector<float> sink(team.size() * 64);
     double best = 0.0;
     for (int repeat = 0; repeat < 20; repeat++) {
