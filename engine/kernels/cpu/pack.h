@@ -51,17 +51,14 @@ Buffer<T> allocate(size_t count) {
     return Buffer<T>(static_cast<T*>(p));
 }
 
-// Asks for 2 MiB pages, also where small ones have been touched. Blocks of the cache are read in no order: with small
-// pages nearly every one costs a walk through the page tables. What the system does not grant is done without.
+// Asks for 2 MiB pages in memory that is not touched yet. Blocks of the cache are read in no order: with small pages
+// nearly every one costs a walk through the page tables. What the system does not grant is done without.
 inline void use_huge_pages(void* start, size_t bytes) {
 #if defined(__linux__)
     constexpr uintptr_t kHuge = uintptr_t(2) << 20;
-    constexpr int kCollapse = 25;  // MADV_COLLAPSE, Linux 6.1
     const uintptr_t from = (reinterpret_cast<uintptr_t>(start) + kHuge - 1) / kHuge * kHuge;
     const uintptr_t to = (reinterpret_cast<uintptr_t>(start) + bytes) / kHuge * kHuge;
-    if (from >= to) return;
-    if (madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE) == 0)
-        madvise(reinterpret_cast<void*>(from), to - from, kCollapse);
+    if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
 #else
     (void)start, (void)bytes;
 #endif
