@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from engine.kernels.cpu.native import (
     BLOCK_SIZE,
@@ -26,6 +25,7 @@ from engine.kernels.cpu.native import (
     measure_fma,
     measure_linear,
 )
+from engine.kv.cache import KVCache, KVShape
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig, RopeConfig
 
@@ -191,13 +191,17 @@ def random_decoder(team: Team, config: ModelConfig, dtype: torch.dtype) -> Nativ
         lm_head=linear(config.vocab_size, hidden),
         cos=angles.cos(),
         sin=angles.sin(),
-        kv=_kv(config, dtype),
+        kv=KVCache(_kv_shape(config), NUM_BLOCKS, dtype, torch.device("cpu")).data,
     )
 
 
-def _kv(config: ModelConfig, dtype: torch.dtype) -> Tensor:
-    block = config.kv_size * BLOCK_SIZE
-    return torch.zeros(config.num_layers, 2, NUM_BLOCKS, block, dtype=dtype)
+def _kv_shape(config: ModelConfig) -> KVShape:
+    return KVShape(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=BLOCK_SIZE,
+    )
 
 
 if __name__ == "__main__":
