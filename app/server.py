@@ -65,6 +65,15 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     return None
 
 
+def _settle_interpreter() -> None:
+    """Once the model is loaded. Both were chosen by what a streamed token costs (`penstock bench --only loop`)."""
+    # What loading left behind lives as long as the process, and hardly anything that a token leaves is a cycle.
+    gc.freeze()
+    gc.set_threshold(20_000, 50, 100)
+    # The step thread plans in Python: the event loop need not wait 5 ms until it gets its turn.
+    sys.setswitchinterval(0.0005)
+
+
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers: they would cut running streams."""
 
@@ -127,8 +136,7 @@ class _Process:
         """The step thread came to a new state; this runs on the event loop."""
         if state is EngineState.READY:
             self.was_ready = True
-            # What loading left behind lives as long as the process: the collector need not walk it again.
-            gc.freeze()
+            _settle_interpreter()
             log.info("ready in %.1f s: open %s", time.monotonic() - self.started_s, url(self.listener))
         elif state is EngineState.FAILED:
             self.server.should_exit = True

@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from gateway.errors import ApiError
 from gateway.limits import Limits, headers_too_large
-from gateway.replies import ABORT
+from gateway.replies import ABORT, WRITABLE
 
 _DEFAULTS = Limits()
 
@@ -63,7 +63,8 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self.scope["extensions"] = {ABORT: self.transport.abort}  # type: ignore[dict-item]
+        extensions = {ABORT: self.transport.abort, WRITABLE: self._is_writable}
+        self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
         self._parsed_bytes = 0
         self._expect_within(self.header_deadline_s)
 
@@ -92,6 +93,9 @@ class GatewayProtocol(HttpToolsProtocol):
         """What uvicorn calls when the parser gave up, or was made to."""
         error = ApiError(HTTPStatus.BAD_REQUEST, "This is not a valid HTTP request.", code="invalid_http")
         self._refuse(self._refusal or error)
+
+    def _is_writable(self) -> bool:
+        return not self.flow.write_paused
 
     @property
     def _is_idle(self) -> bool:

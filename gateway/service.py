@@ -18,7 +18,7 @@ from engine.engine import EngineState, EngineStats
 from engine.request import FinishReason, Output, Request
 from engine.step import StepReport
 from gateway.access import Access
-from gateway.errors import ApiError, refused, unavailable
+from gateway.errors import ApiError, internal, refused, unavailable
 from gateway.limits import Limits
 from gateway.metrics import Metrics
 from gateway.prompts import Prompts, Tokenizer
@@ -204,10 +204,17 @@ class Service:
             stream = self._by_request.get(output.request_id)
             # One that was released is counted as cancelled already.
             if stream is not None:
-                stream.push(output)
-                if output.finish_reason is not None:
-                    self._note_finished(output, stream)
+                self._push(stream, output)
         self.metrics.note_step(report, num_tokens)
+
+    def _push(self, stream: Stream, output: Output) -> None:
+        try:
+            stream.push(output)
+        except Exception:
+            log.exception("passing on the output of %s failed", output.request_id)
+            stream.fail(internal("The server could not send the output."))
+        if output.finish_reason is not None:
+            self._note_finished(output, stream)
 
     def _note_finished(self, output: Output, stream: Stream) -> None:
         assert output.finish_reason is not None

@@ -56,6 +56,8 @@ class Stream:
         """Nothing was sent for so long that the reader is to be told that it is not forgotten."""
         self.last_sent_s = requests[0].arrival_s
         self.sending_since_s: float | None = None
+        self.pass_on: Callable[[int, str], bool] = _keep_back
+        """Sends the new text of a choice at once, if it can, so that the reader need not wake up for it."""
         self._cut = cut
         self._first_choice = _first_choices(requests)
         self._unfinished = {request.request_id: request.n for request in requests}
@@ -81,6 +83,9 @@ class Stream:
         """Takes in what one step brought for one choice."""
         if output.finish_reason is not None:
             self._end_choice(output)
+        elif self._reader_waits and not output.logprobs and self.pass_on(self._index(output), output.text):
+            self.num_output_tokens += len(output.token_ids)
+            return
         if self.left or self.error is not None:
             return
         self._keep(output)
@@ -101,8 +106,11 @@ class Stream:
             self.error = self.error or internal(output.error or "The server ended the request.")
             self.wake()
 
+    def _index(self, output: Output) -> int:
+        return self._first_choice[output.request_id] + output.index
+
     def _keep(self, output: Output) -> None:
-        index = self._first_choice[output.request_id] + output.index
+        index = self._index(output)
         pending = self._pending.get(index)
         if pending is None:
             pending = self._pending[index] = Delta()
@@ -126,6 +134,10 @@ class Stream:
             self.leave()
             self._cut()
 
+    @property
+    def _reader_waits(self) -> bool:
+        return self._news is not None and not self._news.done()
+
     def wake(self) -> None:
         if self._news is not None and not self._news.done():
             self._news.set_result(None)
@@ -147,6 +159,10 @@ class Stream:
         """All that is new, by choice."""
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
         return pending.items()
+
+
+def _keep_back(_index: int, _text: str) -> bool:
+    return False
 
 
 def _first_choices(requests: list[Request]) -> dict[str, int]:

@@ -78,12 +78,20 @@ class StreamWriter:
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         """The chunks that show what is new for one choice, without its end."""
+        if not delta.logprobs:
+            return self.text(index, delta.text)
+        return self._chunk(index, delta.text, self._shape.logprobs(index, delta))
+
+    def text(self, index: int, text: str) -> bytes:
+        """The same for text alone; empty if there is nothing to show."""
+        if not text:
+            return b"" if index in self._prefixes else self._open(index).encode("ascii")
+        return self._chunk(index, text, "null")
+
+    def _chunk(self, index: int, text: str, logprobs: str) -> bytes:
         opening = "" if index in self._prefixes else self._open(index)
-        if not delta.text and not delta.logprobs:
-            return opening.encode("ascii")
-        text = encode_basestring_ascii(delta.text) + self._shape.after_text
-        logprobs = self._shape.logprobs(index, delta) if delta.logprobs else "null"
-        chunk = f'{opening}{self._prefixes[index]}{text},"logprobs":{logprobs}{self._tail}'
+        content = encode_basestring_ascii(text) + self._shape.after_text
+        chunk = f'{opening}{self._prefixes[index]}{content},"logprobs":{logprobs}{self._tail}'
         return chunk.encode("ascii")
 
     def finish(self, index: int, reason: FinishReason, timings: dict[str, object] | None) -> bytes:
@@ -121,4 +129,4 @@ def _head_json(head: Head, object_name: str) -> str:
         "model": head.model,
         "service_tier": head.service_tier,
     }
-    return "data: " + json.dumps(fields)[:-1]
+    return "data: " + json.dumps(fields, separators=(",", ":"))[:-1]
