@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -17,7 +17,7 @@ from engine.kv.blocks import PoolViolation
 from engine.kv.tables import BlockTables
 from engine.request import Output
 from engine.scheduler import Scheduler, SchedulerLimits, TokenSink
-from engine.step import DeviceError, Plan, RequestQueue, Runner, StepReport
+from engine.step import DeviceError, Plan, RequestQueue, Runner, StepLoad, StepReport
 
 log = logging.getLogger("penstock.engine")
 
@@ -123,6 +123,11 @@ class Engine:
             num_pool_violations=self._num_pool_violations,
         )
 
+    def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int:
+        """Prompt tokens whose KV is likely to be found; a guess from outside the step thread, never a promise."""
+        scheduler = self._scheduler
+        return scheduler.tables.num_cached_tokens(token_ids, salt) if scheduler else 0
+
     @property
     def max_sequence_tokens(self) -> int:
         """Prompt and output tokens that one sequence can ever have; known once READY."""
@@ -159,8 +164,10 @@ class Engine:
         plan = scheduler.plan(started)
         error = self._step(scheduler, plan, outputs) if plan.chunks else None
         now = self.last_progress_s = self._clock()
+        num_decode = sum(1 for c in plan.chunks if c.start >= c.sequence.num_prompt_tokens)
+        if plan.chunks:
+            self._queue.observe(self._load(scheduler, plan, num_decode, now - started))
         if plan.chunks or outputs:
-            num_decode = sum(1 for c in plan.chunks if c.start >= c.sequence.num_prompt_tokens)
             self._deliver(
                 StepReport(
                     outputs=outputs,
@@ -180,6 +187,20 @@ class Engine:
             )
         if not plan.chunks:
             self._rest(scheduler)
+
+    def _load(self, scheduler: Scheduler, plan: Plan, num_decode: int, duration_s: float) -> StepLoad:
+        tables = scheduler.tables
+        return StepLoad(
+            num_prefill_tokens=plan.num_tokens - num_decode,
+            num_decode_tokens=num_decode,
+            num_context_tokens=sum(chunk.start + chunk.num_tokens for chunk in plan.chunks),
+            duration_s=duration_s,
+            num_running=len(scheduler.running),
+            max_num_seqs=self._limits.max_num_seqs,
+            max_batch_tokens=self._limits.max_batch_tokens,
+            num_free_tokens=tables.pool.num_free * tables.block_size,
+            num_kv_tokens=tables.max_tokens,
+        )
 
     def _cancel_asked(self, scheduler: Scheduler, now: float) -> list[Output]:
         outputs: list[Output] = []

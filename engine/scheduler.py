@@ -37,6 +37,8 @@ class SchedulerLimits:
     """Sequences running at a time."""
     max_model_len: int
     """Prompt and output tokens of one sequence."""
+    kv_shares: tuple[float, ...] = ()
+    """By lane: a sequence starts only while the pool is in use up to this share with it. Missing: all of it."""
 
 
 @dataclass(slots=True)
@@ -68,6 +70,12 @@ class Scheduler:
         """Taken from the queue, holding nothing: preempted, or waiting for a prefix. In order of arrival."""
         self._candidate: Sequence | None = None
         """The queue's head as it was last looked at, so that its hashes are not computed twice."""
+        self._refused: Request | None = None
+        """The first request of the current turn that did not fit."""
+        self._ended: list[Request] = []
+        """One entry for each choice that ended and that the queue was not told of."""
+        self._tokens_left = 0
+        """Tokens that the step being planned has room for."""
         self._num_started = 0
         self._turn = 0
 
@@ -79,11 +87,20 @@ class Scheduler:
         """The next step. `num_computed` of what it covers is advanced here; `commit` takes the result."""
         plan = Plan()
         preemptions = self.counters.num_preemptions
-        for sequence in self._running_in_turn():
+        allowance = self.queue.allowance(self.running)
+        decodes = [s for s in self.running if s.num_remaining == 1]
+        chunked = [s for s in self.running if s.num_remaining > 1]
+        self._tokens_left = self.limits.max_batch_tokens
+        for sequence in self._decodes_in_turn(decodes, allowance.num_decodes):
             self._plan_chunk(plan, sequence)
+        self._tokens_left = min(allowance.num_prefill, self.limits.max_batch_tokens - plan.num_tokens)
+        for sequence in sorted(chunked, key=_urgency):
+            if sequence.block_table:  # else it gave way a moment ago
+                self._admit_queued(plan, now, above=sequence.request.lane)
+                self._plan_chunk(plan, sequence)
         if self.counters.num_preemptions == preemptions:
             self._admit_waiting(plan, now)
-            self._admit_queued(plan, now)
+        self._admit_queued(plan, now)
         return plan
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
@@ -102,18 +119,23 @@ class Scheduler:
                 outputs.append(self._apply(sequence, brought, now))
             num_prompt = max(0, min(sequence.num_prompt_tokens - chunk.start, chunk.num_tokens))
             work.append((sequence.request, num_prompt, len(brought.token_ids) if brought else 0))
-        self.queue.charge(work)
+        self.queue.charge(work, now)
+        self._settle(now)
         return outputs
 
     def cancel(self, request_id: str, now: float) -> list[Output]:
         """Ends all choices of a request; unknown ids are none of ours and bring nothing."""
         found = [s for s in self._all() if s.request.request_id == request_id]
-        return [output for s in found for output in self._abort(s, FinishReason.CANCELLED, None, now)]
+        outputs = [output for s in found for output in self._abort(s, FinishReason.CANCELLED, None, now)]
+        self._settle(now)
+        return outputs
 
     def fail(self, sequences: list[Sequence], error: str, now: float) -> list[Output]:
         """Ends these sequences with an error; those that ended already are passed over."""
         alive = [s for s in sequences if s.finish_reason is None]
-        return [output for s in alive for output in self._abort(s, FinishReason.FAILED, error, now)]
+        outputs = [output for s in alive for output in self._abort(s, FinishReason.FAILED, error, now)]
+        self._settle(now)
+        return outputs
 
     def fail_all(self, error: str, now: float) -> list[Output]:
         return self.fail(list(self._all()), error, now)
@@ -135,23 +157,22 @@ class Scheduler:
 
     # Planning
 
-    def _running_in_turn(self) -> list[Sequence]:
-        """Decodes first, so that no long prompt stalls them; if the budget is short of them, they take turns."""
-        decodes = [s for s in self.running if s.num_remaining == 1]
-        chunked = [s for s in self.running if s.num_remaining > 1]
-        budget = self.limits.max_batch_tokens
-        if len(decodes) > budget:
-            start = self._turn % len(decodes)
-            self._turn = start + budget
-            decodes = decodes[start:] + decodes[:start]
-        return decodes + chunked
+    def _decodes_in_turn(self, decodes: list[Sequence], num_decodes: int) -> list[Sequence]:
+        """Those that decode in this step. If not all may, the least urgent ones take turns."""
+        room = min(num_decodes, self.limits.max_batch_tokens)
+        if len(decodes) <= room:
+            return decodes
+        decodes.sort(key=_urgency)
+        lane = decodes[room].request.lane
+        num_sure = min(room - 1, sum(1 for s in decodes if s.request.lane < lane))
+        sure, others = decodes[:num_sure], decodes[num_sure:]
+        start = self._turn % len(others)
+        self._turn = start + room - num_sure
+        return sure + (others[start:] + others[:start])[: room - num_sure]
 
     def _plan_chunk(self, plan: Plan, sequence: Sequence) -> None:
-        budget = self.limits.max_batch_tokens - plan.num_tokens
-        num_tokens = min(sequence.num_remaining, budget)
-        if (
-            num_tokens <= 0 or not sequence.block_table
-        ):  # no budget; or preempted a moment ago in this very loop
+        num_tokens = min(sequence.num_remaining, self._tokens_left)
+        if num_tokens <= 0 or not sequence.block_table:  # preempted a moment ago, in this very loop
             return
         copies = self._make_room(plan, sequence, sequence.num_computed + num_tokens)
         if copies is None:
@@ -164,11 +185,12 @@ class Scheduler:
         sequence.num_computed = start + num_tokens
         plan.chunks.append(Chunk(sequence, start, num_tokens, sequence.num_remaining == 0))
         plan.num_tokens += num_tokens
+        self._tokens_left -= num_tokens
 
     def _make_room(self, plan: Plan, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
         """Grows the sequence's table, preempting as the queue says; None if the sequence itself gave way."""
         while (copies := self.tables.grow(sequence, num_tokens)) is None:
-            victim = self.queue.victim(self.running) or sequence
+            victim = self.queue.victim(self.running, sequence) or sequence
             self._withdraw(plan, victim)
             self.preempt(victim)
             if victim is sequence:
@@ -180,48 +202,83 @@ class Scheduler:
         for chunk in [c for c in plan.chunks if c.sequence is victim]:
             plan.chunks.remove(chunk)
             plan.num_tokens -= chunk.num_tokens
+            self._tokens_left += chunk.num_tokens
         held = set(victim.block_table)
         plan.copies = [copy for copy in plan.copies if copy[1] not in held]
 
     def _admit_waiting(self, plan: Plan, now: float) -> None:
         for sequence in list(self.waiting):
-            if not self._has_seat(plan):
+            if not self._has_seat() or self._tokens_left <= 0:
                 return
             prefix = self.tables.find_prefix(sequence)
             if self.tables.awaits_prefix(sequence, len(prefix)):
                 continue
-            if not self._has_room(sequence, prefix):
+            if self._blocks_short(sequence, prefix) > 0:
                 return
             self.waiting.remove(sequence)
             self._start(plan, sequence, prefix, now)
 
-    def _admit_queued(self, plan: Plan, now: float) -> None:
-        if any(s.num_preemptions for s in self.waiting):  # whoever was here before goes first
-            return
-        while self._has_seat(plan) and len(self.waiting) < self.limits.max_num_seqs:
-            request = self.queue.take(self._fits)
-            if request is None:
+    def _admit_queued(self, plan: Plan, now: float, above: int | None = None) -> None:
+        """Takes what the queue gives. A sequence that was here before goes before those of its lane and below."""
+        above = min((s.request.lane for s in self.waiting if s.num_preemptions), default=above)
+        way_was_made = False
+        while self._tokens_left > 0 and len(self.waiting) < self.limits.max_num_seqs:
+            self._refused = None
+            request = self.queue.take(self._fits, above)
+            if request is not None:
+                self._begin(plan, request, now)
+            elif self._refused is None or way_was_made or not self._make_way(plan, self._refused):
                 return
-            sequence = self._candidate_for(request)
-            self._candidate = None
-            self._num_started += 1
-            prefix = self.tables.find_prefix(sequence)
-            if self.tables.awaits_prefix(sequence, len(prefix)):
-                self._enqueue_waiting(sequence)
             else:
-                self._start(plan, sequence, prefix, now)
+                way_was_made = True
 
-    def _has_seat(self, plan: Plan) -> bool:
-        return len(self.running) < self.limits.max_num_seqs and plan.num_tokens < self.limits.max_batch_tokens
+    def _begin(self, plan: Plan, request: Request, now: float) -> None:
+        sequence = self._candidate_for(request)
+        self._candidate = None
+        self._num_started += 1
+        prefix = self.tables.find_prefix(sequence)
+        if self.tables.awaits_prefix(sequence, len(prefix)):
+            self._enqueue_waiting(sequence)
+        else:
+            self._start(plan, sequence, prefix, now)
 
-    def _has_room(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Room for all that is known, with some left for those who run already: each may need a block next."""
-        headroom = 1 + len(self.running) // 4 if self.running else 0
-        return self.tables.num_free_needed(sequence, prefix) + headroom <= self.tables.pool.num_free
+    def _make_way(self, plan: Plan, request: Request) -> bool:
+        """Preempts for a request whose turn it is, if that is enough to start it; else nothing changes."""
+        sequence = self._candidate_for(request)
+        prefix = self.tables.find_prefix(sequence)
+        seats, blocks = len(self.running) - self.limits.max_num_seqs, self._blocks_short(sequence, prefix)
+        victims: list[Sequence] = []
+        for victim in self.queue.giving_way(request, self.running):
+            victims.append(victim)
+            seats, blocks = seats - 1, blocks - self.tables.num_held_alone(victim)
+            if seats < 0 and blocks <= 0:
+                for chosen in victims:
+                    self._withdraw(plan, chosen)
+                    self.preempt(chosen)
+                return True
+        return False
+
+    def _has_seat(self) -> bool:
+        return len(self.running) < self.limits.max_num_seqs
+
+    def _blocks_short(self, sequence: Sequence, prefix: list[int]) -> int:
+        """Free blocks missing to hold all that is known, what its lane must leave free included."""
+        pool = self.tables.pool
+        held_back = 0
+        if self.running:
+            # Each that runs may need a block next; and the lane may not use all of the pool.
+            shares = self.limits.kv_shares
+            share = shares[sequence.request.lane] if sequence.request.lane < len(shares) else 1.0
+            held_back = max(1 + len(self.running) // 4, int((1.0 - share) * (pool.num_blocks - 1)))
+        return self.tables.num_free_needed(sequence, prefix) + held_back - pool.num_free
 
     def _fits(self, request: Request) -> bool:
+        """Whether the request could start now; remembers one that could not."""
         sequence = self._candidate_for(request)
-        return self._has_room(sequence, self.tables.find_prefix(sequence))
+        if self._has_seat() and self._blocks_short(sequence, self.tables.find_prefix(sequence)) <= 0:
+            return True
+        self._refused = self._refused or request
+        return False
 
     def _candidate_for(self, request: Request) -> Sequence:
         if self._candidate is None or self._candidate.request is not request:
@@ -309,7 +366,14 @@ class Scheduler:
         output.error = error
         output.timings = _timings(sequence, now)
         self._remove(sequence)
+        self._ended.append(sequence.request)
         return output
+
+    def _settle(self, now: float) -> None:
+        """Tells the queue who ended, once what they did has been charged."""
+        ended, self._ended = self._ended, []
+        for request in ended:
+            self.queue.settle(request, now)
 
     def _remove(self, sequence: Sequence) -> None:
         self.tables.release(sequence)
@@ -320,6 +384,10 @@ class Scheduler:
 
     def _all(self) -> list[Sequence]:
         return [*self.running, *self.waiting]
+
+
+def _urgency(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request.lane, sequence.order
 
 
 def _timings(sequence: Sequence, now: float) -> Timings:

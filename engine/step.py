@@ -73,20 +73,66 @@ class Runner(Protocol):
         """Gives everything back."""
 
 
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What the queue grants one step."""
+
+    num_decodes: int
+    """Running sequences that may decode; the least urgent ones take turns if these are fewer."""
+    num_prefill: int
+    """Tokens of prompts, and of what has to be computed again."""
+
+
+UNLIMITED = Allowance(1 << 30, 1 << 30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoad:
+    """What a step did and what the engine holds after it."""
+
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_context_tokens: int
+    """Tokens whose KV the step read, over all its sequences."""
+    duration_s: float
+    num_running: int
+    max_num_seqs: int
+    max_batch_tokens: int
+    num_free_tokens: int
+    """Room in the KV pool, evictable blocks included."""
+    num_kv_tokens: int
+    """Room in the whole pool."""
+
+
 class RequestQueue(Protocol):
     """Where the engine takes its next request from, at the moment it has room for one; `priority` implements it.
 
     Called from the step thread while the event loop adds and removes; the implementation holds its own lock.
     """
 
-    def take(self, fits: Callable[[Request], bool]) -> Request | None:
-        """The next request, removed from the queue, or None if there is none whose turn it is and that fits."""
+    def allowance(self, running: list[Sequence]) -> Allowance:
+        """How much the next step may do. Called once per step, first."""
 
-    def charge(self, work: list[tuple[Request, int, int]]) -> None:
+    def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
+        """The next request, removed from the queue, or None if there is none whose turn it is and that fits.
+
+        With `above`, only one that may go before the work of that lane.
+        """
+
+    def charge(self, work: list[tuple[Request, int, int]], now: float) -> None:
         """What a step did: (request, prompt tokens computed for it, output tokens it brought). Called once per step."""
 
-    def victim(self, running: list[Sequence]) -> Sequence | None:
-        """Which sequence gives way when KV blocks run out; None if none may."""
+    def observe(self, load: StepLoad) -> None:
+        """How the step went. Called once per step, last."""
+
+    def settle(self, request: Request, now: float) -> None:
+        """One choice of the request has ended, however it did; called once for each."""
+
+    def victim(self, running: list[Sequence], beneficiary: Sequence) -> Sequence | None:
+        """Which running sequence gives way when `beneficiary`, which runs, has no KV block to go on; None if itself."""
+
+    def giving_way(self, request: Request, running: list[Sequence]) -> list[Sequence]:
+        """Which running sequences may give way to a request whose turn it is and that lacks room, best first."""
 
 
 @dataclass(slots=True, kw_only=True)

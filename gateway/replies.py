@@ -138,7 +138,7 @@ class Reply(Response):
         return {**body, "usage": self._usage(stream).as_json(), "timings": self._timings(stream)}
 
     def _timings(self, stream: Stream) -> dict[str, object]:
-        return timings_json(stream.timings, self._usage(stream), self._job.lane)
+        return timings_json(stream.timings, self._usage(stream), self._job.lane, stream.predicted_ttft_s)
 
     def _usage(self, stream: Stream) -> Usage:
         return Usage(

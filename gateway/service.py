@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from gateway.limits import Limits
 from gateway.metrics import Metrics
 from gateway.prompts import Prompts, Tokenizer
 from gateway.streams import Stream
+from priority.admission import Forecast
 from priority.lanes import Lane
 from priority.queue import Refusal
 
@@ -43,21 +44,23 @@ class Engine(Protocol):
 
     def cancel(self, request_id: str) -> None: ...
 
+    def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int: ...
+
     def stats(self) -> EngineStats: ...
 
 
 class Queue(Protocol):
     """What the service needs of `priority.queue.LaneQueue`."""
 
-    def put(self, request: Request, now: float) -> None: ...
+    def put(self, request: Request, now: float, num_cached: int = 0) -> Forecast | None: ...
+
+    def check_open(self, lane: Lane, tenant: str, now: float) -> None: ...
 
     def cancel(self, request_id: str) -> bool: ...
 
     def expire(self, now: float) -> list[Request]: ...
 
     def depths(self) -> dict[Lane, int]: ...
-
-    def note_finished(self, now: float) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +151,11 @@ class Service:
         if self.engine.state is not EngineState.READY:
             raise unavailable("The engine is not running.", "engine_failed")
 
+    def check_room(self, lane: Lane, tenant: str) -> None:
+        """Raises 429 or 503 if the lane is full, before any work is spent on the request."""
+        with self._refusing(lane):
+            self.queue.check_open(lane, tenant, self.clock())
+
     def submit(self, stream: Stream) -> None:
         """Queues all requests of a stream, or none.
 
@@ -159,7 +167,7 @@ class Service:
         self._empty.clear()
         try:
             for request in stream.requests:
-                self._put(request)
+                stream.note_forecast(self._put(request), self.clock())
                 self._by_request[request.request_id] = stream
         except ApiError:
             self.release(stream)
@@ -183,16 +191,23 @@ class Service:
         for _ in range(num_choices):
             self.metrics.note_finished(Lane(request.lane), FinishReason.CANCELLED, None)
 
-    def _put(self, request: Request) -> None:
+    def _put(self, request: Request) -> Forecast | None:
         lane = Lane(request.lane)
+        num_cached = self.engine.num_cached_tokens(request.prompt_token_ids, request.salt)
+        with self._refusing(lane):
+            forecast = self.queue.put(request, self.clock(), num_cached)
+        self.metrics.note_admitted(lane, len(request.prompt_token_ids))
+        return forecast
+
+    @contextlib.contextmanager
+    def _refusing(self, lane: Lane) -> Iterator[None]:
         try:
-            self.queue.put(request, self.clock())
+            yield
         except Refusal as refusal:
             self.metrics.note_refused(lane, refusal.reason)
             raise refused(
                 str(refusal), refusal.reason, refusal.retry_after_s, tenant_limit=refusal.tenant_limit
             ) from None
-        self.metrics.note_admitted(lane, len(request.prompt_token_ids))
 
     # Steps come in
 
@@ -220,7 +235,6 @@ class Service:
         assert output.finish_reason is not None
         lane = Lane(stream.requests[0].lane)
         self.metrics.note_finished(lane, output.finish_reason, output.timings)
-        self.queue.note_finished(self.clock())
 
     # Watching over
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from engine.request import FinishReason, Output, Request, Timings, TokenLogprobs
 from gateway.errors import ApiError, internal
+from priority.admission import Forecast
 
 MAX_PENDING_BYTES = 1024 * 1024
 """A reader that leaves more than this lying is cut off."""
@@ -51,6 +52,8 @@ class Stream:
         self.timings: list[Timings] = []
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.predicted_ttft_s: float | None = None
+        """From arrival, as it was forecast at admission; the last of several requests'."""
         self.left = False
         self.overdue = False
         """Nothing was sent for so long that the reader is to be told that it is not forgotten."""
@@ -74,6 +77,11 @@ class Stream:
     @property
     def ended(self) -> bool:
         return not self._num_unfinished or self.error is not None or self.left
+
+    def note_forecast(self, forecast: Forecast | None, now: float) -> None:
+        if forecast is not None:
+            predicted_s = now - self.requests[0].arrival_s + forecast.seconds
+            self.predicted_ttft_s = max(self.predicted_ttft_s or 0.0, predicted_s)
 
     def num_unfinished(self, request_id: str) -> int:
         """Choices of one of the requests that the engine has not ended."""

@@ -37,7 +37,9 @@ class Usage:
         }
 
 
-def timings_json(timings: list[Timings], usage: Usage, lane: Lane) -> dict[str, object]:
+def timings_json(
+    timings: list[Timings], usage: Usage, lane: Lane, predicted_ttft_s: float | None
+) -> dict[str, object]:
     """Where the time went; over several choices: the first token's wait, the mean pace, and the sums of the counts."""
     first = min(timings, key=lambda t: t.first_token_s)
     paces = [pace for t in timings if (pace := seconds_per_output_token(t)) is not None]
@@ -47,7 +49,7 @@ def timings_json(timings: list[Timings], usage: Usage, lane: Lane) -> dict[str, 
         "tpot_ms": _ms(sum(paces) / len(paces)) if paces else None,
         "cached_tokens": usage.cached_tokens,
         "prompt_tokens": usage.prompt_tokens,
-        "predicted_ttft_ms": None,
+        "predicted_ttft_ms": None if predicted_ttft_s is None else _ms(predicted_ttft_s),
         "preemptions": sum(t.num_preemptions for t in timings),
         "draft_tokens": sum(t.num_draft_tokens for t in timings),
         "accepted_tokens": sum(t.num_accepted_tokens for t in timings),

@@ -1,8 +1,11 @@
-"""The lanes: who is in a hurry."""
+"""The lanes: who is in a hurry, what each is promised, and how much may wait in it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from enum import IntEnum
+from math import inf, isfinite
 
 
 class Lane(IntEnum):
@@ -15,3 +18,79 @@ class Lane(IntEnum):
     @property
     def label(self) -> str:
         return self.name.lower()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanePolicy:
+    """What a lane is promised and how it is bounded.
+
+    Raises:
+        ValueError: naming the field that is wrong.
+    """
+
+    ttft_s: float = inf
+    """Promise: seconds from a request's arrival to its first token; infinite, if there is none."""
+    tpot_s: float = inf
+    """Promise: seconds between the tokens of a running stream."""
+    weight: int = 1
+    """Share of the work among lanes that all have some."""
+    max_requests: int = 1_024
+    """Requests that may wait."""
+    max_tokens: int = 1_048_576
+    """Prompt tokens that may wait, those found in the prefix cache not counted."""
+    max_bytes: int = 64 * 1024 * 1024
+    """Memory that waiting prompts may take."""
+    ttl_s: float = 300.0
+    """Nobody waits longer."""
+    ageing_s: float = inf
+    """A tenant that waits and was not served for so long goes before its turn, within a quarter of the work."""
+    tenant_share: float = 0.5
+    """Of `max_requests` and `max_tokens`, what one tenant may fill when there are several."""
+    kv_share: float = 1.0
+    """A request starts only while the pool is in use up to this share with it: the rest is held for urgent ones."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not value > 0:
+                raise ValueError(f"{field.name} must be greater than 0, not {value}")
+        for name in ("tenant_share", "kv_share"):
+            if getattr(self, name) > 1:
+                raise ValueError(f"{name} must be at most 1, not {getattr(self, name)}")
+        if not isfinite(self.ttl_s):
+            raise ValueError("ttl_s must be finite")
+
+
+DEFAULT_POLICIES: Mapping[Lane, LanePolicy] = {
+    Lane.INTERACTIVE: LanePolicy(
+        ttft_s=1.0, tpot_s=0.1, weight=16, max_requests=256, max_tokens=65_536, max_bytes=2**24, ttl_s=10.0
+    ),
+    Lane.STANDARD: LanePolicy(
+        ttft_s=5.0, tpot_s=0.2, weight=4, max_tokens=262_144, ttl_s=60.0, ageing_s=30.0, kv_share=0.92
+    ),
+    Lane.BATCH: LanePolicy(
+        weight=1, max_requests=4_096, max_tokens=2_097_152, max_bytes=2**28, ttl_s=3_600.0, ageing_s=120.0,
+        kv_share=0.8,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tenant:
+    """Who sends requests, and what it is entitled to."""
+
+    name: str
+    weight: int = 1
+    """Share of the work among the tenants of a lane that all have some."""
+    default_lane: Lane = Lane.STANDARD
+    """Where a request goes that does not say."""
+    top_lane: Lane = Lane.INTERACTIVE
+    """The most urgent lane that its requests may name."""
+
+    def __post_init__(self) -> None:
+        if self.weight <= 0:
+            raise ValueError(f"weight must be greater than 0, not {self.weight}")
+        if self.default_lane < self.top_lane:
+            raise ValueError(
+                f"default_lane {self.default_lane.label} is above top_lane {self.top_lane.label}"
+            )

@@ -1,43 +1,41 @@
-"""The queue: requests that were let in and wait for the engine to have room.
+"""The queue: requests that were let in and wait for the engine to have room; the engine's RequestQueue.
 
-Lanes are strict: the most urgent lane that has a request goes first; within a lane it is first come, first served.
-Every lane is bounded in requests and in prompt tokens, and nobody waits longer than the lane's time to live.
+Three questions, answered one after the other. Which lane: the one that has had least for its weight, where a more
+urgent lane may run ahead by a bounded lead. Which tenant: the one that has had least for its weight, where those who
+are nearly equal go by what the prefix cache holds of them. Which request: the earliest deadline. A tenant that was not
+served for too long may jump the first two, within a quarter of the work.
 
-Two threads meet here, the event loop (put, cancel, expire) and the engine's step thread (take, charge, victim). One
-lock, handed in by the caller so that this module stays free of threads, is held for plain integer work only.
+Two threads meet here, the event loop (put, cancel, expire) and the engine's step thread (the rest). One lock, handed in
+by the caller so that this module stays free of threads, is held for plain arithmetic only. Times come in as arguments,
+so the same calls give the same schedule.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from math import inf, isfinite
 
 from engine.request import Request, Sequence
-from priority.lanes import Lane
+from engine.step import Allowance, StepLoad
+from priority.admission import Admission, Forecast
+from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL, virtual
+from priority.steptime import StepTimeModel
+from priority.waiting import Account, LaneLine, Stage, Ticket, microseconds
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneBounds:
-    """How much may wait in one lane, and how long."""
-
-    max_requests: int
-    max_tokens: int
-    """Prompt tokens."""
-    ttl_s: float
-
-    def __post_init__(self) -> None:
-        for name in ("max_requests", "max_tokens", "ttl_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be greater than 0, not {getattr(self, name)}")
-
-
-DEFAULT_BOUNDS: Mapping[Lane, LaneBounds] = {
-    Lane.INTERACTIVE: LaneBounds(max_requests=256, max_tokens=262_144, ttl_s=60.0),
-    Lane.STANDARD: LaneBounds(max_requests=1_024, max_tokens=1_048_576, ttl_s=300.0),
-    Lane.BATCH: LaneBounds(max_requests=4_096, max_tokens=4_194_304, ttl_s=3_600.0),
-}
+LEAD_TOKENS = 4_096
+"""Prompt tokens that a lane may be ahead of the next less urgent one and still go first, at weight 1."""
+LOCALITY_TOKENS = 2_048
+"""Tenants within so many prompt tokens of each other count as equal; 0 is the pure counter."""
+AGED_PART = 4
+"""One token in so many may go to those who were passed over for too long."""
+_AGED_MOST_TOKENS = 2_048
+MAX_PREEMPTIONS = 3
+"""A sequence that gave way so often is not asked again."""
+MAX_VICTIMS = 2
+_FORGET_AFTER_US = 600_000_000
+_RETRY_S = (1.0, 60.0)
 
 
 class Refusal(Exception):
@@ -54,117 +52,364 @@ class Refusal(Exception):
     ) -> None:
         super().__init__(message)
         self.reason = reason
-        self.retry_after_s = retry_after_s
+        self.retry_after_s = min(max(retry_after_s, _RETRY_S[0]), _RETRY_S[1])
         self.tenant_limit = tenant_limit
 
 
 class LaneQueue:
-    """Bounded FIFO queues, one per lane; the engine's RequestQueue."""
+    """Lanes, tenants and deadlines; with admission, only what the lane's promise can be kept for."""
 
     def __init__(
-        self, lock: AbstractContextManager[object], bounds: Mapping[Lane, LaneBounds] = DEFAULT_BOUNDS
+        self,
+        lock: AbstractContextManager[object],
+        policies: Mapping[Lane, LanePolicy] = DEFAULT_POLICIES,
+        *,
+        weights: Mapping[str, int] | None = None,
+        model: StepTimeModel | None = None,
+        promises: bool = True,
     ) -> None:
+        """`weights` of tenants, 1 where missing. Without `promises` nobody is refused for being late."""
         self._lock = lock
-        self._bounds = bounds
-        self._queues: dict[Lane, OrderedDict[str, Request]] = {lane: OrderedDict() for lane in Lane}
-        self._num_tokens = dict.fromkeys(Lane, 0)
-        self._drain = _DrainRate()
+        self._weights = dict(weights or {})
+        self._promises = promises
+        self._lanes = {lane: LaneLine(lane, policies[lane]) for lane in Lane}
+        self._tickets: dict[str, Ticket] = {}
+        self._num_let_in = 0
+        self._aged_tokens = _AGED_MOST_TOKENS
+        """What may still be spent on those who were passed over for too long."""
+        self._now_us = 0
+        self.admission = Admission(policies, model or StepTimeModel())
 
-    def put(self, request: Request, now: float) -> None:
-        """Lets a request in.
+    # The event loop's side
+
+    def put(self, request: Request, now: float, num_cached: int = 0) -> Forecast | None:
+        """Lets a request in and reserves its place, in one go.
+
+        Args:
+            num_cached: prompt tokens that are likely to be found in the prefix cache.
+
+        Returns:
+            When its first token is expected; None if too little was measured to say.
 
         Raises:
-            Refusal: its lane is full.
+            Refusal: a bound is reached, or the lane's promise cannot be kept.
         """
-        lane = Lane(request.lane)
-        bounds = self._bounds[lane]
         with self._lock:
-            waiting = len(self._queues[lane])
-            num_tokens = self._num_tokens[lane] + len(request.prompt_token_ids)
-            if waiting >= bounds.max_requests or (waiting and num_tokens > bounds.max_tokens):
-                retry_after_s = self._drain.time_for(max(1, waiting // 4), now)
-                raise Refusal(
-                    "queue_full", f"the {lane.label} lane is full ({waiting} waiting)", retry_after_s
-                )
-            self._queues[lane][request.request_id] = request
-            self._num_tokens[lane] = num_tokens
+            line = self._lanes[Lane(request.lane)]
+            self._now_us = max(self._now_us, microseconds(now))
+            account = line.account(request.tenant, self._weights.get(request.tenant, 1))
+            self._num_let_in += 1
+            promise_s = line.policy.ttft_s if isfinite(line.policy.ttft_s) else 0.0
+            deadline_us = microseconds(request.arrival_s + promise_s)
+            ticket = Ticket(request, account, num_cached, deadline_us, self._num_let_in)
+            self._check_bounds(line, ticket, now)
+            forecast = self._check_promise(line, ticket, now)
+            self._enter(line, ticket, now)
+            return forecast
+
+    def check_open(self, lane: Lane, tenant: str, now: float) -> None:
+        """Refuses what `put` would refuse whatever the prompt, before any work is spent on it.
+
+        Raises:
+            Refusal: the lane, or the tenant's part of it, is full.
+        """
+        with self._lock:
+            line = self._lanes[lane]
+            account = line.accounts.get(tenant)
+            self._check_places(line, len(account.tickets) if account else 0, now)
 
     def cancel(self, request_id: str) -> bool:
         """True if the request was still waiting here; then it is gone and the engine never sees it."""
         with self._lock:
-            return any(self._pop(lane, request_id) is not None for lane in Lane)
+            ticket = self._tickets.get(request_id)
+            if ticket is None or ticket.stage is not Stage.WAITING:
+                return False
+            self._leave(ticket)
+            return True
 
     def expire(self, now: float) -> list[Request]:
         """Removes and returns what has waited longer than its lane allows."""
         with self._lock:
+            self._now_us = max(self._now_us, microseconds(now))
             overdue = [
-                request
-                for lane, queue in self._queues.items()
-                for request in queue.values()
-                if now - request.arrival_s > self._bounds[lane].ttl_s
+                ticket
+                for line in self._lanes.values()
+                for ticket in line.waiting()
+                if now - ticket.request.arrival_s > line.policy.ttl_s
             ]
-            for request in overdue:
-                self._pop(Lane(request.lane), request.request_id)
-            return overdue
+            for ticket in overdue:
+                self._leave(ticket)
+            self._forget_idle()
+            return [ticket.request for ticket in overdue]
 
     def depths(self) -> dict[Lane, int]:
+        """Requests that wait, by lane."""
         with self._lock:
-            return {lane: len(queue) for lane, queue in self._queues.items()}
+            return {lane: line.num_requests for lane, line in self._lanes.items()}
 
     def position(self, request_id: str) -> int | None:
-        """How many requests go before this one; None if it does not wait here."""
+        """How many requests of its lane have an earlier deadline; None if it does not wait here."""
         with self._lock:
-            ahead = 0
-            for lane in Lane:
-                for other_id in self._queues[lane]:
-                    if other_id == request_id:
-                        return ahead
-                    ahead += 1
-            return None
+            ticket = self._tickets.get(request_id)
+            if ticket is None or ticket.stage is not Stage.WAITING:
+                return None
+            return sum(1 for other in ticket.account.lane.waiting() if other.key < ticket.key)
+
+    def tenants(self) -> dict[str, int]:
+        """What each tenant has been charged, in sixteenths of a prompt token, over all lanes."""
+        with self._lock:
+            charged: dict[str, int] = {}
+            for line in self._lanes.values():
+                for tenant, account in line.accounts.items():
+                    charged[tenant] = charged.get(tenant, 0) + account.share.charged
+            return charged
 
     # The engine's side
 
-    def take(self, fits: Callable[[Request], bool]) -> Request | None:
-        """The head of the most urgent lane, if it fits. Nobody overtakes a head that waits for room."""
+    def allowance(self, running: list[Sequence]) -> Allowance:
+        decodes = [0] * len(Lane)
+        num_context = 0
+        for sequence in running:
+            if sequence.num_remaining == 1:
+                decodes[sequence.request.lane] += 1
+                num_context += len(sequence.token_ids)
         with self._lock:
-            for lane in Lane:
-                head = next(iter(self._queues[lane].values()), None)
-                if head is not None:
-                    return self._pop(lane, head.request_id) if fits(head) else None
+            by_lane = {lane: decodes[lane] for lane in Lane if decodes[lane]}
+            return self.admission.allowance(by_lane, num_context)
+
+    def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
+        with self._lock:
+            if above is None and (aged := self._aged()) is not None and fits(aged.request):
+                self._aged_tokens -= aged.num_uncached
+                return self._dispatch(aged)
+            for line in self._lines_in_turn(above):
+                ticket = self._choose(line)
+                if fits(ticket.request):
+                    return self._dispatch(ticket)
             return None
 
-    def charge(self, work: list[tuple[Request, int, int]]) -> None:
-        """First come, first served keeps no accounts."""
+    def charge(self, work: list[tuple[Request, int, int]], now: float) -> None:
+        with self._lock:
+            self._now_us = max(self._now_us, microseconds(now))
+            for request, num_prompt, num_output in work:
+                ticket = self._tickets.get(request.request_id)
+                if ticket is None:
+                    continue
+                if ticket.stage is Stage.PREFILLING:
+                    self._note_prefill(ticket, num_prompt, num_output, now)
+                if num_output:
+                    self._bill(ticket, COST_OUTPUT * num_output)
 
-    def victim(self, running: list[Sequence]) -> Sequence | None:
-        """The least urgent lane's newest sequence; of its request's choices, the one that loses least."""
+    def observe(self, load: StepLoad) -> None:
+        with self._lock:
+            self.admission.observe(load)
+
+    def settle(self, request: Request, now: float) -> None:
+        with self._lock:
+            ticket = self._tickets.get(request.request_id)
+            if ticket is None:
+                return
+            ticket.choices_left -= 1
+            if ticket.choices_left:
+                return
+            del self._tickets[request.request_id]
+            line, account = ticket.account.lane, ticket.account
+            if ticket.stage is Stage.PREFILLING:
+                line.num_prefill_left -= ticket.num_prefill_left
+                # What was not computed is given back.
+                self._bill(ticket, -COST_PREFILL * max(0, ticket.num_charged - ticket.num_computed))
+            line.num_running -= 1
+            self._close(account)
+            self.admission.note_finished(
+                len(request.prompt_token_ids) + request.sampling.max_tokens // 2, now
+            )
+
+    def victim(self, running: list[Sequence], beneficiary: Sequence) -> Sequence | None:
+        """A strictly lower lane gives way, cheapest recompute first; else the newest of the lowest lane."""
+        if lower := _yielding(running, beneficiary.request.lane):
+            return lower[0]
         return max(running, key=lambda s: (s.request.lane, s.order, -s.num_computed, s.index), default=None)
 
-    def note_finished(self, now: float) -> None:
-        """Keeps the estimate of how fast the queue drains."""
-        with self._lock:
-            self._drain.note(now)
+    def giving_way(self, request: Request, running: list[Sequence]) -> list[Sequence]:
+        return _yielding(running, request.lane)[:MAX_VICTIMS]
 
-    def _pop(self, lane: Lane, request_id: str) -> Request | None:
-        request = self._queues[lane].pop(request_id, None)
-        if request is not None:
-            self._num_tokens[lane] -= len(request.prompt_token_ids)
-        return request
+    # Letting in
+
+    def _check_bounds(self, line: LaneLine, ticket: Ticket, now: float) -> None:
+        policy, account = line.policy, ticket.account
+        self._check_places(line, len(account.tickets), now)
+        if not line.num_requests:
+            return  # one that is larger than the bounds may wait alone
+        if (
+            account.tickets
+            and account.num_tokens + ticket.num_uncached > self._part(line) * policy.max_tokens
+        ):
+            raise self._tenant_full(line, f"{account.num_tokens} prompt tokens", len(account.tickets), now)
+        if (
+            line.num_tokens + ticket.num_uncached > policy.max_tokens
+            or line.num_bytes + ticket.num_bytes > policy.max_bytes
+        ):
+            raise self._full(line, f"{line.num_tokens} prompt tokens", now)
+
+    def _check_places(self, line: LaneLine, num_own: int, now: float) -> None:
+        most = line.policy.max_requests
+        if num_own >= max(1, int(self._part(line) * most)) and num_own < most:
+            raise self._tenant_full(line, f"{num_own} requests", num_own, now)
+        if line.num_requests >= most:
+            raise self._full(line, f"{line.num_requests} requests", now)
+
+    def _part(self, line: LaneLine) -> float:
+        """What one tenant may fill of the lane: all of it while no other tenant has been seen."""
+        return line.policy.tenant_share if len(line.accounts) > 1 else 1.0
+
+    def _tenant_full(self, line: LaneLine, what: str, num_own: int, now: float) -> Refusal:
+        message = f"{what} of yours wait in the {line.lane.label} lane already"
+        retry_after_s = self._time_for(max(1, num_own // 4), now)
+        return Refusal("tenant_queue_full", message, retry_after_s, tenant_limit=True)
+
+    def _full(self, line: LaneLine, what: str, now: float) -> Refusal:
+        message = f"the {line.lane.label} lane is full ({what} wait)"
+        return Refusal("queue_full", message, self._time_for(max(1, line.num_requests // 4), now))
+
+    def _time_for(self, num_requests: int, now: float) -> float:
+        rate = self.admission.finish_rate(now)
+        return num_requests / rate if rate > 0 else _RETRY_S[1] if self._tickets else _RETRY_S[0]
+
+    def _check_promise(self, line: LaneLine, ticket: Ticket, now: float) -> Forecast | None:
+        num_prompt = len(ticket.request.prompt_token_ids)
+        forecast = self.admission.forecast(self._lanes, ticket.account, ticket.num_uncached, num_prompt, now)
+        if forecast is None:
+            return None
+        waited_s = max(0.0, now - ticket.request.arrival_s)
+        if self._promises and waited_s + forecast.seconds > forecast.allowed_s:
+            late_s = waited_s + forecast.seconds - forecast.allowed_s
+            raise Refusal(
+                "promise_out_of_reach",
+                f"the first token would take {waited_s + forecast.seconds:.2f} s; "
+                f"the {line.lane.label} lane promises {forecast.allowed_s:.2f} s",
+                late_s,
+            )
+        ticket.forecast_s = waited_s + forecast.raw_s
+        return forecast
+
+    def _enter(self, line: LaneLine, ticket: Ticket, now: float) -> None:
+        account = ticket.account
+        if not account.num_open:
+            account.share.join(line.floor, self._now_us)
+        elif not account.tickets:
+            account.share.clock = max(account.share.clock, line.floor)
+        if not line.num_requests and not line.num_running:
+            line.share.join(self._lane_floor(line), self._now_us)
+        account.num_open += 1
+        account.arrivals.add(ticket.num_uncached, now)
+        line.add(ticket)
+        self._tickets[ticket.request.request_id] = ticket
+
+    def _lane_floor(self, line: LaneLine) -> int:
+        busy = [
+            o.share.clock for o in self._lanes.values() if o is not line and (o.num_requests or o.num_running)
+        ]
+        return min(busy, default=line.share.clock)
+
+    def _leave(self, ticket: Ticket) -> None:
+        ticket.account.lane.remove(ticket)
+        del self._tickets[ticket.request.request_id]
+        self._close(ticket.account)
+
+    def _close(self, account: Account) -> None:
+        account.num_open -= 1
+        if not account.num_open:
+            account.share.idle_since_us = self._now_us
+        line = account.lane
+        if not line.num_requests and not line.num_running:
+            line.share.idle_since_us = self._now_us
+
+    def _forget_idle(self) -> None:
+        """Tenants that have not been here for long have no debt left to remember."""
+        horizon = self._now_us - _FORGET_AFTER_US
+        for line in self._lanes.values():
+            idle = [t for t, a in line.accounts.items() if not a.num_open and a.share.idle_since_us < horizon]
+            for tenant in idle:
+                del line.accounts[tenant]
+
+    # Whose turn it is
+
+    def _lines_in_turn(self, above: int | None) -> list[LaneLine]:
+        """The lane whose turn it is, then the more urgent ones: they may try if its head does not fit."""
+        contenders = [line for line in self._lanes.values() if line.num_requests or line.lane == above]
+        if not contenders:
+            return []
+        first = min(contenders, key=_lane_turn)
+        if above is not None and first.lane >= above:
+            return []
+        return [first, *(line for line in contenders if line.lane < first.lane)]
+
+    def _choose(self, line: LaneLine) -> Ticket:
+        if len(line.active) == 1:
+            return next(iter(line.active.values())).head
+        near = line.floor + virtual(COST_PREFILL * LOCALITY_TOKENS)
+        candidates = [a for a in line.active.values() if a.share.clock <= near]
+        return min(candidates, key=_tenant_turn).head
+
+    def _aged(self) -> Ticket | None:
+        """Of the tenants that were not served for too long, the one that has waited longest, within their budget."""
+        if self._aged_tokens <= 0:
+            return None
+        aged = [
+            account.head
+            for line in self._lanes.values()
+            if line.num_requests and line.policy.ageing_s < inf
+            for account in line.active.values()
+            if self._now_us - max(account.head.arrival_us, account.served_us)
+            > microseconds(line.policy.ageing_s)
+        ]
+        return min(aged, key=lambda ticket: (ticket.arrival_us, ticket.key), default=None)
+
+    def _dispatch(self, ticket: Ticket) -> Request:
+        line = ticket.account.lane
+        line.remove(ticket)
+        line.num_running += 1
+        line.last_clock = ticket.account.share.clock
+        ticket.account.served_us = self._now_us
+        ticket.stage = Stage.PREFILLING
+        ticket.num_charged = len(ticket.request.prompt_token_ids)
+        line.num_prefill_left += ticket.num_prefill_left
+        self._aged_tokens = min(_AGED_MOST_TOKENS, self._aged_tokens + ticket.num_uncached // AGED_PART)
+        self._bill(ticket, COST_PREFILL * ticket.num_charged)
+        return ticket.request
+
+    def _note_prefill(self, ticket: Ticket, num_prompt: int, num_output: int, now: float) -> None:
+        line = ticket.account.lane
+        line.num_prefill_left -= ticket.num_prefill_left
+        ticket.num_computed += num_prompt
+        if num_output:
+            ticket.stage = Stage.DECODING
+            num_hits = max(0, ticket.num_charged - ticket.num_computed)
+            self._bill(ticket, (COST_HIT - COST_PREFILL) * num_hits)
+            self.admission.note_first_token(ticket, now)
+        else:
+            line.num_prefill_left += ticket.num_prefill_left
+
+    def _bill(self, ticket: Ticket, cost: int) -> None:
+        ticket.account.share.charge(cost)
+        ticket.account.lane.share.charge(cost)
 
 
-class _DrainRate:
-    """Requests finished per second, as a moving average of the gaps between them."""
+def _lane_turn(line: LaneLine) -> tuple[int, int]:
+    lead = (len(Lane) - 1 - line.lane) * virtual(COST_PREFILL * LEAD_TOKENS)
+    return line.share.clock - lead, line.lane
 
-    def __init__(self) -> None:
-        self._gap_s = 0.25
-        self._last: float | None = None
 
-    def note(self, now: float) -> None:
-        if self._last is not None:
-            self._gap_s += 0.1 * (now - self._last - self._gap_s)
-        self._last = now
+def _tenant_turn(account: Account) -> tuple[float, int, str]:
+    """The larger part of its prompt is cached, the sooner; then by what the tenant has had."""
+    head = account.head
+    return -head.num_cached / len(head.request.prompt_token_ids), account.share.clock, account.tenant
 
-    def time_for(self, num_requests: int, now: float) -> float:
-        """Seconds until so many more are likely to have finished, between 1 and 60."""
-        since = now - self._last if self._last is not None else 0.0
-        return min(60.0, max(1.0, num_requests * max(self._gap_s, since / 10)))
+
+def _yielding(running: list[Sequence], lane: int) -> list[Sequence]:
+    """Those of strictly lower lanes that were not asked too often: lowest lane, cheapest recompute, newest first."""
+    lower = [
+        s for s in running if s.request.lane > lane and s.num_preemptions < MAX_PREEMPTIONS and s.block_table
+    ]
+    lower.sort(key=lambda s: (-s.request.lane, s.num_computed, -s.order, s.index))
+    return lower

@@ -65,6 +65,9 @@ class PrefixIndex:
     def knows_block(self, block: int) -> bool:
         return block in self._hash_of
 
+    def knows_hash(self, block_hash_: bytes) -> bool:
+        return block_hash_ in self._block_of
+
     def begin(self, block_hash_: bytes, block: int) -> None:
         """`block` is on its way to holding this."""
         self._pending.setdefault(block_hash_, block)

@@ -13,6 +13,7 @@ by a copy first.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as TokenIds
 
 from engine.kv.blocks import BlockPool
 from engine.kv.prefix import PrefixIndex, extend_hashes
@@ -45,6 +46,17 @@ class BlockTables:
         extend_hashes(sequence.block_hashes, sequence.token_ids, num_full, self.block_size, salt)
         return self.index.match(sequence.block_hashes[:num_full])
 
+    def num_cached_tokens(self, token_ids: TokenIds[int], salt: bytes) -> int:
+        """How many tokens of a prompt are cached. Reads single entries only, so that another thread may ask."""
+        if not self.prefix_cache or not len(self.index):
+            return 0
+        hashes: list[bytes] = []
+        for number in range(1, (len(token_ids) - 1) // self.block_size + 1):
+            extend_hashes(hashes, token_ids, number, self.block_size, salt)
+            if not self.index.knows_hash(hashes[-1]):
+                return (number - 1) * self.block_size
+        return len(hashes) * self.block_size
+
     def awaits_prefix(self, sequence: Sequence, num_found: int) -> bool:
         """True if another sequence is computing the very block that this one would compute next."""
         hashes = sequence.block_hashes
@@ -54,6 +66,10 @@ class BlockTables:
         """Free blocks it takes to hold all known tokens; a found block counts if it is free, for then it is no more."""
         in_use = sum(1 for block in prefix if self.pool.ref_counts[block])
         return self.blocks_for(len(sequence.token_ids)) - in_use
+
+    def num_held_alone(self, sequence: Sequence) -> int:
+        """Blocks that would be free if this sequence gave its own back."""
+        return sum(1 for block in sequence.block_table if self.pool.ref_counts[block] == 1)
 
     def start(self, sequence: Sequence, prefix: list[int]) -> None:
         """Takes the prefix and room for all known tokens; the caller has seen that there is enough."""

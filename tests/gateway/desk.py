@@ -10,7 +10,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -29,7 +29,8 @@ from gateway.app import create_app
 from gateway.protocol import GatewayProtocol
 from gateway.service import Service, ServiceOptions
 from priority.lanes import Lane
-from priority.queue import DEFAULT_BOUNDS, LaneBounds, LaneQueue
+from priority.lanes import DEFAULT_POLICIES, LanePolicy
+from priority.queue import LaneQueue
 
 MODEL = "paper"
 SPECIAL = ["<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -89,6 +90,9 @@ class EngineDouble:
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
+    def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int:  # noqa: ARG002
+        return 0
+
     def stats(self) -> EngineStats:
         return EngineStats(num_blocks=32)
 
@@ -101,13 +105,13 @@ class Desk:
         options: ServiceOptions | None = None,
         *,
         tokenizer: Tokenizer | None = None,
-        bounds: dict[Lane, LaneBounds] | None = None,
+        bounds: dict[Lane, LanePolicy] | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.clock = Clock()
         used = clock or self.clock
         self.engine = EngineDouble(used)
-        self.queue = LaneQueue(threading.Lock(), {**DEFAULT_BOUNDS, **(bounds or {})})
+        self.queue = LaneQueue(threading.Lock(), {**DEFAULT_POLICIES, **(bounds or {})})
         self.service = Service(
             self.engine,
             self.queue,

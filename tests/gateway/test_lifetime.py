@@ -14,7 +14,7 @@ from gateway.protocol import GatewayProtocol
 from gateway.service import ServiceOptions, Timeouts
 from gateway.streams import MAX_PENDING_BYTES
 from priority.lanes import Lane
-from priority.queue import LaneBounds
+from priority.lanes import LanePolicy
 from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, events, serving, settled
 
 pytestmark = pytest.mark.anyio
@@ -114,7 +114,7 @@ async def test_only_the_one_that_left_is_cancelled() -> None:
 
 
 async def test_a_refused_body_leaves_none_of_its_prompts_behind() -> None:
-    bounds = {Lane.STANDARD: LaneBounds(max_requests=2, max_tokens=10**6, ttl_s=60)}
+    bounds = {Lane.STANDARD: LanePolicy(max_requests=2, max_tokens=10**6, ttl_s=60)}
     desk = Desk(bounds=bounds)
     async with client(desk.app) as http:
         response = await http.post("/v1/completions", json=completion_body(["a", "b", "c"]))

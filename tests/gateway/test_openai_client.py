@@ -16,7 +16,7 @@ from engine.request import FinishReason
 from gateway.access import digest_of
 from gateway.service import ServiceOptions, Timeouts
 from priority.lanes import Lane
-from priority.queue import DEFAULT_BOUNDS
+from priority.lanes import DEFAULT_POLICIES
 from tests.gateway.desk import MODEL, Desk, logprobs, serving
 
 pytestmark = pytest.mark.anyio
@@ -187,7 +187,7 @@ async def test_completions_of_several_prompts() -> None:
 
 async def test_errors_are_the_right_exceptions() -> None:
     keys = {digest_of("a-key-of-16-chars"): "ours"}
-    full = {Lane.STANDARD: replace(DEFAULT_BOUNDS[Lane.STANDARD], max_requests=1)}
+    full = {Lane.STANDARD: replace(DEFAULT_POLICIES[Lane.STANDARD], max_requests=1)}
     desk = Desk(ServiceOptions(models=(MODEL,), tenants=keys), bounds=full)
     async with connected(desk, api_key="a-key-of-16-chars") as api:
         create = api.chat.completions.create

@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from engine.request import Sequence
 from priority.lanes import Lane
-from priority.queue import LaneBounds, LaneQueue, Refusal
+from priority.queue import LaneQueue, Refusal
 from tests.engine.paper import make_request
 
 
 def make_queue(max_requests: int = 4, max_tokens: int = 100, ttl_s: float = 10.0) -> LaneQueue:
-    bounds = LaneBounds(max_requests=max_requests, max_tokens=max_tokens, ttl_s=ttl_s)
+    bounds = LanePolicy(max_requests=max_requests, max_tokens=max_tokens, ttl_s=ttl_s)
     return LaneQueue(Lock(), dict.fromkeys(Lane, bounds))
 
 
@@ -94,7 +94,7 @@ def test_the_faster_requests_finish_the_sooner_one_may_come_back() -> None:
 @pytest.mark.parametrize("bounds", [(0, 1, 1.0), (1, -1, 1.0), (1, 1, 0.0)])
 def test_a_bound_of_nothing_is_refused_by_name(bounds: tuple[int, int, float]) -> None:
     with pytest.raises(ValueError, match="must be greater than 0"):
-        LaneBounds(max_requests=bounds[0], max_tokens=bounds[1], ttl_s=bounds[2])
+        LanePolicy(max_requests=bounds[0], max_tokens=bounds[1], ttl_s=bounds[2])
 
 
 def test_the_victim_is_the_newest_of_the_least_urgent_lane() -> None:

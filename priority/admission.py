@@ -1,0 +1,228 @@
+"""Admission: when would a request's first token come, and is that soon enough?
+
+Two estimates, and the later one counts. The snapshot adds up the prefill work that goes before the request by the rules
+of `queue`. The share looks ahead: it divides the machine among all tenants by the rates at which they send, max-min
+fair, because those who keep sending will also be served while this request waits. To this come the time until KV and a
+seat are free, and the step that runs. What is left of error is learnt: a factor per tenant and lane that makes nine forecasts
+in ten come true. The formulas are those of the project's design; predicting before admitting follows Mooncake (Qin et
+al., FAST 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from engine.step import UNLIMITED, Allowance, StepLoad
+from priority.lanes import Lane, LanePolicy
+from priority.rates import Rate
+from priority.shares import COST_PREFILL, virtual
+from priority.steptime import StepShape, StepTimeModel
+from priority.waiting import Account, LaneLine, Ticket
+
+ALONE_SLACK = 1.5
+"""A prompt so long that even alone it takes longer than the promise is let in if this times that can be kept."""
+_QUANTILE = 0.9
+_LEARNING = 0.02
+_FACTORS = (0.5, 3.0)
+_MARGIN = 0.9
+"""Of a promise on the time per token, what a step is planned to take."""
+_STEPS_PER_TTFT = 8
+"""No step takes longer than this part of the shortest promise on the first token: nobody who comes waits longer."""
+_LEAST_PREFILL = 16
+_CATCH_UP = 8
+"""A stream without a promise decodes at least once in so many steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """When the first token is expected, in seconds from now."""
+
+    seconds: float
+    """With the learnt factor: nine in ten come sooner."""
+    raw_s: float
+    """Without it."""
+    allowed_s: float
+    """What the lane promises; infinite, if nothing."""
+
+    @property
+    def is_kept(self) -> bool:
+        return self.seconds <= self.allowed_s
+
+
+class Admission:
+    """What the engine was seen to do, and what follows from it."""
+
+    def __init__(self, policies: Mapping[Lane, LanePolicy], model: StepTimeModel) -> None:
+        self.model = model
+        self.policies = policies
+        self._step_cap_s = min(policy.ttft_s for policy in policies.values()) / _STEPS_PER_TTFT
+        self._load: StepLoad | None = None
+        self._finished = Rate()
+        self._freed = Rate()
+        """KV tokens given back."""
+
+    # What is seen
+
+    def observe(self, load: StepLoad) -> None:
+        self._load = load
+        shape = StepShape(load.num_prefill_tokens, load.num_decode_tokens, load.num_context_tokens)
+        self.model.observe(shape, load.duration_s)
+
+    def note_finished(self, num_tokens: int, now: float) -> None:
+        """A request ended and gave back the KV of so many tokens."""
+        self._finished.add(1, now)
+        self._freed.add(num_tokens, now)
+
+    def note_first_token(self, ticket: Ticket, now: float) -> None:
+        """Learns from how a forecast came out: the tenant's factor, and the lane's for tenants to come."""
+        if ticket.forecast_s:
+            ratio = (now - ticket.request.arrival_s) / ticket.forecast_s
+            account = ticket.account
+            account.factor = _closer(account.factor, ratio)
+            account.lane.factor = _closer(account.lane.factor, ratio)
+
+    def finish_rate(self, now: float) -> float:
+        """Requests that end per second."""
+        return self._finished.per_second(now)
+
+    # The step
+
+    def allowance(self, decodes: Mapping[Lane, int], num_context: int) -> Allowance:
+        """What a step may do beside the running streams: `decodes` counts those by lane, `num_context` their KV."""
+        if not self.model.is_known:
+            return UNLIMITED
+        num_decode = sum(decodes.values())
+        tpot_s = min((self.policies[lane].tpot_s for lane in decodes), default=inf) * _MARGIN
+        num_decode = self._num_decodes(decodes, num_decode, num_context, tpot_s)
+        cap_s = min(tpot_s, self._step_cap_s)
+        if not isfinite(cap_s):
+            return Allowance(max(1, num_decode), UNLIMITED.num_prefill)
+        return Allowance(max(1, num_decode), self._num_prefill(cap_s, num_decode, num_context))
+
+    def _num_decodes(
+        self, decodes: Mapping[Lane, int], num_decode: int, num_context: int, tpot_s: float
+    ) -> int:
+        """All, unless the streams without a promise make the others miss theirs."""
+        excess_s = self.model.seconds(0, num_decode, num_context) - tpot_s
+        patient = sum(n for lane, n in decodes.items() if not isfinite(self.policies[lane].tpot_s))
+        if excess_s <= 0 or not patient:
+            return num_decode
+        each_s = self.model.seconds(0, 1, num_context / num_decode) - self.model.seconds(0, 0, 0)
+        too_many = int(excess_s / each_s) + 1 if each_s > 0 else patient
+        return num_decode - min(too_many, patient - -(-patient // _CATCH_UP))
+
+    def _num_prefill(self, cap_s: float, num_decode: int, num_context: int) -> int:
+        fitting = self.model.prefill_within(cap_s, num_decode, num_context)
+        if fitting >= _LEAST_PREFILL:
+            return int(min(fitting, UNLIMITED.num_prefill)) // _LEAST_PREFILL * _LEAST_PREFILL
+        # The cap cannot be kept: prefill goes on, at a size that is at least half efficient.
+        alpha_s, beta_s = self.model.coefficients[:2]
+        return max(_LEAST_PREFILL, int(alpha_s / beta_s)) if fitting <= 0 and beta_s > 0 else _LEAST_PREFILL
+
+    # The forecast
+
+    def forecast(
+        self, lanes: Mapping[Lane, LaneLine], account: Account, num_uncached: int, num_prompt: int, now: float
+    ) -> Forecast | None:
+        """For a request that would be let in now; None while too little was measured."""
+        load = self._load
+        if not self.model.is_known or load is None:
+            return None
+        lane = account.lane
+        num_decode = sum(line.num_running for line in lanes.values())
+        num_context = load.num_context_tokens * num_decode // max(1, load.num_decode_tokens)
+        decodes = {line.lane: line.num_running for line in lanes.values() if line.num_running}
+        rate, step_s = self._prefill_rate(decodes, num_context, load)
+        ahead = self._ahead(lanes, account, num_uncached)
+        share = self._share(lanes, account, rate, now)
+        mine = account.num_tokens + num_uncached
+        running = sum(line.num_prefill_left for line in lanes.values() if line.lane <= lane.lane)
+        wait_s = max((running + ahead) / rate, (running + mine) / share)
+        raw_s = wait_s + self._wait_for_room(lanes, lane, load, ahead + num_prompt, now) + 2 * step_s
+        seconds = raw_s * account.factor
+        return Forecast(seconds, raw_s, self._allowed(lane.policy, num_uncached, load))
+
+    def _prefill_rate(
+        self, decodes: Mapping[Lane, int], num_context: int, load: StepLoad
+    ) -> tuple[float, float]:
+        """Prompt tokens per second beside these decodes, and the seconds of such a step."""
+        num_decode = sum(decodes.values())
+        most = max(1, load.max_batch_tokens - num_decode)
+        num_prefill = min(self.allowance(decodes, num_context).num_prefill, most)
+        step_s = max(1e-6, self.model.seconds(num_prefill, num_decode, num_context))
+        return num_prefill / step_s, step_s
+
+    def _ahead(self, lanes: Mapping[Lane, LaneLine], account: Account, num_uncached: int) -> float:
+        """Prompt tokens computed before the request's last: its own, its tenant's, and what others may put before."""
+        lane, mine = account.lane, account.num_tokens + num_uncached
+        ahead = float(mine)
+        clock = account.share.clock if account.tickets else max(account.share.clock, lane.floor)
+        for other in lane.active.values():
+            if other is not account:
+                lead = max(0, clock - other.share.clock) / virtual(COST_PREFILL)
+                weight = other.share.weight
+                ahead += min(other.num_tokens, weight / account.share.weight * mine + weight * lead)
+        for line in lanes.values():
+            if line.lane < lane.lane:
+                ahead += line.num_tokens
+            elif line.lane > lane.lane:
+                ratio = line.share.weight / lane.share.weight
+                ahead += min(line.num_tokens + line.num_prefill_left, ratio * mine)
+        return ahead
+
+    def _share(self, lanes: Mapping[Lane, LaneLine], account: Account, rate: float, now: float) -> float:
+        """Of the prefill rate, what is left for this tenant when all others go on as they do."""
+        lane = account.lane
+        urgent = sum(
+            a.arrivals.per_second(now)
+            for line in lanes.values()
+            if line.lane < lane.lane
+            for a in line.accounts.values()
+        )
+        weights = sum(line.share.weight for line in lanes.values())
+        left = max(rate - urgent, rate * lane.share.weight / weights)
+        others = [
+            (a.arrivals.per_second(now), a.share.weight) for a in lane.accounts.values() if a is not account
+        ]
+        others.sort(key=lambda other: other[0] / other[1])
+        total = account.share.weight + sum(weight for _, weight in others)
+        for demand, weight in others:
+            if demand > left * weight / total:
+                break
+            left -= demand
+            total -= weight
+        return max(left * account.share.weight / total, 1e-9)
+
+    def _wait_for_room(
+        self, lanes: Mapping[Lane, LaneLine], lane: LaneLine, load: StepLoad, num_tokens: float, now: float
+    ) -> float:
+        """Seconds until there is KV and a seat; lower lanes that run would give way for it."""
+        yielding = sum(line.num_running for line in lanes.values() if line.lane > lane.lane)
+        if yielding:
+            return 0.0
+        missing_kv = num_tokens - load.num_free_tokens
+        seats = load.max_num_seqs - load.num_running
+        missing_seats = (
+            sum(line.num_requests for line in lanes.values() if line.lane <= lane.lane) + 1 - seats
+        )
+        return max(
+            _over(missing_kv, self._freed.per_second(now)), _over(missing_seats, self.finish_rate(now))
+        )
+
+    def _allowed(self, policy: LanePolicy, num_uncached: int, load: StepLoad) -> float:
+        if not isfinite(policy.ttft_s):
+            return inf
+        rate, step_s = self._prefill_rate({}, 0, load)
+        return max(policy.ttft_s, ALONE_SLACK * (num_uncached / rate + 2 * step_s))
+
+
+def _closer(factor: float, ratio: float) -> float:
+    """A stochastic estimate of the quantile: nine steps down weigh as much as one up."""
+    step = _LEARNING * (_QUANTILE if ratio > factor else _QUANTILE - 1.0)
+    return min(max(factor + step, _FACTORS[0]), _FACTORS[1])
+
+
+def _over(missing: float, rate: float) -> float:
+    return missing / rate if missing > 0 and rate > 0 else 0.0

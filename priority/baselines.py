@@ -1,0 +1,46 @@
+"""What `LaneQueue` is compared with: first come, first served, as one line or as one line per lane."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from engine.request import Request, Sequence
+from engine.step import UNLIMITED, Allowance, StepLoad
+from priority.lanes import Lane
+
+
+class FirstComeQueue:
+    """The order of arrival; with `by_lane`, the more urgent lanes strictly first. Lets everybody in."""
+
+    def __init__(self, *, by_lane: bool) -> None:
+        self._by_lane = by_lane
+        self._lines: dict[int, deque[Request]] = {lane: deque() for lane in Lane}
+
+    def put(self, request: Request, now: float, num_cached: int = 0) -> None:  # noqa: ARG002
+        self._lines[request.lane if self._by_lane else 0].append(request)
+
+    def depths(self) -> dict[Lane, int]:
+        return {lane: len(self._lines[lane]) for lane in Lane}
+
+    def allowance(self, running: list[Sequence]) -> Allowance:  # noqa: ARG002
+        return UNLIMITED
+
+    def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
+        for lane, line in self._lines.items():
+            if line and (above is None or lane < above):
+                return line.popleft() if fits(line[0]) else None
+        return None
+
+    def charge(self, work: list[tuple[Request, int, int]], now: float) -> None: ...
+
+    def observe(self, load: StepLoad) -> None: ...
+
+    def settle(self, request: Request, now: float) -> None: ...
+
+    def victim(self, running: list[Sequence], beneficiary: Sequence) -> Sequence | None:  # noqa: ARG002
+        """The newest, of the least urgent lane if there are lanes."""
+        return max(running, key=lambda s: (self._by_lane and s.request.lane, s.order, s.index), default=None)
+
+    def giving_way(self, request: Request, running: list[Sequence]) -> list[Sequence]:  # noqa: ARG002
+        return []

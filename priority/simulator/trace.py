@@ -1,0 +1,260 @@
+"""Traces: who asks for what, and when. Generated like the published ones, or read from Mooncake's JSONL.
+
+The shapes follow measurements of public traces: lengths are lognormal, arrivals are Poisson within windows whose rate is
+itself random (Gamma), so that they are burstier than Poisson. Everything comes from a seed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import exp
+from random import Random
+
+from priority.lanes import Lane
+
+BLOCK_TOKENS = 512
+"""Tokens that one entry of `hash_ids` stands for, as Mooncake has it."""
+_WINDOW_S = 10.0
+
+
+class TraceError(ValueError):
+    """A trace that cannot be used; the message names the line and the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a trace."""
+
+    at_s: float
+    num_prompt: int
+    num_output: int
+    lane: Lane = Lane.INTERACTIVE
+    tenant: str = "default"
+    hash_ids: tuple[int, ...] = ()
+    """What each 512 tokens of the prompt are: equal ids from the start on mean an equal prefix. Empty: nothing shared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lognormal, cut at both ends."""
+
+    mu: float
+    sigma: float
+    most: int
+
+    def draw(self, rng: Random) -> int:
+        return max(1, min(self.most, int(exp(rng.gauss(self.mu, self.sigma)))))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A sort of traffic: lengths, and how bursty its arrivals are (the Gamma shape of the rate; less is burstier)."""
+
+    prompt: Lengths
+    output: Lengths
+    shape: float
+
+
+KINDS = {
+    "conversation": Kind(Lengths(6.63, 0.99, 14_050), Lengths(5.02, 0.86, 1_000), 18.0),
+    "code": Kind(Lengths(7.00, 1.36, 7_437), Lengths(2.79, 0.85, 1_000), 0.4),
+    "bursty": Kind(Lengths(6.63, 0.99, 14_050), Lengths(5.02, 0.86, 1_000), 0.8),
+    "chat": Kind(Lengths(4.1, 0.6, 512), Lengths(3.4, 0.5, 128), 18.0),
+}
+"""`conversation` and `code` are fitted to Azure's traces of 2023; `chat` suits small models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What to generate: so many requests a second for so long, lengths times `scale`."""
+
+    rate: float
+    duration_s: float
+    seed: int = 0
+    scale: float = 1.0
+    kind: str = "conversation"
+
+
+def steady(demand: Demand) -> list[Arrival]:
+    """Five tenants, all interactive."""
+    return _merged(_quiet_tenants(demand, demand.rate))
+
+
+def noisy_tenant(demand: Demand) -> list[Arrival]:
+    """Five quiet tenants at two sevenths of the rate; after a sixth of the time one sends all the rest."""
+    return _merged(_quiet_tenants(demand, demand.rate * 2 / 7), _noisy(demand, demand.rate * 5 / 7))
+
+
+def noisy_burst(demand: Demand) -> list[Arrival]:
+    """The noisy tenant, and two bursts of long batch requests."""
+    quiet, noisy = demand.rate * 4 / 11, demand.rate * 7 / 11
+    return _merged(_quiet_tenants(demand, quiet), _noisy(demand, noisy), _bursts(demand))
+
+
+def batch_flood(demand: Demand) -> list[Arrival]:
+    """Five quiet tenants, and two bursts of long batch requests."""
+    return _merged(_quiet_tenants(demand, demand.rate), _bursts(demand))
+
+
+def sessions(demand: Demand) -> list[Arrival]:
+    """Conversations of a geometric number of turns; each prompt is all that was said, and one of 20 system prompts."""
+    rng = Random(f"{demand.seed}/sessions")
+    kind, arrivals, next_id = KINDS["chat"], [], 1_000
+    for number, start_s in enumerate(_poisson(rng, demand.rate * 0.4, 0.0, demand.duration_s)):
+        hash_ids = [_zipf(rng, 20)]
+        at_s, num_prompt = start_s, BLOCK_TOKENS
+        while at_s < demand.duration_s:
+            num_prompt += max(1, int(kind.prompt.draw(rng) * demand.scale))
+            while len(hash_ids) * BLOCK_TOKENS < num_prompt:
+                hash_ids.append(next_id)
+                next_id += 1
+            num_output = max(1, int(kind.output.draw(rng) * demand.scale))
+            tenant = f"tenant-{number % 5}"
+            arrivals.append(Arrival(at_s, num_prompt, num_output, tenant=tenant, hash_ids=tuple(hash_ids)))
+            num_prompt += num_output
+            at_s += exp(rng.gauss(3.4, 0.7))
+            if rng.random() < 0.4:
+                break
+    return _merged(arrivals)
+
+
+def mixed(demand: Demand) -> list[Arrival]:
+    """Seven tenths interactive, two standard, one batch; tenants by Zipf's law."""
+    rng = Random(f"{demand.seed}/mixed")
+    lanes = [Lane.INTERACTIVE] * 7 + [Lane.STANDARD] * 2 + [Lane.BATCH]
+    arrivals = _arrivals(demand, demand.rate, "mixed")
+    return [
+        replace(a, lane=lanes[int(rng.random() * 10)], tenant=f"tenant-{_zipf(rng, 10)}") for a in arrivals
+    ]
+
+
+SCENARIOS: dict[str, Callable[[Demand], list[Arrival]]] = {
+    "steady": steady,
+    "mixed": mixed,
+    "noisy-tenant": noisy_tenant,
+    "noisy-burst": noisy_burst,
+    "batch-flood": batch_flood,
+    "sessions": sessions,
+}
+
+
+def read_trace(lines: Iterable[str]) -> list[Arrival]:
+    """Mooncake's JSONL: timestamp (ms), input_length, output_length, hash_ids; `lane` and `tenant` may be added.
+
+    Raises:
+        TraceError: naming the line and the field.
+    """
+    arrivals = [_parse(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+    if not arrivals:
+        raise TraceError("the trace is empty")
+    for number, (before, after) in enumerate(zip(arrivals, arrivals[1:], strict=False), 2):
+        if after.at_s < before.at_s:
+            raise TraceError(f"line {number}: timestamp goes back in time")
+    return arrivals
+
+
+def write_trace(arrivals: Iterable[Arrival]) -> Iterator[str]:
+    for arrival in arrivals:
+        fields = {
+            "timestamp": round(arrival.at_s * 1000, 3),
+            "input_length": arrival.num_prompt,
+            "output_length": arrival.num_output,
+            "hash_ids": list(arrival.hash_ids),
+            "lane": arrival.lane.label,
+            "tenant": arrival.tenant,
+        }
+        yield json.dumps(fields) + "\n"
+
+
+def _parse(line: str, number: int) -> Arrival:
+    try:
+        fields = json.loads(line)
+    except json.JSONDecodeError:
+        raise TraceError(f"line {number}: not JSON") from None
+    if not isinstance(fields, dict):
+        raise TraceError(f"line {number}: not an object")
+    at_ms = _number(fields, "timestamp", number, 0)
+    num_prompt = int(_number(fields, "input_length", number, 1))
+    num_output = int(_number(fields, "output_length", number, 1))
+    hash_ids = fields.get("hash_ids", [])
+    if not isinstance(hash_ids, list) or not all(isinstance(i, int) for i in hash_ids):
+        raise TraceError(f"line {number}: hash_ids must be a list of whole numbers")
+    label = fields.get("lane", Lane.INTERACTIVE.label)
+    lane = next((lane for lane in Lane if lane.label == label), None)
+    if lane is None:
+        raise TraceError(f"line {number}: there is no lane {label!r}")
+    return Arrival(
+        at_ms / 1000, num_prompt, num_output, lane, str(fields.get("tenant", "default")), tuple(hash_ids)
+    )
+
+
+def _number(fields: dict[str, object], name: str, number: int, least: float) -> float:
+    value = fields.get(name)
+    if value is None:
+        raise TraceError(f"line {number}: {name} is missing")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+        raise TraceError(f"line {number}: {name} must be a number of at least {least:g}, not {value!r}")
+    return float(value)
+
+
+def _quiet_tenants(demand: Demand, rate: float) -> list[Arrival]:
+    arrivals: list[Arrival] = []
+    for number in range(5):
+        some = _arrivals(demand, rate / 5, f"quiet-{number}")
+        arrivals += [replace(arrival, tenant=f"quiet-{number}") for arrival in some]
+    return arrivals
+
+
+def _noisy(demand: Demand, rate: float) -> list[Arrival]:
+    some = _arrivals(demand, rate, "noisy")
+    return [replace(arrival, tenant="noisy") for arrival in some if arrival.at_s > demand.duration_s / 6]
+
+
+def _bursts(demand: Demand) -> list[Arrival]:
+    """So many long batch requests as the quiet ones send in a fifth of the time, at once, twice."""
+    rng = Random(f"{demand.seed}/bursts")
+    kind = KINDS[demand.kind]
+    number = max(1, int(demand.rate * demand.duration_s / 10))
+    arrivals = []
+    for part in (0.2, 0.55):
+        for i in range(number):
+            num_prompt = max(1, min(kind.prompt.most, int(3 * kind.prompt.draw(rng) * demand.scale)))
+            num_output = max(1, int(kind.output.draw(rng) * demand.scale))
+            at_s = demand.duration_s * part + i * 0.01
+            arrivals.append(Arrival(at_s, num_prompt, num_output, Lane.BATCH, "batch"))
+    return arrivals
+
+
+def _arrivals(demand: Demand, rate: float, name: str) -> list[Arrival]:
+    rng = Random(f"{demand.seed}/{name}")
+    kind = KINDS[demand.kind]
+    arrivals = []
+    start_s = 0.0
+    while start_s < demand.duration_s:
+        window_rate = rng.gammavariate(kind.shape, rate / kind.shape)
+        end_s = min(start_s + _WINDOW_S, demand.duration_s)
+        for at_s in _poisson(rng, window_rate, start_s, end_s):
+            num_prompt = max(1, int(kind.prompt.draw(rng) * demand.scale))
+            arrivals.append(Arrival(at_s, num_prompt, max(1, int(kind.output.draw(rng) * demand.scale))))
+        start_s = end_s
+    return arrivals
+
+
+def _poisson(rng: Random, rate: float, start_s: float, end_s: float) -> Iterator[float]:
+    at_s = start_s
+    while rate > 0:
+        at_s += rng.expovariate(rate)
+        if at_s >= end_s:
+            return
+        yield at_s
+
+
+def _zipf(rng: Random, number: int) -> int:
+    weights = [1 / rank**1.1 for rank in range(1, number + 1)]
+    return rng.choices(range(number), weights)[0]
+
+
+def _merged(*parts: list[Arrival]) -> list[Arrival]:
+    return sorted((arrival for part in parts for arrival in part), key=lambda arrival: arrival.at_s)

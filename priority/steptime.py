@@ -1,0 +1,114 @@
+"""How long a step takes: a linear model, fitted to the steps that were measured.
+
+    seconds = alpha + beta * prefill tokens + gamma * decodes + delta * context tokens
+
+Least squares over an exponentially fading past. What the recent past says nothing about (no prefill for a while, say)
+keeps its last estimate: the fit is a ridge around it. No coefficient is ever negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_SCALES = (1.0, 64.0, 8.0, 4096.0)
+"""What counts as one unit of each feature, so that the ridge weighs them alike."""
+_FADING = 0.995
+_RIDGE = 0.3
+_REFIT_STEPS = 8
+_ENOUGH_STEPS = 20
+_OUTLIER = 3.0
+"""A step that took so many times what was expected was disturbed; it counts as this much."""
+NAMES = ("alpha_s", "beta_s", "gamma_s", "delta_s")
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step computes."""
+
+    num_prefill: int
+    num_decode: int
+    num_context: int
+    """Tokens whose KV is read, over all sequences of the step."""
+
+
+class StepTimeModel:
+    """Predicts and learns. Deterministic: the same steps give the same model."""
+
+    def __init__(self, coefficients: Mapping[str, float] | None = None, *, learns: bool = True) -> None:
+        """`coefficients` as `as_dict` gives them: known from the start, and kept if `learns` is False."""
+        self.coefficients = [float(coefficients[name]) if coefficients else 0.0 for name in NAMES]
+        self.num_steps = _ENOUGH_STEPS if coefficients else 0
+        self._learns = learns
+        self._gram = [[0.0] * 4 for _ in range(4)]
+        self._moment = [0.0] * 4
+
+    @property
+    def is_known(self) -> bool:
+        """Enough was measured to rely on it."""
+        return self.num_steps >= _ENOUGH_STEPS and sum(self.coefficients) > 0.0
+
+    def as_dict(self) -> dict[str, float]:
+        return dict(zip(NAMES, self.coefficients, strict=True))
+
+    def seconds(self, num_prefill: float, num_decode: float, num_context: float) -> float:
+        alpha, beta, gamma, delta = self.coefficients
+        return alpha + beta * num_prefill + gamma * num_decode + delta * num_context
+
+    def prefill_within(self, seconds: float, num_decode: int, num_context: int) -> float:
+        """Prefill tokens that a step of at most `seconds` has room for; can be negative, or infinite."""
+        beta = self.coefficients[1]
+        left = seconds - self.seconds(0, num_decode, num_context)
+        return left / beta if beta > 0 else float("inf")
+
+    def observe(self, shape: StepShape, seconds: float) -> None:
+        if not self._learns:
+            return
+        if self.is_known:
+            expected = self.seconds(shape.num_prefill, shape.num_decode, shape.num_context)
+            seconds = min(seconds, _OUTLIER * expected)
+        row = (
+            1.0,
+            shape.num_prefill / _SCALES[1],
+            shape.num_decode / _SCALES[2],
+            shape.num_context / _SCALES[3],
+        )
+        # Relative errors: a long step says no more than a short one.
+        weight = 1.0 / max(seconds, 1e-6) ** 2
+        for i in range(4):
+            self._moment[i] = _FADING * self._moment[i] + weight * row[i] * seconds
+            gram = self._gram[i]
+            for j in range(4):
+                gram[j] = _FADING * gram[j] + weight * row[i] * row[j]
+        self.num_steps += 1
+        if self.num_steps % _REFIT_STEPS == 0 or self.num_steps == _ENOUGH_STEPS:
+            self._refit()
+
+    def _refit(self) -> None:
+        centre = [c * scale for c, scale in zip(self.coefficients, _SCALES, strict=True)]
+        ridge = _RIDGE * self._gram[0][0] / 100.0
+        free = [0, 1, 2, 3]
+        while free:
+            matrix = [[self._gram[i][j] + (ridge if i == j else 0.0) for j in free] for i in free]
+            solution = _solve(matrix, [self._moment[i] + ridge * centre[i] for i in free])
+            negative = [i for i, value in zip(free, solution, strict=True) if value < 0]
+            if not negative:
+                found = dict(zip(free, solution, strict=True))
+                self.coefficients = [found.get(i, 0.0) / _SCALES[i] for i in range(4)]
+                return
+            free = [i for i in free if i not in negative]
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Gaussian elimination of a positive definite system; both arguments are used up."""
+    size = len(right)
+    for i in range(size):
+        for k in range(i + 1, size):
+            factor = matrix[k][i] / matrix[i][i]
+            for j in range(i, size):
+                matrix[k][j] -= factor * matrix[i][j]
+            right[k] -= factor * right[i]
+    for i in reversed(range(size)):
+        known = sum(matrix[i][j] * right[j] for j in range(i + 1, size))
+        right[i] = (right[i] - known) / matrix[i][i]
+    return right
