@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ from engine.step import Plan, StepReport, StepResult
 from engine.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.service import SamplingDefaults, Service, ServiceOptions
+from priority.lanes import Lane
 from priority.queue import LaneQueue
 
 if TYPE_CHECKING:
@@ -114,7 +116,8 @@ def build(settings: Settings) -> Parts:
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
     options = load_options(settings)
-    queue = LaneQueue(threading.Lock())
+    lanes = settings.lanes
+    queue = LaneQueue(threading.Lock(), lanes, weights={t.name: t.weight for t in tenants.values()})
     outbox = Outbox()
     engine = Engine(
         _LateRunner(lambda: _make_runner(folder, options)),
@@ -131,6 +134,7 @@ def build(settings: Settings) -> Parts:
         block_size=options.block_size,
         defaults=defaults,
         tenants=tenants,
+        promises={lane: policy.ttft_s for lane, policy in lanes.items() if isfinite(policy.ttft_s)},
         cors_origins=settings.cors_origins,
         metrics_compat=settings.metrics_compat,
     )
@@ -156,6 +160,7 @@ def _limits(settings: Settings, config: ModelConfig) -> SchedulerLimits:
         max_batch_tokens=settings.max_batch_tokens,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len or config.max_position,
+        kv_shares=tuple(settings.lanes[lane].kv_share for lane in Lane),
     )
 
 

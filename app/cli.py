@@ -97,19 +97,19 @@ def _bench(parser: _Parser, arguments: list[str]) -> int:
 
 def _parse_settings(parser: _Parser, arguments: list[str]) -> dict[str, str]:
     """One flag per field of Settings. Values stay text: wherever they come from, one place checks them."""
-    from app.settings import ENV_PREFIX, Settings, flag
+    from app.settings import ENV_PREFIX, Settings, default_text, flag
 
     parser.epilog = f"Each is also a variable ({ENV_PREFIX}PORT) and a key of the --config file (port)."
     for name, field in Settings.model_fields.items():
         extra = field.json_schema_extra
         metavar = extra.get("metavar") if isinstance(extra, dict) else None
-        shown = "" if field.default in (None, ()) else f" Default: {field.default}."
+        shown = "" if field.default in (None, ()) else f" Default: {default_text(field.default)}."
         parser.add_argument(
             flag(name),
             dest=name,
             default=argparse.SUPPRESS,
             metavar=str(metavar or _choices(field.annotation) or name.split("_")[-1].upper()),
-            help=(field.description or "").replace("%", "%%") + shown,
+            help=" ".join((field.description or "").split()).replace("%", "%%") + shown,
         )
     values, rest = parser.parse_known_args(arguments)
     parser.reject_unknown(rest)

@@ -7,10 +7,13 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import fields, replace
+from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ByteSize, Field, SkipValidation, ValidationError, model_validator
+from pydantic.config import JsonDict
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -20,6 +23,7 @@ from pydantic_settings import (
 )
 
 from app.errors import OperatorError
+from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
 ENV_PREFIX = "PENSTOCK_"
 
@@ -31,6 +35,50 @@ def _split_commas(value: object) -> object:
     return (
         tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
     )
+
+
+_POLICY_KEYS = {field.name.removesuffix("_s"): field.name for field in fields(LanePolicy)}
+
+
+def _policy(lane: Lane) -> BeforeValidator:
+    """Reads `ttft=0.5,weight=8`, or a TOML table of the same keys; what it leaves out stays as it is by default."""
+
+    def parse(value: object) -> object:
+        if isinstance(value, LanePolicy):
+            return value
+        if isinstance(value, str):
+            parts = [part.partition("=") for part in value.split(",") if part.strip()]
+            value = {name.strip(): number.strip() for name, _, number in parts}
+        if not isinstance(value, dict):
+            raise ValueError("must be like ttft=0.5,weight=8")
+        changes: dict[str, Any] = {_policy_key(k): _policy_value(k, v) for k, v in value.items()}
+        return replace(DEFAULT_POLICIES[lane], **changes)
+
+    return BeforeValidator(parse)
+
+
+def _policy_key(name: str) -> str:
+    if name not in _POLICY_KEYS:
+        raise ValueError(f"unknown {name!r}; there are {', '.join(_POLICY_KEYS)}")
+    return _POLICY_KEYS[name]
+
+
+def _policy_value(name: str, value: object) -> float:
+    if value == "none":
+        return inf
+    try:
+        number = float(value) if isinstance(value, str | int | float) else nan
+    except ValueError:
+        number = nan
+    if isnan(number):
+        raise ValueError(f"{name} must be a number or none")
+    return int(number) if name == "weight" or (name.startswith("max_") and isfinite(number)) else number
+
+
+_Interactive = Annotated[LanePolicy, NoDecode, SkipValidation, _policy(Lane.INTERACTIVE)]
+_Standard = Annotated[LanePolicy, NoDecode, SkipValidation, _policy(Lane.STANDARD)]
+_Batch = Annotated[LanePolicy, NoDecode, SkipValidation, _policy(Lane.BATCH)]
+_POLICY_TEXT: JsonDict = {"metavar": "KEY=N,..."}
 
 
 class Settings(BaseSettings):
@@ -83,6 +131,18 @@ class Settings(BaseSettings):
     max_num_seqs: int = Field(default=256, ge=1)
     """Most sequences running at the same time."""
 
+    lane_interactive: _Interactive = Field(
+        default=DEFAULT_POLICIES[Lane.INTERACTIVE], json_schema_extra=_POLICY_TEXT
+    )
+    """Promises and bounds of service_tier "priority": ttft and tpot in seconds, weight, max_requests, max_tokens,
+    max_bytes, ttl, ageing, tenant_share, kv_share."""
+
+    lane_standard: _Standard = Field(default=DEFAULT_POLICIES[Lane.STANDARD], json_schema_extra=_POLICY_TEXT)
+    """The same for service_tier "default", and for requests that name none."""
+
+    lane_batch: _Batch = Field(default=DEFAULT_POLICIES[Lane.BATCH], json_schema_extra=_POLICY_TEXT)
+    """The same for service_tier "flex"."""
+
     num_blocks: int | None = Field(default=None, ge=2)
     """KV blocks in the pool; without it, as many as --kv-memory holds."""
 
@@ -103,6 +163,14 @@ class Settings(BaseSettings):
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ValueError("num_blocks and kv_memory both set the size of the KV cache; give one of them")
         return self
+
+    @property
+    def lanes(self) -> dict[Lane, LanePolicy]:
+        return {
+            Lane.INTERACTIVE: self.lane_interactive,
+            Lane.STANDARD: self.lane_standard,
+            Lane.BATCH: self.lane_batch,
+        }
 
     @classmethod
     def settings_customise_sources(
@@ -131,6 +199,14 @@ def load_settings(flags: Mapping[str, str]) -> Settings:
         return Settings(**dict[str, Any](flags))
     except ValidationError as error:
         raise OperatorError(_first_line(error, flags)) from None
+
+
+def default_text(value: object) -> str:
+    """A default as an operator would write it."""
+    if not isinstance(value, LanePolicy):
+        return str(value)
+    values = ((name, getattr(value, attribute)) for name, attribute in _POLICY_KEYS.items())
+    return ",".join(f"{name}={'none' if number == inf else f'{number:.10g}'}" for name, number in values)
 
 
 def flag(name: str) -> str:

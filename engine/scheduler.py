@@ -222,7 +222,7 @@ class Scheduler:
         """Takes what the queue gives. A sequence that was here before goes before those of its lane and below."""
         above = min((s.request.lane for s in self.waiting if s.num_preemptions), default=above)
         way_was_made = False
-        while self._tokens_left > 0 and len(self.waiting) < self.limits.max_num_seqs:
+        while self._tokens_left > 0 and self._num_deferred() < self.limits.max_num_seqs:
             self._refused = None
             request = self.queue.take(self._fits, above)
             if request is not None:
@@ -231,6 +231,10 @@ class Scheduler:
                 return
             else:
                 way_was_made = True
+
+    def _num_deferred(self) -> int:
+        """Sequences that wait for a prefix that another one computes."""
+        return sum(1 for s in self.waiting if not s.num_preemptions)
 
     def _begin(self, plan: Plan, request: Request, now: float) -> None:
         sequence = self._candidate_for(request)

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from hashlib import sha256
 
 from gateway.errors import unauthorized
+from priority.lanes import Tenant
 
-OPEN_TENANT = "default"
+OPEN_TENANT = Tenant(name="default")
 """The one tenant of a server without keys."""
 
 
@@ -20,11 +21,11 @@ def digest_of(key: str) -> bytes:
 class Access:
     """The configured keys, by their SHA-256 digests; without any, everybody is let in."""
 
-    def __init__(self, tenants: Mapping[bytes, str] | None = None) -> None:
-        """`tenants` maps the digest of a key to the name of its tenant."""
+    def __init__(self, tenants: Mapping[bytes, Tenant] | None = None) -> None:
+        """`tenants` maps the digest of a key to its tenant."""
         self._tenants = dict(tenants or {})
 
-    def tenant(self, authorization: str | None) -> str:
+    def tenant(self, authorization: str | None) -> Tenant:
         """The tenant that an Authorization header belongs to.
 
         Raises:
@@ -40,7 +41,7 @@ class Access:
             raise unauthorized("Incorrect API key provided.")
         return found
 
-    def _find(self, digest: bytes) -> str | None:
+    def _find(self, digest: bytes) -> Tenant | None:
         """Looks at every key, so that the time it takes says nothing about which one was close."""
         found = None
         for known, tenant in self._tenants.items():

@@ -60,6 +60,7 @@ _LONG_SECONDS = (
     160,
     640,
 )
+_RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 _TOKENS = tuple(2**exponent for exponent in range(0, 18))
 
 
@@ -124,8 +125,28 @@ class Metrics:
             registry=registry,
         )
 
+        self.promises = Counter(
+            "penstock_promises",
+            "Promises on the time to first token, kept or broken.",
+            ["lane", "outcome"],
+            registry=registry,
+        )
+        self.forecast_ratio = Histogram(
+            "penstock_ttft_forecast_ratio",
+            "Time to first token, as a part of what was forecast at admission; nine in ten should be below 1.",
+            lane,
+            registry=registry,
+            buckets=_RATIOS,
+        )
+
     def _name_steps(self) -> None:
         registry = self.registry
+        self.step_model = Gauge(
+            "penstock_step_model_seconds",
+            "The fitted step time: alpha, and beta per prefill token, gamma per decode, delta per context token.",
+            ["coefficient"],
+            registry=registry,
+        )
         self.step_seconds = Histogram(
             "penstock_step_seconds", "Duration of a step.", registry=registry, buckets=_SECONDS
         )
@@ -229,6 +250,15 @@ class Metrics:
         pace = seconds_per_output_token(timings)
         if pace is not None:
             self.tpot.labels(lane.label).observe(pace)
+
+    def note_promise(
+        self, lane: Lane, ttft_s: float, promised_s: float | None, predicted_s: float | None
+    ) -> None:
+        """How the promise and the forecast came out; called once per choice."""
+        if promised_s is not None:
+            self.promises.labels(lane.label, "kept" if ttft_s <= promised_s else "broken").inc()
+        if predicted_s:
+            self.forecast_ratio.labels(lane.label).observe(ttft_s / predicted_s)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

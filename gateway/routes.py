@@ -38,6 +38,7 @@ from gateway.schemas import (
 )
 from gateway.service import Service
 from gateway.shapes import ChatShape, CompletionShape, Head, Shape
+from priority.lanes import Lane, Tenant
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's older endpoint gives a request that does not say."""
@@ -74,6 +75,7 @@ class Api:
         body = await self._read(http, ChatBody)
         check_chat(body, self._service.options.limits)
         self._check_model(body.model)
+        lane = self._lane(body, tenant)
         prompt = await self._encode_chat(body.messages)
         asked = (
             MaxTokens("max_completion_tokens", body.max_completion_tokens)
@@ -82,7 +84,7 @@ class Api:
         )
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         shape = ChatShape(self._service.tokenizer, num_logprobs or 0)
-        batch = _Batch(body, "messages", asked, num_logprobs, tenant, arrival_s)
+        batch = _Batch(body, "messages", asked, num_logprobs, tenant, lane, arrival_s)
         return self._reply(batch, [prompt], shape, "chatcmpl")
 
     async def complete(self, http: HttpRequest) -> Response:
@@ -92,11 +94,18 @@ class Api:
         body = await self._read(http, CompletionBody)
         check_completion(body, self._service.options.limits)
         self._check_model(body.model)
+        lane = self._lane(body, tenant)
         prompts = await self._encode_prompts(body)
         asked = MaxTokens("max_tokens", body.max_tokens or self._default_completion(prompts))
         shape = CompletionShape(self._service.tokenizer, body.logprobs or 0)
-        batch = _Batch(body, "prompt", asked, body.logprobs, tenant, arrival_s)
+        batch = _Batch(body, "prompt", asked, body.logprobs, tenant, lane, arrival_s)
         return self._reply(batch, prompts, shape, "cmpl")
+
+    def _lane(self, body: Sampled, tenant: Tenant) -> Lane:
+        """Where the request goes, if there is room; asked before its prompt is tokenised."""
+        lane = lane_of(body.service_tier, tenant)
+        self._service.check_room(lane, tenant.name)
+        return lane
 
     def _default_completion(self, prompts: list[list[int]]) -> int:
         left = self._service.context_length - max(map(len, prompts))
@@ -104,20 +113,19 @@ class Api:
 
     def _reply(self, batch: _Batch, prompts: list[list[int]], shape: Shape, prefix: str) -> Reply:
         body = batch.body
-        lane = lane_of(body.service_tier)
         head = Head(
             id=f"{prefix}-{secrets.token_hex(16)}",
             created=int(time.time()),
             model=body.model,
-            service_tier=tier_of(lane),
+            service_tier=tier_of(batch.lane),
         )
         requests = [
-            self._request(batch, prompt, f"{head.id}-{number}", lane) for number, prompt in enumerate(prompts)
+            self._request(batch, prompt, f"{head.id}-{number}") for number, prompt in enumerate(prompts)
         ]
         include_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         job = Job(
             head=head,
-            lane=lane,
+            lane=batch.lane,
             shape=shape,
             requests=requests,
             stream=bool(body.stream),
@@ -125,16 +133,16 @@ class Api:
         )
         return Reply(self._service, job)
 
-    def _request(self, batch: _Batch, prompt: list[int], request_id: str, lane: int) -> Request:
+    def _request(self, batch: _Batch, prompt: list[int], request_id: str) -> Request:
         return Request(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
             sampling=self._sampling(batch, len(prompt)),
             n=batch.body.n or 1,
             arrival_s=batch.arrival_s,
-            lane=lane,
-            tenant=batch.tenant,
-            salt=batch.tenant.encode(),
+            lane=batch.lane,
+            tenant=batch.tenant.name,
+            salt=batch.tenant.name.encode(),
         )
 
     def _sampling(self, batch: _Batch, num_prompt_tokens: int) -> SamplingParams:
@@ -269,7 +277,7 @@ class Api:
 
     # What all share
 
-    def _tenant(self, http: HttpRequest) -> str:
+    def _tenant(self, http: HttpRequest) -> Tenant:
         return self._service.access.tenant(http.headers.get("authorization"))
 
     async def _read(self, http: HttpRequest, kind: type[Body]) -> Body:
@@ -297,7 +305,8 @@ class _Batch:
         prompt_field: str,
         asked: MaxTokens,
         num_logprobs: int | None,
-        tenant: str,
+        tenant: Tenant,
+        lane: Lane,
         arrival_s: float,
     ) -> None:
         self.body = body
@@ -305,6 +314,7 @@ class _Batch:
         self.asked = asked
         self.num_logprobs = num_logprobs
         self.tenant = tenant
+        self.lane = lane
         self.arrival_s = arrival_s
 
 

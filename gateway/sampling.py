@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from http import HTTPStatus
 from typing import NamedTuple, TypeVar
 
 from engine.request import SamplingParams
@@ -10,7 +11,7 @@ from gateway.errors import ApiError, invalid
 from gateway.prompts import check_token_ids
 from gateway.schemas import Sampled, as_strings
 from gateway.service import SamplingDefaults
-from priority.lanes import Lane
+from priority.lanes import Lane, Tenant
 
 _Number = TypeVar("_Number", int, float)
 
@@ -96,12 +97,26 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     return by_id
 
 
-_LANES = {"flex": Lane.BATCH, "priority": Lane.INTERACTIVE, "fast": Lane.INTERACTIVE}
+_LANES = {
+    "default": Lane.STANDARD,
+    "flex": Lane.BATCH,
+    "priority": Lane.INTERACTIVE,
+    "fast": Lane.INTERACTIVE,
+}
 _TIERS = {Lane.BATCH: "flex", Lane.INTERACTIVE: "priority", Lane.STANDARD: "default"}
 
 
-def lane_of(service_tier: str | None) -> Lane:
-    return _LANES.get(service_tier or "default", Lane.STANDARD)
+def lane_of(service_tier: str | None, tenant: Tenant) -> Lane:
+    """The lane that a request asks for; the tenant's own if it leaves that to the server.
+
+    Raises:
+        ApiError: 403, if it is above what the tenant's key allows.
+    """
+    lane = _LANES.get(service_tier or "auto", tenant.default_lane)
+    if lane < tenant.top_lane:
+        message = f"Your API key does not allow the service_tier '{service_tier}'."
+        raise invalid(message, "service_tier", "service_tier_not_allowed", HTTPStatus.FORBIDDEN)
+    return lane
 
 
 def tier_of(lane: Lane) -> str:

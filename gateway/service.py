@@ -24,7 +24,7 @@ from gateway.metrics import Metrics
 from gateway.prompts import Prompts, Tokenizer
 from gateway.streams import Stream
 from priority.admission import Forecast
-from priority.lanes import Lane
+from priority.lanes import Lane, Tenant
 from priority.queue import Refusal
 
 log = logging.getLogger("penstock.gateway")
@@ -61,6 +61,8 @@ class Queue(Protocol):
     def expire(self, now: float) -> list[Request]: ...
 
     def depths(self) -> dict[Lane, int]: ...
+
+    def step_model(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +102,10 @@ class ServiceOptions:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
-    tenants: Mapping[bytes, str] = field(default_factory=dict)
-    """SHA-256 digest of each API key (see `gateway.access.digest_of`) to its tenant's name."""
+    tenants: Mapping[bytes, Tenant] = field(default_factory=dict)
+    """SHA-256 digest of each API key (see `gateway.access.digest_of`) to its tenant."""
+    promises: Mapping[Lane, float] = field(default_factory=dict)
+    """Seconds to the first token that a lane promises, where it does."""
     cors_origins: tuple[str, ...] = ()
     metrics_compat: str | None = None
 
@@ -235,6 +239,13 @@ class Service:
         assert output.finish_reason is not None
         lane = Lane(stream.requests[0].lane)
         self.metrics.note_finished(lane, output.finish_reason, output.timings)
+        self._note_promise(lane, output, stream)
+
+    def _note_promise(self, lane: Lane, output: Output, stream: Stream) -> None:
+        if output.timings is None or output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        ttft_s = output.timings.first_token_s - output.timings.arrival_s
+        self.metrics.note_promise(lane, ttft_s, self.options.promises.get(lane), stream.predicted_ttft_s)
 
     # Watching over
 
@@ -316,6 +327,8 @@ class Service:
         self.metrics.streams.set(len(self._streams))
         self.metrics.up.set(self.readiness in ("ready", "draining"))
         self.metrics.pool_violations.set(self.engine.stats().num_pool_violations)
+        for name, value in self.queue.step_model().items():
+            self.metrics.step_model.labels(name).set(value)
         for lane, depth in self.queue.depths().items():
             self.metrics.queued.labels(lane.label).set(depth)
         return self.metrics.render()

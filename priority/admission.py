@@ -3,14 +3,13 @@
 Two estimates, and the later one counts. The snapshot adds up the prefill work that goes before the request by the rules
 of `queue`. The share looks ahead: it divides the machine among all tenants by the rates at which they send, max-min
 fair, because those who keep sending will also be served while this request waits. To this come the time until KV and a
-seat are free, and the step that runs. What is left of error is learnt: a factor per tenant and lane that makes nine forecasts
-in ten come true. The formulas are those of the project's design; predicting before admitting follows Mooncake (Qin et
-al., FAST 2025).
+seat are free, and the step that runs. What is left of error is learnt: a factor per tenant and lane that makes nine
+forecasts in ten come true. Predicting before admitting follows Mooncake (Qin et al., FAST 2025).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -29,7 +28,7 @@ _FACTORS = (0.5, 3.0)
 _MARGIN = 0.9
 """Of a promise on the time per token, what a step is planned to take."""
 _STEPS_PER_TTFT = 8
-"""No step takes longer than this part of the shortest promise on the first token: nobody who comes waits longer."""
+"""No step takes longer than this part of the promise on the first token, so that nobody who comes waits longer."""
 _LEAST_PREFILL = 16
 _CATCH_UP = 8
 """A stream without a promise decodes at least once in so many steps."""
@@ -57,7 +56,6 @@ class Admission:
     def __init__(self, policies: Mapping[Lane, LanePolicy], model: StepTimeModel) -> None:
         self.model = model
         self.policies = policies
-        self._step_cap_s = min(policy.ttft_s for policy in policies.values()) / _STEPS_PER_TTFT
         self._load: StepLoad | None = None
         self._finished = Rate()
         self._freed = Rate()
@@ -89,14 +87,21 @@ class Admission:
 
     # The step
 
-    def allowance(self, decodes: Mapping[Lane, int], num_context: int) -> Allowance:
-        """What a step may do beside the running streams: `decodes` counts those by lane, `num_context` their KV."""
+    def allowance(self, decodes: Mapping[Lane, int], num_context: int, lively: Iterable[Lane]) -> Allowance:
+        """What a step may do.
+
+        Args:
+            decodes: running streams by lane.
+            num_context: tokens of their KV.
+            lively: lanes in which requests are to be expected.
+        """
         if not self.model.is_known:
             return UNLIMITED
         num_decode = sum(decodes.values())
         tpot_s = min((self.policies[lane].tpot_s for lane in decodes), default=inf) * _MARGIN
         num_decode = self._num_decodes(decodes, num_decode, num_context, tpot_s)
-        cap_s = min(tpot_s, self._step_cap_s)
+        ttft_s = min((self.policies[lane].ttft_s for lane in lively), default=inf)
+        cap_s = min(tpot_s, ttft_s / _STEPS_PER_TTFT)
         if not isfinite(cap_s):
             return Allowance(max(1, num_decode), UNLIMITED.num_prefill)
         return Allowance(max(1, num_decode), self._num_prefill(cap_s, num_decode, num_context))
@@ -134,7 +139,8 @@ class Admission:
         num_decode = sum(line.num_running for line in lanes.values())
         num_context = load.num_context_tokens * num_decode // max(1, load.num_decode_tokens)
         decodes = {line.lane: line.num_running for line in lanes.values() if line.num_running}
-        rate, step_s = self._prefill_rate(decodes, num_context, load)
+        lively = {line.lane for line in lanes.values() if line.is_lively(now)} | {lane.lane}
+        rate, step_s = self._prefill_rate(decodes, num_context, lively, load)
         ahead = self._ahead(lanes, account, num_uncached)
         share = self._share(lanes, account, rate, now)
         mine = account.num_tokens + num_uncached
@@ -142,15 +148,15 @@ class Admission:
         wait_s = max((running + ahead) / rate, (running + mine) / share)
         raw_s = wait_s + self._wait_for_room(lanes, lane, load, ahead + num_prompt, now) + 2 * step_s
         seconds = raw_s * account.factor
-        return Forecast(seconds, raw_s, self._allowed(lane.policy, num_uncached, load))
+        return Forecast(seconds, raw_s, self._allowed(lane, num_uncached, load))
 
     def _prefill_rate(
-        self, decodes: Mapping[Lane, int], num_context: int, load: StepLoad
+        self, decodes: Mapping[Lane, int], num_context: int, lively: Iterable[Lane], load: StepLoad
     ) -> tuple[float, float]:
         """Prompt tokens per second beside these decodes, and the seconds of such a step."""
         num_decode = sum(decodes.values())
         most = max(1, load.max_batch_tokens - num_decode)
-        num_prefill = min(self.allowance(decodes, num_context).num_prefill, most)
+        num_prefill = min(self.allowance(decodes, num_context, lively).num_prefill, most)
         step_s = max(1e-6, self.model.seconds(num_prefill, num_decode, num_context))
         return num_prefill / step_s, step_s
 
@@ -211,11 +217,11 @@ class Admission:
             _over(missing_kv, self._freed.per_second(now)), _over(missing_seats, self.finish_rate(now))
         )
 
-    def _allowed(self, policy: LanePolicy, num_uncached: int, load: StepLoad) -> float:
-        if not isfinite(policy.ttft_s):
+    def _allowed(self, lane: LaneLine, num_uncached: int, load: StepLoad) -> float:
+        if not isfinite(lane.policy.ttft_s):
             return inf
-        rate, step_s = self._prefill_rate({}, 0, load)
-        return max(policy.ttft_s, ALONE_SLACK * (num_uncached / rate + 2 * step_s))
+        rate, step_s = self._prefill_rate({}, 0, [lane.lane], load)
+        return max(lane.policy.ttft_s, ALONE_SLACK * (num_uncached / rate + 2 * step_s))
 
 
 def _closer(factor: float, ratio: float) -> float:

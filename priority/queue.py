@@ -164,6 +164,11 @@ class LaneQueue:
                     charged[tenant] = charged.get(tenant, 0) + account.share.charged
             return charged
 
+    def step_model(self) -> dict[str, float]:
+        """The fitted coefficients of the step time."""
+        with self._lock:
+            return self.admission.model.as_dict()
+
     # The engine's side
 
     def allowance(self, running: list[Sequence]) -> Allowance:
@@ -175,7 +180,8 @@ class LaneQueue:
                 num_context += len(sequence.token_ids)
         with self._lock:
             by_lane = {lane: decodes[lane] for lane in Lane if decodes[lane]}
-            return self.admission.allowance(by_lane, num_context)
+            lively = [line.lane for line in self._lanes.values() if line.is_lively(self._now_us / 1e6)]
+            return self.admission.allowance(by_lane, num_context, lively)
 
     def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
         with self._lock:
@@ -300,6 +306,7 @@ class LaneQueue:
             account.share.clock = max(account.share.clock, line.floor)
         if not line.num_requests and not line.num_running:
             line.share.join(self._lane_floor(line), self._now_us)
+        line.entered_s = now
         account.num_open += 1
         account.arrivals.add(ticket.num_uncached, now)
         line.add(ticket)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from enum import Enum
+from math import inf
 
 from engine.request import Request
 from priority.lanes import Lane, LanePolicy
 from priority.rates import Rate
 from priority.shares import Share
 
+_LIVELY_S = 60.0
 _BYTES_PER_TOKEN = 36
 """A slot of a tuple, and an integer object."""
 
@@ -119,6 +121,8 @@ class LaneLine:
         self.num_prefill_left = 0
         """Prompt tokens that running requests of the lane still have to compute."""
         self.num_running = 0
+        self.entered_s = -inf
+        """When a request last came."""
         self.factor = 1.0
         """Where the factors of new tenants start."""
         self.last_clock = 0
@@ -128,6 +132,10 @@ class LaneLine:
     def floor(self) -> int:
         """The least clock of those who wait."""
         return min((a.share.clock for a in self.active.values()), default=self.last_clock)
+
+    def is_lively(self, now: float) -> bool:
+        """Requests came lately, and more are to be expected."""
+        return now - self.entered_s < _LIVELY_S
 
     def account(self, tenant: str, weight: int) -> Account:
         found = self.accounts.get(tenant)

@@ -36,14 +36,17 @@ class Workload:
             yield shared + source.choices(token_ids, k=self.prompt_tokens)
 
 
-def completion(model: str, prompt: list[int], output_tokens: int) -> dict[str, object]:
-    """A greedy completion of fixed length."""
+def completion(
+    model: str, prompt: list[int], output_tokens: int, service_tier: str = "flex"
+) -> dict[str, object]:
+    """A greedy completion of fixed length; of the batch lane, which refuses nobody, unless it says otherwise."""
     return {
         "model": model,
         "prompt": prompt,
         "max_tokens": output_tokens,
         "temperature": 0,
         "ignore_eos": True,
+        "service_tier": service_tier,
         "stream": True,
         "stream_options": {"include_usage": True},
     }

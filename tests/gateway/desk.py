@@ -28,8 +28,7 @@ from engine.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.protocol import GatewayProtocol
 from gateway.service import Service, ServiceOptions
-from priority.lanes import Lane
-from priority.lanes import DEFAULT_POLICIES, LanePolicy
+from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.queue import LaneQueue
 
 MODEL = "paper"

@@ -13,8 +13,7 @@ from engine.engine import EngineState
 from gateway.protocol import GatewayProtocol
 from gateway.service import ServiceOptions, Timeouts
 from gateway.streams import MAX_PENDING_BYTES
-from priority.lanes import Lane
-from priority.lanes import LanePolicy
+from priority.lanes import Lane, LanePolicy
 from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, events, serving, settled
 
 pytestmark = pytest.mark.anyio

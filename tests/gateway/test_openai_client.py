@@ -15,8 +15,7 @@ import pytest
 from engine.request import FinishReason
 from gateway.access import digest_of
 from gateway.service import ServiceOptions, Timeouts
-from priority.lanes import Lane
-from priority.lanes import DEFAULT_POLICIES
+from priority.lanes import DEFAULT_POLICIES, Lane, Tenant
 from tests.gateway.desk import MODEL, Desk, logprobs, serving
 
 pytestmark = pytest.mark.anyio
@@ -186,7 +185,7 @@ async def test_completions_of_several_prompts() -> None:
 
 
 async def test_errors_are_the_right_exceptions() -> None:
-    keys = {digest_of("a-key-of-16-chars"): "ours"}
+    keys = {digest_of("a-key-of-16-chars"): Tenant(name="ours")}
     full = {Lane.STANDARD: replace(DEFAULT_POLICIES[Lane.STANDARD], max_requests=1)}
     desk = Desk(ServiceOptions(models=(MODEL,), tenants=keys), bounds=full)
     async with connected(desk, api_key="a-key-of-16-chars") as api:

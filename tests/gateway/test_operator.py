@@ -15,11 +15,13 @@ from gateway.app import create_app
 from gateway.errors import ApiError
 from gateway.page import Page
 from gateway.service import ServiceOptions
+from priority.lanes import Lane, Tenant
 from tests.gateway.desk import MODEL, Desk, chat_body, client, settled, step_report
 
 pytestmark = pytest.mark.anyio
 
-KEYS = {digest_of("key-of-ann"): "ann", digest_of("key-of-bob"): "bob"}
+ANN, BOB = Tenant(name="ann", top_lane=Lane.STANDARD), Tenant(name="bob", default_lane=Lane.BATCH)
+KEYS = {digest_of("key-of-ann"): ANN, digest_of("key-of-bob"): BOB}
 
 
 def test_without_keys_there_is_one_tenant() -> None:
@@ -39,8 +41,8 @@ def test_what_is_no_key_is_a_401(header: str | None) -> None:
 
 def test_a_key_is_its_tenants() -> None:
     access = Access(KEYS)
-    assert access.tenant("Bearer key-of-ann") == "ann"
-    assert access.tenant("bearer  key-of-bob ") == "bob"
+    assert access.tenant("Bearer key-of-ann") == ANN
+    assert access.tenant("bearer  key-of-bob ") == BOB
 
 
 def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,3 +258,25 @@ async def test_without_a_page_there_is_none() -> None:
 def test_the_page_of_this_project_is_complete() -> None:
     page: Any = Page(Path(__file__).parents[2] / "static")
     assert "index.html" in page._files
+
+
+async def test_a_key_names_the_lane_of_requests_that_do_not() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), tenants=KEYS))
+    headers = {"authorization": "Bearer key-of-bob"}
+    async with client(desk.app) as http:
+        reply = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(), headers=headers))
+        request = await desk.taken()
+        assert request.lane == Lane.BATCH
+        desk.finish(request, "done")
+        assert (await reply).json()["service_tier"] == "flex"
+
+
+async def test_nobody_raises_its_lane_above_what_its_key_allows() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), tenants=KEYS))
+    headers = {"authorization": "Bearer key-of-ann"}
+    async with client(desk.app) as http:
+        body = chat_body(service_tier="priority")
+        reply = await http.post("/v1/chat/completions", json=body, headers=headers)
+    assert reply.status_code == 403
+    assert reply.json()["error"]["param"] == "service_tier"
+    assert reply.json()["error"]["code"] == "service_tier_not_allowed"

@@ -83,11 +83,12 @@ def test_timings_of_several_choices_are_one() -> None:
     late = make_timings(request, first_token_s=request.arrival_s + 0.5, finished_s=request.arrival_s + 1)
     single = make_timings(request, num_output_tokens=1)
     usage = Usage(prompt_tokens=9, completion_tokens=7, cached_tokens=4)
-    timings = timings_json([late, early, single], usage, Lane.BATCH)
+    timings = timings_json([late, early, single], usage, Lane.BATCH, 0.25)
     assert (timings["ttft_ms"], timings["lane"], timings["cached_tokens"]) == (30.0, "batch", 4)
     assert (timings["preemptions"], timings["draft_tokens"], timings["accepted_tokens"]) == (3, 4, 3)
     assert timings["tpot_ms"] == 135.0
-    assert timings_json([single], usage, Lane.BATCH)["tpot_ms"] is None
+    assert timings["predicted_ttft_ms"] == 250.0
+    assert timings_json([single], usage, Lane.BATCH, 0.25)["tpot_ms"] is None
     json.dumps(timings)
 
 
