@@ -22,12 +22,17 @@ _TAIL = 16
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """`bodies[i]` are the requests of stream i, one after another."""
+    """`bodies[i]` are the requests of stream i, one after another.
+
+    Stream i starts after `starts_s[i]`; without any they start together. After `stop_s` no stream begins another body.
+    """
 
     host: str
     port: int
     path: str
     bodies: list[list[dict[str, object]]]
+    starts_s: list[float] | None = None
+    stop_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +47,10 @@ class Answer:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     error: str | None = None
+    stream: int = 0
+    status: int = 0
+    """Of HTTP; 0 if there was no answer."""
+    predicted_ttft_s: float | None = None
 
     @property
     def ttft_s(self) -> float:
@@ -123,6 +132,7 @@ def read_answer(recorder: Recorder) -> Answer:
     ended_s = recorder.times_s[-1] if recorder.times_s else time.perf_counter()
     answer = Answer(recorder.started_s, ended_s)
     head, _, body = data.partition(b"\r\n\r\n")
+    answer.status = int(head[9:12]) if head[9:12].isdigit() else 0
     if not head.startswith(b"HTTP/1.1 200 "):
         answer.error = (
             f"{head[:60].decode(errors='replace')} {body[:300].decode(errors='replace')}".strip()
@@ -142,6 +152,9 @@ def _read_frame(frame: dict[str, object], time_s: float, answer: Answer) -> None
     if frame.get("error"):
         answer.error = json.dumps(frame["error"])
     usage, choices = frame.get("usage"), frame.get("choices")
+    timings = frame.get("timings")
+    if isinstance(timings, dict) and timings.get("predicted_ttft_ms"):
+        answer.predicted_ttft_s = timings["predicted_ttft_ms"] / 1000
     if isinstance(usage, dict):
         answer.num_prompt_tokens = usage["prompt_tokens"]
         answer.num_output_tokens = usage["completion_tokens"]
@@ -152,10 +165,14 @@ def _read_frame(frame: dict[str, object], time_s: float, answer: Answer) -> None
             answer.token_times_s.append(time_s)
 
 
-async def _run_stream(job: Job, bodies: list[dict[str, object]]) -> list[Recorder]:
+async def _run_stream(job: Job, number: int, began_s: float) -> list[Recorder]:
     loop = asyncio.get_running_loop()
-    recorders = []
-    for body in bodies:
+    recorders: list[Recorder] = []
+    if job.starts_s is not None:
+        await asyncio.sleep(began_s + job.starts_s[number] - loop.time())
+    for body in job.bodies[number]:
+        if job.stop_s is not None and loop.time() - began_s > job.stop_s:
+            break
         request = request_bytes(job, body)
         _, recorder = await loop.create_connection(partial(Recorder, request), job.host, job.port)
         await recorder.done
@@ -165,8 +182,14 @@ async def _run_stream(job: Job, bodies: list[dict[str, object]]) -> list[Recorde
 
 async def run_job(job: Job) -> list[Answer]:
     """All streams at once; the answers in the order of the streams."""
-    streams = await asyncio.gather(*(_run_stream(job, bodies) for bodies in job.bodies))
-    return [read_answer(recorder) for stream in streams for recorder in stream]
+    began_s = asyncio.get_running_loop().time()
+    streams = await asyncio.gather(*(_run_stream(job, number, began_s) for number in range(len(job.bodies))))
+    answers = []
+    for number, recorders in enumerate(streams):
+        for recorder in recorders:
+            answers.append(read_answer(recorder))
+            answers[-1].stream = number
+    return answers
 
 
 def main() -> None:

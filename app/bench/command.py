@@ -9,7 +9,7 @@ from pathlib import Path
 from app.bench.workloads import WORKLOADS
 from app.errors import OperatorError
 
-PARTS = ("generate", "http", "linear", "prefix", "loop", "plan")
+PARTS = ("generate", "http", "linear", "prefix", "loop", "plan", "promise")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -34,7 +34,52 @@ def print_report(results: Row) -> None:
             f"plan and commit of {plan['sequences']} sequences: {number(plan['plan_and_commit_p50_ms'])} ms P50,"
             f" {number(plan['plan_and_commit_p99_ms'])} ms P99"
         )
+    if "promise" in results:
+        _print_promise(results["promise"])
     _print_failures(results)
+
+
+def _print_promise(promise: Row) -> None:
+    head = [
+        "promise 1 s",
+        "requests",
+        "refused",
+        "kept",
+        "TTFT P50",
+        "P90",
+        "P99 ms",
+        "worst gap ms",
+        "tok/s",
+    ]
+    parts = {
+        "interactive, alone": "alone",
+        "interactive, beside batch": "beside",
+        "interactive, overload": "overload",
+        "batch, alone": "batch",
+        "batch, beside interactive": "beside_batch",
+    }
+    print(
+        "\n" + table(head, [_promise_row(label, promise[part]) for label, part in parts.items()]), end="\n\n"
+    )
+    overload, replay = promise["overload"], promise["replay"]
+    print(
+        f"overload: {number(overload['capacity_per_s'])} requests/s can be served, "
+        f"{number(overload['offered_per_s'])} came; refusals took {number(overload['refused_within_ms'])} ms at most"
+    )
+    keys = ("ttft_p50_ms", "ttft_p90_ms", "tokens_per_s")
+    served, said = ([number(replay[who][key]) for key in keys] for who in ("served", "simulated"))
+    print(
+        "\n"
+        + table(
+            ["replay of a trace", "TTFT P50", "P90 ms", "tok/s"], [["served", *served], ["simulated", *said]]
+        )
+    )
+
+
+def _promise_row(label: str, row: Row) -> list[str]:
+    kept = "-" if math.isnan(row["kept"]) or label.startswith("batch") else f"{row['kept']:.0%}"
+    keys = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "longest_gap_ms", "tokens_per_s")
+    return [label, str(row["requests"]), str(row["refused"]), kept, *(number(row[key]) for key in keys)]
 
 
 def print_workloads(results: Row) -> None:

@@ -20,6 +20,7 @@ from app.bench.arithmetic import Arithmetic, read_arithmetic
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Answer, Job
 from app.bench.planning import measure_planning
+from app.bench.promise import SECONDS, PromiseBench
 from app.bench.report import print_report, print_workloads
 from app.bench.server_process import ServerFailed, ServerProcess
 from app.bench.statistics import number, percentile, summarise
@@ -60,8 +61,18 @@ def run_parts(options: argparse.Namespace) -> Row:
     if "plan" in options.only:
         _say("planning of 256 running sequences")
         results["plan"] = measure_planning(num_steps=50 if options.quick else 200)
+    if "promise" in options.only:
+        results["promise"] = _promise(options.quick)
     print_report(results)
     return results
+
+
+def _promise(quick: bool) -> Row:
+    subject = _subject(ensure_checkpoint(LLAMA_135M))
+    with _server(subject, "auto") as server:
+        _say(f"{subject.name}: promises, alone, beside batch work, overloaded, and simulated")
+        seconds = SECONDS / 4 if quick else SECONDS
+        return PromiseBench(server, _run_module, subject.token_ids, seconds).measure()
 
 
 def run_workloads(options: argparse.Namespace) -> Row:

@@ -1,0 +1,159 @@
+"""Whether promises are kept: interactive requests beside batch work, overload, and what the simulator says of it.
+
+The 135 M shape, through HTTP. Each part runs on the same server, one after another:
+
+    alone      one interactive request a second, 64 tokens in, 32 out
+    batch      eight streams of the batch lane kept full, 512 in, 128 out
+    beside     both at once
+    overload   twice the interactive requests that the server can answer, on top of nothing
+    replay     a generated trace on the server and in the simulator, with the step times that the server measured
+"""
+
+from __future__ import annotations
+
+import sys
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from math import nan
+from random import Random
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.bench.client import Answer, Job
+from app.bench.server_process import ServerProcess
+from app.bench.statistics import percentile
+from app.bench.workloads import completion
+from priority.lanes import Lane
+from priority.simulator.run import Machine, simulate
+from priority.simulator.trace import Demand, mixed
+from priority.steptime import NAMES
+
+Run = Callable[[str, object], Any]
+Row = dict[str, Any]
+
+SECONDS = 60.0
+BATCH_STREAMS, BATCH_PROMPT, BATCH_OUTPUT = 8, 512, 128
+PROMPT, OUTPUT = 64, 32
+_TIERS = {Lane.INTERACTIVE: "priority", Lane.STANDARD: "default", Lane.BATCH: "flex"}
+
+
+class PromiseBench:
+    """The parts, on one server."""
+
+    def __init__(self, server: ServerProcess, run: Run, token_ids: Sequence[int], seconds: float) -> None:
+        self.server = server
+        self.run = run
+        self.token_ids = token_ids
+        self.seconds = seconds
+        self.random = Random(1)
+
+    def measure(self) -> Row:
+        result: Row = {}
+        # The server first sees steps of every kind, so that it knows how long they take.
+        self._send(
+            [self._batch_stream() for _ in range(4)] + self._interactive(5), [0.0] * 4 + _every_second(5), 5.0
+        )
+        result["alone"] = self._figures(self._send(self._interactive(20), _every_second(20)))
+        batch = [self._batch_stream() for _ in range(BATCH_STREAMS)]
+        result["batch"] = self._figures(self._send(batch, None, self.seconds))
+        number = int(self.seconds)
+        both = self._send(
+            batch + self._interactive(number), [0.0] * len(batch) + _every_second(number), self.seconds
+        )
+        result["beside_batch"] = self._figures([a for a in both if a.stream < len(batch)])
+        result["beside"] = self._figures([a for a in both if a.stream >= len(batch)])
+        result["overload"] = self._overload()
+        result["replay"] = self._replay()
+        return result
+
+    def _overload(self) -> Row:
+        """Requests that keep coming at twice the rate that a closed loop of 16 reaches."""
+        streams = [[self._body(PROMPT, OUTPUT, Lane.BATCH)] for _ in range(16)]
+        closed = self._send(streams, None, 15.0)
+        rate = len(closed) / (max(a.ended_s for a in closed) - min(a.started_s for a in closed))
+        number = int(2 * rate * self.seconds)
+        starts = sorted(self.random.uniform(0, self.seconds) for _ in range(number))
+        answers = self._send(self._interactive(number), starts)
+        return {"capacity_per_s": rate, "offered_per_s": 2 * rate, **self._figures(answers)}
+
+    def _replay(self) -> Row:
+        """The same trace served and simulated."""
+        trace = mixed(Demand(2.0, self.seconds, seed=7, kind="chat"))
+        starts = [arrival.at_s for arrival in trace]
+        bodies = [[self._body(a.num_prompt, a.num_output, a.lane)] for a in trace]
+        answers = self._send(bodies, starts)
+        coefficients = self.step_model()
+        machine = Machine(
+            coefficients=coefficients, num_kv_tokens=400_000, max_batch_tokens=512, max_num_seqs=256
+        )
+        simulated = simulate(trace, machine)
+        said = [s.ttft_s for s in simulated.served if s.ttft_s is not None]
+        was = [a.ttft_s for a in answers if not a.error]
+        duration_s = max(a.ended_s for a in answers) - min(a.started_s for a in answers)
+        return {
+            "step_model": coefficients,
+            "served": _spread(was) | {"tokens_per_s": sum(a.num_output_tokens for a in answers) / duration_s},
+            "simulated": _spread(said)
+            | {"tokens_per_s": sum(s.num_tokens for s in simulated.served) / simulated.duration_s},
+        }
+
+    def step_model(self) -> dict[str, float]:
+        """What the server has learnt about its steps."""
+        with urllib.request.urlopen(f"{self.server.url}/metrics") as reply:
+            text = reply.read().decode()
+        found = {
+            sample.labels["coefficient"]: sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == "penstock_step_model_seconds"
+        }
+        return {name: found[name] for name in NAMES}
+
+    def _batch_stream(self) -> list[dict[str, object]]:
+        return [self._body(BATCH_PROMPT, BATCH_OUTPUT, Lane.BATCH) for _ in range(100)]
+
+    def _interactive(self, number: int) -> list[list[dict[str, object]]]:
+        return [[self._body(PROMPT, OUTPUT, Lane.INTERACTIVE)] for _ in range(number)]
+
+    def _body(self, num_prompt: int, num_output: int, lane: Lane) -> dict[str, object]:
+        prompt = self.random.choices(self.token_ids, k=num_prompt)
+        return completion("bench", prompt, num_output, _TIERS[lane])
+
+    def _send(
+        self,
+        bodies: list[list[dict[str, object]]],
+        starts_s: list[float] | None,
+        stop_s: float | None = None,
+    ) -> list[Answer]:
+        job = Job(self.server.host, self.server.port, "/v1/completions", bodies, starts_s, stop_s)
+        return [Answer(**answer) for answer in self.run("client", asdict(job))["answers"]]
+
+    def _figures(self, answers: list[Answer]) -> Row:
+        done = [a for a in answers if not a.error]
+        refused = [a for a in answers if a.status in (429, 503)]
+        failed = [a.error for a in answers if a.error and a not in refused]
+        for error in failed[:3]:
+            print(f"bench: {error}", file=sys.stderr)
+        duration_s = max(a.ended_s for a in answers) - min(a.started_s for a in answers)
+        forecasts = [a.ttft_s / a.predicted_ttft_s for a in done if a.predicted_ttft_s]
+        return {
+            "requests": len(answers),
+            "refused": len(refused),
+            "failed": len(failed),
+            "kept": sum(a.ttft_s <= 1.0 for a in done) / len(done) if done else nan,
+            "tokens_per_s": sum(a.num_output_tokens for a in done) / duration_s,
+            "longest_gap_ms": max((max(a.gaps_s) * 1000 for a in done if a.gaps_s), default=nan),
+            "refused_within_ms": max(((a.ended_s - a.started_s) * 1000 for a in refused), default=nan),
+            "real_over_forecast_p90": percentile(forecasts, 90) if forecasts else nan,
+            **_spread([a.ttft_s for a in done]),
+        }
+
+
+def _spread(seconds: list[float]) -> Row:
+    return {f"ttft_p{p}_ms": percentile(seconds, p) * 1000 if seconds else nan for p in (50, 90, 99)}
+
+
+def _every_second(number: int) -> list[float]:
+    return [float(second) for second in range(number)]
