@@ -1,8 +1,8 @@
 """What the next step computes, and what it meant when it came back.
 
 There is no prefill phase and no decode phase. A sequence's work is the tokens between `num_computed` and what is known
-of it; every step hands out one budget of tokens: first one token to each running sequence that decodes, then chunks to
-those with more to do, then to preempted ones and to new ones from the queue.
+of it; every step hands out one budget of tokens, within what the queue allows: first one token to each running sequence
+that decodes, then chunks to those with more to do, to preempted ones and to new ones, the more urgent lanes first.
 
 The unified budget follows Sarathi-Serve (Agrawal et al., OSDI 2024) and vLLM's v1 scheduler; preemption recomputes.
 """
@@ -207,7 +207,7 @@ class Scheduler:
         plan.copies = [copy for copy in plan.copies if copy[1] not in held]
 
     def _admit_waiting(self, plan: Plan, now: float) -> None:
-        for sequence in list(self.waiting):
+        for sequence in sorted(self.waiting, key=_urgency):
             if not self._has_seat() or self._tokens_left <= 0:
                 return
             prefix = self.tables.find_prefix(sequence)
@@ -220,7 +220,8 @@ class Scheduler:
 
     def _admit_queued(self, plan: Plan, now: float, above: int | None = None) -> None:
         """Takes what the queue gives. A sequence that was here before goes before those of its lane and below."""
-        above = min((s.request.lane for s in self.waiting if s.num_preemptions), default=above)
+        lanes = [s.request.lane for s in self.waiting if s.num_preemptions]
+        above = min(lanes if above is None else [above, *lanes], default=None)
         way_was_made = False
         while self._tokens_left > 0 and self._num_deferred() < self.limits.max_num_seqs:
             self._refused = None

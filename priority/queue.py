@@ -197,6 +197,7 @@ class LaneQueue:
     def charge(self, work: list[tuple[Request, int, int]], now: float) -> None:
         with self._lock:
             self._now_us = max(self._now_us, microseconds(now))
+            outputs: dict[Account, int] = {}
             for request, num_prompt, num_output in work:
                 ticket = self._tickets.get(request.request_id)
                 if ticket is None:
@@ -204,7 +205,9 @@ class LaneQueue:
                 if ticket.stage is Stage.PREFILLING:
                     self._note_prefill(ticket, num_prompt, num_output, now)
                 if num_output:
-                    self._bill(ticket, COST_OUTPUT * num_output)
+                    outputs[ticket.account] = outputs.get(ticket.account, 0) + num_output
+            for account, num_output in outputs.items():
+                _bill(account, COST_OUTPUT * num_output)
 
     def observe(self, load: StepLoad) -> None:
         with self._lock:
@@ -223,7 +226,7 @@ class LaneQueue:
             if ticket.stage is Stage.PREFILLING:
                 line.num_prefill_left -= ticket.num_prefill_left
                 # What was not computed is given back.
-                self._bill(ticket, -COST_PREFILL * max(0, ticket.num_charged - ticket.num_computed))
+                _bill(ticket.account, -COST_PREFILL * max(0, ticket.num_charged - ticket.num_computed))
             line.num_running -= 1
             self._close(account)
             self.admission.note_finished(
@@ -382,7 +385,7 @@ class LaneQueue:
         ticket.num_charged = len(ticket.request.prompt_token_ids)
         line.num_prefill_left += ticket.num_prefill_left
         self._aged_tokens = min(_AGED_MOST_TOKENS, self._aged_tokens + ticket.num_uncached // AGED_PART)
-        self._bill(ticket, COST_PREFILL * ticket.num_charged)
+        _bill(ticket.account, COST_PREFILL * ticket.num_charged)
         return ticket.request
 
     def _note_prefill(self, ticket: Ticket, num_prompt: int, num_output: int, now: float) -> None:
@@ -392,14 +395,15 @@ class LaneQueue:
         if num_output:
             ticket.stage = Stage.DECODING
             num_hits = max(0, ticket.num_charged - ticket.num_computed)
-            self._bill(ticket, (COST_HIT - COST_PREFILL) * num_hits)
+            _bill(ticket.account, (COST_HIT - COST_PREFILL) * num_hits)
             self.admission.note_first_token(ticket, now)
         else:
             line.num_prefill_left += ticket.num_prefill_left
 
-    def _bill(self, ticket: Ticket, cost: int) -> None:
-        ticket.account.share.charge(cost)
-        ticket.account.lane.share.charge(cost)
+
+def _bill(account: Account, cost: int) -> None:
+    account.share.charge(cost)
+    account.lane.share.charge(cost)
 
 
 def _lane_turn(line: LaneLine) -> tuple[int, int]:
