@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `penstock doctor`, `penstock bench`."""
+"""The command line: `penstock serve`, `penstock doctor`, `penstock bench`, `penstock simulate`."""
 
 from __future__ import annotations
 
@@ -95,6 +95,15 @@ def _bench(parser: _Parser, arguments: list[str]) -> int:
     return run(options)
 
 
+def _simulate(parser: _Parser, arguments: list[str]) -> int:
+    from app.simulate.command import add_arguments, run
+
+    add_arguments(parser)
+    options, rest = parser.parse_known_args(arguments)
+    parser.reject_unknown(rest)
+    return run(options)
+
+
 def _parse_settings(parser: _Parser, arguments: list[str]) -> dict[str, str]:
     """One flag per field of Settings. Values stay text: wherever they come from, one place checks them."""
     from app.settings import ENV_PREFIX, Settings, default_text, flag
@@ -127,4 +136,5 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "serve": ("Serves a model over HTTP.", _serve),
     "doctor": ("Says what this machine offers and what is missing.", _doctor),
     "bench": ("Measures this server against transformers' generate, and against the machine.", _bench),
+    "simulate": ("Tries scheduling policies on a trace, or says how much traffic a machine can promise.", _simulate),
 }

@@ -25,11 +25,12 @@ ALONE_SLACK = 1.5
 _QUANTILE = 0.9
 _LEARNING = 0.02
 _FACTORS = (0.5, 3.0)
-_MARGIN = 0.9
+_MARGIN = 0.95
 """Of a promise on the time per token, what a step is planned to take."""
 _STEPS_PER_TTFT = 8
 """No step takes longer than this part of the promise on the first token, so that nobody who comes waits longer."""
 _LEAST_PREFILL = 16
+_GRAIN = 8
 _CATCH_UP = 8
 """A stream without a promise decodes at least once in so many steps."""
 
@@ -121,7 +122,7 @@ class Admission:
     def _num_prefill(self, cap_s: float, num_decode: int, num_context: int) -> int:
         fitting = self.model.prefill_within(cap_s, num_decode, num_context)
         if fitting >= _LEAST_PREFILL:
-            return int(min(fitting, UNLIMITED.num_prefill)) // _LEAST_PREFILL * _LEAST_PREFILL
+            return int(min(fitting, UNLIMITED.num_prefill)) // _GRAIN * _GRAIN
         # The cap cannot be kept: prefill goes on, at a size that is at least half efficient.
         alpha_s, beta_s = self.model.coefficients[:2]
         return max(_LEAST_PREFILL, int(alpha_s / beta_s)) if fitting <= 0 and beta_s > 0 else _LEAST_PREFILL

@@ -14,7 +14,7 @@ _LINE_EVERY_S = 2.0
 
 @contextmanager
 def counter(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function that is told how many of `total` are done: a bar on a terminal, a line now and then elsewhere."""
+    """Gives a function that is told how many of `total` are done: a bar on a terminal, else a line now and then."""
     if sys.stderr.isatty():
         with _bar(title, total) as update:
             yield update

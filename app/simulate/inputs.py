@@ -63,7 +63,9 @@ def read_machine(options: argparse.Namespace) -> Machine:
             given[name] = value
     coefficients = {name: given[name] for name in NAMES}
     if not any(coefficients.values()):
-        raise OperatorError("steps that take no time cannot be simulated: one of alpha to delta must be above 0")
+        raise OperatorError(
+            "steps that take no time cannot be simulated: one of alpha to delta must be above 0"
+        )
     return Machine(coefficients=coefficients, **{name: int(given[name]) for name in _SIZES if name in given})
 
 
@@ -85,7 +87,9 @@ def check_can_run(traffic: Traffic, machine: Machine, options: argparse.Namespac
     for number, arrival in enumerate(traffic.arrivals, 1):
         if arrival.num_prompt + arrival.num_output > most:
             where = (
-                f"--trace {options.trace}: request {number}" if options.trace else f"a request of {traffic.name}"
+                f"--trace {options.trace}: request {number}"
+                if options.trace
+                else f"a request of {traffic.name}"
             )
             raise OperatorError(
                 f"{where} can never run: {arrival.num_prompt} prompt and {arrival.num_output} output tokens, and "

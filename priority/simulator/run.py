@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from typing import Protocol
 
 from engine.kv.tables import BlockTables
 from engine.request import FinishReason, Output, Request, SamplingParams, Sequence
 from engine.scheduler import Scheduler, SchedulerLimits
-from engine.step import Plan, RequestQueue, Sampled, StepLoad, StepResult
+from engine.step import Chunk, Plan, RequestQueue, Sampled, StepLoad, StepResult
 from priority.admission import Forecast
 from priority.baselines import FirstComeQueue
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
@@ -20,7 +21,11 @@ from priority.steptime import StepTimeModel
 
 POLICIES = ("fcfs", "strict", "fair", "penstock")
 _BLOCK_SIZE = 16
-_PROGRESS_EVERY = 1_000
+_PROGRESS_EVERY = 100
+_LOOK_EVERY_S = 0.25
+"""How often requests that waited too long are looked for, as on the server."""
+_PATIENCE = 0.5
+"""Of the shortest promise on the time per token: in shorter steps all streams may decode."""
 _TOKEN = [1]
 
 
@@ -73,7 +78,9 @@ class Result:
     num_steps: int = 0
     num_preemptions: int = 0
     busy_s: float = 0.0
+    """Over all machines."""
     charged: dict[str, int] = field(default_factory=dict)
+    """By tenant, as the queues have it: sixteenths of a prompt token. Not of `fcfs` and `strict`."""
 
 
 class SimulatedQueue(RequestQueue, Protocol):
@@ -112,148 +119,326 @@ def simulate(
     *,
     lanes: Mapping[Lane, LanePolicy] = DEFAULT_POLICIES,
     weights: Mapping[str, int] | None = None,
+    num_machines: int = 1,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Result:
     """Runs a trace to the end of its last request. Deterministic.
 
     Args:
+        num_machines: so many equal machines; each request goes to the one with the least prompt tokens outstanding,
+            sessions stay where they began.
         progress: told now and then how many requests have ended.
     """
-    return _Simulation(arrivals, machine, policy, lanes, weights or {}, progress).run()
+    result = Result(policy, [Served(arrival) for arrival in arrivals], 0.0)
+    tally = _Tally(progress)
+    has_prefixes = any(arrival.hash_ids for arrival in arrivals)
+    servers = [
+        _Server(
+            machine, make_queue(policy, machine, lanes, weights or {}), lanes, has_prefixes, result, tally
+        )
+        for _ in range(num_machines)
+    ]
+    dealer = _Dealer(servers)
+    for number, arrival in enumerate(arrivals):
+        for server in servers:
+            server.advance(arrival.at_s)
+        dealer.server_for(arrival).offer(number)
+    for server in servers:
+        server.advance(inf)
+        server.note_charges()
+    result.duration_s = max(server.now for server in servers)
+    return result
 
 
-class _Simulation:
+class _Tally:
+    """Counts the requests that have ended."""
+
+    def __init__(self, progress: Callable[[int], None]) -> None:
+        self.num_ended = 0
+        self._progress = progress
+
+    def add(self) -> None:
+        self.num_ended += 1
+        if self.num_ended % _PROGRESS_EVERY == 0:
+            self._progress(self.num_ended)
+
+
+class _Server:
+    """One machine with its own scheduler, queue and clock."""
+
     def __init__(
         self,
-        arrivals: list[Arrival],
         machine: Machine,
-        policy: str,
+        queue: SimulatedQueue,
         lanes: Mapping[Lane, LanePolicy],
-        weights: Mapping[str, int],
-        progress: Callable[[int], None],
+        has_prefixes: bool,
+        result: Result,
+        tally: _Tally,
     ) -> None:
-        self.arrivals = arrivals
         self.machine = machine
-        self.progress = progress
+        self.queue = queue
+        self.result = result
+        self.tally = tally
         self.model = StepTimeModel(machine.coefficients, learns=False)
-        self.queue = make_queue(policy, machine, lanes, weights)
-        has_prefixes = any(arrival.hash_ids for arrival in arrivals)
         self.tables = BlockTables(
             machine.num_kv_tokens // _BLOCK_SIZE + 1, _BLOCK_SIZE, prefix_cache=has_prefixes
         )
-        shares = tuple(lanes[lane].kv_share for lane in Lane) if policy == "penstock" else ()
+        shares = tuple(lanes[lane].kv_share for lane in Lane) if result.policy == "penstock" else ()
         self.limits = SchedulerLimits(
             max_batch_tokens=machine.max_batch_tokens,
             max_num_seqs=machine.max_num_seqs,
             max_model_len=machine.max_model_len,
             kv_shares=shares,
         )
-        self.scheduler = Scheduler(self.queue, self.tables, NoText(), self.limits)
-        self.result = Result(policy, [Served(arrival) for arrival in arrivals], 0.0)
+        self.scheduler = Scheduler(queue, self.tables, NoText(), self.limits)
+        self.patient = [lane for lane in Lane if not isfinite(lanes[lane].tpot_s)]
+        self.patience_s = _PATIENCE * min(policy.tpot_s for policy in lanes.values())
         self.now = 0.0
-        self.num_arrived = 0
-        self.num_ended = 0
+        self.looked_s = 0.0
+        """When it was last looked for requests that waited too long."""
+        self.open: dict[str, Served] = {}
+        """Let in and not ended."""
+        self.num_prompt_open = 0
+        """Prompt tokens let in whose request has no first token yet."""
 
-    def run(self) -> Result:
-        while self.num_ended < len(self.arrivals):
-            self._let_in()
+    def offer(self, number: int) -> None:
+        """A request comes; the clock stands at the end of the step in which it came, or at its time."""
+        served = self.result.served[number]
+        arrival = served.arrival
+        if arrival.num_prompt + arrival.num_output > min(self.machine.max_model_len, self.tables.max_tokens):
+            self._refuse(served, "too_long")
+            return
+        request = _request(number, arrival)
+        cached = self.tables.num_cached_tokens(request.prompt_token_ids, b"") if arrival.hash_ids else 0
+        try:
+            # On the server the event loop decides when it comes, not when the step has ended.
+            forecast = self.queue.put(request, arrival.at_s, cached)
+        except Refusal as refusal:
+            served.retry_after_s = refusal.retry_after_s
+            self._refuse(served, refusal.reason)
+            return
+        served.predicted_s = forecast.seconds if forecast else None
+        self.open[request.request_id] = served
+        self.num_prompt_open += arrival.num_prompt
+
+    def advance(self, until_s: float) -> None:
+        """Steps until the clock reaches that time; an infinite one means until all is done."""
+        while self.now < until_s and self.open:
             self._expire()
+            preemptions = self.scheduler.counters.num_preemptions
             plan = self.scheduler.plan(self.now)
+            self.result.num_preemptions += self.scheduler.counters.num_preemptions - preemptions
             if plan.chunks:
                 self._step(plan)
-            elif self.num_arrived < len(self.arrivals):
-                self.now = max(self.now, self.arrivals[self.num_arrived].at_s)
-            elif self.num_ended < len(self.arrivals):
-                raise RuntimeError(f"{len(self.arrivals) - self.num_ended} requests can never run")
-        self.result.duration_s = self.now
-        self.result.num_preemptions = self.scheduler.counters.num_preemptions
+                self._repeat(until_s)
+            elif until_s < inf:
+                break
+            elif self.open:
+                raise RuntimeError(f"{len(self.open)} requests can never run")
+        if until_s < inf:
+            self.now = max(self.now, until_s)
+
+    def note_charges(self) -> None:
         if isinstance(self.queue, LaneQueue):
-            self.result.charged = self.queue.tenants()
-        return self.result
-
-    def _let_in(self) -> None:
-        while self.num_arrived < len(self.arrivals) and self.arrivals[self.num_arrived].at_s <= self.now:
-            number, self.num_arrived = self.num_arrived, self.num_arrived + 1
-            served = self.result.served[number]
-            request = self._request(number, served.arrival)
-            if request is None:
-                self._end(served, "too_long")
-                continue
-            cached = (
-                self.tables.num_cached_tokens(request.prompt_token_ids, b"") if served.arrival.hash_ids else 0
-            )
-            try:
-                # On the server the event loop decides when it comes, not when the step has ended.
-                forecast = self.queue.put(request, served.arrival.at_s, cached)
-            except Refusal as refusal:
-                served.retry_after_s = refusal.retry_after_s
-                self._end(served, refusal.reason)
-            else:
-                served.predicted_s = forecast.seconds if forecast else None
-
-    def _request(self, number: int, arrival: Arrival) -> Request | None:
-        num_prompt, num_output = arrival.num_prompt, arrival.num_output
-        if num_prompt + num_output > min(self.machine.max_model_len, self.tables.max_tokens):
-            return None
-        return Request(
-            request_id=str(number),
-            prompt_token_ids=_prompt(number, arrival),
-            sampling=SamplingParams(max_tokens=num_output),
-            arrival_s=arrival.at_s,
-            lane=arrival.lane,
-            tenant=arrival.tenant,
-        )
+            for tenant, cost in self.queue.tenants().items():
+                self.result.charged[tenant] = self.result.charged.get(tenant, 0) + cost
 
     def _expire(self) -> None:
-        if isinstance(self.queue, LaneQueue):
-            for request in self.queue.expire(self.now):
-                self._end(self.result.served[int(request.request_id)], "queue_timeout")
+        if not isinstance(self.queue, LaneQueue) or self.now - self.looked_s < _LOOK_EVERY_S:
+            return
+        self.looked_s = self.now
+        for request in self.queue.expire(self.now):
+            served = self.open.pop(request.request_id)
+            self.num_prompt_open -= served.arrival.num_prompt
+            self._refuse(served, "queue_timeout")
 
-    def _end(self, served: Served, refused: str | None) -> None:
-        served.refused = refused
-        self.num_ended += 1
-        if self.num_ended % _PROGRESS_EVERY == 0:
-            self.progress(self.num_ended)
+    def _refuse(self, served: Served, reason: str) -> None:
+        served.refused = reason
+        self.tally.add()
 
     def _step(self, plan: Plan) -> None:
-        num_decode = sum(1 for c in plan.chunks if c.start >= c.sequence.num_prompt_tokens)
-        num_context = sum(c.start + c.num_tokens for c in plan.chunks)
-        duration_s = self.model.seconds(plan.num_tokens - num_decode, num_decode, num_context)
+        num_decode = num_context = num_sampled = 0
+        for chunk in plan.chunks:
+            num_decode += chunk.start >= chunk.sequence.num_prompt_tokens
+            num_context += chunk.start + chunk.num_tokens
+            num_sampled += chunk.samples
+        num_prefill = plan.num_tokens - num_decode
+        duration_s = self._spend(num_prefill, num_decode, num_context)
+        for output in self.scheduler.commit(plan, StepResult([Sampled(_TOKEN)] * num_sampled), self.now):
+            self._note(output)
+        self._observe(num_prefill, num_decode, num_context, duration_s)
+
+    def _repeat(self, until_s: float) -> None:
+        """Takes the steps in which every stream only gets its next token, all at once.
+
+        That is so while nobody comes or waits, all streams decode, and there is room for what they bring. Scheduler
+        and queue are left as they would be after these steps one by one.
+        """
+        running = list(self.scheduler.running)
+        most_steps = self._num_alike(running)
+        if not most_steps:
+            return
+        running.sort(key=_num_left, reverse=True)
+        num_context = sum(len(sequence.token_ids) for sequence in running)
+        run = _Run(self.now)
+        while running and run.num_steps < most_steps and self.now < until_s:
+            if self.model.seconds(0, len(running), num_context) > self._most_s(running):
+                break
+            num_decode, context = len(running), num_context
+            self._spend(0, num_decode, context)
+            run.add(self.now)
+            num_context += num_decode
+            ending = []
+            while running and _num_left(running[-1]) == run.num_steps:
+                ending.append(running.pop())
+                num_context -= len(ending[-1].token_ids) + run.num_steps
+            if ending:
+                self._end(sorted(ending, key=_order), run)
+        if run.num_steps:
+            for sequence in running:
+                self._extend(sequence, run.num_steps, run)
+            self.queue.charge([(sequence.request, 0, run.num_steps) for sequence in running], self.now)
+            self._observe(0, num_decode, context, run.last_s)
+
+    def _num_alike(self, running: list[Sequence]) -> int:
+        """How many steps can be nothing but one more token for each stream; arrivals not considered."""
+        if self.scheduler.waiting or not running or len(running) > self.limits.max_batch_tokens:
+            return 0
+        if any(s.num_remaining != 1 for s in running) or any(self.queue.depths().values()):
+            return 0
+        return max(0, self.tables.pool.num_free // len(running) - 1) * _BLOCK_SIZE
+
+    def _most_s(self, running: list[Sequence]) -> float:
+        """In steps of up to this, the queue lets all streams decode."""
+        return self.patience_s if any(s.request.lane in self.patient for s in running) else inf
+
+    def _end(self, ending: list[Sequence], run: _Run) -> None:
+        """The last token of these, by the scheduler itself."""
+        plan = Plan()
+        for sequence in ending:
+            if run.num_steps > 1:
+                self._extend(sequence, run.num_steps - 1, run)
+                self.queue.charge([(sequence.request, 0, run.num_steps - 1)], self.now)
+            self.tables.grow(sequence, sequence.num_computed + 1)
+            plan.chunks.append(Chunk(sequence, sequence.num_computed, 1, True))
+            sequence.num_computed += 1
+        sampled = [Sampled(_TOKEN)] * len(ending)
+        for output in self.scheduler.commit(plan, StepResult(sampled), self.now):
+            self._note(output)
+
+    def _extend(self, sequence: Sequence, num_tokens: int, run: _Run) -> None:
+        """So many tokens more for a stream, which took part in all steps of the run."""
+        self.tables.grow(sequence, sequence.num_computed + num_tokens)
+        sequence.num_computed += num_tokens
+        sequence.token_ids += _TOKEN * num_tokens
+        self.tables.commit(sequence, sequence.num_computed)
+        served = self.open[sequence.request.request_id]
+        first_gap_s = run.first_ended_s - served.last_token_s
+        served.longest_gap_s = max(served.longest_gap_s, first_gap_s, run.longest_s)
+        served.last_token_s = self.now
+        served.num_tokens += num_tokens
+
+    def _spend(self, num_prefill: int, num_decode: int, num_context: int) -> float:
+        """Lets the time of one step pass."""
+        duration_s = self.model.seconds(num_prefill, num_decode, num_context)
         self.now += duration_s
         self.result.busy_s += duration_s
         self.result.num_steps += 1
-        num_sampled = sum(1 for chunk in plan.chunks if chunk.samples)
-        for output in self.scheduler.commit(plan, StepResult([Sampled(_TOKEN)] * num_sampled), self.now):
-            self._note(output)
-        pool = self.tables.pool
+        return duration_s
+
+    def _observe(self, num_prefill: int, num_decode: int, num_context: int, duration_s: float) -> None:
         self.queue.observe(
             StepLoad(
-                num_prefill_tokens=plan.num_tokens - num_decode,
+                num_prefill_tokens=num_prefill,
                 num_decode_tokens=num_decode,
                 num_context_tokens=num_context,
                 duration_s=duration_s,
                 num_running=len(self.scheduler.running),
                 max_num_seqs=self.limits.max_num_seqs,
                 max_batch_tokens=self.limits.max_batch_tokens,
-                num_free_tokens=pool.num_free * _BLOCK_SIZE,
+                num_free_tokens=self.tables.pool.num_free * _BLOCK_SIZE,
                 num_kv_tokens=self.tables.max_tokens,
             )
         )
 
     def _note(self, output: Output) -> None:
-        served = self.result.served[int(output.request_id)]
+        served = self.open[output.request_id]
         if served.first_token_s is None:
             served.first_token_s = self.now
+            self.num_prompt_open -= served.arrival.num_prompt
         else:
             served.longest_gap_s = max(served.longest_gap_s, self.now - served.last_token_s)
         served.last_token_s = self.now
         served.num_tokens += len(output.token_ids)
         if output.finish_reason is not None:
-            served.finished_s = self.now
-            if output.timings is not None:
-                served.num_preemptions = output.timings.num_preemptions
-                served.num_cached = output.timings.num_cached_tokens
-            self._end(served, None)
+            self._finish(served, output)
+
+    def _finish(self, served: Served, output: Output) -> None:
+        served.finished_s = self.now
+        if output.timings is not None:
+            served.num_preemptions = output.timings.num_preemptions
+            served.num_cached = output.timings.num_cached_tokens
+        del self.open[output.request_id]
+        self.tally.add()
+
+
+class _Run:
+    """Steps that are taken at once. Seconds."""
+
+    def __init__(self, started_s: float) -> None:
+        self.num_steps = 0
+        self.ended_s = self.first_ended_s = started_s
+        self.last_s = self.longest_s = 0.0
+
+    def add(self, ended_s: float) -> None:
+        if not self.num_steps:
+            self.first_ended_s = ended_s
+        self.num_steps += 1
+        self.last_s = ended_s - self.ended_s
+        self.longest_s = max(self.longest_s, self.last_s)
+        self.ended_s = ended_s
+
+
+class _Dealer:
+    """Deals requests out to equal machines."""
+
+    def __init__(self, servers: list[_Server]) -> None:
+        self._servers = servers
+        self._homes: dict[tuple[int, ...], _Server] = {}
+
+    def server_for(self, arrival: Arrival) -> _Server:
+        if len(self._servers) == 1:
+            return self._servers[0]
+        if not arrival.hash_ids:
+            return self._least()
+        # The first block alone is often a system prompt that everybody has.
+        session = arrival.hash_ids[:2]
+        if session not in self._homes:
+            self._homes[session] = self._least()
+        return self._homes[session]
+
+    def _least(self) -> _Server:
+        return min(self._servers, key=lambda server: (server.num_prompt_open, len(server.open)))
+
+
+def _num_left(sequence: Sequence) -> int:
+    """Steps until its last token."""
+    return sequence.request.sampling.max_tokens - sequence.num_output_tokens
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order
+
+
+def _request(number: int, arrival: Arrival) -> Request:
+    return Request(
+        request_id=str(number),
+        prompt_token_ids=_prompt(number, arrival),
+        sampling=SamplingParams(max_tokens=arrival.num_output),
+        arrival_s=arrival.at_s,
+        lane=arrival.lane,
+        tenant=arrival.tenant,
+    )
 
 
 def _prompt(number: int, arrival: Arrival) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """Traces: who asks for what, and when. Generated like the published ones, or read from Mooncake's JSONL.
 
-The shapes follow measurements of public traces: lengths are lognormal, arrivals are Poisson within windows whose rate is
-itself random (Gamma), so that they are burstier than Poisson. Everything comes from a seed.
+The shapes follow measurements of public traces: lengths are lognormal, arrivals are Poisson within windows whose rate
+is itself random (Gamma), so that they are burstier than Poisson. Everything comes from a seed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import exp
 from random import Random
 
@@ -33,7 +34,7 @@ class Arrival:
     lane: Lane = Lane.INTERACTIVE
     tenant: str = "default"
     hash_ids: tuple[int, ...] = ()
-    """What each 512 tokens of the prompt are: equal ids from the start on mean an equal prefix. Empty: nothing shared."""
+    """What each 512 tokens of the prompt are: equal ids from the start on mean an equal prefix. Empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ def read_trace(lines: Iterable[str]) -> list[Arrival]:
     arrivals = [_parse(line, number) for number, line in enumerate(lines, 1) if line.strip()]
     if not arrivals:
         raise TraceError("the trace is empty")
-    for number, (before, after) in enumerate(zip(arrivals, arrivals[1:], strict=False), 2):
+    for number, (before, after) in enumerate(pairwise(arrivals), 2):
         if after.at_s < before.at_s:
             raise TraceError(f"line {number}: timestamp goes back in time")
     return arrivals

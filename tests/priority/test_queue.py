@@ -1,15 +1,19 @@
+"""The queue's front: order within a lane and a tenant, places, cancelling, expiring."""
+
 from __future__ import annotations
 
+from dataclasses import replace
 from threading import Lock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import Sequence
-from priority.lanes import Lane
+from engine.request import Request
+from priority.lanes import Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal
-from tests.engine.paper import make_request
+from tests.priority.bench import ask, check_books, lines, roomy, serve, take, take_all
+from tests.priority.bench import make_queue as make_roomy_queue
 
 
 def make_queue(max_requests: int = 4, max_tokens: int = 100, ttl_s: float = 10.0) -> LaneQueue:
@@ -17,95 +21,220 @@ def make_queue(max_requests: int = 4, max_tokens: int = 100, ttl_s: float = 10.0
     return LaneQueue(Lock(), dict.fromkeys(Lane, bounds))
 
 
-def take_all(queue: LaneQueue) -> list[str]:
-    taken = []
-    while (request := queue.take(lambda _: True)) is not None:
-        taken.append(request.request_id)
-    return taken
-
-
 def test_the_urgent_lane_goes_first_and_each_lane_in_order() -> None:
     queue = make_queue()
     for name, lane in [("b0", 2), ("s0", 1), ("i0", 0), ("s1", 1), ("i1", 0)]:
-        queue.put(make_request(name, [1], lane=lane), 0.0)
-    assert queue.position("s1") == 3
+        queue.put(ask(name, 1, lane=Lane(lane)), 0.0)
     assert take_all(queue) == ["i0", "i1", "s0", "s1", "b0"]
-    assert queue.position("s1") is None
+
+
+def test_the_position_counts_those_of_the_lane_with_an_earlier_deadline() -> None:
+    queue = make_queue()
+    queue.put(ask("i0", 1), 0.0)
+    for name in ("s0", "s1", "s2"):
+        queue.put(ask(name, 1, lane=Lane.STANDARD, tenant=name), 0.0)
+    assert [queue.position(name) for name in ("i0", "s0", "s1", "s2")] == [0, 0, 1, 2]
+    assert queue.cancel("s0")
+    assert [queue.position(name) for name in ("s0", "s1", "s2")] == [None, 0, 1]
+    taken = take_all(queue)
+    assert all(queue.position(name) is None for name in taken)
+    assert queue.position("never") is None
 
 
 def test_a_head_that_does_not_fit_stays_the_head() -> None:
     queue = make_queue()
-    queue.put(make_request("a", [1, 2]), 0.0)
-    queue.put(make_request("b", [1]), 0.0)
+    queue.put(ask("a", 2), 0.0)
+    queue.put(ask("b", 1), 0.0)
     assert queue.take(lambda request: len(request.prompt_token_ids) < 2) is None
     assert take_all(queue) == ["a", "b"]
 
 
+def test_a_more_urgent_head_may_try_if_the_one_whose_turn_it_is_does_not_fit() -> None:
+    """Never the other way round: what is too large must not be overtaken by what is less urgent."""
+    queue = make_roomy_queue()
+    for i in range(60):  # so that it is the batch lane's turn
+        queue.put(ask(f"before-{i}", 4_000), 0.0)
+        queue.put(ask(f"batch-{i}", 10, lane=Lane.BATCH), 0.0)
+    order = []
+    while not any(name.startswith("batch") for name in order):
+        request = queue.take(lambda r: r.lane == 0 or r.request_id != "batch-0" or len(order) > 50)
+        assert request is not None
+        order.append(request.request_id)
+    assert len(order) > 50, "the interactive lane went on while the batch lane's head did not fit"
+    assert order[-1] == "batch-0", "and the batch lane's own later ones did not overtake it"
+
+
 def test_a_full_lane_refuses_and_says_when_to_come_back() -> None:
     queue = make_queue(max_requests=2)
-    queue.put(make_request("a", [1]), 0.0)
-    queue.put(make_request("b", [1]), 0.0)
+    queue.put(ask("a", 1, lane=Lane.STANDARD), 0.0)
+    queue.put(ask("b", 1, lane=Lane.STANDARD), 0.0)
     with pytest.raises(Refusal, match="standard lane is full") as refusal:
-        queue.put(make_request("c", [1]), 0.0)
+        queue.put(ask("c", 1, lane=Lane.STANDARD), 0.0)
     assert refusal.value.reason == "queue_full"
     assert not refusal.value.tenant_limit
     assert 1.0 <= refusal.value.retry_after_s <= 60.0
-    queue.put(make_request("d", [1], lane=Lane.BATCH), 0.0)
+    queue.put(ask("d", 1, lane=Lane.BATCH), 0.0)
 
 
 def test_a_lane_is_bounded_in_tokens_but_takes_one_big_request_when_empty() -> None:
     queue = make_queue(max_tokens=10)
-    queue.put(make_request("big", [1] * 50), 0.0)
+    queue.put(ask("big", 50), 0.0)
     with pytest.raises(Refusal):
-        queue.put(make_request("small", [1]), 0.0)
+        queue.put(ask("small", 1), 0.0)
 
 
-def test_cancel_is_true_only_for_what_waits_here() -> None:
-    queue = make_queue()
-    queue.put(make_request("a", [1]), 0.0)
-    assert queue.cancel("a")
-    assert not queue.cancel("a")
-    assert not queue.cancel("never")
-    assert take_all(queue) == []
-
-
-def test_what_waits_too_long_expires() -> None:
-    queue = make_queue(ttl_s=5.0)
-    queue.put(make_request("old", [1], arrival_s=0.0), 0.0)
-    queue.put(make_request("new", [1], arrival_s=4.0), 4.0)
-    assert [r.request_id for r in queue.expire(5.5)] == ["old"]
-    assert queue.expire(5.5) == []
-    assert take_all(queue) == ["new"]
+def test_what_is_in_the_prefix_cache_takes_no_place() -> None:
+    queue = make_queue(max_tokens=20)
+    queue.put(ask("a", 40), 0.0, num_cached=30)
+    queue.put(ask("b", 40), 0.0, num_cached=30)
+    with pytest.raises(Refusal):
+        queue.put(ask("c", 40), 0.0, num_cached=39)
 
 
 def test_the_faster_requests_finish_the_sooner_one_may_come_back() -> None:
     def retry_after(gap_s: float) -> float:
-        queue = make_queue(max_requests=40)
+        queue = make_queue(max_requests=40, max_tokens=10_000)
         for i in range(40):
-            queue.put(make_request(f"r{i}", [1]), 0.0)
-            queue.note_finished(i * gap_s)
+            queue.put(ask(f"r{i}", 1), 0.0)
+        for i in range(20):
+            request = take(queue)
+            assert request is not None
+            serve(queue, request, 1, i * gap_s)
+            queue.put(ask(f"next-{i}", 1), i * gap_s)
         with pytest.raises(Refusal) as refusal:
-            queue.put(make_request("late", [1]), 40 * gap_s)
+            queue.put(ask("late", 1), 20 * gap_s)
         return refusal.value.retry_after_s
 
-    assert retry_after(0.3) < retry_after(2.0)
+    assert 1.0 < retry_after(0.3) < retry_after(2.0) < 60.0
 
 
-@pytest.mark.parametrize("bounds", [(0, 1, 1.0), (1, -1, 1.0), (1, 1, 0.0)])
-def test_a_bound_of_nothing_is_refused_by_name(bounds: tuple[int, int, float]) -> None:
-    with pytest.raises(ValueError, match="must be greater than 0"):
-        LanePolicy(max_requests=bounds[0], max_tokens=bounds[1], ttl_s=bounds[2])
+# Deadlines
 
 
-def test_the_victim_is_the_newest_of_the_least_urgent_lane() -> None:
+@given(arrivals=st.lists(st.integers(0, 5_000_000), min_size=1, max_size=20), lane=st.sampled_from(Lane))
+def test_the_earliest_deadline_of_a_tenant_goes_first(arrivals: list[int], lane: Lane) -> None:
+    """Invariant 8. They are put in any order: a request that waited elsewhere brings its arrival with it."""
+    queue = make_roomy_queue(roomy(ttft_s=(1.0, 5.0, 30.0)))
+    for number, at_us in enumerate(arrivals):
+        queue.put(ask(str(number), 3, lane=lane, at_s=at_us / 1e6), 6.0)
+    taken = [int(name) for name in take_all(queue)]
+    assert taken == sorted(range(len(arrivals)), key=lambda number: (arrivals[number], number))
+
+
+@given(st.data())
+def test_an_earlier_deadline_is_never_overtaken_within_its_tenant(data: st.DataObject) -> None:
+    """Invariant 8, with several tenants and lanes, and with heads that do not fit in between."""
+    queue = make_roomy_queue(roomy(ttft_s=(1.0, 5.0, 30.0)))
+    waiting: dict[tuple[str, int], list[tuple[float, int]]] = {}
+    for number in range(data.draw(st.integers(1, 40))):
+        if data.draw(st.booleans()):
+            at_s = data.draw(st.integers(0, 20))
+            lane, tenant = data.draw(st.sampled_from(Lane)), data.draw(st.sampled_from("abc"))
+            size = data.draw(st.integers(1, 400))
+            queue.put(ask(str(number), size, lane=lane, tenant=tenant, at_s=at_s), 30.0)
+            waiting.setdefault((tenant, lane), []).append((at_s, number))
+        else:
+            most = data.draw(st.sampled_from([200, 1_000]))
+            request = queue.take(lambda r, most=most: len(r.prompt_token_ids) <= most)  # type: ignore[misc]
+            if request is not None:
+                own = waiting[request.tenant, request.lane]
+                assert (request.arrival_s, int(request.request_id)) == min(own)
+                own.remove(min(own))
+
+
+# Leaving
+
+
+def test_cancel_is_true_only_for_what_waits_here() -> None:
     queue = make_queue()
-    running = [
-        Sequence(make_request(name, [1], lane=lane), order=order)
-        for order, (name, lane) in enumerate([("b0", 2), ("i", 0), ("b1", 2), ("s", 1)])
-    ]
-    victim = queue.victim(running)
-    assert victim is running[2]
-    assert queue.victim([]) is None
+    queue.put(ask("a", 1), 0.0)
+    queue.put(ask("b", 1), 0.0)
+    taken = take(queue)
+    assert taken is not None
+    assert not queue.cancel(taken.request_id), "the engine has it"
+    assert queue.cancel("b")
+    assert not queue.cancel("b")
+    assert not queue.cancel("never")
+    assert take_all(queue) == []
+
+
+@given(names=st.sets(st.integers(0, 19)), lane=st.sampled_from(Lane))
+def test_what_was_cancelled_is_never_taken(names: set[int], lane: Lane) -> None:
+    """Invariant 15, the queue's half: it never reaches the engine, and its place is free at once."""
+    policies = dict.fromkeys(Lane, LanePolicy(max_requests=20, tenant_share=1.0))
+    queue = LaneQueue(Lock(), policies)
+    for number in range(20):
+        queue.put(ask(str(number), 2, lane=lane, tenant="ab"[number % 2]), 0.0)
+    assert all(queue.cancel(str(number)) for number in names)
+    check_books(queue)
+    for number in names:
+        queue.put(ask(f"new-{number}", 2, lane=lane), 0.0)
+    taken = take_all(queue)
+    assert len(taken) == 20
+    assert not {str(number) for number in names} & set(taken)
+
+
+@given(
+    arrivals=st.lists(st.integers(0, 40), min_size=1, max_size=20),
+    now=st.integers(0, 120),
+    ttls=st.tuples(st.integers(1, 60), st.integers(1, 60), st.integers(1, 60)),
+)
+def test_what_waits_too_long_expires_and_is_never_taken(
+    arrivals: list[int], now: int, ttls: tuple[int, int, int]
+) -> None:
+    """Invariant 16. Nothing else goes, and it takes no step of the engine."""
+    ttl_s = dict(zip(Lane, ttls, strict=True))
+    queue = make_roomy_queue({lane: replace(roomy()[lane], ttl_s=ttl_s[lane]) for lane in Lane})
+    requests: dict[str, Request] = {}
+    for number, at_s in enumerate(arrivals):
+        lane = Lane(number % 3)
+        request = requests[str(number)] = ask(str(number), 2, lane=lane, tenant="ab"[number % 2], at_s=at_s)
+        queue.put(request, at_s)
+    overdue = {name for name, r in requests.items() if now - r.arrival_s > ttl_s[Lane(r.lane)]}
+    assert {request.request_id for request in queue.expire(now)} == overdue
+    assert queue.expire(now) == []
+    check_books(queue)
+    assert set(take_all(queue)) == set(requests) - overdue
+
+
+def test_what_runs_does_not_expire() -> None:
+    queue = make_queue(ttl_s=5.0)
+    queue.put(ask("runs", 4), 0.0)
+    request = take(queue)
+    assert request is not None
+    assert queue.expire(1_000.0) == []
+    serve(queue, request, 3, 1_000.0)
+    check_books(queue)
+
+
+def test_tenants_that_left_long_ago_are_forgotten() -> None:
+    """Else every name that ever came would stay."""
+    queue = make_queue(max_requests=1_000, max_tokens=10_000)
+    for number in range(100):
+        queue.put(ask(str(number), 1, tenant=f"t{number}"), 0.0)
+    runs = take(queue)
+    assert runs is not None
+    for number in range(100):
+        queue.cancel(str(number))
+    queue.expire(599.0)
+    assert len(queue.tenants()) == 100
+    queue.expire(601.0)
+    assert list(queue.tenants()) == [runs.tenant], "who runs is not idle"
+    serve(queue, runs, 1, 700.0)
+    queue.expire(1_000.0)
+    assert list(queue.tenants()) == [runs.tenant]
+    queue.expire(2_000.0)
+    assert queue.tenants() == {}
+
+
+def test_unknown_requests_are_nobodys() -> None:
+    """The engine may report on a request that did not come through the queue: its own warm-up, say."""
+    queue = make_queue()
+    stranger = ask("stranger", 5)
+    queue.charge([(stranger, 5, 1)], 0.0)
+    queue.settle(stranger, 0.0)
+    assert queue.tenants() == {}
+    assert all(line.num_running == 0 for line in lines(queue))
 
 
 actions = st.lists(
@@ -115,18 +244,18 @@ actions = st.lists(
 
 @given(actions)
 def test_every_request_leaves_exactly_once_and_bounds_hold(steps: list[tuple[str, int, int]]) -> None:
+    """Invariants 1 and 2, the queue on its own; `test_conservation` has the engine with it."""
     queue = make_queue(max_requests=3, max_tokens=12, ttl_s=3.0)
     let_in: list[str] = []
     left: list[str] = []
     for now, (action, lane, pick) in enumerate(steps):
         if action == "put":
-            request = make_request(f"r{now}", [1] * (1 + pick), lane=lane, arrival_s=float(now))
             try:
-                queue.put(request, float(now))
-                let_in.append(request.request_id)
+                queue.put(ask(f"r{now}", 1 + pick, lane=Lane(lane), at_s=float(now)), float(now))
+                let_in.append(f"r{now}")
             except Refusal:
                 pass
-        elif action == "take" and (taken := queue.take(lambda _: True)) is not None:
+        elif action == "take" and (taken := take(queue)) is not None:
             left.append(taken.request_id)
         elif action == "cancel" and let_in and queue.cancel(let_in[pick % len(let_in)]):
             left.append(let_in[pick % len(let_in)])
@@ -134,5 +263,6 @@ def test_every_request_leaves_exactly_once_and_bounds_hold(steps: list[tuple[str
             left.extend(r.request_id for r in queue.expire(float(now)))
         assert sum(queue.depths().values()) == len(let_in) - len(left)
         assert max(queue.depths().values()) <= 3
+        check_books(queue)
     left.extend(take_all(queue))
     assert sorted(left) == sorted(let_in)
