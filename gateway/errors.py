@@ -64,7 +64,7 @@ class ApiError(Exception):
 
 def _retry_headers(seconds: float) -> dict[str, str]:
     """Up to a fifth is added at random: clients that were refused together must not come back together."""
-    seconds *= random.uniform(1.0, 1.2)
+    seconds = min(seconds * random.uniform(1.0, 1.2), 60.0)
     return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
