@@ -58,6 +58,9 @@ class Admission:
         self.model = model
         self.policies = policies
         self._load: StepLoad | None = None
+        self._last_step_s = 0.0
+        self._context_each = 0.0
+        """KV tokens of a running stream, as it was seen last."""
         self._finished = Rate()
         self._freed = Rate()
         """KV tokens given back."""
@@ -68,6 +71,9 @@ class Admission:
         self._load = load
         shape = StepShape(load.num_prefill_tokens, load.num_decode_tokens, load.num_context_tokens)
         self.model.observe(shape, load.duration_s)
+        self._last_step_s = self.model.seconds(shape.num_prefill, shape.num_decode, shape.num_context)
+        if shape.num_decode and not shape.num_prefill:
+            self._context_each = shape.num_context / shape.num_decode
 
     def note_finished(self, num_tokens: int, now: float) -> None:
         """A request ended and gave back the KV of so many tokens."""
@@ -138,28 +144,29 @@ class Admission:
             return None
         lane = account.lane
         num_decode = sum(line.num_running for line in lanes.values())
-        num_context = load.num_context_tokens * num_decode // max(1, load.num_decode_tokens)
+        num_context = int(self._context_each * num_decode)
         decodes = {line.lane: line.num_running for line in lanes.values() if line.num_running}
         lively = {line.lane for line in lanes.values() if line.is_lively(now)} | {lane.lane}
-        rate, step_s = self._prefill_rate(decodes, num_context, lively, load)
+        rate = self._prefill_rate(decodes, num_context, lively, load)
         ahead = self._ahead(lanes, account, num_uncached)
         share = self._share(lanes, account, rate, now)
         mine = account.num_tokens + num_uncached
         running = sum(line.num_prefill_left for line in lanes.values() if line.lane <= lane.lane)
         wait_s = max((running + ahead) / rate, (running + mine) / share)
-        raw_s = wait_s + self._wait_for_room(lanes, lane, load, ahead + num_prompt, now) + 2 * step_s
+        # The step that runs has to end, and the last one costs its fixed part.
+        steps_s = (self._last_step_s if num_decode else 0.0) + self.model.seconds(0, num_decode, num_context)
+        raw_s = wait_s + self._wait_for_room(lanes, lane, load, ahead + num_prompt, now) + steps_s
         seconds = raw_s * account.factor
         return Forecast(seconds, raw_s, self._allowed(lane, num_uncached, load))
 
     def _prefill_rate(
         self, decodes: Mapping[Lane, int], num_context: int, lively: Iterable[Lane], load: StepLoad
-    ) -> tuple[float, float]:
-        """Prompt tokens per second beside these decodes, and the seconds of such a step."""
+    ) -> float:
+        """Prompt tokens per second beside these decodes."""
         num_decode = sum(decodes.values())
         most = max(1, load.max_batch_tokens - num_decode)
         num_prefill = min(self.allowance(decodes, num_context, lively).num_prefill, most)
-        step_s = max(1e-6, self.model.seconds(num_prefill, num_decode, num_context))
-        return num_prefill / step_s, step_s
+        return num_prefill / max(1e-6, self.model.seconds(num_prefill, num_decode, num_context))
 
     def _ahead(self, lanes: Mapping[Lane, LaneLine], account: Account, num_uncached: int) -> float:
         """Prompt tokens computed before the request's last: its own, its tenant's, and what others may put before."""
@@ -221,8 +228,8 @@ class Admission:
     def _allowed(self, lane: LaneLine, num_uncached: int, load: StepLoad) -> float:
         if not isfinite(lane.policy.ttft_s):
             return inf
-        rate, step_s = self._prefill_rate({}, 0, [lane.lane], load)
-        return max(lane.policy.ttft_s, ALONE_SLACK * (num_uncached / rate + 2 * step_s))
+        alone_s = num_uncached / self._prefill_rate({}, 0, [lane.lane], load) + self.model.seconds(0, 0, 0)
+        return max(lane.policy.ttft_s, ALONE_SLACK * alone_s)
 
 
 def _closer(factor: float, ratio: float) -> float:
