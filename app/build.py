@@ -11,6 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jinja2 import TemplateSyntaxError
 from starlette.types import ASGIApp
 
 from app.checkpoint import find_checkpoint, model_name
@@ -132,13 +133,17 @@ def build(settings: Settings) -> Parts:
         models=(model_name(settings.model, settings.served_model_name),),
         created=int((folder / "config.json").stat().st_mtime),
         block_size=options.block_size,
+        vocab_size=config.vocab_size,
         defaults=defaults,
         tenants=tenants,
         promises={lane: policy.ttft_s for lane, policy in lanes.items() if isfinite(policy.ttft_s)},
         cors_origins=settings.cors_origins,
         metrics_compat=settings.metrics_compat,
     )
-    service = Service(engine, queue, tokenizer, service_options)
+    try:
+        service = Service(engine, queue, tokenizer, service_options)
+    except TemplateSyntaxError as error:
+        raise OperatorError(f"{folder}: the chat template is broken: {error}") from None
     return Parts(create_app(service, PAGE), service, engine, outbox, folder)
 
 

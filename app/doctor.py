@@ -101,7 +101,7 @@ def available_memory() -> int | None:
 def check_torch() -> Check:
     try:
         import torch
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         return Check(
             Level.FAIL, "torch", f"cannot be imported ({error})", "run make serve, or pip install -e ."
         )
@@ -122,7 +122,7 @@ def check_kernels() -> Check:
     """Builds the native kernels if that was never done: then it is done."""
     try:
         from engine.kernels.cpu.native import NativeUnavailable, load_library
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         return Check(Level.FAIL, "kernels", f"cannot be imported ({error})", "see torch")
     try:
         load_library(lambda _: None)

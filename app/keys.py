@@ -51,8 +51,8 @@ def _parse(text: str, number: int, path: Path) -> tuple[str, Tenant]:
     entry, *attributes = text.replace(" :", ":").replace(": ", ":").split()
     name, separator, key = entry.rpartition(":")
     name = name if separator else f"key-{number}"
-    if not name or len(key) < _SHORTEST_KEY:
-        wanted = f"`name:key` or `key` of at least {_SHORTEST_KEY} characters without spaces"
+    if not name or len(key) < _SHORTEST_KEY or not key.isascii():
+        wanted = f"`name:key` or `key` of at least {_SHORTEST_KEY} ASCII characters without spaces"
         raise OperatorError(f"{where}: not {wanted}")
     try:
         return key, Tenant(name=name, **_entitlements(attributes))

@@ -81,6 +81,8 @@ class Engine:
         self._prefix_cache = prefix_cache
         self._scheduler: Scheduler | None = None
         self._cancels: deque[str] = deque()
+        self._undelivered: list[Output] = []
+        """What the turn has brought so far."""
         self._awake = threading.Event()
         self._stopping = threading.Event()
         self._num_steps = 0
@@ -160,7 +162,7 @@ class Engine:
         started = self._clock()
         preemptions = scheduler.counters.num_preemptions
         queries, hits = scheduler.counters.num_prefix_query_tokens, scheduler.counters.num_prefix_hit_tokens
-        outputs = self._cancel_asked(scheduler, started)
+        outputs = self._undelivered = self._cancel_asked(scheduler, started)
         plan = scheduler.plan(started)
         error = self._step(scheduler, plan, outputs) if plan.chunks else None
         now = self.last_progress_s = self._clock()
@@ -185,6 +187,7 @@ class Engine:
                     error=error,
                 )
             )
+        self._undelivered = []
         if not plan.chunks:
             self._rest(scheduler)
 
@@ -249,13 +252,19 @@ class Engine:
         scheduler = self._scheduler
         if scheduler is not None:
             now = self._clock()
-            outputs = scheduler.fail_all("the engine failed", now)
-            self._deliver(_last_report(outputs, now, self.error))
+            outputs = self._undelivered + scheduler.fail_all("the engine failed", now)
+            try:
+                self._deliver(_last_report(outputs, now, self.error))
+            except Exception:
+                log.exception("nobody takes the last outputs")
         self._become(EngineState.FAILED)
 
     def _become(self, state: EngineState) -> None:
         self.state = state
-        self._on_state(state)
+        try:
+            self._on_state(state)
+        except Exception:
+            log.exception("whoever is told of the state raised; going on")
 
 
 def _last_report(outputs: list[Output], now: float, error: str) -> StepReport:

@@ -9,6 +9,7 @@ The unified budget follows Sarathi-Serve (Agrawal et al., OSDI 2024) and vLLM's 
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Protocol
 from engine.kv.tables import BlockTables
 from engine.request import FinishReason, Output, Request, Sequence, Timings
 from engine.step import Chunk, Plan, RequestQueue, Sampled, StepResult
+
+log = logging.getLogger("penstock.engine")
 
 
 class TokenSink(Protocol):
@@ -116,7 +119,7 @@ class Scheduler:
             self.tables.commit(sequence, chunk.start + chunk.num_tokens)
             if brought is not None:
                 self._fork_if_due(sequence)
-                outputs.append(self._apply(sequence, brought, now))
+                outputs.append(self._apply_safely(sequence, brought, now))
             num_prompt = max(0, min(sequence.num_prompt_tokens - chunk.start, chunk.num_tokens))
             work.append((sequence.request, num_prompt, len(brought.token_ids) if brought else 0))
         self.queue.charge(work, now)
@@ -313,6 +316,14 @@ class Scheduler:
             self.waiting.insert(position, sequence)
 
     # Committing
+
+    def _apply_safely(self, sequence: Sequence, sampled: Sampled, now: float) -> Output:
+        """A fault in the text of one sequence ends that sequence, and no other."""
+        try:
+            return self._apply(sequence, sampled, now)
+        except Exception:
+            log.exception("the text of %r failed; it ends with an error", sequence)
+            return self._finish(sequence, FinishReason.FAILED, "the output could not be decoded", now)
 
     def _apply(self, sequence: Sequence, sampled: Sampled, now: float) -> Output:
         output = Output(request_id=sequence.request.request_id, index=sequence.index)

@@ -32,7 +32,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     """
     app = Starlette(
         routes=[*Api(service).routes(), *(_page_routes(static) if static else ())],
-        middleware=_middleware(service),
+        middleware=[Middleware(LimitsMiddleware, limits=service.options.limits)],
         exception_handlers={
             ApiError: answer_api_error,
             HTTPException: answer_http_error,
@@ -42,21 +42,20 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         lifespan=_lifespan(service),
     )
     app.router.redirect_slashes = False
-    return ServerSendMiddleware(RequestIdMiddleware(app))
+    return ServerSendMiddleware(_with_origins(RequestIdMiddleware(app), service.options.cors_origins))
 
 
-def _middleware(service: Service) -> list[Middleware]:
-    limits = Middleware(LimitsMiddleware, limits=service.options.limits)
-    if not service.options.cors_origins:
-        return [limits]
-    cors = Middleware(
-        CORSMiddleware,
-        allow_origins=service.options.cors_origins,
+def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
+    """Lets pages of these origins call, and read every answer, a fault's included: it lies outside all that answers."""
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=origins,
         allow_methods=["GET", "POST"],
         allow_headers=["authorization", "content-type", "x-request-id"],
         expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
     )
-    return [cors, limits]
 
 
 def _page_routes(static: Path) -> list[Route]:

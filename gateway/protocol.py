@@ -7,17 +7,21 @@ otherwise have megabytes.
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from http import HTTPStatus
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.errors import ApiError
 from gateway.limits import Limits, headers_too_large
 from gateway.replies import ABORT, WRITABLE
 
 _DEFAULTS = Limits()
+
+
+_UPGRADE = re.compile(rb"(?i)\r\nupgrade(?=[ \t]*:)")
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -27,6 +31,8 @@ class GatewayProtocol(HttpToolsProtocol):
     body_deadline_s = 30.0
     max_header_bytes = _DEFAULTS.max_header_bytes
     max_headers = _DEFAULTS.max_headers
+    max_pipelined = 8
+    """Requests that may wait behind one that is being answered, before the connection is not read any more."""
     send_buffer_bytes = 128 * 1024
     """Of the kernel: what it holds back for a slow reader is out of the gateway's sight."""
 
@@ -37,6 +43,10 @@ class GatewayProtocol(HttpToolsProtocol):
         self._received_bytes = 0
         self._parsed_bytes = 0
         self._refusal: ApiError | None = None
+        self._cycles: list[RequestResponseCycle] = []
+        """Requests of this connection that are not answered yet, in order; the last may still be arriving."""
+        self._deaf = False
+        """What comes is not HTTP any more; what was asked before is still answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -48,8 +58,15 @@ class GatewayProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._clear_deadline()
         super().connection_lost(exc)
+        for cycle in self._cycles:  # uvicorn tells the newest only
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
+        if self._deaf:
+            return
+        if self._in_header:
+            data = _without_upgrade(data)
         # The parser keeps a header to itself until it is complete, so that what comes in is counted, too.
         self._received_bytes += len(data) if self._in_header else 0
         super().data_received(data)
@@ -82,6 +99,11 @@ class GatewayProtocol(HttpToolsProtocol):
         self._in_header = False
         self._expect_within(self.body_deadline_s)
         super().on_headers_complete()
+        self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
+        if self.cycle is not None:
+            self._cycles.append(self.cycle)
+        if 0 < len(self.pipeline) < self.max_pipelined:
+            self.flow.resume_reading()  # or else nobody would notice that the client hangs up
 
     def on_message_complete(self) -> None:
         self._clear_deadline()
@@ -114,6 +136,12 @@ class GatewayProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Answers without the app, unless it is answering, and hangs up."""
         self._clear_deadline()
+        if earlier := self._answering():
+            # Their answers go out whole; what came after them is dropped.
+            self._deaf = True
+            self.pipeline.clear()
+            earlier[-1].keep_alive = False
+            return
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             self.transport.write(_render(error))
         self.transport.close()
@@ -127,10 +155,23 @@ class GatewayProtocol(HttpToolsProtocol):
             self._deadline.cancel()
             self._deadline = None
 
+    def _answering(self) -> list[RequestResponseCycle]:
+        """Requests that have arrived whole and are not answered yet."""
+        return [cycle for cycle in self._cycles if not cycle.response_complete and not cycle.more_body]
+
     def _on_deadline(self) -> None:
+        if self._answering():  # the client may take its time while it is served
+            self._expect_within(self.header_deadline_s)
+            return
         if not self.transport.is_closing():
             message = "The request took too long to arrive."
             self._refuse(ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="request_timeout"))
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Renames an Upgrade header: there is nothing to upgrade to, and the parser would not see the body."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nx-grade", head) + end + rest
 
 
 def _render(error: ApiError) -> bytes:

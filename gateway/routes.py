@@ -134,6 +134,9 @@ class Api:
         return Reply(self._service, job)
 
     def _request(self, batch: _Batch, prompt: list[int], request_id: str) -> Request:
+        # A tokenizer can know tokens that the model does not.
+        if max(prompt, default=0) >= self._service.vocab_size:
+            raise invalid("The prompt has tokens that the model does not know.", batch.prompt_field)
         return Request(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
@@ -152,7 +155,7 @@ class Api:
             self._service.options.defaults,
             max_tokens=room.output_tokens(batch.asked, batch.prompt_field),
             num_logprobs=batch.num_logprobs,
-            vocab_size=self._service.tokenizer.vocab_size,
+            vocab_size=self._service.vocab_size,
         )
 
     # Prompts
@@ -188,7 +191,7 @@ class Api:
             raise invalid("'prompt' must not have an empty list of tokens.", "prompt")
         if len(prompt) >= self._service.context_length:
             raise context_exceeded(self._service.context_length, f"{len(prompt)} tokens", "prompt")
-        check_token_ids(prompt, self._service.tokenizer.vocab_size, "prompt")
+        check_token_ids(prompt, self._service.vocab_size, "prompt")
 
     def _check_length(self, num_chars: int, field: str) -> None:
         """Refuses what is too long whatever its tokens are, before it is tokenised."""

@@ -197,13 +197,18 @@ def _explain(error: ValidationError) -> ApiError:
 def _path(location: tuple[int | str, ...]) -> str:
     """`messages[0].content`: pydantic's location without the names it gives the branches of a union."""
     path = ""
-    for part in location:
+    for number, part in enumerate(location):
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not part.startswith(("list[", "constrained", "function-")) and part not in (
-            "str",
-            "int",
-            "none",
+        elif (
+            number == 0
+            or (not part.startswith(("list[", "constrained", "function-"))
+            and part
+            not in (
+                "str",
+                "int",
+                "none",
+            ))
         ):
             path += f".{part}" if path else part
     return path

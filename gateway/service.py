@@ -99,6 +99,8 @@ class ServiceOptions:
     created: int = 0
     """When the model was made, in seconds since 1970."""
     block_size: int = 16
+    vocab_size: int | None = None
+    """Of the model; its tokenizer may have more or fewer."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -133,6 +135,8 @@ class Service:
         self.metrics = Metrics()
         if options.metrics_compat == "vllm":
             self.metrics.add_compat(options.models[0], self._cache_config)
+        self.vocab_size = min(options.vocab_size or tokenizer.vocab_size, tokenizer.vocab_size)
+        """Token ids are smaller than this."""
         self.draining = False
         self._streams: dict[Stream, None] = {}
         self._by_request: dict[str, Stream] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engine.errors import CheckpointError
 from engine.model.fields import Fields
 
 
@@ -32,8 +33,8 @@ def llama(fields: Fields) -> Traits:
 
 def mistral(fields: Fields) -> Traits:
     """Every layer sees the same window; null is none, and a missing entry is the 4096 of the first Mistral 7B."""
-    window = fields.optional_integer("sliding_window") if "sliding_window" in fields else 4096
-    return Traits(sliding_windows=(window,) * fields.integer("num_hidden_layers") if window else ())
+    window = fields.optional_size("sliding_window") if "sliding_window" in fields else 4096
+    return Traits(sliding_windows=(window,) * fields.size("num_hidden_layers") if window else ())
 
 
 def qwen2(fields: Fields) -> Traits:
@@ -57,11 +58,15 @@ ARCHITECTURES: dict[str, Callable[[Fields], Traits]] = {
 
 def _upper_windows(fields: Fields) -> tuple[int, ...]:
     """Qwen's windows: off by default; else as `layer_types` says, or in the layers from `max_window_layers` on."""
-    window = fields.optional_integer("sliding_window") if "sliding_window" in fields else 4096
+    window = fields.optional_size("sliding_window") if "sliding_window" in fields else 4096
     if not fields.flag("use_sliding_window") or not window:
         return ()
-    num_layers = fields.integer("num_hidden_layers")
+    num_layers = fields.size("num_hidden_layers")
     first = fields.integer("max_window_layers", 28)
     by_depth = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
     kinds = fields.strings("layer_types") or by_depth
+    if len(kinds) < num_layers or {*kinds} - {"sliding_attention", "full_attention"}:
+        raise CheckpointError(
+            f"{fields.source}: layer_types does not say sliding_attention or full_attention for each layer"
+        )
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:num_layers])

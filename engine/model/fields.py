@@ -8,6 +8,9 @@ from typing import cast
 
 from engine.errors import CheckpointError
 
+_LARGEST = 1e300
+_LARGEST_SIZE = 1 << 31
+
 
 class Fields:
     """The entries of a JSON object; a wrong or missing one is a CheckpointError that names it and its file.
@@ -31,6 +34,8 @@ class Fields:
             raise CheckpointError(f"{path} is missing") from None
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from None
+        except RecursionError:
+            raise CheckpointError(f"{path} cannot be read: it is nested too deep") from None
         if not isinstance(values, dict):
             raise CheckpointError(f"{path} holds no JSON object")
         return cls(str(path), cast("dict[str, object]", values))
@@ -52,6 +57,29 @@ class Fields:
             raise self._fault(name, "a whole number")
         return value
 
+    def size(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self.integer(name, default)
+        if not 1 <= value <= _LARGEST_SIZE:
+            raise self._fault(name, f"between 1 and {_LARGEST_SIZE}")
+        return value
+
+    def within(self, name: str, least: float, most: float) -> float | None:
+        """A number between the two, or None if it is absent."""
+        value = self.optional_number(name)
+        if value is not None and not least <= value <= most:
+            raise self._fault(name, f"between {least:g} and {most:g}")
+        return value
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise self._fault(name, "greater than 0")
+        return value
+
+    def optional_size(self, name: str) -> int | None:
+        return self.size(name) if self.has(name) else None
+
     def optional_integer(self, name: str) -> int | None:
         return self.integer(name) if self.has(name) else None
 
@@ -59,7 +87,7 @@ class Fields:
         value = self._values.get(name)
         if value is None:
             value = default
-        if not isinstance(value, int | float) or isinstance(value, bool):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _LARGEST:
             raise self._fault(name, "a number")
         return float(value)
 

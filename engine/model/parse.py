@@ -34,11 +34,11 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
     """
     fields = _generation_fields(folder)
     return GenerationDefaults(
-        temperature=fields.optional_number("temperature"),
-        top_p=fields.optional_number("top_p"),
+        temperature=fields.within("temperature", 0, 100),
+        top_p=fields.within("top_p", 0, 1),
         top_k=fields.optional_integer("top_k"),
-        min_p=fields.optional_number("min_p"),
-        repetition_penalty=fields.optional_number("repetition_penalty"),
+        min_p=fields.within("min_p", 0, 1),
+        repetition_penalty=fields.within("repetition_penalty", 0.01, 100),
         max_new_tokens=fields.optional_integer("max_new_tokens"),
     )
 
@@ -51,23 +51,23 @@ def parse_config(fields: Fields) -> ModelConfig:
     architecture = _architecture(fields)
     _refuse_the_unsupported(fields)
     traits = ARCHITECTURES[architecture](fields)
-    hidden_size, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads)
-    if num_heads <= 0 or num_kv_heads <= 0 or num_heads % num_kv_heads:
+    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    num_kv_heads = fields.size("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
         raise CheckpointError(
             f"{fields.source}: {num_heads} heads cannot share {num_kv_heads} key-value heads"
         )
-    max_position = fields.integer("max_position_embeddings")
+    max_position = fields.size("max_position_embeddings")
     return ModelConfig(
         architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
+        vocab_size=fields.size("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=fields.integer("num_hidden_layers"),
+        num_layers=fields.size("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=fields.integer("head_dim", traits.head_dim or hidden_size // num_heads),
-        intermediate_size=fields.integer("intermediate_size"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        head_dim=fields.size("head_dim", traits.head_dim or max(1, hidden_size // num_heads)),
+        intermediate_size=fields.size("intermediate_size"),
+        rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         max_position=max_position,
         rope=_rope(fields, max_position),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
@@ -87,7 +87,9 @@ def _architecture(fields: Fields) -> str:
     for name in named:
         if name in ARCHITECTURES:
             return name
-    found = f"architecture {named[0]} is not supported" if named else "architectures is missing"
+    found = (
+        f"architecture {' '.join(named[0].split())} is not supported" if named else "architectures is missing"
+    )
     raise CheckpointError(f"{fields.source}: {found}; supported are {', '.join(ARCHITECTURES)}")
 
 
@@ -113,18 +115,18 @@ def _rope(fields: Fields, max_position: int) -> RopeConfig:
         )
     if rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError(f"{rope.source}: a partial_rotary_factor other than 1 is not supported")
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    theta = rope.positive("rope_theta", fields.positive("rope_theta", 10_000.0))
     if scaling == "default":
         return RopeConfig(theta=theta)
     if scaling == "linear":
-        return RopeConfig(theta=theta, scaling=scaling, factor=rope.number("factor"))
+        return RopeConfig(theta=theta, scaling=scaling, factor=rope.positive("factor"))
     return RopeConfig(
         theta=theta,
         scaling=scaling,
-        factor=rope.number("factor"),
+        factor=rope.positive("factor"),
         low_freq_factor=rope.number("low_freq_factor"),
         high_freq_factor=rope.number("high_freq_factor"),
-        original_max_position=rope.integer("original_max_position_embeddings", max_position),
+        original_max_position=rope.size("original_max_position_embeddings", max_position),
     )
 
 

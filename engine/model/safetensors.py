@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import mmap
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import cast
 
@@ -58,6 +59,8 @@ class TensorFiles:
         """The tensor as it is in the file, of a dtype in DTYPES. It lies on the mapped pages: nothing is copied."""
         entry = self.entries[name]
         dtype = DTYPES[entry.dtype]
+        if not entry.num_bytes:
+            return torch.empty(entry.shape, dtype=dtype)
         count = entry.num_bytes // dtype.itemsize
         return torch.frombuffer(self._map(entry.file), dtype=dtype, count=count, offset=entry.start).view(
             entry.shape
@@ -107,7 +110,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
             for name, values in header.items()
             if name != "__metadata__"
         }
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, RecursionError):
         raise CheckpointError(f"{file} is no safetensors file: its header is malformed") from None
     end = max((entry.start + entry.num_bytes for entry in entries.values()), default=first)
     if end > size:
@@ -119,6 +122,8 @@ def _entry(file: Path, first: int, fields: Fields) -> TensorEntry:
     start, end = fields.integers("data_offsets")
     dtype, shape = fields.text("dtype"), fields.integers("shape")
     num_bytes = end - start
-    if dtype in DTYPES and num_bytes != torch.Size(shape).numel() * DTYPES[dtype].itemsize:
+    if start < 0 or num_bytes < 0 or any(size < 0 for size in shape):
+        raise CheckpointError(f"{fields.source}: data_offsets or shape is negative")
+    if dtype in DTYPES and num_bytes != prod(shape) * DTYPES[dtype].itemsize:
         raise CheckpointError(f"{fields.source}: {num_bytes} bytes cannot hold {dtype} of shape {shape}")
     return TensorEntry(file, dtype, shape, first + start, num_bytes)

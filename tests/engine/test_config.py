@@ -148,7 +148,7 @@ def test_generation_defaults(tmp_path: Path) -> None:
         ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
         ({"eos_token_id": "1"}, "eos_token_id must be a whole number or a list of them"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3 key-value heads"),
-        ({"num_attention_heads": 0}, "0 heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be between 1 and"),
         ({"rope_scaling": [1]}, "rope_scaling must be an object"),
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of strings"),
         ({"hidden_act": 3}, "hidden_act must be a string"),

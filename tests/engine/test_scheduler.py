@@ -233,7 +233,7 @@ def test_a_head_that_does_not_fit_is_not_overtaken() -> None:
 def test_charges_add_up_to_the_work_done() -> None:
     charged: list[tuple[str, int, int]] = []
     bench = Bench(budget=8)
-    bench.queue.charge = lambda work, now: charged.extend((r.request_id, p, o) for r, p, o in work)  # type: ignore[method-assign]
+    bench.queue.charge = lambda work, _: charged.extend((r.request_id, p, o) for r, p, o in work)  # type: ignore[method-assign, assignment]
     bench.submit(make_request("r", list(range(20)), max_tokens=5))
     bench.finish()
     assert sum(p for _, p, _ in charged) == 20

@@ -312,3 +312,10 @@ async def test_half_a_character_is_refused_by_field(fields: dict[str, Any], para
     async with client(Desk().app) as http:
         response = await http.post(CHAT, content=content, headers={"content-type": "application/json"})
     assert error_of(response)["param"] == param
+
+
+@pytest.mark.parametrize("name", ["int", "str", "none", "list[x]", "function-f"])
+async def test_an_unknown_field_is_named_whatever_its_name(name: str) -> None:
+    async with client(Desk().app) as http:
+        error = (await http.post("/v1/chat/completions", json={**chat_body(), name: 1})).json()["error"]
+    assert error["param"] == name

@@ -1,0 +1,188 @@
+"""Where a model is looked for, what has to be there, and what clients will call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from app.checkpoint import DEMO_MODEL, DEMO_NAME, check_files, find_checkpoint, is_hub_id, model_name
+from app.errors import OperatorError
+
+FILES = ("config.json", "tokenizer.json", "model.safetensors")
+
+
+def make_checkpoint(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for name in FILES:
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, for names that are relative to it."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub, and no network behind it."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def cache_snapshot(cache: Path, owner: str, name: str) -> Path:
+    """What an earlier download has left in the cache."""
+    repository = cache / f"models--{owner}--{name}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("c0ffee")
+    return make_checkpoint(repository / "snapshots" / "c0ffee")
+
+
+def test_without_a_model_it_is_the_demo_model() -> None:
+    assert find_checkpoint(None) == DEMO_MODEL
+    assert model_name(None, None) == DEMO_NAME
+
+
+@pytest.mark.parametrize("model", ["models/tiny", "./models/tiny", "models/tiny/", "models/../models/tiny"])
+def test_a_directory_may_be_named_in_any_way(here: Path, model: str) -> None:
+    folder = make_checkpoint(here / "models" / "tiny")
+    assert find_checkpoint(model).resolve() == folder.resolve()
+    assert model_name(model, None) == "tiny"
+
+
+def test_a_directory_of_the_home_may_begin_with_a_tilde(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    folder = make_checkpoint(here / "tiny")
+    assert find_checkpoint("~/tiny") == folder
+    assert model_name("~/tiny", None) == "tiny"
+
+
+def test_the_directory_that_one_is_in_has_its_own_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(make_checkpoint(here / "tiny"))
+    assert find_checkpoint(".") == Path()
+    assert model_name(".", None) == "tiny"
+
+
+def test_a_link_is_called_what_it_leads_to(here: Path) -> None:
+    make_checkpoint(here / "tiny-v2")
+    (here / "current").symlink_to(here / "tiny-v2")
+    assert find_checkpoint("./current") == Path("current")
+    assert model_name("./current", None) == "tiny-v2"
+
+
+@pytest.mark.parametrize("model", [None, "./tiny", "somebody/something"])
+def test_a_served_name_goes_over_any_other(model: str | None) -> None:
+    assert model_name(model, "ours") == "ours"
+
+
+@pytest.mark.parametrize("model", ["somebody/something", "Some-body/some.thing_v1.5-8B", "0x/1"])
+def test_an_owner_and_a_name_are_of_the_hub(here: Path, model: str) -> None:
+    assert not list(here.iterdir())
+    assert is_hub_id(model)
+    assert model_name(model, None) == model
+
+
+@pytest.mark.parametrize(
+    "model", ["tiny", "./a/b", "../b", "/a/b", "a/b/c", "a/", "/a", "~/b", "a//b", "-a/b", "a b/c", ""]
+)
+def test_anything_else_is_a_directory(here: Path, model: str) -> None:
+    assert here.is_dir()
+    assert not is_hub_id(model)
+
+
+def test_a_directory_goes_over_the_hub(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise AssertionError("nothing is to be fetched")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    make_checkpoint(here / "somebody" / "something")
+    assert find_checkpoint("somebody/something") == Path("somebody/something")
+    assert model_name("somebody/something", None) == "something"
+
+
+def test_a_model_fetched_before_needs_no_network(here: Path, hub_cache: Path) -> None:
+    folder = cache_snapshot(hub_cache, "somebody", "something")
+    assert not (here / "somebody").exists()
+    assert find_checkpoint("somebody/something") == folder
+    assert model_name("somebody/something", None) == "somebody/something"
+
+
+def test_half_a_model_in_the_cache_is_told(hub_cache: Path) -> None:
+    (cache_snapshot(hub_cache, "somebody", "something") / "tokenizer.json").unlink()
+    with pytest.raises(OperatorError, match=r"^--model somebody/something: .* has no tokenizer\.json$"):
+        find_checkpoint("somebody/something")
+
+
+def test_a_model_that_is_nowhere_is_told_with_its_name(hub_cache: Path) -> None:
+    assert not hub_cache.exists()
+    with pytest.raises(
+        OperatorError, match=r"^--model somebody/something: no such directory, and the hub says"
+    ):
+        find_checkpoint("somebody/something")
+
+
+def test_weights_are_fetched_once_and_nothing_that_is_not_read(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some repositories hold their weights twice, in formats of their own: gigabytes that nobody would read."""
+    asked: list[list[str]] = []
+    folder = make_checkpoint(here / "fetched")
+
+    def download(hub_id: str, *, allow_patterns: list[str]) -> str:
+        assert hub_id == "somebody/something"
+        asked.append(allow_patterns)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_checkpoint("somebody/something") == folder
+    offered = {
+        "config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors",
+        "model.safetensors.index.json", "pytorch_model.bin", "consolidated.safetensors", "README.md", "model.gguf",
+    }  # fmt: skip
+    fetched = {name for name in offered for pattern in asked[0] if Path(name).match(pattern)}
+    assert offered - fetched == {"pytorch_model.bin", "consolidated.safetensors", "README.md", "model.gguf"}
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), LocalEntryNotFoundError("no net")])
+def test_whatever_the_hub_says_is_passed_on(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(OperatorError) as caught:
+        find_checkpoint("somebody/something")
+    assert str(caught.value).endswith(str(error))
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_a_checkpoint_without_a_file_is_none(tmp_path: Path, missing: str) -> None:
+    folder = make_checkpoint(tmp_path / "tiny")
+    (folder / missing).unlink()
+    with pytest.raises(
+        OperatorError, match=f"{folder} is no checkpoint, it has no .*{Path(missing).suffix}$"
+    ):
+        check_files(folder, "--model tiny")
+
+
+def _as_file(path: Path) -> None:
+    path.write_text("a file")
+
+
+def _as_nothing(_: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize("make", [_as_file, _as_nothing])
+def test_a_checkpoint_is_a_directory(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "tiny")
+    with pytest.raises(OperatorError, match=f"^--model {tmp_path}/tiny: there is no directory"):
+        find_checkpoint(str(tmp_path / "tiny"))

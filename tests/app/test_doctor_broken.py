@@ -1,0 +1,151 @@
+"""`penstock doctor` where something is missing: every check is still made, each is a line, and it says what to do."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from app import doctor
+from app.cli import main
+from app.doctor import Level
+from app.settings import Settings
+
+PENSTOCK = str(Path(sys.executable).with_name("penstock"))
+CHECKS = ["python", "processor", "memory", "torch", "compiler", "kernels", "model", "port", "bench"]
+
+
+def examine(*arguments: str, status: int, **variables: str) -> dict[str, str]:
+    """The doctor's lines by name."""
+    done = subprocess.run(
+        [PENSTOCK, "doctor", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **variables},
+    )
+    assert done.returncode == status, done.stdout + done.stderr
+    assert done.stderr == ""
+    return {line.split()[1]: line for line in done.stdout.splitlines()}
+
+
+def failed(lines: Mapping[str, str]) -> list[str]:
+    return [name for name, line in lines.items() if line.startswith("fail")]
+
+
+@pytest.fixture(scope="module")
+def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the doctor says where torch is there and cannot be imported."""
+    folder = tmp_path_factory.mktemp("broken")
+    (folder / "torch.py").write_text("raise ImportError('libtorch.so: undefined symbol')\n")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        return examine(
+            "--model", str(folder), "--port", str(port), status=1, PYTHONPATH=str(folder), PATH=str(folder)
+        )
+
+
+def test_one_failure_does_not_hide_the_others(without_torch: dict[str, str]) -> None:
+    assert list(without_torch) == CHECKS
+    assert failed(without_torch) == ["torch", "kernels", "model", "port"]
+
+
+def test_a_torch_that_cannot_be_imported_is_told_with_its_reason(without_torch: dict[str, str]) -> None:
+    assert "libtorch.so: undefined symbol" in without_torch["torch"]
+    assert "pip install" in without_torch["torch"]
+    assert "see torch" in without_torch["kernels"]
+
+
+def test_a_folder_that_is_no_model_is_told_with_what_it_lacks(without_torch: dict[str, str]) -> None:
+    assert "has no config.json" in without_torch["model"]
+
+
+def test_a_port_in_use_is_told(without_torch: dict[str, str]) -> None:
+    assert "another program listens there already" in without_torch["port"]
+
+
+def test_a_missing_compiler_is_no_failure(without_torch: dict[str, str]) -> None:
+    assert without_torch["compiler"].startswith("warn")
+    assert "apt-get install g++" in without_torch["compiler"]
+
+
+def test_the_doctor_reads_settings_as_the_server_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "penstock.toml"
+    path.write_text(f'model = "{tmp_path}"\n')
+    monkeypatch.setattr(doctor, "checks", lambda settings: iter([doctor.check_model(settings)]))
+    assert main(["doctor", "--config", str(path)]) == 1
+    assert f"fail  model     --model {tmp_path}: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--port", "none"], ["--prot", "1"], ["--config", "/nowhere"], ["now"]]
+)
+def test_a_mistake_in_its_own_settings_is_one_line_and_no_examination(
+    capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    assert main(["doctor", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.splitlines()) == 1
+
+
+def test_an_address_of_elsewhere_is_told() -> None:
+    check = doctor.check_port(Settings(host="192.0.2.1", port=0))
+    assert check.level is Level.FAIL
+    assert "--host 192.0.2.1" in check.text
+
+
+def test_looking_at_a_port_leaves_it_free() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    for _ in range(2):
+        assert doctor.check_port(Settings(port=port)).level is Level.OK
+    with socket.create_server(("127.0.0.1", port)) as listener:
+        assert listener.getsockname()[1] == port
+
+
+def test_a_bench_without_its_baseline_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    check = doctor.check_bench()
+    assert check.level is Level.WARN
+    assert "pip install -e '.[bench]'" in check.advice
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("MemTotal:  9 kB\nMemAvailable:    2048 kB\n", 2 << 20),
+        ("MemTotal:  9 kB\n", None),
+        ("", None),
+    ],
+)
+def test_available_memory_is_what_linux_says(
+    monkeypatch: pytest.MonkeyPatch, text: str, num_bytes: int | None
+) -> None:
+    monkeypatch.setattr(Path, "read_text", lambda _, encoding: text if encoding == "utf-8" else "")
+    assert doctor.available_memory() == num_bytes
+
+
+def test_a_system_without_proc_has_unknown_memory_and_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: Path, encoding: str) -> str:
+        raise FileNotFoundError(2, f"no such file, whatever its {encoding}")
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert doctor.available_memory() is None
+    assert doctor.check_memory().level is Level.WARN
+    assert "no vector units known" in doctor.check_processor().text
+
+
+@pytest.mark.parametrize(("free", "level"), [(1 << 30, Level.OK), ((1 << 30) - 1, Level.WARN)])
+def test_less_than_a_gibibyte_is_little(monkeypatch: pytest.MonkeyPatch, free: int, level: Level) -> None:
+    monkeypatch.setattr(doctor, "available_memory", lambda: free)
+    assert doctor.check_memory().level is level

@@ -1,0 +1,147 @@
+"""What the server says on stderr: its own lines from a level on, and how far loading has come."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from app import log as log_module
+from app.log import configure_log, log, progress
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_trace() -> Iterator[None]:
+    """Logging is one for the whole process: what a test sets up is put back."""
+    root, level, own = logging.getLogger(), logging.getLogger().level, log.level
+    handlers = list(root.handlers)
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    log.setLevel(own)
+
+
+class Terminal(io.StringIO):
+    """A stderr that somebody watches."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time in its only place, which tests set."""
+    now = [100.0]
+    monkeypatch.setattr("app.log.time.monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [
+        ("debug", ["debug", "info", "warning", "error"]),
+        ("info", ["info", "warning", "error"]),
+        ("warning", ["warning", "error"]),
+        ("error", ["error"]),
+    ],
+)
+def test_lines_are_said_from_the_level_on(capsys: Capture, level: str, said: list[str]) -> None:
+    configure_log(level)
+    for name in ("debug", "info", "warning", "error"):
+        getattr(log, name)("this is %s", name)
+    assert [line.split()[-1] for line in capsys.readouterr().err.splitlines()] == said
+
+
+def test_a_line_is_the_time_and_the_words(capsys: Capture) -> None:
+    configure_log("info")
+    log.info("starting on %s", "http://127.0.0.1:1")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d starting on http://127\.0\.0\.1:1\n", capsys.readouterr().err)
+
+
+def test_what_is_worse_than_information_says_how_bad_it_is(capsys: Capture) -> None:
+    configure_log("info")
+    log.warning("open to %s", "all")
+    log.error("lost")
+    lines = [line[9:] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["warning: open to all", "error: lost"]
+
+
+def test_of_libraries_only_errors_are_heard(capsys: Capture) -> None:
+    configure_log("debug")
+    for level in ("info", "warning", "error"):
+        getattr(logging.getLogger("some.library"), level)("library %s", level)
+    assert [line[9:] for line in capsys.readouterr().err.splitlines()] == ["error: library error"]
+
+
+def test_the_engine_speaks_through_the_same_log(capsys: Capture) -> None:
+    configure_log("info")
+    logging.getLogger("penstock.engine").info("42 blocks")
+    assert capsys.readouterr().err.endswith(" 42 blocks\n")
+
+
+def test_configuring_twice_says_everything_once(capsys: Capture) -> None:
+    configure_log("info")
+    configure_log("info")
+    log.info("once")
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_where_nobody_watches_progress_is_a_line_now_and_then(capsys: Capture, clock: list[float]) -> None:
+    configure_log("info")
+    with progress("loading the weights") as show:
+        for percent in range(0, 101, 5):
+            clock[0] += 0.5
+            show(percent / 100)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[-1] for line in lines] == ["15 %", "35 %", "55 %", "75 %", "95 %"]
+    assert all("loading the weights" in line for line in lines)
+
+
+def test_what_is_quick_is_loaded_without_a_line(capsys: Capture, clock: list[float]) -> None:
+    configure_log("info")
+    with progress("loading the weights") as show:
+        clock[0] += log_module._LINE_EVERY_S / 2
+        show(0.5)
+        show(1.0)
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_keeps_to_the_level_of_the_log(capsys: Capture, clock: list[float]) -> None:
+    configure_log("warning")
+    with progress("loading the weights") as show:
+        clock[0] += 60
+        show(0.5)
+    assert capsys.readouterr().err == ""
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """From here on stderr is a terminal. No fixture: pytest puts its own stderr back before a test begins."""
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
+
+
+def test_on_a_terminal_progress_is_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    with progress("loading the weights") as show:
+        show(0.25)
+        show(1.0)
+    written = terminal.getvalue()
+    assert "loading the weights" in written
+    assert "\x1b[2K" in written.rpartition("loading the weights")[2], (
+        "the line of the bar is wiped at the end"
+    )
+
+
+def test_a_bar_goes_away_when_loading_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    with pytest.raises(ZeroDivisionError), progress("loading the weights") as show:
+        show(1 / 0)
+    assert "\x1b[?25h" in terminal.getvalue(), "the cursor is shown again"

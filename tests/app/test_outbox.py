@@ -1,0 +1,182 @@
+"""The wiring between step thread and event loop, and what `build` makes of a folder and its settings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from app.build import Outbox, build, load_options
+from app.settings import Settings
+from engine.engine import EngineState
+from engine.step import StepReport
+from gateway.access import digest_of
+from priority.lanes import Tenant
+
+KEY = "alice-0123456789abcdef"
+
+
+def reports(count: int) -> list[StepReport]:
+    """Told apart by identity alone: an outbox does not look into what it carries."""
+    return [StepReport.__new__(StepReport) for _ in range(count)]
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+async def settle(received: list[object], count: int) -> None:
+    """Turns of the loop until so much has come; a bound, so that what never comes is a failure and no hang."""
+    for _ in range(10_000):
+        if len(received) >= count:
+            return
+        await asyncio.sleep(0)
+
+
+def test_reports_come_in_order_and_on_the_loop_s_thread() -> None:
+    sent, received, threads = reports(200), list[object](), set[int]()
+
+    def note(report: StepReport) -> None:
+        received.append(report)
+        threads.add(threading.get_ident())
+
+    async def run() -> None:
+        outbox = Outbox()
+        outbox.open(asyncio.get_running_loop(), note, received.append)
+
+        def work() -> None:
+            for report in sent:
+                outbox.deliver(report)
+
+        in_a_thread(work)
+        assert received == [], "delivering does not wait for whoever reads"
+        await settle(received, len(sent))
+        assert threads == {threading.get_ident()}
+
+    asyncio.run(run())
+    assert [id(report) for report in received] == [id(report) for report in sent]
+
+
+def test_states_keep_their_place_among_the_reports() -> None:
+    """That the engine failed is told after the last tokens it brought, never before."""
+    (report,), received = reports(1), list[object]()
+
+    async def run() -> None:
+        outbox = Outbox()
+        outbox.open(asyncio.get_running_loop(), received.append, received.append)
+
+        def work() -> None:
+            outbox.announce(EngineState.READY)
+            outbox.deliver(report)
+            outbox.announce(EngineState.FAILED)
+
+        in_a_thread(work)
+        await settle(received, 3)
+
+    asyncio.run(run())
+    assert received == [EngineState.READY, report, EngineState.FAILED]
+
+
+def test_what_is_said_before_opening_or_after_closing_is_dropped() -> None:
+    received = list[object]()
+
+    async def run() -> None:
+        outbox = Outbox()
+        before, between, after = reports(3)
+        in_a_thread(lambda: outbox.deliver(before))
+        outbox.open(asyncio.get_running_loop(), received.append, received.append)
+        in_a_thread(lambda: outbox.deliver(between))
+        outbox.close()
+        in_a_thread(lambda: outbox.deliver(after))
+        in_a_thread(lambda: outbox.announce(EngineState.STOPPED))
+        await settle(received, 2)
+        assert received == [between]
+
+    asyncio.run(run())
+
+
+def test_a_closed_outbox_outlives_its_loop() -> None:
+    """The step thread may still be in its last step when the loop is gone."""
+
+    async def run() -> Outbox:
+        outbox = Outbox()
+        outbox.open(asyncio.get_running_loop(), lambda _: None, lambda _: None)
+        outbox.close()
+        return outbox
+
+    outbox = asyncio.run(run())
+    (report,) = reports(1)
+    outbox.deliver(report)
+    outbox.announce(EngineState.STOPPED)
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ensure_checkpoint(LLAMA_TINY, tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def model(tiny_model: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_model, tmp_path / "model"))
+
+
+def test_nothing_is_started_by_building(tiny_model: Path) -> None:
+    before = threading.active_count()
+    parts = build(Settings(model=str(tiny_model)))
+    assert parts.folder == tiny_model
+    assert parts.engine.state is EngineState.STARTING
+    assert threading.active_count() == before
+
+
+def test_the_model_is_served_under_the_name_that_was_set(tiny_model: Path) -> None:
+    assert build(Settings(model=str(tiny_model))).service.options.models == ("llama-tiny",)
+    named = build(Settings(model=str(tiny_model), served_model_name="ours"))
+    assert named.service.options.models == ("ours",)
+
+
+def test_what_the_checkpoint_recommends_is_the_default(model: Path) -> None:
+    plain = build(Settings(model=str(model))).service.options.defaults
+    (model / "generation_config.json").write_text(json.dumps({"temperature": 0.25, "top_k": 7}))
+    recommended = build(Settings(model=str(model))).service.options.defaults
+    assert (recommended.temperature, recommended.top_k) == (0.25, 7)
+    assert recommended.top_p == plain.top_p
+
+
+def test_a_checkpoint_without_recommendations_has_openai_s(model: Path) -> None:
+    (model / "generation_config.json").unlink()
+    defaults = build(Settings(model=str(model))).service.options.defaults
+    assert (defaults.temperature, defaults.top_p) == (1.0, 1.0)
+
+
+def test_keys_reach_the_door(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"alice:{KEY}\n")
+    options = build(Settings(model=str(tiny_model), api_keys_file=path)).service.options
+    assert dict(options.tenants) == {digest_of(KEY): Tenant(name="alice")}
+    assert dict(build(Settings(model=str(tiny_model))).service.options.tenants) == {}
+
+
+def test_every_setting_of_the_engine_reaches_it() -> None:
+    options = load_options(
+        Settings(
+            device="cpu",
+            dtype="bfloat16",
+            threads=3,
+            max_num_seqs=5,
+            max_batch_tokens=7,
+            max_model_len=11,
+            num_blocks=13,
+        )
+    )
+    assert (options.device, options.dtype, options.num_threads) == ("cpu", "bfloat16", 3)
+    assert (options.max_num_seqs, options.max_batch_tokens, options.max_model_len) == (5, 7, 11)
+    assert (options.num_blocks, options.kv_bytes) == (13, None)
+    assert load_options(Settings.model_validate({"kv_memory": "1MiB"})).kv_bytes == 1 << 20

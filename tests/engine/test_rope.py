@@ -1,0 +1,138 @@
+"""Rotary embedding against transformers for random parameters, and what makes it one at all."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from engine.kernels.reference import rotary
+from engine.model.config import ModelConfig, RopeConfig
+from engine.model.fields import Fields
+from engine.model.parse import parse_config
+from engine.model.transformer import inverse_frequencies, rotary_tables
+from tests.engine.checkpoints import make_config
+
+CPU = torch.device("cpu")
+head_dims = st.sampled_from([8, 16, 24, 32, 64, 80, 128])
+thetas = st.floats(500.0, 5e6)
+factors = st.floats(1.0, 64.0)
+
+
+def theirs(rope: dict[str, Any], head_dim: int) -> transformers.LlamaConfig:
+    return transformers.LlamaConfig(
+        hidden_size=2 * head_dim,
+        head_dim=head_dim,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+        rope_parameters=rope,
+    )
+
+
+def ours(rope: dict[str, Any], head_dim: int) -> ModelConfig:
+    changes = {"rope_scaling": None, "rope_parameters": rope, "head_dim": head_dim}
+    return parse_config(Fields("config.json", make_config("llama", **changes)))
+
+
+@st.composite
+def llama3_ropes(draw: st.DrawFn) -> dict[str, Any]:
+    low = draw(st.floats(0.25, 4.0))
+    return {
+        "rope_type": "llama3",
+        "rope_theta": draw(thetas),
+        "factor": draw(factors),
+        "low_freq_factor": low,
+        "high_freq_factor": low + draw(st.floats(0.5, 8.0)),
+        "original_max_position_embeddings": draw(st.sampled_from([64, 512, 4096, 8192, 131072])),
+    }
+
+
+def close(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, atol=0, rtol=2e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(llama3_ropes(), head_dims)
+def test_llama3_frequencies_are_those_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
+    init = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"]
+    expected, attention_factor = init(theirs(rope, head_dim), CPU)
+    assert attention_factor == 1.0
+    close(inverse_frequencies(ours(rope, head_dim).rope, head_dim), expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(thetas, factors, head_dims)
+def test_linear_frequencies_are_those_of_transformers(theta: float, factor: float, head_dim: int) -> None:
+    rope = {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    expected, _ = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["linear"](theirs(rope, head_dim), CPU)
+    close(inverse_frequencies(ours(rope, head_dim).rope, head_dim), expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(llama3_ropes() | st.builds(lambda t: {"rope_type": "default", "rope_theta": t}, thetas), head_dims)
+def test_turned_heads_are_those_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
+    positions = torch.tensor([[0, 1, 2, 17, 63, 64, 500, 511]])
+    generator = torch.Generator().manual_seed(head_dim)
+    queries, keys = torch.randn(2, 1, 2, positions.numel(), head_dim, generator=generator)
+    cos, sin = LlamaRotaryEmbedding(theirs(rope, head_dim))(queries, positions)
+    expected = apply_rotary_pos_emb(queries, keys, cos, sin)
+    tables = rotary_tables(ours(rope, head_dim), 512)
+    rows = [table[positions[0]] for table in tables]
+    for x, wanted in zip((queries, keys), expected, strict=True):
+        found = rotary(x[0].transpose(0, 1), *rows).transpose(0, 1)[None]
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(llama3_ropes(), head_dims)
+def test_llama3_stretches_by_at_most_the_factor_and_keeps_the_order(
+    rope: dict[str, Any], head_dim: int
+) -> None:
+    config = ours(rope, head_dim).rope
+    scaled = inverse_frequencies(config, head_dim).double()
+    plain = inverse_frequencies(RopeConfig(theta=config.theta), head_dim).double()
+    assert (scaled <= plain * (1 + 1e-6)).all()
+    assert (scaled * config.factor >= plain * (1 - 1e-6)).all()
+    assert (scaled.diff() <= 1e-9).all()
+    wavelengths = 2 * math.pi / plain
+    short = wavelengths < 0.999 * config.original_max_position / config.high_freq_factor
+    long = wavelengths > 1.001 * config.original_max_position / config.low_freq_factor
+    assert torch.equal(scaled[short], plain[short])
+    torch.testing.assert_close(scaled[long] * config.factor, plain[long], atol=0, rtol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(head_dims, st.integers(0, 200), st.integers(0, 200), st.integers(1, 100))
+def test_a_product_of_query_and_key_depends_on_their_distance_alone(
+    head_dim: int, query_at: int, key_at: int, shift: int
+) -> None:
+    cos, sin = rotary_tables(ours({"rope_type": "default", "rope_theta": 1e4}, head_dim), 512)
+    generator = torch.Generator().manual_seed(head_dim)
+    query, key = torch.randn(2, 1, 1, head_dim, generator=generator)
+
+    def product(a: int, b: int) -> float:
+        turned = [rotary(x, cos[[at]], sin[[at]]) for x, at in ((query, a), (key, b))]
+        return float((turned[0] * turned[1]).sum())
+
+    here, there = product(query_at, key_at), product(query_at + shift, key_at + shift)
+    assert here == pytest.approx(there, abs=1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(llama3_ropes(), head_dims, st.integers(1, 300))
+def test_turning_keeps_lengths_and_leaves_position_0_as_it_is(
+    rope: dict[str, Any], head_dim: int, length: int
+) -> None:
+    cos, sin = rotary_tables(ours(rope, head_dim), length)
+    assert cos.shape == sin.shape == (length, head_dim // 2)
+    x = torch.randn(length, 3, head_dim, generator=torch.Generator().manual_seed(length))
+    turned = rotary(x, cos, sin)
+    assert torch.equal(turned[0], x[0])
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1), atol=1e-4, rtol=1e-5)
