@@ -136,5 +136,8 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "serve": ("Serves a model over HTTP.", _serve),
     "doctor": ("Says what this machine offers and what is missing.", _doctor),
     "bench": ("Measures this server against transformers' generate, and against the machine.", _bench),
-    "simulate": ("Tries scheduling policies on a trace, or says how much traffic a machine can promise.", _simulate),
+    "simulate": (
+        "Tries scheduling policies on a trace, or says how much traffic a machine can promise.",
+        _simulate,
+    ),
 }

@@ -25,6 +25,9 @@ _SIZES = tuple(field.name for field in fields(Machine) if field.name != "coeffic
 _ENOUGH_TIMES = 1.25
 """A trace of N requests is generated this much longer, and again, until it has them."""
 
+_MOST_REQUESTS = 2_000_000
+_MOST_S = 10_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
@@ -84,17 +87,21 @@ def read_lanes(options: argparse.Namespace) -> dict[Lane, LanePolicy]:
 def check_can_run(traffic: Traffic, machine: Machine, options: argparse.Namespace) -> None:
     """Raises OperatorError for a request that the machine could never hold."""
     most = min(machine.max_model_len, machine.num_kv_tokens)
-    for number, arrival in enumerate(traffic.arrivals, 1):
+    for place, arrival in enumerate(traffic.arrivals):
         if arrival.num_prompt + arrival.num_output > most:
-            where = (
-                f"--trace {options.trace}: request {number}"
-                if options.trace
-                else f"a request of {traffic.name}"
-            )
+            where = f"a request of {traffic.name}"
+            if options.trace is not None:
+                where = f"--trace {options.trace}: line {_line_number(options.trace, place)}"
             raise OperatorError(
                 f"{where} can never run: {arrival.num_prompt} prompt and {arrival.num_output} output tokens, and "
                 f"the machine holds {most} (max_model_len and num_kv_tokens of --cost FILE)"
             )
+
+
+def _line_number(path: Path, place: int) -> int:
+    """Where the file has the request of that place, empty lines counted."""
+    with path.open(encoding="utf-8") as lines:
+        return [number for number, line in enumerate(lines, 1) if line.strip()][place]
 
 
 def _generated(options: argparse.Namespace) -> Traffic:
@@ -104,6 +111,7 @@ def _generated(options: argparse.Namespace) -> Traffic:
 
     def at_rate(rate: float) -> list[Arrival]:
         duration_s = float(values["duration"]) if num_requests is None else num_requests / rate
+        _check_size(rate, duration_s)
         demand = Demand(rate, duration_s, int(values["seed"]), float(values["scale"]), kind)
         return _at_least(scenario, demand, num_requests)
 
@@ -111,6 +119,13 @@ def _generated(options: argparse.Namespace) -> Traffic:
     if not arrivals:
         raise OperatorError("--duration is too short for a single request at this --rate")
     return Traffic(f"{scenario}, {kind}", arrivals, at_rate)
+
+
+def _check_size(rate: float, duration_s: float) -> None:
+    if rate * duration_s > _MOST_REQUESTS:
+        raise OperatorError(f"--rate and --duration make more than {_MOST_REQUESTS:,} requests")
+    if duration_s > _MOST_S:
+        raise OperatorError(f"--rate and --duration make a trace of more than {_MOST_S:,} seconds")
 
 
 def _at_least(scenario: str, demand: Demand, num_requests: int | None) -> list[Arrival]:

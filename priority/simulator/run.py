@@ -284,21 +284,18 @@ class _Server:
         while running and run.num_steps < most_steps and self.now < until_s:
             if self.model.seconds(0, len(running), num_context) > self._most_s(running):
                 break
-            num_decode, context = len(running), num_context
-            self._spend(0, num_decode, context)
+            load = (len(running), num_context)
+            self._spend(0, *load)
             run.add(self.now)
-            num_context += num_decode
-            ending = []
-            while running and _num_left(running[-1]) == run.num_steps:
-                ending.append(running.pop())
-                num_context -= len(ending[-1].token_ids) + run.num_steps
+            ending = _pop_ending(running, run.num_steps)
+            num_context += len(running) - sum(
+                len(sequence.token_ids) + run.num_steps - 1 for sequence in ending
+            )
             if ending:
-                self._end(sorted(ending, key=_order), run)
+                self._end(ending, run)
         if run.num_steps:
-            for sequence in running:
-                self._extend(sequence, run.num_steps, run)
-            self.queue.charge([(sequence.request, 0, run.num_steps) for sequence in running], self.now)
-            self._observe(0, num_decode, context, run.last_s)
+            self._extend(running, run.num_steps, run)
+            self._observe(0, *load, run.last_s)
 
     def _num_alike(self, running: list[Sequence]) -> int:
         """How many steps can be nothing but one more token for each stream; arrivals not considered."""
@@ -314,11 +311,9 @@ class _Server:
 
     def _end(self, ending: list[Sequence], run: _Run) -> None:
         """The last token of these, by the scheduler itself."""
+        self._extend(ending, run.num_steps - 1, run)
         plan = Plan()
         for sequence in ending:
-            if run.num_steps > 1:
-                self._extend(sequence, run.num_steps - 1, run)
-                self.queue.charge([(sequence.request, 0, run.num_steps - 1)], self.now)
             self.tables.grow(sequence, sequence.num_computed + 1)
             plan.chunks.append(Chunk(sequence, sequence.num_computed, 1, True))
             sequence.num_computed += 1
@@ -326,17 +321,21 @@ class _Server:
         for output in self.scheduler.commit(plan, StepResult(sampled), self.now):
             self._note(output)
 
-    def _extend(self, sequence: Sequence, num_tokens: int, run: _Run) -> None:
-        """So many tokens more for a stream, which took part in all steps of the run."""
-        self.tables.grow(sequence, sequence.num_computed + num_tokens)
-        sequence.num_computed += num_tokens
-        sequence.token_ids += _TOKEN * num_tokens
-        self.tables.commit(sequence, sequence.num_computed)
-        served = self.open[sequence.request.request_id]
-        first_gap_s = run.first_ended_s - served.last_token_s
-        served.longest_gap_s = max(served.longest_gap_s, first_gap_s, run.longest_s)
-        served.last_token_s = self.now
-        served.num_tokens += num_tokens
+    def _extend(self, sequences: list[Sequence], num_tokens: int, run: _Run) -> None:
+        """So many tokens more for each of these, which took part in all steps of the run."""
+        if not num_tokens:
+            return
+        for sequence in sequences:
+            self.tables.grow(sequence, sequence.num_computed + num_tokens)
+            sequence.num_computed += num_tokens
+            sequence.token_ids += _TOKEN * num_tokens
+            self.tables.commit(sequence, sequence.num_computed)
+            served = self.open[sequence.request.request_id]
+            first_gap_s = run.first_ended_s - served.last_token_s
+            served.longest_gap_s = max(served.longest_gap_s, first_gap_s, run.longest_s)
+            served.last_token_s = self.now
+            served.num_tokens += num_tokens
+        self.queue.charge([(sequence.request, 0, num_tokens) for sequence in sequences], self.now)
 
     def _spend(self, num_prefill: int, num_decode: int, num_context: int) -> float:
         """Lets the time of one step pass."""
@@ -426,8 +425,12 @@ def _num_left(sequence: Sequence) -> int:
     return sequence.request.sampling.max_tokens - sequence.num_output_tokens
 
 
-def _order(sequence: Sequence) -> int:
-    return sequence.order
+def _pop_ending(running: list[Sequence], num_steps: int) -> list[Sequence]:
+    """Takes those from the end of `running` that get their last token in that step; in order of arrival."""
+    ending = []
+    while running and _num_left(running[-1]) == num_steps:
+        ending.append(running.pop())
+    return sorted(ending, key=lambda sequence: sequence.order)
 
 
 def _request(number: int, arrival: Arrival) -> Request:

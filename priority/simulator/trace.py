@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from math import exp
+from math import exp, inf
 from random import Random
 
 from priority.lanes import Lane
@@ -147,12 +146,14 @@ def read_trace(lines: Iterable[str]) -> list[Arrival]:
     Raises:
         TraceError: naming the line and the field.
     """
-    arrivals = [_parse(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+    arrivals: list[Arrival] = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            arrivals.append(_parse(line, number))
+            if len(arrivals) > 1 and arrivals[-1].at_s < arrivals[-2].at_s:
+                raise TraceError(f"line {number}: timestamp goes back in time")
     if not arrivals:
         raise TraceError("the trace is empty")
-    for number, (before, after) in enumerate(pairwise(arrivals), 2):
-        if after.at_s < before.at_s:
-            raise TraceError(f"line {number}: timestamp goes back in time")
     return arrivals
 
 
@@ -195,7 +196,7 @@ def _number(fields: dict[str, object], name: str, number: int, least: float) -> 
     value = fields.get(name)
     if value is None:
         raise TraceError(f"line {number}: {name} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= least:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < inf:
         raise TraceError(f"line {number}: {name} must be a number of at least {least:g}, not {value!r}")
     return float(value)
 

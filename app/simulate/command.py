@@ -1,0 +1,245 @@
+"""`penstock simulate`: the scheduler and the queue that serve, on a virtual clock, against a trace."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from app.errors import OperatorError
+from app.log import configure_log, log
+from app.simulate.counter import counter
+from app.simulate.inputs import (
+    DEFAULTS,
+    GPU_COST,
+    Traffic,
+    check_can_run,
+    read_lanes,
+    read_machine,
+    read_traffic,
+)
+from app.simulate.report import print_report
+from priority.lanes import Lane, LanePolicy
+from priority.simulator.run import POLICIES, Machine, Result, simulate
+from priority.simulator.summary import Summary, summarise
+from priority.simulator.trace import KINDS, SCENARIOS, write_trace
+from priority.steptime import NAMES
+
+_COST_HELP = ("a step", "a prompt token", "a decoded token", "a token of KV that is read")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_traffic(parser)
+    _add_machine(parser)
+    parser.add_argument(
+        "--policies",
+        type=_policies,
+        metavar="NAME,NAME",
+        help=f"what to compare, of {','.join(POLICIES)} (all)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write promise.png and ttft.png there")
+    parser.add_argument(
+        "--capacity",
+        action="store_true",
+        help="search the highest rate at which the interactive promise is kept, instead of comparing policies",
+    )
+    parser.add_argument(
+        "--target", type=_percent, metavar="PERCENT", help="of promises to keep with --capacity (99)"
+    )
+    parser.add_argument(
+        "--machines",
+        type=_machines,
+        metavar="N,M",
+        help="numbers of machines to ask about with --capacity (1,2)",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    configure_log("info")
+    _check(options)
+    machine, lanes = read_machine(options), read_lanes(options)
+    traffic = read_traffic(options)
+    check_can_run(traffic, machine, options)
+    log.info("%s: %s requests, %.3g/s", traffic.name, f"{len(traffic.arrivals):,}", traffic.rate)
+    if options.write_trace is not None:
+        with options.write_trace.open("w", encoding="utf-8") as file:
+            file.writelines(write_trace(traffic.arrivals))
+    figures = _setup(traffic, machine, lanes)
+    if options.capacity:
+        figures["capacity"] = _capacity(options, traffic, machine, lanes)
+    else:
+        figures["policies"] = [asdict(summary) for summary in _compare(options, traffic, machine, lanes)]
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return 0
+
+
+def _add_traffic(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--scenario", choices=SCENARIOS, help=f"who sends what and when ({DEFAULTS['scenario']})"
+    )
+    source.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's JSONL instead of a scenario")
+    parser.add_argument("--kind", choices=KINDS, help=f"lengths and burstiness ({DEFAULTS['kind']})")
+    parser.add_argument(
+        "--rate", type=_positive, metavar="N", help=f"requests per second ({DEFAULTS['rate']:g})"
+    )
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument(
+        "--duration", type=_positive, metavar="SECONDS", help=f"of arrivals ({DEFAULTS['duration']:g})"
+    )
+    size.add_argument("--requests", type=_count, metavar="N", help="so many requests instead of a duration")
+    parser.add_argument("--scale", type=_positive, metavar="N", help="all lengths times N (1)")
+    parser.add_argument("--seed", type=_whole, metavar="N", help="the same seed gives the same trace (0)")
+    parser.add_argument("--write-trace", type=Path, metavar="FILE", help="write the trace there, as JSONL")
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cost", type=Path, metavar="FILE", help=f"JSON with {', '.join(NAMES)} of a machine"
+    )
+    for name, what in zip(NAMES, _COST_HELP, strict=True):
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(
+            flag, type=_seconds, metavar="S", help=f"seconds that {what} takes ({GPU_COST[name]:g})"
+        )
+    parser.add_argument("--ttft", type=_positive, metavar="S", help="interactive promise: first token (1)")
+    parser.add_argument("--tpot", type=_positive, metavar="S", help="interactive promise: each token (0.1)")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What argparse cannot see: flags that need others, and folders that are not there."""
+    for name in ("policies", "plots"):
+        if options.capacity and getattr(options, name) is not None:
+            raise OperatorError(f"--{name} does not go with --capacity")
+    for name in ("target", "machines"):
+        if not options.capacity and getattr(options, name) is not None:
+            raise OperatorError(f"--{name} only goes with --capacity")
+    for flag, path in (("--json", options.json), ("--write-trace", options.write_trace)):
+        if path is not None and not path.parent.is_dir():
+            raise OperatorError(f"{flag} {path}: there is no such folder")
+        if path is not None and path.is_dir():
+            raise OperatorError(f"{flag} {path}: this is a folder")
+    if options.plots is not None:
+        _check_plots(options.plots)
+
+
+def _check_plots(folder: Path) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("matplotlib") is None:
+        raise OperatorError("--plots needs matplotlib: pip install 'penstock[simulate]'")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OperatorError(f"--plots {folder}: {error.strerror or error}") from None
+
+
+def _setup(traffic: Traffic, machine: Machine, lanes: Mapping[Lane, LanePolicy]) -> dict[str, Any]:
+    return {
+        "traffic": {"name": traffic.name, "requests": len(traffic.arrivals), "rate": traffic.rate},
+        "machine": asdict(machine),
+        "promises": {
+            lane.label: {"ttft_s": _finite(policy.ttft_s), "tpot_s": _finite(policy.tpot_s)}
+            for lane, policy in lanes.items()
+        },
+    }
+
+
+def _compare(
+    options: argparse.Namespace, traffic: Traffic, machine: Machine, lanes: dict[Lane, LanePolicy]
+) -> list[Summary]:
+    results = [_simulate(policy, traffic, machine, lanes) for policy in options.policies or POLICIES]
+    summaries = [summarise(result, lanes) for result in results]
+    print_report(summaries, lanes)
+    if options.plots is not None:
+        from app.simulate.plots import draw
+
+        for path in draw(options.plots, traffic.name, results, summaries, lanes[Lane.INTERACTIVE]):
+            log.info("wrote %s", path)
+    return summaries
+
+
+def _simulate(policy: str, traffic: Traffic, machine: Machine, lanes: Mapping[Lane, LanePolicy]) -> Result:
+    with counter(policy, len(traffic.arrivals)) as update:
+        return simulate(traffic.arrivals, machine, policy, lanes=lanes, progress=update)
+
+
+def _capacity(
+    options: argparse.Namespace, traffic: Traffic, machine: Machine, lanes: dict[Lane, LanePolicy]
+) -> dict[str, Any]:
+    from app.simulate.capacity import Capacity, Search, sentence
+
+    target = 0.99 if options.target is None else options.target
+    search = Search(traffic, machine, lanes, target)
+    found: list[Capacity] = []
+    for num_machines in options.machines or [1, 2]:
+        found.append(search.run(num_machines, found[-1].rate if found else 0.0))
+    print(sentence(found, traffic, lanes[Lane.INTERACTIVE], target))
+    return {"target": target, "found": [asdict(one) for one in found]}
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None
+
+
+def _policies(text: str) -> list[str]:
+    names = list(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(POLICIES)}")
+    return names
+
+
+def _machines(text: str) -> list[int]:
+    return sorted({_count(part) for part in text.split(",")})
+
+
+def _count(text: str) -> int:
+    number = _whole(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
+    return number
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _positive(text: str) -> float:
+    number = _number(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"must be greater than 0, not {text}")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = _number(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, not {text}")
+    return number
+
+
+def _percent(text: str) -> float:
+    number = _number(text)
+    if not 0 < number <= 100:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 100, not {text}")
+    return number / 100
+
+
+def _number(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = float("nan")
+    if not isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return number
