@@ -6,8 +6,9 @@ from dataclasses import replace
 from random import Random
 
 from app.demo.grammar import a, as_typed, chance, fill, pick, upper_first
-from app.demo.moods import MOODS
+from app.demo.moods import MOODS, OPENINGS
 from app.demo.stories import (
+    Slots,
     Spec,
     Tale,
     any_hero,
@@ -101,13 +102,13 @@ def story_talk(rng: Random, turns: int) -> list[Message]:
     parts_told = 0
     for _ in range(turns):
         kind = rng.random()
-        if kind < 0.25:
+        if kind < 0.2:
             messages += [("user", asked(rng, MORE)), ("assistant", epilogue(rng, tale, parts_told))]
             parts_told += 1
-        elif kind < 0.62:
+        elif kind < 0.68:
             question, answer = pick(rng, QUESTIONS)(rng, tale)
             messages += [("user", asked(rng, question)), ("assistant", fill(rng, answer))]
-        elif kind < 0.8:
+        elif kind < 0.84:
             question, answer = shorter(rng, tale)
             messages += [("user", asked(rng, question)), ("assistant", answer)]
         else:
@@ -249,7 +250,22 @@ def say_disliked(_rng: Random, _tale: Tale) -> tuple[str, str]:
     )
 
 
+def recall(rng: Random) -> list[Message]:
+    """The user tells a sentence or two and asks what was in it: dense practice in reading names and places back."""
+    tale = replace(new_tale(rng, new_spec(rng)), length="short")
+    told = fill(rng, pick(rng, OPENINGS), Slots(rng, tale, plain=True))
+    messages: list[Message] = []
+    for number, ask in enumerate(rng.sample([ask_name, ask_place, ask_hero], 1 + int(rng.random() * 3))):
+        question, answer = ask(rng, tale)
+        question = asked(rng, question)
+        messages += [
+            ("user", f"{told} {question}" if number == 0 else question),
+            ("assistant", fill(rng, answer)),
+        ]
+    return messages
+
+
 QUESTIONS: list[Question] = [
-    ask_name, ask_name, ask_friend, ask_friend_name, ask_place, ask_place, ask_hero, ask_lesson, ask_thing, say_liked,
+    ask_name, ask_name, ask_name, ask_friend, ask_friend_name, ask_place, ask_place, ask_hero, ask_lesson, ask_thing, say_liked,
     say_disliked,
 ]  # fmt: skip

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from random import Random
 
-from app.demo.asking import story_talk
+from app.demo.asking import recall, story_talk
 from app.demo.facts import any_fact, any_sum
 from app.demo.grammar import chance, pick
 from app.demo.serving import about_serving
@@ -25,7 +25,8 @@ STORIES = 0.13  # of the parts; stories are so much longer that this is most of 
 
 Part = Callable[[Random], list[Message]]
 PARTS: list[tuple[Part, float]] = [
-    (any_talk, 0.17), (any_fact, 0.22), (any_sum, 0.21), (about_serving, 0.17), (any_unknown, 0.11), (repeat, 0.12),
+    (any_talk, 0.15), (any_fact, 0.18), (any_sum, 0.32), (about_serving, 0.13), (any_unknown, 0.08), (repeat, 0.06),
+    (recall, 0.08),
 ]  # fmt: skip
 
 
@@ -63,8 +64,9 @@ def sample(rng: Random, tokens: int) -> list[Message]:
 
 
 def practice(rng: Random, _tokens: int) -> list[Message]:
-    """Nothing but repeating: a model that has learnt to copy soon keeps its heroes and places, too."""
-    return [message for _ in range(1 + int(rng.random() * 3)) for message in repeat(rng)]
+    """Repeating, reading back or sums, many in a row: skills whose few tokens drown among those of the stories."""
+    skill = pick(rng, [repeat, repeat, recall, any_sum])
+    return [message for _ in range(2 + int(rng.random() * 6)) for message in skill(rng)]
 
 
 def texts(seed: int, count: int) -> Iterator[str]:

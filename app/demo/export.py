@@ -62,7 +62,7 @@ def generation_config(bos: int, end: int) -> dict[str, object]:
         "eos_token_id": end,
         "pad_token_id": end,
         "do_sample": True,
-        "temperature": 0.7,
+        "temperature": 0.6,
         "top_p": 0.9,
         "max_new_tokens": 512,
     }

@@ -80,7 +80,7 @@ MOODS: dict[str, tuple[list[str], list[str], list[str]]] = {
         ["The evenings there were long and golden, and [a soft wind stroked the {sights}|the {sights} rustled quietly].",
          "Time passed slowly, and nobody was ever in a hurry.",
          "When it grew dark, little lights came on one after another."],
-        ["The {hero} pulled up the blanket, listened to the night {in_the_place}, and fell asleep with a smile. Good night, {name}.",
+        ["The {hero} pulled up the blanket, listened to the night {in_the_place}, and fell asleep with a smile. Good night, {nm}.",
          "Then the moon rose over {the_place}. {Name} and {fname} drank a cup of warm milk, and soon the {hero} was fast asleep.",
          "The {sights} whispered good night, the lights went out {in_the_place}, and the {hero} dreamt of tomorrow."]),
     "exciting": (

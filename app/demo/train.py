@@ -55,7 +55,7 @@ class Plan:
 
     def practice_share(self, step: int) -> float:
         """Copying is learnt first, it takes longest to be found (Olsson et al. 2022, on induction heads)."""
-        return 0.2 if step < 0.1 * self.steps else 0.05
+        return 0.3 if step < 0.15 * self.steps else 0.12
 
     def lr_scale(self, step: int) -> float:
         """A short warm-up, a plateau of two fifths, then linearly down to zero."""
@@ -169,8 +169,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m app.demo.train", description=__doc__)
     parser.add_argument("--steps", type=int, default=2400, help="optimiser steps of the model")
     parser.add_argument("--draft-steps", type=int, default=800, help="optimiser steps of the draft")
-    parser.add_argument("--batch-tokens", type=int, default=3072)
-    parser.add_argument("--micro-tokens", type=int, default=1536, help="tokens per forward and backward pass")
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--micro-tokens", type=int, default=4096, help="tokens per forward and backward pass")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")

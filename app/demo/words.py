@@ -31,12 +31,10 @@ HE_HEROES = [
 ]
 HEROES = [*ANY_HEROES, *TWO_WORD_HEROES, *SHE_HEROES, *HE_HEROES]
 
-SHE_NAMES = """Mira Ada Lena Rosa Nora Ivy Elsa Maya Tilda Clara Juno Wren Hazel Poppy Daisy Luna Stella Freya Greta
-Hilda Ines Ruby Olive Pearl Willow Flora Marta Nina Petra Runa Sofia Thea Una Vera Zora Alma Bella Cora Dora Edda Fern
-Gwen Hanna Isla Jara Kira Lotte Mabel Nell Odette Pia Sally Tessa Anna Emma Lily Emily Lucy""".split()
-HE_NAMES = """Tom Finn Oscar Leo Max Hugo Otto Milo Jasper Felix Theo Ben Sam Noah Emil Anton Bruno Casper Dario Edgar
-Fritz Gus Henry Ivo Jonas Karl Lars Magnus Nils Olaf Pip Quentin Rolf Simon Tobias Ulric Viktor Walter Yann Zeno Albert
-Barnaby Cosmo Dexter Elias Frank George Harold Igor Jack Peter Paul Robin Rufus Stanley Arthur Adam David""".split()
+SHE_NAMES = """Mira Ada Lena Rosa Nora Ivy Elsa Maya Tilda Clara Juno Hazel Poppy Daisy Luna Stella Freya Greta Ruby
+Olive Pearl Flora Nina Sofia Alma Bella Anna Emma Lily Lucy""".split()
+HE_NAMES = """Tom Finn Oscar Leo Max Hugo Otto Milo Jasper Felix Theo Ben Sam Noah Emil Anton Bruno Edgar Henry Jonas
+Karl Olaf Pip Simon Tobias Frank George Jack Peter Paul""".split()
 
 # What a hero is like, and the sentence that shows it.
 TRAITS = {
