@@ -133,7 +133,7 @@ class Metrics:
         )
         self.forecast_ratio = Histogram(
             "penstock_ttft_forecast_ratio",
-            "Time to first token, as a part of what was forecast at admission; nine in ten should be below 1.",
+            "Time to first token, as a part of what was forecast at admission; 19 in 20 should be below 1.",
             lane,
             registry=registry,
             buckets=_RATIOS,

@@ -309,6 +309,8 @@ class LaneQueue:
             account.share.clock = max(account.share.clock, line.floor)
         if not line.num_requests and not line.num_running:
             line.share.join(self._lane_floor(line), self._now_us)
+        elif not line.num_requests:
+            line.share.clock = max(line.share.clock, self._lane_floor(line))
         line.entered_s = now
         account.num_open += 1
         account.arrivals.add(ticket.num_uncached, now)

@@ -17,8 +17,6 @@ _FADING = 0.995
 _RIDGE = 0.3
 _REFIT_STEPS = 8
 _ENOUGH_STEPS = 20
-_OUTLIER = 3.0
-"""A step that took so many times what was expected was disturbed; it counts as this much."""
 NAMES = ("alpha_s", "beta_s", "gamma_s", "delta_s")
 
 
@@ -64,16 +62,13 @@ class StepTimeModel:
     def observe(self, shape: StepShape, seconds: float) -> None:
         if not self._learns:
             return
-        if self.is_known:
-            expected = self.seconds(shape.num_prefill, shape.num_decode, shape.num_context)
-            seconds = min(seconds, _OUTLIER * expected)
         row = (
             1.0,
             shape.num_prefill / _SCALES[1],
             shape.num_decode / _SCALES[2],
             shape.num_context / _SCALES[3],
         )
-        # Relative errors: a long step says no more than a short one.
+        # Relative errors: a long step says no more than a short one, and one that was disturbed says little.
         weight = 1.0 / max(seconds, 1e-6) ** 2
         for i in range(4):
             self._moment[i] = _FADING * self._moment[i] + weight * row[i] * seconds

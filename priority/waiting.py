@@ -12,7 +12,7 @@ from priority.lanes import Lane, LanePolicy
 from priority.rates import Rate
 from priority.shares import Share
 
-_LIVELY_S = 60.0
+_LIVELY_S = 300.0
 _BYTES_PER_TOKEN = 36
 """A slot of a tuple, and an integer object."""
 

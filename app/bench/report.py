@@ -64,7 +64,8 @@ def _print_promise(promise: Row) -> None:
     overload, replay = promise["overload"], promise["replay"]
     print(
         f"overload: {number(overload['capacity_per_s'])} requests/s can be served, "
-        f"{number(overload['offered_per_s'])} came; refusals took {number(overload['refused_within_ms'])} ms at most"
+        f"{number(overload['offered_per_s'])} came; "
+        f"refusals took {number(overload['refused_p50_ms'])} ms P50, {number(overload['refused_p99_ms'])} ms P99"
     )
     keys = ("ttft_p50_ms", "ttft_p90_ms", "tokens_per_s")
     served, said = ([number(replay[who][key]) for key in keys] for who in ("served", "simulated"))

@@ -167,8 +167,8 @@ def tokenizer_of(path: Path, seed: int) -> Tokenizer:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m app.demo.train", description=__doc__)
-    parser.add_argument("--steps", type=int, default=2400, help="optimiser steps of the model")
-    parser.add_argument("--draft-steps", type=int, default=800, help="optimiser steps of the draft")
+    parser.add_argument("--steps", type=int, default=2300, help="optimiser steps of the model")
+    parser.add_argument("--draft-steps", type=int, default=500, help="optimiser steps of the draft")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--micro-tokens", type=int, default=4096, help="tokens per forward and backward pass")
     parser.add_argument("--seed", type=int, default=1)

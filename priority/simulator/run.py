@@ -301,7 +301,9 @@ class _Server:
         """How many steps can be nothing but one more token for each stream; arrivals not considered."""
         if self.scheduler.waiting or not running or len(running) > self.limits.max_batch_tokens:
             return 0
-        if any(s.num_remaining != 1 for s in running) or any(self.queue.depths().values()):
+        if any(s.num_remaining != 1 or s.num_computed < s.num_prompt_tokens for s in running) or any(
+            self.queue.depths().values()
+        ):
             return 0
         return max(0, self.tables.pool.num_free // len(running) - 1) * _BLOCK_SIZE
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import exp, inf
+from math import exp
 from random import Random
 
 from priority.lanes import Lane
@@ -17,6 +17,7 @@ from priority.lanes import Lane
 BLOCK_TOKENS = 512
 """Tokens that one entry of `hash_ids` stands for, as Mooncake has it."""
 _WINDOW_S = 10.0
+_MOST = 1e15
 
 
 class TraceError(ValueError):
@@ -173,32 +174,40 @@ def write_trace(arrivals: Iterable[Arrival]) -> Iterator[str]:
 def _parse(line: str, number: int) -> Arrival:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         raise TraceError(f"line {number}: not JSON") from None
     if not isinstance(fields, dict):
         raise TraceError(f"line {number}: not an object")
     at_ms = _number(fields, "timestamp", number, 0)
-    num_prompt = int(_number(fields, "input_length", number, 1))
-    num_output = int(_number(fields, "output_length", number, 1))
+    num_prompt = _count(fields, "input_length", number)
+    num_output = _count(fields, "output_length", number)
     hash_ids = fields.get("hash_ids", [])
-    if not isinstance(hash_ids, list) or not all(isinstance(i, int) for i in hash_ids):
+    if not isinstance(hash_ids, list) or not all(type(i) is int for i in hash_ids):
         raise TraceError(f"line {number}: hash_ids must be a list of whole numbers")
     label = fields.get("lane", Lane.INTERACTIVE.label)
     lane = next((lane for lane in Lane if lane.label == label), None)
     if lane is None:
         raise TraceError(f"line {number}: there is no lane {label!r}")
-    return Arrival(
-        at_ms / 1000, num_prompt, num_output, lane, str(fields.get("tenant", "default")), tuple(hash_ids)
-    )
+    tenant = fields.get("tenant", "default")
+    if not isinstance(tenant, str):
+        raise TraceError(f"line {number}: tenant must be a string, not {tenant!r}")
+    return Arrival(at_ms / 1000, num_prompt, num_output, lane, tenant, tuple(hash_ids))
 
 
 def _number(fields: dict[str, object], name: str, number: int, least: float) -> float:
     value = fields.get(name)
     if value is None:
         raise TraceError(f"line {number}: {name} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value < _MOST:
         raise TraceError(f"line {number}: {name} must be a number of at least {least:g}, not {value!r}")
     return float(value)
+
+
+def _count(fields: dict[str, object], name: str, number: int) -> int:
+    value = _number(fields, name, number, 1)
+    if not value.is_integer():
+        raise TraceError(f"line {number}: {name} must be a whole number, not {value!r}")
+    return int(value)
 
 
 def _quiet_tenants(demand: Demand, rate: float) -> list[Arrival]:

@@ -55,7 +55,7 @@ def test_a_more_urgent_head_may_try_if_the_one_whose_turn_it_is_does_not_fit() -
     for i in range(60):  # so that it is the batch lane's turn
         queue.put(ask(f"before-{i}", 4_000), 0.0)
         queue.put(ask(f"batch-{i}", 10, lane=Lane.BATCH), 0.0)
-    order = []
+    order: list[str] = []
     while not any(name.startswith("batch") for name in order):
         request = queue.take(lambda r: r.lane == 0 or r.request_id != "batch-0" or len(order) > 50)
         assert request is not None
