@@ -200,15 +200,14 @@ def _path(location: tuple[int | str, ...]) -> str:
     for number, part in enumerate(location):
         if isinstance(part, int):
             path += f"[{part}]"
-        elif (
-            number == 0
-            or (not part.startswith(("list[", "constrained", "function-"))
+        elif number == 0 or (
+            not part.startswith(("list[", "constrained", "function-"))
             and part
             not in (
                 "str",
                 "int",
                 "none",
-            ))
+            )
         ):
             path += f".{part}" if path else part
     return path

@@ -33,15 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a fixed workload of 135 M; no other part",
     )
     parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, once")
+    parser.add_argument(
+        "--cost",
+        type=Path,
+        metavar="FILE",
+        help="with the part promise: write the step times, for `penstock simulate --cost`",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
 
 
 def run(options: argparse.Namespace) -> int:
     from app.bench.runs import run_parts, run_workloads
 
-    if options.json is not None and not options.json.parent.is_dir():
-        raise OperatorError(f"--json {options.json}: there is no such folder")
+    for name, path in (("--json", options.json), ("--cost", options.cost)):
+        if path is not None and not path.parent.is_dir():
+            raise OperatorError(f"{name} {path}: there is no such folder")
+    if options.cost is not None and (options.workload or "promise" not in options.only):
+        raise OperatorError("--cost needs the part promise")
     results = run_workloads(options) if options.workload else run_parts(options)
+    if options.cost is not None:
+        cost = results["promise"]["replay"]["machine"]
+        options.cost.write_text(json.dumps(cost, indent=1) + "\n", encoding="utf-8")
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 1 if any(row["failed"] for row in results.get("http", [])) else 0

@@ -85,15 +85,14 @@ class PromiseBench:
         bodies = [[self._body(a.num_prompt, a.num_output, a.lane)] for a in trace]
         answers = self._send(bodies, starts)
         coefficients = self.step_model()
-        machine = Machine(
-            coefficients=coefficients, num_kv_tokens=400_000, max_batch_tokens=512, max_num_seqs=256
-        )
+        size = {"num_kv_tokens": 400_000, "max_batch_tokens": 512, "max_num_seqs": 256}
+        machine = Machine(coefficients=coefficients, **size)
         simulated = simulate(trace, machine)
         said = [s.ttft_s for s in simulated.served if s.ttft_s is not None]
         was = [a.ttft_s for a in answers if not a.error]
         duration_s = max(a.ended_s for a in answers) - min(a.started_s for a in answers)
         return {
-            "step_model": coefficients,
+            "machine": {**coefficients, **size},
             "served": _spread(was) | {"tokens_per_s": sum(a.num_output_tokens for a in answers) / duration_s},
             "simulated": _spread(said)
             | {"tokens_per_s": sum(s.num_tokens for s in simulated.served) / simulated.duration_s},
