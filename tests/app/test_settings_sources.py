@@ -30,7 +30,7 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "max_model_len": ("1", "2", "3"),
     "max_batch_tokens": ("1", "2", "3"),
     "max_num_seqs": ("1", "2", "3"),
-    "lane_interactive": ("ttft=1", "ttft=2,weight=3", "kv_share=0.5"),
+    "lane_interactive": ("ttft=3", "ttft=2,weight=3", "kv_share=0.5"),
     "lane_standard": ("ttft=1", "ttft=2", "ttl=5"),
     "lane_batch": ("weight=3", "weight=2", "max_requests=3"),
     "num_blocks": ("2", "3", "4"),

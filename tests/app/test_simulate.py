@@ -18,7 +18,6 @@ from app.simulate import command
 from app.simulate.capacity import Search, sentence
 from app.simulate.inputs import GPU_COST, read_traffic
 from app.simulate.plots import SIZE
-from engine.kv.tables import BlockTables
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.simulator import run as simulator
 from priority.simulator.run import POLICIES, Machine, Served, simulate
@@ -360,7 +359,6 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(
     arrivals = SCENARIOS[scenario](Demand(8, 5, kind=kind))
     at_once = simulate(arrivals, machine, policy)
     monkeypatch.setattr(simulator._Server, "_repeat", lambda *_: None)
-    monkeypatch.setattr(simulator, "_Tables", BlockTables)
     assert simulate(arrivals, machine, policy) == at_once
 
 
