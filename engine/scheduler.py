@@ -93,8 +93,8 @@ class Scheduler:
         allowance = self.queue.allowance(self.running)
         decodes = [s for s in self.running if s.num_remaining == 1]
         chunked = [s for s in self.running if s.num_remaining > 1]
-        self._tokens_left = self.limits.max_batch_tokens
-        for sequence in self._decodes_in_turn(decodes, allowance.num_decodes):
+        self._tokens_left = min(allowance.num_decodes, self.limits.max_batch_tokens)
+        for sequence in self._in_turn(decodes, self._tokens_left):
             self._plan_chunk(plan, sequence)
         self._tokens_left = min(allowance.num_prefill, self.limits.max_batch_tokens - plan.num_tokens)
         for sequence in sorted(chunked, key=_urgency):
@@ -160,9 +160,11 @@ class Scheduler:
 
     # Planning
 
-    def _decodes_in_turn(self, decodes: list[Sequence], num_decodes: int) -> list[Sequence]:
-        """Those that decode in this step. If not all may, the least urgent ones take turns."""
-        room = min(num_decodes, self.limits.max_batch_tokens)
+    def _in_turn(self, decodes: list[Sequence], room: int) -> list[Sequence]:
+        """Who decodes first. If there is not room for all, the least urgent ones take turns.
+
+        Those beyond the room come last in the list: one of them steps in for one that gives way.
+        """
         if len(decodes) <= room:
             return decodes
         decodes.sort(key=_urgency)
@@ -171,7 +173,7 @@ class Scheduler:
         sure, others = decodes[:num_sure], decodes[num_sure:]
         start = self._turn % len(others)
         self._turn = start + room - num_sure
-        return sure + (others[start:] + others[:start])[: room - num_sure]
+        return sure + others[start:] + others[:start]
 
     def _plan_chunk(self, plan: Plan, sequence: Sequence) -> None:
         num_tokens = min(sequence.num_remaining, self._tokens_left)

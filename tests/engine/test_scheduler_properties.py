@@ -71,6 +71,21 @@ def test_no_decode_waits_longer_than_a_round_when_the_budget_is_short(
         assert max(waited.values(), default=0) <= 2 * -(-choices // budget)
 
 
+def test_a_decode_steps_in_for_one_that_gives_way_when_the_budget_is_short() -> None:
+    """Else the step is empty, and the engine rests although there is work."""
+    Run(
+        Workload(
+            requests=(make_request("r", [20, 20], max_tokens=14, n=2),),
+            arrivals=(0,),
+            num_blocks=8,
+            budget=1,
+            max_num_seqs=2,
+            max_model_len=16,
+            prefix_cache=False,
+        )
+    ).finish()
+
+
 @modest
 @given(workloads())
 def test_the_chunks_of_a_sequence_are_in_order_and_without_gaps(workload: Workload) -> None:
