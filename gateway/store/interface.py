@@ -1,0 +1,176 @@
+"""The store's interface, and the plain data that goes through it.
+
+Nobody on the way of a request waits for a write: `put` and `delete` are remembered and carried out in batches. Reads
+wait for at most `MAX_WAIT_S`. Times to live are in seconds; ids are text that the gateway made or checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+MAX_WAIT_S = 0.1
+"""No call takes longer, whatever state Redis is in."""
+
+
+class StoreUnavailable(Exception):
+    """The store did not answer in time, or is known to be gone."""
+
+
+class Key(NamedTuple):
+    """What a record is found by. One tenant's keys never lead to another's records."""
+
+    kind: str
+    """"response", "conversation", "idempotency"."""
+    tenant: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True)
+class JournalChange:
+    """What is new of one stream since it was last written. Writing the same change twice changes nothing."""
+
+    stream_id: str
+    header: bytes | None
+    """What the stream was made from; None if it is written already."""
+    offset: int
+    """How many tokens were written before."""
+    token_ids: tuple[int, ...]
+    ttl_s: float
+    """Counted from now."""
+    end: bytes | None = None
+    """How it ended; after this nothing follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """A stream as it was recorded."""
+
+    stream_id: str
+    header: bytes
+    token_ids: tuple[int, ...]
+    end: bytes | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """What one tenant may use; None is without a bound."""
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    """Prompt and output tokens."""
+    max_streams: int | None = None
+    """Requests at work at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allotment:
+    """Where a tenant stands against one of its bounds per minute."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+    """Until it is as if it had never been used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What came of asking for room within a quota."""
+
+    refused: str | None
+    """"requests", "tokens" or "streams": the bound that is reached; then nothing was reserved."""
+    retry_after_s: float
+    """When it is worth asking again; 0 unless refused."""
+    requests: Allotment | None
+    tokens: Allotment | None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChange:
+    """A block that came to be resident, was found again, or is gone."""
+
+    hash: bytes
+    parent: bytes | None
+    """None for the first block of a chain."""
+    depth: int
+    """Blocks from the start of the chain up to here, this one included."""
+    token_ids: tuple[int, ...]
+    salt: bytes
+    hits: int
+    """Since it was first known."""
+    last_used_s: float
+    """In seconds since 1970."""
+    resident: bool
+
+
+class Store(Protocol):
+    """What the gateway keeps. Every method may be called at any time; those that read may raise StoreUnavailable."""
+
+    durable: bool
+    """True if what is written here is still there after a restart."""
+    num_losses: int
+    """Grows when what was written may be lost: who can writes it again."""
+
+    # Records: whatever was put last, forgotten `ttl_s` after it was put or read
+
+    async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
+        """The value, or None. With `ttl_s`, its time to live begins again."""
+
+    async def put(self, key: Key, value: bytes, ttl_s: float) -> None: ...
+
+    async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
+        """Puts the value if there is none, in one go; returns the one that was there."""
+
+    async def delete(self, key: Key) -> bool:
+        """True if there was one."""
+
+    async def list(self, kind: str, tenant: str, limit: int) -> list[str]:
+        """Ids, the one that was put last first."""
+
+    # Journals of streams
+
+    async def write_journals(self, changes: Sequence[JournalChange]) -> None:
+        """Raises StoreUnavailable if some may not be written; the caller writes them again."""
+
+    async def read_journal(self, stream_id: str) -> Journal | None: ...
+
+    async def delete_journals(self, stream_ids: Sequence[str]) -> None: ...
+
+    async def claim_orphans(self) -> list[str]:
+        """Ids of streams that have no end and whose process is gone; from now on they are this one's."""
+
+    # Quotas
+
+    async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
+        """Asks for one request of so many tokens, and a lease for as long as it is at work."""
+
+    async def settle(self, tenant: str, quota: Quota, num_tokens: int) -> None:
+        """Charges so many tokens more than were reserved; fewer, if it is negative."""
+
+    async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
+        """(tenant, lease id) of all requests at work, at least every `LEASE_S / 3`."""
+
+    async def release(self, tenant: str, lease_id: str) -> None: ...
+
+    # Prefixes
+
+    async def write_prefixes(self, changes: Sequence[PrefixChange]) -> None:
+        """This process's blocks; raises StoreUnavailable like `write_journals`."""
+
+    async def locate(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        """How many of the chain's first blocks each living replica holds; those that hold none are left out."""
+
+    async def hottest(self, limit: int) -> list[PrefixChange]:
+        """Blocks of the prefixes that were used most and last, parents before children, whoever held them."""
+
+    # This process among others
+
+    async def beat(self) -> None:
+        """This process lives; to be called every `HEARTBEAT_S`."""
+
+
+HEARTBEAT_S = 2.0
+ALIVE_S = 3 * HEARTBEAT_S
+"""A process that was not heard of for so long is gone."""
+LEASE_S = 30.0
