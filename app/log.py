@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 log = logging.getLogger("penstock")
 
@@ -33,34 +33,45 @@ def configure_log(level: str) -> None:
     log.setLevel(level.upper())
 
 
-@contextmanager
-def progress(title: str) -> Iterator[Callable[[float], None]]:
+def progress(title: str) -> AbstractContextManager[Callable[[float], None]]:
     """Gives a function that is told the fraction done: a bar on a terminal, a line every few seconds elsewhere."""
+    return _shown(title, None, lambda fraction: f"{fraction * 100:.0f} %")
+
+
+def counter(title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
+    """Like `progress`, but the function is told how many of `total` requests are done."""
+    return _shown(title, total, lambda done: f"{done:,} of {total:,} requests")
+
+
+@contextmanager
+def _shown(title: str, total: int | None, text: Callable[[float], str]) -> Iterator[Callable[[float], None]]:
+    """`total` is None for fractions; `text` is how a line says how much is done."""
     if sys.stderr.isatty():
-        with _bar(title) as update:
+        with _bar(title, total) as update:
             yield update
     else:
-        yield _lines(title)
+        yield _lines(title, text)
 
 
 @contextmanager
-def _bar(title: str) -> Iterator[Callable[[float], None]]:
+def _bar(title: str, total: int | None) -> Iterator[Callable[[float], None]]:
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    count = () if total is None else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *count, TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=1.0)
-        yield lambda fraction: bar.update(task, completed=fraction)
+        task = bar.add_task(title, total=1.0 if total is None else total)
+        yield lambda done: bar.update(task, completed=done)
 
 
-def _lines(title: str) -> Callable[[float], None]:
+def _lines(title: str, text: Callable[[float], str]) -> Callable[[float], None]:
     last_s = time.monotonic()
 
-    def update(fraction: float) -> None:
+    def update(done: float) -> None:
         nonlocal last_s
         if time.monotonic() - last_s >= _LINE_EVERY_S:
             last_s = time.monotonic()
-            log.info("%s: %.0f %%", title, fraction * 100)
+            log.info("%s: %s", title, text(done))
 
     return update

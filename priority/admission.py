@@ -46,10 +46,6 @@ class Forecast:
     allowed_s: float
     """What the lane promises; infinite, if nothing."""
 
-    @property
-    def is_kept(self) -> bool:
-        return self.seconds <= self.allowed_s
-
 
 class Admission:
     """What the engine was seen to do, and what follows from it."""

@@ -31,7 +31,6 @@ class Ticket:
         "arrival_us",
         "choices_left",
         "deadline_us",
-        "first_token_s",
         "forecast_s",
         "key",
         "num_bytes",
@@ -62,7 +61,6 @@ class Ticket:
         self.num_computed = 0
         self.choices_left = request.n
         self.forecast_s: float | None = None
-        self.first_token_s: float | None = None
 
     @property
     def num_prefill_left(self) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from app.bench.workloads import WORKLOADS
 from app.errors import OperatorError
+from app.outputs import check_output
 
 PARTS = ("generate", "http", "linear", "prefix", "loop", "plan", "promise")
 
@@ -45,9 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from app.bench.runs import run_parts, run_workloads
 
-    for name, path in (("--json", options.json), ("--cost", options.cost)):
-        if path is not None and not path.parent.is_dir():
-            raise OperatorError(f"{name} {path}: there is no such folder")
+    for flag, path in (("--json", options.json), ("--cost", options.cost)):
+        check_output(flag, path)
     if options.cost is not None and (options.workload or "promise" not in options.only):
         raise OperatorError("--cost needs the part promise")
     results = run_workloads(options) if options.workload else run_parts(options)

@@ -25,7 +25,9 @@ from app.bench.client import Answer, Job
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import percentile
 from app.bench.workloads import completion
-from priority.lanes import Lane
+from app.settings import Settings
+from gateway.sampling import tier_of
+from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.simulator.run import Machine, simulate
 from priority.simulator.trace import Demand, mixed
 from priority.steptime import NAMES
@@ -36,7 +38,13 @@ Row = dict[str, Any]
 SECONDS = 60.0
 BATCH_STREAMS, BATCH_PROMPT, BATCH_OUTPUT = 8, 512, 128
 PROMPT, OUTPUT = 64, 32
-_TIERS = {Lane.INTERACTIVE: "priority", Lane.STANDARD: "default", Lane.BATCH: "flex"}
+PROMISE_S = DEFAULT_POLICIES[Lane.INTERACTIVE].ttft_s
+_SIZES = {
+    "num_kv_tokens": 400_000,
+    "max_batch_tokens": Settings.model_fields["max_batch_tokens"].default,
+    "max_num_seqs": Settings.model_fields["max_num_seqs"].default,
+}
+"""Of the machine that is simulated: as large as the server, with more KV than the trace needs."""
 
 
 class PromiseBench:
@@ -85,14 +93,13 @@ class PromiseBench:
         bodies = [[self._body(a.num_prompt, a.num_output, a.lane)] for a in trace]
         answers = self._send(bodies, starts)
         coefficients = self.step_model()
-        size = {"num_kv_tokens": 400_000, "max_batch_tokens": 512, "max_num_seqs": 256}
-        machine = Machine(coefficients=coefficients, **size)
+        machine = Machine(coefficients=coefficients, **_SIZES)
         simulated = simulate(trace, machine)
         said = [s.ttft_s for s in simulated.served if s.ttft_s is not None]
         was = [a.ttft_s for a in answers if not a.error]
         duration_s = max(a.ended_s for a in answers) - min(a.started_s for a in answers)
         return {
-            "machine": {**coefficients, **size},
+            "machine": {**coefficients, **_SIZES},
             "served": _spread(was) | {"tokens_per_s": sum(a.num_output_tokens for a in answers) / duration_s},
             "simulated": _spread(said)
             | {"tokens_per_s": sum(s.num_tokens for s in simulated.served) / simulated.duration_s},
@@ -121,7 +128,7 @@ class PromiseBench:
 
     def _body(self, num_prompt: int, num_output: int, lane: Lane) -> dict[str, object]:
         prompt = self.random.choices(self.token_ids, k=num_prompt)
-        return completion("bench", prompt, num_output, _TIERS[lane])
+        return completion("bench", prompt, num_output, tier_of(lane))
 
     def _send(
         self,
@@ -145,7 +152,7 @@ class PromiseBench:
             "requests": len(answers),
             "refused": len(refused),
             "failed": len(failed),
-            "kept": sum(a.ttft_s <= 1.0 for a in done) / len(done) if done else nan,
+            "kept": sum(a.ttft_s <= PROMISE_S for a in done) / len(done) if done else nan,
             "tokens_per_s": sum(a.num_output_tokens for a in done) / duration_s,
             "longest_gap_ms": max((max(a.gaps_s) * 1000 for a in done if a.gaps_s), default=nan),
             "refused_p50_ms": percentile(waits_ms, 50) if waits_ms else nan,

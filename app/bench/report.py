@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from app.bench.promise import PROMISE_S
 from app.bench.statistics import number, table
 from app.bench.workloads import WORKLOADS
 
@@ -41,7 +42,7 @@ def print_report(results: Row) -> None:
 
 def _print_promise(promise: Row) -> None:
     head = [
-        "promise 1 s",
+        f"promise {PROMISE_S:g} s",
         "requests",
         "refused",
         "kept",

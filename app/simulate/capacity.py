@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from app.errors import OperatorError
-from app.log import log
-from app.simulate.counter import counter
+from app.log import counter, log
 from app.simulate.inputs import Traffic
 from app.simulate.report import percent
 from priority.lanes import Lane, LanePolicy

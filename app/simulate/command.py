@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import OperatorError
-from app.log import configure_log, log
-from app.simulate.counter import counter
+from app.log import configure_log, counter, log
+from app.outputs import check_output
 from app.simulate.inputs import (
     DEFAULTS,
     GPU_COST,
@@ -121,10 +121,7 @@ def _check(options: argparse.Namespace) -> None:
         if not options.capacity and getattr(options, name) is not None:
             raise OperatorError(f"--{name} only goes with --capacity")
     for flag, path in (("--json", options.json), ("--write-trace", options.write_trace)):
-        if path is not None and not path.parent.is_dir():
-            raise OperatorError(f"{flag} {path}: there is no such folder")
-        if path is not None and path.is_dir():
-            raise OperatorError(f"{flag} {path}: this is a folder")
+        check_output(flag, path)
     if options.plots is not None:
         _check_plots(options.plots)
 

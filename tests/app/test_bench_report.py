@@ -209,6 +209,8 @@ def test_nothing_is_measured_when_the_figures_could_not_be_written(
     monkeypatch.setattr(runs, "run_parts", measured.append)
     with pytest.raises(OperatorError, match=r"--json .*/nowhere/figures\.json: there is no such folder"):
         command.run(options("--json", str(tmp_path / "nowhere" / "figures.json")))
+    with pytest.raises(OperatorError, match=r"--cost .*: this is a folder"):
+        command.run(options("--cost", str(tmp_path)))
     assert measured == []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +14,13 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from app.demo.corpus import texts
 from app.demo.export import export
 from app.demo.network import Llama, Shape, rope_tables, rotate
 from app.demo.optimiser import Muon, optimisers, orthogonalise
-from app.demo.tokenizer import END, encode_text, special_id, train_tokenizer
+from app.demo.tokenizer import END, encode_text, special_id
 from engine.model.parse import read_config, read_generation_defaults
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = Shape(320, 24, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=12, intermediate_size=40)
 SHAPES = {
@@ -31,20 +31,6 @@ SHAPES = {
     "other rope": replace(TINY, rope_theta=500.0, max_positions=64, norm_eps=1e-3),
 }
 SEEDS = st.integers(0, 2**31)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors as small as these are only slowed down by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_tokenizer(texts(1, 40), vocab_size=320)
 
 
 def speaking(shape: Shape, seed: int = 0) -> Llama:

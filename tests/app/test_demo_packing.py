@@ -28,6 +28,8 @@ from app.demo.tokenizer import (
     train_tokenizer,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IGNORED = -100
 LENGTH = 128
 
@@ -42,15 +44,6 @@ conversations = st.tuples(
 ).map(
     lambda parts: [*([parts[0]] if parts[0] else []), *(message for turns in parts[1] for message in turns)]
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors as small as these are only slowed down by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def spoken(tokenizer: Tokenizer, ids: list[int], said: list[bool]) -> list[str]:

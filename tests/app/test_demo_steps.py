@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -17,7 +16,6 @@ from app.demo.batches import Batch, batch
 from app.demo.corpus import sample, texts
 from app.demo.network import Llama, Shape
 from app.demo.optimiser import optimisers
-from app.demo.tokenizer import train_tokenizer
 from app.demo.train import (
     Plan,
     imitation_loss,
@@ -29,26 +27,14 @@ from app.demo.train import (
     train_step,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 TINY = Shape(320, 16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=24)
 PLAN = Plan(
     steps=20, batch_tokens=1024, micro_tokens=512, matrix_lr=0.02, embedding_lr=0.004, seed=1, device="cpu"
 )
 
 Training = tuple[Llama, list[torch.optim.Optimizer]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Tensors as small as these are only slowed down by more."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return train_tokenizer(texts(1, 40), vocab_size=320)
 
 
 def begin(plan: Plan) -> Training:

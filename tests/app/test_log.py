@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from app import log as log_module
-from app.log import configure_log, log, progress
+from app.log import configure_log, counter, log, progress
 
 Capture = pytest.CaptureFixture[str]
 
@@ -103,6 +103,14 @@ def test_where_nobody_watches_progress_is_a_line_now_and_then(capsys: Capture, c
     assert all("loading the weights" in line for line in lines)
 
 
+def test_what_is_counted_is_said_in_requests(capsys: Capture, clock: list[float]) -> None:
+    configure_log("info")
+    with counter("fcfs", 2_500) as show:
+        clock[0] += 60
+        show(1_000)
+    assert capsys.readouterr().err.endswith(" fcfs: 1,000 of 2,500 requests\n")
+
+
 def test_what_is_quick_is_loaded_without_a_line(capsys: Capture, clock: list[float]) -> None:
     configure_log("info")
     with progress("loading the weights") as show:
@@ -138,6 +146,14 @@ def test_on_a_terminal_progress_is_a_bar_that_goes_away(monkeypatch: pytest.Monk
     assert "\x1b[2K" in written.rpartition("loading the weights")[2], (
         "the line of the bar is wiped at the end"
     )
+
+
+def test_on_a_terminal_what_is_counted_stands_beside_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = watched(monkeypatch)
+    with counter("fcfs", 2_500) as show:
+        show(1_000)
+        show(2_500)
+    assert "2500/2500" in terminal.getvalue()
 
 
 def test_a_bar_goes_away_when_loading_fails_too(monkeypatch: pytest.MonkeyPatch) -> None:

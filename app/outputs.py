@@ -1,0 +1,21 @@
+"""Files that a command is asked to write: looked at before any work is spent on what goes into them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from app.errors import OperatorError
+
+
+def check_output(flag: str, path: Path | None) -> None:
+    """None is a flag that was not given.
+
+    Raises:
+        OperatorError: the folder of `path` is not there, or `path` is a folder itself.
+    """
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise OperatorError(f"{flag} {path}: there is no such folder")
+    if path.is_dir():
+        raise OperatorError(f"{flag} {path}: this is a folder")
