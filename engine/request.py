@@ -51,6 +51,8 @@ class Request:
     tenant: str = ""
     salt: bytes = b""
     """Starts the hash chain of the prompt's blocks: requests with different salts never share a block."""
+    output_token_ids: tuple[int, ...] = ()
+    """Output that is known already: the one choice goes on after it, as after a preemption."""
 
 
 class FinishReason(StrEnum):
@@ -136,7 +138,7 @@ class Sequence:
         self.index = index
         self.order = order
         """Place in the engine's order of arrival; a preempted sequence keeps it."""
-        self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_computed = 0
         self.num_committed = 0

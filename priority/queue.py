@@ -95,17 +95,17 @@ class LaneQueue:
             Refusal: a bound is reached, or the lane's promise cannot be kept.
         """
         with self._lock:
-            line = self._lanes[Lane(request.lane)]
-            self._now_us = max(self._now_us, microseconds(now))
-            account = line.account(request.tenant, self._weights.get(request.tenant, 1))
-            self._num_let_in += 1
-            promise_s = line.policy.ttft_s if isfinite(line.policy.ttft_s) else 0.0
-            deadline_us = microseconds(request.arrival_s + promise_s)
-            ticket = Ticket(request, account, num_cached, deadline_us, self._num_let_in)
+            line, ticket = self._ticket(request, now, num_cached)
             self._check_bounds(line, ticket, now)
             forecast = self._check_promise(line, ticket, now)
             self._enter(line, ticket, now)
             return forecast
+
+    def readmit(self, request: Request, now: float) -> None:
+        """Lets in a request that was let in before, by a process that is gone: no bound and no promise is asked again."""
+        with self._lock:
+            line, ticket = self._ticket(request, now, 0)
+            self._enter(line, ticket, now)
 
     def check_open(self, lane: Lane, tenant: str, now: float) -> None:
         """Refuses what `put` would refuse whatever the prompt, before any work is spent on it.
@@ -163,6 +163,14 @@ class LaneQueue:
                 for tenant, account in line.accounts.items():
                     charged[tenant] = charged.get(tenant, 0) + account.share.charged
             return charged
+
+    def set_weights(self, weights: Mapping[str, int]) -> None:
+        """From now on tenants have these weights, 1 where missing; what they were charged so far stays."""
+        with self._lock:
+            self._weights = dict(weights)
+            for line in self._lanes.values():
+                for tenant, account in line.accounts.items():
+                    account.share.weight = weights.get(tenant, 1)
 
     def step_model(self) -> dict[str, float]:
         """The fitted coefficients of the step time."""
@@ -243,6 +251,15 @@ class LaneQueue:
         return _yielding(running, request.lane)[:MAX_VICTIMS]
 
     # Letting in
+
+    def _ticket(self, request: Request, now: float, num_cached: int) -> tuple[LaneLine, Ticket]:
+        line = self._lanes[Lane(request.lane)]
+        self._now_us = max(self._now_us, microseconds(now))
+        account = line.account(request.tenant, self._weights.get(request.tenant, 1))
+        self._num_let_in += 1
+        promise_s = line.policy.ttft_s if isfinite(line.policy.ttft_s) else 0.0
+        deadline_us = microseconds(request.arrival_s + promise_s)
+        return line, Ticket(request, account, num_cached, deadline_us, self._num_let_in)
 
     def _check_bounds(self, line: LaneLine, ticket: Ticket, now: float) -> None:
         policy, account = line.policy, ticket.account

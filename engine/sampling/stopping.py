@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from functools import lru_cache
 
-from engine.request import FinishReason, SamplingParams, Sequence
+from engine.request import FinishReason, Request, SamplingParams, Sequence
 from engine.sampling.detokenizer import Detokenizer, make_detokenizer
 from engine.tokenizer import Tokenizer
 
@@ -118,12 +119,34 @@ class TextSink:
 
     def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:
         """Takes a sequence's newest token. An end-of-sequence or stop token has no text of its own."""
-        params = sequence.request.sampling
         stream = self._stream_of(sequence)
-        may_stop = sequence.num_output_tokens > params.min_tokens
-        if may_stop and self._ends(params, token_id):
+        return self._take(stream, sequence.request.sampling, token_id, sequence.num_output_tokens, is_last)
+
+    def replay(
+        self, request: Request, token_ids: Iterable[int], max_len: int
+    ) -> tuple[list[str], FinishReason | None]:
+        """The texts that these tokens of a request brought one by one, and why they ended, if they did.
+
+        Args:
+            max_len: prompt and output tokens that one sequence can have.
+        """
+        stream, params = self._new_stream(request), request.sampling
+        most = min(params.max_tokens, max_len - len(request.prompt_token_ids))
+        texts: list[str] = []
+        for number, token_id in enumerate(token_ids, 1):
+            text, reason = self._take(stream, params, token_id, number, number >= most)
+            texts.append(text)
+            if reason is not None:
+                return texts, reason
+        return texts, None
+
+    def _take(
+        self, stream: TextStream, params: SamplingParams, token_id: int, number: int, is_last: bool
+    ) -> tuple[str, FinishReason | None]:
+        """The `number`-th output token, counted from 1."""
+        if number > params.min_tokens and self._ends(params, token_id):
             return stream.flush(), FinishReason.STOP
-        text = stream.push(token_id, may_stop=sequence.num_output_tokens >= params.min_tokens)
+        text = stream.push(token_id, may_stop=number >= params.min_tokens)
         if is_last and not stream.stopped:
             text += stream.flush()
             return text, FinishReason.STOP if stream.stopped else FinishReason.LENGTH
@@ -131,9 +154,14 @@ class TextSink:
 
     def _stream_of(self, sequence: Sequence) -> TextStream:
         if sequence.text is None:
-            sequence.text = TextStream(make_detokenizer(self._tokenizer), sequence.request.sampling.stop)
+            sequence.text = stream = self._new_stream(sequence.request)
+            for number, token_id in enumerate(sequence.request.output_token_ids, 1):
+                self._take(stream, sequence.request.sampling, token_id, number, is_last=False)
         assert isinstance(sequence.text, TextStream)
         return sequence.text
+
+    def _new_stream(self, request: Request) -> TextStream:
+        return TextStream(make_detokenizer(self._tokenizer), request.sampling.stop)
 
     def _ends(self, params: SamplingParams, token_id: int) -> bool:
         return token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos)

@@ -266,3 +266,28 @@ def test_every_request_leaves_exactly_once_and_bounds_hold(steps: list[tuple[str
         check_books(queue)
     left.extend(take_all(queue))
     assert sorted(left) == sorted(let_in)
+
+
+def served(queue: LaneQueue, number: int) -> list[str]:
+    """Whose turn it was, of two tenants that always have something waiting."""
+    turns = []
+    for _ in range(number):
+        request = take(queue)
+        assert request is not None
+        turns.append(request.tenant)
+        serve(queue, request)
+        queue.put(replace(request, request_id=f"{request.request_id}+"), 0.0)
+    return turns
+
+
+def test_new_weights_hold_for_those_who_are_here_and_those_who_come() -> None:
+    queue = make_roomy_queue()
+    queue.set_weights({"a": 3})
+    for name in ("a0", "a1", "b0", "b1"):
+        queue.put(ask(name, 4_000, tenant=name[0]), 0.0)
+    assert served(queue, 400).count("a") == pytest.approx(300, abs=4)
+    charged = queue.tenants()
+    queue.set_weights({"b": 3})
+    assert queue.tenants() == charged
+    assert served(queue, 400).count("a") == pytest.approx(100, abs=4)
+    check_books(queue)
