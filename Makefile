@@ -15,9 +15,9 @@ check:     ## ruff, mypy --strict, import-linter
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-test:      ## all tests, with a real browser
+test:      ## all tests, with a real browser and a real Redis
 	@.ci/setup check test
-	@.ci/browser
+	@.ci/tools
 	.venv/bin/pytest $(ARGS)
 
 loadtest:  ## one minute of mixed traffic against a server it starts; fails on any failed request

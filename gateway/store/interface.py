@@ -6,9 +6,10 @@ wait for at most `MAX_WAIT_S`. Times to live are in seconds; ids are text that t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
 
 MAX_WAIT_S = 0.1
 """No call takes longer, whatever state Redis is in."""
@@ -81,7 +82,7 @@ class Grant:
     refused: str | None
     """"requests", "tokens" or "streams": the bound that is reached; then nothing was reserved."""
     retry_after_s: float
-    """When it is worth asking again; 0 unless refused."""
+    """When it is worth asking again; 0 unless refused, infinite if it asks for more than ever fits."""
     requests: Allotment | None
     tokens: Allotment | None
 
@@ -104,13 +105,43 @@ class PrefixChange:
     resident: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """What the operator sees of a store. All that is counted begins at 0 with the process."""
+
+    state: Literal["ok", "gone"] = "ok"
+    """"gone" while Redis does not answer, and memory stands in for it."""
+    breaker: Literal["closed", "open", "half_open"] = "closed"
+    num_calls: int = 0
+    """To Redis, those that failed included."""
+    failures: Mapping[str, int] = field(default_factory=dict)
+    """Calls that failed, by kind: "timeout", "pool", "refused", "connection", "response"."""
+    num_rejected: int = 0
+    """Calls that were not tried, because Redis was known to be gone."""
+    num_dirty: int = 0
+    """Records, deletions and releases that Redis does not know of yet."""
+    num_dropped: int = 0
+    """Of those, how many it will never know of: there were too many."""
+    num_corrupt: int = 0
+    """Values in Redis that were not what was written there."""
+    num_records: int = 0
+    num_bytes: int = 0
+    """In this process's memory."""
+
+
 class Store(Protocol):
     """What the gateway keeps. Every method may be called at any time; those that read may raise StoreUnavailable."""
 
-    durable: bool
-    """True if what is written here is still there after a restart."""
-    num_losses: int
-    """Grows when what was written may be lost: who can writes it again."""
+    @property
+    def durable(self) -> bool:
+        """True if what is written here is still there after a restart."""
+
+    @property
+    def num_losses(self) -> int:
+        """Grows when what was written may be lost: who can writes it again."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """While this is entered, what was put is carried out; when it is left, all of it is done."""
 
     # Records: whatever was put last, forgotten `ttl_s` after it was put or read
 
@@ -137,7 +168,7 @@ class Store(Protocol):
 
     async def delete_journals(self, stream_ids: Sequence[str]) -> None: ...
 
-    async def claim_orphans(self) -> list[str]:
+    async def claim_orphans(self) -> Sequence[str]:
         """Ids of streams that have no end and whose process is gone; from now on they are this one's."""
 
     # Quotas
@@ -161,13 +192,15 @@ class Store(Protocol):
     async def locate(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """How many of the chain's first blocks each living replica holds; those that hold none are left out."""
 
-    async def hottest(self, limit: int) -> list[PrefixChange]:
+    async def hottest(self, limit: int) -> Sequence[PrefixChange]:
         """Blocks of the prefixes that were used most and last, parents before children, whoever held them."""
 
     # This process among others
 
     async def beat(self) -> None:
-        """This process lives; to be called every `HEARTBEAT_S`."""
+        """This process lives; to be called every `HEARTBEAT_S`, which `running` does."""
+
+    def stats(self) -> StoreStats: ...
 
 
 HEARTBEAT_S = 2.0

@@ -1,0 +1,244 @@
+"""The connection to Redis: never in the way. Every call is bounded, and while Redis is gone none is tried."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha1
+from typing import Any, TypeAlias, cast
+
+from redis.asyncio import BlockingConnectionPool
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from gateway.store.breaker import Breaker
+from gateway.store.interface import MAX_WAIT_S, StoreUnavailable
+
+MAX_COMMANDS = 100
+"""That are sent in one go."""
+MAX_CONNECTIONS = 8
+POOL_WAIT_S = 0.05
+WORK_S = 0.08
+"""What a call may use of `MAX_WAIT_S`; the rest is for ending it."""
+
+Argument: TypeAlias = str | bytes | int | float
+log = logging.getLogger("penstock.store")
+
+
+class WrongType(Exception):
+    """A key holds another kind of value than was ever written there."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What Redis does in one go, in Lua."""
+
+    text: str
+    sha: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sha", sha1(self.text.encode(), usedforsecurity=False).hexdigest())
+
+
+class Command:
+    """One command, or a call of a script, which is sent as a whole only if Redis does not have it."""
+
+    __slots__ = ("arguments", "script")
+
+    def __init__(self, *arguments: Argument, script: Script | None = None) -> None:
+        self.arguments = arguments
+        self.script = script
+
+    @classmethod
+    def of(cls, script: Script, keys: Sequence[str], *arguments: Argument) -> Command:
+        return cls(len(keys), *keys, *arguments, script=script)
+
+    def packed(self, *, whole: bool) -> tuple[Argument, ...]:
+        if self.script is None:
+            return self.arguments
+        if whole:
+            return ("EVAL", self.script.text, *self.arguments)
+        return ("EVALSHA", self.script.sha, *self.arguments)
+
+
+class Link:
+    """Redis at a URL."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        client_name: str,
+        clock: Callable[[], float] = time.monotonic,
+        breaker: Breaker | None = None,
+    ) -> None:
+        """Raises ValueError if the URL is none."""
+        self.num_losses = 0
+        self.num_calls = 0
+        self.num_rejected = 0
+        self.failures: Counter[str] = Counter()
+        self.breaker = breaker or Breaker()
+        self._clock = clock
+        self._num_successes = 0
+        self._run_id: bytes | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._pool = BlockingConnectionPool.from_url(
+            url,
+            max_connections=MAX_CONNECTIONS,
+            timeout=POOL_WAIT_S,
+            client_name=client_name,
+        )
+        # Not above: there, what the URL says would win.
+        self._pool.connection_kwargs.update(
+            protocol=2,
+            decode_responses=False,
+            socket_timeout=WORK_S,
+            socket_connect_timeout=WORK_S,
+            retry=Retry(NoBackoff(), 0),
+            redis_connect_func=self._on_connect,
+        )
+
+    async def one(self, command: Command) -> Any:
+        """What Redis answers: bytes, int, None or a list of these.
+
+        Raises:
+            StoreUnavailable: Redis did not answer in time, refused the command, or is known to be gone.
+            WrongType: a key holds another kind of value.
+        """
+        return (await self.all([command]))[0]
+
+    async def all(self, commands: Sequence[Command]) -> list[Any]:
+        """The answers to all of them, in pieces of `MAX_COMMANDS`; raises like `one`, then some may be done."""
+        if not self.breaker.may_call(self._clock()):
+            self.num_rejected += 1
+            raise StoreUnavailable("Redis is gone")
+        self.num_calls += 1
+        # A task of its own: who asked may be cancelled, or may no longer wait, and the connection is none the worse.
+        task = asyncio.create_task(self._judged(commands))
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        await asyncio.wait([task], timeout=MAX_WAIT_S)
+        if not task.done() or task.cancelled():
+            raise StoreUnavailable("Redis did not answer in time")
+        return task.result()
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+    async def _judged(self, commands: Sequence[Command]) -> list[Any]:
+        """The answers; whatever comes of it, the breaker hears of it once."""
+        num_successes = self._num_successes
+        try:
+            async with asyncio.timeout(WORK_S):
+                answers = await self._ask_in_pieces(commands)
+        except WrongType:
+            self._succeeded()
+            raise
+        except (RedisError, OSError, TimeoutError) as error:
+            self._failed(error, is_news=num_successes == self._num_successes)
+            raise StoreUnavailable(f"Redis: {_kind(error)}") from error
+        except BaseException:
+            self.breaker.abandoned(self._clock())
+            raise
+        self._succeeded()
+        return answers
+
+    async def _ask_in_pieces(self, commands: Sequence[Command]) -> list[Any]:
+        answers: list[Any] = []
+        for start in range(0, len(commands), MAX_COMMANDS):
+            answers += await self._ask(commands[start : start + MAX_COMMANDS])
+        return answers
+
+    async def _ask(self, commands: Sequence[Command]) -> list[Any]:
+        connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+        try:
+            answers = await _exchange(connection, [command.packed(whole=False) for command in commands])
+            unknown = [i for i, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+            if unknown:
+                again = await _exchange(connection, [commands[i].packed(whole=True) for i in unknown])
+                for i, answer in zip(unknown, again, strict=True):
+                    answers[i] = answer
+        finally:
+            await asyncio.shield(self._pool.release(connection))
+        errors = [answer for answer in answers if isinstance(answer, ResponseError)]
+        for error in errors:
+            if "WRONGTYPE" not in str(error):
+                raise error
+        if errors:
+            raise WrongType
+        return answers
+
+    async def _on_connect(self, connection: AbstractConnection) -> None:
+        """A Redis that is another process than before may have lost what the last one had."""
+        await connection.on_connect()
+        (info,) = await _exchange(connection, [("INFO", "server")])
+        lines = info.splitlines() if isinstance(info, bytes) else []
+        run_id = next((line for line in lines if line.startswith(b"run_id:")), None)
+        if self._run_id is not None and run_id != self._run_id:
+            self.num_losses += 1
+        self._run_id = run_id or b"unknown"
+
+    def _succeeded(self) -> None:
+        self._num_successes += 1
+        if self.breaker.state != "closed":
+            log.warning("Redis is back")
+        self.breaker.succeeded()
+
+    def _failed(self, error: BaseException, *, is_news: bool) -> None:
+        """No news if another call succeeded since this one was asked: there was too much to do at a time.
+
+        Nor is a connection that did not become free: those that hold one say how it stands with Redis.
+        """
+        kind = _kind(error)
+        self.failures[kind] += 1
+        if not is_news or kind == "pool":
+            self.breaker.abandoned(self._clock())
+            return
+        was_closed = self.breaker.state == "closed"
+        self.breaker.failed(self._clock(), refused=kind == "refused")
+        if was_closed and self.breaker.state == "open":
+            log.warning("Redis is gone (%s): memory stands in for it", kind)
+
+    async def aclose(self) -> None:
+        """Ends what is under way and closes all connections."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._pool.disconnect()
+
+
+async def _exchange(connection: AbstractConnection, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:
+    """Sends all of them at once; a command that Redis refused has its error among the answers."""
+    await connection.send_packed_command(connection.pack_commands(commands))
+    return [await _answer(connection) for _ in commands]
+
+
+async def _answer(connection: AbstractConnection) -> Any:
+    try:
+        return await cast(Awaitable[Any], connection.read_response())
+    except ResponseError as error:
+        return error
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, ResponseError):
+        return "response"
+    if str(error) == "No connection available.":
+        return "pool"
+    if isinstance(error, (TimeoutError, RedisTimeoutError)):
+        return "timeout"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (ConnectionRefusedError, FileNotFoundError)):
+            return "refused"
+        cause = cause.__cause__ or cause.__context__
+    return "connection"

@@ -1,0 +1,451 @@
+"""The interface on Redis. What is kept under which key is in the README beside this file."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from hashlib import blake2b
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote
+
+import anyio.to_thread
+
+from gateway.limits import OFF_LOOP_BYTES
+from gateway.store import scripts
+from gateway.store.interface import (
+    ALIVE_S,
+    LEASE_S,
+    MAX_WAIT_S,
+    Grant,
+    Journal,
+    JournalChange,
+    Key,
+    PrefixChange,
+    Quota,
+    StoreStats,
+    StoreUnavailable,
+)
+from gateway.store.link import MAX_COMMANDS, Argument, Command, Link, Script, WrongType, log
+from gateway.store.packing import (
+    Corrupt,
+    pack,
+    pack_prefix,
+    pack_tokens,
+    unpack,
+    unpack_prefix,
+    unpack_tokens,
+)
+from gateway.store.prefixes import complete_chains, hotness
+from gateway.store.quotas import SECOND_US, cost_us, granted, judge
+
+MAX_LISTED = 10_000
+"""Ids of one tenant and kind that `list` knows of."""
+MAX_CLAIMED = 1000
+MAX_PREFIXES = 100_000
+PREFIX_TTL_S = 24 * 3600.0
+RESIDENT_TTL_S = 60.0
+"""For so long what a replica held is remembered after it was heard of last."""
+
+TYPES = {
+    "record": "string",
+    "records": "zset",
+    "journal": "hash",
+    "tokens": "string",
+    "unfinished": "zset",
+    "used": "string",
+    "leases": "zset",
+    "prefix": "string",
+    "hot": "zset",
+    "resident": "zset",
+    "replicas": "zset",
+    "since": "string",
+}
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class RedisStore:
+    """The interface on Redis alone: every method raises StoreUnavailable while it does not answer."""
+
+    durable = True
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        namespace: str,
+        replica: str,
+        clock: Callable[[], float] | None = None,
+        link: Link | None = None,
+    ) -> None:
+        """`replica` is this server's name, the same after a restart; two that run at a time have two names.
+
+        `clock` stands in for Redis's own time in tests. Raises ValueError if the URL is none.
+        """
+        self.link = link or Link(url, client_name=f"penstock-{quote(replica, safe='.:')}")
+        self.num_corrupt = 0
+        self._clock = clock
+        self._prefix = f"penstock:{{{quote(namespace, safe='')}}}:"
+        self._name = quote(replica, safe="") + ":"
+        self._owner = self._name + os.urandom(8).hex()
+        self._has_beaten = False
+        self._num_forgotten = 0
+        self._num_losses_at_beat = 0
+
+    @property
+    def num_losses(self) -> int:
+        return self.link.num_losses + self._num_forgotten
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Takes leave and closes the connections at its end; who uses this store alone calls `beat`."""
+        try:
+            yield
+        finally:
+            with suppress(StoreUnavailable):
+                await self._leave()
+            await self.link.aclose()
+
+    def stats(self) -> StoreStats:
+        return StoreStats(
+            state="ok" if self.link.breaker.state == "closed" else "gone",
+            breaker=self.link.breaker.state,
+            num_calls=self.link.num_calls,
+            failures=dict(self.link.failures),
+            num_rejected=self.link.num_rejected,
+            num_corrupt=self.num_corrupt,
+        )
+
+    # Records
+
+    async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
+        if ttl_s is None:
+            command = Command("GET", self._record(key))
+        else:
+            command = self._call(scripts.GET_AND_KEEP, self._keys_of(key), _ms(ttl_s))
+        return await self._value(key, await self._one(command, *self._keys_of(key)))
+
+    async def put(self, key: Key, value: bytes, ttl_s: float) -> None:
+        await self.put_all([(key, value, ttl_s)])
+
+    async def put_all(self, records: Sequence[tuple[Key, bytes, float]], *, only_new: bool = False) -> None:
+        """Records with their times to live; with `only_new`, one that is there already stays as it is."""
+        values = [value for _, value, _ in records]
+        packed = await _off_loop(sum(map(len, values)), _pack_all, values)
+        commands = [
+            self._put(key, value, ttl_s, only_new)
+            for (key, _, ttl_s), value in zip(records, packed, strict=True)
+            if ttl_s > 0
+        ]
+        keys = {name: None for key, _, _ in records for name in self._keys_of(key)}
+        await self._all(commands, *keys)
+
+    async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
+        packed = await _off_loop(len(value), pack, value)
+        command = self._put(key, packed, ttl_s, True)
+        there = await self._value(key, found := await self._one(command, *self._keys_of(key)))
+        if found is not None and there is None:
+            await self._one(command, *self._keys_of(key))
+        return there
+
+    async def delete(self, key: Key) -> bool:
+        return await self.delete_all([key]) > 0
+
+    async def delete_all(self, keys: Sequence[Key]) -> int:
+        """How many there were."""
+        commands = []
+        for key in keys:
+            record, index = self._keys_of(key)
+            commands += [Command("UNLINK", record), Command("ZREM", index, key.id)]
+        answers = await self._all(commands, *(self._keys_of(key)[1] for key in keys))
+        return sum(answers[::2])
+
+    async def list(self, kind: str, tenant: str, limit: int) -> builtins.list[str]:
+        index = self._index(kind, tenant)
+        ids = await self._one(
+            self._call(scripts.LIST, [index], min(limit, MAX_LISTED), self._record(Key(kind, tenant, ""))),
+            index,
+        )
+        return [id_.decode(errors="replace") for id_ in ids]
+
+    def _put(self, key: Key, packed: bytes, ttl_s: float, only_new: bool) -> Command:
+        first = self._record(key._replace(id=""))
+        arguments = (packed, _ms(ttl_s), key.id, int(only_new), first, MAX_LISTED)
+        return self._call(scripts.PUT, self._keys_of(key), *arguments)
+
+    async def _value(self, key: Key, packed: bytes | None) -> bytes | None:
+        if packed is None:
+            return None
+        try:
+            return await _off_loop(len(packed), unpack, packed)
+        except Corrupt:
+            self._note_corrupt(key.kind, key.id)
+            await self.delete(key)
+            return None
+
+    # Journals of streams
+
+    async def write_journals(self, changes: Sequence[JournalChange]) -> None:
+        await self._ensure_beat()
+        keys = [name for change in changes for name in self._journal_keys(change.stream_id)]
+        await self._all([self._write_journal(change) for change in changes], *keys, self._key("unfinished"))
+
+    def _write_journal(self, change: JournalChange) -> Command:
+        return self._call(
+            scripts.WRITE_JOURNAL,
+            [*self._journal_keys(change.stream_id), self._key("unfinished")],
+            self._owner,
+            b"" if change.header is None else pack(change.header),
+            change.offset,
+            pack_tokens(change.token_ids),
+            _ms(change.ttl_s),
+            b"" if change.end is None else pack(change.end),
+            change.stream_id,
+        )
+
+    async def read_journal(self, stream_id: str) -> Journal | None:
+        keys = self._journal_keys(stream_id)
+        header, end, count, tokens = await self._one(self._call(scripts.READ_JOURNAL, keys), *keys)
+        if header is None:
+            return None
+        try:
+            token_ids = unpack_tokens(tokens or b"")
+            if count != b"%d" % len(token_ids):
+                raise Corrupt
+            return Journal(stream_id, unpack(header), token_ids, None if end is None else unpack(end))
+        except Corrupt:
+            self._note_corrupt("journal", stream_id)
+            await self.delete_journals([stream_id])
+            return None
+
+    async def delete_journals(self, stream_ids: Sequence[str]) -> None:
+        unfinished = self._key("unfinished")
+        commands = []
+        for stream_id in stream_ids:
+            commands.append(Command("UNLINK", *self._journal_keys(stream_id)))
+            commands.append(Command("ZREM", unfinished, stream_id))
+        await self._all(commands, unfinished)
+
+    async def claim_orphans(self) -> Sequence[str]:
+        await self._ensure_beat()
+        keys = [self._key("unfinished"), self._key("replicas"), self._key("since")]
+        alive_us = int(ALIVE_S * SECOND_US)
+        arguments = (self._owner, self._name, alive_us, self._key("journal", ""), MAX_CLAIMED)
+        claimed = await self._one(self._call(scripts.CLAIM_ORPHANS, keys, *arguments), *keys)
+        return [stream_id.decode(errors="replace") for stream_id in claimed]
+
+    def _journal_keys(self, stream_id: str) -> tuple[str, str]:
+        return self._key("journal", stream_id), self._key("tokens", stream_id)
+
+    # Quotas
+
+    async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
+        keys = self._quota_keys(tenant)
+        command = self._call(
+            scripts.RESERVE,
+            keys,
+            _cost(1, quota.requests_per_minute),
+            _cost(num_tokens, quota.tokens_per_minute),
+            "" if quota.max_streams is None else quota.max_streams,
+            lease_id,
+            int(LEASE_S * SECOND_US),
+        )
+        fits, num_streams, requests_us, tokens_us, corrupt = await self._one(command, *keys)
+        if corrupt:
+            self._note_corrupt("quota", tenant)
+        if fits:
+            return granted(quota, requests_us, tokens_us)
+        return judge(quota, num_tokens, num_streams, requests_us, tokens_us)
+
+    async def settle(self, tenant: str, quota: Quota, num_tokens: int) -> None:
+        if quota.tokens_per_minute is None or num_tokens == 0:
+            return
+        key = self._quota_keys(tenant)[1]
+        cost = cost_us(num_tokens, quota.tokens_per_minute)
+        if await self._one(self._call(scripts.SETTLE, [key], cost), key):
+            self._note_corrupt("quota", tenant)
+
+    async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
+        ids: dict[str, list[str]] = {}
+        for tenant, lease_id in leases:
+            ids.setdefault(self._quota_keys(tenant)[2], []).append(lease_id)
+        lease_us = int(LEASE_S * SECOND_US)
+        commands = [self._call(scripts.RENEW, [key], lease_us, *held) for key, held in ids.items()]
+        await self._all(commands, *ids)
+
+    async def release(self, tenant: str, lease_id: str) -> None:
+        await self.release_all([(tenant, lease_id)])
+
+    async def release_all(self, leases: Sequence[tuple[str, str]]) -> None:
+        keys = {lease: self._quota_keys(lease[0])[2] for lease in leases}
+        await self._all(
+            [Command("ZREM", key, lease_id) for (_, lease_id), key in keys.items()], *keys.values()
+        )
+
+    def _quota_keys(self, tenant: str) -> tuple[str, str, str]:
+        hashed = _hashed(tenant)
+        used = self._key("used", hashed)
+        return f"{used}:requests", f"{used}:tokens", self._key("leases", hashed)
+
+    # Prefixes
+
+    async def write_prefixes(self, changes: Sequence[PrefixChange]) -> None:
+        await self._ensure_beat()
+        keys = [self._key("hot"), self._key("resident", self._owner)]
+        bounds = (self._key("prefix", ""), MAX_PREFIXES, _ms(PREFIX_TTL_S), _ms(RESIDENT_TTL_S))
+        commands = []
+        for start in range(0, len(changes), MAX_COMMANDS):
+            arguments: list[Argument] = []
+            for change in changes[start : start + MAX_COMMANDS]:
+                value = pack_prefix(change) if change.resident else b""
+                arguments += [change.hash.hex(), change.last_used_s, hotness(change), value]
+            commands.append(self._call(scripts.WRITE_PREFIXES, keys, *bounds, *arguments))
+        await self._all(commands, *keys)
+
+    async def locate(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        key = self._key("replicas")
+        bounds = (int(ALIVE_S * SECOND_US), self._key("resident", ""))
+        commands = []
+        for start in range(0, len(hashes), MAX_COMMANDS):
+            names = [block_hash.hex() for block_hash in hashes[start : start + MAX_COMMANDS]]
+            commands.append(self._call(scripts.LOCATE, [key], *bounds, *names))
+        held: dict[bytes, int] = {}
+        for i, answer in enumerate(await self._all(commands, key)):
+            for owner, count in zip(answer[::2], answer[1::2], strict=True):
+                if held.get(owner, 0) == i * MAX_COMMANDS:
+                    held[owner] = held.get(owner, 0) + count
+        return {_name_of(owner): count for owner, count in held.items() if count}
+
+    async def hottest(self, limit: int) -> Sequence[PrefixChange]:
+        """Fewer than there are, if there is no time for more."""
+        deadline_s = time.monotonic() + MAX_WAIT_S / 2
+        hot = self._key("hot")
+        names = await self._one(Command("ZREVRANGE", hot, 0, max(0, 2 * limit - 1)), hot)
+        found: builtins.list[PrefixChange] = []
+        for start in range(0, len(names), MAX_COMMANDS):
+            if time.monotonic() > deadline_s:
+                break
+            found += await self._prefixes(names[start : start + MAX_COMMANDS])
+        return complete_chains(found, limit)
+
+    async def _prefixes(self, names: Sequence[bytes]) -> builtins.list[PrefixChange]:
+        """What is written of them; those that nothing is written of, or nothing right, are no longer hot."""
+        keys = [self._key("prefix", name.decode(errors="replace")) for name in names]
+        found, wrong, gone = [], [], []
+        for name, key, packed in zip(names, keys, await self._one(Command("MGET", *keys)), strict=True):
+            try:
+                if packed is None:
+                    gone.append(name)
+                else:
+                    found.append(unpack_prefix(bytes.fromhex(name.decode()), packed))
+            except (Corrupt, ValueError):
+                self._note_corrupt("prefix", name.decode(errors="replace"))
+                wrong.append(key)
+                gone.append(name)
+        if gone:
+            unlink = [Command("UNLINK", *wrong)] if wrong else []
+            await self._all([Command("ZREM", self._key("hot"), *gone), *unlink])
+        return found
+
+    # This process among others
+
+    async def beat(self) -> None:
+        keys = [self._key("replicas"), self._key("since"), self._key("resident", self._owner)]
+        first = not self._has_beaten
+        arguments = (self._owner, self._name, int(ALIVE_S * SECOND_US), int(first), _ms(RESIDENT_TTL_S))
+        answer = await self._one(self._call(scripts.BEAT, keys, *arguments), *keys)
+        self._has_beaten = True
+        if answer == b"new" and not first and self.link.num_losses == self._num_losses_at_beat:
+            self._num_forgotten += 1
+        self._num_losses_at_beat = self.link.num_losses
+
+    async def _leave(self) -> None:
+        """This process is gone, and nobody needs to wait to find out."""
+        replicas = self._key("replicas")
+        gone = [Command("ZREM", replicas, self._owner), Command("UNLINK", self._key("resident", self._owner))]
+        await self._all(gone, replicas)
+
+    async def _ensure_beat(self) -> None:
+        """What is written by a process that nobody heard of is an orphan at once."""
+        if not self._has_beaten:
+            await self.beat()
+
+    # Keys and calls
+
+    def _key(self, section: str, *rest: str) -> str:
+        return self._prefix + ":".join((section, *rest))
+
+    def _record(self, key: Key) -> str:
+        return self._key("record", quote(key.kind, safe=""), _hashed(key.tenant), key.id)
+
+    def _index(self, kind: str, tenant: str) -> str:
+        return self._key("records", quote(kind, safe=""), _hashed(tenant))
+
+    def _keys_of(self, key: Key) -> tuple[str, str]:
+        return self._record(key), self._index(key.kind, key.tenant)
+
+    def _call(self, script: Script, keys: Sequence[str], *arguments: Argument) -> Command:
+        now = "" if self._clock is None else int(self._clock() * SECOND_US)
+        return Command.of(script, keys, now, *arguments)
+
+    async def _one(self, command: Command, *keys: str) -> Any:
+        return (await self._all([command], *keys))[0]
+
+    async def _all(self, commands: Sequence[Command], *keys: str) -> builtins.list[Any]:
+        """The answers. If one of these keys holds another kind of value, it is dropped, and all is done again."""
+        if not commands:
+            return []
+        with suppress(WrongType):
+            return await self.link.all(commands)
+        try:
+            await self._drop_wrong_types(keys)
+            return await self.link.all(commands)
+        except WrongType:
+            raise StoreUnavailable("a key in Redis holds another kind of value") from None
+
+    async def _drop_wrong_types(self, keys: Sequence[str]) -> None:
+        kinds = await self.link.all([Command("TYPE", key) for key in keys])
+        for key, kind in zip(keys, kinds, strict=True):
+            section = key.removeprefix(self._prefix).partition(":")[0]
+            if kind.decode() not in (TYPES[section], "none"):
+                self._note_corrupt(section, key)
+                await self.link.one(Command("UNLINK", key))
+
+    def _note_corrupt(self, what: str, name: str) -> None:
+        self.num_corrupt += 1
+        log.warning("a %s in Redis is not what was written there, and dropped: %r", what, name)
+
+
+def _pack_all(values: Sequence[bytes]) -> list[bytes]:
+    return [pack(value) for value in values]
+
+
+async def _off_loop(num_bytes: int, work: Callable[[A], R], argument: A) -> R:
+    """In a thread, if there is so much of it that it would hold every stream up."""
+    if num_bytes > OFF_LOOP_BYTES:
+        return await anyio.to_thread.run_sync(work, argument)
+    return work(argument)
+
+
+def _hashed(tenant: str) -> str:
+    """No two tenants have the same, and nobody reads a name out of it."""
+    return blake2b(tenant.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def _name_of(owner: bytes) -> str:
+    return unquote(owner.decode().rpartition(":")[0])
+
+
+def _cost(amount: int, limit: int | None) -> Argument:
+    if limit is None:
+        return ""
+    return "never" if amount > limit else cost_us(amount, limit)
+
+
+def _ms(seconds: float) -> int:
+    return max(1, math.ceil(seconds * 1000))

@@ -1,0 +1,274 @@
+"""What Redis does in one go. Every script takes the time in microseconds first, or nothing, then it is Redis's own.
+
+The keys of one namespace are in one slot, so a script may also touch keys that it makes from a prefix and an id.
+"""
+
+from __future__ import annotations
+
+from gateway.store.link import Script
+
+_NOW = """
+local now = tonumber(ARGV[1])
+if not now then
+    local time = redis.call('TIME')
+    now = time[1] * 1000000 + time[2]
+end
+local function keep(key, ttl_ms)
+    if redis.call('PTTL', key) < tonumber(ttl_ms) then redis.call('PEXPIRE', key, ttl_ms) end
+end
+"""
+
+PUT = Script(
+    _NOW
+    + """
+-- KEYS record, index  ARGV now, value, ttl_ms, id, only if there is none, prefix of records, most ids
+if ARGV[5] == '1' then
+    local there = redis.call('GET', KEYS[1])
+    if there then return there end
+end
+redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
+for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, 1)) do
+    if redis.call('EXISTS', ARGV[6] .. id) == 0 then redis.call('ZREM', KEYS[2], id) end
+end
+local last = tonumber(redis.call('ZREVRANGE', KEYS[2], 0, 0, 'WITHSCORES')[2] or '') or 0
+redis.call('ZADD', KEYS[2], math.max(now, last + 1), ARGV[4])
+redis.call('ZREMRANGEBYRANK', KEYS[2], 0, -1 - ARGV[7])
+keep(KEYS[2], ARGV[3])
+return false
+"""
+)
+
+GET_AND_KEEP = Script(
+    _NOW
+    + """
+-- KEYS record, index  ARGV now, ttl_ms
+local value = redis.call('GET', KEYS[1])
+if value then
+    redis.call('PEXPIRE', KEYS[1], ARGV[2])
+    keep(KEYS[2], ARGV[2])
+end
+return value
+"""
+)
+
+LIST = Script(
+    """
+-- KEYS index  ARGV (now), most ids, prefix of records
+local found, start = {}, 0
+local most = tonumber(ARGV[2])
+while #found < most do
+    local ids = redis.call('ZREVRANGE', KEYS[1], start, start + 99)
+    if #ids == 0 then break end
+    for _, id in ipairs(ids) do
+        if redis.call('EXISTS', ARGV[3] .. id) == 0 then
+            redis.call('ZREM', KEYS[1], id)
+        else
+            start = start + 1
+            if #found < most then found[#found + 1] = id end
+        end
+    end
+end
+return found
+"""
+)
+
+WRITE_JOURNAL = Script(
+    _NOW
+    + """
+-- KEYS journal, tokens, unfinished  ARGV now, owner, header, offset, tokens, ttl_ms, end, stream
+local known = redis.call('HMGET', KEYS[1], 'end', 'owner', 'count')
+local count = tonumber(known[3] or '') or 0
+if known[1] then return 'ended' end
+if not known[2] then
+    if ARGV[3] == '' then return 'missing' end
+    redis.call('UNLINK', KEYS[1], KEYS[2])
+    redis.call('HSET', KEYS[1], 'header', ARGV[3], 'owner', ARGV[2])
+    count = 0
+elseif known[2] ~= ARGV[2] then
+    return 'foreign'
+end
+local offset = tonumber(ARGV[4])
+if offset > count then return 'gap' end
+if #ARGV[5] > 0 then redis.call('SETRANGE', KEYS[2], offset * 4, ARGV[5]) end
+redis.call('HSET', KEYS[1], 'count', math.max(count, offset + #ARGV[5] / 4))
+redis.call('PEXPIRE', KEYS[1], ARGV[6])
+redis.call('PEXPIRE', KEYS[2], ARGV[6])
+if ARGV[7] == '' then
+    redis.call('ZADD', KEYS[3], now + ARGV[6] * 1000, ARGV[8])
+    keep(KEYS[3], ARGV[6])
+else
+    redis.call('HSET', KEYS[1], 'end', ARGV[7])
+    redis.call('ZREM', KEYS[3], ARGV[8])
+end
+return 'written'
+"""
+)
+
+READ_JOURNAL = Script(
+    """
+-- KEYS journal, tokens
+local known = redis.call('HMGET', KEYS[1], 'header', 'end', 'count')
+local tokens = redis.pcall('GET', KEYS[2])
+return {known[1], known[2], known[3], type(tokens) == 'table' and 'corrupt' or tokens}
+"""
+)
+
+CLAIM_ORPHANS = Script(
+    _NOW
+    + """
+-- KEYS unfinished, replicas, since  ARGV now, owner, owner up to its epoch, alive_us, prefix of journals, most
+local alive_us = tonumber(ARGV[4])
+local function lives(owner)
+    local beat = tonumber(redis.call('ZSCORE', KEYS[2], owner) or '')
+    return beat and beat > now - alive_us
+end
+if not lives(ARGV[2]) then return {} end
+-- Soon after Redis lost its replicas, those that live may not have been heard of yet.
+local since = tonumber(redis.call('GET', KEYS[3]) or '')
+local too_early = not since or now - since < alive_us
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+local claimed = {}
+for _, stream in ipairs(redis.call('ZRANGE', KEYS[1], 0, ARGV[6] - 1)) do
+    local owner = redis.pcall('HGET', ARGV[5] .. stream, 'owner')
+    if type(owner) ~= 'string' then
+        redis.call('ZREM', KEYS[1], stream)
+    elseif owner ~= ARGV[2] then
+        local same_name = string.sub(owner, 1, #ARGV[3]) == ARGV[3]
+        if same_name or not (too_early or lives(owner)) then
+            redis.call('HSET', ARGV[5] .. stream, 'owner', ARGV[2])
+            claimed[#claimed + 1] = stream
+        end
+    end
+end
+return claimed
+"""
+)
+
+BEAT = Script(
+    _NOW
+    + """
+-- KEYS replicas, since, resident  ARGV now, owner, owner up to its epoch, alive_us, first, ttl_ms of resident
+if redis.call('EXISTS', KEYS[1]) == 0 then redis.call('SET', KEYS[2], string.format('%.0f', now)) end
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[4])
+local known = redis.call('ZSCORE', KEYS[1], ARGV[2])
+for _, other in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
+    if other ~= ARGV[2] and string.sub(other, 1, #ARGV[3]) == ARGV[3] then
+        if ARGV[5] == '1' then redis.call('ZREM', KEYS[1], other) else return 'replaced' end
+    end
+end
+redis.call('ZADD', KEYS[1], now, ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[4] / 1000)
+redis.call('PEXPIRE', KEYS[2], ARGV[4] / 1000)
+redis.call('PEXPIRE', KEYS[3], ARGV[6])
+return known and 'known' or 'new'
+"""
+)
+
+_AHEAD = """
+local corrupt = 0
+local function ahead_of(key)
+    local text = redis.call('GET', key)
+    if not text then return 0 end
+    local tat = tonumber(text)
+    if tat and tat == tat and tat <= now + 24 * 3600 * 1000000 then return math.max(0, tat - now) end
+    corrupt = 1
+    redis.call('UNLINK', key)
+    return 0
+end
+local function save(key, ahead)
+    if ahead <= 0 then return redis.call('UNLINK', key) end
+    redis.call('SET', key, string.format('%.0f', now + ahead), 'PX', math.ceil(ahead / 1000) + 1000)
+end
+"""
+
+RESERVE = Script(
+    _NOW
+    + _AHEAD
+    + """
+-- KEYS requests, tokens, leases  ARGV now, cost of the request, of its tokens, most streams, lease, lease_us
+-- A cost is in microseconds, or empty if there is no bound, or 'never'. The answer has both times as they were
+-- before, if it is refused, and as they are now, if it is not.
+local ahead = {ahead_of(KEYS[1]), ahead_of(KEYS[2])}
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
+local streams = redis.call('ZCARD', KEYS[3])
+if redis.call('ZSCORE', KEYS[3], ARGV[5]) then streams = streams - 1 end
+local fits = ARGV[4] == '' or streams < tonumber(ARGV[4])
+for i = 1, 2 do
+    local cost = ARGV[1 + i]
+    if cost == 'never' or (cost ~= '' and ahead[i] + cost > 60000000) then fits = false end
+end
+if fits then
+    for i = 1, 2 do
+        if ARGV[1 + i] ~= '' then
+            ahead[i] = ahead[i] + ARGV[1 + i]
+            save(KEYS[i], ahead[i])
+        end
+    end
+    redis.call('ZADD', KEYS[3], now + ARGV[6], ARGV[5])
+    redis.call('PEXPIRE', KEYS[3], ARGV[6] / 1000)
+end
+return {fits and 1 or 0, streams, ahead[1], ahead[2], corrupt}
+"""
+)
+
+SETTLE = Script(
+    _NOW
+    + _AHEAD
+    + """
+-- KEYS tokens  ARGV now, cost
+save(KEYS[1], math.min(ahead_of(KEYS[1]) + ARGV[2], 24 * 3600 * 1000000))
+return corrupt
+"""
+)
+
+RENEW = Script(
+    _NOW
+    + """
+-- KEYS leases  ARGV now, lease_us, lease...
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
+for i = 3, #ARGV do redis.call('ZADD', KEYS[1], now + ARGV[2], ARGV[i]) end
+redis.call('PEXPIRE', KEYS[1], ARGV[2] / 1000)
+"""
+)
+
+WRITE_PREFIXES = Script(
+    """
+-- KEYS hot, resident  ARGV (now), prefix of prefixes, most, ttl_ms, ttl_ms of resident,
+--                          then each one's hash, last use, hotness and value, which is empty if it is gone
+for i = 6, #ARGV, 4 do
+    if ARGV[i + 3] == '' then
+        redis.call('ZREM', KEYS[2], ARGV[i])
+    else
+        redis.call('SET', ARGV[2] .. ARGV[i], ARGV[i + 3], 'PX', ARGV[4])
+        redis.call('ZADD', KEYS[1], ARGV[i + 2], ARGV[i])
+        redis.call('ZADD', KEYS[2], ARGV[i + 1], ARGV[i])
+    end
+end
+local excess = redis.call('ZCARD', KEYS[1]) - ARGV[3]
+if excess > 0 then
+    local popped = redis.call('ZPOPMIN', KEYS[1], excess)
+    for i = 1, #popped, 2 do redis.call('UNLINK', ARGV[2] .. popped[i]) end
+end
+redis.call('ZREMRANGEBYRANK', KEYS[2], 0, -1 - ARGV[3])
+redis.call('PEXPIRE', KEYS[1], ARGV[4])
+redis.call('PEXPIRE', KEYS[2], ARGV[5])
+"""
+)
+
+LOCATE = Script(
+    _NOW
+    + """
+-- KEYS replicas  ARGV now, alive_us, prefix of residents, hash...
+local answer = {}
+for _, owner in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. string.format('%.0f', now - ARGV[2]), '+inf')) do
+    local count = 0
+    for i = 4, #ARGV do
+        if type(redis.pcall('ZSCORE', ARGV[3] .. owner, ARGV[i])) ~= 'string' then break end
+        count = count + 1
+    end
+    answer[#answer + 1] = owner
+    answer[#answer + 1] = count
+end
+return answer
+"""
+)

@@ -1,0 +1,390 @@
+"""The store of a server with Redis: this process's memory in front of it, and in its place while it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+
+from gateway.store.interface import (
+    HEARTBEAT_S,
+    Grant,
+    Journal,
+    JournalChange,
+    Key,
+    PrefixChange,
+    Quota,
+    StoreStats,
+    StoreUnavailable,
+)
+from gateway.store.link import MAX_COMMANDS, log
+from gateway.store.memory import MAX_BYTES, MemoryStore
+from gateway.store.redis import RedisStore
+
+FLUSH_S = 0.03
+"""So long what was put waits for more that goes with it."""
+BATCH_BYTES = 1024 * 1024
+MAX_DIRTY = 10_000
+CLOSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What became of a record, for Redis to know."""
+
+    value: bytes | None
+    """None: it was deleted."""
+    expires_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.value or b"")
+
+
+class Backlog:
+    """What Redis does not know of yet: the newest of each key, the oldest first to go when there is too much."""
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._max_entries = max_entries
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[Key, Pending] = OrderedDict()
+        self._num_bytes = 0
+        self.num_dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Key) -> Pending | None:
+        return self._entries.get(key)
+
+    def put(self, key: Key, pending: Pending) -> None:
+        self._pop(key)
+        self._entries[key] = pending
+        self._num_bytes += pending.num_bytes
+        while len(self._entries) > self._max_entries or self._num_bytes > self._max_bytes:
+            self._pop(next(iter(self._entries)))
+            self.num_dropped += 1
+
+    def done(self, key: Key, pending: Pending) -> None:
+        """Redis knows; if something came after it, that is still to be done."""
+        if self._entries.get(key) is pending:
+            self._pop(key)
+
+    def postpone(self, key: Key) -> None:
+        """Others first: it may be this one that does not get through."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+
+    def of(self, kind: str, tenant: str) -> dict[str, Pending]:
+        """By id, the oldest first."""
+        return {
+            key.id: pending
+            for key, pending in self._entries.items()
+            if key.kind == kind and key.tenant == tenant
+        }
+
+    def batch(self) -> dict[Key, Pending]:
+        """The oldest, as many as go in one call; they stay here until they are done."""
+        batch: dict[Key, Pending] = {}
+        num_bytes = 0
+        for key, pending in self._entries.items():
+            num_bytes += pending.num_bytes
+            if batch and (len(batch) >= MAX_COMMANDS // 2 or num_bytes > BATCH_BYTES):
+                break
+            batch[key] = pending
+        return batch
+
+    def _pop(self, key: Key) -> None:
+        pending = self._entries.pop(key, None)
+        if pending is not None:
+            self._num_bytes -= pending.num_bytes
+
+
+class SharedStore:
+    """The interface on memory and Redis together.
+
+    Records are in both, and Redis hears of them soon after; what was read from it is remembered, too. Quotas are
+    counted in both, and Redis decides while it can. Journals and prefixes are in Redis alone.
+    """
+
+    durable = True
+
+    def __init__(
+        self,
+        local: MemoryStore,
+        remote: RedisStore,
+        *,
+        max_dirty: int = MAX_DIRTY,
+        max_dirty_bytes: int = MAX_BYTES,
+    ) -> None:
+        self.local = local
+        self.remote = remote
+        self._clock = local.clock
+        self._backlog = Backlog(max_dirty, max_dirty_bytes)
+        self._lost: dict[Key, None] = {}
+        """Records that Redis may have lost, to be put again where there are none."""
+        self._releases: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._num_losses_seen = remote.num_losses
+        self._work = asyncio.Event()
+        self._closing = asyncio.Event()
+
+    @property
+    def num_losses(self) -> int:
+        return self.remote.num_losses
+
+    def stats(self) -> StoreStats:
+        local = self.local.stats()
+        return replace(
+            self.remote.stats(),
+            num_dirty=len(self._backlog) + len(self._lost) + len(self._releases),
+            num_dropped=self._backlog.num_dropped,
+            num_records=local.num_records,
+            num_bytes=local.num_bytes,
+        )
+
+    # Records
+
+    async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
+        if self._is_known_better(key):
+            return await self._get_local(key, ttl_s)
+        try:
+            value = await self.remote.get(key, ttl_s)
+        except StoreUnavailable:
+            value = await self.local.get(key, ttl_s)
+            if value is None and not self._is_known_better(key):
+                raise
+            return value
+        self._notice_losses()
+        if self._is_known_better(key):
+            return await self._get_local(key, ttl_s)
+        await self._remember(key, value, ttl_s)
+        return value
+
+    def _is_known_better(self, key: Key) -> bool:
+        """Whether Redis does not have what is here."""
+        return self._backlog.get(key) is not None or key in self._lost
+
+    async def _get_local(self, key: Key, ttl_s: float | None) -> bytes | None:
+        value = await self.local.get(key, ttl_s)
+        pending = self._backlog.get(key)
+        if pending is None:
+            return value
+        if ttl_s is not None:
+            self._backlog.put(key, pending := replace(pending, expires_s=self._clock() + ttl_s))
+        return pending.value if pending.expires_s > self._clock() else None
+
+    async def _remember(self, key: Key, value: bytes | None, ttl_s: float | None) -> None:
+        """For when Redis is gone."""
+        if value is None:
+            await self.local.delete(key)
+        elif ttl_s is not None:
+            await self.local.put(key, value, ttl_s)
+        else:
+            self.local.records.replace(key, value, len(value))
+
+    async def put(self, key: Key, value: bytes, ttl_s: float) -> None:
+        await self.local.put(key, value, ttl_s)
+        self._later(key, Pending(value, self._clock() + ttl_s))
+
+    async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
+        if not self._is_known_better(key):
+            with suppress(StoreUnavailable):
+                there = await self.remote.add(key, value, ttl_s)
+                await self._remember(key, value if there is None else there, ttl_s)
+                return there
+        there = await self._get_local(key, None)
+        if there is None:
+            await self.put(key, value, ttl_s)
+        return there
+
+    async def delete(self, key: Key) -> bool:
+        """Raises StoreUnavailable if nobody knows whether there was one; it is deleted as soon as can be."""
+        pending = self._backlog.get(key)
+        there = await self.local.delete(key) or (pending is not None and pending.value is not None)
+        is_known = there or pending is not None
+        deleted = Pending(None, float("inf"))
+        self._later(key, deleted)
+        if is_known:
+            return there
+        there = await self.remote.delete(key)
+        self._backlog.done(key, deleted)
+        return there
+
+    async def list(self, kind: str, tenant: str, limit: int) -> list[str]:
+        pending = self._backlog.of(kind, tenant)
+        try:
+            ids = await self.remote.list(kind, tenant, limit + len(pending))
+        except StoreUnavailable:
+            return await self.local.list(kind, tenant, limit)
+        self._notice_losses()
+        if self._lost:
+            ids += await self.local.list(kind, tenant, limit)
+        newest = [id_ for id_ in reversed(pending) if pending[id_].value is not None]
+        return list(dict.fromkeys(newest + [id_ for id_ in ids if id_ not in pending]))[:limit]
+
+    def _later(self, key: Key, pending: Pending) -> None:
+        self._lost.pop(key, None)
+        self._backlog.put(key, pending)
+        self._work.set()
+
+    # Journals of streams
+
+    async def write_journals(self, changes: Sequence[JournalChange]) -> None:
+        await self.remote.write_journals(changes)
+
+    async def read_journal(self, stream_id: str) -> Journal | None:
+        return await self.remote.read_journal(stream_id)
+
+    async def delete_journals(self, stream_ids: Sequence[str]) -> None:
+        await self.remote.delete_journals(stream_ids)
+
+    async def claim_orphans(self) -> Sequence[str]:
+        return await self.remote.claim_orphans()
+
+    # Quotas
+
+    async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
+        try:
+            grant = await self.remote.reserve(tenant, quota, num_tokens, lease_id)
+        except StoreUnavailable:
+            return await self.local.reserve(tenant, quota, num_tokens, lease_id)
+        if grant.refused is None:
+            self.local.quotas.charge(tenant, quota, num_tokens, lease_id)
+        return grant
+
+    async def settle(self, tenant: str, quota: Quota, num_tokens: int) -> None:
+        await self.local.settle(tenant, quota, num_tokens)
+        with suppress(StoreUnavailable):
+            await self.remote.settle(tenant, quota, num_tokens)
+
+    async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
+        await self.local.renew(leases)
+        with suppress(StoreUnavailable):
+            await self.remote.renew(leases)
+
+    async def release(self, tenant: str, lease_id: str) -> None:
+        await self.local.release(tenant, lease_id)
+        try:
+            await self.remote.release(tenant, lease_id)
+        except StoreUnavailable:
+            self._releases[tenant, lease_id] = None
+            while len(self._releases) > MAX_DIRTY:
+                self._releases.popitem(last=False)
+            self._work.set()
+
+    # Prefixes
+
+    async def write_prefixes(self, changes: Sequence[PrefixChange]) -> None:
+        await self.remote.write_prefixes(changes)
+
+    async def locate(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        return await self.remote.locate(hashes)
+
+    async def hottest(self, limit: int) -> Sequence[PrefixChange]:
+        return await self.remote.hottest(limit)
+
+    # What it does by itself
+
+    async def beat(self) -> None:
+        await self.remote.beat()
+        self._notice_losses()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Writes behind and beats; at the end what is left is written, if that can be done within `CLOSE_S`."""
+        self._closing.clear()
+        async with self.remote.running():
+            with suppress(StoreUnavailable):
+                await self.beat()
+            tasks = [asyncio.create_task(self._flush_always()), asyncio.create_task(self._beat_always())]
+            try:
+                yield
+            finally:
+                self._closing.set()
+                self._work.set()
+                await asyncio.gather(*tasks)
+                with suppress(StoreUnavailable, TimeoutError):
+                    async with asyncio.timeout(CLOSE_S):
+                        await self.flush()
+
+    async def _flush_always(self) -> None:
+        while not self._closing.is_set():
+            await self._work.wait()
+            await self._pause(FLUSH_S)
+            self._work.clear()
+            try:
+                await self.flush()
+            except StoreUnavailable:
+                self._work.set()
+            except Exception:
+                log.exception("writing to Redis failed")
+                self._work.set()
+
+    async def _beat_always(self) -> None:
+        while not self._closing.is_set():
+            await self._pause(HEARTBEAT_S)
+            try:
+                await self.beat()
+            except StoreUnavailable:
+                continue
+            except Exception:
+                log.exception("the heartbeat failed")
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._closing.wait()
+
+    async def flush(self) -> None:
+        """Tells Redis all that it does not know. Raises StoreUnavailable; what is left then stays to be told."""
+        self._notice_losses()
+        while batch := self._backlog.batch():
+            await self._write(batch)
+        while self._lost:
+            await self._put_again(list(self._lost)[:MAX_COMMANDS])
+        while leases := list(self._releases)[:MAX_COMMANDS]:
+            await self.remote.release_all(leases)
+            for lease in leases:
+                self._releases.pop(lease, None)
+
+    async def _write(self, batch: dict[Key, Pending]) -> None:
+        now_s = self._clock()
+        records = [
+            (key, pending.value, pending.expires_s - now_s)
+            for key, pending in batch.items()
+            if pending.value is not None
+        ]
+        try:
+            await self.remote.put_all(records)
+            await self.remote.delete_all([key for key, pending in batch.items() if pending.value is None])
+        except StoreUnavailable:
+            for key in batch:
+                self._backlog.postpone(key)
+            raise
+        for key, pending in batch.items():
+            self._backlog.done(key, pending)
+
+    def _notice_losses(self) -> None:
+        """Redis may have lost what it had: it gets back what is here, unless another replica put it meanwhile."""
+        if self._num_losses_seen == self.remote.num_losses:
+            return
+        self._num_losses_seen = self.remote.num_losses
+        kept = sorted(self.local.records.items(), key=lambda item: item[1].put_number)
+        self._lost = {key: None for key, _ in kept if self._backlog.get(key) is None}
+        self._work.set()
+
+    async def _put_again(self, keys: Sequence[Key]) -> None:
+        now_s = self._clock()
+        records: list[tuple[Key, bytes, float]] = []
+        num_bytes = 0
+        for key in keys:
+            entry = self.local.records.peek(key)
+            num_bytes += entry.num_bytes if entry else 0
+            if records and num_bytes > BATCH_BYTES:
+                break
+            records.append((key, entry.value if entry else b"", entry.expires_s - now_s if entry else 0.0))
+        await self.remote.put_all(records, only_new=True)
+        for key, _, _ in records:
+            self._lost.pop(key, None)

@@ -1,0 +1,283 @@
+"""What every store does alike: in memory, in Redis, and in both together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from gateway.store.interface import LEASE_S, JournalChange, Key, Quota, Store
+from tests.gateway.store.stores import KINDS, Clock, block, opened, record
+from tests.redis_server import RedisServer
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("closing")]
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(params=KINDS)
+async def store(request: pytest.FixtureRequest, server: RedisServer, clock: Clock) -> AsyncIterator[Store]:
+    async with opened(request.param, server, clock) as store:
+        yield store
+
+
+# Records
+
+
+async def test_a_record_is_what_was_put_last(store: Store) -> None:
+    assert await store.get(record()) is None
+    await store.put(record(), b"one", 60)
+    await store.put(record(), b"two", 60)
+    assert await store.get(record()) == b"two"
+    assert await store.get(record(), 60) == b"two"
+
+
+@pytest.mark.parametrize("value", [b"", b"\x00\xff", b"long " * 1000, bytes(range(256)) * 400])
+async def test_a_value_comes_back_as_it_was(store: Store, value: bytes) -> None:
+    await store.put(record(), value, 60)
+    assert await store.get(record()) == value
+
+
+async def test_add_puts_only_where_there_is_none(store: Store) -> None:
+    assert await store.add(record(), b"one", 60) is None
+    assert await store.add(record(), b"two", 60) == b"one"
+    assert await store.get(record()) == b"one"
+
+
+async def test_add_after_put_and_after_delete(store: Store) -> None:
+    await store.put(record(), b"one", 60)
+    assert await store.add(record(), b"two", 60) == b"one"
+    await store.delete(record())
+    assert await store.add(record(), b"three", 60) is None
+    assert await store.get(record()) == b"three"
+
+
+async def test_delete_says_whether_there_was_one(store: Store) -> None:
+    assert not await store.delete(record())
+    await store.put(record(), b"one", 60)
+    assert await store.delete(record())
+    assert not await store.delete(record())
+    assert await store.get(record()) is None
+
+
+async def test_a_record_without_time_to_live_is_none(store: Store) -> None:
+    await store.put(record(), b"one", 0)
+    assert await store.get(record()) is None
+
+
+async def test_the_list_begins_with_what_was_put_last(store: Store) -> None:
+    for id_ in ("a", "b", "c", "a"):
+        await store.put(record(id_), b"x", 60)
+    await store.put(record("other", kind="conversation"), b"x", 60)
+    assert await store.list("response", "t", 10) == ["a", "c", "b"]
+    assert await store.list("response", "t", 2) == ["a", "c"]
+    await store.delete(record("c"))
+    assert await store.list("response", "t", 10) == ["a", "b"]
+    assert await store.list("response", "t", 0) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (record("x", tenant="a"), record("x", tenant="b")),
+        (record("b:x", tenant="a"), record("x", tenant="a:b")),
+        (record("x", tenant=""), record("x", tenant=":")),
+        (record("x", tenant="}{"), record("x", tenant="{}")),
+        (record("x", tenant="\ud800"), record("x", tenant="?")),
+        (record("x", kind="a:b", tenant="c"), record("x", kind="a", tenant="b:c")),
+    ],
+)
+async def test_no_key_leads_to_the_record_of_another(store: Store, one: Key, other: Key) -> None:
+    await store.put(one, b"one", 60)
+    assert await store.get(other) is None
+    assert await store.list(other.kind, other.tenant, 10) == []
+    assert not await store.delete(other)
+    assert await store.add(other, b"other", 60) is None
+    assert await store.get(one) == b"one"
+    assert await store.list(one.kind, one.tenant, 10) == [one.id]
+
+
+# Journals
+
+
+def change(
+    offset: int = 0, token_ids: tuple[int, ...] = (), *, header: bytes | None = None, end: bytes | None = None
+) -> JournalChange:
+    return JournalChange("s", header, offset, token_ids, 60, end)
+
+
+async def test_a_journal_grows_and_ends(store: Store) -> None:
+    assert await store.read_journal("s") is None
+    await store.write_journals([change(header=b"made from this")])
+    await store.write_journals([change(0, (1, 2)), change(2, (3,))])
+    journal = await store.read_journal("s")
+    assert journal is not None
+    assert (journal.header, journal.token_ids, journal.end) == (b"made from this", (1, 2, 3), None)
+    await store.write_journals([change(3, (2**32 - 1,), end=b"stop")])
+    journal = await store.read_journal("s")
+    assert journal is not None
+    assert (journal.token_ids, journal.end) == ((1, 2, 3, 2**32 - 1), b"stop")
+
+
+async def test_writing_twice_changes_nothing(store: Store) -> None:
+    changes = [change(0, (1, 2), header=b"h"), change(2, (3, 4)), change(4, (5,), end=b"stop")]
+    for written in (changes[:1], changes[:2], changes[1:2], changes[:1], changes, changes):
+        await store.write_journals(written)
+    journal = await store.read_journal("s")
+    assert journal is not None
+    assert (journal.header, journal.token_ids, journal.end) == (b"h", (1, 2, 3, 4, 5), b"stop")
+
+
+async def test_nothing_follows_the_end(store: Store) -> None:
+    await store.write_journals([change(0, (1,), header=b"h", end=b"stop")])
+    await store.write_journals([change(1, (2,))])
+    journal = await store.read_journal("s")
+    assert journal is not None
+    assert (journal.token_ids, journal.end) == ((1,), b"stop")
+
+
+async def test_a_journal_has_no_gaps(store: Store) -> None:
+    await store.write_journals([change(0, (1,))])
+    assert await store.read_journal("s") is None
+    await store.write_journals([change(0, (1,), header=b"h"), change(2, (3,))])
+    journal = await store.read_journal("s")
+    assert journal is not None
+    assert journal.token_ids == (1,)
+
+
+async def test_a_deleted_journal_is_gone(store: Store) -> None:
+    await store.write_journals([change(0, (1,), header=b"h")])
+    await store.delete_journals(["s", "unknown"])
+    assert await store.read_journal("s") is None
+    assert list(await store.claim_orphans()) == []
+
+
+async def test_streams_of_this_process_are_no_orphans(store: Store) -> None:
+    await store.write_journals([change(0, (1,), header=b"h")])
+    await store.beat()
+    assert list(await store.claim_orphans()) == []
+
+
+# Quotas
+
+
+async def test_requests_come_back_evenly(store: Store, clock: Clock) -> None:
+    quota = Quota(requests_per_minute=6)
+    for i in range(6):
+        grant = await store.reserve("t", quota, 100, f"l{i}")
+        assert grant.refused is None
+        assert grant.requests is not None
+        assert grant.tokens is None
+        assert grant.requests.remaining == 5 - i
+        assert grant.requests.reset_s == pytest.approx(10 * (i + 1))
+    refused = await store.reserve("t", quota, 100, "l6")
+    assert refused.refused == "requests"
+    assert refused.retry_after_s == pytest.approx(10)
+    clock.now += 10
+    assert (await store.reserve("t", quota, 100, "l7")).refused is None
+    assert (await store.reserve("t", quota, 100, "l8")).refused == "requests"
+
+
+async def test_nothing_is_reserved_if_one_bound_is_reached(store: Store) -> None:
+    quota = Quota(requests_per_minute=10, tokens_per_minute=100, max_streams=2)
+    assert (await store.reserve("t", quota, 90, "a")).refused is None
+    refused = await store.reserve("t", quota, 20, "b")
+    assert refused.refused == "tokens"
+    assert refused.retry_after_s == pytest.approx(6)
+    assert (await store.reserve("t", quota, 10, "b")).refused is None
+    refused = await store.reserve("t", quota, 0, "c")
+    assert refused.refused == "streams"
+    assert refused.retry_after_s > 0
+    assert refused.requests is not None
+    assert refused.requests.remaining == 8
+
+
+async def test_what_never_fits_is_told_so(store: Store) -> None:
+    grant = await store.reserve("t", Quota(tokens_per_minute=100), 101, "a")
+    assert (grant.refused, grant.retry_after_s) == ("tokens", math.inf)
+    grant = await store.reserve("t", Quota(requests_per_minute=0), 1, "a")
+    assert (grant.refused, grant.retry_after_s) == ("requests", math.inf)
+
+
+async def test_settling_charges_and_gives_back(store: Store) -> None:
+    quota = Quota(tokens_per_minute=100)
+    await store.reserve("t", quota, 60, "a")
+    await store.settle("t", quota, -50)
+    grant = await store.reserve("t", quota, 90, "b")
+    assert grant.refused is None
+    await store.settle("t", quota, 100)
+    grant = await store.reserve("t", quota, 1, "c")
+    assert grant.refused == "tokens"
+    assert grant.retry_after_s == pytest.approx(60.6)
+
+
+async def test_giving_back_more_than_was_used_saves_nothing(store: Store) -> None:
+    quota = Quota(tokens_per_minute=100)
+    await store.settle("t", quota, -1000)
+    assert (await store.reserve("t", quota, 100, "a")).refused is None
+    assert (await store.reserve("t", quota, 1, "b")).refused == "tokens"
+
+
+async def test_a_lease_ends_when_it_is_released_or_not_renewed(store: Store, clock: Clock) -> None:
+    quota = Quota(max_streams=1)
+    assert (await store.reserve("t", quota, 0, "a")).refused is None
+    assert (await store.reserve("t", quota, 0, "b")).refused == "streams"
+    assert (await store.reserve("t", quota, 0, "a")).refused is None
+    assert (await store.reserve("other", quota, 0, "b")).refused is None
+    await store.release("t", "a")
+    assert (await store.reserve("t", quota, 0, "b")).refused is None
+    clock.now += LEASE_S * 0.9
+    await store.renew([("t", "b")])
+    clock.now += LEASE_S * 0.9
+    assert (await store.reserve("t", quota, 0, "c")).refused == "streams"
+    clock.now += LEASE_S * 0.2
+    assert (await store.reserve("t", quota, 0, "c")).refused is None
+
+
+# Prefixes
+
+
+async def test_a_chain_is_held_up_to_its_first_gap(store: Store) -> None:
+    await store.beat()
+    chain = [block("a"), block("b", "a", depth=2), block("c", "b", depth=3), block("d", "c", depth=4)]
+    await store.write_prefixes(chain)
+    hashes = [block.hash for block in chain]
+    assert await store.locate(hashes) == {"a": 4}
+    await store.write_prefixes([replace(chain[2], resident=False)])
+    assert await store.locate(hashes) == {"a": 2}
+    assert await store.locate(hashes[2:]) == {}
+    assert await store.locate([]) == {}
+
+
+async def test_a_long_chain_is_held_as_a_whole(store: Store) -> None:
+    chain = [block(f"{i}", f"{i - 1}" if i else None, depth=i + 1) for i in range(250)]
+    await store.write_prefixes(chain)
+    assert await store.locate([block.hash for block in chain] + [b"unknown"]) == {"a": 250}
+
+
+async def test_the_hottest_are_whole_chains_parents_first(store: Store) -> None:
+    hot = [block("a", hits=9), block("b", "a", depth=2, hits=8), block("c", "b", depth=3, hits=7)]
+    orphan = block("y", "x", depth=2, hits=100)
+    cold = [block("p", hits=1), block("q", "p", depth=2, hits=1)]
+    await store.write_prefixes([*reversed(hot), orphan, *cold])
+    found = list(await store.hottest(10))
+    assert [block.hash for block in found] == [b"a", b"b", b"c", b"p", b"q"]
+    assert found[:3] == [replace(block, resident=False) for block in hot]
+    assert [block.hash for block in await store.hottest(2)] == [b"a", b"b"]
+    assert list(await store.hottest(0)) == []
+
+
+async def test_what_is_no_longer_held_is_still_hot(store: Store) -> None:
+    await store.write_prefixes([block("a")])
+    await store.write_prefixes([replace(block("a"), token_ids=(), resident=False)])
+    assert list(await store.hottest(10)) == [replace(block("a"), resident=False)]
+
+
+async def test_used_later_is_hotter(store: Store) -> None:
+    await store.write_prefixes([block("old", used_s=1e9), block("new", used_s=1e9 + 1)])
+    assert [block.hash for block in await store.hottest(10)] == [b"new", b"old"]

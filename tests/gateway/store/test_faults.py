@@ -1,0 +1,388 @@
+"""Redis that is paused, stopped, empty, or has something else in it: no call waits for it, and none fails by it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+
+from gateway.store.interface import JournalChange, Quota, Store, StoreUnavailable
+from gateway.store.memory import MemoryStore
+from gateway.store.redis import RedisStore
+from gateway.store.shared import SharedStore
+from tests.gateway.store.stores import Clock, block, record, redis_store
+from tests.redis_server import RedisServer
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("closing")]
+
+GENEROUS_S = 1.0
+"""Far more than a call may take, and far less than it would take to wait for Redis."""
+NO_BOUNDS = Quota(requests_per_minute=1000, tokens_per_minute=1000, max_streams=10)
+JOURNAL = JournalChange("s", b"header", 0, (1, 2, 3), 60)
+
+CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
+    "get": lambda store: store.get(record()),
+    "get and keep": lambda store: store.get(record(), 60),
+    "put": lambda store: store.put(record(), b"x", 60),
+    "add": lambda store: store.add(record(), b"x", 60),
+    "delete": lambda store: store.delete(record("unknown")),
+    "list": lambda store: store.list("response", "t", 10),
+    "write_journals": lambda store: store.write_journals([JOURNAL]),
+    "read_journal": lambda store: store.read_journal("s"),
+    "delete_journals": lambda store: store.delete_journals(["s"]),
+    "claim_orphans": lambda store: store.claim_orphans(),
+    "reserve": lambda store: store.reserve("t", NO_BOUNDS, 1, "l"),
+    "settle": lambda store: store.settle("t", NO_BOUNDS, 1),
+    "renew": lambda store: store.renew([("t", "l")]),
+    "release": lambda store: store.release("t", "l"),
+    "write_prefixes": lambda store: store.write_prefixes([block("a")]),
+    "locate": lambda store: store.locate([b"a"]),
+    "hottest": lambda store: store.hottest(10),
+    "beat": lambda store: store.beat(),
+}
+STANDING_IN = ("put", "add", "list", "reserve", "settle", "renew", "release")
+"""What memory does while Redis is gone; the others say so."""
+
+
+def shared_store(server: RedisServer, link_clock: Clock) -> SharedStore:
+    return SharedStore(MemoryStore(), redis_store(server, link_clock=link_clock))
+
+
+async def timed(call: Awaitable[object]) -> tuple[bool, float]:
+    """Whether it was done, and how long it took."""
+    start_s = time.monotonic()
+    try:
+        await call
+    except StoreUnavailable:
+        return False, time.monotonic() - start_s
+    return True, time.monotonic() - start_s
+
+
+@pytest.mark.parametrize("fault", ["paused", "stopped"])
+@pytest.mark.parametrize("name", CALLS)
+async def test_no_call_waits_for_redis(name: str, fault: str, server: RedisServer) -> None:
+    store = shared_store(server, Clock())
+    try:
+        await store.beat()
+        server.pause() if fault == "paused" else server.kill()
+        results = [await timed(CALLS[name](store)) for _ in range(2)]
+    finally:
+        server.resume() if fault == "paused" else server.start()
+    assert all(took_s < GENEROUS_S for _, took_s in results)
+    assert results[0][0] == (name in STANDING_IN)
+
+
+async def test_many_calls_at_a_time_wait_no_longer_than_one(server: RedisServer) -> None:
+    store = redis_store(server, link_clock=Clock())
+    server.pause()
+    start_s = time.monotonic()
+    try:
+        results = await asyncio.gather(*(timed(store.get(record())) for _ in range(100)))
+    finally:
+        server.resume()
+    assert time.monotonic() - start_s < GENEROUS_S
+    assert not any(done for done, _ in results)
+    failures = store.stats().failures
+    assert failures["pool"] > 0
+    assert failures["timeout"] > 0
+    assert store.stats().state == "gone"
+
+
+async def test_redis_gone_and_back_is_one_line_each(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    store = redis_store(server, link_clock=clock)
+    await store.put(record(), b"x", 60)
+    server.kill()
+    for _ in range(20):
+        with suppress(StoreUnavailable):
+            await store.get(record())
+    stats = store.stats()
+    assert (stats.state, stats.breaker, stats.failures["refused"]) == ("gone", "open", 1)
+    assert stats.num_rejected >= 18
+    server.start()
+    with pytest.raises(StoreUnavailable):
+        await store.get(record())
+    clock.now += 2
+    assert await store.get(record()) is None
+    assert store.stats().state == "ok"
+    assert store.num_losses == 1
+    messages = [record.message for record in caplog.records if record.name == "penstock.store"]
+    assert messages == ["Redis is gone (refused): memory stands in for it", "Redis is back"]
+
+
+async def test_too_much_at_a_time_is_no_reason_to_give_redis_up(server: RedisServer) -> None:
+    store = redis_store(server)
+    await store.get(record())
+    await asyncio.gather(*(timed(store.get(record())) for _ in range(200)))
+    assert store.stats().state == "ok"
+
+
+async def test_one_that_no_longer_waits_does_no_harm(server: RedisServer) -> None:
+    store = redis_store(server)
+    await store.put(record(), b"x", 60)
+    for _ in range(8):
+        call = asyncio.create_task(store.get(record()))
+        await asyncio.sleep(0)
+        call.cancel()
+    assert await store.get(record()) == b"x"
+    assert store.stats().failures == {}
+
+
+async def test_a_redis_that_forgets_its_scripts(server: RedisServer) -> None:
+    store = redis_store(server)
+    await store.put(record(), b"one", 60)
+    server.call("SCRIPT", "FLUSH")
+    await store.put(record(), b"two", 60)
+    assert await store.get(record()) == b"two"
+    assert store.stats().failures == {}
+
+
+async def test_a_full_redis_is_one_that_is_gone(server: RedisServer) -> None:
+    store = shared_store(server, Clock())
+    await store.put(record(), b"x", 60)
+    server.call("CONFIG", "SET", "maxmemory", "1")
+    try:
+        with pytest.raises(StoreUnavailable):
+            await store.flush()
+    finally:
+        server.call("CONFIG", "SET", "maxmemory", "0")
+    assert store.stats().failures == {"response": 1}
+    await store.flush()
+    assert await store.remote.get(record()) == b"x"
+
+
+# Memory stands in, and catches up
+
+
+async def test_records_live_on_while_redis_is_gone(server: RedisServer) -> None:
+    clock = Clock()
+    store = shared_store(server, clock)
+    await store.put(record("before"), b"before", 60)
+    await store.flush()
+    server.kill()
+    assert await store.get(record("before")) == b"before"
+    await store.put(record("while"), b"while", 60)
+    assert await store.get(record("while")) == b"while"
+    assert await store.add(record("added"), b"added", 60) is None
+    assert await store.add(record("added"), b"again", 60) == b"added"
+    with pytest.raises(StoreUnavailable):
+        await store.get(record("of another"))
+    assert await store.delete(record("before"))
+    assert await store.get(record("before")) is None
+    assert await store.list("response", "t", 10) == ["added", "while"]
+    server.start()
+    clock.now += 2
+    await store.flush()
+    assert store.stats().num_dirty == 0
+    assert await store.remote.list("response", "t", 10) == ["added", "while"]
+    assert await store.remote.get(record("while")) == b"while"
+
+
+async def test_an_empty_redis_gets_back_what_is_here(server: RedisServer) -> None:
+    clock = Clock()
+    store, other = shared_store(server, clock), redis_store(server, replica="b")
+    for id_ in ("a", "b", "c"):
+        await store.put(record(id_), id_.encode(), 60)
+    await store.flush()
+    server.restart()
+    await other.put(record("b"), b"newer", 60)
+    clock.now += 2
+    assert await store.get(record("a")) == b"a"
+    await store.flush()
+    assert await other.get(record("a")) == b"a"
+    assert await other.get(record("b")) == b"newer"
+    assert await store.get(record("b")) == b"newer"
+    assert sorted(await other.list("response", "t", 10)) == ["a", "b", "c"]
+
+
+async def test_a_redis_that_was_emptied_is_found_out_by_the_heartbeat(server: RedisServer) -> None:
+    store = shared_store(server, Clock())
+    await store.beat()
+    await store.put(record(), b"x", 60)
+    await store.flush()
+    server.call("FLUSHALL")
+    await store.beat()
+    assert store.num_losses == 1
+    await store.flush()
+    assert await store.remote.get(record()) == b"x"
+    await store.beat()
+    assert store.num_losses == 1
+
+
+async def test_a_deletion_that_redis_did_not_hear_of_holds(server: RedisServer) -> None:
+    clock = Clock()
+    store, other = shared_store(server, clock), redis_store(server, replica="b")
+    await other.put(record(), b"x", 60)
+    server.pause()
+    with pytest.raises(StoreUnavailable):
+        await store.delete(record())
+    assert await store.get(record()) is None
+    server.resume()
+    clock.now += 100
+    await store.flush()
+    assert await other.get(record()) is None
+
+
+async def test_a_release_that_redis_did_not_hear_of_is_told_later(server: RedisServer) -> None:
+    clock = Clock()
+    store = shared_store(server, clock)
+    one = Quota(max_streams=1)
+    assert (await store.reserve("t", one, 0, "a")).refused is None
+    server.pause()
+    await store.release("t", "a")
+    assert store.stats().num_dirty == 1
+    server.resume()
+    clock.now += 100
+    await store.flush()
+    assert (await store.remote.reserve("t", one, 0, "b")).refused is None
+
+
+async def test_quotas_hold_while_redis_is_gone(server: RedisServer) -> None:
+    store = shared_store(server, Clock())
+    quota = Quota(requests_per_minute=3)
+    assert (await store.reserve("t", quota, 0, "a")).refused is None
+    server.kill()
+    assert (await store.reserve("t", quota, 0, "b")).refused is None
+    assert (await store.reserve("t", quota, 0, "c")).refused is None
+    assert (await store.reserve("t", quota, 0, "d")).refused == "requests"
+
+
+async def test_what_is_to_be_written_is_bounded(server: RedisServer) -> None:
+    store = SharedStore(MemoryStore(), redis_store(server), max_dirty=3)
+    for i in range(5):
+        await store.put(record(f"{i}"), b"x", 60)
+    await store.put(record("4"), b"newest", 60)
+    assert (store.stats().num_dirty, store.stats().num_dropped) == (3, 2)
+    await store.flush()
+    assert await store.remote.list("response", "t", 10) == ["4", "3", "2"]
+    assert await store.remote.get(record("4")) == b"newest"
+
+
+async def test_running_writes_behind_and_at_its_end(server: RedisServer) -> None:
+    store, other = shared_store(server, Clock()), redis_store(server, replica="b")
+    async with store.running():
+        await store.put(record("a"), b"x", 60)
+        while await other.get(record("a")) is None:
+            await asyncio.sleep(0.01)
+        await store.put(record("b"), b"x", 60)
+        assert await store.list("response", "t", 10) == ["b", "a"]
+    assert await other.get(record("b")) == b"x"
+
+
+@pytest.mark.parametrize("fault", ["paused", "stopped"])
+async def test_running_ends_soon_without_redis(fault: str, server: RedisServer) -> None:
+    store = shared_store(server, Clock())
+    async with store.running():
+        server.pause() if fault == "paused" else server.kill()
+        await store.put(record("a"), b"x", 60)
+        start_s = time.monotonic()
+    assert time.monotonic() - start_s < 3 * GENEROUS_S
+
+
+# Values that are not what was written
+
+
+def redis_key(rest: str) -> str:
+    return "penstock:{test}:" + rest
+
+
+def key_of(server: RedisServer, section: str) -> str:
+    prefix = redis_key(section)
+    (key,) = (
+        key
+        for key in server.all_keys()
+        if key == prefix or (key.startswith(prefix + ":") and not key.endswith(":requests"))
+    )
+    return key
+
+
+async def fill(store: RedisStore) -> None:
+    await store.put(record(), b"x" * 5000, 60)
+    await store.write_journals([JOURNAL])
+    await store.reserve("t", NO_BOUNDS, 1, "l")
+    await store.write_prefixes([block("a")])
+
+
+READS: dict[str, tuple[Callable[[RedisStore], Awaitable[object]], object]] = {
+    "record": (lambda store: store.get(record()), None),
+    "records": (lambda store: store.list("response", "t", 10), []),
+    "journal": (lambda store: store.read_journal("s"), None),
+    "tokens": (lambda store: store.read_journal("s"), None),
+    "unfinished": (lambda store: store.claim_orphans(), []),
+    "used": (lambda store: store.settle("t", NO_BOUNDS, 1), None),
+    "leases": (lambda store: store.renew([("t", "m")]), None),
+    "prefix": (lambda store: store.hottest(10), []),
+    "hot": (lambda store: store.hottest(10), []),
+    "resident": (lambda store: store.write_prefixes([block("b")]), None),
+    "replicas": (lambda store: store.locate([b"a"]), {}),
+    "since": (lambda store: store.claim_orphans(), []),
+}
+GARBAGE: dict[str, list[tuple[str | bytes, ...]]] = {
+    "record": [
+        ("SET", b""),
+        ("SET", b"p"),
+        ("SET", b"garbage"),
+        ("SET", b"z\0\0\0\0"),
+        ("SETRANGE", b"1000", b"xx"),
+    ],
+    "journal": [("HSET", "header", b"garbage"), ("HSET", "end", b"garbage"), ("HSET", "count", b"4")],
+    "tokens": [("APPEND", b"xxx"), ("APPEND", b"xxxx"), ("SET", b"")],
+    "used": [
+        ("SET", b""),
+        ("SET", b"garbage"),
+        ("SET", b"nan"),
+        ("SET", b"inf"),
+        ("SET", b"9007199254740991"),
+    ],
+    "prefix": [("SET", b""), ("SET", b"garbage"), ("APPEND", b"x"), ("SETRANGE", b"6", b"xxxx")],
+}
+WRONG = [(section, command) for section, commands in GARBAGE.items() for command in commands]
+
+
+@pytest.mark.parametrize("section", READS.keys() - {"prefix"})
+async def test_a_key_of_another_type_is_one_line_and_a_miss(
+    section: str, server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = redis_store(server)
+    await fill(store)
+    key = key_of(server, section)
+    server.call("DEL", key)
+    server.call("RPUSH", key, "garbage")
+    read, miss = READS[section]
+    assert await read(store) == miss
+    assert len(caplog.records) == 1
+    assert store.stats().num_corrupt == 1
+    assert server.call("TYPE", key) != b"list"
+    await fill(store)
+    assert len(caplog.records) == 1
+    assert store.stats().failures == {}
+
+
+@pytest.mark.parametrize(("section", "command"), WRONG)
+async def test_a_corrupt_value_is_one_line_and_a_miss(
+    section: str, command: tuple[str | bytes, ...], server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = redis_store(server)
+    await fill(store)
+    server.call(command[0], key_of(server, section), *command[1:])
+    read, miss = READS[section]
+    assert await read(store) == miss
+    assert [(record.name, record.levelno) for record in caplog.records] == [
+        ("penstock.store", logging.WARNING)
+    ]
+    assert await read(store) == miss
+    assert len(caplog.records) == 1
+
+
+async def test_a_corrupt_record_may_be_added_again(server: RedisServer) -> None:
+    store = redis_store(server)
+    await store.put(record(), b"x", 60)
+    server.call("SET", key_of(server, "record"), b"garbage")
+    assert await store.add(record(), b"y", 60) is None
+    assert await store.get(record()) == b"y"

@@ -1,0 +1,173 @@
+"""Several processes on one Redis: who lives, whose a stream is, and what is left when all is over."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gateway.store import redis as redis_module
+from gateway.store.interface import ALIVE_S, HEARTBEAT_S, JournalChange, Quota
+from gateway.store.redis import RedisStore
+from tests.gateway.store.stores import Clock, block, record, redis_store
+from tests.redis_server import RedisServer
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("closing")]
+
+BEGUN = JournalChange("s", b"header", 0, (1,), 600)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+async def beat_for(seconds: float, clock: Clock, *stores: RedisStore) -> None:
+    for _ in range(round(seconds / HEARTBEAT_S)):
+        clock.now += HEARTBEAT_S
+        for store in stores:
+            await store.beat()
+
+
+async def test_a_restarted_server_claims_its_own_streams_at_once(server: RedisServer, clock: Clock) -> None:
+    old = redis_store(server, replica="h:8000", clock=clock)
+    await old.write_journals([BEGUN, replace(BEGUN, stream_id="ended", end=b"stop")])
+    new = redis_store(server, replica="h:8000", clock=clock)
+    assert list(await new.claim_orphans()) == ["s"]
+    assert list(await new.claim_orphans()) == []
+
+
+async def test_a_restarted_server_claims_its_own_streams_after_a_long_time_too(
+    server: RedisServer, clock: Clock
+) -> None:
+    await redis_store(server, clock=clock).write_journals([BEGUN])
+    clock.now += 500
+    server.call("DEL", "penstock:{test}:replicas", "penstock:{test}:since")
+    assert list(await redis_store(server, clock=clock).claim_orphans()) == ["s"]
+
+
+async def test_only_a_dead_server_loses_its_streams_and_to_one_other(
+    server: RedisServer, clock: Clock
+) -> None:
+    a, b, c = (redis_store(server, replica=name, clock=clock) for name in "abc")
+    await a.write_journals([BEGUN])
+    await beat_for(ALIVE_S * 2, clock, a, b, c)
+    assert list(await b.claim_orphans()) == []
+    await beat_for(ALIVE_S, clock, b, c)
+    assert list(await b.claim_orphans()) == ["s"]
+    assert list(await c.claim_orphans()) == []
+
+
+async def test_nobody_is_dead_soon_after_redis_forgot_who_lives(server: RedisServer, clock: Clock) -> None:
+    a, b = (redis_store(server, replica=name, clock=clock) for name in "ab")
+    await a.write_journals([BEGUN])
+    await beat_for(ALIVE_S * 2, clock, a, b)
+    server.call("DEL", "penstock:{test}:replicas", "penstock:{test}:since")
+    await b.beat()
+    assert list(await b.claim_orphans()) == []
+    await beat_for(ALIVE_S, clock, b)
+    assert list(await b.claim_orphans()) == ["s"]
+
+
+async def test_who_lost_a_stream_no_longer_writes_to_it(server: RedisServer, clock: Clock) -> None:
+    old, new = redis_store(server, clock=clock), redis_store(server, clock=clock)
+    await old.write_journals([BEGUN])
+    await new.claim_orphans()
+    await old.write_journals([JournalChange("s", None, 1, (7, 8), 60, b"late")])
+    await new.write_journals([JournalChange("s", None, 1, (2,), 60)])
+    journal = await new.read_journal("s")
+    assert journal is not None
+    assert (journal.token_ids, journal.end) == ((1, 2), None)
+
+
+async def test_who_was_replaced_does_not_come_back(server: RedisServer, clock: Clock) -> None:
+    old = redis_store(server, clock=clock)
+    await old.beat()
+    new = redis_store(server, clock=clock)
+    await new.write_journals([BEGUN])
+    await old.beat()
+    assert list(await old.claim_orphans()) == []
+    await beat_for(ALIVE_S * 3, clock, new, old)
+    assert list(await old.claim_orphans()) == []
+
+
+async def test_a_server_that_ends_well_is_gone_at_once(server: RedisServer, clock: Clock) -> None:
+    a, b = (redis_store(server, replica=name, clock=clock) for name in "ab")
+    await beat_for(ALIVE_S * 2, clock, a, b)
+    async with a.running():
+        await a.write_journals([BEGUN])
+        await a.write_prefixes([block("x")])
+        assert await b.locate([b"x"]) == {"a": 1}
+    assert await b.locate([b"x"]) == {}
+    assert list(await b.claim_orphans()) == ["s"]
+
+
+async def test_only_living_replicas_hold_blocks(server: RedisServer, clock: Clock) -> None:
+    a, b = (redis_store(server, replica=name, clock=clock) for name in ("a:1", "b:%"))
+    await a.write_prefixes([block("x"), block("y", "x", depth=2)])
+    await b.write_prefixes([block("x")])
+    assert await a.locate([b"x", b"y"]) == {"a:1": 2, "b:%": 1}
+    await beat_for(ALIVE_S, clock, b)
+    assert await a.locate([b"x", b"y"]) == {"b:%": 1}
+    restarted = redis_store(server, replica="b:%", clock=clock)
+    await restarted.beat()
+    assert await a.locate([b"x", b"y"]) == {}
+
+
+async def test_the_coldest_prefixes_are_forgotten(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_module, "MAX_PREFIXES", 3)
+    store = redis_store(server)
+    await store.write_prefixes([block(name, used_s=1e9 + i) for i, name in enumerate("abcde")])
+    assert [block.hash for block in await store.hottest(10)] == [b"e", b"d", b"c"]
+    prefixes = {key for key in server.all_keys() if ":prefix:" in key}
+    assert len(prefixes) == 3
+    assert await store.locate([b"a"]) == {}
+
+
+async def test_a_block_that_expired_is_no_longer_hot(server: RedisServer) -> None:
+    store = redis_store(server)
+    await store.write_prefixes([block("a"), block("b", "a", depth=2), block("c")])
+    server.call("DEL", f"penstock:{{test}}:prefix:{b'a'.hex()}")
+    assert [block.hash for block in await store.hottest(10)] == [b"c"]
+    assert server.call("ZCARD", "penstock:{test}:hot") == 2
+
+
+async def test_the_list_forgets_what_expired(server: RedisServer) -> None:
+    store = redis_store(server)
+    for i in range(250):
+        await store.put(record(f"{i}"), b"x", 600)
+    index = next(key for key in server.all_keys() if ":records:" in key)
+    for key in server.all_keys() - {index}:
+        if not key.endswith((":7", ":8")):
+            server.call("DEL", key)
+    assert await store.list("response", "t", 10) == ["8", "7"]
+    assert server.call("ZCARD", index) == 2
+
+
+async def test_every_key_expires(server: RedisServer) -> None:
+    store = redis_store(server)
+    await store.put(record(), b"x", 60)
+    await store.write_journals([BEGUN])
+    await store.reserve("t", Quota(requests_per_minute=5, tokens_per_minute=5), 1, "l")
+    await store.renew([("u", "l")])
+    await store.write_prefixes([block("a")])
+    await store.beat()
+    sections = {key.removeprefix("penstock:{test}:").partition(":")[0] for key in server.all_keys()}
+    assert sections == redis_module.TYPES.keys()
+    assert {key for key in server.all_keys() if server.call("PTTL", key) <= 0} == set()
+
+
+async def test_namespaces_know_nothing_of_each_other(server: RedisServer) -> None:
+    one, other = (redis_store(server, namespace=name) for name in ("a", "a}:{b"))
+    await one.put(record(), b"x", 60)
+    await one.write_journals([BEGUN])
+    assert await other.get(record()) is None
+    assert await other.read_journal("s") is None
+    assert list(await other.claim_orphans()) == []
+
+
+async def test_a_url_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="scheme"):
+        RedisStore("http://127.0.0.1", namespace="n", replica="r")
