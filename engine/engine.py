@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from engine.kv.blocks import PoolViolation
+from engine.kv.events import PrefixLog
 from engine.kv.tables import BlockTables
 from engine.request import Output
 from engine.scheduler import Scheduler, SchedulerLimits, TokenSink
@@ -79,6 +80,7 @@ class Engine:
         self._clock = clock
         self._on_state = on_state
         self._prefix_cache = prefix_cache
+        self._prefix_log = PrefixLog()
         self._scheduler: Scheduler | None = None
         self._cancels: deque[str] = deque()
         self._undelivered: list[Output] = []
@@ -152,7 +154,10 @@ class Engine:
 
     def _new_scheduler(self) -> Scheduler:
         tables = BlockTables(
-            self._runner.num_blocks, self._runner.block_size, prefix_cache=self._prefix_cache
+            self._runner.num_blocks,
+            self._runner.block_size,
+            prefix_cache=self._prefix_cache,
+            log=self._prefix_log,
         )
         return Scheduler(self._queue, tables, self._sink, self._limits)
 
@@ -184,6 +189,7 @@ class Engine:
                     num_preemptions=scheduler.counters.num_preemptions - preemptions,
                     num_prefix_query_tokens=scheduler.counters.num_prefix_query_tokens - queries,
                     num_prefix_hit_tokens=scheduler.counters.num_prefix_hit_tokens - hits,
+                    prefix_events=self._prefix_log.drain(),
                     error=error,
                 )
             )
@@ -243,6 +249,7 @@ class Engine:
             self._num_pool_violations += 1
             self._scheduler = None
             scheduler.tables = self._new_scheduler().tables
+            self._prefix_log.clear()
             self._scheduler = scheduler
 
     def _fail(self, error: BaseException) -> None:

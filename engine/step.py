@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.kv.events import PrefixEvent
 from engine.request import Output, Request, Sequence, TokenLogprobs
 
 
@@ -153,5 +154,7 @@ class StepReport:
     num_preemptions: int
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int
+    prefix_events: tuple[PrefixEvent, ...] = ()
+    """What became of cached blocks since the report before."""
     error: str | None = None
     """The step failed, and with it the sequences whose outputs say so."""

@@ -50,17 +50,23 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def add(self, block_hash_: bytes, block: int) -> None:
-        """Records a full block whose tokens are confirmed. The first block of a hash stays the one that is found."""
-        if block_hash_ not in self._block_of:
-            self._block_of[block_hash_] = block
-            self._hash_of[block] = block_hash_
+    def add(self, block_hash_: bytes, block: int) -> bool:
+        """Records a full block whose tokens are confirmed, and says whether it is the one that is found.
 
-    def drop(self, block: int) -> None:
-        """The block's content is gone."""
+        The first block of a hash stays it.
+        """
+        if block_hash_ in self._block_of:
+            return False
+        self._block_of[block_hash_] = block
+        self._hash_of[block] = block_hash_
+        return True
+
+    def drop(self, block: int) -> bytes | None:
+        """The block's content is gone; returns the hash that it was found by."""
         block_hash_ = self._hash_of.pop(block, None)
         if block_hash_ is not None:
             del self._block_of[block_hash_]
+        return block_hash_
 
     def knows_block(self, block: int) -> bool:
         return block in self._hash_of

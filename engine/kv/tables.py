@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 
 from engine.kv.blocks import BlockPool
+from engine.kv.events import Dropped, Found, PrefixLog, Stored
 from engine.kv.prefix import PrefixIndex, extend_hashes
 from engine.request import Sequence
 
@@ -23,11 +24,20 @@ from engine.request import Sequence
 class BlockTables:
     """Allocates, shares and frees the blocks of sequences. The only place that touches pool and index."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_cache: bool = True) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        prefix_cache: bool = True,
+        log: PrefixLog | None = None,
+    ) -> None:
+        """`log` is told of every block that comes to be found, is found, or is no more."""
         self.block_size = block_size
         self.prefix_cache = prefix_cache
+        self.log = log
         self.index = PrefixIndex()
-        self.pool = BlockPool(num_blocks, on_reuse=self.index.drop)
+        self.pool = BlockPool(num_blocks, on_reuse=self._drop)
 
     @property
     def max_tokens(self) -> int:
@@ -75,6 +85,8 @@ class BlockTables:
         """Takes the prefix and room for all known tokens; the caller has seen that there is enough."""
         for block in prefix:
             self.pool.hold(block)
+        if prefix and self.log is not None and sequence.num_cached_tokens < 0:  # else it was preempted
+            self.log.add(Found(sequence.block_hashes[len(prefix) - 1]))
         sequence.block_table = list(prefix)
         sequence.num_computed = sequence.num_committed = len(prefix) * self.block_size
         self._extend(sequence, len(sequence.token_ids))
@@ -117,7 +129,10 @@ class BlockTables:
         extend_hashes(hashes, sequence.token_ids, last, self.block_size, sequence.request.salt)
         for i in range(first, last):
             self.index.end(hashes[i], table[i])
-            self.index.add(hashes[i], table[i])
+            if self.index.add(hashes[i], table[i]) and self.log is not None:
+                parent, start = hashes[i - 1] if i else None, i * self.block_size
+                token_ids = tuple(sequence.token_ids[start : start + self.block_size])
+                self.log._events.append((hashes[i], parent, i + 1, token_ids, sequence.request.salt))
 
     def release(self, sequence: Sequence) -> None:
         """Gives everything back; safe to call again. What is in the index can be found on, deepest given up first."""
@@ -137,6 +152,11 @@ class BlockTables:
             PoolViolation: if a reference is unaccounted for.
         """
         self.pool.check(sequence.block_table for sequence in sequences)
+
+    def _drop(self, block: int) -> None:
+        block_hash = self.index.drop(block)
+        if block_hash is not None and self.log is not None:
+            self.log.add(Dropped(block_hash))
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> None:
         table = sequence.block_table
