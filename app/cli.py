@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `penstock doctor`, `penstock bench`, `penstock simulate`."""
+"""The command line: `penstock serve`, `penstock key`, `penstock doctor`, `penstock bench`, `penstock simulate`."""
 
 from __future__ import annotations
 
@@ -77,6 +77,15 @@ def _serve(parser: _Parser, arguments: list[str]) -> int:
     return serve(settings)
 
 
+def _key(parser: _Parser, arguments: list[str]) -> int:
+    from app.keys import add_arguments, run
+
+    add_arguments(parser)
+    options, rest = parser.parse_known_intermixed_args(arguments)
+    parser.reject_unknown(rest)
+    return run(options)
+
+
 def _doctor(parser: _Parser, arguments: list[str]) -> int:
     from app.settings import load_settings
 
@@ -134,6 +143,7 @@ def _choices(annotation: object) -> str | None:
 
 _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "serve": ("Serves a model over HTTP.", _serve),
+    "key": ("Makes an API key, and its line for the file of keys.", _key),
     "doctor": ("Says what this machine offers and what is missing.", _doctor),
     "bench": ("Measures this server against transformers' generate, and against the machine.", _bench),
     "simulate": (

@@ -1,77 +1,215 @@
-"""The file of API keys: one `name:key` or `key` a line; blank lines and lines with a # in front are passed over.
+"""The file of API keys: one key a line; blank lines and lines with a # in front are passed over.
 
-After a key may stand what its tenant is entitled to, each with its default:
+A line has the name of a tenant and the SHA-256 of its key, and after it may stand what the tenant is entitled to:
 
-    alice:KEY weight=1 lane=standard top=interactive
+    alice:sha256:DIGEST weight=1 lane=standard top=interactive rpm=60 tpm=100000 streams=8
 
 `weight` is its share among tenants, `lane` where its requests go that do not say, `top` the most urgent lane they may
-name.
+name. `rpm` bounds its requests per minute, `tpm` its prompt and output tokens per minute, `streams` its requests at
+work at a time; each is unbounded where it is missing. Several lines may have the same name, so that a key can be
+replaced without a pause: they must say the same of their tenant. `penstock key` makes such lines.
+
+The file is read again when it changes: put the new one in place in one go (`mv`), so that no half of it is read.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import getpass
+import logging
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from app.errors import OperatorError
-from gateway.access import digest_of
+from gateway.access import Client, digest_of
+from gateway.store.interface import Quota
 from priority.lanes import Lane, Tenant, parse_lane
 
+log = logging.getLogger("penstock.keys")
+
+KEY_PREFIX = "sk-penstock-"
 _SHORTEST_KEY = 16
+_LARGEST_BOUND = 1_000_000_000
+_NAME = re.compile(r"[^\s:#][^\s:]*")
+_ENTRY = re.compile(rf"({_NAME.pattern}):sha256:([0-9a-fA-F]{{64}})")
+_BOUNDS = {"rpm": "requests_per_minute", "tpm": "tokens_per_minute", "streams": "max_streams"}
+_WANTED = "`NAME:sha256:DIGEST`; `penstock key NAME --hash` makes that line from a key, `penstock key NAME` a new key"
+_ATTRIBUTES = "weight=, lane=, top=, rpm=, tpm= and streams="
+
+_Signature = tuple[int, int, int]
 
 
-def read_keys(path: Path) -> dict[bytes, Tenant]:
-    """Tenant by digest of its key; the keys themselves are forgotten here.
+class KeyFile:
+    """The file of keys, and whether it changed."""
 
-    Raises:
-        OperatorError: naming the file, and the line that is wrong.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-        raise OperatorError(f"--api-keys-file {path}: {reason}") from None
-    tenants: dict[bytes, Tenant] = {}
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: _Signature | None = None
+
+    def read(self) -> dict[bytes, Client]:
+        """Client by digest of its key.
+
+        Raises:
+            OperatorError: naming the file, and the line that is wrong.
+        """
+        # Looked at before it is read: what is written in between is a change.
+        self._seen = self._signature()
+        return _parse_lines(self._lines(), self._path)
+
+    def read_changed(self) -> dict[bytes, Client] | None:
+        """Like `read`, if the file is not the one that was read last; else None."""
+        return None if self._signature() == self._seen else self.read()
+
+    async def watch(self, on_change: Callable[[dict[bytes, Client]], None], period_s: float = 1.0) -> None:
+        """Calls back with the new keys whenever the file changed, until cancelled; a broken file changes nothing."""
+        while True:
+            await asyncio.sleep(period_s)
+            try:
+                clients = await asyncio.to_thread(self.read_changed)
+                if clients is not None:
+                    on_change(clients)
+                    log.info(
+                        "%s was read again: %d keys of %d tenants",
+                        self._path, len(clients), len(weights_of(clients.values())),
+                    )  # fmt: skip
+            except OperatorError as error:
+                log.warning("%s; the keys that were read before stay", error)
+            except Exception:
+                log.exception("reading %s again failed; going on", self._path)
+
+    def _signature(self) -> _Signature | None:
+        try:
+            stat = self._path.stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+    def _lines(self) -> list[str]:
+        try:
+            return self._path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise OperatorError(f"--api-keys-file {self._path}: {reason}") from None
+
+
+def weights_of(clients: Iterable[Client]) -> dict[str, int]:
+    """Share by name of the tenant."""
+    return {client.tenant.name: client.tenant.weight for client in clients}
+
+
+def _parse_lines(lines: Iterable[str], path: Path) -> dict[bytes, Client]:
+    clients: dict[bytes, Client] = {}
+    first: dict[str, tuple[int, Client]] = {}
     for number, line in enumerate(lines, 1):
         text = line.strip()
-        if text and not text.startswith("#"):
-            key, tenant = _parse(text, number, path)
-            if tenants.setdefault(digest_of(key), tenant) != tenant:
-                raise OperatorError(
-                    f"--api-keys-file {path}, line {number}: another tenant has this key already"
-                )
-    if not tenants:
+        if not text or text.startswith("#"):
+            continue
+        where = f"--api-keys-file {path}, line {number}"
+        try:
+            digest, client = _parse(text)
+        except ValueError as error:
+            raise OperatorError(f"{where}: {error}") from None
+        if clients.get(digest, client).tenant.name != client.tenant.name:
+            raise OperatorError(f"{where}: another tenant has this key already")
+        number_before, before = first.setdefault(client.tenant.name, (number, client))
+        if before != client:
+            raise OperatorError(f"{where}: says otherwise of {client.tenant.name} than line {number_before}")
+        clients[digest] = client
+    if not clients:
         raise OperatorError(f"--api-keys-file {path}: there is no key in it")
-    return tenants
+    return clients
 
 
-def _parse(text: str, number: int, path: Path) -> tuple[str, Tenant]:
-    """The key of a line and whose it is."""
-    where = f"--api-keys-file {path}, line {number}"
+def _parse(text: str) -> tuple[bytes, Client]:
+    """The digest of a line and whose it is. What is no digest may be a key, and is not repeated in the ValueError."""
     entry, *attributes = text.replace(" :", ":").replace(": ", ":").split()
-    name, separator, key = entry.rpartition(":")
-    name = name if separator else f"key-{number}"
-    if not name or len(key) < _SHORTEST_KEY or not key.isascii():
-        wanted = f"`name:key` or `key` of at least {_SHORTEST_KEY} ASCII characters without spaces"
-        raise OperatorError(f"{where}: not {wanted}")
-    try:
-        return key, Tenant(name=name, **_entitlements(attributes))
-    except ValueError as error:
-        raise OperatorError(f"{where}: {error}") from None
+    match = _ENTRY.fullmatch(entry)
+    if match is None:
+        raise ValueError(f"not {_WANTED}")
+    return bytes.fromhex(match[2]), _client(match[1], attributes)
 
 
-def _entitlements(attributes: list[str]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
+def _client(name: str, attributes: Iterable[str]) -> Client:
+    entitlements: dict[str, Any] = {}
+    bounds: dict[str, int] = {}
+    for attribute, value in _pairs(attributes).items():
+        if attribute == "weight":
+            entitlements["weight"] = _whole(attribute, value)
+        elif attribute in ("lane", "top"):
+            entitlements["default_lane" if attribute == "lane" else "top_lane"] = parse_lane(value)
+        else:
+            bounds[_BOUNDS[attribute]] = _bound(attribute, value)
+    if "top_lane" in entitlements:
+        entitlements.setdefault("default_lane", max(Lane.STANDARD, entitlements["top_lane"]))
+    return Client(Tenant(name=name, **entitlements), Quota(**bounds))
+
+
+def _pairs(attributes: Iterable[str]) -> Mapping[str, str]:
+    pairs: dict[str, str] = {}
     for attribute in attributes:
         name, _, value = attribute.partition("=")
-        if name == "weight":
-            if not value.lstrip("-").isdigit():
-                raise ValueError(f"weight must be a whole number, not {value!r}")
-            given["weight"] = int(value)
-        elif name in ("lane", "top"):
-            given["default_lane" if name == "lane" else "top_lane"] = parse_lane(value)
-        else:
-            raise ValueError("after the key may stand weight=, lane= and top=, without spaces around the =")
-    if "top_lane" in given:
-        given.setdefault("default_lane", max(Lane.STANDARD, given["top_lane"]))
-    return given
+        if name not in ("weight", "lane", "top", *_BOUNDS):
+            raise ValueError(f"after the key may stand {_ATTRIBUTES}, without spaces around the =")
+        if name in pairs:
+            raise ValueError(f"{name} stands there twice")
+        pairs[name] = value
+    return pairs
+
+
+def _whole(name: str, value: str) -> int:
+    if not re.fullmatch(r"-?[0-9]{1,18}", value):
+        raise ValueError(f"{name} must be a whole number, not {value!r}")
+    return int(value)
+
+
+def _bound(name: str, value: str) -> int:
+    bound = _whole(name, value)
+    if not 0 < bound <= _LARGEST_BOUND:
+        raise ValueError(f"{name} must be 1 to {_LARGEST_BOUND}, not {bound}")
+    return bound
+
+
+# The command
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="the tenant that the key is for")
+    parser.add_argument(
+        "attributes",
+        nargs="*",
+        default=[],
+        metavar="ATTRIBUTE",
+        help=f"what it is entitled to: {_ATTRIBUTES}",
+    )
+    parser.add_argument(
+        "--hash", action="store_true", help="take the key from standard input, unseen, instead of making one"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """The line goes to standard output, for the end of the file of keys; a new key is shown on standard error, once."""
+    key = _ask() if options.hash else KEY_PREFIX + secrets.token_urlsafe(32)
+    line = " ".join([f"{options.name}:sha256:{digest_of(key).hex()}", *options.attributes])
+    if not _NAME.fullmatch(options.name):
+        raise OperatorError("NAME must be without spaces and colons, and must not begin with a #")
+    try:
+        _parse(line)
+    except ValueError as error:
+        raise OperatorError(str(error)) from None
+    if not options.hash:
+        print(f"the key, shown this once: {key}", file=sys.stderr, flush=True)
+    print(line)
+    return 0
+
+
+def _ask() -> str:
+    key = getpass.getpass("key: ") if sys.stdin.isatty() else sys.stdin.readline()
+    key = key.strip()
+    if len(key) < _SHORTEST_KEY or not key.isascii() or not key.isprintable() or " " in key:
+        raise OperatorError(f"a key is at least {_SHORTEST_KEY} ASCII characters without spaces")
+    return key

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gateway.access import Access, digest_of
+from gateway.access import Access, Client, digest_of
 from gateway.errors import ApiError
 from gateway.service import ServiceOptions
+from gateway.store.interface import Quota
 from priority.lanes import Tenant
 from tests.gateway.desk import MODEL, Desk, chat_body, serving
 from tests.gateway.raw import dialled, get, post
@@ -26,7 +27,7 @@ KEYS = {
 
 
 def locked() -> Desk:
-    return Desk(ServiceOptions(models=(MODEL,), tenants=KEYS))
+    return Desk(ServiceOptions(models=(MODEL,), clients=KEYS))
 
 
 async def test_a_bearer_key_opens_however_it_is_spelt() -> None:
@@ -153,3 +154,44 @@ def test_a_key_is_its_tenants_and_any_other_is_nobodys(tenants: dict[str, str], 
     with pytest.raises(ApiError) as error:
         access.tenant(f"Bearer {other}")
     assert error.value.status == 401
+
+
+ANN, BOB = Client(Tenant(name="ann"), Quota(max_streams=2)), Client(Tenant(name="bob"))
+
+
+def let_in(access: Access, key: str) -> Client | None:
+    try:
+        return access.client(f"Bearer {key}")
+    except ApiError:
+        return None
+
+
+def test_a_key_says_how_much_may_be_used() -> None:
+    access = Access({digest_of("old"): ANN, digest_of("bare"): Tenant(name="bob")})
+    assert (let_in(access, "old"), let_in(access, "bare")) == (ANN, BOB)
+    assert access.tenant("Bearer old") == ANN.tenant
+
+
+def test_without_keys_nobody_has_a_quota() -> None:
+    assert Access().client(None).quota == Quota()
+
+
+def test_new_keys_take_the_place_of_the_old_ones() -> None:
+    access = Access({digest_of("old"): ANN, digest_of("kept"): ANN})
+    access.replace({digest_of("kept"): ANN, digest_of("new"): BOB})
+    assert [let_in(access, key) for key in ("old", "kept", "new")] == [None, ANN, BOB]
+
+
+def test_a_server_that_loses_all_keys_or_gets_its_first_is_open_to_nobody_else() -> None:
+    for access, clients in [(Access({digest_of("old"): ANN}), {}), (Access(), {digest_of("new"): BOB})]:
+        access.replace(clients)
+        assert let_in(access, "old") is None
+        with pytest.raises(ApiError):
+            access.client(None)
+
+
+def test_what_else_a_refusal_says_stands_in_its_headers() -> None:
+    error = ApiError(429, "Later.", retry_after_s=2.0, extra_headers={"x-ratelimit-limit-requests": "60"})
+    headers = error.response().headers
+    assert headers["x-ratelimit-limit-requests"] == "60"
+    assert 2_000 <= int(headers["retry-after-ms"]) <= 2_400
