@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateSyntaxError
 from starlette.types import ASGIApp
 
-from app.checkpoint import find_checkpoint, model_name
+from app.checkpoint import find_checkpoint, fingerprint, model_name
 from app.errors import OperatorError
-from app.keys import read_keys
+from app.keys import KeyFile, weights_of
 from app.log import log, progress
 from app.settings import Settings
+from app.store import make_store
 from engine.engine import Engine, EngineState
 from engine.errors import CheckpointError
 from engine.model.config import LoadOptions, ModelConfig
@@ -44,8 +45,10 @@ class Parts:
 
     app: ASGIApp
     service: Service
+    queue: LaneQueue
     engine: Engine
     outbox: Outbox
+    keys: KeyFile | None
     folder: Path
     """Of the checkpoint."""
 
@@ -103,13 +106,17 @@ class _LateRunner:
             self._runner.close()
 
 
-def build(settings: Settings) -> Parts:
+def build(settings: Settings, replica: str = "local") -> Parts:
     """Reads what is small (config, tokenizer, keys) and puts everything together.
+
+    Args:
+        replica: this process's name among those that share a Redis.
 
     Raises:
         OperatorError: a path, a checkpoint or a file of keys is wrong.
     """
-    tenants = read_keys(settings.api_keys_file) if settings.api_keys_file else {}
+    keys = KeyFile(settings.api_keys_file) if settings.api_keys_file else None
+    clients = keys.read() if keys else {}
     folder = find_checkpoint(settings.model)
     try:
         config, tokenizer = read_config(folder), Tokenizer.load(folder)
@@ -118,12 +125,13 @@ def build(settings: Settings) -> Parts:
         raise OperatorError(str(error)) from None
     options = load_options(settings)
     lanes = settings.lanes
-    queue = LaneQueue(threading.Lock(), lanes, weights={t.name: t.weight for t in tenants.values()})
+    queue = LaneQueue(threading.Lock(), lanes, weights=weights_of(clients.values()))
     outbox = Outbox()
+    sink = TextSink(tokenizer, config.eos_token_ids)
     engine = Engine(
         _LateRunner(lambda: _make_runner(folder, options)),
         queue,
-        TextSink(tokenizer, config.eos_token_ids),
+        sink,
         _limits(settings, config),
         deliver=outbox.deliver,
         clock=time.monotonic,
@@ -135,16 +143,17 @@ def build(settings: Settings) -> Parts:
         block_size=options.block_size,
         vocab_size=config.vocab_size,
         defaults=defaults,
-        tenants=tenants,
+        clients=clients,
         promises={lane: policy.ttft_s for lane, policy in lanes.items() if isfinite(policy.ttft_s)},
         cors_origins=settings.cors_origins,
         metrics_compat=settings.metrics_compat,
     )
+    store = make_store(settings.redis_url, f"{service_options.models[0]}:{fingerprint(folder)}", replica)
     try:
-        service = Service(engine, queue, tokenizer, service_options)
+        service = Service(engine, queue, tokenizer, service_options, sink=sink, store=store)
     except TemplateSyntaxError as error:
         raise OperatorError(f"{folder}: the chat template is broken: {error}") from None
-    return Parts(create_app(service, PAGE), service, engine, outbox, folder)
+    return Parts(create_app(service, PAGE), service, queue, engine, outbox, keys, folder)
 
 
 def load_options(settings: Settings) -> LoadOptions:

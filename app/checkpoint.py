@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from hashlib import blake2b
 from pathlib import Path
 
 from app.errors import OperatorError
@@ -49,6 +50,17 @@ def check_files(folder: Path, name: str) -> Path:
         if next(folder.glob(pattern), None) is None:
             raise OperatorError(f"{name}: {folder} is no checkpoint, it has no {pattern}")
     return folder
+
+
+def fingerprint(folder: Path) -> str:
+    """Eight digits that change when the model or its tokenizer does; the weights count by their sizes."""
+    digest = blake2b(digest_size=4)
+    for pattern in _NEEDED:
+        for path in sorted(folder.glob(pattern)):
+            digest.update(f"{path.name} {path.stat().st_size} ".encode())
+            if path.suffix == ".json":
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _fetch(hub_id: str) -> Path:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -24,11 +24,13 @@ import uvicorn
 
 from app.build import Parts, build
 from app.errors import OperatorError
-from app.listen import bind, is_loopback, url
+from app.keys import weights_of
+from app.listen import bind, is_loopback, port_of, url
 from app.log import configure_log, log
 from app.settings import Settings
 from engine.engine import EngineState
 from engine.errors import CheckpointError, NotEnoughMemory
+from gateway.access import Client
 from gateway.protocol import GatewayProtocol
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -45,7 +47,7 @@ def serve(settings: Settings) -> int:
     log.info("starting on %s", url(listener))
     if not is_loopback(listener) and settings.api_keys_file is None:
         log.warning("anybody who reaches %s can use this server; set --api-keys-file", settings.host)
-    parts = build(settings)
+    parts = build(settings, settings.replica or f"{socket.gethostname()}:{port_of(listener)}")
     process = _Process(settings, parts, listener, started_s)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         ended = runner.run(process.run())
@@ -103,11 +105,29 @@ class _Process:
             loop.add_signal_handler(number, self._on_signal)
         self.parts.outbox.open(loop, self.parts.service.deliver, self._on_state)
         self.parts.engine.start()
-        await self.server.serve(sockets=[self.listener])
+        async with self._watching_keys():
+            await self.server.serve(sockets=[self.listener])
         # A load cannot be interrupted, and a step that hangs must not keep the process.
         ended = await asyncio.to_thread(self.parts.engine.stop, _STEP_THREAD_S if self.was_ready else 0.0)
         self.parts.outbox.close()
         return ended
+
+    @contextlib.asynccontextmanager
+    async def _watching_keys(self) -> AsyncIterator[None]:
+        if self.parts.keys is None:
+            yield
+            return
+        task = asyncio.create_task(self.parts.keys.watch(self._take_keys))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    def _take_keys(self, clients: dict[bytes, Client]) -> None:
+        self.parts.service.access.replace(clients)
+        self.parts.queue.set_weights(weights_of(clients.values()))
 
     def finish(self, ended: bool) -> int:
         """The exit status; does not return if the step thread did not end.

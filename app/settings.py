@@ -149,6 +149,15 @@ class Settings(BaseSettings):
     kv_memory: ByteSize | None = Field(default=None, json_schema_extra={"metavar": "SIZE"})
     """Memory for the KV cache, 2GiB say; without it, a share of what is free."""
 
+    redis_url: str | None = Field(default=None, json_schema_extra={"metavar": "URL"})
+    """Redis that keeps conversations, resumable streams and limits; without it they are kept in memory."""
+
+    replica: str | None = None
+    """Name of this process among those that share a Redis; without it, the host's name and the port."""
+
+    warm_up_tokens: int = Field(default=16_384, ge=0)
+    """Most prompt tokens that a restarted server computes ahead, those used most; 0 is none."""
+
     drain_timeout: float = Field(default=30.0, ge=0, json_schema_extra={"metavar": "SECONDS"})
     """Seconds that running streams may go on for after SIGTERM."""
 

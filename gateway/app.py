@@ -15,11 +15,15 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from gateway.completions import CompletionsApi
+from gateway.connections import ServerSendMiddleware
 from gateway.correlation import RequestIdMiddleware
 from gateway.errors import ApiError, answer_api_error, answer_disconnect, answer_fault, answer_http_error
+from gateway.intake import Intake
 from gateway.limits import LimitsMiddleware
 from gateway.page import Page
-from gateway.replies import ServerSendMiddleware
+from gateway.responses.api import ResponsesApi
+from gateway.responses.conversations import ConversationsApi
 from gateway.routes import Api
 from gateway.service import Service
 
@@ -30,8 +34,15 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     Args:
         static: folder of the chat page, served at `/` and `/static/`; without it there is none.
     """
+    intake = Intake(service)
+    routes = [
+        *CompletionsApi(service, intake).routes(),
+        *ResponsesApi(service, intake).routes(),
+        *ConversationsApi(service).routes(),
+        *Api(service, intake).routes(),
+    ]
     app = Starlette(
-        routes=[*Api(service).routes(), *(_page_routes(static) if static else ())],
+        routes=[*routes, *(_page_routes(static) if static else ())],
         middleware=[Middleware(LimitsMiddleware, limits=service.options.limits)],
         exception_handlers={
             ApiError: answer_api_error,
@@ -52,8 +63,8 @@ def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
     return CORSMiddleware(
         app,
         allow_origins=origins,
-        allow_methods=["GET", "POST"],
-        allow_headers=["authorization", "content-type", "x-request-id"],
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id"],
         expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
     )
 

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import random
+from collections.abc import Mapping
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
@@ -23,6 +24,7 @@ class ApiError(Exception):
         type, param, code: as in OpenAI's error object.
         retry_after_s: when it is worth coming back.
         close: True if the connection is not to be used again.
+        extra_headers: what else the reply has, if nothing was sent yet.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after_s: float | None = None,
         close: bool = False,
+        extra_headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -44,6 +47,7 @@ class ApiError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.close = close
+        self.extra_headers = dict(extra_headers or {})
 
     def body(self) -> bytes:
         """OpenAI's error object as JSON; the same in a reply and in a frame of a stream."""
@@ -51,7 +55,9 @@ class ApiError(Exception):
         return json.dumps({"error": error}).encode()
 
     def headers(self) -> dict[str, str]:
-        headers = {} if self.retry_after_s is None else _retry_headers(self.retry_after_s)
+        headers = dict(self.extra_headers)
+        if self.retry_after_s is not None:
+            headers |= _retry_headers(self.retry_after_s)
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
         if self.close:
@@ -73,6 +79,15 @@ def invalid(
 ) -> ApiError:
     """The client's own mistake, in the field `param`."""
     return ApiError(status, message, param=param, code=code)
+
+
+def not_found(message: str, param: str | None = None) -> ApiError:
+    return invalid(message, param, "not_found", HTTPStatus.NOT_FOUND)
+
+
+def gone(message: str, code: str) -> ApiError:
+    """It was there, and is not kept any more."""
+    return invalid(message, "starting_after", code, HTTPStatus.GONE)
 
 
 def unsupported(param: str) -> ApiError:

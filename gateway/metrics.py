@@ -9,12 +9,13 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from engine.request import FinishReason, Timings
 from engine.step import StepReport
+from gateway.store.interface import StoreStats
 from gateway.wire import seconds_per_output_token
 from priority.lanes import Lane
 
@@ -72,6 +73,7 @@ class Metrics:
         self._name_requests()
         self._name_steps()
         self._name_loop()
+        self._name_keeping()
 
     def _name_requests(self) -> None:
         lane, registry = ["lane"], self.registry
@@ -205,6 +207,24 @@ class Metrics:
             "penstock_pool_violations", "Times the KV pool had to start afresh.", registry=registry
         )
 
+    def _name_keeping(self) -> None:
+        registry = self.registry
+        self.recordings = Gauge(
+            "penstock_recordings", "Replies that can be followed again.", registry=registry
+        )
+        self.resumes = Counter(
+            "penstock_stream_resumes", "Replies taken over from a process that is gone.", registry=registry
+        )
+        self.follows = Counter(
+            "penstock_stream_follows", "Connections that went on with a reply.", registry=registry
+        )
+        self.prefix_blocks = Gauge(
+            "penstock_prefix_blocks", "Blocks whose prefix is known.", registry=registry
+        )
+        self.prefix_depth = Gauge(
+            "penstock_prefix_depth_blocks", "Blocks of the longest known prefix.", registry=registry
+        )
+
     def note_step(self, report: StepReport, num_output_tokens: int) -> None:
         """Called once per step, whatever came of it."""
         self._note_pace(report)
@@ -266,6 +286,39 @@ class Metrics:
     def add_compat(self, model: str, cache_config: Callable[[], Mapping[str, str]]) -> None:
         """Shows the same values under vLLM's documented names, too."""
         self.registry.register(_VllmNames(list(_families(self)), model, cache_config))
+
+
+class StoreMetrics(Collector):
+    """What a store says of itself, read when somebody asks."""
+
+    def __init__(self, stats: Callable[[], StoreStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        up = GaugeMetricFamily("penstock_store_up", "0 while Redis is gone and memory stands in for it.")
+        up.add_metric([], stats.state == "ok")
+        failures = CounterMetricFamily(
+            "penstock_store_failures", "Calls to Redis that failed, by how.", labels=["kind"]
+        )
+        for kind, number in stats.failures.items():
+            failures.add_metric([kind], number)
+        yield from (up, failures)
+        yield CounterMetricFamily("penstock_store_calls", "Calls to Redis.", stats.num_calls)
+        yield CounterMetricFamily(
+            "penstock_store_rejected", "Calls not tried: Redis was known to be gone.", stats.num_rejected
+        )
+        yield GaugeMetricFamily(
+            "penstock_store_unwritten", "Changes that Redis does not know of yet.", stats.num_dirty
+        )
+        yield CounterMetricFamily(
+            "penstock_store_dropped", "Changes that Redis will never know of.", stats.num_dropped
+        )
+        yield CounterMetricFamily(
+            "penstock_store_corrupt", "Values in Redis that could not be read.", stats.num_corrupt
+        )
+        yield GaugeMetricFamily("penstock_store_records", "Records in memory.", stats.num_records)
+        yield GaugeMetricFamily("penstock_store_bytes", "Memory that they take.", stats.num_bytes)
 
 
 class WeightedHistogram(Collector):

@@ -51,7 +51,7 @@ class Prompts:
         Raises:
             jinja2.TemplateSyntaxError: the checkpoint's template is broken.
         """
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         source = tokenizer.chat_template
         self._template = None if source is None else _environment().from_string(source)
         self._special = _any_of(_special_texts(tokenizer))
@@ -70,7 +70,7 @@ class Prompts:
 
     def text(self, text: str, *, add_special: bool = True) -> list[int]:
         """The tokens of a plain prompt, with what the tokenizer itself puts around it."""
-        return self._tokenizer.encode(text, add_special=add_special)
+        return self.tokenizer.encode(text, add_special=add_special)
 
     def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
         if self._template is None:
@@ -82,7 +82,7 @@ class Prompts:
                 add_generation_prompt=add_generation_prompt,
                 tools=None,
                 documents=None,
-                **self._tokenizer.special_tokens,
+                **self.tokenizer.special_tokens,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             message = f"The model's chat template does not take these messages: {error}"
@@ -97,15 +97,15 @@ class Prompts:
 
     def _encode_rendered(self, text: str) -> list[int]:
         if _MARK not in text:
-            return self._tokenizer.encode(text, parse_special=True)
+            return self.tokenizer.encode(text, parse_special=True)
         token_ids: list[int] = []
         for i, piece in enumerate(_MARKED.split(text)):
             if i % 2 == 1:
-                token_ids += self._tokenizer.encode(piece.replace(_MARK, ""))
+                token_ids += self.tokenizer.encode(piece.replace(_MARK, ""))
                 continue
             # A mark can be left alone where the template cut; it still keeps its two sides apart.
             for part in filter(None, piece.split(_MARK)):
-                token_ids += self._tokenizer.encode(part, parse_special=True)
+                token_ids += self.tokenizer.encode(part, parse_special=True)
         return token_ids
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+from gateway.connections import ABORT, WRITABLE
 from gateway.errors import ApiError
 from gateway.limits import Limits, headers_too_large
-from gateway.replies import ABORT, WRITABLE
 
 _DEFAULTS = Limits()
 

@@ -40,6 +40,7 @@ class _Body(BaseModel):
 class StreamOptions(_Body):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
+    resumable: bool | None = None
 
 
 class Sampled(_Body):
@@ -235,6 +236,8 @@ def check_chat(body: ChatBody, limits: Limits) -> None:
 
 def check_completion(body: CompletionBody, limits: Limits) -> None:
     check_counts(body, limits)
+    if body.stream_options is not None and body.stream_options.resumable:
+        raise unsupported("stream_options.resumable")
     _at_most("logprobs", body.logprobs or 0, limits.max_top_logprobs)
 
 

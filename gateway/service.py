@@ -17,12 +17,17 @@ from typing import Protocol
 from engine.engine import EngineState, EngineStats
 from engine.request import FinishReason, Output, Request
 from engine.step import StepReport
-from gateway.access import Access
+from gateway.access import Access, Client
+from gateway.connections import Timeouts
 from gateway.errors import ApiError, internal, refused, unavailable
+from gateway.idempotency import Idempotency
 from gateway.limits import Limits
-from gateway.metrics import Metrics
+from gateway.metrics import Metrics, StoreMetrics
 from gateway.prompts import Prompts, Tokenizer
-from gateway.streams import Stream
+from gateway.quotas import Quotas
+from gateway.recordings.registry import Recordings, Replayer
+from gateway.store.interface import Store
+from gateway.streams import Generation
 from priority.admission import Forecast
 from priority.lanes import Lane, Tenant
 from priority.queue import Refusal
@@ -54,6 +59,8 @@ class Queue(Protocol):
 
     def put(self, request: Request, now: float, num_cached: int = 0) -> Forecast | None: ...
 
+    def readmit(self, request: Request, now: float) -> None: ...
+
     def check_open(self, lane: Lane, tenant: str, now: float) -> None: ...
 
     def cancel(self, request_id: str) -> bool: ...
@@ -77,20 +84,6 @@ class SamplingDefaults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeouts:
-    """How long the gateway waits for what, in seconds."""
-
-    tick_s: float = 0.25
-    """How often waiting requests are looked at."""
-    commit_after_s: float = 2.0
-    """A stream's status is held back so long, so that a refusal can still be one."""
-    keepalive_s: float = 5.0
-    send_stall_s: float = 30.0
-    engine_stall_s: float = 30.0
-    """A step loop that ended no turn for so long is taken to be stuck."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
     """What the operator sets."""
 
@@ -104,8 +97,8 @@ class ServiceOptions:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
-    tenants: Mapping[bytes, Tenant] = field(default_factory=dict)
-    """SHA-256 digest of each API key (see `gateway.access.digest_of`) to its tenant."""
+    clients: Mapping[bytes, Client | Tenant] = field(default_factory=dict)
+    """SHA-256 digest of each API key (see `gateway.access.digest_of`) to whose it is."""
     promises: Mapping[Lane, float] = field(default_factory=dict)
     """Seconds to the first token that a lane promises, where it does."""
     cors_origins: tuple[str, ...] = ()
@@ -122,24 +115,32 @@ class Service:
         tokenizer: Tokenizer,
         options: ServiceOptions,
         *,
+        sink: Replayer,
+        store: Store,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` must be the engine's."""
+        """`sink` and `clock` must be the engine's."""
         self.engine = engine
         self.queue = queue
         self.tokenizer = tokenizer
         self.options = options
         self.clock = clock
         self.prompts = Prompts(tokenizer)
-        self.access = Access(options.tenants)
+        self.access = Access(options.clients)
         self.metrics = Metrics()
         if options.metrics_compat == "vllm":
             self.metrics.add_compat(options.models[0], self._cache_config)
         self.vocab_size = min(options.vocab_size or tokenizer.vocab_size, tokenizer.vocab_size)
         """Token ids are smaller than this."""
+        self.store = store
+        self.metrics.registry.register(StoreMetrics(store.stats))
+        self.quotas = Quotas(store)
+        self.idempotency = Idempotency(store)
+        self.recordings = Recordings(self, store, sink, clock)
+        self.recordings.on_resume = self.metrics.resumes.inc
         self.draining = False
-        self._streams: dict[Stream, None] = {}
-        self._by_request: dict[str, Stream] = {}
+        self._streams: dict[Generation, None] = {}
+        self._by_request: dict[str, Generation] = {}
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -147,6 +148,10 @@ class Service:
     def context_length(self) -> int:
         """Prompt and output tokens that one sequence can ever have."""
         return self.engine.max_sequence_tokens
+
+    @property
+    def engine_state(self) -> EngineState:
+        return self.engine.state
 
     # Requests come and go
 
@@ -164,7 +169,7 @@ class Service:
         with self._refusing(lane):
             self.queue.check_open(lane, tenant, self.clock())
 
-    def submit(self, stream: Stream) -> None:
+    def submit(self, stream: Generation) -> None:
         """Queues all requests of a stream, or none.
 
         Raises:
@@ -182,12 +187,23 @@ class Service:
             raise
         self.engine.wake()
 
-    def release(self, stream: Stream) -> None:
+    def resume(self, stream: Generation) -> None:
+        """Queues what another process let in and did not finish: it is not asked again whether there is room."""
+        self._streams[stream] = None
+        self._empty.clear()
+        for request in stream.requests:
+            self.queue.readmit(request, self.clock())
+            self._by_request[request.request_id] = stream
+        self.engine.wake()
+
+    def release(self, stream: Generation) -> None:
         """The reader is done with its stream, or gone: whatever of it still waits or runs is cancelled. Idempotent."""
         for request in stream.requests:
             known = self._by_request.pop(request.request_id, None)
             if known is not None and stream.num_unfinished(request.request_id):
                 self._cancel(request, stream.num_unfinished(request.request_id))
+        if stream.reservation is not None:
+            stream.reservation.end(stream.num_used_tokens)
         stream.leave()
         self._streams.pop(stream, None)
         if not self._streams:
@@ -230,7 +246,7 @@ class Service:
                 self._push(stream, output)
         self.metrics.note_step(report, num_tokens)
 
-    def _push(self, stream: Stream, output: Output) -> None:
+    def _push(self, stream: Generation, output: Output) -> None:
         try:
             stream.push(output)
         except Exception:
@@ -239,13 +255,13 @@ class Service:
         if output.finish_reason is not None:
             self._note_finished(output, stream)
 
-    def _note_finished(self, output: Output, stream: Stream) -> None:
+    def _note_finished(self, output: Output, stream: Generation) -> None:
         assert output.finish_reason is not None
         lane = Lane(stream.requests[0].lane)
         self.metrics.note_finished(lane, output.finish_reason, output.timings)
         self._note_promise(lane, output, stream)
 
-    def _note_promise(self, lane: Lane, output: Output, stream: Stream) -> None:
+    def _note_promise(self, lane: Lane, output: Output, stream: Generation) -> None:
         if output.timings is None or output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
         ttft_s = output.timings.first_token_s - output.timings.arrival_s
@@ -258,7 +274,8 @@ class Service:
         """While this is entered, waiting requests expire, streams are kept alive and slow readers are cut."""
         task = asyncio.create_task(self._watch())
         try:
-            yield
+            async with self.store.running(), self.quotas.running(), self.recordings.running():
+                yield
         finally:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -282,7 +299,8 @@ class Service:
         if self.engine.state in (EngineState.FAILED, EngineState.STOPPED):
             self.fail_all("The engine stopped.", code="engine_failed")
         for stream in list(self._streams):
-            self._look_after(stream, now)
+            stream.look_after(now, self.options.timeouts)
+        self.recordings.tick(now)
 
     def _expire(self, request: Request) -> None:
         lane = Lane(request.lane)
@@ -291,16 +309,6 @@ class Service:
         if stream is not None:
             message = f"The request waited too long in the {lane.label} lane."
             stream.fail(refused(message, "queue_timeout", 10.0, tenant_limit=False))
-
-    def _look_after(self, stream: Stream, now: float) -> None:
-        timeouts = self.options.timeouts
-        patience_s = timeouts.keepalive_s if stream.committed else timeouts.commit_after_s
-        if stream.sending_since_s is not None:
-            if now - stream.sending_since_s > timeouts.send_stall_s:
-                stream.cut()
-        elif stream.streamed and now - stream.last_sent_s >= patience_s:
-            stream.overdue = True
-            stream.wake()
 
     # Health
 
@@ -329,6 +337,7 @@ class Service:
     def render_metrics(self) -> bytes:
         """The metrics; what changes without a step is read now."""
         self.metrics.streams.set(len(self._streams))
+        self.metrics.recordings.set(len(self.recordings))
         self.metrics.up.set(self.readiness in ("ready", "draining"))
         self.metrics.pool_violations.set(self.engine.stats().num_pool_violations)
         for name, value in self.queue.step_model().items():

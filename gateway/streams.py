@@ -6,12 +6,13 @@ bound it is cut off. All of this happens on the event loop.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from engine.request import FinishReason, Output, Request, Timings, TokenLogprobs
+from gateway.connections import Connection, Timeouts
 from gateway.errors import ApiError, internal
+from gateway.quotas import Reservation
 from priority.admission import Forecast
 
 MAX_PENDING_BYTES = 1024 * 1024
@@ -36,18 +37,15 @@ class Delta:
             self.logprobs += output.logprobs
 
 
-class Stream:
-    """One reply in the making: all choices of all its requests, from submission to the last of them.
+class Generation:
+    """All choices of all requests of one reply, from submission to the last of them.
 
-    Ends in exactly one of finished (every choice has its finish_reason), failed (`error` is set) or left (its reader
-    went away or was cut off). `cut` is called, once, to end the connection of a reader that does not read.
+    Ends in exactly one of finished (every choice has its finish_reason), failed (`error` is set) or left (nobody wants
+    it any more).
     """
 
-    def __init__(self, requests: list[Request], *, streamed: bool, cut: Callable[[], None]) -> None:
+    def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
-        self.streamed = streamed
-        self.committed = False
-        """The status line is out."""
         self.error: ApiError | None = None
         self.timings: list[Timings] = []
         self.num_output_tokens = 0
@@ -55,20 +53,10 @@ class Stream:
         self.predicted_ttft_s: float | None = None
         """From arrival, as it was forecast at admission; the last of several requests'."""
         self.left = False
-        self.overdue = False
-        """Nothing was sent for so long that the reader is to be told that it is not forgotten."""
-        self.last_sent_s = requests[0].arrival_s
-        self.sending_since_s: float | None = None
-        self.pass_on: Callable[[int, str], bool] = _keep_back
-        """Sends the new text of a choice at once, if it can, so that the reader need not wake up for it."""
-        self._cut = cut
-        self._first_choice = _first_choices(requests)
+        self.reservation: Reservation | None = None
+        """What it may use of its tenant's quota."""
         self._unfinished = {request.request_id: request.n for request in requests}
         self._num_unfinished = sum(self._unfinished.values())
-        self._pending: dict[int, Delta] = {}
-        self._pending_bytes = 0
-        self._news: asyncio.Future[None] | None = None
-        self._loop = asyncio.get_running_loop()
 
     @property
     def finished(self) -> bool:
@@ -77,6 +65,13 @@ class Stream:
     @property
     def ended(self) -> bool:
         return not self._num_unfinished or self.error is not None or self.left
+
+    @property
+    def num_used_tokens(self) -> int:
+        """What it counts as in its tenant's quota: prompt and output, nothing if it never came to a token."""
+        if not self.num_output_tokens:
+            return 0
+        return self.num_output_tokens + sum(len(request.prompt_token_ids) for request in self.requests)
 
     def note_forecast(self, forecast: Forecast | None, now: float) -> None:
         if forecast is not None:
@@ -91,16 +86,31 @@ class Stream:
         """Takes in what one step brought for one choice."""
         if output.finish_reason is not None:
             self._end_choice(output)
-        elif self._reader_waits and not output.logprobs and self.pass_on(self._index(output), output.text):
+        if not self.left and self.error is None:
             self.num_output_tokens += len(output.token_ids)
-            return
-        if self.left or self.error is not None:
-            return
-        self._keep(output)
-        if self.streamed and self._pending_bytes > MAX_PENDING_BYTES:
-            self.cut()
-        else:
+            self.receive(output)
+
+    def receive(self, output: Output) -> None:
+        """What a step brought, for whoever reads it."""
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        """Tells whoever reads to look again."""
+        raise NotImplementedError
+
+    def look_after(self, now: float, timeouts: Timeouts) -> None:
+        """Called several times a second while it has not ended."""
+        raise NotImplementedError
+
+    def fail(self, error: ApiError) -> None:
+        if not self.ended:
+            self.error = error
             self.wake()
+
+    def leave(self) -> None:
+        """Nobody wants it any more."""
+        self.left = True
+        self.wake()
 
     def _end_choice(self, output: Output) -> None:
         self._unfinished[output.request_id] -= 1
@@ -110,63 +120,63 @@ class Stream:
             # The choices of one request share its prompt.
             self.num_cached_tokens += output.timings.num_cached_tokens if output.index == 0 else 0
         if output.finish_reason in (FinishReason.FAILED, FinishReason.CANCELLED) and not self.left:
-            # Nobody cancels a stream that still has a reader: for the reader that, too, is a fault.
+            # Nobody cancels what somebody still reads: for the reader that, too, is a fault.
             self.error = self.error or internal(output.error or "The server ended the request.")
             self.wake()
 
-    def _index(self, output: Output) -> int:
-        return self._first_choice[output.request_id] + output.index
 
-    def _keep(self, output: Output) -> None:
-        index = self._index(output)
-        pending = self._pending.get(index)
-        if pending is None:
-            pending = self._pending[index] = Delta()
-        pending.add(output)
-        self.num_output_tokens += len(output.token_ids)
-        self._pending_bytes += len(output.text)
+class Stream(Generation):
+    """A reply with one reader, over the connection that its request came by; it ends with it."""
 
-    def fail(self, error: ApiError) -> None:
-        if not self.ended:
-            self.error = error
+    def __init__(self, requests: list[Request], connection: Connection, *, streamed: bool) -> None:
+        super().__init__(requests)
+        self.streamed = streamed
+        self.connection = connection
+        self.pass_on: Callable[[int, str], bool] = _keep_back
+        """Sends the new text of a choice at once, if it can, so that the reader need not wake up for it."""
+        self._first_choice = _first_choices(requests)
+        self._pending: dict[int, Delta] = {}
+        self._pending_bytes = 0
+
+    def receive(self, output: Output) -> None:
+        index = self._first_choice[output.request_id] + output.index
+        is_plain = output.finish_reason is None and not output.logprobs
+        if is_plain and self.connection.waits and self.pass_on(index, output.text):
+            return
+        self._keep(index, output)
+        if self.streamed and self._pending_bytes > MAX_PENDING_BYTES:
+            self.connection.cut()
+        elif self.streamed or self.ended:
             self.wake()
 
-    def leave(self) -> None:
-        """The reader is gone."""
-        self.left = True
-        self.wake()
-
-    def cut(self) -> None:
-        """Ends the connection of a reader that does not read."""
-        if not self.left:
-            self.leave()
-            self._cut()
-
-    @property
-    def _reader_waits(self) -> bool:
-        return self._news is not None and not self._news.done()
-
     def wake(self) -> None:
-        if self._news is not None and not self._news.done():
-            self._news.set_result(None)
+        self.connection.wake()
+
+    def look_after(self, now: float, timeouts: Timeouts) -> None:
+        if self.streamed:
+            self.connection.look_after(now, timeouts)
 
     async def news(self) -> None:
         """Returns when there is something to take, to tell or to end."""
-        if self._pending or self.ended or self.overdue:
-            return
-        self._news = self._loop.create_future()
-        await self._news
+        if not (self._pending or self.ended or self.connection.overdue or self.connection.gone):
+            await self.connection.sleep()
 
     async def end(self) -> None:
         """Returns when the stream has ended; what it brought stays to be taken."""
         while not self.ended:
-            self._news = self._loop.create_future()
-            await self._news
+            await self.connection.sleep()
 
     def take(self) -> Iterable[tuple[int, Delta]]:
         """All that is new, by choice."""
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
         return pending.items()
+
+    def _keep(self, index: int, output: Output) -> None:
+        pending = self._pending.get(index)
+        if pending is None:
+            pending = self._pending[index] = Delta()
+        pending.add(output)
+        self._pending_bytes += len(output.text)
 
 
 def _keep_back(_index: int, _text: str) -> bool:

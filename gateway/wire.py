@@ -14,7 +14,7 @@ from json.encoder import encode_basestring_ascii
 from engine.request import FinishReason, Timings
 from gateway.errors import ApiError
 from gateway.shapes import Head, Shape
-from gateway.streams import Delta
+from gateway.streams import Delta, Generation
 from priority.lanes import Lane
 
 KEEPALIVE = b": ping\n"
@@ -35,6 +35,19 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+
+def usage_of(generation: Generation) -> Usage:
+    return Usage(
+        prompt_tokens=sum(len(request.prompt_token_ids) for request in generation.requests),
+        completion_tokens=generation.num_output_tokens,
+        cached_tokens=generation.num_cached_tokens,
+    )
+
+
+def timings_of(generation: Generation) -> dict[str, object]:
+    lane = Lane(generation.requests[0].lane)
+    return timings_json(generation.timings, usage_of(generation), lane, generation.predicted_ttft_s)
 
 
 def timings_json(

@@ -17,9 +17,11 @@ from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from app.build import build
 from app.errors import OperatorError
 from app.settings import Settings
+from gateway.access import digest_of
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 KEY = "alice-0123456789abcdef"
+HASHED = f"sha256:{digest_of(KEY).hex()}"
 
 Break = Callable[[Path], object]
 
@@ -155,9 +157,12 @@ def test_a_shard_that_is_missing_is_told_by_name(model: Path) -> None:
     ("content", "named"),
     [
         (b"", "there is no key in it"),
-        (f"alice:{KEY}\n\nbob:{KEY}\n".encode(), "line 3: another tenant has this key already"),
-        (f"alice:{KEY}\nbob:\n".encode(), "line 2: not"),
-        (f"alice:{KEY}\n\xe9\n".encode("latin-1"), "not UTF-8"),
+        (f"alice:{HASHED}\n\nbob:{HASHED}\n".encode(), "line 3: another tenant has this key already"),
+        (
+            f"alice:{HASHED}\nbob:{KEY}\n".encode(),
+            "line 2: not `NAME:sha256:DIGEST`; `penstock key NAME --hash`",
+        ),
+        (f"alice:{HASHED}\n\xe9\n".encode("latin-1"), "not UTF-8"),
     ],
 )
 def test_a_file_of_keys_that_cannot_be_used_is_told_and_no_key_is(

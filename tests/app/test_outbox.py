@@ -16,7 +16,7 @@ from app.build import Outbox, build, load_options
 from app.settings import Settings
 from engine.engine import EngineState
 from engine.step import StepReport
-from gateway.access import digest_of
+from gateway.access import Client, digest_of
 from priority.lanes import Tenant
 
 KEY = "alice-0123456789abcdef"
@@ -158,10 +158,10 @@ def test_a_checkpoint_without_recommendations_has_openai_s(model: Path) -> None:
 
 def test_keys_reach_the_door(tiny_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "keys"
-    path.write_text(f"alice:{KEY}\n")
+    path.write_text(f"alice:sha256:{digest_of(KEY).hex()}\n")
     options = build(Settings(model=str(tiny_model), api_keys_file=path)).service.options
-    assert dict(options.tenants) == {digest_of(KEY): Tenant(name="alice")}
-    assert dict(build(Settings(model=str(tiny_model))).service.options.tenants) == {}
+    assert dict(options.clients) == {digest_of(KEY): Client(Tenant(name="alice"))}
+    assert dict(build(Settings(model=str(tiny_model))).service.options.clients) == {}
 
 
 def test_every_setting_of_the_engine_reaches_it() -> None:

@@ -23,15 +23,19 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from engine.engine import EngineState, EngineStats
 from engine.request import FinishReason, Output, Request, Timings, TokenLogprobs
+from engine.sampling.stopping import TextSink
 from engine.step import StepReport
 from engine.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.protocol import GatewayProtocol
 from gateway.service import Service, ServiceOptions
+from gateway.store.interface import Store
+from gateway.store.memory import MemoryStore
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.queue import LaneQueue
 
 MODEL = "paper"
+EOS = 1
 SPECIAL = ["<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
     "{{- bos_token }}"
@@ -106,16 +110,21 @@ class Desk:
         tokenizer: Tokenizer | None = None,
         bounds: dict[Lane, LanePolicy] | None = None,
         clock: Callable[[], float] | None = None,
+        store: Store | None = None,
     ) -> None:
         self.clock = Clock()
         used = clock or self.clock
+        tokenizer = tokenizer or make_tokenizer()
         self.engine = EngineDouble(used)
         self.queue = LaneQueue(threading.Lock(), {**DEFAULT_POLICIES, **(bounds or {})})
+        self.sink = TextSink(tokenizer, (EOS,))
         self.service = Service(
             self.engine,
             self.queue,
-            tokenizer or make_tokenizer(),
+            tokenizer,
             options or ServiceOptions(models=(MODEL,)),
+            sink=self.sink,
+            store=store or MemoryStore(used),
             clock=used,
         )
         self.app = create_app(self.service)

@@ -107,6 +107,7 @@ def post(path: str, body: Any, *headers: str) -> bytes:
 class Event:
     data: str
     type: str = "message"
+    id: str = ""
 
 
 def read_events(stream: bytes) -> list[Event]:
@@ -117,11 +118,13 @@ def read_events(stream: bytes) -> list[Event]:
 
 
 def _read_event(block: str) -> Event | None:
-    data, kind = [], "message"
+    data, kind, id = [], "message", ""
     for line in block.split("\n"):
         name, _, value = line.partition(":")
         if name == "data":
             data.append(value.removeprefix(" "))
         elif name == "event":
             kind = value.removeprefix(" ")
-    return Event("\n".join(data), kind) if data else None
+        elif name == "id":
+            id = value.removeprefix(" ")
+    return Event("\n".join(data), kind, id) if data else None

@@ -123,7 +123,7 @@ async def test_a_client_that_asks_first_is_told_to_go_on() -> None:
 )
 async def test_a_client_that_asks_first_is_refused_before_it_sends(headers: list[str], status: int) -> None:
     keys = {digest_of("the-key-of-ann"): Tenant(name="ann")}
-    desk = Desk(ServiceOptions(models=(MODEL,), tenants=keys, limits=Limits(max_body_bytes=1000)))
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=keys, limits=Limits(max_body_bytes=1000)))
     async with serving(desk.app) as url, dialled(url) as line:
         line.send(
             get(CHAT, "expect: 100-continue", "content-type: application/json", *headers, method="POST")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from engine.request import FinishReason, Request
-from gateway.service import ServiceOptions, Timeouts
+from gateway.connections import Timeouts
+from gateway.service import ServiceOptions
 from tests.gateway.desk import MODEL, Desk, chat_body, completion_body, logprobs, serving, settled
 from tests.gateway.raw import Event, dialled, post, read_events
 

@@ -115,7 +115,7 @@ async def test_any_other_origin_is_told_nothing() -> None:
 
 @pytest.mark.parametrize(
     "request_",
-    [preflight(OURS, "DELETE"), preflight(OURS, "POST", "access-control-request-headers: x-other")],
+    [preflight(OURS, "PUT"), preflight(OURS, "POST", "access-control-request-headers: x-other")],
 )
 async def test_a_preflight_for_what_the_api_has_not_fails(request_: bytes) -> None:
     assert (await asked(open_to_ours(), request_)).status == 400
@@ -125,7 +125,7 @@ async def test_scripts_may_read_refusals_and_their_headers() -> None:
     options = ServiceOptions(
         models=(MODEL,),
         cors_origins=(OURS,),
-        tenants={digest_of("the-key-of-ann"): Tenant(name="ann")},
+        clients={digest_of("the-key-of-ann"): Tenant(name="ann")},
         limits=Limits(max_body_bytes=1000),
     )
     origin, key = f"origin: {OURS}", "authorization: Bearer the-key-of-ann"

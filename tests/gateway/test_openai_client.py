@@ -14,7 +14,8 @@ import pytest
 
 from engine.request import FinishReason
 from gateway.access import digest_of
-from gateway.service import ServiceOptions, Timeouts
+from gateway.connections import Timeouts
+from gateway.service import ServiceOptions
 from priority.lanes import DEFAULT_POLICIES, Lane, Tenant
 from tests.gateway.desk import MODEL, Desk, logprobs, serving
 
@@ -187,7 +188,7 @@ async def test_completions_of_several_prompts() -> None:
 async def test_errors_are_the_right_exceptions() -> None:
     keys = {digest_of("a-key-of-16-chars"): Tenant(name="ours")}
     full = {Lane.STANDARD: replace(DEFAULT_POLICIES[Lane.STANDARD], max_requests=1)}
-    desk = Desk(ServiceOptions(models=(MODEL,), tenants=keys), bounds=full)
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=keys), bounds=full)
     async with connected(desk, api_key="a-key-of-16-chars") as api:
         create = api.chat.completions.create
         with pytest.raises(openai.AuthenticationError):

@@ -69,7 +69,7 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 async def test_what_needs_a_key(method: str, path: str) -> None:
-    async with client(Desk(ServiceOptions(models=(MODEL,), tenants=KEYS)).app) as http:
+    async with client(Desk(ServiceOptions(models=(MODEL,), clients=KEYS)).app) as http:
         response = await http.request(method, path, json={})
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
@@ -78,13 +78,13 @@ async def test_what_needs_a_key(method: str, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
 async def test_what_needs_no_key(path: str) -> None:
-    async with client(Desk(ServiceOptions(models=(MODEL,), tenants=KEYS)).app) as http:
+    async with client(Desk(ServiceOptions(models=(MODEL,), clients=KEYS)).app) as http:
         assert (await http.get(path)).status_code == 200
         assert (await http.head(path)).content == b""
 
 
 async def test_the_tenant_salts_the_prefix_cache() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), tenants=KEYS))
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=KEYS))
     async with client(desk.app) as http:
         headers = {"authorization": "Bearer key-of-bob"}
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(), headers=headers))
@@ -261,7 +261,7 @@ def test_the_page_of_this_project_is_complete() -> None:
 
 
 async def test_a_key_names_the_lane_of_requests_that_do_not() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), tenants=KEYS))
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=KEYS))
     headers = {"authorization": "Bearer key-of-bob"}
     async with client(desk.app) as http:
         reply = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(), headers=headers))
@@ -272,7 +272,7 @@ async def test_a_key_names_the_lane_of_requests_that_do_not() -> None:
 
 
 async def test_nobody_raises_its_lane_above_what_its_key_allows() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), tenants=KEYS))
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=KEYS))
     headers = {"authorization": "Bearer key-of-ann"}
     async with client(desk.app) as http:
         body = chat_body(service_tier="priority")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import Request
-from gateway.replies import WRITABLE
+from gateway.connections import WRITABLE
 from tests.gateway.desk import (
     Desk,
     chat_body,

@@ -1,0 +1,147 @@
+"""kill -9: streams go on in the next process, no event lost and none twice, with the text of an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from app.bench.server_process import ServerProcess
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.anyio
+
+NUM_STREAMS = 50
+MAX_TOKENS = 48
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def redis_url() -> Iterator[str]:
+    with RedisServer() as redis:
+        yield redis.url
+
+
+@dataclass
+class Follower:
+    """A client that keeps its reply's id and the number of its last event, and what it was told."""
+
+    seed: int
+    id: str = ""
+    position: int = -1
+    text: str = ""
+    done: bool = False
+    events: list[int] = field(default_factory=list)
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "model": "penstock-demo",
+            "messages": [{"role": "user", "content": f"Tell me a story about knight number {self.seed}."}],
+            "seed": self.seed,
+            "temperature": 1.0,
+            "max_tokens": MAX_TOKENS,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"resumable": True},
+        }
+
+    async def ask(self, http: httpx.AsyncClient, on_event: Any) -> None:
+        async with http.stream("POST", CHAT, json=self.body()) as reply:
+            await self._read(reply, on_event)
+
+    async def go_on(self, http: httpx.AsyncClient) -> None:
+        """Follows the reply again, as often as the server says that it cannot tell yet."""
+        while True:
+            path = f"{CHAT}/{self.id}?starting_after={self.position}"
+            async with http.stream("GET", path) as reply:
+                if reply.status_code != 503:
+                    return await self._read(reply, lambda: None)
+            await asyncio.sleep(int(reply.headers["retry-after-ms"]) / 1000)
+
+    async def _read(self, reply: httpx.Response, on_event: Any) -> None:
+        if reply.status_code != 200:
+            raise AssertionError((await reply.aread()).decode())
+        number = -1
+        async for line in reply.aiter_lines():
+            if line.startswith("id: "):
+                number = int(line.removeprefix("id: "))
+            elif line == "data: [DONE]":
+                self.done = True
+            elif line.startswith("data: "):
+                self._take(number, json.loads(line.removeprefix("data: ")))
+                on_event()
+
+    def _take(self, number: int, chunk: dict[str, Any]) -> None:
+        assert "error" not in chunk, chunk
+        self.id = chunk["id"]
+        self.events.append(number)
+        self.position = number
+        self.text += chunk["choices"][0]["delta"].get("content", "")
+
+
+class Interrupted:
+    """Kills the server when its clients have had so many events together."""
+
+    def __init__(self, server: ServerProcess, after: int) -> None:
+        self._server = server
+        self._left = after
+
+    def count(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._server.process.kill()
+
+
+async def undisturbed(url: str, seeds: range) -> list[str]:
+    followers = [Follower(seed) for seed in seeds]
+    async with client(url) as http:
+        await asyncio.gather(*(follower.ask(http, lambda: None) for follower in followers))
+    assert all(follower.done for follower in followers)
+    return [follower.text for follower in followers]
+
+
+def client(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=NUM_STREAMS + 10))
+
+
+async def test_every_stream_goes_on_after_kill_9(redis_url: str) -> None:
+    arguments = ["--redis-url", redis_url, "--replica", "the-one", "--warm-up-tokens", "0"]
+    server = ServerProcess(arguments)
+    try:
+        for repetition in range(10):
+            server.wait_ready()
+            chance = random.Random(repetition)
+            seeds = range(repetition * NUM_STREAMS, (repetition + 1) * NUM_STREAMS)
+            expected = await undisturbed(server.url, seeds)
+            after = chance.randint(1, NUM_STREAMS * MAX_TOKENS * 3 // 4)
+            followers = await asked_and_killed(server, seeds, after)
+            server = ServerProcess(arguments)
+            server.wait_line(" starting on http")
+            known = [follower for follower in followers if follower.id]
+            async with client(server.url) as http:
+                await asyncio.gather(*(follower.go_on(http) for follower in known if not follower.done))
+            assert known
+            for follower in known:
+                assert follower.events == list(range(len(follower.events)))
+                assert follower.done
+                assert follower.text == expected[follower.seed - seeds.start]
+    finally:
+        server.stop()
+
+
+async def asked_and_killed(server: ServerProcess, seeds: range, after: int) -> list[Follower]:
+    """Asks all at once, and kills the server when they have had `after` events together."""
+    followers = [Follower(seed) for seed in seeds]
+    interrupted = Interrupted(server, after)
+    async with client(server.url) as http:
+        asking = (follower.ask(http, interrupted.count) for follower in followers)
+        results = await asyncio.gather(*asking, return_exceptions=True)
+    assert all(result is None or isinstance(result, httpx.HTTPError) for result in results), results
+    assert server.wait() != 0
+    return followers
