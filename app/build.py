@@ -147,6 +147,8 @@ def build(settings: Settings, replica: str = "local") -> Parts:
         promises={lane: policy.ttft_s for lane, policy in lanes.items() if isfinite(policy.ttft_s)},
         cors_origins=settings.cors_origins,
         metrics_compat=settings.metrics_compat,
+        replica=replica,
+        warm_up_tokens=settings.warm_up_tokens,
     )
     store = make_store(settings.redis_url, f"{service_options.models[0]}:{fingerprint(folder)}", replica)
     try:

@@ -157,6 +157,7 @@ class _Process:
         if state is EngineState.READY:
             self.was_ready = True
             _settle_interpreter()
+            self.parts.service.warm_up()
             log.info("ready in %.1f s: open %s", time.monotonic() - self.started_s, url(self.listener))
         elif state is EngineState.FAILED:
             self.server.should_exit = True

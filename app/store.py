@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-
 from app.errors import OperatorError
 from gateway.store.interface import Store
 from gateway.store.memory import MemoryStore

@@ -142,5 +142,14 @@ def _parse_object(body: bytes, limits: Limits) -> dict[str, object]:
     return value
 
 
+def parse_messages(text: str, limits: Limits) -> object:
+    """The value of a query's `messages`.
+
+    Raises:
+        ApiError: 400, if it is not JSON.
+    """
+    return _parse_object(b'{"messages":' + text.encode() + b"}", limits).get("messages")
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")

@@ -11,9 +11,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gateway.errors import invalid
-from gateway.intake import Intake
+from gateway.intake import Intake, salt_of
+from gateway.limits import parse_messages
+from gateway.prefixes import parse_token_ids
 from gateway.prompts import check_token_ids
-from gateway.schemas import DetokenizeBody, TokenizeBody, check_messages
+from gateway.schemas import DetokenizeBody, LocateBody, TokenizeBody, check_messages, read
 from gateway.service import Service
 
 
@@ -30,6 +32,7 @@ class Api:
             Route("/v1/models/{name:path}", self.show_model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/v1/prefixes/locate", self.locate, methods=["GET", "POST"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/ready", self.ready, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
@@ -93,6 +96,30 @@ class Api:
         check_token_ids(body.tokens, tokenizer.vocab_size, "tokens")
         decode = partial(tokenizer.decode, skip_special=False)
         return JSONResponse({"prompt": await self._intake.off_loop(len(body.tokens), decode, body.tokens)})
+
+    async def locate(self, http: HttpRequest) -> Response:
+        """Which replica is warm for a prompt of the caller's."""
+        client = self._intake.client(http)
+        body = await self._locate_body(http)
+        if (body.tokens is None) == (body.messages is None):
+            raise invalid("Give either 'tokens' or 'messages'.", "tokens")
+        if body.messages is not None:
+            check_messages(body.messages, self._service.options.limits)
+            token_ids = await self._intake.encode_chat(body.messages)
+        else:
+            token_ids = body.tokens or []
+            check_token_ids(token_ids, self._service.vocab_size, "tokens")
+        return JSONResponse(await self._service.locator.locate(salt_of(client.tenant), token_ids))
+
+    async def _locate_body(self, http: HttpRequest) -> LocateBody:
+        if http.method == "POST":
+            return await self._intake.read(http, LocateBody)
+        values: dict[str, object] = dict(http.query_params)
+        if "tokens" in values:
+            values["tokens"] = parse_token_ids(http.query_params["tokens"])
+        if "messages" in values:
+            values["messages"] = parse_messages(http.query_params["messages"], self._service.options.limits)
+        return read(LocateBody, values)
 
     # The operator's
 

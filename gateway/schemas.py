@@ -156,6 +156,13 @@ class DetokenizeBody(_Body):
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
+class LocateBody(_Body):
+    """`/v1/prefixes/locate`: the prompt, as tokens or as messages."""
+
+    tokens: list[Annotated[int, Field(ge=0)]] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+
+
 Body = TypeVar("Body", bound=_Body)
 
 # Refused for their value, not for their type: clients are told that the feature is missing.

@@ -23,11 +23,13 @@ from gateway.errors import ApiError, internal, refused, unavailable
 from gateway.idempotency import Idempotency
 from gateway.limits import Limits
 from gateway.metrics import Metrics, StoreMetrics
+from gateway.prefixes import PrefixLocator, PrefixTracker, PrefixWriter, WarmUp
 from gateway.prompts import Prompts, Tokenizer
 from gateway.quotas import Quotas
 from gateway.recordings.registry import Recordings, Replayer
 from gateway.store.interface import Store
 from gateway.streams import Generation
+from gateway.warming import Warming
 from priority.admission import Forecast
 from priority.lanes import Lane, Tenant
 from priority.queue import Refusal
@@ -103,6 +105,10 @@ class ServiceOptions:
     """Seconds to the first token that a lane promises, where it does."""
     cors_origins: tuple[str, ...] = ()
     metrics_compat: str | None = None
+    replica: str = "local"
+    """This process's name among those that share a store."""
+    warm_up_tokens: int = 0
+    """Most prompt tokens of a process before this one that are computed again."""
 
 
 class Service:
@@ -134,11 +140,15 @@ class Service:
         """Token ids are smaller than this."""
         self.store = store
         self.metrics.registry.register(StoreMetrics(store.stats))
+        self.prefixes = PrefixTracker()
+        self.locator = PrefixLocator(store, options.replica, options.block_size, engine.num_cached_tokens)
+        self._prefix_writer = PrefixWriter(self.prefixes, store)
         self.quotas = Quotas(store)
         self.idempotency = Idempotency(store)
         self.recordings = Recordings(self, store, sink, clock)
         self.recordings.on_resume = self.metrics.resumes.inc
         self.draining = False
+        self._warm_up: asyncio.Task[None] | None = None
         self._streams: dict[Generation, None] = {}
         self._by_request: dict[str, Generation] = {}
         self._empty = asyncio.Event()
@@ -244,6 +254,7 @@ class Service:
             # One that was released is counted as cancelled already.
             if stream is not None:
                 self._push(stream, output)
+        self.prefixes.take(report.prefix_events)
         self.metrics.note_step(report, num_tokens)
 
     def _push(self, stream: Generation, output: Output) -> None:
@@ -274,12 +285,16 @@ class Service:
         """While this is entered, waiting requests expire, streams are kept alive and slow readers are cut."""
         task = asyncio.create_task(self._watch())
         try:
-            async with self.store.running(), self.quotas.running(), self.recordings.running():
+            async with (
+                self.store.running(),
+                self._prefix_writer.running(),
+                self.quotas.running(),
+                self.recordings.running(),
+            ):
                 yield
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await _end(task)
+            await _end(self._warm_up)
 
     async def _watch(self) -> None:
         tick_s = self.options.timeouts.tick_s
@@ -291,6 +306,29 @@ class Service:
                 self.tick(self.clock())
             except Exception:
                 log.exception("looking after the streams failed; going on")
+
+    def warm_up(self) -> None:
+        """Begins to compute what the processes before this one had in their caches, while nobody needs the engine."""
+        if not self.store.durable or not self.options.warm_up_tokens:
+            return
+        warm_up = WarmUp(
+            self._warm,
+            self._is_idle,
+            block_size=self.options.block_size,
+            max_tokens=self.options.warm_up_tokens,
+        )
+        self._warm_up = asyncio.create_task(warm_up.run(self.store, self.prefixes))
+
+    async def _warm(self, token_ids: list[int], salt: bytes) -> None:
+        warming = Warming(token_ids, salt, self.clock())
+        self.submit(warming)
+        try:
+            await warming.over()
+        finally:
+            self.release(warming)
+
+    def _is_idle(self) -> bool:
+        return all(isinstance(stream, Warming) for stream in self._streams)
 
     def tick(self, now: float) -> None:
         """One look at everything that waits. `running` calls it several times a second."""
@@ -338,6 +376,8 @@ class Service:
         """The metrics; what changes without a step is read now."""
         self.metrics.streams.set(len(self._streams))
         self.metrics.recordings.set(len(self.recordings))
+        self.metrics.prefix_blocks.set(self.prefixes.num_tracked)
+        self.metrics.prefix_depth.set(self.prefixes.deepest)
         self.metrics.up.set(self.readiness in ("ready", "draining"))
         self.metrics.pool_violations.set(self.engine.stats().num_pool_violations)
         for name, value in self.queue.step_model().items():
@@ -355,6 +395,8 @@ class Service:
     def begin_drain(self) -> None:
         """From now on /ready is red and new work is refused; what was let in goes on."""
         self.draining = True
+        if self._warm_up is not None:
+            self._warm_up.cancel()
 
     async def drained(self, timeout_s: float) -> bool:
         """Waits until the last stream has ended; False if that took too long."""
@@ -371,3 +413,10 @@ class Service:
         error = unavailable(message, code, close=True)
         for stream in list(self._streams):
             stream.fail(error)
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task

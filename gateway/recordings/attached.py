@@ -76,7 +76,7 @@ class Attached(Response):
             if connection.overdue:
                 connection.overdue = False
                 body = body or KEEPALIVE
-            if body:
+            if body or reader.at_end:
                 await connection.send(body, more=not reader.at_end)
 
     def _frames(self, reader: Reader) -> bytes:

@@ -284,9 +284,10 @@ class Reader:
 
     def _closing(self) -> list[bytes]:
         recording, first = self.recording, self._format.num_opening + self.recording.num_texts
-        if recording.error is not None:
-            return self._format.fault(recording, recording.error, first)
-        frames = self._format.closing(recording, first)
+        if recording.error is None:
+            frames = self._format.closing(recording, first)
+        else:
+            frames = self._format.fault(recording, recording.error, first)
         num_known = max(0, self.position - first + 1)
         return frames[num_known:]
 

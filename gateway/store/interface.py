@@ -162,7 +162,11 @@ class Store(Protocol):
     # Journals of streams
 
     async def write_journals(self, changes: Sequence[JournalChange]) -> None:
-        """Raises StoreUnavailable if some may not be written; the caller writes them again."""
+        """Raises StoreUnavailable if some may not be written; the caller writes them again.
+
+        What does not follow what is there is left out: its header or tokens before it are missing, the stream has
+        ended, or it has become another process's.
+        """
 
     async def read_journal(self, stream_id: str) -> Journal | None: ...
 

@@ -89,20 +89,22 @@ class Link:
         self._num_successes = 0
         self._run_id: bytes | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._pool = BlockingConnectionPool.from_url(
-            url,
-            max_connections=MAX_CONNECTIONS,
-            timeout=POOL_WAIT_S,
-            client_name=client_name,
-        )
-        # Not above: there, what the URL says would win.
+        options = {
+            "max_connections": MAX_CONNECTIONS,
+            "timeout": POOL_WAIT_S,
+            "client_name": client_name,
+            "protocol": 2,
+            "decode_responses": False,
+            "encoding_errors": "surrogatepass",
+            "socket_timeout": WORK_S,
+            "socket_connect_timeout": WORK_S,
+            "retry": Retry(NoBackoff(), 0),
+            "redis_connect_func": self._on_connect,
+        }
+        self._pool = BlockingConnectionPool.from_url(url, **options)
+        # Once more: what the URL says won, until now.
         self._pool.connection_kwargs.update(
-            protocol=2,
-            decode_responses=False,
-            socket_timeout=WORK_S,
-            socket_connect_timeout=WORK_S,
-            retry=Retry(NoBackoff(), 0),
-            redis_connect_func=self._on_connect,
+            {name: option for name, option in options.items() if name not in ("max_connections", "timeout")}
         )
 
     async def one(self, command: Command) -> Any:
@@ -182,10 +184,10 @@ class Link:
         await connection.on_connect()
         (info,) = await _exchange(connection, [("INFO", "server")])
         lines = info.splitlines() if isinstance(info, bytes) else []
-        run_id = next((line for line in lines if line.startswith(b"run_id:")), None)
+        run_id = next((line for line in lines if line.startswith(b"run_id:")), b"not told")
         if self._run_id is not None and run_id != self._run_id:
             self.num_losses += 1
-        self._run_id = run_id or b"unknown"
+        self._run_id = run_id
 
     def _succeeded(self) -> None:
         self._num_successes += 1
