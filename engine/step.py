@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -154,7 +154,7 @@ class StepReport:
     num_preemptions: int
     num_prefix_query_tokens: int
     num_prefix_hit_tokens: int
-    prefix_events: tuple[PrefixEvent, ...] = ()
+    prefix_events: Iterable[PrefixEvent] = ()
     """What became of cached blocks since the report before."""
     error: str | None = None
     """The step failed, and with it the sequences whose outputs say so."""

@@ -5,6 +5,7 @@ Replayed from the start, the events give exactly the hashes in the prefix index.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_EVENTS = 20_000
@@ -43,6 +44,21 @@ class Cleared(NamedTuple):
 PrefixEvent = Stored | Found | Dropped | Cleared
 
 
+_Block = tuple[list[bytes], list[int], int, int, bytes]
+"""A block that was stored: its chain's hashes and tokens (lists that only grow), its place, its size, the salt."""
+
+
+class PrefixEvents:
+    """What happened, in order. It is spelt out where it is read, so that this takes no time of a step."""
+
+    def __init__(self, told: list[_Block | Found | Dropped | Cleared]) -> None:
+        self._told = told
+
+    def __iter__(self) -> Iterator[PrefixEvent]:
+        for event in self._told:
+            yield event if isinstance(event, Found | Dropped | Cleared) else _spelt_out(*event)
+
+
 class PrefixLog:
     """Events in order, until they are drained; the step thread owns it.
 
@@ -50,21 +66,31 @@ class PrefixLog:
     """
 
     def __init__(self) -> None:
-        self._events: list[PrefixEvent] = []
+        self._told: list[_Block | Found | Dropped | Cleared] = []
 
-    def add(self, event: PrefixEvent) -> None:
-        if len(self._events) >= MAX_EVENTS:
+    def stored(self, hashes: list[bytes], token_ids: list[int], i: int, block_size: int, salt: bytes) -> None:
+        """The i-th block of a chain can be found from now on."""
+        if len(self._told) >= MAX_EVENTS:
             self.clear()
-        self._events.append(event)
+        self._told.append((hashes, token_ids, i, block_size, salt))
+
+    def add(self, event: Found | Dropped) -> None:
+        if len(self._told) >= MAX_EVENTS:
+            self.clear()
+        self._told.append(event)
 
     def clear(self) -> None:
         """All blocks are gone at once."""
-        self._events = [Cleared()]
+        self._told = [Cleared()]
 
-    def drain(self) -> tuple[PrefixEvent, ...]:
+    def drain(self) -> PrefixEvents | tuple[()]:
         """What happened since it was last asked."""
-        if not self._events:
+        if not self._told:
             return ()
-        events = tuple(self._events)
-        self._events = []
-        return events
+        told, self._told = self._told, []
+        return PrefixEvents(told)
+
+
+def _spelt_out(hashes: list[bytes], token_ids: list[int], i: int, block_size: int, salt: bytes) -> Stored:
+    tokens = tuple(token_ids[i * block_size : (i + 1) * block_size])
+    return Stored(hashes[i], hashes[i - 1] if i else None, i + 1, tokens, salt)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
 
 from engine.kv.blocks import BlockPool
-from engine.kv.events import Dropped, Found, PrefixLog, Stored
+from engine.kv.events import Dropped, Found, PrefixLog
 from engine.kv.prefix import PrefixIndex, extend_hashes
 from engine.request import Sequence
 
@@ -130,9 +130,7 @@ class BlockTables:
         for i in range(first, last):
             self.index.end(hashes[i], table[i])
             if self.index.add(hashes[i], table[i]) and self.log is not None:
-                parent, start = hashes[i - 1] if i else None, i * self.block_size
-                token_ids = tuple(sequence.token_ids[start : start + self.block_size])
-                self.log._events.append((hashes[i], parent, i + 1, token_ids, sequence.request.salt))
+                self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
 
     def release(self, sequence: Sequence) -> None:
         """Gives everything back; safe to call again. What is in the index can be found on, deepest given up first."""

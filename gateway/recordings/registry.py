@@ -157,11 +157,12 @@ class Recordings:
             recording.fail(ApiError(409, "The reply was cancelled.", code="cancelled"))
 
     async def discard(self, recording: Recording) -> None:
-        """Ends and forgets it."""
+        """Ends and forgets it; if the store is there, for good."""
         self.cancel(recording)
         if (settling := self._settling.get(recording.id)) is not None:
             await settling
         self._forget(recording)
+        await self._delete_doomed()
 
     # What the service's own loops do
 
@@ -236,7 +237,8 @@ class Recordings:
     def _forget(self, recording: Recording, *, keep_journal: bool = False) -> None:
         self._all.pop(recording.id, None)
         self._dirty.pop(recording.id, None)
-        if self._written.pop(recording.id, None) is not None and not keep_journal:
+        self._written.pop(recording.id, None)
+        if recording.journalled and not keep_journal:
             self._doomed[recording.id] = None
 
     def _bound_bytes(self) -> None:

@@ -339,9 +339,9 @@ class SharedStore:
 
     async def flush(self) -> None:
         """Tells Redis all that it does not know. Raises StoreUnavailable; what is left then stays to be told."""
-        self._notice_losses()
         while batch := self._backlog.batch():
             await self._write(batch)
+        self._notice_losses()
         while self._lost:
             await self._put_again(list(self._lost)[:MAX_COMMANDS])
         while leases := list(self._releases)[:MAX_COMMANDS]:

@@ -120,7 +120,7 @@ def test_the_tracker_and_its_changes_follow_the_index(workload: Workload, data: 
     seen: set[bytes] = set()
 
     def follow(run: Run) -> None:
-        events = log.drain()
+        events = list(log.drain())
         tracker.take(events)
         seen.update(event.hash for event in events if isinstance(event, Stored))
         resident.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import cast
 
 from engine.request import FinishReason, Output, Request, SamplingParams
-from gateway.connections import Connection
+from gateway.connections import Connection, Timeouts
 from gateway.recordings.chat import ChatFormat, about
 from gateway.recordings.recording import Reader, Recording
 from gateway.shapes import Head
@@ -15,7 +15,9 @@ TOKENIZER = make_tokenizer()
 
 
 def make_request(request_id: str = "chatcmpl-1", **fields: object) -> Request:
-    return Request(request_id=request_id, prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=100), **fields)  # type: ignore[arg-type]
+    return Request(
+        request_id=request_id, prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=100), **fields
+    )  # type: ignore[arg-type]
 
 
 def make_recording(request: Request | None = None, *, include_usage: bool = False) -> Recording:
@@ -61,6 +63,9 @@ class PaperConnection:
 
     def wake(self) -> None:
         self.waits = False
+
+    def look_after(self, now: float, timeouts: Timeouts) -> None:
+        """It is patient."""
 
 
 class PaperReader:

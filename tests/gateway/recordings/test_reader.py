@@ -51,7 +51,9 @@ def test_every_reader_gets_every_event_after_its_position_once(
 def test_numbers_have_no_gaps(brought: list[str]) -> None:
     *numbered, done = canonical(brought, include_usage=True)
     assert done == b"data: [DONE]\n\n"
-    assert [int(frame.split(b"\n")[0].removeprefix(b"id: ")) for frame in numbered] == list(range(len(numbered)))
+    assert [int(frame.split(b"\n")[0].removeprefix(b"id: ")) for frame in numbered] == list(
+        range(len(numbered))
+    )
 
 
 def test_what_replaying_brings_is_what_was_said() -> None:

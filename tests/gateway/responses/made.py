@@ -52,15 +52,17 @@ def recording_of(body_input: Any = "Hi", **fields: Any) -> Recording:
     )
 
 
-def say(recording: Recording, *texts: str) -> None:
+def say(recording: Recording, *texts: str, token_id: int = 7) -> None:
     """One token for each text."""
     for text in texts:
-        recording.push(_output(recording, text))
+        recording.push(_output(recording, text, token_id))
 
 
-def finish(recording: Recording, reason: FinishReason = FinishReason.STOP) -> None:
+def finish(
+    recording: Recording, reason: FinishReason = FinishReason.STOP, text: str = "", token_id: int = 7
+) -> None:
     timings = make_timings(recording.request)
-    recording.push(_output(recording, "", finish_reason=reason, timings=timings))
+    recording.push(_output(recording, text, token_id, finish_reason=reason, timings=timings))
     recording.timings_json = timings_of(recording)
 
 
@@ -75,8 +77,8 @@ def cancel(recording: Recording) -> ApiError:
     return fail(recording, "cancelled")
 
 
-def _output(recording: Recording, text: str, **fields: Any) -> Output:
-    return Output(request_id=recording.id, index=0, text=text, token_ids=[7], **fields)
+def _output(recording: Recording, text: str, token_id: int, **fields: Any) -> Output:
+    return Output(request_id=recording.id, index=0, text=text, token_ids=[token_id], **fields)
 
 
 def frames_of(recording: Recording) -> list[bytes]:

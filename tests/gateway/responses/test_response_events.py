@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +16,17 @@ from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
 from engine.request import FinishReason
+from engine.sampling.stopping import TextSink
 from gateway.errors import ApiError
+from gateway.recordings.journal import end_of, header_of, rebuild
 from gateway.recordings.recording import Recording
 from gateway.responses.events import ResponseFormat
-from gateway.responses.objects import beginning, deleted, input_items, page, response
+from gateway.responses.objects import beginning, deleted, input_items, page, response, status_of
 from gateway.responses.records import Record, continued, record_of
 from gateway.responses.schemas import PageQuery
 from gateway.responses.threads import Thread
+from gateway.store.interface import Journal
+from tests.gateway.desk import EOS, make_tokenizer
 from tests.gateway.responses.made import (
     EVENT,
     body_of,
@@ -149,6 +154,35 @@ def test_all_of_it_can_be_made_again_from_json() -> None:
     before = (response(recording), frames_of(recording), record_of(recording))
     recording.about = json.loads(json.dumps(recording.about))
     assert (response(recording), frames_of(recording), record_of(recording)) == before
+
+
+@pytest.mark.parametrize("how", ENDS)
+@given(text=ANYTHING)
+def test_a_restarted_server_tells_the_same(how: str, text: str) -> None:
+    """From the journal alone: what was asked, the tokens, and how it ended."""
+    tokenizer = make_tokenizer()
+    token_ids = [*tokenizer.encode(text), EOS]
+    recording = recording_of(background=True, metadata={"a": "b"})
+    if how == "incomplete":
+        token_ids = token_ids[: len(token_ids) - 1 or 1]
+    most = len(token_ids) if how == "incomplete" else 1_000
+    sampling = replace(recording.request.sampling, max_tokens=most, ignore_eos=how == "incomplete")
+    recording.requests[0] = replace(recording.request, sampling=sampling)
+    sink = TextSink(tokenizer, (EOS,))
+    texts, reason = sink.replay(recording.request, token_ids, 10_000)
+    for token_id, said in zip(token_ids[:-1], texts[:-1], strict=True):
+        say(recording, said, token_id=token_id)
+    if how in ("failed", "cancelled"):
+        ENDS[how](recording)
+    else:
+        assert reason is not None
+        finish(recording, reason, texts[-1], token_ids[-1])
+    journal = Journal(recording.id, header_of(recording), tuple(recording.token_ids), end_of(recording))
+    rebuilt = rebuild(journal, 99.0)
+    rebuilt.replay(*sink.replay(rebuilt.request, journal.token_ids, 10_000))
+    assert status_of(rebuilt) == status_of(recording) == how
+    assert frames_of(rebuilt) == frames_of(recording)
+    assert record_of(rebuilt) == record_of(recording)
 
 
 def test_a_deleted_response() -> None:

@@ -133,7 +133,7 @@ async def test_a_stream_and_the_rest_of_it_from_every_event_on() -> None:
         assert [event.sequence_number for event in events] == list(range(10))
         assert "".join(event.delta for event in events if event.type.endswith("text.delta")) == "Hello"
         response_id = events[0].response.id
-        for number in range(-1, 9):
+        for number in range(-1, 10):
             after = {} if number < 0 else {"starting_after": number}
             rest = await api.responses.retrieve(response_id, stream=True, **after)
             assert [event async for event in rest] == events[number + 1 :]
@@ -228,8 +228,12 @@ async def test_cancelling() -> None:
         assert desk.engine.cancelled == [request.request_id]
         assert (await api.responses.cancel(response_id)).status == "cancelled"
         assert (await api.responses.retrieve(response_id)).status == "cancelled"
-        again = await api.responses.retrieve(response_id, stream=True)
-        assert [event async for event in again][-1] == last
+        whole = [event async for event in await api.responses.retrieve(response_id, stream=True)]
+        assert whole[-1] == last
+        for event in whole:
+            after = event.sequence_number
+            rest = await api.responses.retrieve(response_id, stream=True, starting_after=after)
+            assert [event async for event in rest] == whole[after + 1 :]
 
 
 async def test_only_the_background_can_be_cancelled() -> None:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from gateway.store import link
 from tests.gateway.store.stores import OPENED
 from tests.redis_server import RedisServer
 
@@ -31,3 +32,17 @@ async def closing(server: RedisServer) -> AsyncIterator[None]:  # noqa: ARG001
     yield
     while OPENED:
         await OPENED.pop().aclose()
+
+
+@pytest.fixture
+def real_waits() -> None:
+    """For tests that are about how long a call takes."""
+
+
+@pytest.fixture(autouse=True)
+def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is not to look like a Redis that is gone."""
+    if "real_waits" not in request.fixturenames:
+        monkeypatch.setattr(link, "WORK_S", 2.0)
+        monkeypatch.setattr(link, "POOL_WAIT_S", 2.0)
+        monkeypatch.setattr(link, "MAX_WAIT_S", 3.0)

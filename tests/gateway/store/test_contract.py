@@ -102,6 +102,14 @@ async def test_no_key_leads_to_the_record_of_another(store: Store, one: Key, oth
     assert await store.list(one.kind, one.tenant, 10) == [one.id]
 
 
+async def test_any_text_may_be_an_id(store: Store) -> None:
+    for id_ in ("", " ", "\ud800", "?", "\x00", "é" * 500, "a:b{c}"):
+        await store.put(record(id_), id_.encode(errors="surrogatepass"), 60)
+    assert await store.get(record("\ud800")) == b"\xed\xa0\x80"
+    assert await store.get(record("?")) == b"?"
+    assert len(await store.list("response", "t", 10)) == 7
+
+
 # Journals
 
 
@@ -223,6 +231,14 @@ async def test_giving_back_more_than_was_used_saves_nothing(store: Store) -> Non
     assert (await store.reserve("t", quota, 1, "b")).refused == "tokens"
 
 
+async def test_waiting_saves_nothing_up(store: Store, clock: Clock) -> None:
+    quota = Quota(requests_per_minute=6)
+    await store.reserve("t", quota, 0, "l")
+    clock.now += 1000
+    refused = [(await store.reserve("t", quota, 0, f"l{i}")).refused for i in range(7)]
+    assert refused == [None] * 6 + ["requests"]
+
+
 async def test_a_lease_ends_when_it_is_released_or_not_renewed(store: Store, clock: Clock) -> None:
     quota = Quota(max_streams=1)
     assert (await store.reserve("t", quota, 0, "a")).refused is None
@@ -258,6 +274,8 @@ async def test_a_long_chain_is_held_as_a_whole(store: Store) -> None:
     chain = [block(f"{i}", f"{i - 1}" if i else None, depth=i + 1) for i in range(250)]
     await store.write_prefixes(chain)
     assert await store.locate([block.hash for block in chain] + [b"unknown"]) == {"a": 250}
+    await store.write_prefixes([replace(chain[50], resident=False)])
+    assert await store.locate([block.hash for block in chain]) == {"a": 50}
 
 
 async def test_the_hottest_are_whole_chains_parents_first(store: Store) -> None:
