@@ -1,5 +1,7 @@
 /** Reads an answer to screen readers by whole sentences, at a bearable pace. */
 
+import { RECONNECTING } from "./conversation.js";
+
 const GAP_MS = 2000;
 const KEPT = 20;
 const SENTENCE_END = /[.!?:](?=\s)|\n/g;
@@ -9,18 +11,22 @@ export class Announcer {
   #message = null;
   #spoken = 0; // how much of the message's text was announced
   #lastAt = -Infinity;
+  #lost = false;
 
   /** @param {Element} log  an element with role="log" that only assistive technology sees */
   constructor(log) {
     this.#log = log;
   }
 
-  /** Announces what a growing answer gained, and its end. */
+  /** Announces what a growing answer gained, that it waits for its connection, and its end. */
   follow(message, ended, now = performance.now()) {
     if (message !== this.#message || message.text.length < this.#spoken) {
       this.#message = message;
       this.#spoken = 0;
     }
+    const lost = message.state === "reconnecting";
+    if (lost && !this.#lost) this.say(RECONNECTING);
+    this.#lost = lost;
     if (!ended && now - this.#lastAt < GAP_MS) return;
     const end = ended ? message.text.length : lastSentenceEnd(message.text, this.#spoken);
     const news = message.text.slice(this.#spoken, end).replace(/[*_`#|]+/g, "").trim();

@@ -1,4 +1,4 @@
-/** The server's HTTP interface: which models, is it ready, and a streamed answer. */
+/** The server's HTTP interface: which models, is it ready, and an answer's stream. */
 
 import { readEvents } from "./sse.js";
 
@@ -8,6 +8,7 @@ import { readEvents } from "./sse.js";
  *       "failed"      the server reported an error inside the stream
  *       "lost"        the stream ended before the server said that it was done
  *       "unreachable" no connection
+ *       "gone"        the server no longer has the rest
  */
 export class ApiError extends Error {
   /** @param {{kind: string, message: string, status?: number, code?: ?string, retryAfterMs?: ?number}} fault */
@@ -56,23 +57,44 @@ export async function readiness() {
   }
 }
 
+const CHAT = "v1/chat/completions";
+const STREAMED = { stream: true, stream_options: { include_usage: true, resumable: true } };
+
 /**
- * One streamed answer. Aborting the signal cancels the generation on the server.
+ * One streamed answer. It goes on without a reader for a while: discardChat ends it.
  * @param {object} body  OpenAI's chat completion request
- * @param {{signal: AbortSignal, key: ?string}} options
- * @returns {AsyncGenerator<{text: string, finish: ?string, timings: ?object, usage: ?object}>}
+ * @param {{signal: AbortSignal, key: ?string, name: string}} options  the same name gets the same answer
+ * @returns {AsyncGenerator<{id: ?string, number: ?number, text: string, finish: ?string,
+ *   timings: ?object, usage: ?object}>}  id: the answer's; number: this piece's
  * @throws {ApiError}
  */
-export async function* streamChat(body, { signal, key }) {
-  const response = await request("v1/chat/completions", {
-    method: "POST",
-    headers: { "content-type": "application/json", ...authorization(key) },
-    body: JSON.stringify({ ...body, stream: true, stream_options: { include_usage: true } }),
-    signal,
-  });
-  for await (const data of untilLost(readEvents(response.body), signal)) {
+export async function* streamChat(body, { signal, key, name }) {
+  const headers = { "content-type": "application/json", "idempotency-key": name, ...authorization(key) };
+  const content = JSON.stringify({ ...body, ...STREAMED });
+  const response = await request(CHAT, { method: "POST", headers, body: content, signal });
+  yield* readChunks(response, signal);
+}
+
+/** What comes after the piece of that number. */
+export async function* followChat(id, number, { signal, key }) {
+  const asked = request(`${CHAT}/${id}?starting_after=${number}`, { headers: authorization(key), signal });
+  yield* readChunks(await asked.catch(orGone), signal);
+}
+
+/** Ends an answer on the server, even while the page closes. */
+export async function discardChat(id, key) {
+  await request(`${CHAT}/${id}`, { method: "DELETE", headers: authorization(key), keepalive: true });
+}
+
+function orGone(fault) {
+  if (fault.status !== 404 && fault.status !== 410) throw fault;
+  throw new ApiError({ kind: "gone", message: "The server does not have it any more. What came stays here." });
+}
+
+async function* readChunks(response, signal) {
+  for await (const { data, id } of untilLost(readEvents(response.body), signal)) {
     if (data === "[DONE]") return;
-    yield readChunk(data);
+    yield readChunk(data, id);
   }
   throw new ApiError({ kind: "lost", message: "The connection ended before the answer did." });
 }
@@ -98,7 +120,7 @@ async function* untilLost(events, signal) {
   }
 }
 
-function readChunk(data) {
+function readChunk(data, number) {
   let chunk;
   try {
     chunk = JSON.parse(data);
@@ -108,6 +130,8 @@ function readChunk(data) {
   if (chunk.error) throw inStreamError(chunk.error);
   const choice = chunk.choices?.[0];
   return {
+    id: chunk.id ?? null,
+    number: number === null ? null : Number(number),
     text: choice?.delta?.content ?? "",
     finish: choice?.finish_reason ?? null,
     timings: chunk.timings ?? null,

@@ -7,6 +7,7 @@ import {
   historyBefore,
   isRunning,
   newConversation,
+  runningIn,
   settle,
 } from "./conversation.js";
 import { runAnswer } from "./run.js";
@@ -46,8 +47,17 @@ export class Chat {
     return this.#runs.has(this.current.id);
   }
 
+  get isStreaming() {
+    return this.conversations.some((each) => runningIn(each)?.state === "streaming");
+  }
+
+  /** An answer that was being made when the page closed goes on. */
   async load() {
-    this.conversations = (await this.#store.all()).map(settle);
+    this.conversations = (await this.#store.all()).map((each) => settle(each, Date.now()));
+    for (const conversation of this.conversations) {
+      const answer = runningIn(conversation);
+      if (answer !== null) this.#run(conversation, answer);
+    }
   }
 
   /** @param {?string} id  an unknown one opens an empty conversation */
@@ -112,27 +122,31 @@ export class Chat {
     this.#answer(this.current, answer);
   }
 
-  async #answer(conversation, answer) {
-    const controller = new AbortController();
-    this.#runs.set(conversation.id, controller);
+  #answer(conversation, answer) {
     this.conversations.sort((a, b) => b.updated - a.updated);
+    this.#run(conversation, answer);
     if (conversation === this.current) this.#view.showConversation(conversation);
     this.#save(conversation);
+  }
+
+  async #run(conversation, answer) {
+    const controller = new AbortController();
+    this.#runs.set(conversation.id, controller);
     const { request, systemPrompt, key } = this.#choices;
     const messages = historyBefore(conversation, answer, systemPrompt());
     await runAnswer(answer, async () => ({ ...(await request()), messages }), {
       signal: controller.signal,
       key: key(),
-      onChange: () => this.#changed(conversation, answer),
+      onChange: (urgent = false) => this.#changed(conversation, answer, urgent),
     });
   }
 
-  #changed(conversation, answer) {
+  #changed(conversation, answer, urgent) {
     const ended = !isRunning(answer);
     if (ended) this.#runs.delete(conversation.id);
     this.#view.showMessage(answer);
     if (ended) this.#view.showList();
-    if (ended || Date.now() - this.#savedAt > SAVE_EVERY_MS) this.#save(conversation);
+    if (ended || urgent || Date.now() - this.#savedAt > SAVE_EVERY_MS) this.#save(conversation);
   }
 
   /** A deleted conversation stays deleted, even when its answer ends later. */

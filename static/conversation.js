@@ -5,10 +5,17 @@
  * @property {string} id
  * @property {"user"|"assistant"} role
  * @property {string} text
- * @property {"waiting"|"streaming"|"done"|"stopped"|"failed"} state
+ * @property {"waiting"|"streaming"|"reconnecting"|"done"|"stopped"|"failed"} state
  * @property {?{kind: string, message: string, status: number, code: ?string}} error  when failed
  * @property {?number} retryAt  epoch in ms of the automatic retry, null when there is none
  * @property {?import("./stats.js").Stats} stats
+ * @property {?Stream} stream  while it runs
+ *
+ * @typedef {object} Stream  where an answer comes from, for the next connection
+ * @property {string} name  the page's for the request
+ * @property {?object} body  the request, until the id is known
+ * @property {?string} id  the server's for the answer
+ * @property {number} number  of the last chunk that is in the text, -1 before the first
  *
  * @typedef {object} Conversation
  * @property {string} id
@@ -17,7 +24,9 @@
  * @property {Message[]} messages
  */
 
+export const RECONNECTING = "Connection lost. Reconnecting…";
 const TITLE_LENGTH = 60;
+const NAMED_MS = 600_000; // the server knows a request by its name for so long
 
 /** @returns {Conversation} */
 export function newConversation() {
@@ -34,6 +43,7 @@ export function newMessage(role, text) {
     error: null,
     retryAt: null,
     stats: null,
+    stream: null,
   };
 }
 
@@ -50,7 +60,7 @@ export function ask(conversation, text) {
 export function askAgain(conversation, answer) {
   dropFrom(conversation, answer);
   conversation.messages.push(answer);
-  Object.assign(answer, { text: "", state: "waiting", error: null, retryAt: null, stats: null });
+  Object.assign(answer, { ...newMessage("assistant", ""), id: answer.id });
   conversation.updated = Date.now();
 }
 
@@ -70,17 +80,26 @@ export function historyBefore(conversation, answer, systemPrompt) {
   return systemPrompt ? [{ role: "system", content: systemPrompt }, ...history] : history;
 }
 
-/** A stored conversation whose page was closed while it waited for the server. */
-export function settle(conversation) {
-  for (const message of conversation.messages) {
-    if (isRunning(message)) message.state = "stopped";
+/** A stored conversation whose page was closed: an answer that ran goes on if it is known where. */
+export function settle(conversation, now) {
+  const { messages, updated } = conversation;
+  for (const message of messages) {
+    message.stream ??= null;
+    const known = message.stream !== null && (message.stream.id !== null || now - updated < NAMED_MS);
+    if (isRunning(message) && !known) message.state = "stopped";
     message.retryAt = null;
   }
   return conversation;
 }
 
+/** @returns {?Message} the answer that is being made */
+export function runningIn(conversation) {
+  const last = conversation.messages.at(-1);
+  return last !== undefined && isRunning(last) ? last : null;
+}
+
 export function isRunning(message) {
-  return message.state === "waiting" || message.state === "streaming";
+  return ["waiting", "streaming", "reconnecting"].includes(message.state);
 }
 
 /** The first line, cut between words. */
@@ -92,7 +111,7 @@ export function titleFrom(text) {
 }
 
 /** crypto.randomUUID exists only on https and localhost; this works on a LAN address too. */
-function newId() {
+export function newId() {
   const bytes = crypto.getRandomValues(new Uint8Array(12));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }

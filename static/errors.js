@@ -15,6 +15,7 @@ const TITLES = {
   failed: "The answer broke off",
   lost: "Connection lost",
   unreachable: "The server cannot be reached",
+  gone: "The rest of this answer is gone",
 };
 
 const BUTTONS = {
@@ -51,7 +52,7 @@ function titleOf({ kind, status, code }) {
 
 /** What goes by with time, as opposed to what the user has to change. */
 function isPassing({ kind, status }) {
-  return kind === "lost" || status === 429 || status === 503;
+  return kind === "lost" || kind === "gone" || status === 429 || status === 503;
 }
 
 function buttons({ status, code }, waiting, actions) {

@@ -21,7 +21,7 @@ const store = await openStore();
 
 const announcer = new Announcer(byId("announcer"));
 const status = new Status(byId("status"), {
-  isIdle: () => chat.running.size === 0,
+  isIdle: () => !chat.isStreaming,
   onReady: () => showModel().catch(() => {}), // the next request says what is wrong
 });
 
@@ -83,7 +83,7 @@ function showMessage(message) {
   log.update(message);
   const shown = chat.current.messages.includes(message);
   if (shown) announcer.follow(message, !isRunning(message));
-  if (message.error?.kind === "unreachable") status.check();
+  if (message.error?.kind === "unreachable" || message.state === "reconnecting") status.check();
 }
 
 function showList() {

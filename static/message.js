@@ -1,7 +1,7 @@
 /** One message on the page. */
 
 import { copyButton } from "./clipboard.js";
-import { isRunning } from "./conversation.js";
+import { RECONNECTING, isRunning } from "./conversation.js";
 import { el, iconButton } from "./dom.js";
 import { errorCard } from "./errors.js";
 import { MarkdownView } from "./markdown.js";
@@ -72,7 +72,7 @@ export class AnswerView {
 
   /** Called between changes too: while an answer waits, its waiting time is what changes. */
   showStats() {
-    const parts = this.#message.state === "waiting" ? this.#waitingLine() : this.#ownLine();
+    const parts = this.#line();
     const spans = parts.map(({ label, hint }) => el("span", { title: hint }, label));
     this.#stats.replaceChildren(...spans);
   }
@@ -92,6 +92,12 @@ export class AnswerView {
     this.#card?.element.remove();
     this.#card = state === "failed" ? errorCard(this.#message, this.#actions) : null;
     if (this.#card) this.#body.append(this.#card.element);
+  }
+
+  #line() {
+    const { state } = this.#message;
+    if (state === "reconnecting") return [{ label: RECONNECTING, hint: "The answer goes on from here" }];
+    return state === "waiting" ? this.#waitingLine() : this.#ownLine();
   }
 
   #waitingLine() {

@@ -5,15 +5,22 @@
 
 const LINE_END = /\r\n|\r|\n/g;
 
-/** Turns decoded text, cut anywhere, into the data of complete events. */
+/**
+ * @typedef {object} ServerEvent
+ * @property {string} data
+ * @property {?string} id  the event's own; the last one is not inherited as by EventSource
+ */
+
+/** Turns decoded text, cut anywhere, into complete events. */
 export class EventStreamParser {
   #line = ""; // the line that has not ended yet
   #data = []; // the data lines of the event that has not ended yet
+  #id = null; // of that event
   #afterCarriageReturn = false; // a "\n" that opens the next piece belongs to the last line end
 
   /**
    * @param {string} text the next piece of the stream
-   * @returns {string[]} the data of every event that this piece completed
+   * @returns {ServerEvent[]} every event that this piece completed
    */
   push(text) {
     if (text === "") return [];
@@ -32,13 +39,16 @@ export class EventStreamParser {
 
   #endLine(line, events) {
     if (line === "") {
-      if (this.#data.length > 0) events.push(this.#data.join("\n"));
+      if (this.#data.length > 0) events.push({ data: this.#data.join("\n"), id: this.#id });
       this.#data = [];
+      this.#id = null;
       return;
     }
     const colon = line.indexOf(":");
     const field = colon === -1 ? line : line.slice(0, colon);
-    if (field === "data") this.#data.push(colon === -1 ? "" : valueAfter(line, colon));
+    const value = colon === -1 ? "" : valueAfter(line, colon);
+    if (field === "data") this.#data.push(value);
+    else if (field === "id") this.#id = value;
   }
 }
 
@@ -48,9 +58,9 @@ function valueAfter(line, colon) {
 }
 
 /**
- * The data of each event in a byte stream. Leaving the loop early cancels the stream.
+ * Each event in a byte stream. Leaving the loop early cancels the stream.
  * @param {ReadableStream<Uint8Array>} body
- * @returns {AsyncGenerator<string>}
+ * @returns {AsyncGenerator<ServerEvent>}
  */
 export async function* readEvents(body) {
   const reader = body.getReader();

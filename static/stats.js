@@ -2,6 +2,8 @@
  * How fast an answer came: measured here while it streams, completed by the server at its end.
  *
  * @typedef {object} Stats
+ * @property {number} sentAt  epoch, ms
+ * @property {?number} firstAt  of the first text; epoch, ms
  * @property {number} tokens  counted here: one per piece of text, until the server gives its count
  * @property {?number} ttftMs  from sending to the first text, as the reader saw it
  * @property {?number} tokensPerS  after the first token; at the end the server's own measure
@@ -11,15 +13,17 @@
 
 const SHORTEST_MS = 100; // a shorter stretch says nothing about speed
 
-/** Measures one answer. Times are those of performance.now(), in ms. */
-export class Meter {
-  #sentAt;
-  #firstAt = null;
-  /** @type {Stats} */
-  stats = { tokens: 0, ttftMs: null, tokensPerS: null, finish: null, timings: null };
+/** @returns {Stats} of an answer that is asked for now */
+export function newStats(now) {
+  const unknown = { firstAt: null, ttftMs: null, tokensPerS: null, finish: null, timings: null };
+  return { sentAt: now, tokens: 0, ...unknown };
+}
 
-  constructor(now) {
-    this.#sentAt = now;
+/** Measures one answer, which another page may have begun: times are epoch, in ms. */
+export class Meter {
+  /** @param {Stats} stats  is kept up to date */
+  constructor(stats) {
+    this.stats = stats;
   }
 
   /** @param {{text: string, finish: ?string, timings: ?object, usage: ?object}} event */
@@ -32,11 +36,12 @@ export class Meter {
   }
 
   #countToken(now) {
-    this.stats.tokens += 1;
-    this.#firstAt ??= now;
-    this.stats.ttftMs ??= now - this.#sentAt;
-    const elapsed = now - this.#firstAt;
-    if (elapsed >= SHORTEST_MS) this.stats.tokensPerS = ((this.stats.tokens - 1) * 1000) / elapsed;
+    const { stats } = this;
+    stats.tokens += 1;
+    stats.firstAt ??= now;
+    stats.ttftMs ??= now - stats.sentAt;
+    const elapsed = now - stats.firstAt;
+    if (elapsed >= SHORTEST_MS) stats.tokensPerS = ((stats.tokens - 1) * 1000) / elapsed;
   }
 
   /** The server measures its pace without the network in between. */

@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from app.bench.workloads import WORKLOADS
 from app.errors import OperatorError
 from app.outputs import check_output
 
-PARTS = ("generate", "http", "linear", "prefix", "loop", "plan", "promise")
+PARTS = ("generate", "http", "linear", "prefix", "loop", "plan", "promise", "store")
+BY_DEFAULT = tuple(part for part in PARTS if part != "store")
+"""What needs nothing beside this server."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", type=_names, default=["auto", "float32"], help="dtypes (auto,float32)")
     parser.add_argument(
-        "--only", type=_parts, default=list(PARTS), metavar="PART,PART", help=f"of {','.join(PARTS)}"
+        "--only",
+        type=_parts,
+        default=list(BY_DEFAULT),
+        metavar="PART,PART",
+        help=f"of {','.join(PARTS)}; all but store, which needs redis-server",
     )
     parser.add_argument(
         "--workload",
@@ -56,7 +63,12 @@ def run(options: argparse.Namespace) -> int:
         options.cost.write_text(json.dumps(cost, indent=1) + "\n", encoding="utf-8")
     if options.json is not None:
         options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    return 1 if any(row["failed"] for row in results.get("http", [])) else 0
+    return 1 if any(row["failed"] for row in _rows_of_requests(results)) else 0
+
+
+def _rows_of_requests(results: dict[str, Any]) -> list[dict[str, Any]]:
+    store = results.get("store", {"streams": [], "trouble": []})
+    return [*results.get("http", []), *store["streams"], *store["trouble"]]
 
 
 def _numbers(text: str) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from app.bench.promise import PROMISE_S
 from app.bench.statistics import number, table
+from app.bench.store import RATE, STREAMS
 from app.bench.workloads import WORKLOADS
 
 Row = dict[str, Any]
@@ -37,6 +38,8 @@ def print_report(results: Row) -> None:
         )
     if "promise" in results:
         _print_promise(results["promise"])
+    if "store" in results:
+        _print_store(results["store"])
     _print_failures(results)
 
 
@@ -82,6 +85,28 @@ def _promise_row(label: str, row: Row) -> list[str]:
     kept = "-" if math.isnan(row["kept"]) or label.startswith("batch") else f"{row['kept']:.0%}"
     keys = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "longest_gap_ms", "tokens_per_s")
     return [label, str(row["requests"]), str(row["refused"]), kept, *(number(row[key]) for key in keys)]
+
+
+def _print_store(store: Row) -> None:
+    head = [f"{STREAMS} streams, tok/s", "no Redis", "Redis", "ratio", "resumable", "ratio"]
+    print("\n" + table(head, [_store_row(row) for row in store["streams"]]), end="\n\n")
+    rows = [
+        [row["redis"], str(row["requests"]), str(row["failed"]), *map(number, _ttft(row))]
+        for row in store["trouble"]
+    ]
+    print(table([f"Redis, {RATE} requests/s", "requests", "failed", "TTFT P50", "P99 ms"], rows))
+
+
+def _store_row(row: Row) -> list[str]:
+    rates, ratios = row["tokens_per_s"], row["ratio"]
+    cells = [row["model"], number(rates["without"])]
+    for kind in ("plain", "resumable"):
+        cells += [number(rates[kind]), f"{ratios[kind]:.3f}"]
+    return cells
+
+
+def _ttft(row: Row) -> list[float]:
+    return [row["ttft_p50_ms"], row["ttft_p99_ms"]]
 
 
 def print_workloads(results: Row) -> None:

@@ -11,8 +11,9 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ from app.bench.client import Answer, Job
 from app.bench.planning import measure_planning
 from app.bench.promise import SECONDS, PromiseBench
 from app.bench.report import print_report, print_workloads
+from app.bench.redis_process import find_redis
 from app.bench.server_process import ServerFailed, ServerProcess
 from app.bench.statistics import number, percentile, summarise
+from app.bench.store import StoreBench
 from app.bench.workloads import WORKLOADS, Workload
 from app.checkpoint import DEMO_MODEL
 from app.errors import OperatorError
@@ -50,7 +53,10 @@ class Subject:
 def run_parts(options: argparse.Namespace) -> Row:
     """All parts that were asked for, on all models; prints the tables."""
     results: Row = {"machine": _machine(), "generate": [], "http": [], "linear": [], "prefix": []}
-    for subject in [_subject(path) for path in _model_paths(options)]:
+    if "store" in options.only:
+        find_redis()
+    subjects = [_subject(path) for path in _model_paths(options)]
+    for subject in subjects:
         if "generate" in options.only:
             results["generate"].append(_generate(subject, options.quick))
         for dtype in options.dtype:
@@ -63,6 +69,8 @@ def run_parts(options: argparse.Namespace) -> Row:
         results["plan"] = measure_planning(num_steps=50 if options.quick else 200)
     if "promise" in options.only:
         results["promise"] = _promise(options.quick)
+    if "store" in options.only:
+        results["store"] = _store(subjects, options.quick)
     print_report(results)
     return results
 
@@ -73,6 +81,17 @@ def _promise(quick: bool) -> Row:
         _say(f"{subject.name}: promises, alone, beside batch work, overloaded, and simulated")
         seconds = SECONDS / 4 if quick else SECONDS
         return PromiseBench(server, _run_module, subject.token_ids, seconds).measure()
+
+
+def _store(subjects: list[Subject], quick: bool) -> Row:
+    """What Redis costs on each model, and what becomes of the first token without it, on the first."""
+    benches = [
+        StoreBench(partial(_server, subject, "auto"), _run_module, quick=quick) for subject in subjects
+    ]
+    streams = [
+        {"model": subject.name, **bench.streams()} for subject, bench in zip(subjects, benches, strict=True)
+    ]
+    return {"streams": streams, "trouble": benches[0].trouble()}
 
 
 def run_workloads(options: argparse.Namespace) -> Row:
@@ -170,9 +189,10 @@ def _linear(subject: Subject, dtype: str, streams: list[int]) -> list[Row]:
     ]
 
 
-def _server(subject: Subject, dtype: str) -> ServerProcess:
-    _say(f"{subject.name}, {dtype}: starting the server")
-    server = ServerProcess(["--model", str(subject.path), "--dtype", dtype, "--served-model-name", "bench"])
+def _server(subject: Subject, dtype: str, more: Sequence[str] = ()) -> ServerProcess:
+    _say(" ".join([f"{subject.name}, {dtype}: starting the server", *more]))
+    arguments = ["--model", str(subject.path), "--dtype", dtype, "--served-model-name", "bench", *more]
+    server = ServerProcess(arguments)
     try:
         server.wait_ready()
     except ServerFailed as error:

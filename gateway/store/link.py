@@ -28,6 +28,11 @@ POOL_WAIT_S = 0.05
 WORK_S = 0.08
 """What a call may use of `MAX_WAIT_S`; the rest is for ending it."""
 
+_GLANCES = 4
+_TOO_LATE = "it took too long"
+_BACKSTOP_S = 5.0
+"""Every call is given up long before; this is for what nobody waits for."""
+
 Argument: TypeAlias = str | bytes | int | float
 log = logging.getLogger("penstock.store")
 
@@ -96,8 +101,8 @@ class Link:
             "protocol": 2,
             "decode_responses": False,
             "encoding_errors": "surrogatepass",
-            "socket_timeout": WORK_S,
-            "socket_connect_timeout": WORK_S,
+            "socket_timeout": _BACKSTOP_S,
+            "socket_connect_timeout": _BACKSTOP_S,
             "retry": Retry(NoBackoff(), 0),
             "redis_connect_func": self._on_connect,
         }
@@ -126,7 +131,9 @@ class Link:
         task = asyncio.create_task(self._judged(commands))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
-        await asyncio.wait([task], timeout=MAX_WAIT_S)
+        if not await _ended(task, WORK_S):
+            task.cancel(_TOO_LATE)
+            await asyncio.wait([task], timeout=MAX_WAIT_S - WORK_S)
         if not task.done() or task.cancelled():
             raise StoreUnavailable("Redis did not answer in time")
         return task.result()
@@ -140,17 +147,19 @@ class Link:
         """The answers; whatever comes of it, the breaker hears of it once."""
         num_successes = self._num_successes
         try:
-            async with asyncio.timeout(WORK_S):
-                answers = await self._ask_in_pieces(commands)
+            answers = await self._ask_in_pieces(commands)
         except WrongType:
             self._succeeded()
             raise
         except (RedisError, OSError, TimeoutError) as error:
             self._failed(error, is_news=num_successes == self._num_successes)
             raise StoreUnavailable(f"Redis: {_kind(error)}") from error
-        except BaseException:
-            self.breaker.abandoned(self._clock())
-            raise
+        except asyncio.CancelledError as cancelled:
+            if cancelled.args != (_TOO_LATE,):
+                self.breaker.abandoned(self._clock())
+                raise
+            self._failed(TimeoutError(), is_news=num_successes == self._num_successes)
+            raise StoreUnavailable("Redis: timeout") from None
         self._succeeded()
         return answers
 
@@ -216,6 +225,18 @@ class Link:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._pool.disconnect()
+
+
+async def _ended(task: asyncio.Task[Any], seconds: float) -> bool:
+    """Waits for the task, but no longer.
+
+    Time in which the event loop itself was held up counts for little: the answer may have come meanwhile.
+    """
+    for _ in range(_GLANCES):
+        await asyncio.wait([task], timeout=seconds / _GLANCES)
+        if task.done():
+            return True
+    return False
 
 
 async def _exchange(connection: AbstractConnection, commands: Sequence[tuple[Argument, ...]]) -> list[Any]:

@@ -5,9 +5,10 @@ import json
 import socket
 import threading
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import uvicorn
@@ -68,36 +69,90 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """The connection ends here, after these bytes; the answer goes on for whoever follows it."""
+
+    last: bytes = b""
+
+
+CUT = Cut()
+Piece = str | bytes | Gate | Cut
+
+
+@dataclass(frozen=True)
 class Stream:
     """Pieces of text, gates and raw bytes, in order; then the end that OpenAI's format asks for, or none."""
 
-    pieces: tuple[str | bytes | Gate, ...]
+    pieces: tuple[Piece, ...]
+    opens: bool = True
+    """It begins with an event without text, at once."""
     ends: bool = True
     finish: str = "stop"
 
 
-def stream(*pieces: str | bytes | Gate, ends: bool = True, finish: str = "stop") -> Stream:
-    return Stream(pieces, ends, finish)
+def stream(*pieces: Piece, opens: bool = True, ends: bool = True, finish: str = "stop") -> Stream:
+    return Stream(pieces, opens, ends, finish)
 
 
-def chunk(delta: dict[str, str], **extra: object) -> bytes:
+def chunk(delta: dict[str, str], **extra: object) -> dict[str, Any]:
     choice = {"index": 0, "delta": delta, "finish_reason": extra.pop("finish_reason", None)}
-    return frame({"id": "1", "object": "chat.completion.chunk", "choices": [choice], "usage": None, **extra})
+    return {"object": "chat.completion.chunk", "choices": [choice], "usage": None, **extra}
 
 
 def frame(content: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(content)}\n\n".encode()
 
 
-def error_frame(message: str) -> bytes:
-    return frame({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
+def error_frame(message: str, code: str | None = None) -> bytes:
+    return frame({"error": {"message": message, "type": "server_error", "param": None, "code": code}})
 
 
 DONE = b"data: [DONE]\n\n"
 
 
+@dataclass
+class Answer:
+    """A stream that was begun, with numbered events; every connection can follow it from any of them."""
+
+    id: str
+    stream: Stream
+    cuts: set[int] = field(default_factory=set)
+    """Places of the cuts that were made: each is made once."""
+
+    async def frames(self, after: int) -> AsyncIterator[bytes]:
+        number = -1
+        for place, piece in enumerate(self._all()):
+            if isinstance(piece, Gate):
+                await piece.wait()
+            elif isinstance(piece, Cut):
+                if place not in self.cuts:
+                    self.cuts.add(place)
+                    yield piece.last
+                    return
+            elif isinstance(piece, bytes):
+                yield piece
+            else:
+                number += 1
+                if number > after:
+                    yield b"id: %d\n%b" % (number, frame({"id": self.id, **piece}))
+
+    def _all(self) -> Iterator[dict[str, Any] | bytes | Gate | Cut]:
+        if self.stream.opens:
+            yield chunk({"role": "assistant", "content": ""})
+        for piece in self.stream.pieces:
+            yield chunk({"content": piece}) if isinstance(piece, str) else piece
+        if self.stream.ends:
+            count = sum(isinstance(piece, str) for piece in self.stream.pieces)
+            yield chunk({}, finish_reason=self.stream.finish, timings=TIMINGS)
+            yield {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": count}}
+            yield DONE
+
+
 class ScriptedServer:
-    """Serves the page as the real server does; answers each chat request with the next reply in the script."""
+    """Serves the page as the real server does; answers each chat request with the next reply in the script.
+
+    What is lost of an answer can be followed, unless `refusals` says otherwise.
+    """
 
     def __init__(self) -> None:
         self._socket = socket.socket()
@@ -110,6 +165,8 @@ class ScriptedServer:
                 Route("/ready", self._ready),
                 Route("/v1/models", self._models),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/v1/chat/completions/{id}", self._follow, methods=["GET"]),
+                Route("/v1/chat/completions/{id}", self._discard, methods=["DELETE"]),
             ],
             middleware=[Middleware(_ContentSecurityPolicy)],
         )
@@ -133,6 +190,13 @@ class ScriptedServer:
         self.key: str | None = None
         self.replies: deque[Refusal | Stream] = deque()
         self.requests: list[dict[str, Any]] = []
+        self.refusals: deque[Refusal] = deque()
+        """What the next attempts to follow an answer get."""
+        self.followed: list[int] = []
+        """After which events."""
+        self.discarded: SimpleQueue[str] = SimpleQueue()
+        self._answers: dict[str, Answer] = {}
+        self._names: dict[str, Answer] = {}
 
     def script(self, *replies: Refusal | Stream) -> None:
         self.replies.extend(replies)
@@ -154,27 +218,31 @@ class ScriptedServer:
         if refused := self._refused_key(request):
             return refused
         self.requests.append(await request.json())
-        reply = self.replies.popleft()
-        if isinstance(reply, Refusal):
-            return _refuse(reply)
-        return StreamingResponse(_frames(reply), media_type="text/event-stream")
+        name = request.headers["idempotency-key"]
+        if name not in self._names:
+            reply = self.replies.popleft()
+            if isinstance(reply, Refusal):
+                return _refuse(reply)
+            self._names[name] = answer = Answer(f"chatcmpl-{len(self._answers)}", reply)
+            self._answers[answer.id] = answer
+        return _streamed(self._names[name], -1)
+
+    async def _follow(self, request: Request) -> Response:
+        after = int(request.query_params["starting_after"])
+        self.followed.append(after)
+        if self.refusals:
+            return _refuse(self.refusals.popleft())
+        answer = self._answers.get(request.path_params["id"])
+        return _streamed(answer, after) if answer else _refuse(Refusal(404, "There is no such reply."))
+
+    async def _discard(self, request: Request) -> Response:
+        self._answers.pop(request.path_params["id"], None)
+        self.discarded.put(request.path_params["id"])
+        return JSONResponse({"deleted": True})
 
 
-async def _frames(reply: Stream) -> AsyncIterator[bytes]:
-    count = 0
-    yield chunk({"role": "assistant", "content": ""})
-    for piece in reply.pieces:
-        if isinstance(piece, Gate):
-            await piece.wait()
-        elif isinstance(piece, bytes):
-            yield piece
-        else:
-            count += 1
-            yield chunk({"content": piece})
-    if reply.ends:
-        yield chunk({}, finish_reason=reply.finish, timings=TIMINGS)
-        yield frame({"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": count}})
-        yield DONE
+def _streamed(answer: Answer, after: int) -> Response:
+    return StreamingResponse(answer.frames(after), media_type="text/event-stream")
 
 
 def _refuse(refusal: Refusal) -> JSONResponse:

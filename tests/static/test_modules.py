@@ -60,7 +60,7 @@ READ_BYTES = """
         controller.close();
     }});
     const events = [];
-    for await (const data of m.readEvents(body)) events.push(data);
+    for await (const { data } of m.readEvents(body)) events.push(data);
     return events;
 """
 
@@ -74,7 +74,7 @@ def test_events_are_the_same_however_the_bytes_are_cut(call: Call, size: int) ->
 def test_an_event_is_given_as_soon_as_its_blank_line_is_there(call: Call) -> None:
     pushed = call(
         "sse.js",
-        r"const p = new m.EventStreamParser(); return args[0].map((t) => p.push(t));",
+        r"const p = new m.EventStreamParser(); return args[0].map((t) => p.push(t).map((event) => event.data));",
         [
             "data: a\r",
             "\r",
@@ -83,6 +83,17 @@ def test_an_event_is_given_as_soon_as_its_blank_line_is_there(call: Call) -> Non
         ],
     )
     assert pushed == [[], ["a"], [], ["b"]]
+
+
+def test_an_event_has_its_own_id(call: Call) -> None:
+    text = "id: 0\ndata: a\n\n: ping\nid: 1\ndata: b\n\ndata: c\n\nid: 2\n\ndata: d\n\n"
+    events = call("sse.js", "return new m.EventStreamParser().push(args[0]);", text)
+    assert [(event["data"], event["id"]) for event in events] == [
+        ("a", "0"),
+        ("b", "1"),
+        ("c", None),
+        ("d", None),
+    ]
 
 
 def test_leaving_early_cancels_the_stream(call: Call) -> None:
@@ -115,6 +126,63 @@ def test_leaving_early_cancels_the_stream(call: Call) -> None:
 )
 def test_retry_after(call: Call, headers: dict[str, str], delay: int | None) -> None:
     assert call("api.js", "return m.retryDelayMs(new Headers(args[0]), 1000);", headers) == delay
+
+
+PAUSES = """
+    const pauses = new m.Pauses();
+    return args[0].map((step) => step === "reset" ? pauses.reset() : pauses.next(...step));
+"""
+
+
+def test_pauses_grow_until_something_comes(call: Call) -> None:
+    losses: list[Any] = [[at] for at in (1000, 2000, 4000, 8000, 16_000, 32_000)]
+    grown = call("resume.js", PAUSES, [*losses, "reset", [33_000]])
+    assert grown == [500, 1000, 2000, 4000, 5000, 5000, None, 500]
+
+
+def test_what_is_lost_for_two_minutes_is_given_up(call: Call) -> None:
+    losses = [[1000], [120_000], [120_900, 60_000], [121_000], [121_001], "reset", [121_002]]
+    assert call("resume.js", PAUSES, losses) == [500, 1000, 100, None, None, None, 500]
+
+
+def test_the_servers_wait_makes_pauses_longer_but_not_shorter(call: Call) -> None:
+    assert call("resume.js", PAUSES, [[0, 3000], [3000, 0], [4000, None]]) == [3000, 1000, 2000]
+
+
+@pytest.mark.parametrize(
+    ("fault", "passes"),
+    [
+        ({"kind": "lost"}, True),
+        ({"kind": "unreachable"}, True),
+        ({"kind": "refused", "status": 503, "code": "store_unavailable"}, True),
+        ({"kind": "refused", "status": 502}, True),
+        ({"kind": "failed", "code": "server_shutting_down"}, True),
+        ({"kind": "failed", "code": "engine_failed"}, False),
+        ({"kind": "refused", "status": 401}, False),
+        ({"kind": "refused", "status": 400}, False),
+        ({"kind": "gone"}, False),
+    ],
+)
+def test_which_faults_pass(call: Call, fault: dict[str, Any], passes: bool) -> None:
+    assert call("resume.js", "return m.isPassing(args[0]);", fault) == passes
+
+
+def test_a_pause_ends_with_its_time_with_the_network_and_by_the_user(call: Call) -> None:
+    ends = call(
+        "resume.js",
+        """
+        const outcome = (promise) => promise.then(() => "over", (fault) => fault.name);
+        const controller = new AbortController();
+        const short = outcome(m.pause(1, controller.signal));
+        const online = outcome(m.pause(1e6, controller.signal));
+        dispatchEvent(new Event("online"));
+        const first = [await short, await online];
+        const stopped = outcome(m.pause(1e6, controller.signal));
+        controller.abort();
+        return [...first, await stopped];
+    """,
+    )
+    assert ends == ["over", "over", "AbortError"]
 
 
 RENDER = """
@@ -327,6 +395,28 @@ def test_asking_again_forgets_the_answer_and_what_followed(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
+    ("stream", "age_ms", "state"),
+    [
+        ({"id": "chatcmpl-1", "number": 7}, 86_400_000, "streaming"),
+        ({"id": None, "number": -1}, 599_000, "streaming"),
+        ({"id": None, "number": -1}, 601_000, "stopped"),
+        (None, 0, "stopped"),
+        ("missing", 0, "stopped"),
+    ],
+)
+def test_a_stored_answer_goes_on_if_it_is_known_where(
+    call: Call, stream: Any, age_ms: int, state: str
+) -> None:
+    message = {"state": "streaming", "retryAt": 1, "stream": stream}
+    if stream == "missing":
+        del message["stream"]
+    conversation = {"updated": 1000, "messages": [message]}
+    settled = call("conversation.js", "return m.settle(...args);", conversation, 1000 + age_ms)["messages"][0]
+    assert (settled["state"], settled["retryAt"]) == (state, None)
+    assert settled["stream"] == (None if stream == "missing" else stream)
+
+
+@pytest.mark.parametrize(
     ("text", "title"),
     [
         ("Short", "Short"),
@@ -371,7 +461,7 @@ def test_a_meter_counts_and_the_servers_figures_correct_it(call: Call) -> None:
     early, live, _, final = call(
         "stats.js",
         """
-        const meter = new m.Meter(100);
+        const meter = new m.Meter(m.newStats(100));
         const seen = args[0].map(([now, event]) => { meter.take(event, now); return {...meter.stats}; });
         return seen.slice(1);
     """,

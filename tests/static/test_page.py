@@ -59,7 +59,7 @@ def test_an_answer_streams_and_ends_with_its_figures(page: Page, server: Scripte
             "service_tier": "default",
             "messages": [{"role": "user", "content": "What is 7 times 8?"}],
             "stream": True,
-            "stream_options": {"include_usage": True},
+            "stream_options": {"include_usage": True, "resumable": True},
         }
     ]
 
@@ -160,16 +160,6 @@ def test_automatic_retries_end(page: Page, server: ScriptedServer) -> None:
     assert len(server.requests) == 4
 
 
-def test_a_stream_that_is_cut_says_so_and_can_be_retried(page: Page, server: ScriptedServer) -> None:
-    server.script(stream("Half an ans", ends=False), stream("A whole answer."))
-    say(page, "Hello")
-    expect(page.get_by_role("alert")).to_contain_text("Connection lost")
-    expect(last_answer(page).locator(".text")).to_have_text("Half an ans")
-    page.get_by_role("button", name="Try again").click()
-    expect(last_answer(page).locator(".text")).to_have_text("A whole answer.")
-    assert len(server.requests[1]["messages"]) == 1
-
-
 def test_an_error_inside_the_stream(page: Page, server: ScriptedServer) -> None:
     server.script(stream("Half", error_frame("The device failed."), DONE, ends=False))
     say(page, "Hello")
@@ -268,15 +258,6 @@ def test_conversations_outlive_a_reload(page: Page, server: ScriptedServer) -> N
     expect(page).to_have_title("first question · Penstock")
     page.go_back()
     expect(page.locator(".answer .text")).to_have_text("Second answer.")
-
-
-def test_a_reload_in_mid_answer_keeps_what_came(page: Page, server: ScriptedServer) -> None:
-    server.script(stream("Half", Gate()))
-    say(page, "Hello")
-    expect(last_answer(page).locator(".text")).to_have_text("Half")
-    page.reload()
-    expect(page.locator(".question .bubble")).to_have_text("Hello")
-    expect_state(page, "stopped")
 
 
 def test_an_answer_goes_on_while_another_conversation_is_open(page: Page, server: ScriptedServer) -> None:
