@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from gateway import quotas
 from gateway.completions import CompletionsApi
 from gateway.connections import ServerSendMiddleware
 from gateway.correlation import RequestIdMiddleware
@@ -65,7 +66,7 @@ def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id"],
-        expose_headers=["x-request-id", "retry-after", "retry-after-ms"],
+        expose_headers=["x-request-id", "retry-after", "retry-after-ms", *quotas.HEADERS],
     )
 
 

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from gateway.access import Client
 from gateway.errors import invalid
 from gateway.idempotency import idempotency_key
-from gateway.intake import Batch, Intake
+from gateway.intake import Batch, Intake, route
 from gateway.recordings.attached import Attached, position_asked
 from gateway.recordings.chat import KIND, ChatFormat, about
 from gateway.recordings.recording import Recording
@@ -38,10 +38,9 @@ class CompletionsApi:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/chat/completions/{id}", self.follow, methods=["GET"]),
-            Route("/v1/chat/completions/{id}", self.discard, methods=["DELETE"]),
-            Route("/v1/completions", self.complete, methods=["POST"]),
+            route("/v1/chat/completions", POST=self.chat),
+            route("/v1/chat/completions/{id}", GET=self.follow, DELETE=self.discard),
+            route("/v1/completions", POST=self.complete),
         ]
 
     async def chat(self, http: HttpRequest) -> Response:

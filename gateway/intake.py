@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -11,6 +11,8 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
 
 from engine.request import Request, SamplingParams
 from gateway.access import Client
@@ -104,12 +106,16 @@ class Intake:
         Raises:
             ApiError: 429, if there is none.
         """
-        return await self._service.quotas.reserve(
-            client,
-            sum(len(request.prompt_token_ids) for request in requests),
-            sum(request.n * request.sampling.max_tokens for request in requests),
-            requests[0].request_id,
-        )
+        try:
+            return await self._service.quotas.reserve(
+                client,
+                sum(len(request.prompt_token_ids) for request in requests),
+                sum(request.n * request.sampling.max_tokens for request in requests),
+                requests[0].request_id,
+            )
+        except ApiError as error:
+            self._service.metrics.note_refused(Lane(requests[0].lane), error.code or "quota")
+            raise
 
     async def recording(self, tenant: str, recording_id: str) -> Recording:
         """
@@ -140,7 +146,7 @@ class Intake:
         if num_prompts * (body.n or 1) > limits.max_choices:
             raise invalid(f"'n' times the prompts must be at most {limits.max_choices}.", "n")
         for prompt in token_ids:
-            self._check_prompt_ids(prompt)
+            self.check_prompt_ids(prompt)
         return token_ids or [await self.encode_text(text, "prompt") for text in texts]
 
     async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
@@ -151,12 +157,12 @@ class Intake:
             raise invalid(f"'{field}' must not be empty.", field)
         return token_ids
 
-    def _check_prompt_ids(self, prompt: Sequence[int]) -> None:
+    def check_prompt_ids(self, prompt: Sequence[int], field: str = "prompt") -> None:
         if not prompt:
-            raise invalid("'prompt' must not have an empty list of tokens.", "prompt")
+            raise invalid(f"'{field}' must not have an empty list of tokens.", field)
         if len(prompt) >= self._service.context_length:
-            raise context_exceeded(self._service.context_length, f"{len(prompt)} tokens", "prompt")
-        check_token_ids(prompt, self._service.vocab_size, "prompt")
+            raise context_exceeded(self._service.context_length, f"{len(prompt)} tokens", field)
+        check_token_ids(prompt, self._service.vocab_size, field)
 
     def check_length(self, num_chars: int, field: str) -> None:
         """Refuses what is too long whatever its tokens are, before it is tokenised."""
@@ -183,3 +189,12 @@ def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> tupl
         return [], [[token_id for token_id in prompt if isinstance(token_id, int)]]
     texts = [text for text in prompt if isinstance(text, str)]
     return texts, [token_ids for token_ids in prompt if isinstance(token_ids, list)]
+
+
+def route(path: str, **handlers: Callable[[HttpRequest], Awaitable[Response]]) -> Route:
+    """One route for all methods of a path, so that a 405 names them all."""
+
+    async def handle(http: HttpRequest) -> Response:
+        return await handlers["GET" if http.method == "HEAD" else http.method](http)
+
+    return Route(path, handle, methods=list(handlers))

@@ -52,6 +52,7 @@ class HotPrefix:
     """A prefix as the operator sees it, by its last block."""
 
     leaf: bytes
+    salt: bytes
     num_tokens: int
     hits: int
     last_used_s: float
@@ -135,7 +136,9 @@ class PrefixTracker:
 
     def _hot(self, leaf: bytes, block: _Block) -> HotPrefix:
         num_tokens = block.depth * _num_tokens(block)
-        return HotPrefix(leaf=leaf, num_tokens=num_tokens, hits=block.hits, last_used_s=block.last_used_s)
+        return HotPrefix(
+            leaf=leaf, salt=block.salt, num_tokens=num_tokens, hits=block.hits, last_used_s=block.last_used_s
+        )
 
     # What the store does not know yet
 

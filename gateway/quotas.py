@@ -29,6 +29,11 @@ _FEW_OUTPUTS = 8
 _RECENT_S = 3_600.0
 _QUANTILE = 0.75
 _LAST_WORDS_S = 1.0
+HEADERS = [
+    f"x-ratelimit-{what}-{unit}"
+    for what in ("limit", "remaining", "reset")
+    for unit in ("requests", "tokens")
+]
 _BOUNDS = {
     "requests": "requests per min (RPM)",
     "tokens": "tokens per min (TPM)",

@@ -18,6 +18,9 @@ from gateway.prompts import check_token_ids
 from gateway.schemas import DetokenizeBody, LocateBody, TokenizeBody, check_messages, read
 from gateway.service import Service
 
+_MOST_PREFIXES = 100
+"""Looked at for one listing, whoever they belong to."""
+
 
 class Api:
     """What one service says of itself and of its tokens."""
@@ -32,6 +35,7 @@ class Api:
             Route("/v1/models/{name:path}", self.show_model, methods=["GET"]),
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/v1/prefixes", self.list_prefixes, methods=["GET"]),
             Route("/v1/prefixes/locate", self.locate, methods=["GET", "POST"]),
             Route("/health", self.health, methods=["GET"]),
             Route("/ready", self.ready, methods=["GET"]),
@@ -97,6 +101,23 @@ class Api:
         decode = partial(tokenizer.decode, skip_special=False)
         return JSONResponse({"prompt": await self._intake.off_loop(len(body.tokens), decode, body.tokens)})
 
+    async def list_prefixes(self, http: HttpRequest) -> Response:
+        """Of what is cached, the prefixes of the caller's that were found most and last."""
+        salt = salt_of(self._intake.client(http).tenant)
+        hottest = self._service.prefixes.hottest(_MOST_PREFIXES)
+        data = [
+            {
+                "object": "prefix",
+                "id": prefix.leaf.hex(),
+                "num_tokens": prefix.num_tokens,
+                "hits": prefix.hits,
+                "last_used_at": int(prefix.last_used_s),
+            }
+            for prefix in hottest
+            if prefix.salt == salt
+        ]
+        return JSONResponse({"object": "list", "data": data})
+
     async def locate(self, http: HttpRequest) -> Response:
         """Which replica is warm for a prompt of the caller's."""
         client = self._intake.client(http)
@@ -108,7 +129,7 @@ class Api:
             token_ids = await self._intake.encode_chat(body.messages)
         else:
             token_ids = body.tokens or []
-            check_token_ids(token_ids, self._service.vocab_size, "tokens")
+            self._intake.check_prompt_ids(token_ids, "tokens")
         return JSONResponse(await self._service.locator.locate(salt_of(client.tenant), token_ids))
 
     async def _locate_body(self, http: HttpRequest) -> LocateBody:

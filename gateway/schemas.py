@@ -33,17 +33,17 @@ def _whole(text: str) -> str:
 Text = Annotated[str, AfterValidator(_whole)]
 
 
-class _Body(BaseModel):
+class StrictBody(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
 
-class StreamOptions(_Body):
+class StreamOptions(StrictBody):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
     resumable: bool | None = None
 
 
-class Sampled(_Body):
+class Sampled(StrictBody):
     """What chat and text completions share: how tokens are chosen, and fields that change nothing here."""
 
     NOT_SUPPORTED: ClassVar[frozenset[str]] = frozenset()
@@ -80,12 +80,12 @@ class Sampled(_Body):
     prompt_cache_retention: str | None = None
 
 
-class ContentPart(_Body):
+class ContentPart(StrictBody):
     type: Literal["text"]
     text: Text
 
 
-class Message(_Body):
+class Message(StrictBody):
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[ContentPart]
     name: Text | None = None
@@ -96,7 +96,7 @@ class Message(_Body):
     function_call: None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(StrictBody):
     type: Literal["text"]
 
 
@@ -138,7 +138,7 @@ class CompletionBody(Sampled):
     best_of: Literal[1] | None = None
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(StrictBody):
     """`POST /tokenize`: a prompt or messages."""
 
     model: str | None = None
@@ -149,21 +149,21 @@ class TokenizeBody(_Body):
     return_token_strs: bool | None = None
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(StrictBody):
     """`POST /detokenize`."""
 
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0)]]
 
 
-class LocateBody(_Body):
+class LocateBody(StrictBody):
     """`/v1/prefixes/locate`: the prompt, as tokens or as messages."""
 
     tokens: list[Annotated[int, Field(ge=0)]] | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
 
 
-Body = TypeVar("Body", bound=_Body)
+Body = TypeVar("Body", bound=StrictBody)
 
 # Refused for their value, not for their type: clients are told that the feature is missing.
 _MISSING_FEATURES = frozenset(
@@ -224,9 +224,9 @@ def _path(location: tuple[int | str, ...]) -> str:
 def check_counts(body: Sampled, limits: Limits) -> None:
     """Raises 400 for a list that is longer than this server takes."""
     _check_stop(body.stop, limits)
-    _at_most("logit_bias", len(body.logit_bias or ()), limits.max_logit_bias)
-    _at_most("stop_token_ids", len(body.stop_token_ids or ()), limits.max_stop_token_ids)
-    _at_most("n", body.n or 1, limits.max_choices)
+    at_most("logit_bias", len(body.logit_bias or ()), limits.max_logit_bias)
+    at_most("stop_token_ids", len(body.stop_token_ids or ()), limits.max_stop_token_ids)
+    at_most("n", body.n or 1, limits.max_choices)
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
 
@@ -234,7 +234,7 @@ def check_counts(body: Sampled, limits: Limits) -> None:
 def check_chat(body: ChatBody, limits: Limits) -> None:
     check_counts(body, limits)
     check_messages(body.messages, limits)
-    _at_most("top_logprobs", body.top_logprobs or 0, limits.max_top_logprobs)
+    at_most("top_logprobs", body.top_logprobs or 0, limits.max_top_logprobs)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens):
@@ -245,26 +245,26 @@ def check_completion(body: CompletionBody, limits: Limits) -> None:
     check_counts(body, limits)
     if body.stream_options is not None and body.stream_options.resumable:
         raise unsupported("stream_options.resumable")
-    _at_most("logprobs", body.logprobs or 0, limits.max_top_logprobs)
+    at_most("logprobs", body.logprobs or 0, limits.max_top_logprobs)
 
 
 def check_messages(messages: list[Message], limits: Limits) -> None:
-    _at_most("messages", len(messages), limits.max_messages)
+    at_most("messages", len(messages), limits.max_messages)
     for i, message in enumerate(messages):
         if not isinstance(message.content, str):
-            _at_most(f"messages[{i}].content", len(message.content), limits.max_content_parts)
+            at_most(f"messages[{i}].content", len(message.content), limits.max_content_parts)
 
 
 def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
     strings = [stop] if isinstance(stop, str) else stop or []
-    _at_most("stop", len(strings), limits.max_stop)
+    at_most("stop", len(strings), limits.max_stop)
     if not all(strings):
         raise invalid("'stop' must not contain an empty string.", "stop")
     if any(len(string) > limits.max_stop_chars for string in strings):
         raise invalid(f"A stop string may have at most {limits.max_stop_chars} characters.", "stop")
 
 
-def _at_most(name: str, number: int, most: int) -> None:
+def at_most(name: str, number: int, most: int) -> None:
     if number > most:
         raise invalid(f"'{name}' is {number}, but this server takes at most {most}.", name)
 

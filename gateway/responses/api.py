@@ -13,7 +13,7 @@ from starlette.routing import Route
 from gateway.access import Client
 from gateway.errors import ApiError, gone, invalid, unavailable
 from gateway.idempotency import idempotency_key
-from gateway.intake import Batch, Intake
+from gateway.intake import Batch, Intake, route
 from gateway.recordings.attached import Attached
 from gateway.recordings.recording import Recording
 from gateway.responses import conversations, records
@@ -70,11 +70,10 @@ class ResponsesApi:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/responses", self.create, methods=["POST"]),
-            Route("/v1/responses/{id}", self.show, methods=["GET"]),
-            Route("/v1/responses/{id}", self.delete, methods=["DELETE"]),
-            Route("/v1/responses/{id}/cancel", self.cancel, methods=["POST"]),
-            Route("/v1/responses/{id}/input_items", self.list_input, methods=["GET"]),
+            route("/v1/responses", POST=self.create),
+            route("/v1/responses/{id}", GET=self.show, DELETE=self.delete),
+            route("/v1/responses/{id}/cancel", POST=self.cancel),
+            route("/v1/responses/{id}/input_items", GET=self.list_input),
         ]
 
     # A new response

@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Annotated, TypeVar
@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gateway.errors import invalid, not_found, unavailable
-from gateway.intake import Intake
+from gateway.intake import Intake, route
 from gateway.limits import OFF_LOOP_BYTES
 from gateway.responses.objects import JsonObject, as_messages, input_items, new_id, page
 from gateway.responses.schemas import (
@@ -32,7 +32,7 @@ from gateway.responses.schemas import (
     read_page_query,
 )
 from gateway.responses.threads import Thread, pack, unpack
-from gateway.schemas import Text, _at_most, _Body
+from gateway.schemas import StrictBody, Text, at_most
 from gateway.service import Service
 from gateway.store.interface import Key, Store, StoreUnavailable
 
@@ -278,16 +278,16 @@ def _first_words(text: str) -> str:
 # Over HTTP
 
 
-class _CreateBody(_Body):
+class _CreateBody(StrictBody):
     items: list[InputMessage] | None = None
     metadata: dict[Text, Text] | None = None
 
 
-class _UpdateBody(_Body):
+class _UpdateBody(StrictBody):
     metadata: dict[Text, Text] | None
 
 
-class _AddBody(_Body):
+class _AddBody(StrictBody):
     items: Annotated[list[InputMessage], Field(min_length=1)]
 
 
@@ -301,10 +301,10 @@ class ConversationsApi:
     def routes(self) -> list[Route]:
         one = "/v1/conversations/{conversation_id}"
         return [
-            _route("/v1/conversations", GET=self.list_conversations, POST=self.create),
-            _route(one, GET=self.show, POST=self.update, DELETE=self.delete),
-            _route(f"{one}/items", GET=self.list_items, POST=self.add_items),
-            _route(f"{one}/items/{{item_id}}", GET=self.show_item, DELETE=self.delete_item),
+            route("/v1/conversations", GET=self.list_conversations, POST=self.create),
+            route(one, GET=self.show, POST=self.update, DELETE=self.delete),
+            route(f"{one}/items", GET=self.list_items, POST=self.add_items),
+            route(f"{one}/items/{{item_id}}", GET=self.show_item, DELETE=self.delete_item),
         ]
 
     async def create(self, http: HttpRequest) -> Response:
@@ -375,7 +375,7 @@ class ConversationsApi:
         return self._intake.client(http).tenant.name
 
     def _items(self, messages: list[InputMessage]) -> list[JsonObject]:
-        _at_most("items", len(messages), MAX_ITEMS_A_CALL)
+        at_most("items", len(messages), MAX_ITEMS_A_CALL)
         check_items(messages, self._service.options.limits, "items")
         return input_items(messages)
 
@@ -394,12 +394,3 @@ class ConversationsApi:
         with _answering_unavailable():
             async with _changing(self._service.store, key) as conversation:
                 yield _found(conversation, key.id)
-
-
-def _route(path: str, **handlers: Callable[[HttpRequest], Awaitable[Response]]) -> Route:
-    """One route for all methods of a path, so that a 405 names them all."""
-
-    async def handle(http: HttpRequest) -> Response:
-        return await handlers["GET" if http.method == "HEAD" else http.method](http)
-
-    return Route(path, handle, methods=list(handlers))

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from gateway.errors import ApiError, invalid, unsupported
 from gateway.limits import Limits
-from gateway.schemas import ResponseFormat, Sampled, Text, _at_most, _Body, check_counts
+from gateway.schemas import ResponseFormat, Sampled, StrictBody, Text, at_most, check_counts
 
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARS = 64
@@ -51,7 +51,7 @@ def _unsupported_value(param: str, value: object) -> ApiError:
     return invalid(message, param, "unsupported_value")
 
 
-class TextPart(_Body):
+class TextPart(StrictBody):
     type: Literal["input_text", "output_text"]
     text: Text
     annotations: list[object] | None = None
@@ -59,7 +59,7 @@ class TextPart(_Body):
     prompt_cache_breakpoint: None = None
 
 
-class InputMessage(_Body):
+class InputMessage(StrictBody):
     """A message of the client's, or one that this API returned and gets back."""
 
     type: Literal["message"] | None = None
@@ -70,7 +70,7 @@ class InputMessage(_Body):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
-class TextConfig(_Body):
+class TextConfig(StrictBody):
     format: ResponseFormat | None = None
     verbosity: Literal["medium"] | None = None
 
@@ -156,7 +156,7 @@ def _check_unsupported(body: ResponseBody) -> None:
 def check_metadata(metadata: Mapping[str, str] | None) -> None:
     """Raises 400 for metadata beyond OpenAI's bounds."""
     pairs = metadata or {}
-    _at_most("metadata", len(pairs), MAX_METADATA_PAIRS)
+    at_most("metadata", len(pairs), MAX_METADATA_PAIRS)
     for key, value in pairs.items():
         if len(key) > MAX_METADATA_KEY_CHARS:
             message = f"A key of 'metadata' may have at most {MAX_METADATA_KEY_CHARS} characters."
@@ -182,11 +182,11 @@ def _check_state(body: ResponseBody) -> None:
 
 def check_items(items: list[InputMessage], limits: Limits, field: str = "input") -> None:
     """Raises 400 for more items or parts than this server takes, and for ids that are none or are there twice."""
-    _at_most(field, len(items), limits.max_messages)
+    at_most(field, len(items), limits.max_messages)
     seen: set[str] = set()
     for i, item in enumerate(items):
         if not isinstance(item.content, str):
-            _at_most(f"{field}[{i}].content", len(item.content), limits.max_content_parts)
+            at_most(f"{field}[{i}].content", len(item.content), limits.max_content_parts)
             _check_parts(f"{field}[{i}].content", item.role, item.content)
         if item.id is not None:
             check_id(f"{field}[{i}].id", item.id, "msg")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ pytestmark = pytest.mark.anyio
 
 NUM_STREAMS = 50
 MAX_TOKENS = 48
-CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
@@ -30,41 +29,51 @@ def redis_url() -> Iterator[str]:
 
 @dataclass
 class Follower:
-    """A client that keeps its reply's id and the number of its last event, and what it was told."""
+    """A client that keeps its reply's id and the number of its last event, and what it was told.
+
+    Those with an even seed ask for chat completions, the others for responses in the background.
+    """
 
     seed: int
     id: str = ""
     position: int = -1
     text: str = ""
     done: bool = False
-    events: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+    @property
+    def path(self) -> str:
+        return "/v1/responses" if self.seed % 2 else "/v1/chat/completions"
 
     def body(self) -> dict[str, Any]:
-        return {
+        words = f"Tell me a story about knight number {self.seed}."
+        common = {
             "model": "penstock-demo",
-            "messages": [{"role": "user", "content": f"Tell me a story about knight number {self.seed}."}],
             "seed": self.seed,
             "temperature": 1.0,
-            "max_tokens": MAX_TOKENS,
             "ignore_eos": True,
             "stream": True,
-            "stream_options": {"resumable": True},
         }
+        if self.seed % 2:
+            return {**common, "input": words, "max_output_tokens": MAX_TOKENS, "background": True}
+        messages = [{"role": "user", "content": words}]
+        options = {"resumable": True}
+        return {**common, "messages": messages, "max_tokens": MAX_TOKENS, "stream_options": options}
 
-    async def ask(self, http: httpx.AsyncClient, on_event: Any) -> None:
-        async with http.stream("POST", CHAT, json=self.body()) as reply:
+    async def ask(self, http: httpx.AsyncClient, on_event: Callable[[], None]) -> None:
+        async with http.stream("POST", self.path, json=self.body()) as reply:
             await self._read(reply, on_event)
 
     async def go_on(self, http: httpx.AsyncClient) -> None:
         """Follows the reply again, as often as the server says that it cannot tell yet."""
         while True:
-            path = f"{CHAT}/{self.id}?starting_after={self.position}"
+            path = f"{self.path}/{self.id}?stream=true&starting_after={self.position}"
             async with http.stream("GET", path) as reply:
                 if reply.status_code != 503:
                     return await self._read(reply, lambda: None)
             await asyncio.sleep(int(reply.headers["retry-after-ms"]) / 1000)
 
-    async def _read(self, reply: httpx.Response, on_event: Any) -> None:
+    async def _read(self, reply: httpx.Response, on_event: Callable[[], None]) -> None:
         if reply.status_code != 200:
             raise AssertionError((await reply.aread()).decode())
         number = -1
@@ -77,25 +86,33 @@ class Follower:
                 self._take(number, json.loads(line.removeprefix("data: ")))
                 on_event()
 
-    def _take(self, number: int, chunk: dict[str, Any]) -> None:
-        assert "error" not in chunk, chunk
-        self.id = chunk["id"]
-        self.events.append(number)
+    def _take(self, number: int, event: dict[str, Any]) -> None:
+        assert "error" not in event, event
+        if self.seed % 2:
+            number = event["sequence_number"]
+            self.id = self.id or event["response"]["id"]
+            self.text += event["delta"] if event["type"] == "response.output_text.delta" else ""
+            self.done = event["type"] in ("response.completed", "response.incomplete")
+        else:
+            self.id = event["id"]
+            self.text += event["choices"][0]["delta"].get("content", "")
+        self.numbers.append(number)
         self.position = number
-        self.text += chunk["choices"][0]["delta"].get("content", "")
 
 
 class Interrupted:
-    """Kills the server when its clients have had so many events together."""
+    """Kills the server when all its clients know their ids, and have had so many more events together."""
 
-    def __init__(self, server: ServerProcess, after: int) -> None:
+    def __init__(self, server: ServerProcess, followers: list[Follower], after: int) -> None:
         self._server = server
+        self._followers = followers
         self._left = after
 
     def count(self) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._server.process.kill()
+        if self._left >= 0 and all(follower.id for follower in self._followers):
+            self._left -= 1
+            if self._left < 0:
+                self._server.process.kill()
 
 
 async def undisturbed(url: str, seeds: range) -> list[str]:
@@ -119,17 +136,15 @@ async def test_every_stream_goes_on_after_kill_9(redis_url: str) -> None:
             chance = random.Random(repetition)
             seeds = range(repetition * NUM_STREAMS, (repetition + 1) * NUM_STREAMS)
             expected = await undisturbed(server.url, seeds)
-            after = chance.randint(1, NUM_STREAMS * MAX_TOKENS * 3 // 4)
+            after = chance.randint(0, NUM_STREAMS * MAX_TOKENS * 3 // 4)
             followers = await asked_and_killed(server, seeds, after)
             server = ServerProcess(arguments)
             server.wait_line(" starting on http")
-            known = [follower for follower in followers if follower.id]
             async with client(server.url) as http:
-                await asyncio.gather(*(follower.go_on(http) for follower in known if not follower.done))
-            assert known
-            for follower in known:
-                assert follower.events == list(range(len(follower.events)))
+                await asyncio.gather(*(follower.go_on(http) for follower in followers if not follower.done))
+            for follower in followers:
                 assert follower.done
+                assert follower.numbers == list(range(len(follower.numbers)))
                 assert follower.text == expected[follower.seed - seeds.start]
     finally:
         server.stop()
@@ -138,7 +153,7 @@ async def test_every_stream_goes_on_after_kill_9(redis_url: str) -> None:
 async def asked_and_killed(server: ServerProcess, seeds: range, after: int) -> list[Follower]:
     """Asks all at once, and kills the server when they have had `after` events together."""
     followers = [Follower(seed) for seed in seeds]
-    interrupted = Interrupted(server, after)
+    interrupted = Interrupted(server, followers, after)
     async with client(server.url) as http:
         asking = (follower.ask(http, interrupted.count) for follower in followers)
         results = await asyncio.gather(*asking, return_exceptions=True)
