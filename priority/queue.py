@@ -102,7 +102,7 @@ class LaneQueue:
             return forecast
 
     def readmit(self, request: Request, now: float) -> None:
-        """Lets in a request that was let in before, by a process that is gone: no bound and no promise is asked again."""
+        """Lets in a request that a process that is gone let in before: no bound and no promise is asked again."""
         with self._lock:
             line, ticket = self._ticket(request, now, 0)
             self._enter(line, ticket, now)

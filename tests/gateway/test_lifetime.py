@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from engine.engine import EngineState
-from gateway.protocol import GatewayProtocol
 from gateway.connections import Timeouts
+from gateway.protocol import GatewayProtocol
 from gateway.service import ServiceOptions
-from gateway.streams import MAX_PENDING_BYTES
+from gateway.streams import MAX_PENDING_BYTES, Stream
 from priority.lanes import Lane, LanePolicy
 from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, events, serving, settled
 
@@ -180,6 +180,7 @@ async def test_a_reader_that_stalls_is_cut_after_its_time() -> None:
         caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=True), buffer=4096)
         request = await desk.taken()
         (stream,) = desk.service._streams
+        assert isinstance(stream, Stream)
         while stream.connection.sending_since_s is None:
             desk.bring(request, "x" * 65536)
             await settled()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from engine.request import FinishReason, Output, Request, SamplingParams
 from gateway.connections import Connection, Timeouts
@@ -14,10 +14,10 @@ from tests.gateway.desk import make_timings, make_tokenizer
 TOKENIZER = make_tokenizer()
 
 
-def make_request(request_id: str = "chatcmpl-1", **fields: object) -> Request:
+def make_request(request_id: str = "chatcmpl-1", **fields: Any) -> Request:
     return Request(
         request_id=request_id, prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=100), **fields
-    )  # type: ignore[arg-type]
+    )
 
 
 def make_recording(request: Request | None = None, *, include_usage: bool = False) -> Recording:

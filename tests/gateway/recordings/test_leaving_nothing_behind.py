@@ -17,7 +17,7 @@ from gateway.recordings.chat import ChatFormat
 from gateway.recordings.recording import Reader, Recording
 from gateway.store.interface import Quota
 from priority.lanes import Tenant
-from tests.gateway.desk import Clock, Desk, make_timings
+from tests.gateway.desk import Clock, Desk
 from tests.gateway.desk import settled as turns
 from tests.gateway.recordings.paper import PaperConnection, make_recording, make_request
 from tests.gateway.recordings.surviving import SurvivingStore
@@ -82,7 +82,7 @@ class Life(RuleBasedStateMachine):
 
         self.run(start())
 
-    @precondition(lambda self: self.alive)
+    @precondition(lambda self: bool(self.alive))
     @rule(pick=picks, ends=st.booleans())
     def the_engine_brings(self, pick: int, ends: bool) -> None:
         recording = self.alive[pick % len(self.alive)]
@@ -98,7 +98,7 @@ class Life(RuleBasedStateMachine):
 
         self.run(bring())
 
-    @precondition(lambda self: len(self.recordings))
+    @precondition(lambda self: len(self.recordings) > 0)
     @rule(pick=picks)
     def a_reader_comes(self, pick: int) -> None:
         recording = self.picked(pick)
@@ -107,7 +107,7 @@ class Life(RuleBasedStateMachine):
         recording.attach(reader)
         self.readers.append((recording, reader))
 
-    @precondition(lambda self: self.readers)
+    @precondition(lambda self: bool(self.readers))
     @rule(pick=picks)
     def a_reader_goes(self, pick: int) -> None:
         recording, reader = self.readers.pop(pick % len(self.readers))
@@ -120,7 +120,7 @@ class Life(RuleBasedStateMachine):
 
         self.run(go())
 
-    @precondition(lambda self: len(self.recordings))
+    @precondition(lambda self: len(self.recordings) > 0)
     @rule(pick=picks)
     def cancel(self, pick: int) -> None:
         async def cancel() -> None:
@@ -129,7 +129,7 @@ class Life(RuleBasedStateMachine):
 
         self.run(cancel())
 
-    @precondition(lambda self: len(self.recordings))
+    @precondition(lambda self: len(self.recordings) > 0)
     @rule(pick=picks)
     def discard(self, pick: int) -> None:
         recording = self.picked(pick)
@@ -194,7 +194,7 @@ class Life(RuleBasedStateMachine):
                 await turns()
             await self.recordings._flush()
             assert len(self.recordings) == 0
-            assert not (self.recordings._dirty or self.recordings._written or self.recordings._doomed)
+            assert self.recordings._dirty == self.recordings._written == self.recordings._doomed == {}
             assert self.store.journals == []
             assert not self.desk.service._streams
             assert not any(self.desk.queue.depths().values())

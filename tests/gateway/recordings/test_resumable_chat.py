@@ -20,7 +20,7 @@ from tests.gateway.raw import Event, dialled, get, post, read_events
 pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
-RESUMABLE = {"stream": True, "stream_options": {"resumable": True}}
+RESUMABLE: dict[str, Any] = {"stream": True, "stream_options": {"resumable": True}}
 UNKNOWN = "chatcmpl-" + "0" * 32
 
 

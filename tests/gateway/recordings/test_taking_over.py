@@ -11,6 +11,7 @@ import pytest
 from engine.request import FinishReason, Request
 from gateway.recordings.recording import Recording
 from gateway.recordings.registry import MAX_ATTEMPTS
+from gateway.store.interface import JournalChange
 from tests.gateway.desk import Clock, Desk, make_timings, make_tokenizer
 from tests.gateway.recordings.paper import PaperReader, make_recording, make_request
 from tests.gateway.recordings.surviving import SurvivingStore
@@ -34,8 +35,13 @@ async def begun(desk: Desk, request: Request | None = None) -> Recording:
     like = make_recording()
     recordings = desk.service.recordings
     recording = await recordings.start(
-        request or make_request(ID, tenant="ann"), kind="chat", about=like.about, created=7, detachable=True, journalled=True
-    )  # fmt: skip
+        request or make_request(ID, tenant="ann"),
+        kind="chat",
+        about=like.about,
+        created=7,
+        detachable=True,
+        journalled=True,
+    )
     assert await desk.taken() == recording.request
     return recording
 
@@ -215,8 +221,6 @@ async def test_a_broken_journal_is_a_miss(header: bytes, caplog: pytest.LogCaptu
     journal = await store.read_journal(ID)
     assert journal is not None
     await store.delete_journals([ID])
-    from gateway.store.interface import JournalChange
-
     await store.write_journals([JournalChange(ID, header, 0, journal.token_ids, 100.0)])
     store.orphan()
     async with serving(store) as desk:
