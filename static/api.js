@@ -88,7 +88,7 @@ export async function discardChat(id, key) {
 
 function orGone(fault) {
   if (fault.status !== 404 && fault.status !== 410) throw fault;
-  throw new ApiError({ kind: "gone", message: "The server does not have it any more. What came stays here." });
+  throw new ApiError({ kind: "gone", message: "The server no longer has it. What came so far stays here." });
 }
 
 async function* readChunks(response, signal) {

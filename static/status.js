@@ -5,7 +5,7 @@ import { readiness } from "./api.js";
 const CALM_MS = 15_000;
 const WORRIED_MS = 3_000;
 
-/** Asks the server gently: only while the page is seen and no answer streams. */
+/** Asks the server gently: only while the page is seen, and none that is ready while an answer streams. */
 export class Status {
   #node;
   #isIdle;
@@ -31,10 +31,13 @@ export class Status {
   async check() {
     clearTimeout(this.#timer);
     if (document.hidden) return;
-    if (this.#isIdle()) this.#show(await readiness());
+    if (this.#isIdle() || !this.#isCalm) this.#show(await readiness());
     clearTimeout(this.#timer);
-    const calm = this.#node.dataset.state === "ready";
-    this.#timer = setTimeout(() => this.check(), calm ? CALM_MS : WORRIED_MS);
+    this.#timer = setTimeout(() => this.check(), this.#isCalm ? CALM_MS : WORRIED_MS);
+  }
+
+  get #isCalm() {
+    return this.#node.dataset.state === "ready";
   }
 
   #show(state) {
