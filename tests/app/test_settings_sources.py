@@ -13,7 +13,7 @@ from app.errors import OperatorError
 from app.settings import Settings, flag, load_settings
 
 SETTINGS = sorted(set(Settings.model_fields) - {"config"})
-ANY_TEXT = {"model", "served_model_name", "host", "api_keys_file", "cors_origins"}
+ANY_TEXT = {"model", "served_model_name", "host", "api_keys_file", "cors_origins", "redis_url", "replica"}
 """Settings of which any text may be a value."""
 
 # For each setting three values that differ from its default: as text for a flag, a variable and a key of the file.
@@ -35,6 +35,9 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "lane_batch": ("weight=3", "weight=2", "max_requests=3"),
     "num_blocks": ("2", "3", "4"),
     "kv_memory": ("1MiB", "2MiB", "3MiB"),
+    "redis_url": ("redis://one", "redis://two/1", "unix:///three"),
+    "replica": ("one", "two", "three"),
+    "warm_up_tokens": ("0", "1", "2"),
     "drain_timeout": ("0", "0.5", "600"),
     "metrics_compat": ("vllm", "vllm", "vllm"),
     "log_level": ("debug", "warning", "error"),
