@@ -91,10 +91,10 @@ def _print_store(store: Row) -> None:
     head = [f"{STREAMS} streams, tok/s", "no Redis", "Redis", "ratio", "resumable", "ratio"]
     print("\n" + table(head, [_store_row(row) for row in store["streams"]]), end="\n\n")
     rows = [
-        [row["redis"], str(row["requests"]), str(row["failed"]), *map(number, _ttft(row))]
+        [row["redis"], str(row["requests"]), number(row["ttft_p50_ms"]), number(row["ttft_p99_ms"])]
         for row in store["trouble"]
     ]
-    print(table([f"Redis, {RATE} requests/s", "requests", "failed", "TTFT P50", "P99 ms"], rows))
+    print(table([f"Redis, {RATE} requests/s", "requests", "TTFT P50", "P99 ms"], rows))
 
 
 def _store_row(row: Row) -> list[str]:
@@ -103,10 +103,6 @@ def _store_row(row: Row) -> list[str]:
     for kind in ("plain", "resumable"):
         cells += [number(rates[kind]), f"{ratios[kind]:.3f}"]
     return cells
-
-
-def _ttft(row: Row) -> list[float]:
-    return [row["ttft_p50_ms"], row["ttft_p99_ms"]]
 
 
 def print_workloads(results: Row) -> None:
@@ -166,6 +162,10 @@ def _prefix_rows(results: Row) -> list[list[str]]:
 
 
 def _print_failures(results: Row) -> None:
-    for row in results["http"]:
+    store = results.get("store", {"streams": [], "trouble": []})
+    rows = [(_name(row), row) for row in results["http"]]
+    rows += [(f"{row['model']}, {row['streams']} streams", row) for row in store["streams"]]
+    rows += [(f"Redis: {row['redis']}", row) for row in store["trouble"]]
+    for name, row in rows:
         if row["failed"]:
-            print(f"{_name(row)}: {row['failed']} of {row['requests']} requests failed: {row['first_error']}")
+            print(f"{name}: {row['failed']} of {row['requests']} requests failed: {row['first_error']}")

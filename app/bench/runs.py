@@ -22,8 +22,8 @@ from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Answer, Job
 from app.bench.planning import measure_planning
 from app.bench.promise import SECONDS, PromiseBench
+from app.bench.redis_process import RedisProcess, find_redis
 from app.bench.report import print_report, print_workloads
-from app.bench.redis_process import find_redis
 from app.bench.server_process import ServerFailed, ServerProcess
 from app.bench.statistics import number, percentile, summarise
 from app.bench.store import StoreBench
@@ -85,13 +85,17 @@ def _promise(quick: bool) -> Row:
 
 def _store(subjects: list[Subject], quick: bool) -> Row:
     """What Redis costs on each model, and what becomes of the first token without it, on the first."""
-    benches = [
-        StoreBench(partial(_server, subject, "auto"), _run_module, quick=quick) for subject in subjects
-    ]
-    streams = [
-        {"model": subject.name, **bench.streams()} for subject, bench in zip(subjects, benches, strict=True)
-    ]
-    return {"streams": streams, "trouble": benches[0].trouble()}
+    results: Row = {"streams": [], "trouble": []}
+    for subject in subjects:
+        start = partial(_server, subject, "auto")
+        with RedisProcess() as redis, start() as without, start(["--redis-url", redis.url]) as shared:
+            bench = StoreBench(redis, without, shared, _run_module, quick=quick)
+            _say(f"{subject.name}: streams with and without Redis, in turns")
+            results["streams"].append({"model": subject.name, **bench.streams()})
+            if subject is subjects[0]:
+                _say(f"{subject.name}: the first token while Redis is well, and while it is not")
+                results["trouble"] = bench.trouble(start)
+    return results
 
 
 def run_workloads(options: argparse.Namespace) -> Row:

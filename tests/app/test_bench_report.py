@@ -173,6 +173,38 @@ def test_every_row_of_a_report_has_every_column(capsys: pytest.CaptureFixture[st
     assert lines[-1].split() == ["m", "512", "90", "9", "10"]
 
 
+def store_part(**first: object) -> dict[str, Any]:
+    """The figures of the part store; `first` goes into those of the first model."""
+    row = {"requests": 200, "failed": 0, "first_error": None}
+    streams = {
+        "model": "m",
+        "streams": 64,
+        "tokens_per_s": {"without": 1000.0, "plain": 995.0, "resumable": 984.0},
+        "ratio": {"without": 1.0, "plain": 0.995, "resumable": 0.984},
+        **row,
+        **first,
+    }
+    states = [{"redis": state, "ttft_p50_ms": 5.0, "ttft_p99_ms": 9.0, **row} for state in ("well", "gone")]
+    return {"streams": [streams], "trouble": states}
+
+
+def test_what_redis_costs_stands_beside_what_becomes_of_the_first_token(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lines = report_of(capsys, store=store_part())
+    assert lines[3].split() == ["m", "1,000", "995", "0.995", "984", "0.984"]
+    assert [line.split() for line in lines[6:]] == [["well", "200", "5", "9"], ["gone", "200", "5", "9"]]
+
+
+def test_what_failed_while_redis_was_in_trouble_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    part = store_part(failed=2, first_error="cut")
+    part["trouble"][1] |= {"failed": 1, "first_error": "refused"}
+    assert report_of(capsys, store=part)[-2:] == [
+        "m, 64 streams: 2 of 200 requests failed: cut",
+        "Redis: gone: 1 of 200 requests failed: refused",
+    ]
+
+
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
 def test_a_workload_that_reaches_its_target_reaches_all_of_it(
     capsys: pytest.CaptureFixture[str], name: str
@@ -200,6 +232,9 @@ def test_the_status_says_whether_requests_failed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(runs, "run_workloads", lambda _: {"http": [http_row()]})
     assert command.run(options()) == 1
     assert command.run(options("--workload", "W1")) == 0
+    for part, status in ((store_part(), 0), (store_part(failed=1), 1)):
+        monkeypatch.setattr(runs, "run_parts", lambda _, part=part: {"http": [], "store": part})
+        assert command.run(options("--only", "store")) == status
 
 
 def test_nothing_is_measured_when_the_figures_could_not_be_written(
@@ -214,10 +249,19 @@ def test_nothing_is_measured_when_the_figures_could_not_be_written(
     assert measured == []
 
 
+def test_without_redis_server_the_part_store_measures_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main(["bench", "--only", "store"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "penstock: --only store needs redis-server, which is not on the PATH"
+
+
 def test_options_of_a_bench_are_lists_with_commas() -> None:
     chosen = options("--streams", "1,8", "--dtype", "float32", "--only", "http,plan", "--workload", "W2")
     assert (chosen.streams, chosen.dtype, chosen.only) == ([1, 8], ["float32"], ["http", "plan"])
-    assert options().only == list(command.PARTS)
+    assert options().only == [part for part in command.PARTS if part != "store"]
 
 
 @pytest.mark.parametrize(
