@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from gateway.access import Client
 from gateway.errors import invalid
-from gateway.idempotency import idempotency_key
+from gateway.idempotency import idempotency_key, not_here
 from gateway.intake import Batch, Intake, route
 from gateway.recordings.attached import Attached, position_asked
 from gateway.recordings.chat import KIND, ChatFormat, about
@@ -132,7 +132,10 @@ class CompletionsApi:
         async with self._service.idempotency.once(client.tenant.name, key, body, recording_id) as earlier:
             if earlier is None:
                 return await self._start(client, batch, prompt, recording_id)
-        return self._follow(await self._intake.recording(client.tenant.name, earlier), -1)
+        recording = await self._intake.find_recording(client.tenant.name, earlier)
+        if recording is None:
+            raise not_here()
+        return self._follow(recording, -1)
 
     async def _start(self, client: Client, batch: Batch, prompt: list[int], recording_id: str) -> Response:
         head = _head(batch, recording_id)

@@ -7,11 +7,12 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from hashlib import sha256
+from http import HTTPStatus
 
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
 
-from gateway.errors import invalid
+from gateway.errors import ApiError, invalid
 from gateway.store.interface import Key, Store, StoreUnavailable
 
 log = logging.getLogger("penstock.gateway")
@@ -30,6 +31,13 @@ def idempotency_key(http: HttpRequest) -> str | None:
     if key is not None and not (key.isascii() and key.isprintable() and 0 < len(key) <= _MAX_CHARS):
         raise invalid(f"'{HEADER}' must be 1 to {_MAX_CHARS} printable ASCII characters.", HEADER)
     return key
+
+
+def not_here() -> ApiError:
+    message = (
+        f"A request with this '{HEADER}' was made before; its reply is made elsewhere, or no longer kept."
+    )
+    return invalid(message, HEADER, "idempotency_reply_not_here", HTTPStatus.CONFLICT)
 
 
 class Idempotency:

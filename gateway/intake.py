@@ -122,14 +122,18 @@ class Intake:
         Raises:
             ApiError: 404, if the tenant has none of this id; 503, if that cannot be said now.
         """
-        try:
-            recording = await self._service.recordings.find(tenant, recording_id)
-        except StoreUnavailable:
-            raise unavailable("The store is not there.", "store_unavailable") from None
+        recording = await self.find_recording(tenant, recording_id)
         if recording is None:
             self._service.check_open()  # what was interrupted is known when the model is loaded
             raise not_found(f"There is no reply '{recording_id}'.", "id")
         return recording
+
+    async def find_recording(self, tenant: str, recording_id: str) -> Recording | None:
+        """Raises 503 if it cannot be said now whether there is one."""
+        try:
+            return await self._service.recordings.find(tenant, recording_id)
+        except StoreUnavailable:
+            raise unavailable("The store is not there.", "store_unavailable") from None
 
     async def encode_chat(self, messages: list[Message], *, add_generation_prompt: bool = True) -> list[int]:
         conversation = [as_dict(message) for message in messages]

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from gateway.access import Client
 from gateway.errors import ApiError, gone, invalid, unavailable
-from gateway.idempotency import idempotency_key
+from gateway.idempotency import idempotency_key, not_here
 from gateway.intake import Batch, Intake, route
 from gateway.recordings.attached import Attached
 from gateway.recordings.recording import Recording
@@ -179,7 +179,7 @@ class ResponsesApi:
             return self._reply(recording, body)
         record = None if body.stream else await self._record(tenant, response_id)
         if record is None:
-            raise response_not_found(response_id)
+            raise not_here()
         return JSONResponse(record.object)
 
     # Those there are
@@ -256,10 +256,7 @@ class ResponsesApi:
         return recording if recording is not None and recording.about["store"] else None
 
     async def _recording(self, tenant: str, response_id: str) -> Recording | None:
-        try:
-            recording = await self._service.recordings.find(tenant, response_id)
-        except StoreUnavailable:
-            raise _store_unavailable() from None
+        recording = await self._intake.find_recording(tenant, response_id)
         return recording if recording is not None and recording.kind == KIND else None
 
     def _unknown(self, response_id: str) -> ApiError:

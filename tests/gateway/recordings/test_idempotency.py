@@ -58,6 +58,20 @@ async def test_a_request_that_was_not_let_in_may_come_again() -> None:
         assert (await reply).status_code == 200
 
 
+async def test_a_reply_that_is_not_here_is_a_conflict() -> None:
+    desk = Desk()
+    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
+        first = asyncio.create_task(http.post(CHAT, json=chat_body(), headers=KEY))
+        request = await desk.taken()
+        desk.answer(request, "a")
+        await first
+        recording = await desk.service.recordings.find(request.tenant, request.request_id)
+        assert recording is not None
+        await desk.service.recordings.discard(recording)
+        reply = await http.post(CHAT, json=chat_body(), headers=KEY)
+    assert (reply.status_code, reply.json()["error"]["code"]) == (409, "idempotency_reply_not_here")
+
+
 async def test_other_keys_are_other_requests() -> None:
     desk = Desk()
     async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
