@@ -27,6 +27,7 @@ from gateway.responses.api import ResponsesApi
 from gateway.responses.conversations import ConversationsApi
 from gateway.routes import Api
 from gateway.service import Service
+from gateway.store.patience import PatienceMiddleware
 
 
 def create_app(service: Service, static: Path | None = None) -> ASGIApp:
@@ -44,7 +45,10 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     ]
     app = Starlette(
         routes=[*routes, *(_page_routes(static) if static else ())],
-        middleware=[Middleware(LimitsMiddleware, limits=service.options.limits)],
+        middleware=[
+            Middleware(LimitsMiddleware, limits=service.options.limits),
+            Middleware(PatienceMiddleware),
+        ],
         exception_handlers={
             ApiError: answer_api_error,
             HTTPException: answer_http_error,

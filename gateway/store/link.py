@@ -20,6 +20,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gateway.store.breaker import Breaker
 from gateway.store.interface import MAX_WAIT_S, StoreUnavailable
+from gateway.store.patience import NUM_GLANCES, PATIENCE, Patience
 
 MAX_COMMANDS = 100
 """That are sent in one go."""
@@ -28,7 +29,6 @@ POOL_WAIT_S = 0.05
 WORK_S = 0.08
 """What a call may use of `MAX_WAIT_S`; the rest is for ending it."""
 
-_GLANCES = 4
 _TOO_LATE = "it took too long"
 _BACKSTOP_S = 5.0
 """Every call is given up long before; this is for what nobody waits for."""
@@ -123,6 +123,10 @@ class Link:
 
     async def all(self, commands: Sequence[Command]) -> list[Any]:
         """The answers to all of them, in pieces of `MAX_COMMANDS`; raises like `one`, then some may be done."""
+        patience = PATIENCE.get()
+        if patience is not None and not patience.num_glances:
+            self.num_rejected += 1
+            raise StoreUnavailable("this request has waited for Redis long enough")
         if not self.breaker.may_call(self._clock()):
             self.num_rejected += 1
             raise StoreUnavailable("Redis is gone")
@@ -131,7 +135,7 @@ class Link:
         task = asyncio.create_task(self._judged(commands))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
-        if not await _ended(task, WORK_S):
+        if not await _ended(task, patience or Patience()):
             task.cancel(_TOO_LATE)
             await asyncio.wait([task], timeout=MAX_WAIT_S - WORK_S)
         if not task.done() or task.cancelled():
@@ -227,15 +231,16 @@ class Link:
         await self._pool.disconnect()
 
 
-async def _ended(task: asyncio.Task[Any], seconds: float) -> bool:
-    """Waits for the task, but no longer.
+async def _ended(task: asyncio.Task[Any], patience: Patience) -> bool:
+    """Waits for the task as long as there is patience.
 
     Time in which the event loop itself was held up counts for little: the answer may have come meanwhile.
     """
-    for _ in range(_GLANCES):
-        await asyncio.wait([task], timeout=seconds / _GLANCES)
+    while patience.num_glances:
+        await asyncio.wait([task], timeout=WORK_S / NUM_GLANCES)
         if task.done():
             return True
+        patience.num_glances -= 1
     return False
 
 

@@ -13,6 +13,7 @@ import pytest
 from gateway.store import link as link_module
 from gateway.store.interface import JournalChange, Key, Quota, Store, StoreUnavailable
 from gateway.store.memory import MemoryStore
+from gateway.store.patience import PATIENCE, Patience
 from gateway.store.redis import RedisStore
 from gateway.store.shared import SharedStore
 from tests.gateway.store.stores import Clock, block, record, redis_store
@@ -89,6 +90,23 @@ async def test_many_calls_at_a_time_wait_no_longer_than_one(server: RedisServer)
     assert time.monotonic() - start_s < GENEROUS_S
     assert not any(done for done, _ in results)
     assert store.stats().state == "gone"
+
+
+@pytest.mark.usefixtures("real_waits")
+async def test_the_calls_of_one_request_wait_no_longer_than_one_call(server: RedisServer) -> None:
+    store = redis_store(server)
+    await store.put(record(), b"x", 60)
+    before = PATIENCE.set(Patience())
+    server.pause()
+    try:
+        results = [await timed(store.get(record())) for _ in range(4)]
+    finally:
+        server.resume()
+        PATIENCE.reset(before)
+    assert not any(done for done, _ in results)
+    assert store.stats().num_rejected == 3  # although the breaker is closed: one failure is none
+    assert store.stats().state == "ok"
+    assert await store.get(record()) == b"x"
 
 
 @pytest.mark.usefixtures("real_waits")
