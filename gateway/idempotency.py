@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -45,6 +46,8 @@ class Idempotency:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._starting: dict[Key, asyncio.Event] = {}
+        """Requests that are about to begin; another one with the same key waits for that."""
 
     @contextlib.asynccontextmanager
     async def once(self, tenant: str, key: str, body: BaseModel, reply_id: str) -> AsyncIterator[str | None]:
@@ -57,6 +60,17 @@ class Idempotency:
         """
         place = Key("idempotency", tenant, sha256(key.encode()).hexdigest())
         digest = sha256(f"{type(body).__name__} {body.model_dump_json()}".encode()).hexdigest()
+        while (begun := self._starting.get(place)) is not None:
+            await begun.wait()
+        self._starting[place] = asyncio.Event()
+        try:
+            async with self._claimed(place, digest, reply_id) as earlier:
+                yield earlier
+        finally:
+            self._starting.pop(place).set()
+
+    @contextlib.asynccontextmanager
+    async def _claimed(self, place: Key, digest: str, reply_id: str) -> AsyncIterator[str | None]:
         earlier = await self._claim(place, digest, reply_id)
         try:
             yield earlier

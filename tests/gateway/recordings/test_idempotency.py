@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import httpx
 import pytest
 
-from tests.gateway.desk import Desk, chat_body, client, events, serving
+from gateway.quotas import Reservation
+from tests.gateway.desk import Desk, chat_body, client, events, serving, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -56,6 +58,25 @@ async def test_a_request_that_was_not_let_in_may_come_again() -> None:
         reply = asyncio.create_task(http.post(CHAT, json=chat_body(), headers=KEY))
         desk.answer(await desk.taken(), "a")
         assert (await reply).status_code == 200
+
+
+async def test_one_that_comes_before_the_first_has_begun_waits_for_it() -> None:
+    desk = Desk()
+    reserve, go_on = desk.service.quotas.reserve, asyncio.Event()
+
+    async def slowly(*arguments: Any) -> Reservation:
+        await go_on.wait()
+        return await reserve(*arguments)
+
+    desk.service.quotas.reserve = slowly  # type: ignore[method-assign]
+    async with client(desk.app) as http:
+        sent = [asyncio.create_task(http.post(CHAT, json=chat_body(), headers=KEY)) for _ in range(3)]
+        await settled()
+        go_on.set()
+        desk.answer(await desk.taken(), "a")
+        replies = await asyncio.gather(*sent)
+    assert {reply.status_code for reply in replies} == {200}
+    assert len({reply.text for reply in replies}) == 1
 
 
 async def test_a_reply_that_is_not_here_is_a_conflict() -> None:
