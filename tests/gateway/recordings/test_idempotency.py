@@ -60,7 +60,9 @@ async def test_a_request_that_was_not_let_in_may_come_again() -> None:
         assert (await reply).status_code == 200
 
 
-async def test_one_that_comes_before_the_first_has_begun_waits_for_it() -> None:
+async def test_one_that_comes_before_the_first_has_begun_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     desk = Desk()
     reserve, go_on = desk.service.quotas.reserve, asyncio.Event()
 
@@ -68,7 +70,7 @@ async def test_one_that_comes_before_the_first_has_begun_waits_for_it() -> None:
         await go_on.wait()
         return await reserve(*arguments)
 
-    desk.service.quotas.reserve = slowly  # type: ignore[method-assign]
+    monkeypatch.setattr(desk.service.quotas, "reserve", slowly)
     async with client(desk.app) as http:
         sent = [asyncio.create_task(http.post(CHAT, json=chat_body(), headers=KEY)) for _ in range(3)]
         await settled()
