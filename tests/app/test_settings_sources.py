@@ -35,6 +35,8 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "lane_batch": ("weight=3", "weight=2", "max_requests=3"),
     "num_blocks": ("2", "3", "4"),
     "kv_memory": ("1MiB", "2MiB", "3MiB"),
+    "gpu_memory_utilization": ("0.5", "0.75", "1"),
+    "no_cuda_graphs": ("true", "true", "true"),
     "drain_timeout": ("0", "0.5", "600"),
     "metrics_compat": ("vllm", "vllm", "vllm"),
     "log_level": ("debug", "warning", "error"),
