@@ -26,7 +26,7 @@ from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parse import read_config, read_generation_defaults
 from engine.sampling.stopping import TextSink
 from engine.scheduler import SchedulerLimits
-from engine.step import Plan, StepReport, StepResult
+from engine.step import Plan, StepInFlight, StepReport
 from engine.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.service import SamplingDefaults, Service, ServiceOptions
@@ -91,15 +91,17 @@ class _LateRunner:
         self._runner: ModelRunner | None = None
         self.num_blocks = 0
         self.block_size = 0
+        self.num_ahead = 0
 
     def load(self) -> None:
         self._runner = self._make()
         self._runner.load()
         self.num_blocks, self.block_size = self._runner.num_blocks, self._runner.block_size
+        self.num_ahead = self._runner.num_ahead
 
-    def execute(self, plan: Plan) -> StepResult:
+    def launch(self, plan: Plan) -> StepInFlight:
         assert self._runner is not None
-        return self._runner.execute(plan)
+        return self._runner.launch(plan)
 
     def close(self) -> None:
         if self._runner is not None:
@@ -168,6 +170,8 @@ def load_options(settings: Settings) -> LoadOptions:
         max_model_len=settings.max_model_len,
         num_blocks=settings.num_blocks,
         kv_bytes=settings.kv_memory,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        cuda_graphs=not settings.no_cuda_graphs,
     )
 
 

@@ -119,6 +119,17 @@ def _parse_settings(parser: _Parser, arguments: list[str]) -> dict[str, str]:
 
     parser.epilog = f"Each is also a variable ({ENV_PREFIX}PORT) and a key of the --config file (port)."
     for name, field in Settings.model_fields.items():
+        text = " ".join((field.description or "").split()).replace("%", "%%")
+        if field.annotation is bool:
+            parser.add_argument(
+                flag(name),
+                dest=name,
+                default=argparse.SUPPRESS,
+                action="store_const",
+                const="true",
+                help=text,
+            )
+            continue
         extra = field.json_schema_extra
         metavar = extra.get("metavar") if isinstance(extra, dict) else None
         shown = "" if field.default in (None, ()) else f" Default: {default_text(field.default)}."
@@ -127,7 +138,7 @@ def _parse_settings(parser: _Parser, arguments: list[str]) -> dict[str, str]:
             dest=name,
             default=argparse.SUPPRESS,
             metavar=str(metavar or _choices(field.annotation) or name.split("_")[-1].upper()),
-            help=" ".join((field.description or "").split()).replace("%", "%%") + shown,
+            help=text + shown,
         )
     values, rest = parser.parse_known_args(arguments)
     parser.reject_unknown(rest)

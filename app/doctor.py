@@ -18,6 +18,8 @@ from app.listen import bind
 from app.settings import Settings
 
 _GIB = 1 << 30
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_OLDEST_CAPABILITY = (8, 0)
 
 
 class Level(StrEnum):
@@ -53,6 +55,7 @@ def checks(settings: Settings) -> Iterator[Check]:
     yield check_processor()
     yield check_memory()
     yield check_torch()
+    yield check_gpu(settings)
     yield check_compiler()
     yield check_kernels()
     yield check_model(settings)
@@ -105,9 +108,42 @@ def check_torch() -> Check:
         return Check(
             Level.FAIL, "torch", f"cannot be imported ({error})", "run make serve, or pip install -e ."
         )
-    if torch.cuda.is_available():
-        return Check(Level.OK, "torch", f"{torch.__version__}, on {torch.cuda.get_device_name()}")
-    return Check(Level.OK, "torch", f"{torch.__version__}, no GPU: models run on the processor")
+    return Check(Level.OK, "torch", str(torch.__version__))
+
+
+def check_gpu(settings: Settings) -> Check:
+    """The card, what of it is free, and whether our kernels run on it."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Check(Level.WARN, "gpu", f"unknown ({error})", "see torch")
+    if not torch.cuda.is_available():
+        return _no_gpu(settings, f"torch {torch.__version__}")
+    free, total = torch.cuda.mem_get_info()
+    capability = torch.cuda.get_device_capability()
+    text = (
+        f"{torch.cuda.get_device_name()}, {free / _GIB:.1f} of {total / _GIB:.1f} GiB free, "
+        f"compute capability {capability[0]}.{capability[1]}, CUDA {torch.version.cuda}"
+    )
+    if capability < _OLDEST_CAPABILITY:
+        return Check(Level.WARN, "gpu", text, "our kernels need 8.0 or newer; try --device cpu")
+    if importlib.util.find_spec("triton") is None:
+        return Check(Level.WARN, "gpu", f"{text}, no Triton: plain torch serves", "pip install triton")
+    if total - free > (1 - settings.gpu_memory_utilization) * total + _GIB:
+        advice = f"--gpu-memory-utilization {settings.gpu_memory_utilization:g} counts that too"
+        return Check(Level.WARN, "gpu", f"{text}, the rest is used by others", advice)
+    return Check(Level.OK, "gpu", text)
+
+
+def _no_gpu(settings: Settings, torch_version: str) -> Check:
+    if settings.device == "cuda":
+        return Check(Level.FAIL, "gpu", f"--device cuda is asked for, and {torch_version} sees none")
+    if _NVIDIA_DRIVER.exists():
+        advice = "install torch for CUDA to use the card"
+        return Check(
+            Level.WARN, "gpu", f"there is an NVIDIA driver, and {torch_version} sees no card", advice
+        )
+    return Check(Level.OK, "gpu", "none, models run on the processor")
 
 
 def check_compiler() -> Check:

@@ -149,6 +149,12 @@ class Settings(BaseSettings):
     kv_memory: ByteSize | None = Field(default=None, json_schema_extra={"metavar": "SIZE"})
     """Memory for the KV cache, 2GiB say; without it, a share of what is free."""
 
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that may be in use once the KV cache is there, whoever uses it."""
+
+    no_cuda_graphs: bool = False
+    """On a GPU, launch every kernel of a step by itself: slower, starts sooner, takes less memory."""
+
     redis_url: str | None = Field(default=None, json_schema_extra={"metavar": "URL"})
     """Redis that keeps conversations, resumable streams and limits; without it they are kept in memory."""
 

@@ -1,7 +1,10 @@
 """Engine: the step thread, its inbox and its outbox.
 
-One thread owns everything that computes: it loads the model, plans, executes and commits, one step after another. Other
+One thread owns everything that computes: it loads the model, plans, launches and commits, one step after another. Other
 threads put requests into the queue, call `wake`, and call `cancel`; what a step brought leaves in one StepReport.
+
+On a device that runs beside the host, a step is planned and launched before the one before it is waited for. The loop
+is the same without that: then each step has ended before the next is planned.
 """
 
 from __future__ import annotations
@@ -10,20 +13,31 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from engine.kv.blocks import PoolViolation
 from engine.kv.events import PrefixLog
 from engine.kv.tables import BlockTables
 from engine.request import Output
-from engine.scheduler import Scheduler, SchedulerLimits, TokenSink
-from engine.step import DeviceError, Plan, RequestQueue, Runner, StepLoad, StepReport
+from engine.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
+from engine.step import (
+    DeviceError,
+    OutOfMemory,
+    Plan,
+    RequestQueue,
+    Runner,
+    StepInFlight,
+    StepLoad,
+    StepReport,
+    StepResult,
+)
 
 log = logging.getLogger("penstock.engine")
 
 _IDLE_WAIT_S = 0.5
 """How often an idle engine shows that it is alive."""
+_NO_ROOM = "the device has not enough memory for this request"
 
 
 class EngineState(StrEnum):
@@ -45,6 +59,25 @@ class EngineStats:
     num_steps: int = 0
     num_preemptions: int = 0
     num_pool_violations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was launched and not waited for."""
+
+    plan: Plan
+    step: StepInFlight
+    started_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _NeverRan:
+    """A step whose launch failed."""
+
+    error: Exception
+
+    def wait(self) -> StepResult:
+        raise self.error
 
 
 class Engine:
@@ -85,6 +118,11 @@ class Engine:
         self._cancels: deque[str] = deque()
         self._undelivered: list[Output] = []
         """What the turn has brought so far."""
+        self._flights: deque[_Flight] = deque()
+        self._reported = Counters()
+        """The scheduler's counters as the last report saw them."""
+        self._ended_s = 0.0
+        """When the last step ended."""
         self._awake = threading.Event()
         self._stopping = threading.Event()
         self._num_steps = 0
@@ -105,7 +143,7 @@ class Engine:
         self._awake.set()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Ends the thread after the step that runs; what is unfinished stays so. False if it did not end in time."""
+        """Ends the thread after the steps in flight; what is unfinished stays so. False if it did not end in time."""
         self._stopping.set()
         self._awake.set()
         if self._thread.is_alive():
@@ -146,6 +184,8 @@ class Engine:
             self._become(EngineState.READY)
             while not self._stopping.is_set():
                 self._turn(scheduler)
+            while self._flights:
+                self._land(scheduler)
             self._become(EngineState.STOPPED)
         except BaseException as error:
             self._fail(error)
@@ -162,40 +202,90 @@ class Engine:
         return Scheduler(self._queue, tables, self._sink, self._limits)
 
     def _turn(self, scheduler: Scheduler) -> None:
-        """One step, or a wait for work."""
+        """Launches a step and waits for the one before, or waits for work."""
         self._awake.clear()
         started = self._clock()
-        preemptions = scheduler.counters.num_preemptions
-        queries, hits = scheduler.counters.num_prefix_query_tokens, scheduler.counters.num_prefix_hit_tokens
-        outputs = self._undelivered = self._cancel_asked(scheduler, started)
+        self._undelivered = self._cancel_asked(scheduler, started)
         plan = scheduler.plan(started)
-        error = self._step(scheduler, plan, outputs) if plan.chunks else None
-        now = self.last_progress_s = self._clock()
+        is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
+        num_ahead = self._runner.num_ahead if is_launched else 0
+        is_at_rest = not self._flights
+        while len(self._flights) > num_ahead:
+            self._land(scheduler)
+        if self._undelivered:
+            self._report(scheduler, Plan(), started)
+        self.last_progress_s = self._clock()
+        if is_at_rest:
+            self._rest(scheduler)
+
+    def _launch(self, scheduler: Scheduler, plan: Plan, now: float) -> bool:
+        """False if that failed; then the step is in flight all the same, and waiting for it says why."""
+        self._num_steps += 1
+        self._proven = False
+        step: StepInFlight
+        try:
+            step = self._launch_fitting(scheduler, plan)
+        except DeviceError:
+            raise
+        except Exception as error:
+            step = _NeverRan(error)
+        self._flights.append(_Flight(plan, step, now))
+        return not isinstance(step, _NeverRan)
+
+    def _launch_fitting(self, scheduler: Scheduler, plan: Plan) -> StepInFlight:
+        """The step, or half of it if the device has no room for all."""
+        try:
+            return self._runner.launch(plan)
+        except OutOfMemory as error:
+            log.warning("the device has no room for a step of %d tokens: %s", plan.num_tokens, error)
+            if not scheduler.shrink(plan):
+                raise
+            return self._runner.launch(plan)
+
+    def _land(self, scheduler: Scheduler) -> None:
+        """Waits for the oldest step and commits it; a fault ends the sequences of this step, and no others."""
+        flight = self._flights.popleft()
+        plan, error = flight.plan, None
+        try:
+            result = flight.step.wait()
+        except DeviceError:
+            raise
+        except Exception as fault:
+            log.exception("a step failed; its %d sequences end with an error", len(plan.chunks))
+            said = _NO_ROOM if isinstance(fault, OutOfMemory) else "the step failed"
+            self._undelivered += scheduler.fail_step(plan, said, self._clock())
+            error = f"{type(fault).__name__}: {fault}"
+        else:
+            self._undelivered += scheduler.commit(plan, result, self._clock())
+        self._report(scheduler, plan, max(flight.started_s, self._ended_s), error)
+
+    def _report(self, scheduler: Scheduler, plan: Plan, started: float, error: str | None = None) -> None:
+        """Tells of the step that ended and of all that is undelivered."""
+        now = self.last_progress_s = self._ended_s = self._clock()
         num_decode = sum(1 for c in plan.chunks if c.start >= c.sequence.num_prompt_tokens)
         if plan.chunks:
             self._queue.observe(self._load(scheduler, plan, num_decode, now - started))
-        if plan.chunks or outputs:
-            self._deliver(
-                StepReport(
-                    outputs=outputs,
-                    started_s=started,
-                    duration_s=now - started,
-                    num_prefill_tokens=plan.num_tokens - num_decode,
-                    num_decode_tokens=num_decode,
-                    num_running=len(scheduler.running),
-                    num_waiting=len(scheduler.waiting),
-                    num_blocks=scheduler.tables.pool.num_blocks - 1,
-                    num_free_blocks=scheduler.tables.pool.num_free,
-                    num_preemptions=scheduler.counters.num_preemptions - preemptions,
-                    num_prefix_query_tokens=scheduler.counters.num_prefix_query_tokens - queries,
-                    num_prefix_hit_tokens=scheduler.counters.num_prefix_hit_tokens - hits,
-                    prefix_events=self._prefix_log.drain(),
-                    error=error,
-                )
+        counters, before = scheduler.counters, self._reported
+        self._deliver(
+            StepReport(
+                outputs=self._undelivered,
+                started_s=started,
+                duration_s=now - started,
+                num_prefill_tokens=plan.num_tokens - num_decode,
+                num_decode_tokens=num_decode,
+                num_running=len(scheduler.running),
+                num_waiting=len(scheduler.waiting),
+                num_blocks=scheduler.tables.pool.num_blocks - 1,
+                num_free_blocks=scheduler.tables.pool.num_free,
+                num_preemptions=counters.num_preemptions - before.num_preemptions,
+                num_prefix_query_tokens=counters.num_prefix_query_tokens - before.num_prefix_query_tokens,
+                num_prefix_hit_tokens=counters.num_prefix_hit_tokens - before.num_prefix_hit_tokens,
+                prefix_events=self._prefix_log.drain(),
+                error=error,
             )
+        )
         self._undelivered = []
-        if not plan.chunks:
-            self._rest(scheduler)
+        self._reported = replace(counters)
 
     def _load(self, scheduler: Scheduler, plan: Plan, num_decode: int, duration_s: float) -> StepLoad:
         tables = scheduler.tables
@@ -216,23 +306,6 @@ class Engine:
         while self._cancels:
             outputs.extend(scheduler.cancel(self._cancels.popleft(), now))
         return outputs
-
-    def _step(self, scheduler: Scheduler, plan: Plan, outputs: list[Output]) -> str | None:
-        """Executes and commits; a fault ends the sequences of this step, and no others."""
-        self._num_steps += 1
-        self._proven = False
-        try:
-            result = self._runner.execute(plan)
-        except DeviceError:
-            raise
-        except Exception as error:
-            log.exception("a step failed; its %d sequences end with an error", len(plan.chunks))
-            outputs.extend(
-                scheduler.fail([c.sequence for c in plan.chunks], "the step failed", self._clock())
-            )
-            return f"{type(error).__name__}: {error}"
-        outputs.extend(scheduler.commit(plan, result, self._clock()))
-        return None
 
     def _rest(self, scheduler: Scheduler) -> None:
         if scheduler.is_idle and not self._proven:

@@ -107,12 +107,18 @@ class Output:
     """Set with every finish_reason."""
 
 
+NO_LIMIT = 1 << 62
+
+
 class Sequence:
     """One choice of one request on its way through the engine.
 
     `token_ids` is what is known (prompt and output); the KV of the first `num_computed` of them is in `block_table` or
     is being written by a step that was already planned. Work to do is the difference, whatever its cause: a fresh
     prompt, a chunk of one, a decode, a resume after preemption.
+
+    A step that samples brings a token whose value is on the device only until the step has come back. It counts as
+    work to do at once: the next step may compute it and take its value there.
     """
 
     __slots__ = (
@@ -121,9 +127,11 @@ class Sequence:
         "finish_reason",
         "first_token_s",
         "index",
+        "max_len",
         "num_cached_tokens",
         "num_committed",
         "num_computed",
+        "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
         "order",
@@ -133,13 +141,20 @@ class Sequence:
         "token_ids",
     )
 
-    def __init__(self, request: Request, index: int = 0, order: int = 0) -> None:
+    def __init__(self, request: Request, index: int = 0, order: int = 0, max_len: int = NO_LIMIT) -> None:
+        """`max_len`: prompt and output tokens that any sequence can have, whatever its request asks for."""
         self.request = request
         self.index = index
         self.order = order
         """Place in the engine's order of arrival; a preempted sequence keeps it."""
         self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_len = max(
+            min(self.num_prompt_tokens + request.sampling.max_tokens, max_len), len(self.token_ids) + 1
+        )
+        """With so many tokens it ends; the KV of the last one is never needed."""
+        self.num_pending = 0
+        """Tokens that steps in flight bring: they follow `token_ids`, and nobody here knows them yet."""
         self.num_computed = 0
         self.num_committed = 0
         """Of those computed, the ones whose step has come back: only their blocks may be hashed."""
@@ -164,8 +179,8 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Known tokens whose KV is neither computed nor on its way."""
-        return len(self.token_ids) - self.num_computed
+        """Tokens, pending ones included, whose KV is needed and neither computed nor on its way."""
+        return min(len(self.token_ids) + self.num_pending, self.max_len - 1) - self.num_computed
 
     def __repr__(self) -> str:
         name = f"{self.request.request_id}/{self.index}"

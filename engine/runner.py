@@ -8,36 +8,59 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.device_runner import CudaDevice, DeviceLimits, DeviceSteps, Progress
 from engine.model.batch import Batch
 from engine.model.loader import LoadedModel
 from engine.request import Request, SamplingParams, Sequence, TokenLogprobs
 from engine.sampling.batch import SampledRows, SamplingState
 from engine.sampling.sampler import top_logprobs
-from engine.step import Chunk, DeviceError, Plan, Sampled, StepResult
+from engine.step import Chunk, DeviceError, Ended, OutOfMemory, Plan, Sampled, StepInFlight, StepResult
 
 I32 = NDArray[np.int32]
 
 _NOT_FINITE = "the model's output was not finite"
 
 
-class ModelRunner:
-    """Executes plans on the model that `load` brings."""
+class Steps(Protocol):
+    """How the steps of one model run."""
 
-    def __init__(self, load: Callable[[], LoadedModel]) -> None:
+    num_ahead: int
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        """See `step.Runner`."""
+
+
+class ModelRunner:
+    """Executes plans on the model that `load` brings.
+
+    `make_steps` says how, once the model is there.
+    """
+
+    def __init__(
+        self, load: Callable[[], LoadedModel], make_steps: Callable[[LoadedModel], Steps] | None = None
+    ) -> None:
         self._load = load
+        self._make_steps = make_steps or choose_steps
         self._model: LoadedModel | None = None
-        self._sampling: SamplingState | None = None
+        self._steps: Steps | None = None
 
     @property
     def model(self) -> LoadedModel:
         if self._model is None:
             raise RuntimeError("the model is not loaded")
         return self._model
+
+    @property
+    def steps(self) -> Steps:
+        if self._steps is None:
+            raise RuntimeError("the model is not loaded")
+        return self._steps
 
     @property
     def num_blocks(self) -> int:
@@ -47,30 +70,71 @@ class ModelRunner:
     def block_size(self) -> int:
         return self.model.kv.block_size
 
+    @property
+    def num_ahead(self) -> int:
+        return self.steps.num_ahead
+
     def load(self) -> None:
-        self._model = model = self._load()
+        self._model = self._load()
+        self._steps = self._make_steps(self._model)
+
+    def close(self) -> None:
+        self._model = self._steps = None
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        return self.steps.launch(plan)
+
+    def execute(self, plan: Plan) -> StepResult:
+        """Launches a step and waits for it."""
+        return self.launch(plan).wait()
+
+
+def choose_steps(model: LoadedModel, progress: Progress = lambda *_: None) -> Steps:
+    """One after another on a CPU, one in flight on a GPU.
+
+    Args:
+        progress: is told CUDA graphs done and graphs in all.
+    """
+    if model.device.type == "cpu":
+        return PlainSteps(model)
+    options = model.options
+    limits = DeviceLimits(
+        max_num_seqs=options.max_num_seqs,
+        max_batch_tokens=options.max_batch_tokens,
+        max_model_len=options.max_model_len,
+    )
+    device = CudaDevice(model.device) if options.cuda_graphs else None
+    return DeviceSteps(model, limits, device, progress=progress)
+
+
+class PlainSteps:
+    """Each step has ended when its launch returns."""
+
+    num_ahead = 0
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
         self._sampling = SamplingState(model.config.vocab_size, model.config.eos_token_ids)
         if model.kernels.decoder is not None:
             # What is left for torch is small, and a second team of threads would take the first one's cores.
             torch.set_num_threads(1)
         self._warm_up()
 
-    def close(self) -> None:
-        self._model = None
-
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> StepResult:
+    def launch(self, plan: Plan) -> StepInFlight:
         try:
-            return self._execute(plan)
+            return Ended(self._execute(plan))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(str(error)) from error
         except torch.AcceleratorError as error:
             raise DeviceError(str(error)) from error
 
     def _execute(self, plan: Plan) -> StepResult:
-        model = self.model
+        model = self._model
         model.kv.copy_blocks(plan.copies)
         logits = model.decoder(make_batch(plan.chunks, model.kv.block_size).to(model.device))
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        if not sampling or self._sampling is None:
+        if not sampling:
             return StepResult([])
         rows = model.kernels.sample(logits, self._sampling.build(sampling))
         return StepResult(self._sampled(sampling, rows, logits))
@@ -79,7 +143,7 @@ class ModelRunner:
         """One step of one token in block 0, which belongs to nobody: what is made on first use is made now."""
         sequence = Sequence(Request(request_id="", prompt_token_ids=(0,), sampling=SamplingParams()))
         sequence.block_table = [0]
-        self.execute(Plan([Chunk(sequence, 0, 1, samples=True)], num_tokens=1))
+        self.launch(Plan([Chunk(sequence, 0, 1, samples=True)], num_tokens=1))
 
     def _sampled(
         self, sequences: ListLike[Sequence], rows: SampledRows, logits: torch.Tensor

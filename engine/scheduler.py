@@ -4,6 +4,10 @@ There is no prefill phase and no decode phase. A sequence's work is the tokens b
 of it; every step hands out one budget of tokens, within what the queue allows: first one token to each running sequence
 that decodes, then chunks to those with more to do, to preempted ones and to new ones, the more urgent lanes first.
 
+A step may be planned while the one before it is in flight. Then a sequence computes a token that nobody here knows yet,
+one that turns out to have ended is dropped from the results, and blocks that were given up are free only when the step
+has come back; a sequence that lacks nothing else sits the step out.
+
 The unified budget follows Sarathi-Serve (Agrawal et al., OSDI 2024) and vLLM's v1 scheduler; preemption recomputes.
 """
 
@@ -56,7 +60,8 @@ class Counters:
 class Scheduler:
     """The sequences that the engine holds, and the steps made of them.
 
-    Not thread-safe: the step thread owns it. `plan` and `commit` alternate; `cancel` and `fail` come between them.
+    Not thread-safe: the step thread owns it. Every plan that is not empty is ended by `commit` or `fail_step`, in the
+    order in which they were made; `cancel`, `preempt` and `fail` come at any time between these calls.
     """
 
     def __init__(
@@ -81,33 +86,44 @@ class Scheduler:
         """Tokens that the step being planned has room for."""
         self._num_started = 0
         self._turn = 0
+        self._most_tokens = limits.max_batch_tokens
+        """Tokens that a step may have at present: fewer after one that the device had no room for."""
+        self._queue_goes_first = False
+        """Others gave way for the next request, and its blocks are on their way back: they would take them again."""
 
     @property
     def is_idle(self) -> bool:
-        return not self.running and not self.waiting
+        return not self.running and not self.waiting and not self.tables.num_in_flight
 
     def plan(self, now: float) -> Plan:
         """The next step. `num_computed` of what it covers is advanced here; `commit` takes the result."""
         plan = Plan()
+        queue_goes_first, self._queue_goes_first = self._queue_goes_first, False
         preemptions = self.counters.num_preemptions
         allowance = self.queue.allowance(self.running)
         decodes = [s for s in self.running if s.num_remaining == 1]
         chunked = [s for s in self.running if s.num_remaining > 1]
-        self._tokens_left = min(allowance.num_decodes, self.limits.max_batch_tokens)
+        self._tokens_left = min(allowance.num_decodes, self._most_tokens)
         for sequence in self._in_turn(decodes, self._tokens_left):
             self._plan_chunk(plan, sequence)
-        self._tokens_left = min(allowance.num_prefill, self.limits.max_batch_tokens - plan.num_tokens)
+        self._tokens_left = min(allowance.num_prefill, self._most_tokens - plan.num_tokens)
         for sequence in sorted(chunked, key=_urgency):
             if sequence.block_table:  # else it gave way a moment ago
                 self._admit_queued(plan, now, above=sequence.request.lane)
                 self._plan_chunk(plan, sequence)
+        if queue_goes_first:
+            self._admit_queued(plan, now)
         if self.counters.num_preemptions == preemptions:
             self._admit_waiting(plan, now)
         self._admit_queued(plan, now)
+        if plan.chunks:
+            plan.number = self.tables.begin_step(plan.copies)
         return plan
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
         """Applies what a step brought: confirms KV, appends tokens, ends and forks sequences."""
+        self.tables.end_step(plan.number)
+        self._most_tokens = min(self._most_tokens + 1, self.limits.max_batch_tokens)
         outputs: list[Output] = []
         work: list[tuple[Request, int, int]] = []
         sampled = iter(result.sampled)
@@ -116,8 +132,10 @@ class Scheduler:
             brought = next(sampled) if chunk.samples else None
             if sequence.finish_reason is not None:  # it ended while this step was in flight
                 continue
-            self.tables.commit(sequence, chunk.start + chunk.num_tokens)
+            if chunk.is_current:
+                self.tables.commit(sequence, chunk.start + chunk.num_tokens)
             if brought is not None:
+                sequence.num_pending -= 1
                 self._fork_if_due(sequence)
                 outputs.append(self._apply_safely(sequence, brought, now))
             num_prompt = max(0, min(sequence.num_prompt_tokens - chunk.start, chunk.num_tokens))
@@ -139,6 +157,23 @@ class Scheduler:
         outputs = [output for s in alive for output in self._abort(s, FinishReason.FAILED, error, now)]
         self._settle(now)
         return outputs
+
+    def fail_step(self, plan: Plan, error: str, now: float) -> list[Output]:
+        """In place of `commit`, for a step that brought nothing."""
+        self.tables.end_step(plan.number)
+        return self.fail([chunk.sequence for chunk in plan.chunks], error, now)
+
+    def shrink(self, plan: Plan) -> bool:
+        """Takes the newer half of its sequences out of a step that the device had no room for; these are preempted.
+
+        Some steps to come are small, too. False, and nothing has changed, if there is one sequence only.
+        """
+        sequences = sorted((chunk.sequence for chunk in plan.chunks), key=_urgency)
+        for sequence in sequences[(len(sequences) + 1) // 2 :]:
+            self._withdraw(plan, sequence)
+            self.preempt(sequence)
+        self._most_tokens = min(self._most_tokens, plan.num_tokens)
+        return len(plan.chunks) < len(sequences)
 
     def fail_all(self, error: str, now: float) -> list[Output]:
         return self.fail(list(self._all()), error, now)
@@ -188,13 +223,20 @@ class Scheduler:
     def _add_chunk(self, plan: Plan, sequence: Sequence, num_tokens: int) -> None:
         start = sequence.num_computed
         sequence.num_computed = start + num_tokens
-        plan.chunks.append(Chunk(sequence, start, num_tokens, sequence.num_remaining == 0))
+        chunk = Chunk(sequence, start, num_tokens, samples=sequence.num_remaining == 0)
+        plan.chunks.append(chunk)
+        sequence.num_pending += chunk.samples
         plan.num_tokens += num_tokens
         self._tokens_left -= num_tokens
 
     def _make_room(self, plan: Plan, sequence: Sequence, num_tokens: int) -> list[tuple[int, int]] | None:
-        """Grows the sequence's table, preempting as the queue says; None if the sequence itself gave way."""
+        """Grows the sequence's table, preempting as the queue says; None if it gave way itself, or has to wait.
+
+        It waits for blocks that were given up and that steps in flight still use: nobody else gives way for it then.
+        """
         while (copies := self.tables.grow(sequence, num_tokens)) is None:
+            if self.tables.will_have_room(sequence, num_tokens):
+                return None
             victim = self.queue.victim(self.running, sequence) or sequence
             self._withdraw(plan, victim)
             self.preempt(victim)
@@ -206,6 +248,7 @@ class Scheduler:
         """Takes a victim that this step already counted on out of it again, budget included."""
         for chunk in [c for c in plan.chunks if c.sequence is victim]:
             plan.chunks.remove(chunk)
+            victim.num_pending -= chunk.samples
             plan.num_tokens -= chunk.num_tokens
             self._tokens_left += chunk.num_tokens
         held = set(victim.block_table)
@@ -213,7 +256,7 @@ class Scheduler:
 
     def _admit_waiting(self, plan: Plan, now: float) -> None:
         for sequence in sorted(self.waiting, key=_urgency):
-            if not self._has_seat() or self._tokens_left <= 0:
+            if not self._has_seat() or self._tokens_left <= 0 or sequence.num_pending:
                 return
             prefix = self.tables.find_prefix(sequence)
             if self.tables.awaits_prefix(sequence, len(prefix)):
@@ -253,20 +296,27 @@ class Scheduler:
             self._start(plan, sequence, prefix, now)
 
     def _make_way(self, plan: Plan, request: Request) -> bool:
-        """Preempts for a request whose turn it is, if that is enough to start it; else nothing changes."""
+        """Preempts for a request whose turn it is, if that is enough to start it; else nothing changes.
+
+        What steps in flight still use counts as room: the request starts with the next step.
+        """
         sequence = self._candidate_for(request)
         prefix = self.tables.find_prefix(sequence)
         seats, blocks = len(self.running) - self.limits.max_num_seqs, self._blocks_short(sequence, prefix)
+        blocks -= self.tables.num_returning
         victims: list[Sequence] = []
-        for victim in self.queue.giving_way(request, self.running):
+        candidates = iter(self.queue.giving_way(request, self.running))
+        while seats >= 0 or blocks > 0:
+            victim = next(candidates, None)
+            if victim is None:
+                return False
             victims.append(victim)
             seats, blocks = seats - 1, blocks - self.tables.num_held_alone(victim)
-            if seats < 0 and blocks <= 0:
-                for chosen in victims:
-                    self._withdraw(plan, chosen)
-                    self.preempt(chosen)
-                return True
-        return False
+        for chosen in victims:
+            self._withdraw(plan, chosen)
+            self.preempt(chosen)
+        self._queue_goes_first = self.tables.num_in_flight > 0
+        return bool(victims)
 
     def _has_seat(self) -> bool:
         return len(self.running) < self.limits.max_num_seqs
@@ -292,7 +342,7 @@ class Scheduler:
 
     def _candidate_for(self, request: Request) -> Sequence:
         if self._candidate is None or self._candidate.request is not request:
-            self._candidate = Sequence(request, order=self._num_started)
+            self._candidate = Sequence(request, order=self._num_started, max_len=self.max_len)
         return self._candidate
 
     def _start(self, plan: Plan, sequence: Sequence, prefix: list[int], now: float) -> None:
@@ -337,7 +387,7 @@ class Scheduler:
         for token_id in sampled.token_ids:
             sequence.token_ids.append(token_id)
             output.token_ids.append(token_id)
-            text, reason = self.sink.accept(sequence, token_id, self._is_full(sequence))
+            text, reason = self.sink.accept(sequence, token_id, len(sequence.token_ids) >= sequence.max_len)
             output.text += text
             if reason is not None:
                 break
@@ -345,18 +395,14 @@ class Scheduler:
             output.logprobs = sampled.logprobs[: len(output.token_ids)]
         return output if reason is None else self._finish(sequence, reason, None, now, output)
 
-    def _is_full(self, sequence: Sequence) -> bool:
-        most = sequence.request.sampling.max_tokens
-        return sequence.num_output_tokens >= most or len(sequence.token_ids) >= self.max_len
-
     def _fork_if_due(self, parent: Sequence) -> None:
         """The other choices of a request start when its prompt is computed, and share its blocks."""
         if parent.index > 0 or parent.num_output_tokens > 0:
             return
         for index in range(1, parent.request.n):
-            child = Sequence(parent.request, index, parent.order)
+            child = Sequence(parent.request, index, parent.order, self.max_len)
             child.scheduled_s, child.num_cached_tokens = parent.scheduled_s, parent.num_cached_tokens
-            if len(self.running) < self.limits.max_num_seqs:
+            if self._has_seat() and parent.block_table:  # else it gave way while this step was in flight
                 self.tables.fork(parent, child)
                 self.running.append(child)
             else:

@@ -18,7 +18,17 @@ class Chunk:
     start: int
     num_tokens: int
     samples: bool
-    """True if the chunk reaches the last known token, so that its logits choose the next one."""
+    """True if the chunk reaches the last token there is, so that its logits choose the next one."""
+    incarnation: int = field(init=False)
+    """Which life of the sequence it belongs to: a preemption ends one."""
+
+    def __post_init__(self) -> None:
+        self.incarnation = self.sequence.num_preemptions
+
+    @property
+    def is_current(self) -> bool:
+        """False if the sequence gave way since this was planned: the blocks it wrote are no longer the sequence's."""
+        return self.incarnation == self.sequence.num_preemptions
 
 
 @dataclass(slots=True)
@@ -29,6 +39,8 @@ class Plan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     """(source block, target block), to be copied before anything is written: copy-on-write."""
     num_tokens: int = 0
+    number: int = 0
+    """Steps are numbered in the order in which they are planned; 0 has no number."""
 
 
 @dataclass(slots=True)
@@ -52,20 +64,56 @@ class DeviceError(RuntimeError):
     """The device is lost: nothing that runs on it can be saved."""
 
 
+class OutOfMemory(RuntimeError):
+    """The device had no room for this step; a smaller one may fit."""
+
+
+class StepInFlight(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> StepResult:
+        """What it brought, once it has ended. Called once, in the order in which the steps were launched.
+
+        Raises:
+            DeviceError: the device is lost.
+            Exception: this step failed, the next may work.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A step that ended before `launch` returned."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
 class Runner(Protocol):
     """Execution, as the engine's step thread sees it. Every call comes from that one thread."""
 
-    num_blocks: int
-    """KV blocks in the pool, known after `load`."""
-    block_size: int
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks in the pool, known after `load`."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps that may be launched while an earlier one has not been waited for: 0 or 1; known after `load`."""
 
     def load(self) -> None:
         """Loads weights, allocates KV, warms up."""
 
-    def execute(self, plan: Plan) -> StepResult:
-        """Runs one step.
+    def launch(self, plan: Plan) -> StepInFlight:
+        """Starts one step. It runs after those launched before, and sees what they wrote.
+
+        The plan's sequences may change as soon as this returns; what the step needs of them was taken by then.
 
         Raises:
+            OutOfMemory: nothing that later steps need was changed.
             DeviceError: the device is lost.
             Exception: this step failed, the next may work.
         """

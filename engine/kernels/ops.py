@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from subprocess import SubprocessError
 from typing import Protocol
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.cpu import native
+from engine.kernels.reference import TokenPlaces
 from engine.kv.cache import KVCache, KVShape
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig
@@ -27,6 +29,22 @@ class Attention(Protocol):
     """One step's attention: (queries [T, heads, d], one layer's KV, window) -> [T, heads * d]."""
 
     def __call__(self, queries: Tensor, layer_kv: Tensor, window: int, /) -> Tensor: ...
+
+
+class RotateAndWrite(Protocol):
+    """See `reference.rotate_and_write`."""
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        places: TokenPlaces,
+        layer_kv: Tensor,
+        shape: KVShape,
+        /,
+    ) -> Tensor: ...
 
 
 class LinearPacker(Protocol):
@@ -55,9 +73,10 @@ class Kernels:
     kv_dtype: torch.dtype
     linear: LinearPacker
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
-    rotary: Callable[[Tensor, Tensor, Tensor], Tensor]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    slot_mapping: Callable[[Batch, int], Tensor]
+    rotate_and_write: RotateAndWrite
     silu_mul: Callable[[Tensor], Tensor]
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor], None]
     attention: Callable[[Batch, KVShape], Attention]
     """Prepares one step's attention, which every layer then calls."""
     sample: Callable[[Tensor, SamplingBatch], SampledRows]
@@ -72,10 +91,17 @@ def select(
     block_size: int,
     say: Callable[[str], None],
     num_threads: int | None = None,
+    max_num_seqs: int = 256,
 ) -> Kernels:
-    """The fastest table for a model on a device; `say` is told, in one line, why it is slower than it could be."""
-    if device.type != "cpu":
-        return reference_kernels(device, dtype)
+    """The fastest table for a model on a device.
+
+    Args:
+        say: is told, in one line, why it is slower than it could be.
+        num_threads: on a CPU; None: one for every core this process may use.
+        max_num_seqs: no step has more sequences.
+    """
+    if device.type == "cuda":
+        return _select_triton(config, device, dtype, block_size, say, max_num_seqs)
     try:
         _check_native(config, block_size)
         team = native.load_library(say).start_team(num_threads)
@@ -85,10 +111,70 @@ def select(
     return native_kernels(team, dtype)
 
 
+def _select_triton(
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int,
+    say: Callable[[str], None],
+    max_num_seqs: int,
+) -> Kernels:
+    try:
+        kernels = triton_kernels(config, device, dtype, block_size, max_num_seqs)
+        _try_out(kernels)
+    except (ImportError, OSError, RuntimeError, SubprocessError) as error:
+        reason = str(error).partition("\n")[0]
+        say(f"no Triton kernels ({reason}); plain torch serves instead, without CUDA graphs and slower")
+        return reference_kernels(device, dtype)
+    return kernels
+
+
+def _try_out(kernels: Kernels) -> None:
+    """Runs one small kernel: triton may be there, and not the C compiler or the driver that it needs."""
+    row = torch.ones(1, 16, device=kernels.device, dtype=kernels.activation_dtype)
+    kernels.rms_norm(row, row[0], 1e-6)
+
+
 def reference_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     """Plain torch. On a CPU everything is float32, whatever was asked for: half precision there is 50 times slower."""
-    dtype = torch.float32 if device.type == "cpu" else dtype
+    return _torch_kernels(device, torch.float32 if device.type == "cpu" else dtype)
 
+
+def triton_kernels(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int, max_num_seqs: int
+) -> Kernels:
+    """Triton between the linear maps, which are cuBLAS's; nothing waits for the device, so that graphs can hold it.
+
+    Its workspace, and what the kernels return, is all that it allocates; no batch may have more than `max_num_seqs`
+    sequences. A CPU device is for tests, where triton interprets.
+
+    Raises:
+        ImportError: there is no triton here.
+    """
+    # Not above: the package is there without triton, too.
+    from engine.kernels.triton import activation, attention, norms, rotary
+
+    shape = KVShape(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
+    )
+    windows = {config.window(layer) for layer in range(config.num_layers)}
+    workspace = attention.Workspace(shape, dtype, config.num_heads, max_num_seqs, device, windows=windows)
+    return replace(
+        _torch_kernels(device, dtype),
+        name="triton",
+        rms_norm=norms.rms_norm,
+        add_rms_norm=norms.add_rms_norm,
+        slot_mapping=rotary.slot_mapping,
+        rotate_and_write=rotary.rotate_and_write,
+        silu_mul=activation.silu_mul,
+        attention=partial(attention.TritonAttention, workspace=workspace),
+    )
+
+
+def _torch_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     def linear(weight: Tensor, bias: Tensor | None, *, gated: bool = False) -> Linear:  # noqa: ARG001
         moved = None if bias is None else bias.to(device, dtype)
         return reference.ReferenceLinear(weight.to(device, dtype), moved)
@@ -101,9 +187,10 @@ def reference_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
         kv_dtype=dtype,
         linear=linear,
         rms_norm=reference.rms_norm,
-        rotary=reference.rotary,
+        add_rms_norm=reference.add_rms_norm,
+        slot_mapping=reference.slot_mapping,
+        rotate_and_write=reference.rotate_and_write,
         silu_mul=reference.silu_mul,
-        write_kv=reference.write_kv,
         attention=reference.PagedAttention,
         sample=sampler.sample,
     )

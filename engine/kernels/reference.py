@@ -37,8 +37,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(hidden + delta, `rms_norm` of it): the sum is rounded to its dtype before its norm is taken."""
+    total = hidden + delta
+    return total, rms_norm(total, weight, eps)
+
+
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates dimension i of each head with dimension i + head_dim / 2.
+
+    In x's dtype throughout: cos, sin, both products and their sum are each rounded to it.
 
     Args:
         x: [T, heads, head_dim]
@@ -50,28 +58,80 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """[..., 2 n] -> silu(first half) * second half, [..., n]."""
+    """[..., 2 n] -> silu(first half) * second half, [..., n]; silu is rounded to the dtype before the product is."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
+@dataclass(frozen=True, slots=True)
+class TokenPlaces:
+    """Where the T tokens of a step stand, which is the same in all layers."""
+
+    positions: Tensor
+    """[T] int32"""
+    slots: Tensor
+    """[T] int64, see `slot_mapping`."""
+    cos: Tensor
+    """[positions, head_dim / 2] float32: of every position that a token may have."""
+    sin: Tensor
+
+
 def slot_mapping(batch: Batch, block_size: int) -> Tensor:
-    """[T] int64: where each token's key and value go; slot = block * block_size + offset in the block."""
+    """[T] int64: where each token's key and value go; slot = block * block_size + offset in the block.
+
+    -1 for the rows that pad a batch: those of no sequence, past query_starts[S], and those of a negative position.
+    """
     rows = torch.arange(batch.positions.numel(), device=batch.positions.device, dtype=torch.int32)
     sequences = torch.searchsorted(batch.query_starts[1:], rows, right=True)
-    positions = batch.positions.long()
-    blocks = batch.block_tables[sequences, positions // block_size].long()
-    return blocks * block_size + positions % block_size
+    num_sequences = batch.block_tables.shape[0]
+    padding = (sequences == num_sequences) | (batch.positions < 0)
+    positions = batch.positions.long().masked_fill(padding, 0)
+    blocks = batch.block_tables[sequences.clamp(max=num_sequences - 1), positions // block_size].long()
+    return (blocks * block_size + positions % block_size).masked_fill(padding, -1)
 
 
 def write_kv(layer_kv: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Stores keys and values [T, num_kv_heads, head_dim] of one layer in their slots (see `slot_mapping`)."""
+    """Stores keys and values [T, num_kv_heads, head_dim] of one layer in their slots; rows without one are left out."""
     num_kv_heads, head_dim = keys.shape[1:]
     blocked = layer_kv.view(2, layer_kv.shape[1], num_kv_heads, -1, head_dim)
     block_size = blocked.shape[3]
-    blocks, offsets = slots // block_size, slots % block_size
-    blocked[0][blocks, :, offsets] = keys.to(layer_kv.dtype)
-    blocked[1][blocks, :, offsets] = values.to(layer_kv.dtype)
+    stored = slots >= 0
+    blocks, offsets = slots[stored] // block_size, slots[stored] % block_size
+    blocked[0][blocks, :, offsets] = keys[stored].to(layer_kv.dtype)
+    blocked[1][blocks, :, offsets] = values[stored].to(layer_kv.dtype)
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    places: TokenPlaces,
+    layer_kv: Tensor,
+    shape: KVShape,
+) -> Tensor:
+    """All that is done to queries, keys and values between their projection and attention.
+
+    Queries and keys go through `rms_norm` over each head (if the model has these norms), then `rotary`; keys and values
+    are stored in their slots.
+
+    Args:
+        qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] queries, keys, values.
+        q_norm, k_norm: [head_dim], both or neither.
+        layer_kv: [2, num_blocks, num_kv_heads * block_size * head_dim], is written.
+
+    Returns:
+        Queries [T, num_heads, head_dim], contiguous; those of rows without a slot are of no use.
+    """
+    heads = qkv.view(qkv.shape[0], qkv.shape[1] // shape.head_dim, shape.head_dim)
+    num_heads = heads.shape[1] - 2 * shape.num_kv_heads
+    sizes = [num_heads, shape.num_kv_heads, shape.num_kv_heads]
+    queries, keys, values = torch.split(heads, sizes, dim=1)
+    if q_norm is not None and k_norm is not None:
+        queries, keys = rms_norm(queries, q_norm, eps), rms_norm(keys, k_norm, eps)
+    cos, sin = places.cos[places.positions], places.sin[places.positions]
+    write_kv(layer_kv, rotary(keys, cos, sin), values, places.slots)
+    return rotary(queries, cos, sin)
 
 
 @dataclass(slots=True)

@@ -3,17 +3,23 @@
 Ownership of a sequence's table, by token range:
 
     [0, num_committed)             computed and confirmed; full blocks of it are in the prefix index
-    [num_committed, num_computed)  being written by the step in flight; full prompt blocks are marked pending
+    [num_committed, num_computed)  being written by steps in flight; full prompt blocks are marked pending
     [num_computed, ...)            room that was allocated ahead
 
 One table entry is one reference in the pool. A block with more than one reference is never written: `grow` replaces it
 by a copy first.
+
+A step in flight may read and write what its sequences held when it was planned. What is released meanwhile keeps its
+references, here, until all steps planned before have come back: no such block is handed out earlier, and one that is
+found by its hash can be shared at any time.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as TokenIds
+from itertools import chain
 
 from engine.kv.blocks import BlockPool
 from engine.kv.events import Dropped, Found, PrefixLog
@@ -38,6 +44,42 @@ class BlockTables:
         self.log = log
         self.index = PrefixIndex()
         self.pool = BlockPool(num_blocks, on_reuse=self._drop)
+        self._num_steps = 0
+        self._in_flight: deque[int] = deque()
+        """Numbers of the steps that have not come back, oldest first."""
+        self._returning: deque[tuple[int, list[int]]] = deque()
+        """Blocks that were given up, and the last step that may still use them. Each entry is a reference."""
+
+    # Steps in flight
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_returning(self) -> int:
+        """Blocks that will be free once the steps in flight have come back."""
+        return sum(self.pool.ref_counts[block] == n for block, n in self._references_returning().items())
+
+    def begin_step(self, copies: list[tuple[int, int]]) -> int:
+        """A step was planned; returns its number. The sources of its copies stay as they are until it is back."""
+        self._num_steps += 1
+        self._in_flight.append(self._num_steps)
+        returning = self._references_returning() if copies else Counter()
+        for source in {source for source, _ in copies}:
+            if self.pool.ref_counts[source] == returning[source]:  # no sequence holds it any more
+                self.pool.hold(source)
+                self._returning.append((self._num_steps, [source]))
+        return self._num_steps
+
+    def end_step(self, number: int) -> None:
+        """The step came back, or will never run."""
+        if number in self._in_flight:
+            self._in_flight.remove(number)
+        while self._returning and (not self._in_flight or self._returning[0][0] < self._in_flight[0]):
+            self._give_back(self._returning.popleft()[1])
+
+    # Sequences
 
     @property
     def max_tokens(self) -> int:
@@ -111,6 +153,14 @@ class BlockTables:
         self._extend(sequence, num_tokens)
         return copies
 
+    def will_have_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Whether `grow` will succeed once the steps in flight have come back, if nobody else takes anything."""
+        table, counts = sequence.block_table, self.pool.ref_counts
+        first = sequence.num_computed // self.block_size
+        num_shared = sum(1 for block in table[first:] if counts[block] > 1)
+        num_needed = num_shared + self.blocks_for(num_tokens) - len(table)
+        return num_needed <= self.pool.num_free + self.num_returning
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child shares the parent's prompt; it computes only the last prompt token again, for its logits."""
         child.block_table = parent.block_table[: self.blocks_for(parent.num_prompt_tokens)]
@@ -133,23 +183,36 @@ class BlockTables:
                 self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
 
     def release(self, sequence: Sequence) -> None:
-        """Gives everything back; safe to call again. What is in the index can be found on, deepest given up first."""
+        """Gives everything back; safe to call again. What is in the index can be found on, deepest given up first.
+
+        With steps in flight, the blocks are free when these have come back.
+        """
         table, sequence.block_table = sequence.block_table, []
         for block_hash, block in zip(sequence.block_hashes, table, strict=False):
             self.index.end(block_hash, block)
         sequence.num_computed = sequence.num_committed = 0
-        self.pool.release(reversed(table))
-        for block in table:
-            if not self.index.knows_block(block):
-                self.pool.forget(block)
+        if self._in_flight:
+            self._returning.append((self._num_steps, table))
+        else:
+            self._give_back(table)
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Proves the pool against the sequences that are alive.
+        """Proves the pool against the sequences that are alive and what is on its way back.
 
         Raises:
             PoolViolation: if a reference is unaccounted for.
         """
-        self.pool.check(sequence.block_table for sequence in sequences)
+        tables = (sequence.block_table for sequence in sequences)
+        self.pool.check(chain(tables, (blocks for _, blocks in self._returning)))
+
+    def _references_returning(self) -> Counter[int]:
+        return Counter(chain.from_iterable(blocks for _, blocks in self._returning))
+
+    def _give_back(self, table: list[int]) -> None:
+        self.pool.release(reversed(table))
+        for block in table:
+            if not self.index.knows_block(block):
+                self.pool.forget(block)
 
     def _drop(self, block: int) -> None:
         block_hash = self.index.drop(block)

@@ -90,3 +90,7 @@ class LoadOptions:
     """KV blocks in the pool, block 0 included; None: what `kv_bytes` holds."""
     kv_bytes: int | None = None
     """Memory for the KV cache; None: a share of what the weights leave free, and no more than could ever be used."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory that may be in use once the KV cache is there, whoever uses it."""
+    cuda_graphs: bool = True
+    """On a GPU: whether decode steps are captured once and replayed."""

@@ -13,7 +13,17 @@ from engine.kernels.ops import ForwardPass, Kernels, select
 from engine.kv.cache import KVCache, KVShape
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype
-from engine.model.memory import Dtypes, MemoryPlan, budget, plan_memory
+from engine.model.memory import (
+    Card,
+    Dtypes,
+    Measured,
+    MemoryPlan,
+    budget,
+    largest_batches,
+    measure_steps,
+    plan_memory,
+)
+from engine.model.parameters import Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import make_decoder
@@ -30,6 +40,7 @@ class LoadedModel:
     kernels: Kernels
     memory: MemoryPlan
     device: torch.device
+    options: LoadOptions
 
 
 def load_model(
@@ -51,7 +62,9 @@ def load_model(
     max_model_len = _max_model_len(config, options)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, config, device)
-    kernels = select(config, device, dtype, options.block_size, say, options.num_threads)
+    kernels = select(
+        config, device, dtype, options.block_size, say, options.num_threads, options.max_num_seqs
+    )
     shape = KVShape(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -59,12 +72,47 @@ def load_model(
         block_size=options.block_size,
     )
     dtypes = Dtypes(kernels.weight_dtype, kernels.kv_dtype)
-    memory = plan_memory(config, shape, dtypes, options, budget(device))
+    limits = budget(device, options)
+    memory = plan_memory(config, shape, dtypes, options, limits)
     say(memory.text)
     weights = load_weights(config, files, kernels, progress)
+    if limits.card is not None:
+        measured = _measure(config, weights, kernels, shape, options, max_model_len, limits.card)
+        memory = plan_memory(config, shape, dtypes, options, limits, measured)
+        for line in memory.table:
+            say(line)
     kv = KVCache(shape, memory.num_blocks, kernels.kv_dtype, device)
     decoder = make_decoder(config, weights, kernels, kv, max_model_len)
-    return LoadedModel(config=config, decoder=decoder, kv=kv, kernels=kernels, memory=memory, device=device)
+    return LoadedModel(
+        config=config,
+        decoder=decoder,
+        kv=kv,
+        kernels=kernels,
+        memory=memory,
+        device=device,
+        options=options,
+    )
+
+
+def _measure(
+    config: ModelConfig,
+    weights: Weights,
+    kernels: Kernels,
+    shape: KVShape,
+    options: LoadOptions,
+    max_model_len: int,
+    before: Card,
+) -> Measured:
+    """What the largest steps take beside the weights."""
+    decoder = make_decoder(
+        config, weights, kernels, KVCache(shape, 1, kernels.kv_dtype, kernels.device), max_model_len
+    )
+
+    def steps() -> None:
+        for batch in largest_batches(options, max_model_len, shape.block_size):
+            decoder(batch.to(kernels.device))
+
+    return measure_steps(kernels.device, before, steps)
 
 
 def _max_model_len(config: ModelConfig, options: LoadOptions) -> int:

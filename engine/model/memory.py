@@ -1,9 +1,13 @@
-"""Says before anything is loaded whether it fits, and how many KV blocks there is room for."""
+"""Says before anything is loaded whether it fits, and how many KV blocks there is room for.
+
+On a GPU it says so twice: from estimates before the weights are loaded, and from what the largest step really took
+(`measure_steps`) once they are there.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -11,7 +15,9 @@ from pathlib import Path
 import torch
 
 from engine.errors import NotEnoughMemory
+from engine.graphs import ladder_sizes
 from engine.kv.cache import KVShape
+from engine.model.batch import Batch
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.weights import expected_shapes
 
@@ -25,10 +31,31 @@ SMALLEST_CONTEXT = 1024
 """Tokens; a model that is to have less room than this is better not started."""
 
 
+GRAPH_BYTES, GRAPH_LAYER_BYTES = 2 << 20, 64 << 10
+"""Of what one captured step keeps on the device, and more for each layer in it: an estimate."""
+SLOT_BYTES = 16 << 10
+"""Of a running sequence's parameters and biases."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dtypes:
     weights: torch.dtype
     kv: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU's memory as its driver tells it, in bytes."""
+
+    total: int
+    free: int
+    allocated: int = 0
+    """By torch, in this process."""
+
+    @property
+    def used(self) -> int:
+        """By whoever it is: other processes, and this one's CUDA context."""
+        return self.total - self.free
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +65,20 @@ class Budget:
     available: int
     share: float
     cap: int | None = None
+    card: Card | None = None
+    """Of which it is the budget, as it was when nothing was loaded; None: of this machine's own memory."""
 
     def kv_limit(self, left: int) -> int:
         limit = max(0, int(left * self.share))
         return limit if self.cap is None else min(limit, self.cap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the weights and the largest steps took on a GPU, in bytes."""
+
+    weights: int
+    workspace: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +88,17 @@ class MemoryPlan:
     weights: int
     workspace: int
     """Activations and logits of the largest step."""
+    graphs: int = 0
+    """An estimate of what captured steps will take."""
+    tables: int = 0
+    """On a GPU: what the device knows of the running sequences, and what choosing their tokens takes."""
     block: int
     num_blocks: int
     block_size: int
     """Tokens, not bytes."""
     available: int
+    card: Card | None = None
+    """See Budget."""
 
     @property
     def kv(self) -> int:
@@ -69,34 +112,75 @@ class MemoryPlan:
     @property
     def text(self) -> str:
         """One line for the operator."""
+        more = "".join(
+            f"{name} {_size(size)}, "
+            for name, size in (("tables", self.tables), ("graphs", self.graphs))
+            if size
+        )
+        card = (
+            ""
+            if self.card is None
+            else f" (of the GPU's {_size(self.card.total)}, {_size(self.card.used)} in use)"
+        )
         return (
             f"weights {_size(self.weights)}, KV cache {_size(self.kv)} ({self.num_tokens} tokens), "
-            f"workspace {_size(self.workspace)}, of {_size(self.available)} available"
+            f"workspace {_size(self.workspace)}, {more}of {_size(self.available)} available{card}"
         )
+
+    @property
+    def table(self) -> list[str]:
+        """The same of a GPU, as lines: all of its memory, and what is to become of it."""
+        assert self.card is not None
+        taken = self.weights + self.workspace + self.tables + self.graphs + self.kv
+        rows = [
+            ("in use before", self.card.used, ""),
+            ("weights", self.weights, ""),
+            ("activations", self.workspace, ""),
+            ("tables", self.tables, "of the running sequences, about"),
+            ("graphs", self.graphs, "about"),
+            ("KV cache", self.kv, f"{self.num_tokens} tokens in {self.num_blocks} blocks"),
+            ("free", self.card.free - taken, ""),
+            ("in all", self.card.total, ""),
+        ]
+        return [f"GPU memory  {name:<13} {_size(size):>10}  {note}".rstrip() for name, size, note in rows]
 
 
 def plan_memory(
-    config: ModelConfig, shape: KVShape, dtypes: Dtypes, options: LoadOptions, budget: Budget
+    config: ModelConfig,
+    shape: KVShape,
+    dtypes: Dtypes,
+    options: LoadOptions,
+    budget: Budget,
+    measured: Measured | None = None,
 ) -> MemoryPlan:
     """How much goes where.
 
     A pool that is smaller than the longest sequence is fine (the scheduler then allows shorter ones only), down to
     `SMALLEST_CONTEXT` tokens.
 
+    Args:
+        measured: in place of estimates, once there is something to measure.
+
     Raises:
         NotEnoughMemory: weights and KV cache do not fit; the message has the numbers.
     """
-    weights = weight_bytes(config, dtypes.weights)
-    workspace = _workspace_bytes(config, options)
+    weights = measured.weights if measured else weight_bytes(config, dtypes.weights)
+    workspace = measured.workspace if measured else _workspace_bytes(config, options)
+    on_card = budget.card is not None
+    graphs = _graph_bytes(config, options) if on_card and options.cuda_graphs else 0
+    tables = _table_bytes(config, options) if on_card else 0
     block = shape.block_bytes(dtypes.kv)
-    left = budget.available - weights - workspace
+    left = budget.available - weights - workspace - tables - graphs
     plan = MemoryPlan(
         weights=weights,
         workspace=workspace,
+        graphs=graphs,
+        tables=tables,
         block=block,
         num_blocks=options.num_blocks or _num_blocks(config, shape, options, block, budget.kv_limit(left)),
         block_size=shape.block_size,
         available=budget.available,
+        card=budget.card,
     )
     if plan.kv > left:
         raise NotEnoughMemory(f"not enough memory: {plan.text}")
@@ -117,25 +201,106 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     return sum(prod(shape) for shape in expected_shapes(config).values()) * dtype.itemsize
 
 
-def available_bytes(device: torch.device) -> int:
-    """What can be taken now without taking it from somebody: of the device, or of this machine and this container."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+def available_bytes() -> int:
+    """What can be taken now without taking it from somebody, of this machine and this container."""
     return min([_free_in_machine(), *_free_in_cgroups()])
 
 
-def budget(device: torch.device) -> Budget:
-    """A GPU is there for this model alone; a CPU's memory is not."""
-    available = available_bytes(device)
-    return Budget(available, 0.9) if device.type == "cuda" else Budget(available, 0.25, 4 * GIB)
+def budget(device: torch.device, options: LoadOptions) -> Budget:
+    """A GPU is there for this model, up to the share of it that the operator names; a CPU's memory is not."""
+    if device.type == "cuda":
+        return card_budget(read_card(device), options.gpu_memory_utilization)
+    return Budget(available_bytes(), 0.25, 4 * GIB)
+
+
+def read_card(device: torch.device) -> Card:
+    free, total = torch.cuda.mem_get_info(device)
+    return Card(total=total, free=free, allocated=torch.cuda.memory_allocated(device))
+
+
+def card_budget(card: Card, utilization: float) -> Budget:
+    """What is left up to the share `utilization` of the card; all that the model does not need becomes KV cache."""
+    return Budget(available=max(0, int(card.total * utilization) - card.used), share=1.0, card=card)
+
+
+def largest_batches(options: LoadOptions, max_model_len: int, block_size: int) -> Iterator[Batch]:
+    """The steps that need the most memory beside the KV cache, all of it in block 0, which belongs to nobody.
+
+    As many tokens as a step may have: of as many sequences as there may be, each of which samples; and at the end of
+    one sequence as long as there may be.
+    """
+    num_sequences = min(options.max_num_seqs, options.max_batch_tokens)
+    each, more = divmod(options.max_batch_tokens, num_sequences)
+    lengths = [min(each + (i < more), max_model_len) for i in range(num_sequences)]
+    yield _batch(lengths, lengths, block_size)
+    yield _batch([min(options.max_batch_tokens, max_model_len)], [max_model_len], block_size)
+
+
+def measure_steps(device: torch.device, before: Card, steps: Callable[[], None]) -> Measured:
+    """Runs steps on a GPU that has the weights and nothing else yet.
+
+    Args:
+        before: the card before the weights. What it lost since counts, whoever took it: torch, its libraries, the
+            driver for the code of kernels.
+
+    Raises:
+        NotEnoughMemory: the steps do not fit beside the weights.
+    """
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_allocated(device) - before.allocated
+    try:
+        steps()
+    except torch.OutOfMemoryError:
+        raise NotEnoughMemory(
+            f"not enough memory: weights {_size(weights)}, and the largest step does not fit beside them; "
+            "lower --max-batch-tokens or --max-num-seqs"
+        ) from None
+    torch.cuda.synchronize(device)
+    after = read_card(device)
+    torch.cuda.empty_cache()
+    return Measured(weights=weights, workspace=max(0, before.free - after.free - weights))
+
+
+def _batch(num_tokens: list[int], contexts: list[int], block_size: int) -> Batch:
+    """Sequence i has the last `num_tokens[i]` of its `contexts[i]` tokens in the step, and samples."""
+    counts, ends = torch.tensor(num_tokens, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)))
+    rows = torch.arange(int(starts[-1]), dtype=torch.int32)
+    width = -(-max(contexts) // block_size)
+    return Batch(
+        token_ids=torch.zeros_like(rows),
+        positions=rows + (ends - starts[1:]).repeat_interleave(counts),
+        query_starts=starts,
+        context_lens=ends,
+        block_tables=torch.zeros((len(contexts), width), dtype=torch.int32),
+        sample_rows=starts[1:] - 1,
+    )
 
 
 def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
+    rows = min(options.max_num_seqs, options.max_batch_tokens)
+    return _step_bytes(config, options.max_batch_tokens, rows)
+
+
+def _graph_bytes(config: ModelConfig, options: LoadOptions) -> int:
+    """The graphs share the memory of the largest one's step; each keeps what its launches are made of."""
+    each = GRAPH_BYTES + config.num_layers * GRAPH_LAYER_BYTES
+    largest = _step_bytes(config, options.max_num_seqs, options.max_num_seqs)
+    return largest + len(ladder_sizes(options.max_num_seqs)) * each
+
+
+def _table_bytes(config: ModelConfig, options: LoadOptions) -> int:
+    """Of each sequence its blocks, its biases, how often it has each token, its logits, and what is made of them."""
+    blocks = -(-(options.max_model_len or config.max_position) // options.block_size)
+    return options.max_num_seqs * (4 * blocks + SLOT_BYTES + 13 * config.vocab_size)
+
+
+def _step_bytes(config: ModelConfig, num_tokens: int, num_rows: int) -> int:
+    """Activations of so many tokens, and logits of so many of them; as if all were float32."""
     per_token = (
         4 * config.hidden_size + 2 * (config.q_size + 2 * config.kv_size) + 3 * config.intermediate_size
     )
-    rows = min(options.max_num_seqs, options.max_batch_tokens)
-    return 4 * (options.max_batch_tokens * per_token + 3 * rows * config.vocab_size)
+    return 4 * (num_tokens * per_token + 3 * num_rows * config.vocab_size)
 
 
 def _free_in_machine() -> int:

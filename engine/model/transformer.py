@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.ops import Attention, ForwardPass, Kernels
-from engine.kernels.reference import slot_mapping
+from engine.kernels.reference import TokenPlaces
 from engine.kv.cache import KVCache
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig, RopeConfig
@@ -43,40 +44,48 @@ class Decoder:
 
     @torch.inference_mode()
     def __call__(self, batch: Batch) -> Tensor:
-        config, kernels, weights = self.config, self.kernels, self.weights
+        kernels, weights = self.kernels, self.weights
         step = _Step(batch, self)
-        hidden = weights.embedding[batch.token_ids].to(kernels.activation_dtype)
+        hidden = F.embedding(batch.token_ids, weights.embedding).to(kernels.activation_dtype)
+        delta = None
         for i, layer in enumerate(weights.layers):
-            hidden = hidden + self._attend(i, layer, hidden, step)
-            hidden = hidden + self._transform(layer, hidden)
-        wanted = kernels.rms_norm(hidden[batch.sample_rows], weights.final_norm, config.rms_norm_eps)
+            hidden, normed = self._norm(hidden, delta, layer.input_norm)
+            hidden, normed = self._norm(hidden, self._attend(i, layer, normed, step), layer.post_norm)
+            delta = layer.down(kernels.silu_mul(layer.gate_up(normed)))
+        assert delta is not None
+        rows = batch.sample_rows
+        _, wanted = self._norm(hidden.index_select(0, rows), delta.index_select(0, rows), weights.final_norm)
         return weights.lm_head(wanted).float()
 
-    def _attend(self, index: int, layer: LayerWeights, hidden: Tensor, step: _Step) -> Tensor:
-        config, kernels = self.config, self.kernels
-        normed = kernels.rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-        heads = layer.qkv(normed).view(hidden.shape[0], -1, config.head_dim)
-        sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        queries, keys, values = torch.split(heads, sizes, dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            queries = kernels.rms_norm(queries, layer.q_norm, config.rms_norm_eps)
-            keys = kernels.rms_norm(keys, layer.k_norm, config.rms_norm_eps)
-        queries, keys = kernels.rotary(queries, step.cos, step.sin), kernels.rotary(keys, step.cos, step.sin)
-        kernels.write_kv(self.kv.layer(index), keys, values, step.slots)
-        return layer.o(step.attention(queries, self.kv.layer(index), config.window(index)))
+    def _norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """(the residual stream with what the last sublayer adds to it, its norm)"""
+        eps = self.config.rms_norm_eps
+        if delta is None:
+            return hidden, self.kernels.rms_norm(hidden, weight, eps)
+        return self.kernels.add_rms_norm(hidden, delta, weight, eps)
 
-    def _transform(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
-        normed = self.kernels.rms_norm(hidden, layer.post_norm, self.config.rms_norm_eps)
-        return layer.down(self.kernels.silu_mul(layer.gate_up(normed)))
+    def _attend(self, index: int, layer: LayerWeights, normed: Tensor, step: _Step) -> Tensor:
+        layer_kv = self.kv.layer(index)
+        queries = self.kernels.rotate_and_write(
+            layer.qkv(normed),
+            layer.q_norm,
+            layer.k_norm,
+            self.config.rms_norm_eps,
+            step.places,
+            layer_kv,
+            self.kv.shape,
+        )
+        return layer.o(step.attention(queries, layer_kv, self.config.window(index)))
 
 
 class _Step:
     """What all layers of one step share."""
 
     def __init__(self, batch: Batch, decoder: Decoder) -> None:
-        self.cos, self.sin = decoder.cos[batch.positions], decoder.sin[batch.positions]
-        self.slots = slot_mapping(batch, decoder.kv.block_size)
-        self.attention: Attention = decoder.kernels.attention(batch, decoder.kv.shape)
+        kernels, kv = decoder.kernels, decoder.kv
+        slots = kernels.slot_mapping(batch, kv.block_size)
+        self.places = TokenPlaces(batch.positions, slots, decoder.cos, decoder.sin)
+        self.attention: Attention = kernels.attention(batch, kv.shape)
 
 
 def rotary_tables(config: ModelConfig, max_position: int) -> tuple[Tensor, Tensor]:

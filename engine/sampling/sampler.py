@@ -71,8 +71,8 @@ def _penalise(processed: Tensor, batch: SamplingBatch) -> None:
 def _draw(logits: Tensor, batch: SamplingBatch, rows: I32) -> Tensor:
     """[D, vocab] -> [D] the token of each row, at its `uniform`."""
     device = logits.device
-    scaled = (logits / _to(batch.temperature[rows], device)[:, None]).double()
-    scaled -= scaled.amax(-1, keepdim=True)
+    relative = logits - logits.amax(-1, keepdim=True)  # before the division, which may overflow
+    scaled = (relative / _to(batch.temperature[rows], device)[:, None]).double()
     weights = scaled.exp()
     weights = weights.masked_fill(scaled < _cuts(scaled, batch, rows)[:, None], 0.0)
     cumulative = weights.cumsum(-1)

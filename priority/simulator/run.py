@@ -319,6 +319,7 @@ class _Server:
             self.tables.grow(sequence, sequence.num_computed + 1)
             plan.chunks.append(Chunk(sequence, sequence.num_computed, 1, True))
             sequence.num_computed += 1
+            sequence.num_pending += 1
         sampled = [Sampled(_TOKEN)] * len(ending)
         for output in self.scheduler.commit(plan, StepResult(sampled), self.now):
             self._note(output)

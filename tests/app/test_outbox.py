@@ -180,3 +180,6 @@ def test_every_setting_of_the_engine_reaches_it() -> None:
     assert (options.max_num_seqs, options.max_batch_tokens, options.max_model_len) == (5, 7, 11)
     assert (options.num_blocks, options.kv_bytes) == (13, None)
     assert load_options(Settings.model_validate({"kv_memory": "1MiB"})).kv_bytes == 1 << 20
+    assert (options.gpu_memory_utilization, options.cuda_graphs) == (0.9, True)
+    of_gpu = load_options(Settings(gpu_memory_utilization=0.5, no_cuda_graphs=True))
+    assert (of_gpu.gpu_memory_utilization, of_gpu.cuda_graphs) == (0.5, False)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.cli import _parse_settings, _Parser
 from app.errors import OperatorError
 from app.settings import Settings, load_settings
 
@@ -78,6 +79,11 @@ def test_sizes_can_have_units() -> None:
         ({"max_batch_tokens": "0"}, "--max-batch-tokens: "),
         ({"kv_memory": "much"}, "--kv-memory: "),
         ({"drain_timeout": "-1"}, "--drain-timeout: "),
+        (
+            {"gpu_memory_utilization": "90"},
+            "--gpu-memory-utilization: input should be less than or equal to 1",
+        ),
+        ({"gpu_memory_utilization": "0"}, "--gpu-memory-utilization: "),
         ({"config": "/nowhere/penstock.toml"}, "--config /nowhere/penstock.toml: No such file"),
         ({"num_blocks": "9", "kv_memory": "1GiB"}, "num_blocks and kv_memory both"),
     ],
@@ -127,3 +133,20 @@ def test_a_wrong_key_is_named(tmp_path: Path, text: str, message: str) -> None:
         load_settings({"config": str(path)})
     assert str(caught.value).startswith(message.format(path=path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", [["--no-cuda-graphs"], ["--no-cuda-graphs", "--port", "81"]])
+def test_a_switch_takes_no_value(arguments: list[str]) -> None:
+    flags = _parse_settings(_Parser(), arguments)
+    assert flags["no_cuda_graphs"] == "true"
+    assert load_settings(flags).no_cuda_graphs
+    assert not load_settings(_parse_settings(_Parser(), [])).no_cuda_graphs
+
+
+def test_a_value_behind_a_switch_is_refused() -> None:
+    with pytest.raises(OperatorError, match="unknown argument false"):
+        _parse_settings(_Parser(), ["--no-cuda-graphs", "false"])
+
+
+def test_the_file_turns_a_switch_on_with_true(tmp_path: Path) -> None:
+    assert load_settings({"config": str(write(tmp_path, "no_cuda_graphs = true\n"))}).no_cuda_graphs

@@ -8,7 +8,7 @@ so.
 from __future__ import annotations
 
 from engine.request import FinishReason, Request, SamplingParams, Sequence
-from engine.step import Plan, Sampled, StepResult
+from engine.step import Ended, Plan, Sampled, StepInFlight, StepResult
 
 VOCABULARY = 50
 
@@ -37,6 +37,7 @@ class PaperRunner:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_ahead = 0
         self.num_tokens = 0
         self.fault: Exception | None = None
         """Raised, once, by the next step."""
@@ -50,6 +51,9 @@ class PaperRunner:
 
     def close(self) -> None:
         self.closed = True
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        return Ended(self.execute(plan))
 
     def execute(self, plan: Plan) -> StepResult:
         if self.fault is not None:

@@ -152,8 +152,8 @@ def test_who_is_cancelled_during_a_step_gets_nothing_of_it(workload: Workload, a
 def test_a_failure_in_flight_ends_every_choice_once_and_frees_all(workload: Workload, at: int) -> None:
     def watch(run: Run, plan: Plan) -> None:
         if len(run.steps) == at:
-            run.receive(run.scheduler.fail([c.sequence for c in plan.chunks], "broken", run.now))
-            assert run.scheduler.fail([c.sequence for c in plan.chunks], "again", run.now) == []
+            run.receive(run.scheduler.fail_step(plan, "broken", run.now))
+            assert run.scheduler.fail_step(plan, "again", run.now) == []
 
     run = Run(workload, watch).finish()
     assert len(run.ended) == sum(request.n for request in workload.requests)

@@ -21,7 +21,7 @@ from engine.kernels.cpu.native import (
     Team,
     load_library,
 )
-from engine.kernels.ops import reference_kernels
+from engine.kernels.ops import Kernels, reference_kernels
 from engine.kv.cache import KVCache, KVShape
 from engine.model.batch import Batch
 from engine.model.config import ModelConfig, RopeConfig
@@ -105,7 +105,7 @@ class Checkpoint:
         weight = self._rounded(torch.randn(rows, k, generator=self.generator) * k**-0.5)
         return weight, torch.randn(rows, generator=self.generator) * 0.1 if bias else None
 
-    def kv(self, dtype: torch.dtype) -> KVCache:
+    def kv(self, dtype: torch.dtype, device: torch.device = CPU) -> KVCache:
         c = self.config
         shape = KVShape(
             num_layers=c.num_layers,
@@ -113,22 +113,31 @@ class Checkpoint:
             head_dim=c.head_dim,
             block_size=BLOCK_SIZE,
         )
-        return KVCache(shape, NUM_BLOCKS, dtype, CPU)
+        return KVCache(shape, NUM_BLOCKS, dtype, device)
 
     def reference(self) -> Decoder:
-        kernels = reference_kernels(CPU, torch.float32)
+        return self.decoder(reference_kernels(CPU, torch.float32))
+
+    def decoder(self, kernels: Kernels) -> Decoder:
+        """The decoder over a kernel table."""
+
+        def small(tensor: Tensor) -> Tensor:
+            return tensor.to(kernels.device, kernels.activation_dtype)
+
         layers = [
             LayerWeights(
-                input_norm=norms[0],
-                post_norm=norms[1],
-                q_norm=norms[2],
-                k_norm=norms[3],
+                input_norm=small(norms[0]),
+                post_norm=small(norms[1]),
+                q_norm=None if norms[2] is None else small(norms[2]),
+                k_norm=None if norms[3] is None else small(norms[3]),
                 **{name: kernels.linear(*layer[name]) for name in layer},
             )
             for layer, norms in zip(self.layers, self.norms, strict=True)
         ]
-        weights = Weights(self.embedding, layers, self.final_norm, kernels.linear(self.lm_head, None))
-        return Decoder(self.config, weights, kernels, self.kv(torch.float32), MAX_POSITION)
+        weights = Weights(
+            small(self.embedding), layers, small(self.final_norm), kernels.linear(self.lm_head, None)
+        )
+        return Decoder(self.config, weights, kernels, self.kv(kernels.kv_dtype, kernels.device), MAX_POSITION)
 
     def native(self, team: Team) -> NativeDecoder:
         cos, sin = rotary_tables(self.config, MAX_POSITION)

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from subprocess import CalledProcessError
+from typing import Any
 
 import pytest
 import torch
@@ -73,10 +77,64 @@ def test_plain_torch_on_a_cpu_is_float32() -> None:
     assert kernels.weight_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.float32
 
 
-def test_a_gpu_runs_the_same_operations_in_the_dtype_asked_for() -> None:
-    kernels = select(CONFIG, CUDA, torch.bfloat16, 16, lambda _: None)
-    assert kernels.device == CUDA
+def choose_on_a_gpu() -> tuple[Kernels, list[str]]:
+    said: list[str] = []
+    return select(CONFIG, CUDA, torch.bfloat16, 16, said.append), said
+
+
+def test_a_gpu_gets_triton_in_the_dtype_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    made: list[Kernels] = []
+    make = ops.triton_kernels
+
+    def elsewhere(config: ModelConfig, device: torch.device, *rest: Any) -> Kernels:
+        return replace(make(config, CPU, *rest), device=device)
+
+    monkeypatch.setattr(ops, "triton_kernels", elsewhere)
+    monkeypatch.setattr(ops, "_try_out", made.append)
+    kernels, said = choose_on_a_gpu()
+    assert (kernels.name, kernels.device, said, made) == ("triton", CUDA, [], [kernels])
     assert kernels.weight_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.bfloat16
+    assert kernels.decoder is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("No module named 'triton'"),
+        RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable."),
+        CalledProcessError(1, ["gcc"]),
+    ],
+)
+def test_a_gpu_without_triton_gets_plain_torch_and_says_so(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Kernels:
+        raise error
+
+    monkeypatch.setattr(ops, "triton_kernels", broken)
+    kernels, said = choose_on_a_gpu()
+    assert (kernels.name, kernels.device) == ("torch", CUDA)
+    assert kernels.weight_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.bfloat16
+    assert len(said) == 1
+    assert str(error).partition("\n")[0] in said[0]
+    assert "\n" not in said[0]
+
+
+def test_a_kernel_that_does_not_run_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("ptxas is missing")
+
+    kernels = replace(ops.reference_kernels(CPU, torch.float32), name="triton", rms_norm=broken)
+    monkeypatch.setattr(ops, "triton_kernels", lambda *_: kernels)
+    chosen, said = choose_on_a_gpu()
+    assert chosen.name == "torch"
+    assert "ptxas is missing" in said[0]
+
+
+def test_triton_is_imported_for_its_own_table_alone() -> None:
+    script = "import sys, engine.model.loader; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,11 @@ from engine.kernels import reference
 from engine.kernels.reference import (
     PagedAttention,
     ReferenceLinear,
+    TokenPlaces,
+    add_rms_norm,
     rms_norm,
     rotary,
+    rotate_and_write,
     silu_mul,
     slot_mapping,
     write_kv,
@@ -105,16 +108,46 @@ def test_slots_follow_the_block_tables(sequences: list[tuple[int, int]]) -> None
     assert slot_mapping(batch, BLOCK_SIZE).tolist() == torch.cat(expected).tolist()
 
 
+def test_rows_that_pad_a_batch_have_no_slot() -> None:
+    """Those past the last sequence, sequences without rows among them, and those of a negative position."""
+    batch = make_batch([(2, 2), (0, 1), (7, 1)])
+    slots = slot_mapping(batch, BLOCK_SIZE).tolist()
+    batch.positions = torch.cat((batch.positions, int32([3, 90])))
+    batch.positions[1] = -1
+    batch.query_starts = torch.cat((batch.query_starts, batch.query_starts[-1:].expand(2)))
+    batch.block_tables = torch.cat((batch.block_tables, torch.zeros(2, 2, dtype=torch.int32)))
+    assert slot_mapping(batch, BLOCK_SIZE).tolist() == [slots[0], -1, *slots[2:], -1, -1]
+
+
 def test_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
     kv = KVCache(SHAPE, 4, torch.float32, CPU)
-    keys, values = torch.randn(2, 3, KV_HEADS, HEAD_DIM)
-    write_kv(kv.layer(0), keys, values, torch.tensor([5, 15, 8]))
+    keys, values = torch.randn(2, 4, KV_HEADS, HEAD_DIM)
+    write_kv(kv.layer(0), keys, values, torch.tensor([5, 15, 8, -1]))
     blocks = kv.data.view(2, 4, KV_HEADS, BLOCK_SIZE, HEAD_DIM).clone()
     for row, (block, offset) in enumerate([(1, 1), (3, 3), (2, 0)]):
         assert torch.equal(blocks[0, block, :, offset], keys[row])
         assert torch.equal(blocks[1, block, :, offset], values[row])
         blocks[:, block, :, offset] = 0
     assert not blocks.any()
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_queries_and_keys_are_normed_and_rotated_and_values_are_not(norms: bool) -> None:
+    kv, num_tokens = KVCache(SHAPE, 3, torch.float32, CPU), 3
+    queries = torch.randn(num_tokens, HEADS, HEAD_DIM)
+    keys, values = torch.randn(2, num_tokens, KV_HEADS, HEAD_DIM)
+    q_norm, k_norm = torch.rand(2, HEAD_DIM) if norms else (None, None)
+    angles = torch.randn(9, HEAD_DIM // 2)
+    places = TokenPlaces(int32([8, 0, 3]), torch.tensor([4, 11, 6]), angles.cos(), angles.sin())
+    qkv = torch.cat([part.flatten(1) for part in (queries, keys, values)], dim=1)
+    found = rotate_and_write(qkv, q_norm, k_norm, 1e-6, places, kv.layer(0), SHAPE)
+    if q_norm is not None and k_norm is not None:
+        queries, keys = rms_norm(queries, q_norm, 1e-6), rms_norm(keys, k_norm, 1e-6)
+    cos, sin = places.cos[[8, 0, 3]], places.sin[[8, 0, 3]]
+    torch.testing.assert_close(found, rotary(queries, cos, sin))
+    expected = KVCache(SHAPE, 3, torch.float32, CPU)
+    write_kv(expected.layer(0), rotary(keys, cos, sin), values, places.slots)
+    torch.testing.assert_close(kv.data, expected.data)
 
 
 def test_rotary_turns_pairs_as_complex_numbers_turn() -> None:
@@ -134,6 +167,14 @@ def test_rms_norm_makes_the_mean_square_one() -> None:
 def test_rms_norm_of_half_precision_is_computed_in_float32() -> None:
     x = torch.full((1, 64), 300.0, dtype=torch.float16)  # 300 squared is beyond float16
     assert rms_norm(x, torch.ones(64, dtype=torch.float16), 0.0).tolist() == [[1.0] * 64]
+
+
+def test_the_residual_stream_is_normed_with_what_is_added_to_it() -> None:
+    hidden, delta = torch.randn(2, 3, 64, dtype=torch.float16)
+    weight = torch.rand(64, dtype=torch.float16)
+    total, normed = add_rms_norm(hidden, delta, weight, 1e-6)
+    assert torch.equal(total, hidden + delta)
+    assert torch.equal(normed, rms_norm(hidden + delta, weight, 1e-6))
 
 
 def test_silu_mul_gates_the_second_half_with_the_first() -> None:

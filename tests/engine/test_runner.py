@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import runner
+from engine.device_runner import DeviceLimits
 from engine.request import Request, SamplingParams, Sequence
-from engine.runner import make_batch
+from engine.runner import ModelRunner, choose_steps, make_batch
 from engine.step import Chunk, DeviceError
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
@@ -95,3 +98,26 @@ def test_a_closed_runner_has_no_model(driver: Driver) -> None:
     driver.runner.close()
     with pytest.raises(RuntimeError, match="not loaded"):
         _ = driver.runner.num_blocks
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_on_a_gpu_one_step_is_in_flight_with_graphs_as_asked(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(runner, "CudaDevice", lambda device: device)
+    monkeypatch.setattr(runner, "DeviceSteps", lambda *args, **_: asked.extend(args))
+    model = driver.runner.model
+    options = replace(
+        model.options, cuda_graphs=graphs, max_num_seqs=9, max_batch_tokens=70, max_model_len=80
+    )
+    on_gpu = replace(model, device=torch.device("cuda"), options=options)
+    choose_steps(on_gpu)
+    limits = DeviceLimits(max_num_seqs=9, max_batch_tokens=70, max_model_len=80)
+    assert asked == [on_gpu, limits, on_gpu.device if graphs else None]
+
+
+def test_on_a_cpu_a_step_has_ended_when_its_launch_returns(driver: Driver) -> None:
+    assert driver.runner.num_ahead == 0
+    with pytest.raises(RuntimeError, match="not loaded"):
+        _ = ModelRunner(lambda: driver.runner.model).steps

@@ -1,11 +1,15 @@
 """The planning side under a random machine: submit, step, fork, preempt, cancel, fail, finish, in any order.
 
+It plays with a runner that has done each step before the next is planned, and with one that has a step in flight then.
+
 After every action the pool must balance; at the end every choice of every request has brought exactly the tokens of an
 undisturbed run, or ended once as cancelled or failed.
 """
 
 from __future__ import annotations
 
+import random
+from collections import deque
 from threading import Lock
 
 from hypothesis import settings
@@ -15,7 +19,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.kv.tables import BlockTables
 from engine.request import FinishReason, Output, Request
 from engine.scheduler import Scheduler, SchedulerLimits
+from engine.step import Plan, StepInFlight
 from priority.queue import LaneQueue
+from tests.engine.late import LateRunner
 from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
 
 BLOCK_SIZE = 4
@@ -27,11 +33,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 24),
         max_num_seqs=st.integers(1, 6),
         prefix_cache=st.booleans(),
+        is_late=st.booleans(),
+        pace=st.randoms(use_true_random=False),
     )
-    def build(self, num_blocks: int, budget: int, max_num_seqs: int, prefix_cache: bool) -> None:
-        self.runner = PaperRunner(num_blocks, BLOCK_SIZE)
+    def build(
+        self,
+        num_blocks: int,
+        budget: int,
+        max_num_seqs: int,
+        prefix_cache: bool,
+        is_late: bool,
+        pace: random.Random,
+    ) -> None:
         self.queue = LaneQueue(Lock())
         self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
+        self.runner: PaperRunner = PaperRunner(num_blocks, BLOCK_SIZE)
+        if is_late:
+            self.runner = late = LateRunner(num_blocks, BLOCK_SIZE, hurries=lambda: pace.random() < 0.5)
+            late.watch(self.tables)
+        self.flights: deque[tuple[Plan, StepInFlight]] = deque()
         self.budget = budget
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=28)
         self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits)
@@ -73,16 +93,28 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.one_step()
 
     def one_step(self) -> None:
+        plan = self.plan()
+        if plan.chunks:
+            self.flights.append((plan, self.runner.launch(plan)))
+        elif not self.flights:
+            assert self.scheduler.is_idle, "there is work, and the step is idle"
+            assert not any(self.queue.depths().values()), "somebody waits for an empty engine"
+        self.land(self.runner.num_ahead if plan.chunks else 0)
+
+    def plan(self) -> Plan:
         self.now += 1.0
         plan = self.scheduler.plan(self.now)
         assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks) <= self.budget
         assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks)
         assert len({target for _, target in plan.copies}) == len(plan.copies)
-        if not plan.chunks:
-            assert self.scheduler.is_idle, "there is work, and the step is idle"
-            assert not any(self.queue.depths().values()), "somebody waits for an empty engine"
-            return
-        self.receive(self.scheduler.commit(plan, self.runner.execute(plan), self.now))
+        for chunk in plan.chunks:
+            assert chunk.start + chunk.num_tokens < chunk.sequence.max_len, "nobody needs its last token's KV"
+        return plan
+
+    def land(self, num_left: int) -> None:
+        while len(self.flights) > num_left:
+            plan, step = self.flights.popleft()
+            self.receive(self.scheduler.commit(plan, step.wait(), self.now))
 
     @precondition(lambda self: self.scheduler.running)
     @rule(pick=st.integers(0, 5))
@@ -101,11 +133,35 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.scheduler.running)
     @rule()
-    def fail_in_step(self) -> None:
+    def fail_at_launch(self) -> None:
         """A step that was planned and then broke: its sequences fail, the others do not notice."""
-        self.now += 1.0
-        plan = self.scheduler.plan(self.now)
-        self.receive(self.scheduler.fail([c.sequence for c in plan.chunks], "broken", self.now))
+        plan = self.plan()
+        self.land(0)
+        if plan.chunks:
+            self.receive(self.scheduler.fail_step(plan, "broken", self.now))
+
+    @precondition(lambda self: self.flights)
+    @rule()
+    def fail_in_flight(self) -> None:
+        """The next one is launched already, and computes on for sequences that then have failed."""
+        plan = self.plan()
+        if plan.chunks:
+            self.flights.append((plan, self.runner.launch(plan)))
+        broken, step = self.flights.popleft()
+        step.wait()
+        self.receive(self.scheduler.fail_step(broken, "broken", self.now))
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule()
+    def too_large_for_the_device(self) -> None:
+        plan = self.plan()
+        sequences, num_tokens = len(plan.chunks), plan.num_tokens
+        assert self.scheduler.shrink(plan) == (sequences > 1)
+        assert len(plan.chunks) == -(-sequences // 2)
+        assert plan.num_tokens < num_tokens or sequences < 2
+        if plan.chunks:
+            self.flights.append((plan, self.runner.launch(plan)))
+        self.land(self.runner.num_ahead if plan.chunks else 0)
 
     @precondition(lambda self: self.scheduler.running)
     @rule(pick=st.integers(0, 5))
@@ -122,7 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not hasattr(self, "scheduler"):
             return
         for _ in range(3_000):
-            if self.scheduler.is_idle and not any(self.queue.depths().values()):
+            if self.scheduler.is_idle and not self.flights and not any(self.queue.depths().values()):
                 break
             self.one_step()
         assert self.scheduler.is_idle, "the work does not end"

@@ -100,3 +100,85 @@ def test_check_is_against_what_sequences_hold() -> None:
     tables.check([sequence])
     with pytest.raises(PoolViolation):
         tables.check([])
+
+
+# With steps in flight
+
+
+def test_what_is_released_is_free_when_the_steps_planned_before_are_back() -> None:
+    tables = BlockTables(5, 4)
+    early, late = computed(tables, [1] * 5), computed(tables, [2] * 5)
+    first = tables.begin_step([])
+    tables.release(early)
+    second = tables.begin_step([])
+    tables.release(late)
+    assert (tables.pool.num_free, tables.num_returning, tables.num_in_flight) == (0, 4, 2)
+    tables.check([])
+    tables.end_step(first)
+    assert (tables.pool.num_free, tables.num_returning) == (2, 2)
+    tables.end_step(second)
+    assert (tables.pool.num_free, tables.num_returning, tables.num_in_flight) == (4, 0, 0)
+    tables.check([])
+
+
+def test_what_is_on_its_way_back_can_be_found_and_is_kept() -> None:
+    tables = BlockTables(5, 4)
+    owner = computed(tables, list(range(8)))
+    step = tables.begin_step([])
+    tables.release(owner)
+    again = started(tables, list(range(8)))
+    assert again.num_computed == 4
+    assert tables.num_returning == 1
+    tables.end_step(step)
+    assert tables.pool.num_free == 2
+    tables.check([again])
+
+
+def test_growth_that_only_waits_for_steps_in_flight_is_told_from_growth_that_never_succeeds() -> None:
+    tables = BlockTables(4, 4)
+    gone, stays = computed(tables, [1] * 8), computed(tables, [2] * 4)
+    step = tables.begin_step([])
+    assert not tables.will_have_room(stays, 5)
+    tables.release(gone)
+    assert tables.grow(stays, 5) is None
+    assert tables.will_have_room(stays, 12)
+    assert not tables.will_have_room(stays, 13)
+    tables.end_step(step)
+    assert tables.grow(stays, 12) == []
+
+
+def test_the_source_of_a_copy_stays_as_it_is_although_nobody_holds_it_any_more() -> None:
+    """The child copies, and the parent gives way before the step is launched."""
+    tables = BlockTables(6, 4)
+    parent = computed(tables, list(range(6)))
+    child = Sequence(parent.request, 1)
+    tables.fork(parent, child)
+    source = parent.block_table[1]
+    copies = tables.grow(child, 6)
+    tables.release(parent)
+    assert source in tables.pool.free_blocks()
+    assert copies is not None
+    step = tables.begin_step(copies)
+    assert source not in tables.pool.free_blocks()
+    tables.check([child])
+    tables.end_step(step)
+    assert source in tables.pool.free_blocks()
+    tables.check([child])
+
+
+def test_the_source_of_a_copy_outlives_the_step_before() -> None:
+    """Its last holder ended while that step was in flight."""
+    tables = BlockTables(6, 4)
+    parent = computed(tables, list(range(6)))
+    child = Sequence(parent.request, 1)
+    tables.fork(parent, child)
+    source = parent.block_table[1]
+    first = tables.begin_step([])
+    copies = tables.grow(child, 6)
+    tables.release(parent)
+    assert copies == [(source, child.block_table[1])]
+    second = tables.begin_step(copies)
+    tables.end_step(first)
+    assert source not in tables.pool.free_blocks()
+    tables.end_step(second)
+    assert source in tables.pool.free_blocks()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from engine.kv.tables import BlockTables
 from engine.request import Output, Request, Sequence
-from engine.scheduler import Scheduler, SchedulerLimits
-from engine.step import Plan
+from engine.scheduler import Scheduler, SchedulerLimits, TokenSink
+from engine.step import Plan, StepInFlight
 from priority.queue import LaneQueue
 from tests.engine.paper import PaperRunner, PaperSink, make_request
 
@@ -67,12 +68,20 @@ class Step:
 class Run:
     """A workload at work.
 
-    `watch` sees every plan between planning and execution, when the step is in flight.
+    `watch` sees every plan between its launch and its commit, when the step is in flight. A runner with `num_ahead`
+    has the next one launched before.
     """
 
-    def __init__(self, workload: Workload, watch: Callable[[Run, Plan], None] = lambda *_: None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        watch: Callable[[Run, Plan], None] = lambda *_: None,
+        *,
+        runner: PaperRunner | None = None,
+        sink: TokenSink | None = None,
+    ) -> None:
         self.workload = workload
-        self.runner = PaperRunner(workload.num_blocks, BLOCK_SIZE)
+        self.runner = runner or PaperRunner(workload.num_blocks, BLOCK_SIZE)
         self.queue = LaneQueue(Lock())
         self.tables = BlockTables(workload.num_blocks, BLOCK_SIZE, prefix_cache=workload.prefix_cache)
         limits = SchedulerLimits(
@@ -80,10 +89,12 @@ class Run:
             max_num_seqs=workload.max_num_seqs,
             max_model_len=workload.max_model_len,
         )
-        self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits)
+        self.scheduler = Scheduler(self.queue, self.tables, sink or PaperSink(), limits)
         self.steps: list[Step] = []
         self.tokens: dict[Key, list[int]] = {}
+        self.texts: dict[Key, str] = {}
         self.ended: dict[Key, Output] = {}
+        self.flights: deque[tuple[Plan, StepInFlight]] = deque()
         self._watch = watch
         self._to_come = sorted(
             zip(workload.arrivals, workload.requests, strict=True), key=lambda pair: pair[0]
@@ -136,9 +147,10 @@ class Run:
             if self.is_over:
                 return self
             before_step(self)
+            num_in_flight = len(self.flights)
             step = self.step()
             waiting = self.scheduler.waiting or any(self.queue.depths().values())
-            assert step.pieces or not waiting, "there is work, and the step is empty"
+            assert step.pieces or num_in_flight or not waiting, "there is work, and the step is empty"
         raise AssertionError("the work does not end")
 
     def receive(self, outputs: list[Output]) -> None:
@@ -146,6 +158,7 @@ class Run:
             key = output.request_id, output.index
             assert key not in self.ended, f"{key} went on after its end"
             self.tokens.setdefault(key, []).extend(output.token_ids)
+            self.texts[key] = self.texts.get(key, "") + output.text
             if output.finish_reason is not None:
                 self.ended[key] = output
 
@@ -163,9 +176,18 @@ class Run:
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def _execute(self, plan: Plan) -> list[Output]:
-        result = self.runner.execute(plan)
+        if plan.chunks:
+            self.flights.append((plan, self.runner.launch(plan)))
         self._watch(self, plan)
-        outputs = self.scheduler.commit(plan, result, self.now)
+        outputs: list[Output] = []
+        while len(self.flights) > (self.runner.num_ahead if plan.chunks else 0):
+            outputs += self.land()
+        return outputs
+
+    def land(self) -> list[Output]:
+        """The oldest step in flight comes back."""
+        plan, step = self.flights.popleft()
+        outputs = self.scheduler.commit(plan, step.wait(), self.now)
         self.receive(outputs)
         return outputs
 

@@ -173,7 +173,7 @@ class Conservation(RuleBasedStateMachine):
     def break_a_step(self) -> None:
         scheduler = self.engine.scheduler
         plan = scheduler.plan(self.engine.now)
-        self.engine.receive(scheduler.fail([c.sequence for c in plan.chunks], "broken", self.engine.now))
+        self.engine.receive(scheduler.fail_step(plan, "broken", self.engine.now))
 
     @invariant()
     def the_books_balance(self) -> None:

@@ -1,0 +1,74 @@
+"""RMSNorm, with and without the residual stream's sum before it; one program for each row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`reference.rms_norm`; allocates its result."""
+    normed = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch(x, None, weight, eps, None, normed)
+    return normed
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`reference.add_rms_norm` in one pass; allocates both results."""
+    total = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    normed = torch.empty_like(total)
+    _launch(hidden, delta.contiguous(), weight, eps, total, normed)
+    return total, normed
+
+
+def num_warps(block: int) -> int:
+    """Threads for a row of `block` elements: 16 of them each, between 128 threads and 512."""
+    return min(max(block // 512, 4), 16)
+
+
+def _launch(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, total: Tensor | None, normed: Tensor
+) -> None:
+    size = x.shape[-1]
+    if num_rows := x.numel() // size:
+        block = triton.next_power_of_2(size)
+        rms_norm_kernel[(num_rows,)](
+            x.contiguous(),
+            delta,
+            weight,
+            total,
+            normed,
+            eps,
+            ADDS=delta is not None,
+            SIZE=size,
+            BLOCK=block,
+            num_warps=num_warps(block),
+            enable_fp_fusion=False,
+        )
+
+
+@triton.jit
+def rms_norm_kernel(
+    x: tl.tensor,
+    delta: tl.tensor,
+    weight: tl.tensor,
+    total: tl.tensor,
+    normed: tl.tensor,
+    eps: tl.tensor,
+    ADDS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    columns = tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    places = tl.program_id(0).to(tl.int64) * SIZE + columns
+    row = tl.load(x + places, mask=inside, other=0.0)
+    if ADDS:
+        row += tl.load(delta + places, mask=inside, other=0.0)
+        tl.store(total + places, row, mask=inside)
+    wide = row.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
+    weights = tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(normed + places, weights * (wide * scale).to(row.dtype), mask=inside)

@@ -1,0 +1,181 @@
+"""From the projection of queries, keys and values to attention, in one pass: norm, rotation, cache.
+
+Inside a block of the cache, keys and values lie as in the reference: [num_kv_heads, block_size, head_dim].
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from engine.kernels.reference import TokenPlaces
+from engine.kv.cache import KVShape
+from engine.model.batch import Batch
+
+HEADS_PER_PROGRAM = 8
+SLOTS_PER_PROGRAM = 128
+
+
+def rotate_and_write(
+    qkv: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    places: TokenPlaces,
+    layer_kv: Tensor,
+    shape: KVShape,
+) -> Tensor:
+    """`reference.rotate_and_write`; allocates the queries."""
+    num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // shape.head_dim - 2 * shape.num_kv_heads
+    queries = qkv.new_empty((num_tokens, num_heads, shape.head_dim))
+    if num_tokens:
+        groups = triton.cdiv(num_heads + 2 * shape.num_kv_heads, HEADS_PER_PROGRAM)
+        rotate_and_write_kernel[num_tokens, groups](
+            qkv.contiguous(),
+            q_norm,
+            k_norm,
+            places.positions,
+            places.slots,
+            places.cos,
+            places.sin,
+            queries,
+            layer_kv,
+            layer_kv.stride(0),
+            eps,
+            NORMS=q_norm is not None,
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=shape.num_kv_heads,
+            HEAD_DIM=shape.head_dim,
+            BLOCK_SIZE=shape.block_size,
+            GROUP=HEADS_PER_PROGRAM,
+            PAIRS=triton.next_power_of_2(shape.head_dim // 2),
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return queries
+
+
+def slot_mapping(batch: Batch, block_size: int) -> Tensor:
+    """`reference.slot_mapping` in one launch; allocates its result."""
+    num_tokens, num_sequences = batch.positions.numel(), batch.block_tables.shape[0]
+    slots = torch.empty_like(batch.positions, dtype=torch.int64)
+    if num_tokens:
+        slot_mapping_kernel[(triton.cdiv(num_tokens, SLOTS_PER_PROGRAM),)](
+            batch.positions,
+            batch.query_starts,
+            batch.block_tables,
+            slots,
+            num_tokens,
+            num_sequences,
+            num_sequences.bit_length(),
+            batch.block_tables.stride(0),
+            BLOCK_SIZE=block_size,
+            ROWS=SLOTS_PER_PROGRAM,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return slots
+
+
+@triton.jit
+def rotate_and_write_kernel(
+    qkv: tl.tensor,
+    q_norm: tl.tensor,
+    k_norm: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    queries: tl.tensor,
+    layer_kv: tl.tensor,
+    values_offset: tl.tensor,
+    eps: tl.tensor,
+    NORMS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAIRS: tl.constexpr,
+) -> None:
+    """GROUP heads of one token; which of them are queries, keys or values is a matter of masks.
+
+    As in the reference, all but the norm's scale is computed in the dtype of what is read, and rounded at each step.
+    """
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    half: tl.constexpr = HEAD_DIM // 2
+    row = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
+    pairs = tl.arange(0, PAIRS)[None, :]
+    is_query = heads < NUM_HEADS
+    is_value = heads >= NUM_HEADS + NUM_KV_HEADS
+    in_head = pairs < half
+    inside = in_head & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
+
+    source = qkv + row * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads * HEAD_DIM + pairs
+    first = tl.load(source, mask=inside, other=0.0)
+    second = tl.load(source + half, mask=inside, other=0.0)
+    turned_first, turned_second = first, second
+    if NORMS:
+        wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+        squares = wide_first * wide_first + wide_second * wide_second
+        scale = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / HEAD_DIM + eps)
+        q_first = tl.load(q_norm + pairs, mask=in_head, other=0.0)
+        q_second = tl.load(q_norm + half + pairs, mask=in_head, other=0.0)
+        k_first = tl.load(k_norm + pairs, mask=in_head, other=0.0)
+        k_second = tl.load(k_norm + half + pairs, mask=in_head, other=0.0)
+        turned_first = tl.where(is_query, q_first, k_first) * (wide_first * scale).to(dtype)
+        turned_second = tl.where(is_query, q_second, k_second) * (wide_second * scale).to(dtype)
+
+    # A row that pads a batch may have any position; its angle is of no use, but must be read from somewhere.
+    angle = tl.maximum(tl.load(positions + row), 0).to(tl.int64) * half + pairs
+    cosine = tl.load(cos + angle, mask=in_head, other=0.0).to(dtype)
+    sine = tl.load(sin + angle, mask=in_head, other=0.0).to(dtype)
+    first = tl.where(is_value, first, turned_first * cosine - turned_second * sine)
+    second = tl.where(is_value, second, turned_second * cosine + turned_first * sine)
+
+    query = queries + row * (NUM_HEADS * HEAD_DIM) + heads * HEAD_DIM + pairs
+    tl.store(query, first, mask=inside & is_query)
+    tl.store(query + half, second, mask=inside & is_query)
+
+    slot = tl.load(slots + row)
+    first_stored = tl.where(slot >= 0, NUM_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS)
+    stored = inside & (heads >= first_stored)
+    kv_head = heads - tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS)
+    place = slot // BLOCK_SIZE * (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM)
+    place += (kv_head * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + is_value * values_offset
+    kv_dtype: tl.constexpr = layer_kv.dtype.element_ty
+    tl.store(layer_kv + place + pairs, first.to(kv_dtype), mask=stored)
+    tl.store(layer_kv + place + pairs + half, second.to(kv_dtype), mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences", "num_halvings", "table_width"])
+def slot_mapping_kernel(
+    positions: tl.tensor,
+    query_starts: tl.tensor,
+    block_tables: tl.tensor,
+    slots: tl.tensor,
+    num_tokens: tl.tensor,
+    num_sequences: tl.tensor,
+    num_halvings: tl.tensor,
+    table_width: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < num_tokens
+    # The sequence of a row is the first that ends after it.
+    low = tl.zeros([ROWS], tl.int32)
+    high = low + num_sequences
+    for _ in range(num_halvings):
+        middle = (low + high) // 2
+        ends_after = tl.load(query_starts + 1 + middle, mask=middle < num_sequences, other=0) > rows
+        high = tl.where(ends_after, middle, high)
+        low = tl.where(ends_after | (low == high), low, middle + 1)
+    position = tl.load(positions + rows, mask=inside, other=-1)
+    kept = (low < num_sequences) & (position >= 0)
+    entry = low.to(tl.int64) * table_width + position // BLOCK_SIZE
+    block = tl.load(block_tables + entry, mask=kept, other=0).to(tl.int64)
+    tl.store(slots + rows, tl.where(kept, block * BLOCK_SIZE + position % BLOCK_SIZE, -1), mask=inside)

@@ -1,0 +1,221 @@
+"""The engine without a server in front of it: the pace of its steps with nobody attached, and the device's share of it.
+
+`python -m loadtests.gpu.alone` takes a Job as JSON on stdin and writes Paces to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence as ListLike
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import torch
+
+from engine.engine import Engine, EngineState
+from engine.model.config import LoadOptions
+from engine.model.loader import load_model
+from engine.model.parse import read_config
+from engine.request import Request, SamplingParams
+from engine.runner import ModelRunner
+from engine.sampling.stopping import TextSink
+from engine.scheduler import SchedulerLimits
+from engine.step import Plan, StepInFlight, StepReport
+from engine.tokenizer import Tokenizer
+from loadtests.gpu.checkpoints import token_ids
+from loadtests.gpu.timing import event
+from priority.lanes import Lane
+from priority.queue import LaneQueue
+
+_LOAD_S = 150.0
+_HEAD_START_CYCLES = 20_000_000
+"""Of the device's clock, about 10 ms: the host has launched a step before the device begins it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    model: str
+    device: str
+    streams: list[int]
+    """How many sequences at once, one run after another."""
+    prompt_tokens: int
+    output_tokens: int
+    max_batch_tokens: int
+    max_num_seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Of steps in which every sequence decodes, medians."""
+
+    streams: int
+    tpot_ms: float
+    """Between a sequence's first and last token, by the token."""
+    step_ms: float
+    """From the end of one step to that of the next."""
+    device_ms: float | None
+    """What the device takes for a step that was launched before it began; None without CUDA."""
+
+
+class _Timed:
+    """A runner whose steps the device times, each launched while the device still waits."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.num_blocks = self.block_size = self.num_ahead = 0
+        self.is_timing = False
+        self.events: list[tuple[Plan, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def load(self) -> None:
+        self._runner.load()
+        self.num_blocks, self.block_size = self._runner.num_blocks, self._runner.block_size
+        self.num_ahead = self._runner.num_ahead
+
+    def close(self) -> None:
+        self._runner.close()
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        if not self.is_timing:
+            return self._runner.launch(plan)
+        torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+        start, end = event(), event()
+        start.record()
+        step = self._runner.launch(plan)
+        end.record()
+        self.events.append((plan, start, end))
+        return step
+
+
+class Bench:
+    """One engine, and runs of it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        folder = Path(job.model)
+        config = read_config(folder)
+        options = LoadOptions(
+            device=job.device, max_batch_tokens=job.max_batch_tokens, max_num_seqs=job.max_num_seqs
+        )
+        self.runner = _Timed(ModelRunner(lambda: load_model(folder, options, _say, lambda *_: None)))
+        self.queue = LaneQueue(threading.Lock())
+        self._ready, self._done = threading.Event(), threading.Event()
+        self._reports: list[tuple[float, StepReport]] = []
+        self._num_left = 0
+        self.engine = Engine(
+            self.runner,
+            self.queue,
+            TextSink(Tokenizer.load(folder), config.eos_token_ids),
+            SchedulerLimits(
+                max_batch_tokens=job.max_batch_tokens,
+                max_num_seqs=job.max_num_seqs,
+                max_model_len=config.max_position,
+            ),
+            deliver=self._take,
+            clock=time.monotonic,
+            on_state=self._on_state,
+        )
+        self.random = Random(0)
+
+    def start(self) -> None:
+        """
+        Raises:
+            RuntimeError: the engine did not come up.
+        """
+        self.engine.start()
+        if not self._ready.wait(_LOAD_S) or self.engine.state is not EngineState.READY:
+            raise RuntimeError(self.engine.error or "the engine did not come up")
+
+    def pace(self, streams: int) -> Pace:
+        self._run(streams, 4)
+        reports, elapsed_s = self._run(streams, self.job.output_tokens)
+        steps = _steady(reports, streams)
+        return Pace(
+            streams=streams,
+            tpot_ms=statistics.median(elapsed_s) * 1000,
+            step_ms=statistics.median(steps) * 1000 if steps else float("nan"),
+            device_ms=self._device_ms(streams) if self.job.device == "cuda" else None,
+        )
+
+    def _device_ms(self, streams: int) -> float | None:
+        self.runner.events.clear()
+        self.runner.is_timing = True
+        self._run(streams, min(64, self.job.output_tokens))
+        self.runner.is_timing = False
+        torch.cuda.synchronize()
+        decodes = [
+            start.elapsed_time(end)
+            for plan, start, end in self.runner.events
+            if len(plan.chunks) == plan.num_tokens == streams
+        ]
+        return statistics.median(decodes) if decodes else None
+
+    def _run(self, streams: int, output_tokens: int) -> tuple[list[tuple[float, StepReport]], list[float]]:
+        """The reports with the moments they came; and of each sequence, seconds by the token."""
+        self._reports = []
+        self._num_left = streams
+        self._done.clear()
+        for number in range(streams):
+            self.queue.put(
+                self._request(f"{streams}-{output_tokens}-{number}", output_tokens), time.monotonic()
+            )
+        self.engine.wake()
+        while not self._done.wait(1.0):
+            if self.engine.state is not EngineState.READY:
+                raise RuntimeError(self.engine.error or "the engine ended")
+        timings = [o.timings for _, report in self._reports for o in report.outputs if o.timings is not None]
+        elapsed_s = [(t.finished_s - t.first_token_s) / (t.num_output_tokens - 1) for t in timings]
+        return self._reports, elapsed_s
+
+    def _request(self, name: str, output_tokens: int) -> Request:
+        prompt = tuple(self.random.choices(token_ids(), k=self.job.prompt_tokens))
+        sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
+        return Request(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            lane=Lane.BATCH,
+            arrival_s=time.monotonic(),
+        )
+
+    def _take(self, report: StepReport) -> None:
+        self._reports.append((time.monotonic(), report))
+        self._num_left -= sum(output.finish_reason is not None for output in report.outputs)
+        if self._num_left == 0:
+            self._done.set()
+
+    def _on_state(self, state: EngineState) -> None:
+        if state is not EngineState.STARTING:
+            self._ready.set()
+
+
+def _steady(reports: ListLike[tuple[float, StepReport]], streams: int) -> list[float]:
+    """Seconds between steps that decoded one token of every sequence."""
+    return [
+        later_s - earlier_s
+        for (earlier_s, before), (later_s, after) in pairwise(reports)
+        if before.num_decode_tokens == after.num_decode_tokens == streams
+        and before.num_prefill_tokens == after.num_prefill_tokens == 0
+    ]
+
+
+def _say(text: str) -> None:
+    print(f"gpu: alone: {text}", file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    job = Job(**json.load(sys.stdin))
+    bench = Bench(job)
+    bench.start()
+    paces = [bench.pace(streams) for streams in job.streams]
+    bench.engine.stop(10.0)
+    json.dump([asdict(pace) for pace in paces], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""`loadtests/gpu/run`: which parts run, for how long, and where the report goes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from loadtests.gpu.figures import say
+from loadtests.gpu.packages import ON_CUDA, ROOT, PackagesMissing, advice, missing_packages, prepare
+from loadtests.gpu.parts import PARTS, Outcome, Part, run_part
+
+REPORTS = ROOT / "loadtests" / "reports"
+LIMIT_S = 570.0
+"""Of the whole run, which may be given ten minutes and no more."""
+
+EXIT_FAILED, EXIT_CANNOT = 1, 2
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the parts; the exit status: 1 if a test or a part failed, 2 if nothing can be measured here."""
+    started_s = time.monotonic()
+    options = _parser().parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="penstock-gpu-", dir=options.scratch) as scratch:
+        try:
+            prepare(Path(scratch) / "packages", say)
+            _check_device(options.dry_run)
+        except PackagesMissing as error:
+            print(f"gpu: {error}", file=sys.stderr)
+            return EXIT_CANNOT
+        except NoDevice as error:
+            print(f"gpu: {error}", file=sys.stderr)
+            return EXIT_CANNOT
+        return _Run(options, Path(scratch), started_s + options.limit).run()
+
+
+class NoDevice(RuntimeError):
+    """There is no GPU to measure."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="loadtests/gpu/run", description=__doc__, allow_abbrev=False)
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer sizes and shorter runs, in about three minutes"
+    )
+    parser.add_argument(
+        "--only",
+        type=_parts,
+        default=list(PARTS),
+        metavar="PART,PART",
+        help=f"of {','.join(part.name for part in PARTS)}; all by default",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="tiny sizes, on the CPU: does the command itself work? No report",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help=f"of the whole run ({LIMIT_S:g})"
+    )
+    parser.add_argument("--reports", type=Path, default=REPORTS, metavar="DIR", help="where the report goes")
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        metavar="DIR",
+        help="room for 17 GB of checkpoints; the system's temporary folder",
+    )
+    return parser
+
+
+def _parts(text: str) -> list[Part]:
+    named = {part.name: part for part in PARTS}
+    names = text.split(",")
+    for name in names:
+        if name not in named:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(named)}")
+    return [part for part in PARTS if part.name in names or part.name == "environment"]
+
+
+def _check_device(dry_run: bool) -> None:
+    import torch
+
+    if dry_run:
+        return
+    if not torch.cuda.is_available():
+        raise NoDevice(
+            f"torch {torch.__version__} sees no CUDA device, nothing to measure; --dry-run works without"
+        )
+    if missing := missing_packages(ON_CUDA):
+        raise PackagesMissing(advice(missing))
+
+
+class _Run:
+    """The parts, one after another; the report is written after each, so that what is cut short is not lost."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path, deadline_s: float) -> None:
+        self.options = options
+        self.scratch = scratch
+        self.deadline_s = deadline_s
+        self.outcomes: list[Outcome] = []
+        self.mode = "dry" if options.dry_run else "quick" if options.quick else "full"
+        self.date = time.strftime("%Y-%m-%d")
+
+    def run(self) -> int:
+        from loadtests.gpu.report import as_markdown
+
+        parts = [part for part in self.options.only if part.is_for_dry_runs or not self.options.dry_run]
+        for number, part in enumerate(parts, 1):
+            left_s = self.deadline_s - time.monotonic()
+            say(f"[{number}/{len(parts)}] {part.name}, at most {min(part.bound_s, left_s):.0f} s")
+            self.outcomes.append(run_part(part, self._command(part), left_s))
+            self._save()
+        print(as_markdown(self._title(), self.outcomes, with_goals=not self.options.dry_run))
+        for outcome in self.outcomes:
+            if outcome.failure:
+                say(f"{outcome.name} failed: {outcome.failure}")
+        return EXIT_FAILED if any(outcome.failure for outcome in self.outcomes) else 0
+
+    def _command(self, part: Part) -> list[str]:
+        module = f"loadtests.gpu.{part.module}"
+        common = ["--mode", self.mode, "--scratch", str(self.scratch)]
+        return [sys.executable, "-m", module, *part.arguments, *common]
+
+    def _save(self) -> None:
+        if self.options.dry_run:
+            return
+        from loadtests.gpu.report import file_stem, write
+
+        path = write(self.options.reports, file_stem(self._device(), self.date), self._title(), self.outcomes)
+        say(f"written: {path}")
+
+    def _title(self) -> str:
+        what = {"full": "", "quick": ", quick run", "dry": ", dry run on a CPU: no figure means anything"}
+        return f"Penstock on {self._device()}, {self.date}{what[self.mode]}"
+
+    def _device(self) -> str:
+        found = (outcome.facts["device"] for outcome in self.outcomes if "device" in outcome.facts)
+        return next(found, "an unknown device")

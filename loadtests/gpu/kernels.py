@@ -1,0 +1,292 @@
+"""What each kernel reaches at the shapes of an 8 B Llama, beside what the card reaches at copying and multiplying."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.kernels import ops
+from engine.kernels.ops import Kernels
+from engine.kernels.reference import TokenPlaces
+from engine.kv.cache import KVCache, KVShape
+from engine.model.batch import Batch
+from engine.model.config import ModelConfig
+from engine.model.fields import Fields
+from engine.model.parse import parse_config
+from engine.request import Request, SamplingParams, Sequence
+from engine.sampling.device import Choose, DeviceSampler
+from loadtests.gpu.figures import emit, emit_skip, say
+from loadtests.gpu.sizes import KERNELS, KernelSizes, parse_arguments, serving
+from loadtests.gpu.timing import seconds
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all measurements share."""
+
+    config: ModelConfig
+    kernels: Kernels
+    sizes: KernelSizes
+    device: torch.device
+
+    def shape(self, num_layers: int) -> KVShape:
+        config = self.config
+        return KVShape(
+            num_layers=num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=BLOCK_SIZE,
+        )
+
+    def random(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device, dtype=self.kernels.activation_dtype)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        return seconds(self.device, run)
+
+    def in_turn(self, tensors: ListLike[Tensor], run: Callable[[Tensor], object]) -> float:
+        """Seconds of one call, when every call has the next of the tensors."""
+
+        def runs() -> None:
+            for tensor in tensors:
+                run(tensor)
+
+        return self.seconds(runs) / len(tensors)
+
+    def copies(self, *size: int) -> list[Tensor]:
+        """As many random tensors of a size as must be read in turn, so that none is left in a cache."""
+        one = self.random(*size)
+        num = max(1, min(64, self.sizes.walked_bytes // one.nbytes))
+        return [one, *(one.clone() for _ in range(num - 1))]
+
+
+@torch.inference_mode()
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.is_dry:
+        torch.set_num_threads(1)
+    shape, _ = serving("llama-8b", arguments.mode)
+    config = parse_config(Fields("config.json", shape.config))
+    dtype = torch.float32 if arguments.is_dry else torch.bfloat16
+    bench = Bench(config, _table(config, arguments.device, dtype), KERNELS[arguments.mode], arguments.device)
+    say(f"kernels: {bench.kernels.name}")
+    for measure in (ceilings, linears, decode, slope, prefill, elementwise, sampler):
+        say(f"kernels: {measure.__name__}")
+        try:
+            measure(bench)
+        except (RuntimeError, ValueError) as error:
+            emit_skip(f"kernels: {measure.__name__}", f"{type(error).__name__}: {error}")
+
+
+def _table(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """What a server on this device would use; plain torch on a CPU."""
+    if device.type == "cpu":
+        return ops.reference_kernels(device, dtype)
+    return ops.select(config, device, dtype, BLOCK_SIZE, say)
+
+
+def ceilings(bench: Bench) -> None:
+    """What nothing can be faster than."""
+    _copy(bench)
+    size = bench.sizes.matmul
+    left, right = bench.random(size, size), bench.random(size, size)
+    rate = 2 * size**3 / bench.seconds(lambda: left @ right)
+    emit(
+        "matmul rate", rate / 1e12, "TFLOP/s", f"{left.dtype}, {size:,} x {size:,} x {size:,}, random numbers"
+    )
+
+
+def _copy(bench: Bench) -> None:
+    source = torch.zeros(bench.sizes.copied_bytes, dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    rate = 2 * source.nbytes / bench.seconds(lambda: target.copy_(source))
+    emit("copy bandwidth", rate / 1e9, "GB/s", f"read and written, a copy of {source.nbytes >> 20:,} MiB")
+
+
+def linears(bench: Bench) -> None:
+    """The four linear maps of a layer, weights from memory."""
+    config = bench.config
+    qkv = config.q_size + 2 * config.kv_size
+    sizes = [
+        (qkv, config.hidden_size),
+        (config.hidden_size, config.q_size),
+        (2 * config.intermediate_size, config.hidden_size),
+        (config.hidden_size, config.intermediate_size),
+    ]
+    for rows in bench.sizes.linear_rows:
+        total_s, num_bytes = 0.0, 0
+        for size in sizes:
+            maps = [bench.kernels.linear(weight, None) for weight in bench.copies(*size)]
+            x = bench.random(rows, size[1])
+            total_s += _mean_call(bench, maps, x)
+            num_bytes += size[0] * size[1] * x.itemsize
+            del maps
+        emit(
+            f"linear maps, {rows} rows",
+            num_bytes / total_s / 1e9,
+            "GB/s",
+            "of weights, the four maps of a layer",
+        )
+
+
+def _mean_call(bench: Bench, maps: ListLike[Callable[[Tensor], Tensor]], x: Tensor) -> float:
+    def runs() -> None:
+        for linear in maps:
+            linear(x)
+
+    return bench.seconds(runs) / len(maps)
+
+
+def decode(bench: Bench) -> None:
+    """One token of each sequence against its whole context; bytes are those of its keys and values."""
+    per_token = bench.shape(1).block_bytes(bench.kernels.kv_dtype) // BLOCK_SIZE
+    for num_sequences, context in bench.sizes.decode:
+        num_bytes = num_sequences * context * per_token
+        num_layers = max(1, min(bench.config.num_layers, bench.sizes.walked_bytes // num_bytes))
+        time_s = _decode_seconds(bench, num_sequences, context, num_layers)
+        emit(
+            f"attention decode, batch {num_sequences}, context {context:,}",
+            num_layers * num_bytes / time_s / 1e9,
+            "GB/s",
+            f"of keys and values, {time_s / num_layers * 1e6:.1f} us a layer",
+        )
+
+
+def slope(bench: Bench) -> None:
+    """What another token of context costs a step of one sequence, in attention, over all layers."""
+    contexts = bench.sizes.slope
+    num_layers = bench.config.num_layers
+    times_ms = [_decode_seconds(bench, 1, context, num_layers) * 1000 for context in contexts]
+    value = statistics.linear_regression(contexts, times_ms).slope
+    how = f"batch 1, a line through {', '.join(f'{context:,}' for context in contexts)}"
+    emit("llama-8b: attention, KV slope of all layers", value, "ms per token", how)
+
+
+def _decode_seconds(bench: Bench, num_sequences: int, context: int, num_layers: int) -> float:
+    """Attention of all layers of one step."""
+    shape = bench.shape(num_layers)
+    batch, kv = _scattered(bench, shape, num_sequences, context)
+    queries = bench.random(num_sequences, bench.config.num_heads, shape.head_dim)
+
+    def step() -> None:
+        attention = bench.kernels.attention(batch, shape)
+        for layer in range(num_layers):
+            attention(queries, kv.layer(layer), 0)
+
+    return bench.seconds(step)
+
+
+def prefill(bench: Bench) -> None:
+    """Attention of one whole prompt; half of the square is arithmetic that is needed."""
+    shape = bench.shape(1)
+    for length in bench.sizes.prefill:
+        batch, kv = _scattered(bench, shape, 1, length, num_tokens=length)
+        queries = bench.random(length, bench.config.num_heads, shape.head_dim)
+        attention = bench.kernels.attention(batch, shape)
+        time_s = bench.seconds(partial(attention, queries, kv.layer(0), 0))
+        flop = 2.0 * bench.config.q_size * length * (length + 1)
+        emit(
+            f"attention prefill, {length:,} tokens",
+            flop / time_s / 1e12,
+            "TFLOP/s",
+            f"{time_s * 1000:.2f} ms a layer",
+        )
+
+
+def _scattered(
+    bench: Bench, shape: KVShape, num_sequences: int, context: int, num_tokens: int = 1
+) -> tuple[Batch, KVCache]:
+    """Sequences with the last `num_tokens` of their context in the step, their blocks in no order."""
+    per_sequence = -(-context // BLOCK_SIZE)
+    kv = KVCache(shape, 1 + num_sequences * per_sequence, bench.kernels.kv_dtype, bench.device)
+    kv.data.normal_()
+    order = torch.randperm(num_sequences * per_sequence, generator=torch.Generator().manual_seed(0)) + 1
+    starts = torch.arange(num_sequences + 1, dtype=torch.int32) * num_tokens
+    batch = Batch(
+        token_ids=torch.zeros(num_sequences * num_tokens, dtype=torch.int32),
+        positions=torch.arange(context - num_tokens, context, dtype=torch.int32).repeat(num_sequences),
+        query_starts=starts,
+        context_lens=torch.full((num_sequences,), context, dtype=torch.int32),
+        block_tables=order.to(torch.int32).view(num_sequences, per_sequence),
+        sample_rows=starts[1:] - 1,
+    )
+    return batch.to(bench.device), kv
+
+
+def elementwise(bench: Bench) -> None:
+    """What lies between the linear maps: bytes are those that must be read and written."""
+    config, kernels, rows = bench.config, bench.kernels, bench.sizes.norm_rows
+    hidden = bench.copies(rows, config.hidden_size)
+    weight = bench.random(config.hidden_size)
+    num_bytes = hidden[0].nbytes
+    time_s = bench.in_turn(hidden, lambda x: kernels.rms_norm(x, weight, 1e-5))
+    _emit_rate("rms_norm", rows, 2 * num_bytes, time_s)
+    delta = bench.random(rows, config.hidden_size)
+    time_s = bench.in_turn(hidden, lambda x: kernels.add_rms_norm(x, delta, weight, 1e-5))
+    _emit_rate("add_rms_norm", rows, 4 * num_bytes, time_s)
+    del hidden
+    gate_up = bench.copies(rows, 2 * config.intermediate_size)
+    _emit_rate("silu_mul", rows, gate_up[0].nbytes * 3 // 2, bench.in_turn(gate_up, kernels.silu_mul))
+    del gate_up
+    _rotate(bench, rows)
+
+
+def _rotate(bench: Bench, rows: int) -> None:
+    config, kernels, shape = bench.config, bench.kernels, bench.shape(1)
+    batch, kv = _scattered(bench, shape, 1, rows, num_tokens=rows)
+    angles = torch.randn(rows, config.head_dim // 2, device=bench.device)
+    slots = kernels.slot_mapping(batch, BLOCK_SIZE)
+    places = TokenPlaces(batch.positions, slots, angles.cos(), angles.sin())
+    qkv = bench.copies(rows, config.q_size + 2 * config.kv_size)
+    layer = kv.layer(0)
+    time_s = bench.in_turn(qkv, lambda x: kernels.rotate_and_write(x, None, None, 1e-5, places, layer, shape))
+    _emit_rate("rotate_and_write", rows, 2 * qkv[0].nbytes, time_s)
+
+
+def _emit_rate(name: str, rows: int, num_bytes: int, time_s: float) -> None:
+    emit(f"{name}, {rows:,} rows", num_bytes / time_s / 1e9, "GB/s", f"{time_s * 1e6:.1f} us")
+
+
+def sampler(bench: Bench) -> None:
+    """Logits to tokens, for rows that are greedy and for rows that draw."""
+    wishes = {
+        "greedy": SamplingParams(temperature=0),
+        "drawn": SamplingParams(),
+        "top-p 0.9": SamplingParams(top_p=0.9),
+        "top-k 40, top-p 0.9": SamplingParams(top_k=40, top_p=0.9),
+    }
+    for rows in bench.sizes.sampler_rows:
+        logits = torch.randn(rows, bench.config.vocab_size, device=bench.device) * 4
+        for name, params in wishes.items():
+            time_s = bench.seconds(_sampling(bench, logits, params))
+            emit(f"sampler, {rows} rows, {name}", time_s * 1e6, "us", f"{bench.config.vocab_size:,} tokens")
+
+
+def _sampling(bench: Bench, logits: Tensor, params: SamplingParams) -> Callable[[], object]:
+    rows, vocabulary = logits.shape
+    sampler = DeviceSampler(rows, vocabulary, (), bench.device, choose=_choose(bench, rows))
+    for slot in range(rows):
+        request = Request(request_id=str(slot), prompt_token_ids=(0,), sampling=replace(params, seed=slot))
+        sampler.assign(slot, Sequence(request))
+    slots = torch.arange(rows, dtype=torch.int32, device=bench.device)
+    return partial(sampler.sample, logits, slots, torch.zeros_like(slots), sampler.needs(range(rows)))
+
+
+def _choose(bench: Bench, rows: int) -> Choose | None:
+    if bench.device.type == "cpu":
+        return None
+    from engine.kernels.triton.sampling import TritonChoose
+
+    return TritonChoose(rows, bench.config.vocab_size, bench.device)
+
+
+if __name__ == "__main__":
+    main()

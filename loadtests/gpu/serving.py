@@ -1,0 +1,257 @@
+"""A model of random weights behind HTTP: what clients get of it, and what the server costs beside the device.
+
+`python -m loadtests.gpu.serving llama-8b|qwen3-0.6b --mode MODE --scratch DIR`
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+
+from app.bench.client import Answer, Job
+from app.bench.server_process import ServerFailed, ServerProcess
+from app.bench.statistics import summarise
+from app.bench.workloads import Workload
+from loadtests.gpu import alone
+from loadtests.gpu.checkpoints import token_ids, write_checkpoint
+from loadtests.gpu.figures import emit, emit_skip, say
+from loadtests.gpu.sizes import Arguments, ModelShape, ServingSizes, parse_arguments, serving
+
+PROMPT_TOKENS = 32
+_CLIENT_PROCESSES = 4
+"""Among which many streams are shared out: one alone would be slower than the server."""
+_ALONE_S = 150.0
+
+
+class Bench:
+    """One model, its server, and what is measured of it."""
+
+    def __init__(self, name: str, arguments: Arguments) -> None:
+        self.name = name
+        self.device = arguments.device.type
+        self.shape: ModelShape
+        self.sizes: ServingSizes
+        self.shape, self.sizes = serving(name, arguments.mode)
+        self.folder = arguments.scratch / name
+        self.num_random = 1 << (20 if arguments.is_dry else 26)
+        self._seeds = count(1).__next__
+
+    def run(self) -> None:
+        say(f"{self.name}: writing the checkpoint")
+        write_checkpoint(self.shape, self.folder, self.num_random)
+        try:
+            http_tpot_ms = self._serve()
+            if self.sizes.host_streams:
+                self._measure_alone(http_tpot_ms)
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _serve(self) -> float | None:
+        """TPOT with many clients, if that is measured."""
+        say(f"{self.name}: starting the server")
+        started_s = time.monotonic()
+        server = ServerProcess(self._flags())
+        with server:
+            emit(
+                f"{self.name}: start",
+                time.monotonic() - started_s,
+                "s",
+                "from the command to the first answer",
+            )
+            _say_memory(server)
+            self._send(server, self._workload(2, PROMPT_TOKENS, 8))
+            self._tpot(server)
+            if self.sizes.contexts:
+                self._slope(server)
+            if self.sizes.prefill_tokens:
+                self._prefill(server)
+            if self.sizes.requests is not None:
+                self._throughput(server, *self.sizes.requests)
+            return self._clients(server) if self.sizes.clients else None
+
+    def _flags(self) -> list[str]:
+        flags = {
+            "--model": self.folder,
+            "--device": self.device,
+            "--served-model-name": "bench",
+            "--max-batch-tokens": self.sizes.max_batch_tokens,
+            "--max-num-seqs": self.sizes.max_num_seqs,
+        }
+        if self.device == "cuda":
+            flags["--dtype"] = "bfloat16"
+        return [str(part) for flag in flags.items() for part in flag]
+
+    def _tpot(self, server: ServerProcess) -> None:
+        say(f"{self.name}: one stream")
+        answers = self._send(
+            server, self._workload(1, PROMPT_TOKENS, self.sizes.tpot_tokens, self.sizes.rounds)
+        )
+        value = statistics.median(tpot_ms(answer) for answer in answers)
+        how = f"{PROMPT_TOKENS} in, {self.sizes.tpot_tokens} out, the median of {len(answers)}"
+        emit(f"{self.name}: TPOT, batch 1", value, "ms", how)
+
+    def _slope(self, server: ServerProcess) -> None:
+        """The whole step's, by one stream at several contexts."""
+        values = []
+        for context in self.sizes.contexts:
+            say(f"{self.name}: one stream, context {context:,}")
+            answers = self._send(server, self._workload(1, context, self.sizes.slope_tokens))
+            values.append(tpot_ms(answers[0]))
+            emit(f"{self.name}: TPOT, batch 1, context {context:,}", values[-1], "ms")
+        slope = statistics.linear_regression(self.sizes.contexts, values).slope
+        contexts = ", ".join(f"{context:,}" for context in self.sizes.contexts)
+        emit(f"{self.name}: KV slope of a step", slope, "ms per token", f"TPOT, a line through {contexts}")
+
+    def _prefill(self, server: ServerProcess) -> None:
+        num_tokens = self.sizes.prefill_tokens
+        say(f"{self.name}: prompts of {num_tokens:,}")
+        answers = self._send(server, self._workload(1, num_tokens, 1, self.sizes.rounds))
+        seconds = min(answer.ttft_s for answer in answers)
+        rate = self.shape.prefill_flop(num_tokens) / seconds / 1e12
+        how = f"{seconds * 1000:.0f} ms from request to first token, the best of {len(answers)}, attention counted"
+        emit(f"{self.name}: prefill of {num_tokens:,} tokens", rate, "TFLOP/s", how)
+
+    def _throughput(
+        self, server: ServerProcess, num_requests: int, prompt_tokens: int, output_tokens: int
+    ) -> None:
+        what = f"{num_requests} requests of {prompt_tokens} in, {output_tokens} out"
+        say(f"{self.name}: {what}")
+        answers = self._send(server, self._workload(num_requests, prompt_tokens, output_tokens))
+        figures = summarise(answers, num_requests)
+        how = f"all at once, TTFT P50 {figures.ttft_p50_ms:.0f} ms, {figures.failed} failed"
+        emit(f"{self.name}: {what}", figures.tokens_per_s, "output tokens/s", how)
+
+    def _clients(self, server: ServerProcess) -> float:
+        num_clients = self.sizes.clients
+        say(f"{self.name}: {num_clients} clients")
+        answers = self._send(server, self._workload(num_clients, PROMPT_TOKENS, self.sizes.client_tokens))
+        value = statistics.median(tpot_ms(answer) for answer in answers)
+        emit(
+            f"{self.name}: TPOT, {num_clients} streaming clients", value, "ms", "the median of their streams"
+        )
+        return value
+
+    def _measure_alone(self, http_tpot_ms: float | None) -> None:
+        """The same work in the engine without a server; the device's part of it."""
+        streams = [self.sizes.host_streams, *([self.sizes.clients] if self.sizes.clients else [])]
+        say(f"{self.name}: the engine alone, {' and '.join(map(str, streams))} streams")
+        paces = self._run_alone(
+            streams, self.sizes.client_tokens if self.sizes.clients else self.sizes.host_tokens
+        )
+        for pace in paces:
+            emit(f"{self.name}: step, {pace.streams} streams", pace.step_ms, "ms", "engine alone, the median")
+        self._host_share(paces[0])
+        if http_tpot_ms is not None:
+            none = paces[-1].tpot_ms
+            emit(
+                f"{self.name}: TPOT, {self.sizes.clients} streams, no client",
+                none,
+                "ms",
+                "engine alone, the median",
+            )
+            name = f"{self.name}: TPOT with {self.sizes.clients} clients, above none"
+            emit(name, (http_tpot_ms / none - 1) * 100, "%")
+
+    def _host_share(self, pace: alone.Pace) -> None:
+        name = f"{self.name}: host's share of a step, {pace.streams} streams"
+        if pace.device_ms is None:
+            emit_skip(name, "the device's own time is known on CUDA only")
+            return
+        emit(
+            f"{self.name}: device time of a step, {pace.streams} streams", pace.device_ms, "ms", "CUDA events"
+        )
+        how = "what a step takes beyond the device's own time"
+        emit(name, (pace.step_ms / pace.device_ms - 1) * 100, "%", how)
+
+    def _run_alone(self, streams: list[int], output_tokens: int) -> list[alone.Pace]:
+        job = alone.Job(
+            model=str(self.folder),
+            device=self.device,
+            streams=streams,
+            prompt_tokens=PROMPT_TOKENS,
+            output_tokens=output_tokens,
+            max_batch_tokens=self.sizes.max_batch_tokens,
+            max_num_seqs=self.sizes.max_num_seqs,
+        )
+        done = _run_module("loadtests.gpu.alone", asdict(job), _ALONE_S)
+        return [alone.Pace(**pace) for pace in json.loads(done)]
+
+    def _workload(self, streams: int, prompt_tokens: int, output_tokens: int, rounds: int = 1) -> Workload:
+        return Workload(
+            name="", streams=streams, prompt_tokens=prompt_tokens, output_tokens=output_tokens, rounds=rounds
+        )
+
+    def _send(self, server: ServerProcess, workload: Workload) -> list[Answer]:
+        """From several client processes, if there are many streams.
+
+        Raises:
+            RuntimeError: a request failed.
+        """
+        bodies = workload.bodies("bench", token_ids(), self._seeds())
+        num_processes = min(_CLIENT_PROCESSES, max(1, len(bodies) // 32))
+        jobs = [
+            asdict(Job(server.host, server.port, "/v1/completions", bodies[i::num_processes]))
+            for i in range(num_processes)
+        ]
+        with ThreadPoolExecutor(num_processes) as pool:
+            results = [json.loads(text) for text in pool.map(_run_client, jobs)]
+        answers = [Answer(**answer) for result in results for answer in result["answers"]]
+        for answer in answers:
+            if answer.error is not None:
+                raise RuntimeError(f"a request failed: {answer.error}")
+        return answers
+
+
+def tpot_ms(answer: Answer) -> float:
+    """From the first frame to the last, by the token; a frame may carry several. NaN of a single frame."""
+    times_s = answer.token_times_s
+    if len(times_s) < 2:
+        return math.nan
+    return (times_s[-1] - times_s[0]) * 1000 / max(1, answer.num_output_tokens - 1)
+
+
+def _run_client(job: dict[str, object]) -> str:
+    return _run_module("app.bench.client", job, None)
+
+
+def _run_module(module: str, job: dict[str, object], timeout_s: float | None) -> str:
+    """`python -m module`: a job in, what it writes out; its stderr is ours."""
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        input=json.dumps(job),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=timeout_s,
+    )
+    return done.stdout
+
+
+def _say_memory(server: ServerProcess) -> None:
+    for line in server.lines:
+        if "memory" in line or "weights " in line:
+            say(line)
+
+
+def main() -> int:
+    arguments = parse_arguments()
+    name = Path(arguments.names[0]).name
+    try:
+        Bench(name, arguments).run()
+    except (ServerFailed, RuntimeError, OSError, subprocess.SubprocessError) as error:
+        emit_skip(f"the rest of {name}", f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""What is measured: the shapes of two models, and how much of each in a full, a quick and a dry run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+MODES = ("full", "quick", "dry")
+VOCABULARY = 16_384
+"""Tokens that are text, in every checkpoint here; the other rows of a model's vocabulary are never chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What every part is told."""
+
+    mode: str
+    scratch: Path
+    names: tuple[str, ...]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu") if self.mode == "dry" else torch.device("cuda", 0)
+
+    @property
+    def is_dry(self) -> bool:
+        return self.mode == "dry"
+
+
+def parse_arguments() -> Arguments:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--mode", choices=MODES, required=True)
+    parser.add_argument("--scratch", type=Path, required=True)
+    options = parser.parse_args()
+    return Arguments(options.mode, options.scratch, tuple(options.names))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder's sizes."""
+
+    architecture: str
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocabulary: int
+    tied: bool
+    max_length: int
+
+    @property
+    def config(self) -> dict[str, object]:
+        """Its config.json."""
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.max_length,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": 256,
+            "eos_token_id": 257,
+            "torch_dtype": "bfloat16",
+        }
+
+    def prefill_flop(self, num_tokens: int) -> float:
+        """Of one prompt: linear maps of all its tokens, causal attention, logits of the last token."""
+        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        linear = self.hidden * (2 * q + 2 * kv) + 3 * self.hidden * self.intermediate
+        attention = q * num_tokens * (num_tokens + 1)
+        return 2.0 * (self.num_layers * (linear * num_tokens + attention) + self.hidden * self.vocabulary)
+
+
+LLAMA_8B = ModelShape(
+    architecture="LlamaForCausalLM",
+    hidden=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate=14_336,
+    vocabulary=128_256,
+    tied=False,
+    max_length=65_536,
+)
+QWEN3_06B = ModelShape(
+    architecture="Qwen3ForCausalLM",
+    hidden=1024,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate=3072,
+    vocabulary=151_936,
+    tied=True,
+    max_length=40_960,
+)
+LLAMA_SMALL = ModelShape(
+    architecture="LlamaForCausalLM",
+    hidden=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate=96,
+    vocabulary=VOCABULARY + 64,
+    tied=False,
+    max_length=1024,
+)
+QWEN3_SMALL = ModelShape(
+    architecture="Qwen3ForCausalLM",
+    hidden=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=24,
+    intermediate=96,
+    vocabulary=VOCABULARY + 64,
+    tied=True,
+    max_length=1024,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelSizes:
+    """Of the part `kernels`."""
+
+    copied_bytes: int = 4 << 30
+    matmul: int = 8192
+    """Rows, columns and depth."""
+    decode: tuple[tuple[int, int], ...] = (
+        (1, 1024), (1, 8192), (1, 32_768), (8, 1024), (8, 8192), (64, 1024), (64, 8192), (256, 1024),
+    )  # fmt: skip
+    """(sequences, tokens of context of each)"""
+    slope: tuple[int, ...] = (2048, 8192, 16_384, 32_768)
+    prefill: tuple[int, ...] = (2048, 8192)
+    norm_rows: int = 8192
+    linear_rows: tuple[int, ...] = (1, 64)
+    sampler_rows: tuple[int, ...] = (1, 64, 256)
+    walked_bytes: int = 1 << 30
+    """Read in turn by what is to come from memory and not from a cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingSizes:
+    """Of a part that serves a model."""
+
+    tpot_tokens: int = 512
+    contexts: tuple[int, ...] = ()
+    """Prompt tokens at which the slope of a step is taken."""
+    slope_tokens: int = 128
+    prefill_tokens: int = 0
+    rounds: int = 3
+    requests: tuple[int, int, int] | None = None
+    """How many at once, prompt tokens, output tokens."""
+    host_streams: int = 64
+    """0: the engine alone is not measured."""
+    host_tokens: int = 256
+    clients: int = 0
+    client_tokens: int = 512
+    max_batch_tokens: int = 8192
+    max_num_seqs: int = 256
+
+
+KERNELS = {
+    "full": KernelSizes(),
+    "quick": KernelSizes(
+        decode=((1, 8192), (64, 1024)), slope=(2048, 16_384), linear_rows=(1,), sampler_rows=(64,)
+    ),
+    "dry": KernelSizes(
+        copied_bytes=1 << 20,
+        matmul=64,
+        decode=((1, 32), (2, 64)),
+        slope=(32, 64),
+        prefill=(32,),
+        norm_rows=16,
+        linear_rows=(1,),
+        sampler_rows=(2,),
+        walked_bytes=1 << 16,
+    ),
+}
+
+_LLAMA = ServingSizes(contexts=(1024, 8192, 16_384, 32_768), prefill_tokens=8192)
+_QWEN3 = ServingSizes(requests=(500, 512, 128), clients=256, max_num_seqs=512)
+_SMALL = ServingSizes(
+    tpot_tokens=32, rounds=1, host_streams=4, host_tokens=24, client_tokens=24, max_batch_tokens=128, max_num_seqs=16
+)  # fmt: skip
+
+
+def serving(name: str, mode: str) -> tuple[ModelShape, ServingSizes]:
+    """What stands for the model `name` in a run of this mode."""
+    if name == "llama-8b":
+        if mode == "dry":
+            return LLAMA_SMALL, replace(
+                _SMALL, contexts=(32, 128), slope_tokens=24, prefill_tokens=128, host_streams=0
+            )
+        quick = replace(_LLAMA, tpot_tokens=128, contexts=(1024, 16_384), slope_tokens=64, rounds=1)
+        return LLAMA_8B, quick if mode == "quick" else _LLAMA
+    if mode == "dry":
+        return QWEN3_SMALL, replace(_SMALL, requests=(8, 32, 8), clients=8)
+    quick = replace(_QWEN3, tpot_tokens=256, client_tokens=256, rounds=1)
+    return QWEN3_06B, quick if mode == "quick" else _QWEN3

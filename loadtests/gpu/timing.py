@@ -1,0 +1,68 @@
+"""How long something takes on a device, without what the host adds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+_REPEATS = 7
+_BATCH_S = 0.02
+"""Calls are timed in batches of about so long."""
+
+
+def seconds(device: torch.device, run: Callable[[], object]) -> float:
+    """One call's share of a batch of calls: the median of some batches.
+
+    On CUDA a batch is one graph if `run` can be captured, so that the device never waits for the host; else calls are
+    launched one after another.
+    """
+    run()
+    if device.type != "cuda":
+        return _on_host(run)
+    torch.cuda.synchronize(device)
+    once_s = _elapsed(run)
+    num_calls = max(1, min(200, int(_BATCH_S / max(once_s, 1e-6))))
+    batch = _batch(run, num_calls)
+    batch()
+    return statistics.median(_elapsed(batch) for _ in range(_REPEATS)) / num_calls
+
+
+def _on_host(run: Callable[[], object]) -> float:
+    times_s = []
+    for _ in range(_REPEATS):
+        started_s = time.perf_counter()
+        run()
+        times_s.append(time.perf_counter() - started_s)
+    return statistics.median(times_s)
+
+
+def _batch(run: Callable[[], object], num_calls: int) -> Callable[[], object]:
+    def calls() -> None:
+        for _ in range(num_calls):
+            run()
+
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            calls()
+    except RuntimeError:  # something in it waits for the device
+        torch.cuda.synchronize()
+        return calls
+    return graph.replay
+
+
+def _elapsed(run: Callable[[], object]) -> float:
+    start, end = event(), event()
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+def event() -> torch.cuda.Event:
+    """One that knows when it was."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

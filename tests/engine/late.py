@@ -1,0 +1,147 @@
+"""A paper runner beside which the host goes on: a device double with one queue of steps, as a CUDA stream is one.
+
+What a step needs of the host is taken when it is launched; it runs at any time between then and the moment when it is
+waited for, after those launched before. Tokens that the host did not know at launch are taken from the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.kv.tables import BlockTables
+from engine.request import Sequence
+from engine.step import Chunk, Plan, Sampled, StepResult
+from tests.engine.paper import PaperRunner, next_token
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A chunk as it was when it was launched."""
+
+    sequence: Sequence
+    """Its place on the device; nothing of it is looked at later but what never changes."""
+    start: int
+    end: int
+    samples: bool
+    token_ids: tuple[int | None, ...]
+    """None where only the device knows it."""
+    table: tuple[int, ...]
+
+    @classmethod
+    def of(cls, chunk: Chunk, block_size: int) -> Order:
+        end, known = chunk.start + chunk.num_tokens, chunk.sequence.token_ids
+        return cls(
+            sequence=chunk.sequence,
+            start=chunk.start,
+            end=end,
+            samples=chunk.samples,
+            token_ids=tuple(known[i] if i < len(known) else None for i in range(chunk.start, end)),
+            table=tuple(chunk.sequence.block_table[: -(-end // block_size)]),
+        )
+
+
+class LateStep:
+    def __init__(self, runner: LateRunner, plan: Plan) -> None:
+        self.runner = runner
+        self.orders = [Order.of(chunk, runner.block_size) for chunk in plan.chunks]
+        self.copies = list(plan.copies)
+        self.result: StepResult | None = None
+
+    @property
+    def touched(self) -> set[int]:
+        """Blocks that it may read or write."""
+        return {b for order in self.orders for b in order.table} | {b for copy in self.copies for b in copy}
+
+    def wait(self) -> StepResult:
+        return self.runner.land(self)
+
+
+class LateRunner(PaperRunner):
+    """`hurries` says, each time the device could run a step that nobody waits for yet, whether it does."""
+
+    def __init__(self, num_blocks: int, block_size: int, hurries: Callable[[], bool] = lambda: False) -> None:
+        super().__init__(num_blocks, block_size)
+        self.num_ahead = 1
+        self.in_flight: deque[LateStep] = deque()
+        """Launched and not waited for, oldest first."""
+        self.num_unknown = 0
+        """Tokens that were computed before the host knew them."""
+        self._hurries = hurries
+        self._last: dict[Sequence, tuple[int, int]] = {}
+        """What each sequence sampled last: position and token."""
+
+    def watch(self, tables: BlockTables) -> None:
+        """From now on no block may be handed out that a launched step may touch."""
+        allocate = tables.pool.allocate
+
+        def watched() -> int:
+            block = allocate()
+            for step in self.in_flight:
+                assert block not in step.touched, f"block {block} is used by a step in flight"
+            return block
+
+        tables.pool.allocate = watched  # type: ignore[method-assign]
+
+    def launch(self, plan: Plan) -> LateStep:
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        assert len(self.in_flight) <= self.num_ahead
+        step = LateStep(self, plan)
+        self.in_flight.append(step)
+        self._run_some()
+        return step
+
+    def land(self, step: LateStep) -> StepResult:
+        assert self.in_flight[0] is step, "steps are waited for in the order of their launch"
+        self._run(step)
+        self._run_some()
+        self.in_flight.popleft()
+        assert step.result is not None
+        return step.result
+
+    def _run_some(self) -> None:
+        for step in self.in_flight:
+            if step.result is None:
+                if not self._hurries():
+                    return
+                self._run(step)
+
+    def _run(self, step: LateStep) -> None:
+        if step.result is not None:
+            return
+        before = [list(self._blocks[source]) for source, _ in step.copies]
+        for (_, target), content in zip(step.copies, before, strict=True):
+            self._blocks[target] = content
+        for order in step.orders:
+            self._put(order)
+        step.result = StepResult([self._draw(order) for order in step.orders if order.samples])
+
+    def _put(self, order: Order) -> None:
+        for position, known in enumerate(order.token_ids, order.start):
+            token_id = known
+            if token_id is None:
+                self.num_unknown += 1
+                place, token_id = self._last[order.sequence]
+                assert place == position, f"{order} needs token {position}, the device has {place}"
+            block = order.table[position // self.block_size]
+            assert block != 0, "block 0 is padding"
+            self._blocks[block][position % self.block_size] = (position, token_id)
+            self.num_tokens += 1
+
+    def _draw(self, order: Order) -> Sampled:
+        sequence = order.sequence
+        if sequence.key in self.bad:
+            self._last[sequence] = (order.end, 0)
+            return Sampled([], error="logits were not finite")
+        tokens = []
+        for position in range(order.end):
+            entry = self._blocks[order.table[position // self.block_size]][position % self.block_size]
+            assert entry is not None, f"{order} reads position {position}, which nobody wrote"
+            assert entry[0] == position, f"{order} sees {entry} at {position}"
+            tokens.append(entry[1])
+        token_id = next_token(tokens, sequence.request, sequence.index)
+        self._last[sequence] = (order.end, token_id)
+        return Sampled([token_id])

@@ -1,0 +1,289 @@
+"""The step thread with a runner beside which the host goes on: order, faults, memory, and the end."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from queue import SimpleQueue
+
+import pytest
+
+from engine.engine import Engine, EngineState
+from engine.request import FinishReason, Output
+from engine.scheduler import SchedulerLimits
+from engine.step import DeviceError, OutOfMemory, Plan, StepReport, StepResult
+from priority.queue import LaneQueue
+from tests.engine.late import LateRunner, LateStep
+from tests.engine.paper import PaperSink, expected_output, make_request
+
+PATIENCE_S = 20.0
+
+
+class TroubledRunner(LateRunner):
+    """Notes what is asked of it, and fails when the test says so. Steps are numbered from 1."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 4)
+        self.asked: list[tuple[str, int]] = []
+        self.launch_faults: dict[int, list[Exception]] = {}
+        self.wait_faults: dict[int, Exception] = {}
+        self.room = 1_000
+        """Tokens of the largest step that the device has memory for."""
+        self.entered: SimpleQueue[int] = SimpleQueue()
+        """Steps that are waited for."""
+        self.gate = threading.Semaphore(1_000_000)
+        self._number_of: dict[int, int] = {}
+
+    def launch(self, plan: Plan) -> LateStep:
+        self.asked.append(("launch", plan.number))
+        if faults := self.launch_faults.get(plan.number):
+            raise faults.pop(0)
+        if plan.num_tokens > self.room:
+            raise OutOfMemory(f"tried to allocate {plan.num_tokens} tokens")
+        step = super().launch(plan)
+        self._number_of[id(step)] = plan.number
+        return step
+
+    def land(self, step: LateStep) -> StepResult:
+        number = self._number_of[id(step)]
+        self.entered.put(number)
+        assert self.gate.acquire(timeout=PATIENCE_S)
+        self.asked.append(("wait", number))
+        result = super().land(step)
+        if (fault := self.wait_faults.pop(number, None)) is not None:
+            raise fault
+        return result
+
+
+class House:
+    def __init__(self) -> None:
+        self.runner = TroubledRunner()
+        self.queue = LaneQueue(threading.Lock())
+        self.reports: list[StepReport] = []
+        self.news = threading.Condition()
+        self.states: SimpleQueue[EngineState] = SimpleQueue()
+        ticks = itertools.count(1)
+        self.engine = Engine(
+            self.runner,
+            self.queue,
+            PaperSink(),
+            SchedulerLimits(max_batch_tokens=32, max_num_seqs=8, max_model_len=100),
+            deliver=self.deliver,
+            clock=lambda: float(next(ticks)),
+            on_state=self.states.put,
+        )
+
+    def deliver(self, report: StepReport) -> None:
+        with self.news:
+            self.reports.append(report)
+            self.news.notify_all()
+
+    def start(self) -> None:
+        """What was submitted before is all in the queue when the first step is planned."""
+        self.engine.start()
+        assert self.states.get(timeout=PATIENCE_S) is EngineState.READY
+
+    def submit(self, name: str, prompt: list[int], max_tokens: int = 3, n: int = 1) -> None:
+        self.queue.put(make_request(name, prompt, max_tokens=max_tokens, n=n), 0.0)
+        self.engine.wake()
+
+    def outputs(self, name: str) -> list[Output]:
+        return [o for report in self.reports for o in report.outputs if o.request_id == name]
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for output in self.outputs(name) for token in output.token_ids]
+
+    def wait_for(self, truth: Callable[[], bool]) -> None:
+        with self.news:
+            assert self.news.wait_for(truth, timeout=PATIENCE_S)
+
+    def last(self, name: str) -> Output:
+        self.wait_for(lambda: any(o.finish_reason for o in self.outputs(name)))
+        return self.outputs(name)[-1]
+
+    def assert_whole(self, name: str, prompt: list[int], max_tokens: int = 3) -> None:
+        assert self.last(name).finish_reason is FinishReason.LENGTH
+        assert self.tokens(name) == expected_output(make_request(name, prompt, max_tokens=max_tokens), 0, 100)
+
+    def stop(self) -> None:
+        self.runner.gate.release(1_000)
+        assert self.engine.stop(PATIENCE_S)
+        assert self.runner.closed
+
+
+@pytest.fixture
+def house() -> Iterator[House]:
+    house = House()
+    yield house
+    house.stop()
+    stats = house.engine.stats()
+    assert stats.num_pool_violations == 0
+    for name in {o.request_id for report in house.reports for o in report.outputs}:
+        ends = [o.index for o in house.outputs(name) if o.finish_reason is not None]
+        assert len(ends) == len(set(ends)), "a choice ended twice"
+
+
+def test_the_next_step_is_launched_before_one_is_waited_for(house: House) -> None:
+    house.submit("r", [1, 2, 3], max_tokens=4)
+    house.start()
+    house.assert_whole("r", [1, 2, 3], 4)
+    house.stop()
+    launch, wait = "launch", "wait"
+    assert house.runner.asked == [
+        (launch, 1), (launch, 2), (wait, 1), (launch, 3), (wait, 2), (launch, 4), (wait, 3), (wait, 4),
+    ]  # fmt: skip
+    assert house.runner.num_unknown == 3
+
+
+def test_there_is_one_report_a_step_and_their_times_follow_one_another(house: House) -> None:
+    prompts = {f"r{i}": [*range(8), 20 + i] for i in range(6)}
+    for name, prompt in prompts.items():
+        house.submit(name, prompt, max_tokens=4)
+    house.start()
+    for name, prompt in prompts.items():
+        house.assert_whole(name, prompt, 4)
+    house.stop()
+    reports = house.reports
+    assert len(reports) == house.engine.stats().num_steps
+    for before, after in pairwise(reports):
+        assert before.started_s + before.duration_s <= after.started_s
+    prefill = sum(r.num_prefill_tokens for r in reports)
+    hits = sum(r.num_prefix_hit_tokens for r in reports)
+    assert prefill + hits == sum(r.num_prefix_query_tokens for r in reports) == 54
+    assert sum(r.num_decode_tokens for r in reports) == 6 * 3
+
+
+def test_blocks_are_free_when_the_step_that_uses_them_is_back(house: House) -> None:
+    house.runner.gate = threading.Semaphore(0)
+    house.submit("r", list(range(10)), max_tokens=50, n=2)
+    house.start()
+    assert house.runner.entered.get(timeout=PATIENCE_S) == 1
+    house.engine.cancel("r")
+    house.runner.gate.release()
+    assert house.runner.entered.get(timeout=PATIENCE_S) == 2
+    assert house.engine.stats().num_free_blocks < 63, "step 2 may still write them"
+    house.runner.gate.release()
+    house.last("r")
+    house.wait_for(lambda: house.reports[-1].num_free_blocks == 63)
+    assert [o.finish_reason for o in house.outputs("r")].count(FinishReason.CANCELLED) == 2
+
+
+# Faults
+
+
+def test_a_launch_that_fails_lets_the_step_before_end_first(house: House) -> None:
+    house.runner.launch_faults[3] = [ValueError("odd shape")]
+    house.submit("r", [1, 2, 3], max_tokens=9)
+    house.start()
+    last = house.last("r")
+    assert (last.finish_reason, last.error) == (FinishReason.FAILED, "the step failed")
+    assert len(house.tokens("r")) == 2, "what steps 1 and 2 brought"
+    assert [report.error for report in house.reports] == [None, None, "ValueError: odd shape"]
+    house.submit("next", [1, 2, 3])
+    house.assert_whole("next", [1, 2, 3])
+
+
+def test_a_step_that_fails_in_flight_ends_its_sequences_and_no_others(house: House) -> None:
+    house.runner.gate = threading.Semaphore(0)
+    house.runner.wait_faults[1] = ValueError("late")
+    house.submit("old", [1, 2, 3], max_tokens=9)
+    house.start()
+    assert house.runner.entered.get(timeout=PATIENCE_S) == 1
+    house.submit("new", [4, 5, 6])
+    house.runner.gate.release(1_000)
+    assert house.last("old").error == "the step failed"
+    assert house.tokens("old") == []
+    house.assert_whole("new", [4, 5, 6])
+    house.submit("old again", [1, 2, 3])
+    house.assert_whole("old again", [1, 2, 3])
+
+
+@pytest.mark.parametrize("where", ["launch", "wait"])
+def test_a_lost_device_ends_everybody_once(where: str) -> None:
+    house = House()
+    lost = DeviceError("lost")
+    if where == "launch":
+        house.runner.launch_faults[3] = [lost]
+    else:
+        house.runner.wait_faults[2] = lost
+    names = [f"r{i}" for i in range(3)]
+    for i, name in enumerate(names):
+        house.submit(name, [i, 2, 3], max_tokens=9, n=2)
+    house.start()
+    assert house.states.get(timeout=PATIENCE_S) is EngineState.FAILED
+    house.stop()
+    for name in names:
+        ends = [(o.index, o.error) for o in house.outputs(name) if o.finish_reason is not None]
+        assert sorted(ends) == [(0, "the engine failed"), (1, "the engine failed")]
+    assert house.engine.failure is lost
+
+
+# Memory
+
+
+def test_a_step_too_large_for_the_device_is_tried_with_half_of_its_sequences(house: House) -> None:
+    house.runner.room = 10
+    for i in range(4):
+        house.submit(f"r{i}", [i, 2, 3, 4, 5])
+    house.start()
+    for i in range(4):
+        house.assert_whole(f"r{i}", [i, 2, 3, 4, 5])
+    preempted = sum(report.num_preemptions for report in house.reports)
+    assert preempted == 2, "the steps to come are small at once"
+    assert all(report.error is None for report in house.reports)
+
+
+def test_a_sequence_that_the_device_has_no_room_for_is_told_so(house: House) -> None:
+    house.runner.room = 0
+    house.submit("a", [1, 2, 3])
+    house.submit("b", [4, 5, 6])
+    house.start()
+    for name in ("a", "b"):
+        assert house.last(name).error == "the device has not enough memory for this request"
+    house.runner.room = 1_000
+    house.submit("c", [1, 2, 3])
+    house.assert_whole("c", [1, 2, 3])
+    assert house.engine.state is EngineState.READY
+    launches = [number for what, number in house.runner.asked if what == "launch"]
+    assert launches[:3] == [1, 1, 2], "both, then `a` alone, then `b`; nothing is tried again as it was"
+
+
+def test_memory_that_runs_out_in_decode_takes_no_token_twice(house: House) -> None:
+    """The step before is in flight when the launch fails, and its tokens count."""
+    house.runner.launch_faults = {number: [OutOfMemory("full")] for number in (2, 4, 5)}
+    for i in range(4):
+        house.submit(f"r{i}", [i, 2, 3], max_tokens=6)
+    house.start()
+    for i in range(4):
+        house.assert_whole(f"r{i}", [i, 2, 3], 6)
+    assert sum(report.num_preemptions for report in house.reports) >= 2
+
+
+# The end
+
+
+def test_stop_waits_for_what_is_in_flight_and_delivers_it(house: House) -> None:
+    house.runner.gate = threading.Semaphore(0)
+    house.submit("r", [1, 2], max_tokens=50)
+    house.start()
+    assert house.runner.entered.get(timeout=PATIENCE_S) == 1
+    assert not house.engine.stop(timeout_s=0.0)
+    house.runner.gate.release(50)
+    assert house.engine.stop(PATIENCE_S)
+    assert [len(o.token_ids) for o in house.outputs("r")] == [1, 1]
+    assert house.outputs("r")[-1].finish_reason is None, "what is unfinished stays so"
+
+
+def test_a_device_lost_while_stopping_is_told() -> None:
+    house = House()
+    house.runner.gate = threading.Semaphore(0)
+    house.runner.wait_faults[2] = DeviceError("lost")
+    house.submit("r", [1, 2], max_tokens=50)
+    house.start()
+    assert house.runner.entered.get(timeout=PATIENCE_S) == 1
+    assert not house.engine.stop(timeout_s=0.0)
+    house.stop()
+    assert house.states.get(timeout=PATIENCE_S) is EngineState.FAILED
+    assert house.last("r").error == "the engine failed"

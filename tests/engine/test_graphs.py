@@ -1,0 +1,130 @@
+"""The ladder of graphs, on a device whose recordings are lists of what was asked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.graphs import Graph, Ladder, Rung, ladder_sizes
+
+
+class Replayed:
+    def __init__(self, work: Callable[[], None]) -> None:
+        self.replay = work
+
+
+class PaperDevice:
+    """Every recording takes memory that smaller ones after it need not take again."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 100
+        self.recordings = 0
+        self.is_recording = False
+        self.log: list[tuple[str, Rung]] = []
+        self.broken: set[Rung] = set()
+        self._pool = 0
+
+    def record(self, work: Callable[[], None]) -> Graph:
+        self.is_recording = True
+        try:
+            work()
+        finally:
+            self.is_recording = False
+        rung = self.log[-1][1]
+        if rung in self.broken:
+            raise RuntimeError("operation not permitted when stream is capturing\nand a long trace")
+        self.num_bytes += max(0, rung.num_sequences * rung.query_len - self._pool)
+        self._pool = max(self._pool, rung.num_sequences * rung.query_len)
+        return Replayed(lambda: self.log.append(("replay", rung)))
+
+    def synchronize(self) -> None:
+        assert not self.is_recording
+
+    def num_bytes_in_use(self) -> int:
+        return self.num_bytes
+
+    def work(self, rung: Rung) -> None:
+        self.log.append(("record" if self.is_recording else "warm", rung))
+
+
+def recorded(ladder: Ladder, device: PaperDevice) -> list[tuple[int, int]]:
+    told: list[tuple[int, int]] = []
+    ladder.record(device, device.work, lambda done, total: told.append((done, total)))
+    return told
+
+
+def test_the_sizes_are_one_two_four_and_then_every_eighth() -> None:
+    assert ladder_sizes(32) == (1, 2, 4, 8, 16, 24, 32)
+    assert ladder_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert [ladder_sizes(n) for n in (1, 2, 3, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8)]
+
+
+@given(st.integers(1, 300), st.integers(1, 400))
+def test_the_smallest_graph_that_holds_the_batch_is_chosen(most: int, num_sequences: int) -> None:
+    ladder, device = Ladder(most), PaperDevice()
+    recorded(ladder, device)
+    graph = ladder.find(num_sequences)
+    assert (graph is None) == (num_sequences > most)
+    padded = ladder.padded(num_sequences)
+    if graph is None:
+        assert padded == num_sequences
+        return
+    graph.replay()
+    assert device.log[-1] == ("replay", Rung(padded, 1))
+    assert padded == min(size for size in ladder_sizes(most) if size >= num_sequences)
+    assert padded < num_sequences + 8
+
+
+def test_the_largest_is_recorded_first_and_each_runs_once_before() -> None:
+    ladder, device = Ladder(16), PaperDevice()
+    told = recorded(ladder, device)
+    sizes = [16, 8, 4, 2, 1]
+    assert device.log == [(what, Rung(size, 1)) for size in sizes for what in ("warm", "record")]
+    assert told == [(number, 5) for number in range(1, 6)]
+
+
+def test_memory_is_accounted_for_by_graph() -> None:
+    ladder, device = Ladder(16), PaperDevice()
+    recorded(ladder, device)
+    assert {rung.num_sequences: r.num_bytes for rung, r in ladder.recorded.items()} == {
+        16: 16, 8: 0, 4: 0, 2: 0, 1: 0,
+    }  # fmt: skip
+    assert ladder.num_bytes == device.num_bytes - 100 == 16
+
+
+def test_a_size_that_cannot_be_recorded_runs_without_and_is_told_in_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ladder, device = Ladder(16), PaperDevice()
+    device.broken = {Rung(8, 1)}
+    with caplog.at_level(logging.WARNING):
+        told = recorded(ladder, device)
+    assert told[-1] == (5, 5)
+    assert [ladder.find(n) is None for n in (1, 4, 5, 8, 9, 16)] == [False, False, True, True, False, False]
+    assert ladder.padded(5) == 5
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "no CUDA graph for 8 x 1 tokens, these steps run without: "
+        "operation not permitted when stream is capturing"
+    )
+
+
+def test_steps_that_verify_drafts_have_graphs_of_their_own() -> None:
+    ladder, device = Ladder(4, query_lens=(1, 4)), PaperDevice()
+    recorded(ladder, device)
+    order = [(r.num_sequences, r.query_len) for what, r in device.log if what == "record"]
+    assert order == [(4, 4), (2, 4), (4, 1), (1, 4), (2, 1), (1, 1)]
+    graph = ladder.find(3, query_len=4)
+    assert graph is not None
+    graph.replay()
+    assert device.log[-1] == ("replay", Rung(4, 4))
+    assert ladder.find(3, query_len=2) is None
+
+
+def test_without_recording_every_step_runs_without() -> None:
+    ladder = Ladder(64)
+    assert (ladder.find(1), ladder.padded(3), ladder.num_bytes) == (None, 3, 0)

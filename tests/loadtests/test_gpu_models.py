@@ -1,0 +1,55 @@
+"""Models of random weights that are real checkpoints, and the arithmetic that is counted of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.model.fields import Fields
+from engine.model.memory import weight_bytes
+from engine.model.parse import parse_config
+from engine.tokenizer import Tokenizer
+from loadtests.gpu.checkpoints import token_ids, write_checkpoint
+from loadtests.gpu.sizes import LLAMA_8B, LLAMA_SMALL, QWEN3_06B, QWEN3_SMALL, ModelShape, serving
+
+
+@pytest.mark.parametrize("shape", [LLAMA_SMALL, QWEN3_SMALL])
+def test_a_checkpoint_is_one_that_others_read_and_chooses_only_text(
+    shape: ModelShape, tmp_path: Path
+) -> None:
+    write_checkpoint(shape, tmp_path, num_random=100_000)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    prompts = torch.tensor(token_ids())[torch.randint(0, len(token_ids()), (4, 32))]
+    with torch.inference_mode():
+        chosen = model(prompts).logits.argmax(-1).flatten().tolist()
+    assert all(token in token_ids() for token in chosen)
+    assert len(set(chosen)) > 20, "answers are not one token over and over"
+    tokenizer = Tokenizer.load(tmp_path)
+    assert all(tokenizer.decode([token]).strip() for token in chosen[:10])
+
+
+@pytest.mark.parametrize(("shape", "billions"), [(LLAMA_8B, 8.03), (QWEN3_06B, 0.596)])
+def test_the_shapes_are_those_of_their_names(shape: ModelShape, billions: float) -> None:
+    config = parse_config(Fields("config.json", shape.config))
+    assert weight_bytes(config, torch.bfloat16) / 2e9 == pytest.approx(billions, rel=0.005)
+    assert config.qk_norm == (shape is QWEN3_06B)
+
+
+def test_prefill_counts_linear_maps_and_half_of_the_square() -> None:
+    """6.979 B parameters in linear maps; attention of 32 layers and 4096 query elements; one row of logits."""
+    linear, head = 2 * 6.979e9, 2 * 4096 * 128_256
+    assert LLAMA_8B.prefill_flop(1000) == pytest.approx(
+        1000 * linear + head + 32 * 2 * 4096 * 1000 * 1001, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("mode", ["full", "quick", "dry"])
+@pytest.mark.parametrize("name", ["llama-8b", "qwen3-0.6b"])
+def test_no_prompt_is_longer_than_the_model_or_the_step_it_is_to_fill(name: str, mode: str) -> None:
+    shape, sizes = serving(name, mode)
+    assert all(context + sizes.slope_tokens <= shape.max_length for context in sizes.contexts)
+    assert sizes.prefill_tokens <= sizes.max_batch_tokens
+    assert max(sizes.clients, sizes.host_streams, (sizes.requests or (0,))[0]) <= sizes.max_num_seqs

@@ -1,0 +1,92 @@
+"""A part is bounded in time, and what it said before its end counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtests.gpu import parts
+from loadtests.gpu.command import LIMIT_S
+from loadtests.gpu.figures import Figure, emit, emit_fact, emit_skip
+from loadtests.gpu.parts import Outcome, Part, run_part
+
+FIGURE = json.dumps({"figure": {"name": "speed", "value": 2.5, "unit": "GB/s", "how": ""}})
+
+
+def script(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def test_figures_facts_and_what_is_left_out_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    emit("speed", 2.5, "GB/s", "twice")
+    emit("nothing", float("nan"), "ms")
+    emit_fact("device", "A Card")
+    emit_skip("more", "no\n  time")
+    outcome = Outcome("kernels")
+    for line in ["a line of somebody else", "[1, 2]", "7", *capsys.readouterr().out.splitlines()]:
+        outcome.take(line)
+    assert outcome.figures == [Figure(name="speed", value=2.5, unit="GB/s", how="twice")]
+    assert outcome.facts == {"device": "A Card"}
+    assert outcome.skipped == [("nothing", "nothing came of which it could be taken"), ("more", "no time")]
+
+
+def test_a_part_that_ends_well_has_no_failure() -> None:
+    outcome = run_part(Part("p", "", 60), script(f"print({FIGURE!r})"), 60)
+    assert (len(outcome.figures), outcome.failure, outcome.skipped) == (1, None, [])
+
+
+def test_a_part_that_fails_keeps_what_it_said() -> None:
+    outcome = run_part(Part("p", "", 60), script(f"print({FIGURE!r}); raise SystemExit(3)"), 60)
+    assert len(outcome.figures) == 1
+    assert outcome.failure is not None
+    assert "status 3" in outcome.failure
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "_LEAST_S", 0.0)
+    pid = tmp_path / "pid"
+    text = (
+        "import subprocess, sys, time\n"
+        f"print({FIGURE!r}, flush=True)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(pid)!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    outcome = run_part(Part("p", "", 600), script(text), 5.0)
+    assert len(outcome.figures) == 1
+    assert outcome.failure is None
+    assert outcome.skipped == [("the rest of p", "it was not done after 5 s")]
+    assert outcome.seconds < 60
+    assert ends(int(pid.read_text()))
+
+
+def ends(pid: int) -> bool:
+    """Within ten seconds: a process that was killed still has to go."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([handle], [], [], 10)[0])
+    finally:
+        os.close(handle)
+
+
+def test_without_time_a_part_is_not_begun() -> None:
+    outcome = run_part(Part("p", "", 60), ["/nowhere"], 5.0)
+    assert outcome.skipped == [("p", "no time was left")]
+
+
+def test_what_is_wanted_most_fits_the_ten_minutes() -> None:
+    """The slower shape has its whole time, and the other one more than a minute."""
+    assert LIMIT_S < 600
+    bounds = {part.name: part.bound_s for part in parts.PARTS}
+    assert list(bounds)[:4] == ["environment", "tests", "kernels", "llama-8b"]
+    assert sum(list(bounds.values())[:4]) + 60 < LIMIT_S
