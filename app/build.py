@@ -34,7 +34,7 @@ from priority.lanes import Lane
 from priority.queue import LaneQueue
 
 if TYPE_CHECKING:
-    from engine.runner import ModelRunner
+    from engine.runner import ModelRunner, Steps, choose_steps
 
 PAGE = Path(__file__).parent.parent / "static"
 
@@ -195,11 +195,17 @@ def _make_runner(folder: Path, options: LoadOptions) -> ModelRunner:
     """Runs in the step thread."""
     log.info("loading torch")
     from engine.model.loader import LoadedModel, load_model
-    from engine.runner import ModelRunner
+    from engine.runner import ModelRunner, Steps, choose_steps
 
     def load() -> LoadedModel:
         log.info("loading %s", folder)
         with progress("loading the weights") as show:
             return load_model(folder, options, log.info, lambda done, total: show(done / max(1, total)))
 
-    return ModelRunner(load)
+    def make_steps(model: LoadedModel) -> Steps:
+        if model.device.type == "cpu":
+            return choose_steps(model)
+        with progress("recording CUDA graphs") as show:
+            return choose_steps(model, lambda done, total: show(done / max(1, total)))
+
+    return ModelRunner(load, make_steps)

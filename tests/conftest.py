@@ -11,6 +11,10 @@ from hypothesis import settings
 
 from app.bench.server_process import ServerProcess
 
+# Triton decides when it is first imported whether it interprets, and other libraries import it, too.
+if shutil.which("nvidia-smi") is None:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Here hypothesis looks for new examples at every run; in CI the same commit gives the same result, on any machine.
 settings.register_profile("here", deadline=None)
 settings.register_profile("ci", deadline=None, derandomize=True)
