@@ -18,7 +18,7 @@ check:     ## ruff, mypy --strict, import-linter
 test:      ## all tests, with a real browser and a real Redis
 	@.ci/setup check test
 	@.ci/tools
-	.venv/bin/pytest $(ARGS)
+	@if [ -n "$(ARGS)" ]; then .venv/bin/pytest $(ARGS); else .ci/pytest; fi
 
 loadtest:  ## one minute of mixed traffic against a server it starts; fails on any failed request
 	@.ci/setup loadtest

@@ -31,15 +31,15 @@ from app.cli import main
 from engine.step import DeviceError
 import engine.engine
 
-turn, turns = engine.engine.Engine._step, []
+launch, launched = engine.engine.Engine._launch, []
 
-def step(self, scheduler, plan, outputs):
-    turns.append(plan)
-    if len(turns) == 3:
+def failing(self, scheduler, plan, now):
+    launched.append(plan)
+    if len(launched) == 3:
         raise DeviceError("the device is gone")
-    return turn(self, scheduler, plan, outputs)
+    return launch(self, scheduler, plan, now)
 
-engine.engine.Engine._step = step
+engine.engine.Engine._launch = failing
 sys.exit(main(["serve", *sys.argv[1:]]))
 """
 

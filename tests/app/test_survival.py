@@ -18,7 +18,7 @@ from tests.redis_server import RedisServer
 pytestmark = pytest.mark.anyio
 
 NUM_STREAMS = 50
-MAX_TOKENS = 48
+MAX_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
