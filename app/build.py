@@ -34,7 +34,7 @@ from priority.lanes import Lane
 from priority.queue import LaneQueue
 
 if TYPE_CHECKING:
-    from engine.runner import ModelRunner, Steps, choose_steps
+    from engine.runner import ModelRunner, Steps
 
 PAGE = Path(__file__).parent.parent / "static"
 
@@ -195,7 +195,7 @@ def _make_runner(folder: Path, options: LoadOptions) -> ModelRunner:
     """Runs in the step thread."""
     log.info("loading torch")
     from engine.model.loader import LoadedModel, load_model
-    from engine.runner import ModelRunner, Steps, choose_steps
+    from engine.runner import ModelRunner, choose_steps
 
     def load() -> LoadedModel:
         log.info("loading %s", folder)
