@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, fields
+from functools import partial
 from itertools import product
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from engine.device_state import DeviceState, Placed
-from engine.graphs import Device, Graph, Ladder, Rung
+from engine.device_state import DeviceState, Placed, Seat
+from engine.graphs import Device, Graph, Ladder, Rung, record_all
 from engine.model.loader import LoadedModel
 from engine.request import Request, SamplingParams, Sequence, TokenLogprobs
-from engine.sampling.device import Choose, DeviceSampler, Needs, SampledOnDevice
+from engine.sampling.device import Choose, DeviceSampler, Needs, SampledOnDevice, most_likely
+from engine.slot_table import Gather, SlotTable, gather
 from engine.step import Chunk, DeviceError, OutOfMemory, Plan, Sampled, StepInFlight, StepResult
 
 log = logging.getLogger("penstock.engine")
@@ -37,6 +40,8 @@ class DeviceLimits:
     max_batch_tokens: int
     max_model_len: int | None = None
     """None: as many as the model has positions."""
+    max_query_len: int = 1
+    """Tokens of each sequence in a step that comes out of the table; more than 1 is for drafts that are verified."""
 
 
 class CudaDevice:
@@ -85,6 +90,7 @@ class DeviceSteps:
         config, kv = model.config, model.kv
         num_slots = limits.max_num_seqs
         max_len = min(limits.max_model_len or config.max_position, kv.num_blocks * kv.block_size)
+        query_lens = tuple(sorted({1, limits.max_query_len}))
         self.model = model
         self.sampler = DeviceSampler(
             num_slots,
@@ -93,27 +99,35 @@ class DeviceSteps:
             model.device,
             choose=_fast_choose(model, num_slots),
         )
+        self.table = SlotTable(num_slots, -(-max_len // kv.block_size), limits.max_query_len, model.device)
         self.state = DeviceState(
-            num_slots,
-            -(-max_len // kv.block_size),
+            self.table,
             limits.max_batch_tokens,
-            model.device,
+            query_lens=query_lens,
             seat=self._seat,
             vacate=self.sampler.release,
         )
-        self.ladder = Ladder(min(num_slots, limits.max_batch_tokens))
+        self._gather = _fast_gather(model) or gather
         self._refused: dict[Sequence, str] = {}
         """Sequences that the sampler cannot serve."""
-        # What graphs read and write; every rung uses the beginning.
-        self._slots = torch.full((num_slots,), -1, dtype=torch.int32, device=model.device)
-        self._context_lens = torch.zeros(num_slots, dtype=torch.int32, device=model.device)
-        self._logits = torch.empty(0, config.vocab_size, device=model.device)
+        self._buffers = _Buffers.empty(
+            num_slots, config.vocab_size, model.kernels.activation_dtype, model.device
+        )
+        self._parts: dict[int, _Buffers] = {}
+        """Their first so many rows."""
         self._shown: Tensor | None = None
-        """The slots that `_slots` shows at present."""
+        """The slots that are in the buffer at present."""
+        self._shown_needs: Needs | None = None
+        """Theirs, unless one has a new sequence since."""
+        most = min(num_slots, limits.max_batch_tokens)
+        self.passes = Ladder(self._pass, most, query_lens)
+        self.choices = {
+            filters: Ladder(partial(self._choose, filters), most)
+            for filters in (Needs(top_k, top_p) for top_k, top_p in product((False, True), repeat=2))
+        }
         self._warm_up()
         if device is not None and self._can_be_recorded:
-            self.ladder.record(device, self._decode_recorded, progress)
-            say(f"{len(self.ladder.recorded)} CUDA graphs, {self.ladder.num_bytes / 2**20:.0f} MiB")
+            self._record(device, say, progress)
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> StepInFlight:
@@ -136,12 +150,12 @@ class DeviceSteps:
         return self.model.kernels.name == "triton"
 
     def _launch(self, plan: Plan) -> StepInFlight:
-        placed = self.state.place(plan, self.ladder.padded)
+        placed = self.state.place(plan, self.passes.padded)
         if placed.copies is not None:
             sources, targets = (blocks.long() for blocks in placed.copies)
             self.model.kv.data[:, :, targets] = self.model.kv.data[:, :, sources]
-        landing = self._decode(plan, placed) if placed.is_decode else self._mixed(plan, placed)
-        self.state.note_launched(plan, placed.slots)
+        landing = self._mixed(plan, placed) if placed.query_len is None else self._short(plan, placed)
+        self.state.note_launched(plan, placed.seats)
         return landing
 
     def _warm_up(self) -> None:
@@ -152,36 +166,49 @@ class DeviceSteps:
         for chunk in (Chunk(sequence, 0, 2, samples=False), Chunk(sequence, 2, 1, samples=True)):
             self.launch(Plan([chunk], num_tokens=chunk.num_tokens)).wait()
         sequence.block_table = []  # it gives up its slot
-        for num_rows in {min(n, self.state.num_slots) for n in (1, 2, 16)}:
-            slots = torch.full((num_rows,), -1, dtype=torch.int32, device=self.model.device)
-            logits = torch.zeros(num_rows, self.model.config.vocab_size, device=self.model.device)
-            for top_k, top_p in product((False, True), repeat=2):
-                self.sampler.sample(logits, slots, torch.zeros_like(slots), Needs(top_k, top_p))
+        self._buffers.slots.fill_(-1)
+        self._shown = None
+        for num_rows in {min(n, self._buffers.slots.numel()) for n in (1, 2, 16)}:
+            for filters in self.choices:
+                self._choose(filters, Rung(num_rows, 1))
 
-    def _decode_recorded(self, rung: Rung) -> None:
-        """The part of a decode step that is in its graph: from `_slots` to `_logits`."""
-        num = rung.num_sequences
-        if self._logits.shape[0] < num:
-            self._logits = self._logits.new_empty(num, self._logits.shape[1])
-        batch = self.state.decode_batch(self._slots[:num])
-        self._logits[:num].copy_(self.model.decoder(batch))
-        self._context_lens[:num].copy_(batch.context_lens)
+    def _record(self, device: Device, say: Callable[[str], None], progress: Progress) -> None:
+        ladders = [self.passes, *self.choices.values()]
+        record_all(ladders, device, progress)
+        num_bytes = sum(ladder.num_bytes for ladder in ladders)
+        say(f"{sum(len(ladder.recorded) for ladder in ladders)} CUDA graphs, {num_bytes / 2**20:.0f} MiB")
 
-    def _decode(self, plan: Plan, placed: Placed) -> StepInFlight:
-        slots, num = placed.slot_tensor, placed.slot_tensor.numel()
-        graph = self.ladder.find(num)
-        if graph is None:
-            batch = self.state.decode_batch(slots)
-            logits, context_lens = self.model.decoder(batch), batch.context_lens
-        else:
-            if self._shown is not slots:
-                self._slots[:num].copy_(slots)
-                self._shown = slots
-            graph.replay()
-            logits, context_lens = self._logits[:num], self._context_lens[:num]
-        landing = self._sample(plan, logits, slots, context_lens, placed)
-        self.state.advance(slots, context_lens)
-        return landing
+    def _pass(self, rung: Rung) -> None:
+        """From the slots to the logits of each one's last token."""
+        own = self._part(rung.num_sequences)
+        step = self._gather(self.table, own.slots, rung.query_len)
+        own.numbers.copy_(step.numbers)
+        own.logits.copy_(self.model.decoder(step.batch))
+
+    def _choose(self, filters: Needs, rung: Rung) -> None:
+        """From the logits to tokens."""
+        own = self._part(rung.num_sequences)
+        sampled = self.sampler.sample(own.logits, own.slots, own.numbers, filters)
+        own.token_ids.copy_(sampled.token_ids)
+        own.logprobs.copy_(sampled.logprobs)
+        self.table.keep_tokens(own.slots, sampled.token_ids)
+
+    def _short(self, plan: Plan, placed: Placed) -> StepInFlight:
+        """What the device does is all in graphs, but for what was not to be expected."""
+        assert placed.query_len is not None
+        num = placed.slot_tensor.numel()
+        own = self._part(num)
+        if self._shown is not placed.slot_tensor:
+            own.slots.copy_(placed.slot_tensor)
+            self._shown, self._shown_needs = placed.slot_tensor, None
+        self.passes.run(Rung(num, placed.query_len))
+        needs = self._shown_needs = self._shown_needs or self._needs(plan, placed.seats)
+        self.choices[needs.filters].run(Rung(num, 1))
+        sampled = SampledOnDevice(own.token_ids, own.logprobs)
+        if needs.num_top_logprobs:
+            top = most_likely(own.logits, needs.num_top_logprobs)
+            sampled = SampledOnDevice(own.token_ids, own.logprobs, *top)
+        return self._landing(plan, sampled)
 
     def _mixed(self, plan: Plan, placed: Placed) -> StepInFlight:
         batch, slots, chunks = placed.batch, placed.sampled_slots, placed.sampled_chunks
@@ -189,26 +216,37 @@ class DeviceSteps:
         assert slots is not None
         assert chunks is not None
         logits = self.model.decoder(batch)
-        landing = self._sample(plan, logits, slots, batch.context_lens[chunks.long()], placed)
-        self.state.advance(placed.slot_tensor, batch.context_lens)
-        return landing
+        self.table.keep_lengths(placed.slot_tensor, batch.context_lens)
+        if not slots.numel():
+            return self._landing(plan, None)
+        numbers = self.table.numbers(slots, batch.context_lens[chunks.long()])
+        sampled = self.sampler.sample(logits, slots, numbers, self._needs(plan, placed.seats))
+        self.table.keep_tokens(slots, sampled.token_ids)
+        return self._landing(plan, sampled)
 
-    def _sample(
-        self, plan: Plan, logits: Tensor, slots: Tensor, context_lens: Tensor, placed: Placed
-    ) -> StepInFlight:
-        rows = [(c.sequence, slot) for c, slot in zip(plan.chunks, placed.slots, strict=True) if c.samples]
-        if not rows:
-            return _Landing(logits.device, [])
-        needs = self.sampler.needs(slot for sequence, slot in rows if sequence not in self._refused)
-        sampled = self.sampler.sample(logits, slots, self.state.numbers(slots, context_lens), needs)
-        landing = _Landing(logits.device, [self._wish(sequence) for sequence, _ in rows], sampled)
-        self.state.keep_tokens(slots, sampled.token_ids)
-        return landing
+    def _part(self, num: int) -> _Buffers:
+        if num not in self._parts:
+            self._parts[num] = self._buffers.part(num)
+        return self._parts[num]
+
+    def _needs(self, plan: Plan, seats: ListLike[Seat]) -> Needs:
+        """Of the sequences that sample; one that the sampler refused has none."""
+        return self.sampler.needs(
+            s.slot for s, chunk in zip(seats, plan.chunks, strict=True) if chunk.samples
+        )
+
+    def _landing(self, plan: Plan, sampled: SampledOnDevice | None) -> StepInFlight:
+        wishes = [self._wish(chunk.sequence) for chunk in plan.chunks if chunk.samples]
+        return _Landing(self.model.device, wishes, sampled)
 
     def _wish(self, sequence: Sequence) -> _Wish:
-        return _Wish(sequence.request.sampling.num_logprobs, self._refused.get(sequence))
+        num_logprobs = sequence.request.sampling.num_logprobs
+        if num_logprobs is None and not self._refused:
+            return _TOKEN_ALONE
+        return _Wish(num_logprobs, self._refused.get(sequence))
 
     def _seat(self, slot: int, sequence: Sequence) -> None:
+        self._shown_needs = None
         self._refused = {s: said for s, said in self._refused.items() if s.finish_reason is None}
         try:
             self.sampler.assign(slot, sequence)
@@ -225,12 +263,54 @@ def _fast_choose(model: LoadedModel, max_rows: int) -> Choose | None:
     return TritonChoose(max_rows, model.config.vocab_size, model.device)
 
 
+def _fast_gather(model: LoadedModel) -> Gather | None:
+    if model.kernels.name != "triton" or model.device.type != "cuda":
+        return None
+    from engine.kernels.triton import inputs
+
+    return partial(inputs.gather, block_size=model.kv.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """What graphs leave for each other and for the host: of S slots, the first rows of what there is for all."""
+
+    slots: Tensor
+    """[S] int32; -1 is padding."""
+    numbers: Tensor
+    """[S] int32 output tokens that there are already."""
+    logits: Tensor
+    """[S, vocab]"""
+    token_ids: Tensor
+    """[S] int32"""
+    logprobs: Tensor
+    """[S] float32"""
+
+    @classmethod
+    def empty(cls, num_slots: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> _Buffers:
+        slots = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+        return cls(
+            slots=slots,
+            numbers=torch.zeros_like(slots),
+            logits=torch.zeros(num_slots, vocab_size, dtype=dtype, device=device),
+            token_ids=torch.zeros_like(slots),
+            logprobs=torch.zeros_like(slots, dtype=torch.float32),
+        )
+
+    def part(self, num: int) -> _Buffers:
+        """The rows of the first so many slots."""
+        return _Buffers(*(getattr(self, field.name)[:num] for field in fields(self)))
+
+
 @dataclass(frozen=True, slots=True)
 class _Wish:
     """What a sampled row is to bring."""
 
     num_logprobs: int | None
     refusal: str | None
+
+
+_TOKEN_ALONE = _Wish(None, None)
 
 
 class _Landing:
@@ -242,8 +322,10 @@ class _Landing:
         self._wishes = wishes
         self._tensors: list[Tensor] = []
         if sampled is not None:
-            brought = (sampled.token_ids, sampled.logprobs, sampled.top_ids, sampled.top_logprobs)
-            self._tensors = [_to_host(tensor) for tensor in brought if tensor is not None]
+            wanted: list[Tensor | None] = [sampled.token_ids]
+            if any(wish.num_logprobs is not None for wish in wishes):
+                wanted += [sampled.logprobs, sampled.top_ids, sampled.top_logprobs]
+            self._tensors = [_to_host(tensor[: len(wishes)]) for tensor in wanted if tensor is not None]
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -257,7 +339,7 @@ class _Landing:
                 raise DeviceError(str(error)) from error
         if not self._wishes:
             return StepResult([])
-        token_ids, logprobs, *top = (tensor.tolist() for tensor in self._tensors)
+        token_ids, *told = (tensor.tolist() for tensor in self._tensors)
         result = []
         for row, wish in enumerate(self._wishes):
             if wish.refusal is not None or token_ids[row] < 0:
@@ -265,7 +347,7 @@ class _Landing:
                 continue
             sampled = Sampled([token_ids[row]])
             if wish.num_logprobs is not None:
-                num = wish.num_logprobs
+                num, (logprobs, *top) = wish.num_logprobs, told
                 pairs = tuple(zip(top[0][row][:num], top[1][row][:num], strict=True)) if top else ()
                 sampled.logprobs = [TokenLogprobs(logprobs[row], pairs)]
             result.append(sampled)

@@ -1,11 +1,9 @@
-"""What the device knows of the running sequences: a table with a slot for each, kept up by what changed.
+"""Keeps the device's table of the running sequences up to date, by sending what it cannot know.
 
-A step that decodes needs nothing from the host but which slots it has, and not even that if they are those of the step
-before: tokens, lengths and blocks are in the table, and the step leaves them there as the next one needs them. The host
-remembers what it sent and what the steps that it launched will have written; only the difference is sent.
-
-All device work is in the order of one stream. The last row of every table belongs to no slot: index -1, which pads a
-batch to the size of a graph, reads and writes it.
+A short step, whose sequences all sample and have a few tokens each, needs nothing from the host but which slots it has,
+and not even that if they are those of the step before: tokens, lengths and blocks are in the table, and the step leaves
+them there as the next one needs them. The host remembers what it sent and what the steps that it launched will have
+written; only the difference is sent.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from torch import Tensor
 
 from engine.model.batch import Batch
 from engine.request import Sequence
+from engine.slot_table import SlotTable
 from engine.step import Chunk, Plan
 
 I32 = NDArray[np.int32]
@@ -65,10 +64,10 @@ class Uploader:
 
 
 @dataclass(slots=True)
-class _Seat:
-    """What a slot holds on the device once the steps launched so far are done, as far as the host can know."""
+class Seat:
+    """A sequence's slot, and what it holds once the steps launched so far are done, as far as the host can know."""
 
-    sequence: Sequence
+    slot: int
     incarnation: int
     length: int = -1
     """-1: unknown, and so is the rest."""
@@ -84,25 +83,27 @@ class _Changes:
     places: list[int] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
 
-    def set(self, place: int, value: int) -> None:
-        self.places.append(place)
-        self.values.append(value)
+    def set(self, part: Tensor, slot: int, values: list[int], column: int = 0) -> None:
+        """A slot's words from `column` on, in this part of the table."""
+        first = part.storage_offset() + slot * part.stride(0) + column
+        self.places += range(first, first + len(values))
+        self.values += values
 
 
 @dataclass(slots=True, kw_only=True)
 class Placed:
     """A step whose sequences have their slots."""
 
-    slots: list[int]
+    seats: list[Seat]
     """By chunk."""
-    is_decode: bool
-    """Every chunk is one token, and samples: `slots` is all that the device has to be told."""
+    query_len: int | None
+    """Of a short step, which comes out of the table: rows of each sequence. None: the host made a batch."""
     copies: tuple[Tensor, Tensor] | None
     """Blocks to be copied first: sources and targets."""
     slot_tensor: Tensor
     """[S] int32, or more with -1 if padding was asked for."""
     batch: Batch | None = None
-    """If it is not a decode."""
+    """If the step is not short."""
     sampled_slots: Tensor | None = None
     """[R] int32 slots of `batch.sample_rows`."""
     sampled_chunks: Tensor | None = None
@@ -113,64 +114,56 @@ class DeviceState:
     """The table, and who has which slot.
 
     Args:
-        num_slots: sequences that run at a time; one that has blocks keeps its slot.
-        max_blocks: blocks of the longest sequence.
+        table: on its device.
         max_tokens: tokens of the largest step.
+        query_lens: of the steps that come out of the table, ascending: no sequence has more tokens.
         seat: told of a slot and the sequence that has it from the next step on.
         vacate: told of a slot that nobody has any more.
     """
 
     def __init__(
         self,
-        num_slots: int,
-        max_blocks: int,
+        table: SlotTable,
         max_tokens: int,
-        device: torch.device,
         *,
+        query_lens: tuple[int, ...] = (1,),
         seat: Callable[[int, Sequence], None] = lambda *_: None,
         vacate: Callable[[int], None] = lambda _: None,
     ) -> None:
-        self.num_slots = num_slots
-        self.max_blocks = max_blocks
-        self.device = device
-        self._num_rows = rows = num_slots + 1
-        self._words = torch.zeros(rows * (3 + max_blocks), dtype=torch.int32, device=device)
-        self.tokens, self.lengths, self.prompt_lens = self._words[: 3 * rows].view(3, rows).unbind()
-        """[num_slots + 1] each: the token sampled last; tokens whose KV there is; tokens of the prompt."""
-        self.lengths[-1] = -1
-        self.block_tables = self._words[3 * rows :].view(rows, max_blocks)
-        self._query_starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
-        self._uploader = Uploader(device, 4 * max_tokens + 8 * num_slots + rows * max_blocks // 4)
+        self.table = table
+        self._query_lens = query_lens
+        rows, device = table.num_rows, table.words.device
+        num_slots = rows - 1
+        self._uploader = Uploader(device, 4 * max_tokens + 8 * num_slots + rows * table.max_blocks // 4)
         self._seat, self._vacate = seat, vacate
-        self._slot_of: dict[Sequence, int] = {}
-        self._seats: list[_Seat | None] = [None] * num_slots
+        self._seat_of: dict[Sequence, Seat] = {}
         self._free = list(reversed(range(num_slots)))
         self._last_slots: list[int] = []
-        self._last_slot_tensor: Tensor | None = None
+        self._last_slot_tensor = torch.zeros(0, dtype=torch.int32, device=device)
 
     # Before a step
 
-    def place(self, plan: Plan, pad: Callable[[int], int] = lambda n: n) -> Placed:
+    def place(self, plan: Plan, pad: Callable[[int, int], int] = lambda num, _: num) -> Placed:
         """Gives every sequence of a plan its slot, and sends what the device does not know.
 
         Args:
-            pad: to how many rows a decode of so many sequences is to be padded.
+            pad: to how many sequences a short step of so many, with so many tokens each, is to be padded.
         """
         changes = _Changes()
-        slots = [self._slot_for(chunk.sequence) for chunk in plan.chunks]
-        for slot, chunk in zip(slots, plan.chunks, strict=True):
-            self._note_changes(slot, chunk, changes, compare=bool(plan.copies))
-        is_decode = all(c.num_tokens == 1 and c.samples for c in plan.chunks)
-        padded = [*slots, *repeat(-1, pad(len(slots)) - len(slots))] if is_decode else slots
-        if is_decode and padded == self._last_slots and not changes.places and not plan.copies:
-            assert self._last_slot_tensor is not None
-            return Placed(slots=slots, is_decode=True, copies=None, slot_tensor=self._last_slot_tensor)
-        return self._send(plan, slots, padded, is_decode, changes)
+        query_len = self._query_len(plan)
+        seats = [self._seat_for(chunk.sequence) for chunk in plan.chunks]
+        for seat, chunk in zip(seats, plan.chunks, strict=True):
+            if plan.copies or not _is_as_expected(seat, chunk):
+                self._note_changes(seat, chunk, changes, is_short=query_len is not None)
+        slots = [seat.slot for seat in seats]
+        if query_len is None:
+            return self._send_mixed(plan, seats, slots, changes)
+        padded = [*slots, *repeat(-1, pad(len(slots), query_len) - len(slots))]
+        return self._send_short(plan, seats, padded, query_len, changes)
 
-    def note_launched(self, plan: Plan, slots: ListLike[int]) -> None:
+    def note_launched(self, plan: Plan, seats: ListLike[Seat]) -> None:
         """The step is on its way: from now on the device is supposed to know what it brings."""
-        for slot, chunk in zip(slots, plan.chunks, strict=True):
-            seat = self._taken(slot)
+        for seat, chunk in zip(seats, plan.chunks, strict=True):
             seat.length = chunk.start + chunk.num_tokens
             if chunk.samples:
                 seat.sampled_at = seat.length
@@ -179,111 +172,90 @@ class DeviceState:
         """The step's launch failed before it sampled: nobody knows how far it came."""
         self._last_slots = []
         for chunk in plan.chunks:
-            slot = self._slot_of.get(chunk.sequence)
-            if slot is not None:
-                seat = self._taken(slot)
+            seat = self._seat_of.get(chunk.sequence)
+            if seat is not None:
                 seat.length, seat.blocks = -1, []
-
-    # On the device
-
-    def decode_batch(self, slots: Tensor) -> Batch:
-        """One token for each slot, from the table alone; with static shapes, and nothing waits.
-
-        A padded row has position -1, no context and block 0.
-
-        Args:
-            slots: [S] int32; -1 is padding.
-        """
-        rows = slots.long()
-        positions = self.lengths[rows]
-        num = slots.numel()
-        return Batch(
-            token_ids=self.tokens[rows].clamp(min=0),  # -1 if it could not be sampled: the sequence ends soon
-            positions=positions,
-            query_starts=self._query_starts[: num + 1],
-            context_lens=positions + 1,
-            block_tables=self.block_tables[rows],
-            sample_rows=self._query_starts[:num],
-        )
-
-    def numbers(self, slots: Tensor, context_lens: Tensor) -> Tensor:
-        """[S] int32 output tokens that there are before the one that a row samples."""
-        return context_lens - self.prompt_lens[slots.long()]
-
-    def advance(self, slots: Tensor, context_lens: Tensor) -> None:
-        """The KV of so many tokens is there now. [S] each."""
-        self.lengths[slots.long()] = torch.where(slots >= 0, context_lens, -1)
-
-    def keep_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
-        """What was sampled, [R] each, is what these slots compute next."""
-        self.tokens[slots.long()] = token_ids
 
     # Inside
 
-    def _taken(self, slot: int) -> _Seat:
-        seat = self._seats[slot]
-        assert seat is not None
-        return seat
-
-    def _slot_for(self, sequence: Sequence) -> int:
-        slot = self._slot_of.get(sequence)
-        if slot is None:
+    def _seat_for(self, sequence: Sequence) -> Seat:
+        seat = self._seat_of.get(sequence)
+        if seat is None:
             if not self._free:
                 self._vacate_unused()
-            slot = self._slot_of[sequence] = self._free.pop()
-        elif self._taken(slot).incarnation == sequence.num_preemptions:
-            return slot
-        self._seats[slot] = _Seat(sequence, sequence.num_preemptions)
+            slot = self._free.pop()
+        elif seat.incarnation == sequence.num_preemptions:
+            return seat
+        else:
+            slot = seat.slot
+        seat = self._seat_of[sequence] = Seat(slot, sequence.num_preemptions)
         self._seat(slot, sequence)
-        return slot
+        return seat
 
     def _vacate_unused(self) -> None:
-        for sequence, slot in list(self._slot_of.items()):
+        for sequence, seat in list(self._seat_of.items()):
             if not sequence.block_table or sequence.finish_reason is not None:
-                del self._slot_of[sequence]
-                self._seats[slot] = None
-                self._free.append(slot)
-                self._vacate(slot)
+                del self._seat_of[sequence]
+                self._free.append(seat.slot)
+                self._vacate(seat.slot)
 
-    def _note_changes(self, slot: int, chunk: Chunk, changes: _Changes, *, compare: bool) -> None:
-        seat, sequence = self._taken(slot), chunk.sequence
+    def _query_len(self, plan: Plan) -> int | None:
+        """Of the short step that this plan is. What only the device knows of a sequence is a single token's step."""
+        if not all(chunk.samples for chunk in plan.chunks):
+            return None
+        longest = max(chunk.num_tokens for chunk in plan.chunks)
+        if longest > 1 and any(_is_ahead(chunk) for chunk in plan.chunks if chunk.num_tokens > 1):
+            return None
+        return next((query_len for query_len in self._query_lens if query_len >= longest), None)
+
+    def _note_changes(self, seat: Seat, chunk: Chunk, changes: _Changes, *, is_short: bool) -> None:
+        sequence, slot, table = chunk.sequence, seat.slot, self.table
+        num_next = chunk.num_tokens if is_short else 1
         if seat.length < 0:
-            changes.set(2 * self._num_rows + slot, sequence.num_prompt_tokens)
+            changes.set(table.prompt_lens, slot, [sequence.num_prompt_tokens])
+        if seat.length < 0 or num_next > 1:
+            changes.set(table.num_next, slot, [num_next])
         if seat.length != chunk.start:
-            changes.set(self._num_rows + slot, chunk.start)
-        if chunk.num_tokens == 1 and seat.sampled_at != chunk.start:
-            changes.set(slot, sequence.token_ids[chunk.start])
-        table, known = sequence.block_table, seat.blocks
-        if len(table) != len(known) or (compare and table != known):
-            first = (3 * self._num_rows) + slot * self.max_blocks
-            for i, block in enumerate(table):
-                if i >= len(known) or known[i] != block:
-                    changes.set(first + i, block)
-            seat.blocks = list(table)
+            changes.set(table.lengths, slot, [chunk.start])
+        if num_next > 1 or (is_short and seat.sampled_at != chunk.start):
+            changes.set(table.next_tokens, slot, sequence.token_ids[chunk.start : chunk.start + num_next])
+        blocks, known = sequence.block_table, seat.blocks
+        if blocks != known:
+            same = next(
+                (i for i, (a, b) in enumerate(zip(blocks, known, strict=False)) if a != b), len(known)
+            )
+            changes.set(table.block_tables, slot, blocks[same:], same)
+            seat.blocks = list(blocks)
 
-    def _send(
-        self, plan: Plan, slots: list[int], padded: list[int], is_decode: bool, changes: _Changes
+    def _send_short(
+        self, plan: Plan, seats: list[Seat], padded: list[int], query_len: int, changes: _Changes
     ) -> Placed:
-        sources, targets = [source for source, _ in plan.copies], [target for _, target in plan.copies]
-        parts = [padded, changes.places, changes.values, sources, targets]
-        if not is_decode:
-            parts += self._mixed_parts(plan.chunks, slots)
-        sent = self._uploader.send_parts(parts)
-        if changes.places:
-            self._words[sent[1].long()] = sent[2]
-        placed = Placed(
-            slots=slots,
-            is_decode=is_decode,
-            slot_tensor=sent[0],
-            copies=(sent[3], sent[4]) if plan.copies else None,
-        )
-        self._last_slots, self._last_slot_tensor = (padded if is_decode else []), sent[0]
-        if not is_decode:
-            self._mix(placed, sent[5:], plan)
+        is_known, copies = padded == self._last_slots, None
+        if not is_known or changes.places or plan.copies:
+            sent, copies = self._send(plan, [] if is_known else padded, changes, [])
+            if not is_known:
+                self._last_slots, self._last_slot_tensor = padded, sent[0]
+        return Placed(seats=seats, query_len=query_len, copies=copies, slot_tensor=self._last_slot_tensor)
+
+    def _send_mixed(self, plan: Plan, seats: list[Seat], slots: list[int], changes: _Changes) -> Placed:
+        sent, copies = self._send(plan, slots, changes, self._mixed_parts(plan.chunks, slots))
+        placed = Placed(seats=seats, query_len=None, copies=copies, slot_tensor=sent[0])
+        self._mix(placed, sent[1:], plan)
         return placed
 
+    def _send(
+        self, plan: Plan, slots: list[int], changes: _Changes, more: list[list[int]]
+    ) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
+        """([slots, *more], block copies); the table is changed."""
+        sources, targets = [source for source, _ in plan.copies], [target for _, target in plan.copies]
+        parts = [changes.places, changes.values, sources, targets, slots, *more]
+        places, values, from_blocks, to_blocks, *sent = self._uploader.send_parts(parts)
+        if changes.places:
+            self.table.words[places.long()] = values
+        return sent, (from_blocks, to_blocks) if plan.copies else None
+
     def _mixed_parts(self, chunks: list[Chunk], slots: list[int]) -> list[list[int]]:
-        """What a step that is no decode has beside the table; see `_mix`."""
+        """What a step that is not short has beside the table; see `_mix`."""
         token_ids: list[int] = []
         positions: list[int] = []
         starts, ends = [0], []
@@ -315,14 +287,27 @@ class DeviceState:
     def _mix(self, placed: Placed, sent: ListLike[Tensor], plan: Plan) -> None:
         token_ids, positions, starts, ends, unknown_rows, unknown_slots, rows, slots, chunks = sent
         if unknown_rows.numel():
-            token_ids[unknown_rows.long()] = self.tokens[unknown_slots.long()].clamp(min=0)
+            sampled = self.table.next_tokens[:, 0][unknown_slots.long()]
+            token_ids[unknown_rows.long()] = sampled.clamp(min=0)
         width = max(len(chunk.sequence.block_table) for chunk in plan.chunks)
         placed.batch = Batch(
             token_ids=token_ids,
             positions=positions,
             query_starts=starts,
             context_lens=ends,
-            block_tables=self.block_tables[placed.slot_tensor.long(), :width],
+            block_tables=self.table.block_tables[placed.slot_tensor.long(), :width],
             sample_rows=rows,
+            max_query_len=max(chunk.num_tokens for chunk in plan.chunks),
         )
         placed.sampled_slots, placed.sampled_chunks = slots, chunks
+
+
+def _is_as_expected(seat: Seat, chunk: Chunk) -> bool:
+    """Whether the device knows all of a sequence's next step: it is the one token that the step before sampled."""
+    is_next = chunk.num_tokens == 1 and chunk.start == seat.length == seat.sampled_at
+    return is_next and len(chunk.sequence.block_table) == len(seat.blocks)
+
+
+def _is_ahead(chunk: Chunk) -> bool:
+    """Whether its last token is one that a step in flight samples."""
+    return chunk.start + chunk.num_tokens > len(chunk.sequence.token_ids)

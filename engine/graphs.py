@@ -1,14 +1,14 @@
-"""Steps that were recorded once and are replayed: a ladder of batch sizes, each a graph.
+"""Work that was recorded once and is replayed: a ladder of batch sizes, each a graph.
 
 Launching the kernels of a small step one by one takes the host longer than the device needs to run them. A graph
 replays them all at once, on the same memory every time, so that a batch is padded to the next size that there is one
-for. Steps in which prompts are computed, and those larger than the ladder, run without.
+for. What is larger than the ladder, or could not be recorded, is launched as it is.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -58,65 +58,70 @@ class Rung:
 class Recorded:
     graph: Graph
     num_bytes: int
-    """Of device memory that it took, beyond what the larger ones had taken."""
+    """Of device memory that it took, beyond what those before had taken."""
 
 
 class Ladder:
-    """Graphs by the shape of the step.
+    """One piece of work, and graphs of it by the shape of the step.
 
     Args:
+        work: for a step of that shape, on memory that stays where it is, which it reads and writes.
         most_sequences: of a step that is to have a graph.
         query_lens: tokens of each sequence in such a step: 1, and one more than the drafts that are verified.
     """
 
-    def __init__(self, most_sequences: int, query_lens: tuple[int, ...] = (1,)) -> None:
+    def __init__(
+        self, work: Callable[[Rung], None], most_sequences: int, query_lens: tuple[int, ...] = (1,)
+    ) -> None:
         self.sizes = ladder_sizes(most_sequences)
-        self.query_lens = query_lens
         self.recorded: dict[Rung, Recorded] = {}
+        self._work = work
+        rungs = [Rung(size, query_len) for query_len in query_lens for size in self.sizes]
+        self.rungs = sorted(
+            rungs, key=lambda r: (r.num_sequences * r.query_len, r.num_sequences), reverse=True
+        )
+        """The largest first."""
 
     @property
     def num_bytes(self) -> int:
         return sum(recorded.num_bytes for recorded in self.recorded.values())
 
-    def record(
-        self, device: Device, work: Callable[[Rung], None], progress: Callable[[int, int], None]
-    ) -> None:
-        """Records all rungs, the largest first, so that the smaller ones fit into the memory that it took.
-
-        Args:
-            work: a step of that shape, on memory that stays where it is; called twice for each rung, the first time to
-                compile and allocate what is made on first use.
-            progress: is told rungs done and rungs in all.
-        """
-        rungs = [Rung(size, query_len) for query_len in self.query_lens for size in self.sizes]
-        rungs.sort(key=lambda rung: (rung.num_sequences * rung.query_len, rung.num_sequences), reverse=True)
-        for number, rung in enumerate(rungs, 1):
-            try:
-                self.recorded[rung] = _record(device, work, rung)
-            except Exception as error:  # whatever is wrong with a graph, the step runs without
-                reason = str(error).partition("\n")[0] or type(error).__name__
-                log.warning("no CUDA graph for %s tokens, these steps run without: %s", rung, reason)
-            progress(number, len(rungs))
+    def record(self, device: Device, rung: Rung) -> None:
+        """The work runs twice, the first time to compile and allocate what is made on first use."""
+        try:
+            self.recorded[rung] = self._record(device, rung)
+        except Exception as error:  # whatever is wrong with a graph, the step runs without
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            log.warning("no CUDA graph for %s tokens, these steps run without: %s", rung, reason)
 
     def padded(self, num_sequences: int, query_len: int = 1) -> int:
         """How many sequences the graph has that such a step can be padded to; `num_sequences` if there is none."""
-        rung = self._rung(num_sequences, query_len)
-        return num_sequences if rung is None else rung.num_sequences
+        size = next((size for size in self.sizes if size >= num_sequences), num_sequences)
+        return size if Rung(size, query_len) in self.recorded else num_sequences
 
-    def find(self, num_sequences: int, query_len: int = 1) -> Graph | None:
-        """The smallest graph that holds such a step; None if it has to run without."""
-        rung = self._rung(num_sequences, query_len)
-        return None if rung is None else self.recorded[rung].graph
+    def run(self, rung: Rung) -> None:
+        """Does the work, by the graph of just this shape if there is one."""
+        recorded = self.recorded.get(rung)
+        if recorded is None:
+            self._work(rung)
+        else:
+            recorded.graph.replay()
 
-    def _rung(self, num_sequences: int, query_len: int) -> Rung | None:
-        size = next((size for size in self.sizes if size >= num_sequences), None)
-        rung = None if size is None else Rung(size, query_len)
-        return rung if rung in self.recorded else None
+    def _record(self, device: Device, rung: Rung) -> Recorded:
+        self._work(rung)
+        device.synchronize()
+        before = device.num_bytes_in_use()
+        graph = device.record(lambda: self._work(rung))
+        return Recorded(graph, max(0, device.num_bytes_in_use() - before))
 
 
-def _record(device: Device, work: Callable[[Rung], None], rung: Rung) -> Recorded:
-    work(rung)
-    device.synchronize()
-    before = device.num_bytes_in_use()
-    graph = device.record(lambda: work(rung))
-    return Recorded(graph, max(0, device.num_bytes_in_use() - before))
+def record_all(ladders: Sequence[Ladder], device: Device, progress: Callable[[int, int], None]) -> None:
+    """Records all rungs of all ladders, in each the largest first, so that the smaller ones fit into its memory.
+
+    Args:
+        progress: is told rungs done and rungs in all.
+    """
+    rungs = [(ladder, rung) for ladder in ladders for rung in ladder.rungs]
+    for number, (ladder, rung) in enumerate(rungs, 1):
+        ladder.record(device, rung)
+        progress(number, len(rungs))

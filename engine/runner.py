@@ -102,6 +102,7 @@ def choose_steps(model: LoadedModel, progress: Progress = lambda *_: None) -> St
         max_num_seqs=options.max_num_seqs,
         max_batch_tokens=options.max_batch_tokens,
         max_model_len=options.max_model_len,
+        max_query_len=options.max_query_len,
     )
     device = CudaDevice(model.device) if options.cuda_graphs else None
     return DeviceSteps(model, limits, device, progress=progress)
@@ -178,6 +179,7 @@ def make_batch(chunks: ListLike[Chunk], block_size: int) -> Batch:
         context_lens=torch.from_numpy(ends),
         block_tables=torch.from_numpy(_block_tables(chunks, ends, block_size)),
         sample_rows=torch.from_numpy(query_starts[1:][samples] - 1),
+        max_query_len=int(num_tokens.max()),
     )
 
 

@@ -19,7 +19,7 @@ from engine.kernels.cpu import native
 from engine.kernels.reference import TokenPlaces
 from engine.kv.cache import KVCache, KVShape
 from engine.model.batch import Batch
-from engine.model.config import ModelConfig
+from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parameters import LayerWeights, Linear, Weights
 from engine.sampling import sampler
 from engine.sampling.batch import SampledRows, SamplingBatch
@@ -58,7 +58,7 @@ class LinearPacker(Protocol):
 
 
 ForwardPass = Callable[[Batch], Tensor]
-"""A whole decoder: batch -> logits [R, vocab], float32."""
+"""A whole decoder: batch -> logits [R, vocab] in the dtype of activations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,23 +88,19 @@ def select(
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
-    block_size: int,
+    options: LoadOptions,
     say: Callable[[str], None],
-    num_threads: int | None = None,
-    max_num_seqs: int = 256,
 ) -> Kernels:
     """The fastest table for a model on a device.
 
     Args:
         say: is told, in one line, why it is slower than it could be.
-        num_threads: on a CPU; None: one for every core this process may use.
-        max_num_seqs: no step has more sequences.
     """
     if device.type == "cuda":
-        return _select_triton(config, device, dtype, block_size, say, max_num_seqs)
+        return _select_triton(config, device, dtype, options, say)
     try:
-        _check_native(config, block_size)
-        team = native.load_library(say).start_team(num_threads)
+        _check_native(config, options.block_size)
+        team = native.load_library(say).start_team(options.num_threads)
     except native.NativeUnavailable as error:
         say(f"no native CPU kernels ({error}); plain torch in float32 serves instead, several times slower")
         return reference_kernels(device, dtype)
@@ -115,12 +111,11 @@ def _select_triton(
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
-    block_size: int,
+    options: LoadOptions,
     say: Callable[[str], None],
-    max_num_seqs: int,
 ) -> Kernels:
     try:
-        kernels = triton_kernels(config, device, dtype, block_size, max_num_seqs)
+        kernels = triton_kernels(config, device, dtype, options)
         _try_out(kernels)
     except (ImportError, OSError, RuntimeError, SubprocessError) as error:
         reason = str(error).partition("\n")[0]
@@ -141,12 +136,12 @@ def reference_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
 
 def triton_kernels(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, block_size: int, max_num_seqs: int
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, options: LoadOptions
 ) -> Kernels:
     """Triton between the linear maps, which are cuBLAS's; nothing waits for the device, so that graphs can hold it.
 
-    Its workspace, and what the kernels return, is all that it allocates; no batch may have more than `max_num_seqs`
-    sequences. A CPU device is for tests, where triton interprets.
+    Its workspace, and what the kernels return, is all that it allocates; no batch may have more sequences than the
+    options say. A CPU device is for tests, where triton interprets.
 
     Raises:
         ImportError: there is no triton here.
@@ -158,10 +153,18 @@ def triton_kernels(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        block_size=block_size,
+        block_size=options.block_size,
     )
     windows = {config.window(layer) for layer in range(config.num_layers)}
-    workspace = attention.Workspace(shape, dtype, config.num_heads, max_num_seqs, device, windows=windows)
+    workspace = attention.Workspace(
+        shape,
+        dtype,
+        config.num_heads,
+        options.max_num_seqs,
+        device,
+        windows=windows,
+        max_few_queries=options.max_query_len,
+    )
     return replace(
         _torch_kernels(device, dtype),
         name="triton",

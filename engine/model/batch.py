@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -23,10 +23,15 @@ class Batch:
     block_tables: Tensor
     """[S, max blocks] block of token p of sequence s: block_tables[s, p // block_size]; unused entries are 0."""
     sample_rows: Tensor
-    """[R] which of the T tokens' logits are wanted."""
+    """[R] which of the T tokens' logits are wanted, in their order; T of them are all."""
+    max_query_len: int | None = None
+    """No sequence has more tokens in this step; None: whoever made it did not count."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; itself if it is there already."""
         if self.token_ids.device == device:
             return self
-        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        tensors = {
+            f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "max_query_len"
+        }
+        return replace(self, **tensors)

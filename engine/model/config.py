@@ -94,3 +94,5 @@ class LoadOptions:
     """Share of a GPU's memory that may be in use once the KV cache is there, whoever uses it."""
     cuda_graphs: bool = True
     """On a GPU: whether decode steps are captured once and replayed."""
+    max_query_len: int = 1
+    """On a GPU: tokens of each sequence in such a step; more than 1 is for drafts that are verified."""

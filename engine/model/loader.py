@@ -62,9 +62,7 @@ def load_model(
     max_model_len = _max_model_len(config, options)
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, config, device)
-    kernels = select(
-        config, device, dtype, options.block_size, say, options.num_threads, options.max_num_seqs
-    )
+    kernels = select(config, device, dtype, options, say)
     shape = KVShape(
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,

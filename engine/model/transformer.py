@@ -30,7 +30,7 @@ def make_decoder(
 
 
 class Decoder:
-    """batch -> logits [R, vocab] float32 of the rows that the batch wants; the step's keys and values go into `kv`."""
+    """batch -> logits [R, vocab] of the rows that the batch wants; the step's keys and values go into `kv`."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, kernels: Kernels, kv: KVCache, max_position: int
@@ -54,8 +54,10 @@ class Decoder:
             delta = layer.down(kernels.silu_mul(layer.gate_up(normed)))
         assert delta is not None
         rows = batch.sample_rows
-        _, wanted = self._norm(hidden.index_select(0, rows), delta.index_select(0, rows), weights.final_norm)
-        return weights.lm_head(wanted).float()
+        if rows.numel() < hidden.shape[0]:
+            hidden, delta = hidden.index_select(0, rows), delta.index_select(0, rows)
+        _, wanted = self._norm(hidden, delta, weights.final_norm)
+        return weights.lm_head(wanted)
 
     def _norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(the residual stream with what the last sublayer adds to it, its norm)"""

@@ -53,6 +53,14 @@ class Needs:
     top_p: bool = True
     num_top_logprobs: int = 0
 
+    @property
+    def filters(self) -> Needs:
+        """Of these the ones that decide the token."""
+        return Needs(self.top_k, self.top_p)
+
+
+_NOTHING = Needs(top_k=False, top_p=False)
+
 
 @dataclass(frozen=True, slots=True)
 class SampledOnDevice:
@@ -177,8 +185,8 @@ class DeviceSampler:
             self._free_counts.append(held)
 
     def needs(self, slots: Iterable[int]) -> Needs:
-        """What a step over these slots needs at least."""
-        asked = [self._needs[slot] for slot in slots if slot >= 0]
+        """What a step over these slots needs at least; one that nobody has, or -1, needs nothing."""
+        asked = {self._needs.get(slot, _NOTHING) for slot in slots}
         return Needs(
             any(needs.top_k for needs in asked),
             any(needs.top_p for needs in asked),

@@ -16,7 +16,7 @@ from engine.kernels.ops import Kernels
 from engine.kernels.reference import TokenPlaces
 from engine.kv.cache import KVCache, KVShape
 from engine.model.batch import Batch
-from engine.model.config import ModelConfig
+from engine.model.config import LoadOptions, ModelConfig
 from engine.model.fields import Fields
 from engine.model.parse import parse_config
 from engine.request import Request, SamplingParams, Sequence
@@ -90,7 +90,7 @@ def _table(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ker
     """What a server on this device would use; plain torch on a CPU."""
     if device.type == "cpu":
         return ops.reference_kernels(device, dtype)
-    return ops.select(config, device, dtype, BLOCK_SIZE, say)
+    return ops.select(config, device, dtype, LoadOptions(block_size=BLOCK_SIZE), say)
 
 
 def ceilings(bench: Bench) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.device_runner import DeviceLimits, DeviceSteps
-from engine.graphs import Graph
+from engine.graphs import Graph, Rung
 from engine.kernels.ops import reference_kernels
 from engine.kv.tables import BlockTables
 from engine.model import loader
@@ -68,7 +68,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
         yield load_model(folder, options, lambda _: None, lambda *_: None)
 
 
-def device_runner(model: LoadedModel, device: RepeatingDevice | None) -> ModelRunner:
+def device_runner(model: LoadedModel, device: RepeatingDevice | None, max_query_len: int = 1) -> ModelRunner:
     """With graphs if there is a device that records them."""
 
     def decoder(batch: Batch) -> torch.Tensor:
@@ -76,7 +76,7 @@ def device_runner(model: LoadedModel, device: RepeatingDevice | None) -> ModelRu
         return model.decoder(replace(batch, context_lens=batch.context_lens.clamp(min=1)))
 
     named = replace(model, decoder=decoder, kernels=replace(model.kernels, name="triton"))
-    limits = DeviceLimits(max_num_seqs=SEATS, max_batch_tokens=32)
+    limits = DeviceLimits(max_num_seqs=SEATS, max_batch_tokens=32, max_query_len=max_query_len)
     runner = ModelRunner(lambda: named, lambda model: DeviceSteps(model, limits, device, say=lambda _: None))
     runner.load()
     return runner
@@ -149,15 +149,38 @@ def expected(model: LoadedModel) -> Party:
 
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("budget", [32, 5])
+@pytest.mark.parametrize("max_query_len", [1, 4])
 def test_it_says_what_the_plain_runner_says(
-    model: LoadedModel, expected: Party, graphs: bool, budget: int
+    model: LoadedModel, expected: Party, graphs: bool, budget: int, max_query_len: int
 ) -> None:
     device = RepeatingDevice() if graphs else None
-    party = Party(device_runner(model, device), budget=budget).run(*REQUESTS)
+    party = Party(device_runner(model, device, max_query_len), budget=budget).run(*REQUESTS)
     assert party.tokens() == expected.tokens()
     if device is not None:
-        assert device.num_recorded == 4, "1, 2, 4, 6"
-        assert len(set(device.replays)) > (1 if budget == 32 else 0)
+        passes, choices = 4 * len({1, max_query_len}), 4 * 4
+        assert device.num_recorded == passes + choices, "1, 2, 4, 6"
+        assert len({number for number in device.replays if number <= passes}) > (1 if budget == 32 else 0)
+        assert len({number for number in device.replays if number > passes}) > (3 if budget == 32 else 0)
+
+
+def test_short_ends_of_prompts_are_steps_of_the_table(model: LoadedModel) -> None:
+    """Prompts of different lengths are in one step, and it has a graph."""
+    runner = device_runner(model, RepeatingDevice(), max_query_len=4)
+    steps = steps_of(runner)
+    seen: list[tuple[int, int]] = []
+    run = steps.passes.run
+
+    def note(rung: Rung) -> None:
+        seen.append((rung.num_sequences, rung.query_len))
+        run(rung)
+
+    steps.passes.run = note  # type: ignore[method-assign]
+    requests = (ask("first", 3, temperature=0.0), ask("second", 4, seed=1), ask("third", 2, seed=1))
+    party = Party(runner).run(*requests)
+    assert seen[:3] == [(4, 4), (4, 1), (4, 1)]
+    plain = ModelRunner(lambda: model)
+    plain.load()
+    assert party.tokens() == Party(plain).run(*requests).tokens()
 
 
 def test_who_gave_way_in_flight_says_the_same(model: LoadedModel, expected: Party) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.graphs import Graph, Ladder, Rung, ladder_sizes
+from engine.graphs import Graph, Ladder, Rung, ladder_sizes, record_all
 
 
 class Replayed:
@@ -48,12 +48,12 @@ class PaperDevice:
         return self.num_bytes
 
     def work(self, rung: Rung) -> None:
-        self.log.append(("record" if self.is_recording else "warm", rung))
+        self.log.append(("record" if self.is_recording else "run", rung))
 
 
-def recorded(ladder: Ladder, device: PaperDevice) -> list[tuple[int, int]]:
+def recorded(device: PaperDevice, *ladders: Ladder) -> list[tuple[int, int]]:
     told: list[tuple[int, int]] = []
-    ladder.record(device, device.work, lambda done, total: told.append((done, total)))
+    record_all(ladders, device, lambda done, total: told.append((done, total)))
     return told
 
 
@@ -65,31 +65,37 @@ def test_the_sizes_are_one_two_four_and_then_every_eighth() -> None:
 
 @given(st.integers(1, 300), st.integers(1, 400))
 def test_the_smallest_graph_that_holds_the_batch_is_chosen(most: int, num_sequences: int) -> None:
-    ladder, device = Ladder(most), PaperDevice()
-    recorded(ladder, device)
-    graph = ladder.find(num_sequences)
-    assert (graph is None) == (num_sequences > most)
+    device = PaperDevice()
+    ladder = Ladder(device.work, most)
+    recorded(device, ladder)
     padded = ladder.padded(num_sequences)
-    if graph is None:
+    ladder.run(Rung(padded, 1))
+    if num_sequences > most:
         assert padded == num_sequences
+        assert device.log[-1] == ("run", Rung(padded, 1))
         return
-    graph.replay()
     assert device.log[-1] == ("replay", Rung(padded, 1))
     assert padded == min(size for size in ladder_sizes(most) if size >= num_sequences)
     assert padded < num_sequences + 8
 
 
 def test_the_largest_is_recorded_first_and_each_runs_once_before() -> None:
-    ladder, device = Ladder(16), PaperDevice()
-    told = recorded(ladder, device)
+    device = PaperDevice()
+    told = recorded(device, Ladder(device.work, 16))
     sizes = [16, 8, 4, 2, 1]
-    assert device.log == [(what, Rung(size, 1)) for size in sizes for what in ("warm", "record")]
+    assert device.log == [(what, Rung(size, 1)) for size in sizes for what in ("run", "record")]
     assert told == [(number, 5) for number in range(1, 6)]
 
 
+def test_several_pieces_of_work_are_told_as_one() -> None:
+    device = PaperDevice()
+    assert recorded(device, Ladder(device.work, 2), Ladder(device.work, 1)) == [(1, 3), (2, 3), (3, 3)]
+
+
 def test_memory_is_accounted_for_by_graph() -> None:
-    ladder, device = Ladder(16), PaperDevice()
-    recorded(ladder, device)
+    device = PaperDevice()
+    ladder = Ladder(device.work, 16)
+    recorded(device, ladder)
     assert {rung.num_sequences: r.num_bytes for rung, r in ladder.recorded.items()} == {
         16: 16, 8: 0, 4: 0, 2: 0, 1: 0,
     }  # fmt: skip
@@ -99,13 +105,15 @@ def test_memory_is_accounted_for_by_graph() -> None:
 def test_a_size_that_cannot_be_recorded_runs_without_and_is_told_in_a_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    ladder, device = Ladder(16), PaperDevice()
+    device = PaperDevice()
+    ladder = Ladder(device.work, 16)
     device.broken = {Rung(8, 1)}
     with caplog.at_level(logging.WARNING):
-        told = recorded(ladder, device)
+        told = recorded(device, ladder)
     assert told[-1] == (5, 5)
-    assert [ladder.find(n) is None for n in (1, 4, 5, 8, 9, 16)] == [False, False, True, True, False, False]
-    assert ladder.padded(5) == 5
+    assert [ladder.padded(n) for n in (1, 3, 5, 8, 9, 16)] == [1, 4, 5, 8, 16, 16]
+    ladder.run(Rung(8, 1))
+    assert device.log[-1] == ("run", Rung(8, 1))
     (record,) = caplog.records
     assert record.getMessage() == (
         "no CUDA graph for 8 x 1 tokens, these steps run without: "
@@ -114,17 +122,19 @@ def test_a_size_that_cannot_be_recorded_runs_without_and_is_told_in_a_line(
 
 
 def test_steps_that_verify_drafts_have_graphs_of_their_own() -> None:
-    ladder, device = Ladder(4, query_lens=(1, 4)), PaperDevice()
-    recorded(ladder, device)
+    device = PaperDevice()
+    ladder = Ladder(device.work, 4, query_lens=(1, 4))
+    recorded(device, ladder)
     order = [(r.num_sequences, r.query_len) for what, r in device.log if what == "record"]
     assert order == [(4, 4), (2, 4), (4, 1), (1, 4), (2, 1), (1, 1)]
-    graph = ladder.find(3, query_len=4)
-    assert graph is not None
-    graph.replay()
+    assert ladder.padded(3, 4) == 4
+    ladder.run(Rung(4, 4))
     assert device.log[-1] == ("replay", Rung(4, 4))
-    assert ladder.find(3, query_len=2) is None
+    assert ladder.padded(3, 2) == 3
 
 
 def test_without_recording_every_step_runs_without() -> None:
-    ladder = Ladder(64)
-    assert (ladder.find(1), ladder.padded(3), ladder.num_bytes) == (None, 3, 0)
+    device = PaperDevice()
+    ladder = Ladder(device.work, 64)
+    ladder.run(Rung(3, 1))
+    assert (ladder.padded(3), ladder.num_bytes, device.log) == (3, 0, [("run", Rung(3, 1))])

@@ -77,7 +77,7 @@ def test_blocks_of_another_size_are_for_plain_torch(tmp_path: Path, block_size: 
 def test_head_sizes_of_multiples_of_8_are_native(head_dim: int) -> None:
     config = parse_config(Fields("config.json", make_config("llama", head_dim=head_dim)))
     said: list[str] = []
-    kernels = ops.select(config, CPU, torch.float16, 16, said.append, num_threads=1)
+    kernels = ops.select(config, CPU, torch.float16, LoadOptions(num_threads=1), said.append)
     assert (kernels.name == "native") == (head_dim % 8 == 0)
     assert len(said) == (kernels.name == "torch")
     assert kernels.weight_dtype == (torch.float16 if kernels.name == "native" else torch.float32)

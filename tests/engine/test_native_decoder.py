@@ -193,7 +193,7 @@ class Prompts:
         width = max(len(self.tables[s]) for s in ranges)
         tables = [self.tables[s] + [0] * (width - len(self.tables[s])) for s in ranges]
         ends = [end for _, end in ranges.values()]
-        return Batch(*map(ints, (token_ids, positions, starts, ends, tables, rows)))
+        return Batch(ints(token_ids), ints(positions), ints(starts), ints(ends), ints(tables), ints(rows))
 
 
 def ints(values: object) -> Tensor:

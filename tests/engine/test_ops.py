@@ -14,7 +14,7 @@ from engine.kernels import ops
 from engine.kernels.cpu import native
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
 from engine.kernels.ops import Kernels, select
-from engine.model.config import ModelConfig
+from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype
 from engine.model.fields import Fields
 from engine.model.parse import parse_config
@@ -26,7 +26,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 def choose(config: ModelConfig = CONFIG, block_size: int = BLOCK_SIZE) -> tuple[Kernels, list[str]]:
     said: list[str] = []
-    return select(config, CPU, torch.float16, block_size, said.append, num_threads=1), said
+    options = LoadOptions(block_size=block_size, num_threads=1)
+    return select(config, CPU, torch.float16, options, said.append), said
 
 
 def test_a_cpu_gets_the_native_decoder_where_it_can_be_built() -> None:
@@ -79,7 +80,7 @@ def test_plain_torch_on_a_cpu_is_float32() -> None:
 
 def choose_on_a_gpu() -> tuple[Kernels, list[str]]:
     said: list[str] = []
-    return select(CONFIG, CUDA, torch.bfloat16, 16, said.append), said
+    return select(CONFIG, CUDA, torch.bfloat16, LoadOptions(), said.append), said
 
 
 def test_a_gpu_gets_triton_in_the_dtype_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

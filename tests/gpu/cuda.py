@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.ops import Kernels, reference_kernels, triton_kernels
-from engine.model.config import ModelConfig
+from engine.model.config import LoadOptions, ModelConfig
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -25,7 +25,8 @@ def both(
     config: ModelConfig, dtype: torch.dtype, block_size: int = 16, max_num_seqs: int = 256
 ) -> tuple[Kernels, Kernels]:
     """The table under test, and the reference's on the same device in float32."""
-    kernels = triton_kernels(config, DEVICE, dtype, block_size, max_num_seqs)
+    options = LoadOptions(block_size=block_size, max_num_seqs=max_num_seqs)
+    kernels = triton_kernels(config, DEVICE, dtype, options)
     return kernels, reference_kernels(DEVICE, torch.float32)
 
 

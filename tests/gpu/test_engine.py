@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -155,13 +156,20 @@ def test_others_are_cancelled(engine: RunningEngine, oracle: Oracle) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"cuda_graphs": False}, {"overlap": False}, {"cuda_graphs": False, "overlap": False}]
+    "options",
+    [
+        {"cuda_graphs": False},
+        {"overlap": False},
+        {"cuda_graphs": False, "overlap": False},
+        {"max_query_len": 4},
+        {"max_query_len": 4, "cuda_graphs": False},
+    ],
 )
-def test_graphs_and_overlap_change_no_token(llama: Path, options: dict[str, bool]) -> None:
+def test_graphs_and_overlap_change_no_token(llama: Path, options: dict[str, Any]) -> None:
     requests = [*mixed(20), *(drawn(f"d{i}", prompt_of(9 + i, i), seed=i) for i in range(20))]
     found = []
     for wanted in ({}, options):
-        with RunningEngine(llama, **wanted) as engine:  # type: ignore[arg-type]
+        with RunningEngine(llama, **wanted) as engine:
             engine.run(*requests)
             found.append({request.request_id: engine.tokens(request.request_id) for request in requests})
     assert found[0] == found[1]

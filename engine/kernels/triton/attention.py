@@ -185,21 +185,20 @@ class TritonAttention:
         shape: KVShape,
         workspace: Workspace,
         *,
-        max_queries: int | None = None,
         scale: float | None = None,
         softcap: float = 0.0,
     ) -> None:
         """
         Args:
-            max_queries: no sequence has more tokens in this step; None supposes only that none is without.
             scale: of the scores; None is head_dim ** -0.5.
             softcap: c in c * tanh(score / c); 0 is none.
         """
         self._num_sequences, self._num_tokens = batch.context_lens.numel(), batch.positions.numel()
         if self._num_sequences > workspace.max_sequences:
             raise ValueError(f"{self._num_sequences} sequences, a workspace for {workspace.max_sequences}")
+        max_queries = batch.max_query_len
         if max_queries is None:
-            max_queries = self._num_tokens - self._num_sequences + 1
+            max_queries = self._num_tokens - self._num_sequences + 1  # none is without
         self._batch, self._workspace = batch, workspace
         self._few = workspace.few_tiling(max_queries)
         self._few_queries = self._few.block_m // workspace.group

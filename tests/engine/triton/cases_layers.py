@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.kernels.triton import activation, norms, rotary
+from engine.kernels.triton import activation, inputs, norms, rotary
 from tests.engine.triton.compiling import Case
 
 OPTIONS = {"enable_fp_fusion": False}
@@ -144,8 +144,31 @@ SLOTS = Case(
     options=OPTIONS,
 )
 
+
+def gather(query_len: int) -> Case:
+    tensors = ["slots", "lengths", "prompt_lens", "num_next", "next_tokens", "table_blocks"]
+    tensors += ["token_ids", "positions", "context_lens", "numbers", "block_tables"]
+    return Case(
+        name=f"gather, {query_len} tokens",
+        kernel=inputs.gather_kernel,
+        arguments=dict.fromkeys(tensors, "*i32"),
+        constexprs={
+            "LAST_ROW": 256,
+            "MAX_QUERY_LEN": query_len,
+            "MAX_BLOCKS": 2560,
+            "QUERY_LEN": query_len,
+            "QUERIES": power_of_2(query_len),
+            "BLOCK_SIZE": 16,
+            "ENTRIES": inputs.BLOCKS_AT_A_TIME,
+        },
+        num_warps=1,
+    )
+
+
 CASES = [
     SLOTS,
+    gather(1),
+    gather(5),
     *(norm(size, adds) for size in SIZES for adds in (False, True)),
     *(rotate_and_write(size) for size in SIZES),
     *(silu_mul(size) for size in SIZES),

@@ -104,10 +104,9 @@ class Scene:
 
     def attend(self, workspace: Workspace | None = None, max_queries: int | None = None) -> Tensor:
         attend = TritonAttention(
-            self.batch,
+            replace(self.batch, max_query_len=max_queries),
             self.shape,
             workspace or self.workspace(),
-            max_queries=max_queries,
             scale=self.scale,
             softcap=self.softcap,
         )
@@ -378,7 +377,7 @@ def test_every_sequence_has_its_segments_and_no_item_is_dealt_twice(
     tables = torch.zeros(len(lengths), 1, dtype=torch.int32, device=device)
     tokens = torch.zeros(starts[-1], dtype=torch.int32, device=device)
     batch = Batch(tokens, tokens, int32(starts).to(device), lens, tables, tokens[:0])
-    TritonAttention(batch, shape, workspace, max_queries=6)
+    TritonAttention(replace(batch, max_query_len=6), shape, workspace)
     num_items = workspace.num_items(len(lengths))
     segments = workspace.segments[window]
     counts = segments.first_items[: len(lengths) + 1].diff().tolist()
