@@ -180,7 +180,8 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens, pending ones included, whose KV is needed and neither computed nor on its way."""
-        return min(len(self.token_ids) + self.num_pending, self.max_len - 1) - self.num_computed
+        known, last = len(self.token_ids) + self.num_pending, self.max_len - 1
+        return (known if known < last else last) - self.num_computed  # not min(): several times a token
 
     def __repr__(self) -> str:
         name = f"{self.request.request_id}/{self.index}"

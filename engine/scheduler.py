@@ -101,8 +101,9 @@ class Scheduler:
         queue_goes_first, self._queue_goes_first = self._queue_goes_first, False
         preemptions = self.counters.num_preemptions
         allowance = self.queue.allowance(self.running)
-        decodes = [s for s in self.running if s.num_remaining == 1]
-        chunked = [s for s in self.running if s.num_remaining > 1]
+        remaining = [(s.num_remaining, s) for s in self.running]
+        decodes = [s for num, s in remaining if num == 1]
+        chunked = [s for num, s in remaining if num > 1]
         self._tokens_left = min(allowance.num_decodes, self._most_tokens)
         for sequence in self._in_turn(decodes, self._tokens_left):
             self._plan_chunk(plan, sequence)
