@@ -19,15 +19,14 @@ from torch import Tensor
 
 from engine.device_state import DeviceState, Placed, Seat
 from engine.graphs import Device, Graph, Ladder, Rung, record_all
+from engine.landing import TOKEN_ALONE, Landing, Wish
 from engine.model.loader import LoadedModel
-from engine.request import Request, SamplingParams, Sequence, TokenLogprobs
+from engine.request import Request, SamplingParams, Sequence
 from engine.sampling.device import Choose, DeviceSampler, Needs, SampledOnDevice, most_likely
 from engine.slot_table import Gather, SlotTable, gather
-from engine.step import Chunk, DeviceError, OutOfMemory, Plan, Sampled, StepInFlight, StepResult
+from engine.step import Chunk, DeviceError, OutOfMemory, Plan, StepInFlight
 
 log = logging.getLogger("penstock.engine")
-
-_NOT_FINITE = "the model's output was not finite"
 
 
 class Progress(Protocol):
@@ -237,13 +236,13 @@ class DeviceSteps:
 
     def _landing(self, plan: Plan, sampled: SampledOnDevice | None) -> StepInFlight:
         wishes = [self._wish(chunk.sequence) for chunk in plan.chunks if chunk.samples]
-        return _Landing(self.model.device, wishes, sampled)
+        return Landing(self.model.device, wishes, sampled)
 
-    def _wish(self, sequence: Sequence) -> _Wish:
+    def _wish(self, sequence: Sequence) -> Wish:
         num_logprobs = sequence.request.sampling.num_logprobs
         if num_logprobs is None and not self._refused:
-            return _TOKEN_ALONE
-        return _Wish(num_logprobs, self._refused.get(sequence))
+            return TOKEN_ALONE
+        return Wish(num_logprobs, self._refused.get(sequence))
 
     def _seat(self, slot: int, sequence: Sequence) -> None:
         self._shown_needs = None
@@ -300,66 +299,6 @@ class _Buffers:
     def part(self, num: int) -> _Buffers:
         """The rows of the first so many slots."""
         return _Buffers(*(getattr(self, field.name)[:num] for field in fields(self)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    """What a sampled row is to bring."""
-
-    num_logprobs: int | None
-    refusal: str | None
-
-
-_TOKEN_ALONE = _Wish(None, None)
-
-
-class _Landing:
-    """What a step sampled, on its way to the host behind the step."""
-
-    def __init__(
-        self, device: torch.device, wishes: list[_Wish], sampled: SampledOnDevice | None = None
-    ) -> None:
-        self._wishes = wishes
-        self._tensors: list[Tensor] = []
-        if sampled is not None:
-            wanted: list[Tensor | None] = [sampled.token_ids]
-            if any(wish.num_logprobs is not None for wish in wishes):
-                wanted += [sampled.logprobs, sampled.top_ids, sampled.top_logprobs]
-            self._tensors = [_to_host(tensor[: len(wishes)]) for tensor in wanted if tensor is not None]
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-
-    def wait(self) -> StepResult:
-        if self._event is not None:
-            try:
-                self._event.synchronize()
-            except torch.AcceleratorError as error:
-                raise DeviceError(str(error)) from error
-        if not self._wishes:
-            return StepResult([])
-        token_ids, *told = (tensor.tolist() for tensor in self._tensors)
-        result = []
-        for row, wish in enumerate(self._wishes):
-            if wish.refusal is not None or token_ids[row] < 0:
-                result.append(Sampled([], error=wish.refusal or _NOT_FINITE))
-                continue
-            sampled = Sampled([token_ids[row]])
-            if wish.num_logprobs is not None:
-                num, (logprobs, *top) = wish.num_logprobs, told
-                pairs = tuple(zip(top[0][row][:num], top[1][row][:num], strict=True)) if top else ()
-                sampled.logprobs = [TokenLogprobs(logprobs[row], pairs)]
-            result.append(sampled)
-        return StepResult(result)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy that is complete when what is on the device's queue now is done."""
-    if tensor.device.type != "cuda":
-        return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
 
 
 def _give_back_cached(device: torch.device) -> None:
