@@ -144,9 +144,7 @@ class BlockTables:
         """
         table, counts = sequence.block_table, self.pool.ref_counts
         first = sequence.num_computed // self.block_size
-        if num_tokens <= len(table) * self.block_size and all(
-            [counts[block] == 1 for block in table[first:]]
-        ):
+        if num_tokens <= len(table) * self.block_size and all(counts[b] == 1 for b in table[first:]):
             return []  # the common case: a token goes into a block that is there and its own
         shared = [i for i in range(first, len(table)) if counts[table[i]] > 1]
         if len(shared) + self.blocks_for(num_tokens) - len(table) > self.pool.num_free:
