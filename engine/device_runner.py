@@ -304,4 +304,5 @@ class _Buffers:
 def _give_back_cached(device: torch.device) -> None:
     """Memory that torch keeps for itself, in pieces that nothing fitted into."""
     if device.type == "cuda":
+        torch.cuda.synchronize(device)  # and pinned buffers, however often the step is launched again
         torch.cuda.empty_cache()

@@ -224,23 +224,13 @@ class Engine:
         self._proven = False
         step: StepInFlight
         try:
-            step = self._launch_fitting(scheduler, plan)
+            step = launch_fitting(self._runner, scheduler, plan)
         except DeviceError:
             raise
         except Exception as error:
             step = _NeverRan(error)
         self._flights.append(_Flight(plan, step, now))
         return not isinstance(step, _NeverRan)
-
-    def _launch_fitting(self, scheduler: Scheduler, plan: Plan) -> StepInFlight:
-        """The step, or half of it if the device has no room for all."""
-        try:
-            return self._runner.launch(plan)
-        except OutOfMemory as error:
-            log.warning("the device has no room for a step of %d tokens: %s", plan.num_tokens, error)
-            if not scheduler.shrink(plan):
-                raise
-            return self._runner.launch(plan)
 
     def _land(self, scheduler: Scheduler) -> None:
         """Waits for the oldest step and commits it; a fault ends the sequences of this step, and no others."""
@@ -296,7 +286,7 @@ class Engine:
             duration_s=duration_s,
             num_running=len(scheduler.running),
             max_num_seqs=self._limits.max_num_seqs,
-            max_batch_tokens=self._limits.max_batch_tokens,
+            max_batch_tokens=scheduler.most_tokens,
             num_free_tokens=tables.pool.num_free * tables.block_size,
             num_kv_tokens=tables.max_tokens,
         )
@@ -345,6 +335,28 @@ class Engine:
             self._on_state(state)
         except Exception:
             log.exception("whoever is told of the state raised; going on")
+
+
+def launch_fitting(runner: Runner, scheduler: Scheduler, plan: Plan) -> StepInFlight:
+    """The step, or as much of it as the device has room for: it is halved until it fits or one token is left.
+
+    Raises:
+        OutOfMemory: there is no room for a single token.
+        Exception: see Runner.launch.
+    """
+    while True:
+        num_tokens = plan.num_tokens
+        try:
+            return runner.launch(plan)
+        except OutOfMemory as error:
+            if not scheduler.shrink(plan):
+                raise
+            log.warning(
+                "the device has no room for a step of %d tokens, %d are tried: %s",
+                num_tokens,
+                plan.num_tokens,
+                error,
+            )
 
 
 def _last_report(outputs: list[Output], now: float, error: str) -> StepReport:

@@ -25,6 +25,9 @@ from engine.step import Chunk, Plan, RequestQueue, Sampled, StepResult
 
 log = logging.getLogger("penstock.engine")
 
+_STEPS_TO_GROW = 32
+"""Steps that the device had room for, before larger ones are tried again."""
+
 
 class TokenSink(Protocol):
     """Turns the tokens of a sequence into text and decides where it ends."""
@@ -86,8 +89,10 @@ class Scheduler:
         """Tokens that the step being planned has room for."""
         self._num_started = 0
         self._turn = 0
-        self._most_tokens = limits.max_batch_tokens
+        self.most_tokens = limits.max_batch_tokens
         """Tokens that a step may have at present: fewer after one that the device had no room for."""
+        self._num_fitted = 0
+        """Steps that came back since `most_tokens` changed."""
         self._queue_goes_first = False
         """Others gave way for the next request, and its blocks are on their way back: they would take them again."""
 
@@ -104,10 +109,10 @@ class Scheduler:
         remaining = [(s.num_remaining, s) for s in self.running]
         decodes = [s for num, s in remaining if num == 1]
         chunked = [s for num, s in remaining if num > 1]
-        self._tokens_left = min(allowance.num_decodes, self._most_tokens)
+        self._tokens_left = min(allowance.num_decodes, self.most_tokens)
         for sequence in self._in_turn(decodes, self._tokens_left):
             self._plan_chunk(plan, sequence)
-        self._tokens_left = min(allowance.num_prefill, self._most_tokens - plan.num_tokens)
+        self._tokens_left = min(allowance.num_prefill, self.most_tokens - plan.num_tokens)
         for sequence in sorted(chunked, key=_urgency):
             if sequence.block_table:  # else it gave way a moment ago
                 self._admit_queued(plan, now, above=sequence.request.lane)
@@ -124,7 +129,7 @@ class Scheduler:
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
         """Applies what a step brought: confirms KV, appends tokens, ends and forks sequences."""
         self.tables.end_step(plan.number)
-        self._most_tokens = min(self._most_tokens + 1, self.limits.max_batch_tokens)
+        self._note_fitted()
         outputs: list[Output] = []
         work: list[tuple[Request, int, int]] = []
         sampled = iter(result.sampled)
@@ -165,16 +170,22 @@ class Scheduler:
         return self.fail([chunk.sequence for chunk in plan.chunks], error, now)
 
     def shrink(self, plan: Plan) -> bool:
-        """Takes the newer half of its sequences out of a step that the device had no room for; these are preempted.
+        """Halves a step that was just planned and that the device had no room for.
 
-        Some steps to come are small, too. False, and nothing has changed, if there is one sequence only.
+        Chunks of many tokens are cut first, then decodes, the least urgent ones first: all that is left out comes with
+        a later step, and nothing is computed again. Steps to come are as small, until many of them have come back.
+
+        Returns:
+            False, and nothing has changed, if the step has one token.
         """
-        sequences = sorted((chunk.sequence for chunk in plan.chunks), key=_urgency)
-        for sequence in sequences[(len(sequences) + 1) // 2 :]:
-            self._withdraw(plan, sequence)
-            self.preempt(sequence)
-        self._most_tokens = min(self._most_tokens, plan.num_tokens)
-        return len(plan.chunks) < len(sequences)
+        num_over = plan.num_tokens // 2
+        if not num_over:
+            return False
+        order = sorted(plan.chunks, key=lambda chunk: (chunk.num_tokens > 1, _urgency(chunk.sequence)))
+        while num_over > 0:
+            num_over -= self._cut(plan, order.pop(), num_over)
+        self.most_tokens, self._num_fitted = plan.num_tokens, 0
+        return True
 
     def fail_all(self, error: str, now: float) -> list[Output]:
         return self.fail(list(self._all()), error, now)
@@ -254,6 +265,27 @@ class Scheduler:
             self._tokens_left += chunk.num_tokens
         held = set(victim.block_table)
         plan.copies = [copy for copy in plan.copies if copy[1] not in held]
+
+    def _cut(self, plan: Plan, chunk: Chunk, num_tokens: int) -> int:
+        """Leaves the last tokens of a chunk, all of them at most, to a later step; returns how many.
+
+        A sequence that is left out whole keeps its blocks, unless some are to be copied first: then it gives way, for
+        this step may yet fail and those who are not in it go on.
+        """
+        sequence, num_tokens = chunk.sequence, min(num_tokens, chunk.num_tokens)
+        if num_tokens == chunk.num_tokens:
+            awaits_copies = any(target in sequence.block_table for _, target in plan.copies)
+            self._withdraw(plan, sequence)
+            sequence.num_computed = chunk.start
+            if awaits_copies:
+                self.preempt(sequence)
+            return num_tokens
+        sequence.num_computed -= num_tokens
+        sequence.num_pending -= chunk.samples
+        chunk.samples = False
+        chunk.num_tokens -= num_tokens
+        plan.num_tokens -= num_tokens
+        return num_tokens
 
     def _admit_waiting(self, plan: Plan, now: float) -> None:
         for sequence in sorted(self.waiting, key=_urgency):
@@ -369,6 +401,13 @@ class Scheduler:
             self.waiting.insert(position, sequence)
 
     # Committing
+
+    def _note_fitted(self) -> None:
+        """What the device lacked may be there again, or may be what only larger steps need: they are tried in time."""
+        self._num_fitted += 1
+        if self._num_fitted >= _STEPS_TO_GROW:
+            self.most_tokens = min(2 * self.most_tokens, self.limits.max_batch_tokens)
+            self._num_fitted = 0
 
     def _apply_safely(self, sequence: Sequence, sampled: Sampled, now: float) -> Output:
         """A fault in the text of one sequence ends that sequence, and no other."""

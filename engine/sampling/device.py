@@ -205,10 +205,10 @@ class DeviceSampler:
             needs: at least those of the slots; all filters and no most likely tokens by default.
         """
         needs = Needs() if needs is None else needs
-        token_ids, logprobs = self._choose(logits, self.tables, slots, numbers, needs)
-        if not needs.num_top_logprobs:
-            return SampledOnDevice(token_ids, logprobs)
-        return SampledOnDevice(token_ids, logprobs, *most_likely(logits, needs.num_top_logprobs))
+        num_top = needs.num_top_logprobs
+        # First: it may find no memory, and what is chosen is counted once.
+        top = most_likely(logits, num_top) if num_top else ()
+        return SampledOnDevice(*self._choose(logits, self.tables, slots, numbers, needs), *top)
 
     def _biases(self, params: SamplingParams) -> NDArray[np.int32]:
         """[n, 2] as in SlotTables.biases, every id once."""

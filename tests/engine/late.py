@@ -90,6 +90,9 @@ class LateRunner(PaperRunner):
             raise fault
         assert len(self.in_flight) <= self.num_ahead
         step = LateStep(self, plan)
+        if plan.num_tokens > self.room:
+            self._break_off(step)
+        self._refuse_if_too_large(plan)
         self.in_flight.append(step)
         self._run_some()
         return step
@@ -102,6 +105,14 @@ class LateRunner(PaperRunner):
         assert step.result is not None
         return step.result
 
+    def _break_off(self, step: LateStep) -> None:
+        """Its turn comes, and it ends before it samples."""
+        for earlier in self.in_flight:
+            self._run(earlier)
+        self._copy(step.copies)
+        for order in step.orders:
+            self._put(order)
+
     def _run_some(self) -> None:
         for step in self.in_flight:
             if step.result is None:
@@ -112,9 +123,7 @@ class LateRunner(PaperRunner):
     def _run(self, step: LateStep) -> None:
         if step.result is not None:
             return
-        before = [list(self._blocks[source]) for source, _ in step.copies]
-        for (_, target), content in zip(step.copies, before, strict=True):
-            self._blocks[target] = content
+        self._copy(step.copies)
         for order in step.orders:
             self._put(order)
         step.result = StepResult([self._draw(order) for order in step.orders if order.samples])

@@ -8,7 +8,7 @@ so.
 from __future__ import annotations
 
 from engine.request import FinishReason, Request, SamplingParams, Sequence
-from engine.step import Ended, Plan, Sampled, StepInFlight, StepResult
+from engine.step import Ended, OutOfMemory, Plan, Sampled, StepInFlight, StepResult
 
 VOCABULARY = 50
 
@@ -41,6 +41,10 @@ class PaperRunner:
         self.num_tokens = 0
         self.fault: Exception | None = None
         """Raised, once, by the next step."""
+        self.room = 1 << 30
+        """Tokens of the largest step that the device has memory for at this moment."""
+        self.num_refused = 0
+        """Launches that it had no room for."""
         self.bad: set[tuple[str, int]] = set()
         """Choices whose logits are not finite."""
         self.closed = False
@@ -59,12 +63,22 @@ class PaperRunner:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
-        before = [list(self._blocks[source]) for source, _ in plan.copies]
-        for (_, target), content in zip(plan.copies, before, strict=True):
-            self._blocks[target] = content
+        self._copy(plan.copies)
         for chunk in plan.chunks:
             self._write(chunk.sequence, chunk.start, chunk.num_tokens)
+        self._refuse_if_too_large(plan)
         return StepResult([self._sample(c.sequence) for c in plan.chunks if c.samples])
+
+    def _refuse_if_too_large(self, plan: Plan) -> None:
+        """When it finds out, the copies are made and KV is written."""
+        if plan.num_tokens > self.room:
+            self.num_refused += 1
+            raise OutOfMemory(f"tried to allocate {plan.num_tokens} tokens")
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        before = [list(self._blocks[source]) for source, _ in copies]
+        for (_, target), content in zip(copies, before, strict=True):
+            self._blocks[target] = content
 
     def _write(self, sequence: Sequence, start: int, num_tokens: int) -> None:
         for position in range(start, start + num_tokens):

@@ -95,6 +95,24 @@ def test_who_was_preempted_in_flight_says_the_same(
 
 
 @modest
+@given(workloads(), st.booleans(), st.lists(st.tuples(st.integers(0, 25), st.integers(1, 20)), max_size=8))
+def test_a_device_that_is_short_of_memory_says_the_same(
+    workload: Workload, is_late: bool, shortages: list[tuple[int, int]]
+) -> None:
+    """From step `at` on it has room for so many tokens."""
+
+    def disturb(run: Run) -> None:
+        for at, room in shortages:
+            if at == len(run.steps):
+                run.runner.room = room
+
+    run = late_run(workload, 0)[0] if is_late else Run(workload, sink=StoppingSink())
+    run.finish(disturb)
+    assert answers(run) == answers(Run(workload, sink=StoppingSink()).finish())
+    assert_all_is_given_back(run)
+
+
+@modest
 @given(
     workloads(), st.integers(0, 99), st.lists(st.tuples(st.integers(0, 25), st.integers(0, 5)), max_size=4)
 )

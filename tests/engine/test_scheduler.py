@@ -230,6 +230,77 @@ def test_a_head_that_does_not_fit_is_not_overtaken() -> None:
     assert list(bench.tokens) == [("big", 0), ("wide", 0), ("small", 0)]
 
 
+# Steps that the device has no room for
+
+
+def test_long_chunks_are_cut_before_decodes_and_the_least_urgent_first() -> None:
+    bench = Bench()
+    bench.submit(make_request("a", [1] * 3), make_request("b", [2] * 3))
+    bench.step()
+    bench.submit(make_request("late", [3] * 10, lane=2), make_request("urgent", [4] * 10, lane=0))
+    plan = bench.scheduler.plan(2.0)
+    assert sorted(work(plan)) == [("a", 3, 1), ("b", 3, 1), ("late", 0, 10), ("urgent", 0, 10)]
+    cuts = []
+    while bench.scheduler.shrink(plan):
+        assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks)
+        for chunk in plan.chunks:
+            assert chunk.start + chunk.num_tokens == chunk.sequence.num_computed
+            assert chunk.samples == (chunk.sequence.num_computed == len(chunk.sequence.token_ids))
+            assert chunk.sequence.num_pending == chunk.samples
+        bench.scheduler.check()
+        cuts.append(sorted(work(plan)))
+    assert cuts == [
+        [("a", 3, 1), ("b", 3, 1), ("urgent", 0, 9)],
+        [("a", 3, 1), ("b", 3, 1), ("urgent", 0, 4)],
+        [("a", 3, 1), ("b", 3, 1), ("urgent", 0, 1)],
+        [("a", 3, 1), ("urgent", 0, 1)],
+        [("urgent", 0, 1)],
+    ]
+    bench.receive(bench.scheduler.commit(plan, bench.runner.execute(plan), 2.0))
+    bench.finish()
+    assert bench.scheduler.counters.num_preemptions == 0
+    assert bench.runner.num_tokens == 2 * (3 + 3) + 2 * (10 + 3), "every token once"
+    assert all(len(tokens) == 4 for tokens in bench.tokens.values())
+
+
+def test_who_awaits_a_copy_and_is_left_out_gives_way() -> None:
+    """The step may yet fail, and then the copy was never made."""
+    bench = Bench()
+    request = make_request("r", [1, 2, 3, 4, 5], n=3)
+    bench.submit(request)
+    bench.step()
+    plan = bench.scheduler.plan(2.0)
+    assert (len(plan.chunks), len(plan.copies)) == (3, 2)
+    while bench.scheduler.shrink(plan):
+        pass
+    assert (work(plan), len(plan.copies)) == ([("r", 5, 1)], 1)
+    assert [s.index for s in bench.scheduler.waiting] == [1]
+    assert [s.index for s in bench.scheduler.running] == [0, 2], (
+        "the last one has the block that the others copy"
+    )
+    bench.receive(bench.scheduler.fail_step(plan, "no room", 2.0))
+    bench.finish()
+    assert bench.last["r", 0].error == "no room"
+    assert [bench.tokens["r", i] for i in (1, 2)] == [expected_output(request, i, 200) for i in (1, 2)]
+
+
+def test_steps_are_small_for_a_while_and_grow_again() -> None:
+    bench = Bench(budget=64)
+    bench.submit(make_request("r", [1] * 150, max_tokens=1))
+    plan = bench.scheduler.plan(1.0)
+    assert plan.num_tokens == 64
+    assert [bench.scheduler.shrink(plan) for _ in range(5)] == [True] * 5
+    bench.receive(bench.scheduler.commit(plan, bench.runner.execute(plan), 1.0))
+    sizes = [bench.step().num_tokens for _ in range(35)]
+    assert sizes == [2] * 31 + [4] * 4
+    bench.finish()
+    bench.submit(make_request("slow", [2], max_tokens=150))
+    bench.finish()
+    assert bench.scheduler.most_tokens == 64
+    bench.submit(make_request("next", [3] * 100))
+    assert bench.step().num_tokens == 64
+
+
 def test_charges_add_up_to_the_work_done() -> None:
     charged: list[tuple[str, int, int]] = []
     bench = Bench(budget=8)

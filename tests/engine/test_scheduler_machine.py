@@ -16,10 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.engine import launch_fitting
 from engine.kv.tables import BlockTables
 from engine.request import FinishReason, Output, Request
 from engine.scheduler import Scheduler, SchedulerLimits
-from engine.step import Plan, StepInFlight
+from engine.step import OutOfMemory, Plan, StepInFlight
 from priority.queue import LaneQueue
 from tests.engine.late import LateRunner
 from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
@@ -94,12 +95,23 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def one_step(self) -> None:
         plan = self.plan()
-        if plan.chunks:
-            self.flights.append((plan, self.runner.launch(plan)))
-        elif not self.flights:
+        is_launched = bool(plan.chunks) and self.launch(plan)
+        if not plan.chunks and not self.flights:
             assert self.scheduler.is_idle, "there is work, and the step is idle"
             assert not any(self.queue.depths().values()), "somebody waits for an empty engine"
-        self.land(self.runner.num_ahead if plan.chunks else 0)
+        self.land(self.runner.num_ahead if is_launched else 0)
+
+    def launch(self, plan: Plan) -> bool:
+        """False if there was no room for any of it; then it has failed."""
+        before = self.runner.num_refused
+        try:
+            self.flights.append((plan, launch_fitting(self.runner, self.scheduler, plan)))
+        except OutOfMemory:
+            assert plan.num_tokens == 1 > self.runner.room
+            self.land(0)
+            self.receive(self.scheduler.fail_step(plan, "no room", self.now))
+        assert self.runner.num_refused - before <= 1 + self.budget.bit_length(), "halved every time"
+        return plan.num_tokens <= self.runner.room
 
     def plan(self) -> Plan:
         self.now += 1.0
@@ -146,22 +158,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         """The next one is launched already, and computes on for sequences that then have failed."""
         plan = self.plan()
         if plan.chunks:
-            self.flights.append((plan, self.runner.launch(plan)))
+            self.launch(plan)
+        if not self.flights:
+            return
         broken, step = self.flights.popleft()
         step.wait()
         self.receive(self.scheduler.fail_step(broken, "broken", self.now))
 
-    @precondition(lambda self: self.scheduler.running)
+    @rule(room=st.integers(1, 24) | st.just(0))
+    def memory_is_short(self, room: int) -> None:
+        """From now on the device refuses larger steps."""
+        self.runner.room = room
+
     @rule()
-    def too_large_for_the_device(self) -> None:
-        plan = self.plan()
-        sequences, num_tokens = len(plan.chunks), plan.num_tokens
-        assert self.scheduler.shrink(plan) == (sequences > 1)
-        assert len(plan.chunks) == -(-sequences // 2)
-        assert plan.num_tokens < num_tokens or sequences < 2
-        if plan.chunks:
-            self.flights.append((plan, self.runner.launch(plan)))
-        self.land(self.runner.num_ahead if plan.chunks else 0)
+    def memory_is_there_again(self) -> None:
+        self.runner.room = 1 << 30
 
     @precondition(lambda self: self.scheduler.running)
     @rule(pick=st.integers(0, 5))
@@ -177,6 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
+        self.runner.room = max(1, self.runner.room)
         for _ in range(3_000):
             if self.scheduler.is_idle and not self.flights and not any(self.queue.depths().values()):
                 break

@@ -9,6 +9,7 @@ from threading import Lock
 
 from hypothesis import strategies as st
 
+from engine.engine import launch_fitting
 from engine.kv.tables import BlockTables
 from engine.request import Output, Request, Sequence
 from engine.scheduler import Scheduler, SchedulerLimits, TokenSink
@@ -177,7 +178,7 @@ class Run:
 
     def _execute(self, plan: Plan) -> list[Output]:
         if plan.chunks:
-            self.flights.append((plan, self.runner.launch(plan)))
+            self.flights.append((plan, launch_fitting(self.runner, self.scheduler, plan)))
         self._watch(self, plan)
         outputs: list[Output] = []
         while len(self.flights) > (self.runner.num_ahead if plan.chunks else 0):
