@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Protocol
@@ -23,7 +23,7 @@ from engine.landing import TOKEN_ALONE, Landing, Wish
 from engine.model.loader import LoadedModel
 from engine.request import Request, SamplingParams, Sequence
 from engine.sampling.device import Choose, DeviceSampler, Needs, SampledOnDevice, most_likely
-from engine.slot_table import Gather, SlotTable, gather
+from engine.slot_table import Gather, SlotTable, StepBuffers, gather
 from engine.step import Chunk, DeviceError, OutOfMemory, Plan, StepInFlight
 
 log = logging.getLogger("penstock.engine")
@@ -109,10 +109,10 @@ class DeviceSteps:
         self._gather = _fast_gather(model) or gather
         self._refused: dict[Sequence, str] = {}
         """Sequences that the sampler cannot serve."""
-        self._buffers = _Buffers.empty(
+        self._buffers = StepBuffers.empty(
             num_slots, config.vocab_size, model.kernels.activation_dtype, model.device
         )
-        self._parts: dict[int, _Buffers] = {}
+        self._parts: dict[int, StepBuffers] = {}
         """Their first so many rows."""
         self._shown: Tensor | None = None
         """The slots that are in the buffer at present."""
@@ -174,8 +174,9 @@ class DeviceSteps:
     def _record(self, device: Device, say: Callable[[str], None], progress: Progress) -> None:
         ladders = [self.passes, *self.choices.values()]
         record_all(ladders, device, progress)
+        num_graphs = sum(len(ladder.recorded) for ladder in ladders)
         num_bytes = sum(ladder.num_bytes for ladder in ladders)
-        say(f"{sum(len(ladder.recorded) for ladder in ladders)} CUDA graphs, {num_bytes / 2**20:.0f} MiB")
+        say(self.model.memory.graphs_text(num_graphs, num_bytes, device.num_bytes_in_use()))
 
     def _pass(self, rung: Rung) -> None:
         """From the slots to the logits of each one's last token."""
@@ -202,12 +203,10 @@ class DeviceSteps:
             self._shown, self._shown_needs = placed.slot_tensor, None
         self.passes.run(Rung(num, placed.query_len))
         needs = self._shown_needs = self._shown_needs or self._needs(plan, placed.seats)
+        # First: it may find no memory, and what is chosen is counted once.
+        top = most_likely(own.logits, needs.num_top_logprobs) if needs.num_top_logprobs else ()
         self.choices[needs.filters].run(Rung(num, 1))
-        sampled = SampledOnDevice(own.token_ids, own.logprobs)
-        if needs.num_top_logprobs:
-            top = most_likely(own.logits, needs.num_top_logprobs)
-            sampled = SampledOnDevice(own.token_ids, own.logprobs, *top)
-        return self._landing(plan, sampled)
+        return self._landing(plan, SampledOnDevice(own.token_ids, own.logprobs, *top))
 
     def _mixed(self, plan: Plan, placed: Placed) -> StepInFlight:
         batch, slots, chunks = placed.batch, placed.sampled_slots, placed.sampled_chunks
@@ -223,7 +222,7 @@ class DeviceSteps:
         self.table.keep_tokens(slots, sampled.token_ids)
         return self._landing(plan, sampled)
 
-    def _part(self, num: int) -> _Buffers:
+    def _part(self, num: int) -> StepBuffers:
         if num not in self._parts:
             self._parts[num] = self._buffers.part(num)
         return self._parts[num]
@@ -268,37 +267,6 @@ def _fast_gather(model: LoadedModel) -> Gather | None:
     from engine.kernels.triton import inputs
 
     return partial(inputs.gather, block_size=model.kv.block_size)
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """What graphs leave for each other and for the host: of S slots, the first rows of what there is for all."""
-
-    slots: Tensor
-    """[S] int32; -1 is padding."""
-    numbers: Tensor
-    """[S] int32 output tokens that there are already."""
-    logits: Tensor
-    """[S, vocab]"""
-    token_ids: Tensor
-    """[S] int32"""
-    logprobs: Tensor
-    """[S] float32"""
-
-    @classmethod
-    def empty(cls, num_slots: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> _Buffers:
-        slots = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
-        return cls(
-            slots=slots,
-            numbers=torch.zeros_like(slots),
-            logits=torch.zeros(num_slots, vocab_size, dtype=dtype, device=device),
-            token_ids=torch.zeros_like(slots),
-            logprobs=torch.zeros_like(slots, dtype=torch.float32),
-        )
-
-    def part(self, num: int) -> _Buffers:
-        """The rows of the first so many slots."""
-        return _Buffers(*(getattr(self, field.name)[:num] for field in fields(self)))
 
 
 def _give_back_cached(device: torch.device) -> None:

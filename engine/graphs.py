@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 log = logging.getLogger("penstock.engine")
 
 _STEP = 8
@@ -50,6 +52,10 @@ class Rung:
     num_sequences: int
     query_len: int
 
+    @property
+    def num_tokens(self) -> int:
+        return self.num_sequences * self.query_len
+
     def __str__(self) -> str:
         return f"{self.num_sequences} x {self.query_len}"
 
@@ -77,9 +83,7 @@ class Ladder:
         self.recorded: dict[Rung, Recorded] = {}
         self._work = work
         rungs = [Rung(size, query_len) for query_len in query_lens for size in self.sizes]
-        self.rungs = sorted(
-            rungs, key=lambda r: (r.num_sequences * r.query_len, r.num_sequences), reverse=True
-        )
+        self.rungs = sorted(rungs, key=lambda r: (r.num_tokens, r.num_sequences), reverse=True)
         """The largest first."""
 
     @property
@@ -87,9 +91,15 @@ class Ladder:
         return sum(recorded.num_bytes for recorded in self.recorded.values())
 
     def record(self, device: Device, rung: Rung) -> None:
-        """The work runs twice, the first time to compile and allocate what is made on first use."""
+        """The work runs twice, the first time to compile and allocate what is made on first use.
+
+        Raises:
+            torch.OutOfMemoryError: larger ones will find no memory, either.
+        """
         try:
             self.recorded[rung] = self._record(device, rung)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # whatever is wrong with a graph, the step runs without
             reason = str(error).partition("\n")[0] or type(error).__name__
             log.warning("no CUDA graph for %s tokens, these steps run without: %s", rung, reason)
@@ -118,10 +128,29 @@ class Ladder:
 def record_all(ladders: Sequence[Ladder], device: Device, progress: Callable[[int, int], None]) -> None:
     """Records all rungs of all ladders, in each the largest first, so that the smaller ones fit into its memory.
 
+    Where memory runs out, the next that is tried is half as large.
+
     Args:
         progress: is told rungs done and rungs in all.
     """
     rungs = [(ladder, rung) for ladder in ladders for rung in ladder.rungs]
+    most = largest = max(rung.num_tokens for _, rung in rungs)
     for number, (ladder, rung) in enumerate(rungs, 1):
-        ladder.record(device, rung)
+        if rung.num_tokens <= most and not _fits(ladder, device, rung):
+            device.num_bytes_in_use()  # gives back what the attempt had taken
+            most = rung.num_tokens // 2
         progress(number, len(rungs))
+    if most < largest:
+        log.warning(
+            "the device has no memory for CUDA graphs of more than %d tokens: such steps run without, and slower; "
+            "a lower --gpu-memory-utilization leaves room for them",
+            most,
+        )
+
+
+def _fits(ladder: Ladder, device: Device, rung: Rung) -> bool:
+    try:
+        ladder.record(device, rung)
+    except torch.OutOfMemoryError:
+        return False
+    return True

@@ -6,7 +6,7 @@ size of a graph, reads and writes it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -68,6 +68,11 @@ class SlotTable:
     def num_words(num_slots: int, max_blocks: int, max_query_len: int) -> int:
         return (num_slots + 1) * (3 + max_query_len + max_blocks)
 
+    @property
+    def num_bytes(self) -> int:
+        held = (self.words, *self.query_starts.values(), *self.last_rows.values())
+        return sum(tensor.nbytes for tensor in held)
+
     def keep_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
         """What was sampled, [R] each, is what these slots compute next."""
         self.next_tokens[:, 0][slots.long()] = token_ids
@@ -110,3 +115,38 @@ def gather(table: SlotTable, slots: Tensor, query_len: int) -> NextStep:
         max_query_len=query_len,
     )
     return NextStep(batch, table.numbers(slots, context_lens))
+
+
+@dataclass(frozen=True, slots=True)
+class StepBuffers:
+    """What graphs leave for each other and for the host: of S slots, the first rows of what there is for all."""
+
+    slots: Tensor
+    """[S] int32; -1 is padding."""
+    numbers: Tensor
+    """[S] int32 output tokens that there are already."""
+    logits: Tensor
+    """[S, vocab]"""
+    token_ids: Tensor
+    """[S] int32"""
+    logprobs: Tensor
+    """[S] float32"""
+
+    @classmethod
+    def empty(cls, num_slots: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> StepBuffers:
+        slots = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
+        return cls(
+            slots=slots,
+            numbers=torch.zeros_like(slots),
+            logits=torch.zeros(num_slots, vocab_size, dtype=dtype, device=device),
+            token_ids=torch.zeros_like(slots),
+            logprobs=torch.zeros_like(slots, dtype=torch.float32),
+        )
+
+    def part(self, num: int) -> StepBuffers:
+        """The rows of the first so many slots."""
+        return StepBuffers(*(getattr(self, field.name)[:num] for field in fields(self)))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(getattr(self, field.name).nbytes for field in fields(self))

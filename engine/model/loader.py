@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from engine.device_memory import table_bytes
 from engine.errors import CheckpointError
 from engine.kernels.ops import ForwardPass, Kernels, select
 from engine.kv.cache import KVCache, KVShape
@@ -28,6 +30,7 @@ from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import make_decoder
 from engine.model.weights import Progress, check_tensors, load_weights
+from engine.sampling.device import MAX_TOP_LOGPROBS, most_likely
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +74,13 @@ def load_model(
     )
     dtypes = Dtypes(kernels.weight_dtype, kernels.kv_dtype)
     limits = budget(device, options)
-    memory = plan_memory(config, shape, dtypes, options, limits)
+    tables = partial(table_bytes, config, options, kernels)
+    memory = plan_memory(config, shape, dtypes, options, limits, tables=tables)
     say(memory.text)
     weights = load_weights(config, files, kernels, progress)
     if limits.card is not None:
         measured = _measure(config, weights, kernels, shape, options, max_model_len, limits.card)
-        memory = plan_memory(config, shape, dtypes, options, limits, measured)
+        memory = plan_memory(config, shape, dtypes, options, limits, measured, tables)
         for line in memory.table:
             say(line)
     kv = KVCache(shape, memory.num_blocks, kernels.kv_dtype, device)
@@ -108,7 +112,7 @@ def _measure(
 
     def steps() -> None:
         for batch in largest_batches(options, max_model_len, shape.block_size):
-            decoder(batch.to(kernels.device))
+            most_likely(decoder(batch.to(kernels.device)), MAX_TOP_LOGPROBS)
 
     return measure_steps(kernels.device, before, steps)
 

@@ -31,10 +31,10 @@ SMALLEST_CONTEXT = 1024
 """Tokens; a model that is to have less room than this is better not started."""
 
 
-GRAPH_BYTES, GRAPH_LAYER_BYTES = 2 << 20, 64 << 10
-"""Of what one captured step keeps on the device, and more for each layer in it: an estimate."""
-SLOT_BYTES = 16 << 10
-"""Of a running sequence's parameters and biases."""
+GRAPH_BYTES, GRAPH_LAYER_BYTES, CHOICE_GRAPH_BYTES = 2 << 20, 64 << 10, 256 << 10
+"""Of what one captured pass keeps on the device, more for each layer in it, and of a captured choice: estimates."""
+CHOICES_PER_RUNG = 4
+"""Captured for each size: with and without top-k and top-p."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class MemoryPlan:
     workspace: int
     """Activations and logits of the largest step."""
     graphs: int = 0
-    """An estimate of what captured steps will take."""
+    """An estimate of what captured steps will take: the one size that is not known before it is taken."""
     tables: int = 0
     """On a GPU: what the device knows of the running sequences, and what choosing their tokens takes."""
     block: int
@@ -128,21 +128,41 @@ class MemoryPlan:
         )
 
     @property
-    def table(self) -> list[str]:
-        """The same of a GPU, as lines: all of its memory, and what is to become of it."""
+    def rows(self) -> list[tuple[str, int, str]]:
+        """The same of a GPU: all of its memory, and what is to become of it. The last is the sum of the others.
+
+        What is in use before includes the workspace of the kernels, which is there as soon as these are.
+        """
         assert self.card is not None
         taken = self.weights + self.workspace + self.tables + self.graphs + self.kv
-        rows = [
+        return [
             ("in use before", self.card.used, ""),
             ("weights", self.weights, ""),
             ("activations", self.workspace, ""),
-            ("tables", self.tables, "of the running sequences, about"),
+            ("tables", self.tables, "of the running sequences"),
             ("graphs", self.graphs, "about"),
             ("KV cache", self.kv, f"{self.num_tokens} tokens in {self.num_blocks} blocks"),
             ("free", self.card.free - taken, ""),
             ("in all", self.card.total, ""),
         ]
-        return [f"GPU memory  {name:<13} {_size(size):>10}  {note}".rstrip() for name, size, note in rows]
+
+    @property
+    def table(self) -> list[str]:
+        """These, as lines."""
+        return [
+            f"GPU memory  {name:<13} {_size(size):>10}  {note}".rstrip() for name, size, note in self.rows
+        ]
+
+    def graphs_text(self, num_graphs: int, num_bytes: int, in_use: int) -> str:
+        """One line, once steps are captured.
+
+        Args:
+            num_bytes: that they took.
+            in_use: of the card, by all and everything.
+        """
+        free = "" if self.card is None else f"; free are {_size(self.card.total - in_use)}"
+        need = "" if self.card is None else f", of which the largest step takes {_size(self.workspace)}"
+        return f"{num_graphs} CUDA graphs took {_size(num_bytes)}, about {_size(self.graphs)} were planned{free}{need}"
 
 
 def plan_memory(
@@ -152,6 +172,7 @@ def plan_memory(
     options: LoadOptions,
     budget: Budget,
     measured: Measured | None = None,
+    tables: Callable[[int], int] = lambda _: 0,
 ) -> MemoryPlan:
     """How much goes where.
 
@@ -160,6 +181,7 @@ def plan_memory(
 
     Args:
         measured: in place of estimates, once there is something to measure.
+        tables: what steps keep on a GPU if the longest sequence has so many tokens; see `device_memory.table_bytes`.
 
     Raises:
         NotEnoughMemory: weights and KV cache do not fit; the message has the numbers.
@@ -168,16 +190,17 @@ def plan_memory(
     workspace = measured.workspace if measured else _workspace_bytes(config, options)
     on_card = budget.card is not None
     graphs = _graph_bytes(config, options) if on_card and options.cuda_graphs else 0
-    tables = _table_bytes(config, options) if on_card else 0
+    max_len = options.max_model_len or config.max_position
     block = shape.block_bytes(dtypes.kv)
-    left = budget.available - weights - workspace - tables - graphs
+    left = budget.available - weights - workspace - graphs - (tables(max_len) if on_card else 0)
+    num_blocks = options.num_blocks or _num_blocks(config, shape, options, block, budget.kv_limit(left))
     plan = MemoryPlan(
         weights=weights,
         workspace=workspace,
         graphs=graphs,
-        tables=tables,
+        tables=tables(min(max_len, num_blocks * shape.block_size)) if on_card else 0,
         block=block,
-        num_blocks=options.num_blocks or _num_blocks(config, shape, options, block, budget.kv_limit(left)),
+        num_blocks=num_blocks,
         block_size=shape.block_size,
         available=budget.available,
         card=budget.card,
@@ -284,16 +307,23 @@ def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
 
 
 def _graph_bytes(config: ModelConfig, options: LoadOptions) -> int:
+    num_sequences, query_len = options.max_num_seqs, options.max_query_len
+    return graph_bytes(
+        config,
+        num_rungs=len(ladder_sizes(min(num_sequences, options.max_batch_tokens))),
+        passes_per_rung=len({1, query_len}),
+        choices_per_rung=CHOICES_PER_RUNG,
+        largest_step=_step_bytes(config, num_sequences * query_len, num_sequences),
+    )
+
+
+def graph_bytes(
+    config: ModelConfig, *, num_rungs: int, passes_per_rung: int, choices_per_rung: int, largest_step: int
+) -> int:
     """The graphs share the memory of the largest one's step; each keeps what its launches are made of."""
-    each = GRAPH_BYTES + config.num_layers * GRAPH_LAYER_BYTES
-    largest = _step_bytes(config, options.max_num_seqs, options.max_num_seqs)
-    return largest + len(ladder_sizes(options.max_num_seqs)) * each
-
-
-def _table_bytes(config: ModelConfig, options: LoadOptions) -> int:
-    """Of each sequence its blocks, its biases, how often it has each token, its logits, and what is made of them."""
-    blocks = -(-(options.max_model_len or config.max_position) // options.block_size)
-    return options.max_num_seqs * (4 * blocks + SLOT_BYTES + 13 * config.vocab_size)
+    each_pass = GRAPH_BYTES + config.num_layers * GRAPH_LAYER_BYTES
+    each_rung = passes_per_rung * each_pass + choices_per_rung * CHOICE_GRAPH_BYTES
+    return largest_step + num_rungs * each_rung
 
 
 def _step_bytes(config: ModelConfig, num_tokens: int, num_rows: int) -> int:

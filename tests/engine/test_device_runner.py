@@ -12,6 +12,7 @@ from threading import Lock
 import pytest
 import torch
 
+from engine.device_memory import table_bytes
 from engine.device_runner import DeviceLimits, DeviceSteps
 from engine.engine import launch_fitting
 from engine.graphs import Graph, Rung
@@ -285,6 +286,34 @@ def test_a_step_that_had_no_room_can_be_launched_again(model: LoadedModel, expec
 
 def _no_room(_: object) -> torch.Tensor:
     raise torch.OutOfMemoryError("full")
+
+
+@pytest.mark.parametrize("max_query_len", [1, 4])
+def test_what_it_keeps_on_its_device_was_planned_to_the_byte(model: LoadedModel, max_query_len: int) -> None:
+    steps = steps_of(device_runner(model, RepeatingDevice(), max_query_len))
+    steps.state._last_slot_tensor = torch.zeros(0)  # an input of the last step
+    kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors_of(steps, {})}
+    options = replace(model.options, max_num_seqs=SEATS, max_query_len=max_query_len)
+    assert model.config.max_position < 60 * 16
+    planned = table_bytes(model.config, options, model.kernels, model.config.max_position)
+    assert sum(storage.nbytes() for storage in kept.values()) == planned
+
+
+def tensors_of(thing: object, seen: dict[int, object]) -> Iterator[torch.Tensor]:
+    """All that can be reached from it, but for the model's own."""
+    if id(thing) in seen or isinstance(thing, LoadedModel):
+        return
+    seen[id(thing)] = thing
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, dict):
+        yield from tensors_of([*thing.keys(), *thing.values()], seen)
+    elif isinstance(thing, list | tuple | set):
+        for part in list(thing):
+            yield from tensors_of(part, seen)
+    elif type(thing).__module__.startswith("engine."):
+        names = [*getattr(thing, "__dict__", ()), *getattr(thing, "__slots__", ())]
+        yield from tensors_of([getattr(thing, name) for name in names], seen)
 
 
 def test_a_closed_runner_has_no_model(model: LoadedModel) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.device_memory import table_bytes
 from engine.errors import NotEnoughMemory
-from engine.kernels.ops import reference_kernels
+from engine.kernels.ops import Kernels, reference_kernels, select
 from engine.kv.cache import KVCache, KVShape
 from engine.model import loader, memory
 from engine.model.batch import Batch
@@ -21,6 +24,7 @@ from engine.model.fields import Fields
 from engine.model.loader import load_model
 from engine.model.memory import (
     GIB,
+    Budget,
     Card,
     Dtypes,
     Measured,
@@ -35,6 +39,7 @@ from engine.model.safetensors import TensorFiles
 from engine.model.transformer import Decoder
 from engine.model.weights import load_weights
 from engine.sampling.device import DeviceSampler
+from engine.slot_table import SlotTable, StepBuffers
 from tests.engine.checkpoints import make_checkpoint, make_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -55,6 +60,7 @@ LLAMA_8B = parse_config(
 )
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 BLOCK = 32 * 2 * 8 * 16 * 128 * 2
+KERNELS = replace(reference_kernels(CPU, torch.float32), name="triton", activation_dtype=torch.bfloat16)
 CARD = Card(total=80 * GIB, free=79 * GIB)
 MEASURED = Measured(weights=15 * GIB, workspace=2 * GIB)
 
@@ -68,7 +74,9 @@ def plan(
 ) -> MemoryPlan:
     dtypes = Dtypes(torch.bfloat16, torch.bfloat16)
     budget = card_budget(card, utilization)
-    return plan_memory(config, SHAPE, dtypes, LoadOptions(**options), budget, measured)
+    wanted = LoadOptions(**options)
+    tables = partial(table_bytes, config, wanted, KERNELS)
+    return plan_memory(config, SHAPE, dtypes, wanted, budget, measured, tables)
 
 
 def test_the_share_of_the_whole_card_less_what_is_in_use_is_available() -> None:
@@ -94,13 +102,21 @@ def test_without_graphs_their_memory_is_kv() -> None:
     assert without.num_blocks - with_graphs.num_blocks == pytest.approx(with_graphs.graphs / BLOCK, abs=1)
 
 
-def test_tables_hold_counts_and_logits_of_every_sequence() -> None:
-    """Measured by what their owners take: 128,256 tokens, 256 sequences, 8192 blocks each."""
-    sampler = DeviceSampler(4, 128_256, (), CPU)
-    state = 4 * (131_072 // 16) * 4
-    logits = 4 * 128_256 * 4
-    taken = (sampler.tables.num_bytes + state + 2 * logits) // 4 * 256
-    assert 1.0 < plan().tables / taken < 1.2
+def test_tables_are_those_of_the_longest_sequence_that_the_pool_holds() -> None:
+    tables = partial(table_bytes, LLAMA_8B, LoadOptions(), KERNELS)
+    assert plan().tables == tables(131_072)
+    assert plan(num_blocks=100).tables == tables(100 * 16) < tables(131_072)
+
+
+def test_a_meta_tensor_is_as_large_as_a_real_one() -> None:
+    triton = pytest.importorskip("engine.kernels.triton.sampling")
+    for make in (
+        lambda device: triton.TritonChoose(5, 400, device),
+        lambda device: DeviceSampler(5, 400, (), device).tables,
+        lambda device: SlotTable(5, 9, 3, device),
+        lambda device: StepBuffers.empty(5, 400, torch.bfloat16, device),
+    ):
+        assert make(torch.device("meta")).num_bytes == make(CPU).num_bytes > 0
 
 
 def test_more_sequences_make_more_and_larger_graphs() -> None:
@@ -143,6 +159,41 @@ def test_a_plan_never_goes_over_the_share(
         return
     taken = made.weights + made.workspace + made.tables + made.graphs + made.kv
     assert card.used + taken <= total * utilization
+
+
+@given(st.integers(1, 1 << 38), st.floats(0.3, 1), st.integers(1, 300))
+def test_the_rows_add_up_to_the_card(total: int, free_share: float, max_num_seqs: int) -> None:
+    card = Card(total=total, free=int(total * free_share))
+    try:
+        made = plan(card, Measured(weights=total // 8, workspace=total // 64), max_num_seqs=max_num_seqs)
+    except NotEnoughMemory:
+        return
+    *parts, (name, size, _) = made.rows
+    assert (name, size) == ("in all", total)
+    assert sum(part for _, part, _ in parts) == total
+
+
+def test_after_capture_a_line_says_what_graphs_took_and_what_is_free() -> None:
+    made = plan()
+    text = made.graphs_text(70, 3 * GIB, 75 * GIB)
+    planned = f"{made.graphs / GIB:.2f} GiB"
+    assert text == (
+        f"70 CUDA graphs took 3.00 GiB, about {planned} were planned; free are 5.00 GiB, "
+        "of which the largest step takes 2.00 GiB"
+    )
+    assert replace(made, card=None).graphs_text(1, 0, 0).endswith("were planned")
+
+
+def test_an_estimate_of_graphs_follows_their_number() -> None:
+    def estimate(num_rungs: int, passes: int, choices: int) -> int:
+        return memory.graph_bytes(
+            LLAMA_8B, num_rungs=num_rungs, passes_per_rung=passes, choices_per_rung=choices, largest_step=1
+        )
+
+    assert estimate(0, 1, 1) == 1
+    assert estimate(4, 2, 4) - 1 == 2 * (estimate(2, 2, 4) - 1)
+    assert estimate(4, 2, 0) + estimate(4, 0, 4) - 1 == estimate(4, 2, 4)
+    assert plan(max_query_len=4).graphs > plan().graphs
 
 
 def test_the_table_adds_up() -> None:
@@ -265,12 +316,25 @@ def test_loading_measures_on_a_card_and_says_the_table(
         measured.append(before)
         return Measured(weights=5 << 20, workspace=8 << 20)
 
-    monkeypatch.setattr(loader, "budget", lambda *_: card_budget(card, 0.5))
+    order: list[str] = []
+
+    def kernels(*args: Any) -> Kernels:
+        order.append("kernels")
+        return select(*args)
+
+    def budget(*_: object) -> Budget:
+        order.append("card")
+        return card_budget(card, 0.5)
+
+    monkeypatch.setattr(loader, "select", kernels)
+    monkeypatch.setattr(loader, "budget", budget)
     monkeypatch.setattr(loader, "measure_steps", measure)
     said: list[str] = []
     options = LoadOptions(device="cpu", block_size=8, cuda_graphs=False, max_num_seqs=200)
     model = load_model(make_checkpoint("llama", tmp_path), options, said.append, lambda *_: None)
     assert measured == [card]
+    assert order == ["kernels", "card"], "their workspace is in use before, and counted there alone"
+    assert model.memory.tables == table_bytes(model.config, options, model.kernels, model.config.max_position)
     assert [line for line in said if line in model.memory.table] == model.memory.table
     left = (32 << 20) - (4 << 20) - (13 << 20) - model.memory.tables
     assert model.memory.kv <= left < model.memory.kv + model.memory.block

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Callable
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import graphs
 from engine.graphs import Graph, Ladder, Rung, ladder_sizes, record_all
 
 
@@ -26,6 +28,8 @@ class PaperDevice:
         self.is_recording = False
         self.log: list[tuple[str, Rung]] = []
         self.broken: set[Rung] = set()
+        self.room = 1 << 30
+        """Tokens of the largest rung that there is memory for."""
         self._pool = 0
 
     def record(self, work: Callable[[], None]) -> Graph:
@@ -35,6 +39,9 @@ class PaperDevice:
         finally:
             self.is_recording = False
         rung = self.log[-1][1]
+        if rung.num_tokens > self.room:
+            self.num_bytes += rung.num_tokens
+            raise torch.OutOfMemoryError("CUDA out of memory.")
         if rung in self.broken:
             raise RuntimeError("operation not permitted when stream is capturing\nand a long trace")
         self.num_bytes += max(0, rung.num_sequences * rung.query_len - self._pool)
@@ -45,6 +52,8 @@ class PaperDevice:
         assert not self.is_recording
 
     def num_bytes_in_use(self) -> int:
+        """As on a GPU, it first gives back what nobody uses."""
+        self.num_bytes = 100 + self._pool
         return self.num_bytes
 
     def work(self, rung: Rung) -> None:
@@ -138,3 +147,22 @@ def test_without_recording_every_step_runs_without() -> None:
     ladder = Ladder(device.work, 64)
     ladder.run(Rung(3, 1))
     assert (ladder.padded(3), ladder.num_bytes, device.log) == (3, 0, [("run", Rung(3, 1))])
+
+
+@given(st.integers(0, 70))
+def test_where_memory_runs_out_half_is_tried_and_one_line_says_so(room: int) -> None:
+    device = PaperDevice()
+    device.room = room
+    passes, choices = Ladder(device.work, 64, query_lens=(1, 2)), Ladder(device.work, 64)
+    with pytest.MonkeyPatch.context() as patch:
+        warnings: list[tuple[object, ...]] = []
+        patch.setattr(graphs.log, "warning", lambda *said: warnings.append(said))
+        told = recorded(device, passes, choices)
+    assert told[-1] == (len(passes.rungs) + len(choices.rungs),) * 2
+    most = next(size for size in (128, 64, 32, 16, 8, 4, 2, 1, 0) if size <= room)
+    for ladder in (passes, choices):
+        assert set(ladder.recorded) == {rung for rung in ladder.rungs if rung.num_tokens <= most}
+    assert [said[1:] for said in warnings] == [(most,)]
+    tried = [rung for what, rung in device.log if what == "record" and rung.num_tokens > room]
+    assert len(tried) == len(set(tried)) <= 8, "each half as large as the one before"
+    assert device.num_bytes == 100 + most, "what was taken in vain was given back"
