@@ -90,7 +90,7 @@ class LateRunner(PaperRunner):
             raise fault
         assert len(self.in_flight) <= self.num_ahead
         step = LateStep(self, plan)
-        if plan.num_tokens > self.room:
+        if not self._has_room(plan) and self.refuses_late:
             self._break_off(step)
         self._refuse_if_too_large(plan)
         self.in_flight.append(step)

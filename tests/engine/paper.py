@@ -43,6 +43,8 @@ class PaperRunner:
         """Raised, once, by the next step."""
         self.room = 1 << 30
         """Tokens of the largest step that the device has memory for at this moment."""
+        self.refuses_late = True
+        """Whether copies are made and KV is written when it finds out."""
         self.num_refused = 0
         """Launches that it had no room for."""
         self.bad: set[tuple[str, int]] = set()
@@ -63,15 +65,18 @@ class PaperRunner:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
-        self._copy(plan.copies)
-        for chunk in plan.chunks:
-            self._write(chunk.sequence, chunk.start, chunk.num_tokens)
+        if self._has_room(plan) or self.refuses_late:
+            self._copy(plan.copies)
+            for chunk in plan.chunks:
+                self._write(chunk.sequence, chunk.start, chunk.num_tokens)
         self._refuse_if_too_large(plan)
         return StepResult([self._sample(c.sequence) for c in plan.chunks if c.samples])
 
+    def _has_room(self, plan: Plan) -> bool:
+        return plan.num_tokens <= self.room
+
     def _refuse_if_too_large(self, plan: Plan) -> None:
-        """When it finds out, the copies are made and KV is written."""
-        if plan.num_tokens > self.room:
+        if not self._has_room(plan):
             self.num_refused += 1
             raise OutOfMemory(f"tried to allocate {plan.num_tokens} tokens")
 

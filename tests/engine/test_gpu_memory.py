@@ -108,6 +108,15 @@ def test_tables_are_those_of_the_longest_sequence_that_the_pool_holds() -> None:
     assert plan(num_blocks=100).tables == tables(100 * 16) < tables(131_072)
 
 
+def test_the_kernels_that_choose_have_a_workspace_in_the_tables() -> None:
+    triton = pytest.importorskip("engine.kernels.triton.sampling")
+    sizes = [
+        table_bytes(LLAMA_8B, LoadOptions(max_num_seqs=5), replace(KERNELS, name=name), 100)
+        for name in ("triton", "torch")
+    ]
+    assert sizes[0] - sizes[1] == triton.TritonChoose(5, LLAMA_8B.vocab_size, CPU).num_bytes
+
+
 def test_a_meta_tensor_is_as_large_as_a_real_one() -> None:
     triton = pytest.importorskip("engine.kernels.triton.sampling")
     for make in (

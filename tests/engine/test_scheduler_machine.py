@@ -165,9 +165,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         step.wait()
         self.receive(self.scheduler.fail_step(broken, "broken", self.now))
 
-    @rule(room=st.integers(1, 24) | st.just(0))
-    def memory_is_short(self, room: int) -> None:
+    @rule(room=st.integers(1, 24) | st.just(0), late=st.booleans())
+    def memory_is_short(self, room: int, late: bool) -> None:
         """From now on the device refuses larger steps."""
+        self.runner.room, self.runner.refuses_late = room, late
+
+    @rule(late=st.booleans())
+    def no_memory_for_a_step(self, late: bool) -> None:
+        room, self.runner.room, self.runner.refuses_late = self.runner.room, 0, late
+        self.one_step()
         self.runner.room = room
 
     @rule()
