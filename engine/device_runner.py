@@ -11,7 +11,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Protocol
 
 import torch
@@ -22,7 +21,7 @@ from engine.graphs import Device, Graph, Ladder, Rung, record_all
 from engine.landing import TOKEN_ALONE, Landing, Wish
 from engine.model.loader import LoadedModel
 from engine.request import Request, SamplingParams, Sequence
-from engine.sampling.device import Choose, DeviceSampler, Needs, SampledOnDevice, most_likely
+from engine.sampling.device import FILTERS, Choose, DeviceSampler, Needs, SampledOnDevice, most_likely
 from engine.slot_table import Gather, SlotTable, StepBuffers, gather
 from engine.step import Chunk, DeviceError, OutOfMemory, Plan, StepInFlight
 
@@ -120,10 +119,7 @@ class DeviceSteps:
         """Theirs, unless one has a new sequence since."""
         most = min(num_slots, limits.max_batch_tokens)
         self.passes = Ladder(self._pass, most, query_lens)
-        self.choices = {
-            filters: Ladder(partial(self._choose, filters), most)
-            for filters in (Needs(top_k, top_p) for top_k, top_p in product((False, True), repeat=2))
-        }
+        self.choices = {filters: Ladder(partial(self._choose, filters), most) for filters in FILTERS}
         self._warm_up()
         if device is not None and self._can_be_recorded:
             self._record(device, say, progress)

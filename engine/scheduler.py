@@ -25,8 +25,8 @@ from engine.step import Chunk, Plan, RequestQueue, Sampled, StepResult
 
 log = logging.getLogger("penstock.engine")
 
-_STEPS_TO_GROW = 32
-"""Steps that the device had room for, before larger ones are tried again."""
+_STEPS_TO_GROW, _MOST_STEPS_TO_GROW = 32, 4096
+"""Steps that the device had room for, before larger ones are tried again: twice as many each time."""
 
 
 class TokenSink(Protocol):
@@ -93,6 +93,7 @@ class Scheduler:
         """Tokens that a step may have at present: fewer after one that the device had no room for."""
         self._num_fitted = 0
         """Steps that came back since `most_tokens` changed."""
+        self._steps_to_grow = _STEPS_TO_GROW
         self._queue_goes_first = False
         """Others gave way for the next request, and its blocks are on their way back: they would take them again."""
 
@@ -405,9 +406,10 @@ class Scheduler:
     def _note_fitted(self) -> None:
         """What the device lacked may be there again, or may be what only larger steps need: they are tried in time."""
         self._num_fitted += 1
-        if self._num_fitted >= _STEPS_TO_GROW:
+        if self._num_fitted >= self._steps_to_grow and self.most_tokens < self.limits.max_batch_tokens:
             self.most_tokens = min(2 * self.most_tokens, self.limits.max_batch_tokens)
             self._num_fitted = 0
+            self._steps_to_grow = min(2 * self._steps_to_grow, _MOST_STEPS_TO_GROW)
 
     def _apply_safely(self, sequence: Sequence, sampled: Sampled, now: float) -> Output:
         """A fault in the text of one sequence ends that sequence, and no other."""

@@ -20,6 +20,7 @@ from engine.kv.cache import KVShape
 from engine.model.batch import Batch
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.weights import expected_shapes
+from engine.sampling.device import FILTERS
 
 GIB = 1 << 30
 
@@ -33,8 +34,6 @@ SMALLEST_CONTEXT = 1024
 
 GRAPH_BYTES, GRAPH_LAYER_BYTES, CHOICE_GRAPH_BYTES = 2 << 20, 64 << 10, 256 << 10
 """Of what one captured pass keeps on the device, more for each layer in it, and of a captured choice: estimates."""
-CHOICES_PER_RUNG = 4
-"""Captured for each size: with and without top-k and top-p."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +311,7 @@ def _graph_bytes(config: ModelConfig, options: LoadOptions) -> int:
         config,
         num_rungs=len(ladder_sizes(min(num_sequences, options.max_batch_tokens))),
         passes_per_rung=len({1, query_len}),
-        choices_per_rung=CHOICES_PER_RUNG,
+        choices_per_rung=len(FILTERS),
         largest_step=_step_bytes(config, num_sequences * query_len, num_sequences),
     )
 

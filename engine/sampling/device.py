@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Protocol
 
 import numpy as np
@@ -59,7 +60,9 @@ class Needs:
         return Needs(self.top_k, self.top_p)
 
 
-_NOTHING = Needs(top_k=False, top_p=False)
+FILTERS = tuple(Needs(top_k, top_p) for top_k, top_p in product((False, True), repeat=2))
+"""All that `Needs.filters` may be."""
+_NOTHING = FILTERS[0]
 
 
 @dataclass(frozen=True, slots=True)

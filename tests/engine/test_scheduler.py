@@ -284,7 +284,7 @@ def test_who_awaits_a_copy_and_is_left_out_gives_way() -> None:
     assert [bench.tokens["r", i] for i in (1, 2)] == [expected_output(request, i, 200) for i in (1, 2)]
 
 
-def test_steps_are_small_for_a_while_and_grow_again() -> None:
+def test_steps_are_small_for_a_while_and_grow_again_more_and_more_slowly() -> None:
     bench = Bench(budget=64)
     bench.submit(make_request("r", [1] * 150, max_tokens=1))
     plan = bench.scheduler.plan(1.0)
@@ -294,8 +294,9 @@ def test_steps_are_small_for_a_while_and_grow_again() -> None:
     sizes = [bench.step().num_tokens for _ in range(35)]
     assert sizes == [2] * 31 + [4] * 4
     bench.finish()
-    bench.submit(make_request("slow", [2], max_tokens=150))
-    bench.finish()
+    for number in range(8):
+        bench.submit(make_request(f"slow {number}", [2], max_tokens=150))
+        bench.finish()
     assert bench.scheduler.most_tokens == 64
     bench.submit(make_request("next", [3] * 100))
     assert bench.step().num_tokens == 64
