@@ -24,6 +24,7 @@ from engine.engine import Engine, EngineState
 from engine.errors import CheckpointError
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parse import read_config, read_generation_defaults
+from engine.request import NO_LIMIT
 from engine.sampling.stopping import TextSink
 from engine.scheduler import SchedulerLimits
 from engine.step import Plan, StepInFlight, StepReport
@@ -89,15 +90,13 @@ class _LateRunner:
     def __init__(self, make: Callable[[], ModelRunner]) -> None:
         self._make = make
         self._runner: ModelRunner | None = None
-        self.num_blocks = 0
-        self.block_size = 0
-        self.num_ahead = 0
+        self.num_blocks = self.block_size = self.max_batch_tokens = self.num_ahead = 0
 
     def load(self) -> None:
         self._runner = self._make()
         self._runner.load()
         self.num_blocks, self.block_size = self._runner.num_blocks, self._runner.block_size
-        self.num_ahead = self._runner.num_ahead
+        self.max_batch_tokens, self.num_ahead = self._runner.max_batch_tokens, self._runner.num_ahead
 
     def launch(self, plan: Plan) -> StepInFlight:
         assert self._runner is not None
@@ -166,7 +165,7 @@ def load_options(settings: Settings) -> LoadOptions:
         dtype=settings.dtype,
         num_threads=settings.threads,
         max_num_seqs=settings.max_num_seqs,
-        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_tokens=settings.max_batch_tokens or 0,
         max_model_len=settings.max_model_len,
         num_blocks=settings.num_blocks,
         kv_bytes=settings.kv_memory,
@@ -177,7 +176,7 @@ def load_options(settings: Settings) -> LoadOptions:
 
 def _limits(settings: Settings, config: ModelConfig) -> SchedulerLimits:
     return SchedulerLimits(
-        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_tokens=settings.max_batch_tokens or NO_LIMIT,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len or config.max_position,
         kv_shares=tuple(settings.lanes[lane].kv_share for lane in Lane),

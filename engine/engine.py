@@ -199,7 +199,8 @@ class Engine:
             prefix_cache=self._prefix_cache,
             log=self._prefix_log,
         )
-        return Scheduler(self._queue, tables, self._sink, self._limits)
+        most = min(self._limits.max_batch_tokens, self._runner.max_batch_tokens)
+        return Scheduler(self._queue, tables, self._sink, replace(self._limits, max_batch_tokens=most))
 
     def _turn(self, scheduler: Scheduler) -> None:
         """Launches a step and waits for the one before, or waits for work."""

@@ -71,6 +71,10 @@ class ModelRunner:
         return self.model.kv.block_size
 
     @property
+    def max_batch_tokens(self) -> int:
+        return self.model.options.max_batch_tokens
+
+    @property
     def num_ahead(self) -> int:
         return self.steps.num_ahead
 

@@ -42,7 +42,7 @@ class TokenSink(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
     max_batch_tokens: int
-    """Tokens in one step, prefill and decode together."""
+    """Tokens in one step, prefill and decode together. In an engine, its runner may set a lower bound."""
     max_num_seqs: int
     """Sequences running at a time."""
     max_model_len: int

@@ -101,6 +101,10 @@ class Runner(Protocol):
     def block_size(self) -> int: ...
 
     @property
+    def max_batch_tokens(self) -> int:
+        """Of the largest step, known after `load`."""
+
+    @property
     def num_ahead(self) -> int:
         """Steps that may be launched while an earlier one has not been waited for: 0 or 1; known after `load`."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +84,7 @@ class LoadOptions:
     """Tokens per KV block."""
     max_num_seqs: int = 256
     max_batch_tokens: int = 512
+    """Of one step; 0: what suits the device."""
     max_model_len: int | None = None
     """Tokens of the longest sequence; None: as many as the model has positions."""
     num_blocks: int | None = None
@@ -96,3 +97,10 @@ class LoadOptions:
     """On a GPU: whether decode steps are captured once and replayed."""
     max_query_len: int = 1
     """On a GPU: tokens of each sequence in such a step; more than 1 is for drafts that are verified."""
+
+    def for_device(self, kind: str) -> LoadOptions:
+        """Decided where they leave it to the device: a GPU computes large steps better, a CPU is as fast with small."""
+        return self if self.max_batch_tokens else replace(self, max_batch_tokens=_BATCH_TOKENS[kind])
+
+
+_BATCH_TOKENS = {"cpu": 512, "cuda": 8192}

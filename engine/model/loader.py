@@ -64,6 +64,7 @@ def load_model(
     check_tensors(config, files)
     max_model_len = _max_model_len(config, options)
     device = choose_device(options.device)
+    options = options.for_device(device.type)
     dtype = choose_dtype(options.dtype, config, device)
     kernels = select(config, device, dtype, options, say)
     shape = KVShape(

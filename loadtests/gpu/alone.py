@@ -68,14 +68,14 @@ class _Timed:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.num_blocks = self.block_size = self.num_ahead = 0
+        self.num_blocks = self.block_size = self.max_batch_tokens = self.num_ahead = 0
         self.is_timing = False
         self.events: list[tuple[Plan, torch.cuda.Event, torch.cuda.Event]] = []
 
     def load(self) -> None:
         self._runner.load()
         self.num_blocks, self.block_size = self._runner.num_blocks, self._runner.block_size
-        self.num_ahead = self._runner.num_ahead
+        self.max_batch_tokens, self.num_ahead = self._runner.max_batch_tokens, self._runner.num_ahead
 
     def close(self) -> None:
         self._runner.close()

@@ -37,6 +37,7 @@ class PaperRunner:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.max_batch_tokens = 1 << 30
         self.num_ahead = 0
         self.num_tokens = 0
         self.fault: Exception | None = None

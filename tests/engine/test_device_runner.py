@@ -273,7 +273,7 @@ def test_a_step_that_had_no_room_can_be_launched_again(model: LoadedModel, expec
     party = Party(runner)
 
     class Patient:
-        num_ahead, block_size, num_blocks = 1, runner.block_size, runner.num_blocks
+        num_ahead, block_size, num_blocks, max_batch_tokens = 1, runner.block_size, runner.num_blocks, 32
         load, close = runner.load, runner.close
 
         def launch(self, plan: Plan) -> StepInFlight:

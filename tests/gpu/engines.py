@@ -28,11 +28,12 @@ class OneByOne:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.num_blocks = self.block_size = self.num_ahead = 0
+        self.num_blocks = self.block_size = self.max_batch_tokens = self.num_ahead = 0
 
     def load(self) -> None:
         self._runner.load()
         self.num_blocks, self.block_size = self._runner.num_blocks, self._runner.block_size
+        self.max_batch_tokens = self._runner.max_batch_tokens
 
     def launch(self, plan: Plan) -> StepInFlight:
         return self._runner.launch(plan)
