@@ -324,5 +324,6 @@ class DeviceState:
             context_lens=ends,
             block_tables=self.block_tables[placed.slot_tensor.long(), :width],
             sample_rows=rows,
+            host_lengths=[(chunk.num_tokens, chunk.start + chunk.num_tokens) for chunk in plan.chunks],
         )
         placed.sampled_slots, placed.sampled_chunks = slots, chunks

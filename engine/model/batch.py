@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -24,9 +24,12 @@ class Batch:
     """[S, max blocks] block of token p of sequence s: block_tables[s, p // block_size]; unused entries are 0."""
     sample_rows: Tensor
     """[R] which of the T tokens' logits are wanted."""
+    host_lengths: list[tuple[int, int]] | None = field(default=None, kw_only=True)
+    """By sequence, on the host: (tokens in this step, context_lens). None: only the device knows; nobody needs it."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; itself if it is there already."""
         if self.token_ids.device == device:
             return self
-        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "host_lengths"}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})

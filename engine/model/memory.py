@@ -274,6 +274,7 @@ def _batch(num_tokens: list[int], contexts: list[int], block_size: int) -> Batch
         context_lens=ends,
         block_tables=torch.zeros((len(contexts), width), dtype=torch.int32),
         sample_rows=starts[1:] - 1,
+        host_lengths=list(zip(num_tokens, contexts, strict=True)),
     )
 
 

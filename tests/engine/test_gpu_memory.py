@@ -179,8 +179,12 @@ def test_the_largest_steps_have_all_tokens_all_rows_and_the_longest_context(
 
 
 def check(batch: Batch) -> None:
-    assert all(getattr(batch, name).dtype == torch.int32 for name in batch.__dataclass_fields__)
+    tensors = [getattr(batch, name) for name in batch.__dataclass_fields__ if name != "host_lengths"]
+    assert all(tensor.dtype == torch.int32 for tensor in tensors)
     starts = batch.query_starts.tolist()
+    assert batch.host_lengths == list(
+        zip(batch.query_starts.diff().tolist(), batch.context_lens.tolist(), strict=True)
+    )
     assert starts[-1] == batch.token_ids.numel() == batch.positions.numel()
     for i, context in enumerate(batch.context_lens.tolist()):
         positions = batch.positions[starts[i] : starts[i + 1]].tolist()
