@@ -24,6 +24,9 @@ from engine.model.parameters import LayerWeights, Linear, Weights
 from engine.sampling import sampler
 from engine.sampling.batch import SampledRows, SamplingBatch
 
+LONG_CHUNK = 1024
+"""Tokens of a chunk from which on torch's attention is worth a try: in shorter ones the linear maps are nearly all."""
+
 
 class Attention(Protocol):
     """One step's attention: (queries [T, heads, d], one layer's KV, window) -> [T, heads * d]."""
@@ -92,16 +95,19 @@ def select(
     say: Callable[[str], None],
     num_threads: int | None = None,
     max_num_seqs: int = 256,
+    max_batch_tokens: int = 0,
 ) -> Kernels:
     """The fastest table for a model on a device.
 
     Args:
-        say: is told, in one line, why it is slower than it could be.
+        say: is told, in one line each, why it is slower than it could be, and what was measured to choose.
         num_threads: on a CPU; None: one for every core this process may use.
         max_num_seqs: no step has more sequences.
+        max_batch_tokens: no step has more tokens; 0: attention of long prefills is not measured.
     """
     if device.type == "cuda":
-        return _select_triton(config, device, dtype, block_size, say, max_num_seqs)
+        kernels = _select_triton(config, device, dtype, block_size, say, max_num_seqs)
+        return _with_fastest_prefill(kernels, config, block_size, max_batch_tokens, say)
     try:
         _check_native(config, block_size)
         team = native.load_library(say).start_team(num_threads)
@@ -129,6 +135,31 @@ def _select_triton(
     return kernels
 
 
+def _with_fastest_prefill(
+    kernels: Kernels, config: ModelConfig, block_size: int, max_batch_tokens: int, say: Callable[[str], None]
+) -> Kernels:
+    """With torch's attention for long chunks where the card is faster at it, see `kernels/gathered.py`."""
+    windows = any(config.window(layer) for layer in range(config.num_layers))
+    if kernels.name != "triton" or windows or max_batch_tokens < LONG_CHUNK:
+        return kernels
+    # Not above: it takes seconds, for a part of torch that nothing else here needs.
+    from engine.kernels import gathered
+
+    model = gathered.Model(
+        shape=_kv_shape(config, block_size),
+        num_heads=config.num_heads,
+        dtype=kernels.kv_dtype,
+        device=kernels.device,
+        max_position=config.max_position,
+        min_queries=LONG_CHUNK,
+        max_queries=max_batch_tokens,
+    )
+    ways = gathered.choose(model, kernels.attention, gathered.seconds_on_card, say)
+    if ways.whole is None and ways.later is None:
+        return kernels
+    return replace(kernels, attention=partial(gathered.attention, others=kernels.attention, ways=ways))
+
+
 def _try_out(kernels: Kernels) -> None:
     """Runs one small kernel: triton may be there, and not the C compiler or the driver that it needs."""
     row = torch.ones(1, 16, device=kernels.device, dtype=kernels.activation_dtype)
@@ -154,12 +185,7 @@ def triton_kernels(
     # Not above: the package is there without triton, too.
     from engine.kernels.triton import activation, attention, norms, rotary
 
-    shape = KVShape(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
-    )
+    shape = _kv_shape(config, block_size)
     windows = {config.window(layer) for layer in range(config.num_layers)}
     workspace = attention.Workspace(shape, dtype, config.num_heads, max_num_seqs, device, windows=windows)
     return replace(
@@ -171,6 +197,15 @@ def triton_kernels(
         rotate_and_write=rotary.rotate_and_write,
         silu_mul=activation.silu_mul,
         attention=partial(attention.TritonAttention, workspace=workspace),
+    )
+
+
+def _kv_shape(config: ModelConfig, block_size: int) -> KVShape:
+    return KVShape(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
     )
 
 

@@ -63,7 +63,14 @@ def load_model(
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, config, device)
     kernels = select(
-        config, device, dtype, options.block_size, say, options.num_threads, options.max_num_seqs
+        config,
+        device,
+        dtype,
+        options.block_size,
+        say,
+        options.num_threads,
+        options.max_num_seqs,
+        options.max_batch_tokens,
     )
     shape = KVShape(
         num_layers=config.num_layers,
