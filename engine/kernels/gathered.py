@@ -245,9 +245,10 @@ def choose(model: Model, others: Prepare, seconds: Seconds, say: Callable[[str],
     """
     length = min(model.longest, MAX_TRIED_TOKENS)
     context = min(TRIED_CHUNKS * length, model.max_position)
-    cudnn = replace(CUDNN, step=_plan_step(model.longest))
-    whole = _time(model, (length, length), [FLASH, cudnn], others, seconds)
-    later = _time(model, (min(length, context // 2), context), [FLASH], others, seconds)
+    there_are = [FLASH, replace(CUDNN, step=_plan_step(model.longest))]
+    for_later = [way for way in there_are if way.after_context]
+    whole = _time(model, (length, length), there_are, others, seconds)
+    later = _time(model, (min(length, context // 2), context), for_later, others, seconds)
     lines = [_line(times, seen) for times, seen in ((whole, length), (later, context)) if len(times) > 1]
     if lines:
         say(f"attention of long prefills, ms a layer: {'; '.join(lines)}")
