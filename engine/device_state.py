@@ -298,6 +298,7 @@ class DeviceState:
             block_tables=self.table.block_tables[placed.slot_tensor.long(), :width],
             sample_rows=rows,
             max_query_len=max(chunk.num_tokens for chunk in plan.chunks),
+            host_lengths=[(chunk.num_tokens, chunk.start + chunk.num_tokens) for chunk in plan.chunks],
         )
         placed.sampled_slots, placed.sampled_chunks = slots, chunks
 

@@ -24,6 +24,9 @@ from engine.model.parameters import LayerWeights, Linear, Weights
 from engine.sampling import sampler
 from engine.sampling.batch import SampledRows, SamplingBatch
 
+LONG_CHUNK = 1024
+"""Tokens of a chunk from which on torch's attention is worth a try: in shorter ones the linear maps are nearly all."""
+
 
 class Attention(Protocol):
     """One step's attention: (queries [T, heads, d], one layer's KV, window) -> [T, heads * d]."""
@@ -94,10 +97,11 @@ def select(
     """The fastest table for a model on a device.
 
     Args:
-        say: is told, in one line, why it is slower than it could be.
+        say: is told, in one line each, why it is slower than it could be, and what was measured to choose.
     """
     if device.type == "cuda":
-        return _select_triton(config, device, dtype, options, say)
+        kernels = _select_triton(config, device, dtype, options, say)
+        return _with_fastest_prefill(kernels, config, options, say)
     try:
         _check_native(config, options.block_size)
         team = native.load_library(say).start_team(options.num_threads)
@@ -122,6 +126,31 @@ def _select_triton(
         say(f"no Triton kernels ({reason}); plain torch serves instead, without CUDA graphs and slower")
         return reference_kernels(device, dtype)
     return kernels
+
+
+def _with_fastest_prefill(
+    kernels: Kernels, config: ModelConfig, options: LoadOptions, say: Callable[[str], None]
+) -> Kernels:
+    """With torch's attention for long chunks where the card is faster at it, see `kernels/gathered.py`."""
+    windows = any(config.window(layer) for layer in range(config.num_layers))
+    if kernels.name != "triton" or windows or options.max_batch_tokens < LONG_CHUNK:
+        return kernels
+    # Not above: it takes seconds, for a part of torch that nothing else here needs.
+    from engine.kernels import gathered, prefill_choice
+
+    model = prefill_choice.Model(
+        shape=_kv_shape(config, options.block_size),
+        num_heads=config.num_heads,
+        dtype=kernels.kv_dtype,
+        device=kernels.device,
+        max_position=options.max_model_len or config.max_position,
+        min_queries=LONG_CHUNK,
+        max_queries=options.max_batch_tokens,
+    )
+    ways = prefill_choice.choose(model, kernels.attention, prefill_choice.seconds_on_card, say)
+    if ways.whole is None and ways.later is None:
+        return kernels
+    return replace(kernels, attention=partial(gathered.attention, others=kernels.attention, ways=ways))
 
 
 def _try_out(kernels: Kernels) -> None:
@@ -149,12 +178,7 @@ def triton_kernels(
     # Not above: the package is there without triton, too.
     from engine.kernels.triton import activation, attention, norms, rotary
 
-    shape = KVShape(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=options.block_size,
-    )
+    shape = _kv_shape(config, options.block_size)
     windows = {config.window(layer) for layer in range(config.num_layers)}
     workspace = attention.Workspace(
         shape,
@@ -174,6 +198,15 @@ def triton_kernels(
         rotate_and_write=rotary.rotate_and_write,
         silu_mul=activation.silu_mul,
         attention=partial(attention.TritonAttention, workspace=workspace),
+    )
+
+
+def _kv_shape(config: ModelConfig, block_size: int) -> KVShape:
+    return KVShape(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=block_size,
     )
 
 

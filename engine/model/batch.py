@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
@@ -24,14 +24,17 @@ class Batch:
     """[S, max blocks] block of token p of sequence s: block_tables[s, p // block_size]; unused entries are 0."""
     sample_rows: Tensor
     """[R] which of the T tokens' logits are wanted, in their order; T of them are all."""
-    max_query_len: int | None = None
+    max_query_len: int | None = field(default=None, kw_only=True)
     """No sequence has more tokens in this step; None: whoever made it did not count."""
+    host_lengths: list[tuple[int, int]] | None = field(default=None, kw_only=True)
+    """By sequence, on the host: (tokens in this step, context_lens). None: only the device knows; nobody needs it."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; itself if it is there already."""
         if self.token_ids.device == device:
             return self
-        tensors = {
-            f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "max_query_len"
-        }
-        return replace(self, **tensors)
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_THE_HOST}
+        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+
+
+_OF_THE_HOST = {"max_query_len", "host_lengths"}

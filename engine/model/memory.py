@@ -249,7 +249,7 @@ def largest_batches(options: LoadOptions, max_model_len: int, block_size: int) -
     """The steps that need the most memory beside the KV cache, all of it in block 0, which belongs to nobody.
 
     As many tokens as a step may have: of as many sequences as there may be, each of which samples; and at the end of
-    one sequence as long as there may be.
+    one sequence as long as there may be, whose KV attention may have to gather (`kernels/gathered.py`).
     """
     num_sequences = min(options.max_num_seqs, options.max_batch_tokens)
     each, more = divmod(options.max_batch_tokens, num_sequences)
@@ -297,6 +297,7 @@ def _batch(num_tokens: list[int], contexts: list[int], block_size: int) -> Batch
         block_tables=torch.zeros((len(contexts), width), dtype=torch.int32),
         sample_rows=starts[1:] - 1,
         max_query_len=max(num_tokens),
+        host_lengths=list(zip(num_tokens, contexts, strict=True)),
     )
 
 

@@ -11,7 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.kernels import ops
+from engine.kernels import gathered, ops
+from engine.kernels.gathered import Way, Ways
 from engine.kernels.ops import Kernels
 from engine.kernels.reference import TokenPlaces
 from engine.kv.cache import KVCache, KVShape
@@ -185,20 +186,32 @@ def _decode_seconds(bench: Bench, num_sequences: int, context: int, num_layers: 
 
 
 def prefill(bench: Bench) -> None:
-    """Attention of one whole prompt; half of the square is arithmetic that is needed."""
-    shape = bench.shape(1)
-    for length in bench.sizes.prefill:
-        batch, kv = _scattered(bench, shape, 1, length, num_tokens=length)
-        queries = bench.random(length, bench.config.num_heads, shape.head_dim)
-        attention = bench.kernels.attention(batch, shape)
-        time_s = bench.seconds(partial(attention, queries, kv.layer(0), 0))
-        flop = 2.0 * bench.config.q_size * length * (length + 1)
-        emit(
-            f"attention prefill, {length:,} tokens",
-            flop / time_s / 1e12,
-            "TFLOP/s",
-            f"{time_s * 1000:.2f} ms a layer",
-        )
+    """Attention of a chunk in all ways that a server chooses from; only arithmetic that is needed counts.
+
+    Those of torch have gathered keys and values first, which is in their time.
+    """
+    for num_tokens, context in bench.sizes.prefill:
+        of = "tokens" if num_tokens == context else f"after {context - num_tokens:,}"
+        for way in (None, *gathered.WAYS):
+            if way is None or way.after_context or num_tokens == context:
+                _prefill(bench, num_tokens, context, way, f"attention prefill, {num_tokens:,} {of}")
+
+
+def _prefill(bench: Bench, num_tokens: int, context: int, way: Way | None, name: str) -> None:
+    if way is not None:
+        name = f"{name}, {way.name}"
+    shape, heads = bench.shape(1), bench.config.num_heads
+    batch, kv = _scattered(bench, shape, 1, context, num_tokens=num_tokens)
+    ways = Ways(min_queries=1, whole=way, later=way)
+    attend = gathered.attention(batch, shape, others=bench.kernels.attention, ways=ways)
+    queries = bench.random(num_tokens, heads, shape.head_dim)
+    try:
+        time_s = bench.seconds(partial(attend, queries, kv.layer(0), 0))
+    except RuntimeError as error:
+        emit_skip(name, str(error))
+        return
+    flop = 2.0 * bench.config.q_size * num_tokens * (2 * context - num_tokens + 1)
+    emit(name, flop / time_s / 1e12, "TFLOP/s", f"{time_s * 1000:.2f} ms a layer")
 
 
 def _scattered(
@@ -217,6 +230,7 @@ def _scattered(
         context_lens=torch.full((num_sequences,), context, dtype=torch.int32),
         block_tables=order.to(torch.int32).view(num_sequences, per_sequence),
         sample_rows=starts[1:] - 1,
+        host_lengths=[(num_tokens, context)] * num_sequences,
     )
     return batch.to(bench.device), kv
 

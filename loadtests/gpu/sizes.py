@@ -148,7 +148,8 @@ class KernelSizes:
     )  # fmt: skip
     """(sequences, tokens of context of each)"""
     slope: tuple[int, ...] = (2048, 8192, 16_384, 32_768)
-    prefill: tuple[int, ...] = (2048, 8192)
+    prefill: tuple[tuple[int, int], ...] = ((2048, 2048), (8192, 8192), (4096, 32_768))
+    """(tokens of a chunk, tokens of its context)"""
     norm_rows: int = 8192
     linear_rows: tuple[int, ...] = (1, 64)
     sampler_rows: tuple[int, ...] = (1, 64, 256)
@@ -187,7 +188,7 @@ KERNELS = {
         matmul=64,
         decode=((1, 32), (2, 64)),
         slope=(32, 64),
-        prefill=(32,),
+        prefill=((32, 32), (16, 64)),
         norm_rows=16,
         linear_rows=(1,),
         sampler_rows=(2,),

@@ -175,8 +175,8 @@ def test_help_is_not_a_mistake(arguments: list[str]) -> None:
 def test_help_names_every_setting_with_its_default() -> None:
     text = penstock("serve", "--help", COLUMNS="200").stdout
     for part in (
-        "--max-batch-tokens",
-        "Default: 512.",
+        "--max-num-seqs",
+        "Default: 256.",
         "--drain-timeout SECONDS",
         "auto|float32|bfloat16|float16",
     ):

@@ -16,7 +16,11 @@ from engine.device_memory import table_bytes
 from engine.device_runner import DeviceLimits, DeviceSteps
 from engine.engine import launch_fitting
 from engine.graphs import Graph, Rung
-from engine.kernels.ops import reference_kernels
+from engine.kernels import gathered
+from engine.kernels.gathered import FLASH, Attend, Ways
+from engine.kernels.ops import Kernels, reference_kernels
+from engine.kernels.reference import PagedAttention
+from engine.kv.cache import KVShape
 from engine.kv.tables import BlockTables
 from engine.model import loader
 from engine.model.batch import Batch
@@ -321,3 +325,26 @@ def test_a_closed_runner_has_no_model(model: LoadedModel) -> None:
     runner.close()
     with pytest.raises(RuntimeError, match="not loaded"):
         _ = runner.num_blocks
+
+
+def test_long_chunks_by_torch_change_no_answer(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the step says of its lengths is what they are."""
+    made: list[gathered.GatheredAttention] = []
+    ways = Ways(min_queries=8, whole=FLASH, later=FLASH)
+
+    def attention(batch: Batch, shape: KVShape) -> Attend:
+        attend = gathered.attention(batch, shape, others=PagedAttention, ways=ways)
+        made.extend([attend] if isinstance(attend, gathered.GatheredAttention) else [])
+        return attend
+
+    def table(_: object, device: torch.device, dtype: torch.dtype, *__: object) -> Kernels:
+        return replace(reference_kernels(device, dtype), attention=attention)
+
+    make_checkpoint("qwen3", tmp_path)
+    monkeypatch.setattr(loader, "select", table)
+    other = load_model(tmp_path, model.options, lambda _: None, lambda *_: None)
+    found = Party(device_runner(other, None)).run(*REQUESTS)
+    assert len(made) > 3
+    assert found.tokens() == Party(device_runner(model, None)).run(*REQUESTS).tokens()

@@ -240,9 +240,12 @@ def test_the_largest_steps_have_all_tokens_all_rows_and_the_longest_context(
 
 def check(batch: Batch) -> None:
     assert batch.max_query_len == int(batch.query_starts.diff().max())
-    names = set(batch.__dataclass_fields__) - {"max_query_len"}
+    names = set(batch.__dataclass_fields__) - {"max_query_len", "host_lengths"}
     assert all(getattr(batch, name).dtype == torch.int32 for name in names)
     starts = batch.query_starts.tolist()
+    assert batch.host_lengths == list(
+        zip(batch.query_starts.diff().tolist(), batch.context_lens.tolist(), strict=True)
+    )
     assert starts[-1] == batch.token_ids.numel() == batch.positions.numel()
     for i, context in enumerate(batch.context_lens.tolist()):
         positions = batch.positions[starts[i] : starts[i + 1]].tolist()

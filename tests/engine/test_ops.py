@@ -133,8 +133,9 @@ def test_a_kernel_that_does_not_run_is_no_kernel(monkeypatch: pytest.MonkeyPatch
     assert "ptxas is missing" in said[0]
 
 
-def test_triton_is_imported_for_its_own_table_alone() -> None:
-    script = "import sys, engine.model.loader; sys.exit('triton' in sys.modules)"
+@pytest.mark.parametrize("module", ["triton", "torch._dynamo"])
+def test_what_takes_seconds_is_imported_for_its_own_table_alone(module: str) -> None:
+    script = f"import sys, engine.model.loader; sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels import gathered
+from engine.kernels.gathered import CUDNN, FLASH, Way, Ways
+from engine.kernels.ops import select
 from engine.kv.cache import KVCache, KVShape
 from engine.model.batch import Batch
-from engine.model.config import ModelConfig
+from engine.model.config import LoadOptions, ModelConfig
 from tests.gpu.cuda import DEVICE, DTYPES, assert_close, both, needs_cuda
 from tests.gpu.test_layers import config_of
 
@@ -30,6 +33,13 @@ BATCHES: dict[str, Lengths] = {
     "the end of a prompt": [(5000, 129)],
     "mixed": [(700, 1), (300, 300), (1, 1), (2049, 17), (64, 1), (129, 128)],
     "drafts to be verified": [(n, 5) for n in (5, 6, 77, 1024, 3001)],
+}
+
+
+LONG_BATCHES: dict[str, Lengths] = {
+    "a prompt": [(1537, 1537)],
+    "the end of a prompt, and a decode": [(700, 1), (5000, 1100)],
+    "long ones among others": [(9, 9), (1200, 1200), (3001, 1), (2049, 1500), (300, 17), (1, 1)],
 }
 
 
@@ -61,6 +71,7 @@ class Step:
             context_lens=torch.tensor([context for context, _ in lengths], dtype=torch.int32),
             block_tables=tables,
             sample_rows=starts[1:] - 1,
+            host_lengths=[(num, context) for context, num in lengths],
         ).to(DEVICE)
         generator = torch.Generator(DEVICE).manual_seed(0)
         self.kv = KVCache(self.shape, 1 + sum(per_sequence), dtype, DEVICE)
@@ -83,6 +94,38 @@ def check(config: ModelConfig, step: Step, dtype: torch.dtype, window: int = 0) 
 def test_every_kind_of_batch(dtype: torch.dtype, lengths: Lengths) -> None:
     config = config_of(32, 8, 128)
     check(config, Step(config, lengths, dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("ways", [(FLASH, FLASH), (CUDNN, None)], ids=["flash", "cuDNN"])
+@pytest.mark.parametrize("lengths", LONG_BATCHES.values(), ids=LONG_BATCHES)
+def test_long_chunks_by_torch(lengths: Lengths, ways: tuple[Way, Way | None], dtype: torch.dtype) -> None:
+    config = config_of(32, 8, 128)
+    step = Step(config, lengths, dtype)
+    kernels, reference = both(config, dtype)
+    whole, later = ways
+    attend = gathered.attention(
+        step.batch,
+        step.shape,
+        others=kernels.attention,
+        ways=Ways(min_queries=1024, whole=whole, later=later),
+    )
+    found = attend(step.queries, step.kv.layer(0), 0)
+    layer = step.kv.layer(0).float()
+    expected = reference.attention(step.batch, step.shape)(step.queries.float(), layer, 0)
+    assert_close(found, expected, dtype)
+
+
+def test_the_fastest_way_is_found_on_the_card() -> None:
+    """Whichever it is: nothing fails, and what is chosen can be used at once."""
+    config = config_of(32, 8, 128)
+    said: list[str] = []
+    kernels = select(config, DEVICE, torch.bfloat16, LoadOptions(max_batch_tokens=2048), said.append)
+    step = Step(config, LONG_BATCHES["long ones among others"], torch.bfloat16)
+    found = kernels.attention(step.batch, step.shape)(step.queries, step.kv.layer(0), 0)
+    expected = check(config, step, torch.bfloat16)
+    assert_close(found, expected, torch.bfloat16)
+    assert len(said) <= 1
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)

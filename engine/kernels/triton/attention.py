@@ -292,7 +292,6 @@ class TritonAttention:
         )
 
     def _attend_many(self, attended: Tensor, queries: Tensor, layer_kv: Tensor, window: int) -> None:
-        """The place of torch's own attention on gathered KV, should that measure better for long prefills."""
         batch, workspace = self._batch, self._workspace
         tiling = workspace.many_tiling(self._num_tokens)
         block_queries = tiling.block_m // workspace.group
