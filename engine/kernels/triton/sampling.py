@@ -283,7 +283,7 @@ def search_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """One tile's number of logits, or their mass, above each of the keys that divide the row's interval.
+    """One tile's number of logits, or their mass, in the row's interval or above and above each key that divides it.
 
     An interval is (low, high, limit): the key sought is in [low, high], and what lies above it is less than limit.
     """
@@ -323,13 +323,10 @@ def search_kernel(
             )
             keys = _keys(scaled)
             step = _step(low, high, PARTS)
-            threshold = low - 1
             weights = tl.full((TILE,), 1, tl.int32) if BY_COUNT else tl.exp(scaled.to(tl.float64))
-            for part in range(PARTS - 1):
-                threshold += step
-                tl.store(above + part, tl.sum(tl.where(keys > threshold, weights, 0)).to(tl.float64))
-            if STARTS and not BY_COUNT:
-                tl.store(above + PARTS - 1, tl.sum(tl.where(keys >= low, weights, 0.0)))
+            for part in range(0, PARTS, 4):
+                sums = _four_sums(keys, weights, low - 1 + part * step, step)
+                tl.store(above + part + tl.arange(0, 4), sums.to(tl.float64))
         else:
             tl.store(above + tl.arange(0, PARTS), tl.zeros((PARTS,), tl.float64))
 
@@ -532,6 +529,24 @@ def _weights(scaled: tl.tensor, low: tl.tensor, log_min_p: tl.tensor) -> tl.tens
 
 
 @triton.jit
+def _four_sums(keys: tl.tensor, weights: tl.tensor, threshold: tl.tensor, step: tl.tensor) -> tl.tensor:
+    """[4] weights above the threshold and the three that follow in steps; all threads meet once for the four."""
+    even = tl.join(
+        _weights_above(keys, weights, threshold), _weights_above(keys, weights, threshold + 2 * step)
+    )
+    threshold += step
+    odd = tl.join(
+        _weights_above(keys, weights, threshold), _weights_above(keys, weights, threshold + 2 * step)
+    )
+    return tl.reshape(tl.sum(tl.join(even, odd), 0), (4,))
+
+
+@triton.jit
+def _weights_above(keys: tl.tensor, weights: tl.tensor, threshold: tl.tensor) -> tl.tensor:
+    return tl.where(keys > threshold, weights, 0)
+
+
+@triton.jit
 def _step(low: tl.tensor, high: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
     """Keys in each part of [low, high]."""
     return (high - low) // PARTS + 1
@@ -556,10 +571,10 @@ def _narrowed(
         places = above + (row.to(tl.int64) * NUM_TILES + tiles[:, None]) * PARTS + parts[None, :]
         sums = tl.sum(tl.load(places, mask=tiles[:, None] < NUM_TILES, other=0.0), axis=0)
         if SCALES:
-            limit *= tl.sum(tl.where(parts == PARTS - 1, sums, 0.0))
+            limit *= tl.sum(tl.where(parts == 0, sums, 0.0))
         step = _step(low, high, PARTS)
-        thresholds = low + (parts + 1) * step - 1
-        beyond = (sums >= limit) & (thresholds < high) & (parts < PARTS - 1)
+        thresholds = low + parts * step - 1
+        beyond = (sums >= limit) & (thresholds < high) & (parts > 0)
         low += tl.sum(beyond.to(tl.int32)) * step
         high = tl.minimum(high, low + step - 1)
     return low, high, limit
