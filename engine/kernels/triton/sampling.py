@@ -25,10 +25,9 @@ WAYS = 16
 PASSES = 8
 """Launches until one key is left: there are fewer than WAYS ** PASSES at or below 0."""
 BIAS_BLOCK = 128
-OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
-"""Products and sums are rounded one by one, as torch rounds them."""
-SEARCH_OPTIONS = OPTIONS | {"maxnreg": 128}
-"""All the registers there are for so many threads: ptxas would spill a few rather than take more than 64."""
+OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False, "maxnreg": 128}
+"""Products and sums are rounded one by one, as torch rounds them. All the registers there are for so many threads:
+ptxas would spill a few rather than take more than 64."""
 
 
 def _place(name: str) -> tl.constexpr:
@@ -142,7 +141,7 @@ class TritonChoose:
                 TILES=triton.next_power_of_2(self._num_tiles),
                 TILE=self._tile,
                 PARTS=WAYS,
-                **SEARCH_OPTIONS,
+                **OPTIONS,
             )
         return len(by_count)
 
@@ -171,7 +170,7 @@ class TritonChoose:
         last = (num_searches + 1) % 2
         found = (self._floats, self._intervals[last], self._above[last], self._masses)
         num_rows = logits.shape[0]
-        mass_kernel[(num_rows, self._num_tiles)](slots, *parameters, *rows, *found, **shape | SEARCH_OPTIONS)
+        mass_kernel[(num_rows, self._num_tiles)](slots, *parameters, *rows, *found, **shape)
         choose_kernel[(num_rows,)](
             slots,
             *parameters,

@@ -57,7 +57,7 @@ def _cases(vocab: int, dtype: str) -> Iterator[Case]:
                 | {"BY_COUNT": by_count, "STARTS": number == 0, "SCALES": number == 1 and not by_count}
                 | {"CONTINUES": number > 0 or not by_count},
                 aligned=aligned,
-                options=sampling.SEARCH_OPTIONS,
+                options=sampling.OPTIONS,
             )
     for is_searched in (True, False):
         end = f"{'searched' if is_searched else 'plain'}-{name}"
@@ -68,7 +68,7 @@ def _cases(vocab: int, dtype: str) -> Iterator[Case]:
             arguments=_MASS | logits,
             constexprs=constexprs,
             aligned=aligned,
-            options=sampling.SEARCH_OPTIONS,
+            options=sampling.OPTIONS,
         )
         yield Case(
             name=f"sampling-choose-{end}",
