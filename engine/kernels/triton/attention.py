@@ -51,13 +51,15 @@ class Chip:
     num_sms: int
     has_wgmma: bool
     """Multiplies from shared memory (Hopper and later), where its forerunners first need all of it in registers."""
+    has_tensor_memory: bool = False
+    """Keeps the products apart from the registers (Blackwell); compiled for it, a wide tile no longer fits these."""
 
     @classmethod
     def of(cls, device: torch.device) -> Chip:
         if device.type != "cuda":
             return cls(num_sms=4, has_wgmma=False)
         properties = torch.cuda.get_device_properties(device)
-        return cls(properties.multi_processor_count, properties.major >= 9)
+        return cls(properties.multi_processor_count, properties.major >= 9, properties.major >= 10)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +87,10 @@ def many_tiling(group: int, num_tokens: int, row_bytes: int, chip: Chip) -> Tili
     wide = row_bytes > 256  # twice the registers for each row
     rows = MANY_ROWS if num_tokens >= MANY_TOKENS and not wide else MANY_ROWS // 2
     block_m = max(rows, triton.next_power_of_2(group))
-    tile = min(64 if chip.has_wgmma else 32, max(16, TILE_BYTES // row_bytes))
+    # 64 x 64 products by wgmma read as much shared memory as they can while they multiply; 64 x 128 leave some of it.
+    is_wide_tile = chip.has_wgmma and not chip.has_tensor_memory and rows == MANY_ROWS
+    most = 128 if is_wide_tile else 64 if chip.has_wgmma else 32
+    tile = min(most, max(16, (2 if is_wide_tile else 1) * TILE_BYTES // row_bytes))
     return Tiling(block_m=block_m, tile=tile, num_warps=block_m // 8 if wide else block_m // 16)
 
 
@@ -610,7 +615,8 @@ def attend_many_kernel(
         WINDOWED,
         True,
     )
-    first_row = start + first_query
+    # Read again: what the places of the queries were computed from would stay in registers until here, and some spill.
+    first_row = tl.load(query_starts + sequence, volatile=True) + first_query
     _store_rows(
         attended, summed, total, first_row, rows, kv_head, valid, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_D
     )
@@ -644,7 +650,7 @@ def _fold_tiles(
     """Adds the tiles from `first_tile` to `end_tile` to a running softmax (Milakov and Gimelshein, 2018).
 
     `top` is the largest score so far, as a power of 2; `total` and `summed` are relative to 2 ** top. Only what a query
-    from `first_position` up to `end` may see is read. Without MASKED every row sees all of it.
+    from `first_position` up to `end` may see is read. Without MASKED every row sees all of it, and no load is masked.
 
     This is the only place that knows what keys and values look like. KV of 8 bits becomes the queries' type where it
     is loaded; the scale of each key then multiplies its column of `scores`, that of each value its column of `weights`.
@@ -656,25 +662,35 @@ def _fold_tiles(
         exists = tokens < end
         if WINDOWED:
             exists &= tokens > first_position - window
-        blocks = tl.load(table + tokens // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        if MASKED:
+            blocks = tl.load(table + tokens // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        else:
+            blocks = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
         rows = blocks * (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + tokens % BLOCK_SIZE * HEAD_DIM
-        wanted = exists[:, None] & (dims < HEAD_DIM)
-        key = tl.load(keys + rows[:, None] + dims, mask=wanted, other=0.0)
-        value = tl.load(values + rows[:, None] + dims, mask=wanted, other=0.0)
+        places = rows[:, None] + dims
+        if HEAD_DIM < BLOCK_D:
+            wanted = exists[:, None] & (dims < HEAD_DIM)
+            key = tl.load(keys + places, mask=wanted, other=0.0)
+            value = tl.load(values + places, mask=wanted, other=0.0)
+        elif MASKED:
+            key = tl.load(keys + places, mask=exists[:, None], other=0.0)
+            value = tl.load(values + places, mask=exists[:, None], other=0.0)
+        else:
+            key, value = tl.load(keys + places), tl.load(values + places)
         scores = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee")
+        unit = SCALE * LOG2_E  # of scores, as a power of 2; it is multiplied with where they become exponents
         if SOFTCAP > 0:
             doubled = tl.exp2(scores * (2 * LOG2_E * SCALE / SOFTCAP))
-            scores = (SOFTCAP * LOG2_E) * (1 - 2 / (doubled + 1))
-        else:
-            scores *= SCALE * LOG2_E
+            scores = 1 - 2 / (doubled + 1)
+            unit = SOFTCAP * LOG2_E
         if MASKED:
             visible = tokens[None, :] <= positions[:, None]
             if WINDOWED:
                 visible &= tokens[None, :] > positions[:, None] - window
             scores = tl.where(visible, scores, -float("inf"))
-        higher = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        weights, fade = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+        higher = tl.maximum(top, tl.max(scores, 1) * unit)
+        base = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher
+        weights, fade = tl.exp2(scores * unit - base[:, None]), tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
         summed = tl.dot(weights.to(value.dtype), value, summed * fade[:, None], input_precision="ieee")
         top = higher

@@ -5,6 +5,8 @@ Inside a block of the cache, keys and values lie as in the reference: [num_kv_he
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,6 +17,8 @@ from engine.kv.cache import KVShape
 from engine.model.batch import Batch
 
 HEADS_PER_PROGRAM = 8
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 64}
+"""Without the last, ptxas keeps to 32 registers, and puts off what it reads until there is room for it."""
 SLOTS_PER_PROGRAM = 128
 
 
@@ -51,8 +55,7 @@ def rotate_and_write(
             BLOCK_SIZE=shape.block_size,
             GROUP=HEADS_PER_PROGRAM,
             PAIRS=triton.next_power_of_2(shape.head_dim // 2),
-            num_warps=4,
-            enable_fp_fusion=False,
+            **OPTIONS,
         )
     return queries
 
@@ -103,6 +106,7 @@ def rotate_and_write_kernel(
     """GROUP heads of one token; which of them are queries, keys or values is a matter of masks.
 
     As in the reference, all but the norm's scale is computed in the dtype of what is read, and rounded at each step.
+    All is asked for before any of it is waited for, but for the angles, whose place is read first.
     """
     dtype: tl.constexpr = qkv.dtype.element_ty
     half: tl.constexpr = HEAD_DIM // 2
@@ -114,25 +118,28 @@ def rotate_and_write_kernel(
     in_head = pairs < half
     inside = in_head & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
 
+    # A row that pads a batch may have any position; its angle is of no use, but must be read from somewhere.
+    angle = tl.maximum(tl.load(positions + row), 0).to(tl.int64) * half + pairs
+    slot = tl.load(slots + row)
     source = qkv + row * ((NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM) + heads * HEAD_DIM + pairs
     first = tl.load(source, mask=inside, other=0.0)
     second = tl.load(source + half, mask=inside, other=0.0)
+    if NORMS:
+        q_first = tl.load(q_norm + pairs, mask=in_head, other=0.0)
+        q_second = tl.load(q_norm + half + pairs, mask=in_head, other=0.0)
+        k_first = tl.load(k_norm + pairs, mask=in_head, other=0.0)
+        k_second = tl.load(k_norm + half + pairs, mask=in_head, other=0.0)
+    cosine = tl.load(cos + angle, mask=in_head, other=0.0).to(dtype)
+    sine = tl.load(sin + angle, mask=in_head, other=0.0).to(dtype)
+
     turned_first, turned_second = first, second
     if NORMS:
         wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
         squares = wide_first * wide_first + wide_second * wide_second
         scale = tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / HEAD_DIM + eps)
-        q_first = tl.load(q_norm + pairs, mask=in_head, other=0.0)
-        q_second = tl.load(q_norm + half + pairs, mask=in_head, other=0.0)
-        k_first = tl.load(k_norm + pairs, mask=in_head, other=0.0)
-        k_second = tl.load(k_norm + half + pairs, mask=in_head, other=0.0)
         turned_first = tl.where(is_query, q_first, k_first) * (wide_first * scale).to(dtype)
         turned_second = tl.where(is_query, q_second, k_second) * (wide_second * scale).to(dtype)
 
-    # A row that pads a batch may have any position; its angle is of no use, but must be read from somewhere.
-    angle = tl.maximum(tl.load(positions + row), 0).to(tl.int64) * half + pairs
-    cosine = tl.load(cos + angle, mask=in_head, other=0.0).to(dtype)
-    sine = tl.load(sin + angle, mask=in_head, other=0.0).to(dtype)
     first = tl.where(is_value, first, turned_first * cosine - turned_second * sine)
     second = tl.where(is_value, second, turned_second * cosine + turned_first * sine)
 
@@ -140,7 +147,6 @@ def rotate_and_write_kernel(
     tl.store(query, first, mask=inside & is_query)
     tl.store(query + half, second, mask=inside & is_query)
 
-    slot = tl.load(slots + row)
     first_stored = tl.where(slot >= 0, NUM_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS)
     stored = inside & (heads >= first_stored)
     kv_head = heads - tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS)

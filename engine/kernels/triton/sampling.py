@@ -25,10 +25,9 @@ WAYS = 16
 PASSES = 8
 """Launches until one key is left: there are fewer than WAYS ** PASSES at or below 0."""
 BIAS_BLOCK = 128
-OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
-"""Products and sums are rounded one by one, as torch rounds them."""
-SEARCH_OPTIONS = OPTIONS | {"maxnreg": 128}
-"""All the registers there are for so many threads: ptxas would spill a few rather than take more than 64."""
+OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False, "maxnreg": 128}
+"""Products and sums are rounded one by one, as torch rounds them. All the registers there are for so many threads:
+ptxas would spill a few rather than take more than 64."""
 
 
 def _place(name: str) -> tl.constexpr:
@@ -43,6 +42,8 @@ _KEY, _LOG_MIN_P = _place("key"), _place("log_min_p")
 _TEMPERATURE, _TOP_P, _TOP_K = _place("temperature"), _place("top_p"), _place("top_k")
 _REPETITION, _PRESENCE, _FREQUENCY = _place("repetition"), _place("presence"), _place("frequency")
 _MIN_TOKENS, _NUM_BIASES, _COUNTS_ROW = _place("min_tokens"), _place("num_biases"), _place("counts_row")
+_INTERVAL = tl.constexpr(4)
+"""Words of a row's interval, one unused: so both halves of the workspace are aligned, and compiled for once."""
 _LOWEST_KEY = tl.constexpr(-2139095041)
 """Of minus infinity."""
 _INFINITY = tl.constexpr(float("inf"))
@@ -64,9 +65,10 @@ class TritonChoose:
             return torch.empty(*shape, dtype=dtype, device=device)
 
         self._values = empty(max_rows, self._stride, dtype=torch.float32)
+        """Of the rows with biases or penalties; what is not changed is read where it is."""
         self._floats = empty(max_rows, 3, num_tiles, dtype=torch.float32)
         self._ints = empty(max_rows, 2, num_tiles, dtype=torch.int32)
-        self._intervals = empty(2, max_rows, 3, dtype=torch.float64)
+        self._intervals = empty(2, max_rows, _INTERVAL.value, dtype=torch.float64)
         self._above = empty(2, max_rows, num_tiles, WAYS, dtype=torch.float64)
         self._masses = empty(max_rows, num_tiles, dtype=torch.float64)
 
@@ -86,7 +88,7 @@ class TritonChoose:
         if num_rows:
             logits = logits if logits.stride(1) == 1 else logits.contiguous()
             self._prepare(logits, tables, slots, numbers)
-            num_searches = self._search(num_rows, tables, slots, needs)
+            num_searches = self._search(logits, tables, slots, needs)
             self._choose(logits, tables, slots, numbers, num_searches, token_ids, logprobs)
         return token_ids, logprobs
 
@@ -113,14 +115,16 @@ class TritonChoose:
             **OPTIONS,
         )
 
-    def _search(self, num_rows: int, tables: SlotTables, slots: Tensor, needs: Needs) -> int:
+    def _search(self, logits: Tensor, tables: SlotTables, slots: Tensor, needs: Needs) -> int:
         """Narrows every row's interval; returns the number of launches, whose last left the result."""
         by_count = [True] * (PASSES * needs.top_k) + [False] * (PASSES * needs.top_p)
         for number, counts in enumerate(by_count):
-            search_kernel[(num_rows, self._num_tiles)](
+            search_kernel[(logits.shape[0], self._num_tiles)](
                 slots,
                 tables.view(torch.int32),
                 tables.view(torch.float32),
+                logits,
+                logits.stride(0),
                 self._values,
                 self._floats,
                 self._intervals[1 - number % 2],
@@ -128,7 +132,8 @@ class TritonChoose:
                 self._intervals[number % 2],
                 self._above[number % 2],
                 BY_COUNT=counts,
-                PASS=number % PASSES,
+                STARTS=number % PASSES == 0,
+                SCALES=number % PASSES == 1 and not counts,
                 CONTINUES=number > 0,
                 VOCAB=self._vocab_size,
                 STRIDE=self._stride,
@@ -136,7 +141,7 @@ class TritonChoose:
                 TILES=triton.next_power_of_2(self._num_tiles),
                 TILE=self._tile,
                 PARTS=WAYS,
-                **SEARCH_OPTIONS,
+                **OPTIONS,
             )
         return len(by_count)
 
@@ -160,20 +165,18 @@ class TritonChoose:
             "PARTS": WAYS,
             **OPTIONS,
         }
-        parameters = [tables.view(dtype) for dtype in (torch.float32, torch.float64)]
+        parameters = [tables.view(dtype) for dtype in (torch.int32, torch.float32, torch.float64)]
+        rows = (logits, logits.stride(0), self._values)
         last = (num_searches + 1) % 2
-        found = (self._intervals[last], self._above[last])
-        workspace = (self._values, self._floats, *found, self._masses)
+        found = (self._floats, self._intervals[last], self._above[last], self._masses)
         num_rows = logits.shape[0]
-        mass_kernel[(num_rows, self._num_tiles)](slots, *parameters, *workspace, **shape)
+        mass_kernel[(num_rows, self._num_tiles)](slots, *parameters, *rows, *found, **shape)
         choose_kernel[(num_rows,)](
             slots,
             *parameters,
-            *workspace,
-            tables.view(torch.int32),
+            *rows,
+            *found,
             tables.view(torch.int64),
-            logits,
-            logits.stride(0),
             numbers,
             tables.counts,
             self._ints,
@@ -221,9 +224,9 @@ def prepare_kernel(
     processed = raw
     if counts_row >= 0:
         processed = _penalised(raw, tl.load(counts + ids, mask=inside, other=0), reals)
-    tl.store(values + ids, processed, mask=inside)
-
     num_biases = tl.load(words + _NUM_BIASES)
+    if (counts_row >= 0) | (num_biases > 0):
+        tl.store(values + ids, processed, mask=inside)
     if num_biases > 0:
         early = tl.load(numbers + row) < tl.load(words + _MIN_TOKENS)
         tl.debug_barrier()
@@ -260,6 +263,8 @@ def search_kernel(
     slots: tl.tensor,
     words: tl.tensor,
     reals: tl.tensor,
+    logits: tl.tensor,
+    logits_stride: tl.tensor,
     values: tl.tensor,
     floats: tl.tensor,
     old_interval: tl.tensor,
@@ -267,7 +272,8 @@ def search_kernel(
     interval: tl.tensor,
     above: tl.tensor,
     BY_COUNT: tl.constexpr,
-    PASS: tl.constexpr,
+    STARTS: tl.constexpr,
+    SCALES: tl.constexpr,
     CONTINUES: tl.constexpr,
     VOCAB: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -276,7 +282,7 @@ def search_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """One tile's number of logits, or their mass, above each of the keys that divide the row's interval.
+    """One tile's number of logits, or their mass, in the row's interval or above and above each key that divides it.
 
     An interval is (low, high, limit): the key sought is in [low, high], and what lies above it is less than limit.
     """
@@ -284,43 +290,42 @@ def search_kernel(
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
         return
-    temperature = tl.load(reals + slot * _WORDS + _TEMPERATURE)
+    words += slot * _WORDS
+    reals += slot * _WORDS
+    temperature = tl.load(reals + _TEMPERATURE)
     if temperature <= 0:
         return
     low = _LOWEST_KEY
     high = 0
     limit = tl.full((), 0.0, tl.float64)
     if CONTINUES:
-        low, high, limit = _narrowed(
-            old_interval, old_above, row, (PASS == 1) & (BY_COUNT == 0), NUM_TILES, TILES, PARTS
-        )
-    if PASS == 0:
+        low, high, limit = _narrowed(old_interval, old_above, row, SCALES, NUM_TILES, TILES, PARTS)
+    if STARTS:
         if BY_COUNT:
-            top_k = tl.load(words + slot * _WORDS + _TOP_K)
+            top_k = tl.load(words + _TOP_K)
             limit = top_k.to(tl.float64)
             high = tl.where((top_k > 0) & (top_k < VOCAB), 0, low)
         else:
-            top_p = tl.load(reals + slot * _WORDS + _TOP_P)
+            top_p = tl.load(reals + _TOP_P)
             limit = top_p.to(tl.float64)
             high = tl.where(top_p < 1, 0, low)
     if tile == 0:
-        tl.store(interval + row * 3, tl.cast(low, tl.float64))
-        tl.store(interval + row * 3 + 1, tl.cast(high, tl.float64))
-        tl.store(interval + row * 3 + 2, limit)
+        tl.store(interval + row * _INTERVAL, tl.cast(low, tl.float64))
+        tl.store(interval + row * _INTERVAL + 1, tl.cast(high, tl.float64))
+        tl.store(interval + row * _INTERVAL + 2, limit)
     if high > low:
-        peak = _peak(floats, row, NUM_TILES, TILES)
-        scaled = _scaled(values, row, tile, peak, temperature, VOCAB, STRIDE, TILE)
-        keys = _keys(scaled)
+        peak, largest_key = _peaks(floats, row, tile, temperature, NUM_TILES, TILES)
         above += (row * NUM_TILES + tile).to(tl.int64) * PARTS
-        if tl.max(keys) >= low:
+        if largest_key >= low:
+            scaled = _scaled(
+                words, logits, logits_stride, values, row, tile, peak, temperature, VOCAB, STRIDE, TILE
+            )
+            keys = _keys(scaled)
             step = _step(low, high, PARTS)
-            threshold = low - 1
-            weights = tl.full((TILE,), 1.0, tl.float64) if BY_COUNT else tl.exp(scaled.to(tl.float64))
-            for part in range(PARTS - 1):
-                threshold += step
-                tl.store(above + part, tl.sum(tl.where(keys > threshold, weights, 0.0)))
-            if PASS == 0 and not BY_COUNT:
-                tl.store(above + PARTS - 1, tl.sum(tl.where(keys >= low, weights, 0.0)))
+            weights = tl.full((TILE,), 1, tl.int32) if BY_COUNT else tl.exp(scaled.to(tl.float64))
+            for part in range(0, PARTS, 4):
+                sums = _four_sums(keys, weights, low - 1 + part * step, step)
+                tl.store(above + part + tl.arange(0, 4), sums.to(tl.float64))
         else:
             tl.store(above + tl.arange(0, PARTS), tl.zeros((PARTS,), tl.float64))
 
@@ -328,8 +333,11 @@ def search_kernel(
 @triton.jit
 def mass_kernel(
     slots: tl.tensor,
+    words: tl.tensor,
     reals: tl.tensor,
     doubles: tl.tensor,
+    logits: tl.tensor,
+    logits_stride: tl.tensor,
     values: tl.tensor,
     floats: tl.tensor,
     interval: tl.tensor,
@@ -354,26 +362,31 @@ def mass_kernel(
     low = _LOWEST_KEY
     if SEARCHED:
         low, _, _ = _narrowed(interval, above, row, False, NUM_TILES, TILES, PARTS)
-    peak = _peak(floats, row, NUM_TILES, TILES)
-    scaled = _scaled(values, row, tile, peak, temperature, VOCAB, STRIDE, TILE)
-    weights = _weights(scaled, low, tl.load(doubles + slot * _LONGS + _LOG_MIN_P))
-    tl.store(masses + row * NUM_TILES + tile, tl.sum(weights))
+    peak, largest_key = _peaks(floats, row, tile, temperature, NUM_TILES, TILES)
+    mass = tl.full((), 0.0, tl.float64)
+    if largest_key >= low:
+        words += slot * _WORDS
+        scaled = _scaled(
+            words, logits, logits_stride, values, row, tile, peak, temperature, VOCAB, STRIDE, TILE
+        )
+        mass = tl.sum(_weights(scaled, low, tl.load(doubles + slot * _LONGS + _LOG_MIN_P)))
+    tl.store(masses + row * NUM_TILES + tile, mass)
 
 
 @triton.jit
 def choose_kernel(
     slots: tl.tensor,
+    words: tl.tensor,
     reals: tl.tensor,
     doubles: tl.tensor,
+    logits: tl.tensor,
+    logits_stride: tl.tensor,
     values: tl.tensor,
     floats: tl.tensor,
     interval: tl.tensor,
     above: tl.tensor,
     masses: tl.tensor,
-    words: tl.tensor,
     longs: tl.tensor,
-    logits: tl.tensor,
-    logits_stride: tl.tensor,
     numbers: tl.tensor,
     counts: tl.tensor,
     ints: tl.tensor,
@@ -403,6 +416,7 @@ def choose_kernel(
     bad = tl.max(tl.load(ints_of_row + NUM_TILES, mask=exists, other=0))
     token_id = tl.load(ints + row * 2 * NUM_TILES + tl.argmax(peaks, 0, tie_break_left=True))
 
+    words += slot * _WORDS
     temperature = tl.load(reals + slot * _WORDS + _TEMPERATURE)
     if temperature > 0:
         low = _LOWEST_KEY
@@ -416,7 +430,9 @@ def choose_kernel(
         last = tl.max(tl.where(of_tiles > 0, tiles, 0))
         tile = tl.minimum(passed, last)
         before = tl.sum(tl.where(tiles < tile, of_tiles, 0.0))
-        scaled = _scaled(values, row, tile, peak, temperature, VOCAB, STRIDE, TILE)
+        scaled = _scaled(
+            words, logits, logits_stride, values, row, tile, peak, temperature, VOCAB, STRIDE, TILE
+        )
         weights = _weights(scaled, low, tl.load(doubles + slot * _LONGS + _LOG_MIN_P))
         running = before + tl.cumsum(weights, 0)
         ids = tile * TILE + tl.arange(0, TILE)
@@ -432,7 +448,7 @@ def choose_kernel(
     raw = tl.load(logits + row.to(tl.int64) * logits_stride + token_id).to(tl.float32)
     tl.store(token_ids + row, tl.where(usable, token_id, -1))
     tl.store(logprobs + row, tl.where(usable, raw - largest - tl.log(total), float("nan")))
-    counts_row = tl.load(words + slot * _WORDS + _COUNTS_ROW).to(tl.int64)
+    counts_row = tl.load(words + _COUNTS_ROW).to(tl.int64)
     if usable & (counts_row >= 0):
         place = counts + counts_row * VOCAB + token_id
         tl.store(place, tl.load(place) + 2)
@@ -451,14 +467,26 @@ def _penalised(values: tl.tensor, codes: tl.tensor, reals: tl.tensor) -> tl.tens
 
 
 @triton.jit
-def _peak(floats: tl.tensor, row: tl.tensor, NUM_TILES: tl.constexpr, TILES: tl.constexpr) -> tl.tensor:
-    """The row's largest logit after biases and penalties."""
+def _peaks(
+    floats: tl.tensor,
+    row: tl.tensor,
+    tile: tl.tensor,
+    temperature: tl.tensor,
+    NUM_TILES: tl.constexpr,
+    TILES: tl.constexpr,
+) -> tl.tensor:
+    """(the row's largest logit after biases and penalties, the largest key of the tile)"""
     tiles = tl.arange(0, TILES)
-    return tl.max(tl.load(floats + row * 3 * NUM_TILES + tiles, mask=tiles < NUM_TILES, other=-_INFINITY))
+    peaks = floats + row * 3 * NUM_TILES
+    peak = tl.max(tl.load(peaks + tiles, mask=tiles < NUM_TILES, other=-_INFINITY))
+    return peak, _keys(_relative(tl.load(peaks + tile), peak, temperature))
 
 
 @triton.jit
 def _scaled(
+    words: tl.tensor,
+    logits: tl.tensor,
+    logits_stride: tl.tensor,
     values: tl.tensor,
     row: tl.tensor,
     tile: tl.tensor,
@@ -468,10 +496,20 @@ def _scaled(
     STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """[TILE] relative to the row's largest and divided by the temperature: at most 0, and never -0."""
+    """[TILE] relative to the row's largest and divided by the temperature; `words` points to the slot's row."""
     ids = tile * TILE + tl.arange(0, TILE)
-    loaded = tl.load(values + row.to(tl.int64) * STRIDE + ids, mask=ids < VOCAB, other=-_INFINITY)
-    scaled = tl.div_rn(loaded - peak, temperature)
+    if (tl.load(words + _COUNTS_ROW) >= 0) | (tl.load(words + _NUM_BIASES) > 0):
+        loaded = tl.load(values + row.to(tl.int64) * STRIDE + ids, mask=ids < VOCAB, other=-_INFINITY)
+    else:
+        places = logits + row.to(tl.int64) * logits_stride + ids
+        loaded = tl.load(places, mask=ids < VOCAB, other=-_INFINITY).to(tl.float32)
+    return _relative(loaded, peak, temperature)
+
+
+@triton.jit
+def _relative(processed: tl.tensor, peak: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """At most 0, and never -0."""
+    scaled = tl.div_rn(processed - peak, temperature)
     return tl.where(scaled == 0, 0.0, scaled)
 
 
@@ -487,6 +525,24 @@ def _weights(scaled: tl.tensor, low: tl.tensor, log_min_p: tl.tensor) -> tl.tens
     """Relative to the most likely token's; 0 for what is not kept."""
     exact = scaled.to(tl.float64)
     return tl.where((_keys(scaled) >= low) & (exact >= log_min_p), tl.exp(exact), 0.0)
+
+
+@triton.jit
+def _four_sums(keys: tl.tensor, weights: tl.tensor, threshold: tl.tensor, step: tl.tensor) -> tl.tensor:
+    """[4] weights above the threshold and the three that follow in steps; all threads meet once for the four."""
+    even = tl.join(
+        _weights_above(keys, weights, threshold), _weights_above(keys, weights, threshold + 2 * step)
+    )
+    threshold += step
+    odd = tl.join(
+        _weights_above(keys, weights, threshold), _weights_above(keys, weights, threshold + 2 * step)
+    )
+    return tl.reshape(tl.sum(tl.join(even, odd), 0), (4,))
+
+
+@triton.jit
+def _weights_above(keys: tl.tensor, weights: tl.tensor, threshold: tl.tensor) -> tl.tensor:
+    return tl.where(keys > threshold, weights, 0)
 
 
 @triton.jit
@@ -506,18 +562,18 @@ def _narrowed(
     PARTS: tl.constexpr,
 ) -> tl.tensor:
     """(low, high, limit) after a pass. If it SCALES, the limit is a share of all that is at or above low."""
-    low = tl.load(interval + row * 3).to(tl.int32)
-    high = tl.load(interval + row * 3 + 1).to(tl.int32)
-    limit = tl.load(interval + row * 3 + 2)
+    low = tl.load(interval + row * _INTERVAL).to(tl.int32)
+    high = tl.load(interval + row * _INTERVAL + 1).to(tl.int32)
+    limit = tl.load(interval + row * _INTERVAL + 2)
     if high > low:
         tiles, parts = tl.arange(0, TILES), tl.arange(0, PARTS)
         places = above + (row.to(tl.int64) * NUM_TILES + tiles[:, None]) * PARTS + parts[None, :]
         sums = tl.sum(tl.load(places, mask=tiles[:, None] < NUM_TILES, other=0.0), axis=0)
         if SCALES:
-            limit *= tl.sum(tl.where(parts == PARTS - 1, sums, 0.0))
+            limit *= tl.sum(tl.where(parts == 0, sums, 0.0))
         step = _step(low, high, PARTS)
-        thresholds = low + (parts + 1) * step - 1
-        beyond = (sums >= limit) & (thresholds < high) & (parts < PARTS - 1)
+        thresholds = low + parts * step - 1
+        beyond = (sums >= limit) & (thresholds < high) & (parts > 0)
         low += tl.sum(beyond.to(tl.int32)) * step
         high = tl.minimum(high, low + step - 1)
     return low, high, limit

@@ -14,7 +14,7 @@ from tests.engine.triton.compiling import ARCHITECTURES, Case
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _LENGTHS = ("query_starts", "context_lens", "item_sequences", "first_items", "block_tables")
 _OPTIONS = {"enable_fp_fusion": True}
-_AMPERE, _HOPPER, _ANY = (80,), (90, 100), ARCHITECTURES
+_AMPERE, _HOPPER, _BLACKWELL, _ANY = (80,), (90,), (100,), ARCHITECTURES
 
 
 def _cases(
@@ -27,6 +27,7 @@ def _cases(
     windowed: bool = False,
     softcap: float = 0.0,
     max_queries: int = 1,
+    num_tokens: int = 8192,
     architectures: tuple[int, ...] = _ANY,
 ) -> dict[str, Case]:
     shape = KVShape(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16)
@@ -37,9 +38,9 @@ def _cases(
         8,
         torch.device("cpu"),
         max_few_queries=max_queries,
-        chip=Chip(num_sms=132, has_wgmma=architectures[0] >= 90),
+        chip=Chip(132, has_wgmma=architectures[0] >= 90, has_tensor_memory=architectures[0] >= 100),
     )
-    few, many = workspace.few_tiling(max_queries), workspace.many_tiling(8192)
+    few, many = workspace.few_tiling(max_queries), workspace.many_tiling(num_tokens)
     heads = {
         "GROUP": group,
         "FEW": few.block_m // group,
@@ -111,6 +112,11 @@ _PLAN = Case(
 _LLAMA = _cases("llama")
 _AMPERE_LLAMA = _cases("llama-ampere", architectures=_AMPERE)
 _HOPPER_LLAMA = _cases("llama-hopper", architectures=_HOPPER)
+_BLACKWELL_LLAMA = _cases("llama-blackwell", architectures=_BLACKWELL)
+_SHORT = _cases("llama-short", num_tokens=100, architectures=_HOPPER)
+_HALVED = _cases("llama-64", head_dim=64, architectures=_HOPPER)
+_ODD = _cases("phi-hopper", group=1, num_kv_heads=32, head_dim=96, dtype=torch.float16, architectures=_HOPPER)
+_EXACT_GEMMA = _cases("exact-256", head_dim=256, group=2, dtype=torch.float32, architectures=_HOPPER)
 _QWEN = _cases("qwen-drafts", group=7, num_kv_heads=4, max_queries=5, architectures=_AMPERE)
 _GEMMA = _cases("gemma", group=2, head_dim=256, windowed=True, softcap=50.0, architectures=(90,))
 _PHI = _cases("phi", group=1, num_kv_heads=32, head_dim=96, dtype=torch.float16, architectures=_AMPERE)
@@ -124,6 +130,11 @@ CASES = [
     _LLAMA["merge"],
     _AMPERE_LLAMA["many"],
     _HOPPER_LLAMA["many"],
+    _BLACKWELL_LLAMA["many"],
+    _SHORT["many"],
+    _HALVED["many"],
+    _ODD["many"],
+    _EXACT_GEMMA["few"],
     _QWEN["few"],
     _GEMMA["few"],
     _GEMMA["many"],

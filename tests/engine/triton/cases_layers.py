@@ -112,7 +112,7 @@ def rotate_and_write(size: Size) -> Case:
         arguments=arguments,
         constexprs=constants,
         aligned=("values_offset",),
-        options=OPTIONS,
+        options=rotary.OPTIONS,
     )
 
 

@@ -14,17 +14,19 @@ _PREPARE = {
     **{"floats": "*fp32", "ints": "*i32"},
 }
 _SEARCH = {
-    **{"slots": "*i32", "words": "*i32", "reals": "*fp32", "values": "*fp32", "floats": "*fp32"},
+    **{"slots": "*i32", "words": "*i32", "reals": "*fp32", "logits": "*bf16", "logits_stride": "i32"},
+    **{"values": "*fp32", "floats": "*fp32"},
     **{"old_interval": "*fp64", "old_above": "*fp64", "interval": "*fp64", "above": "*fp64"},
 }
 _MASS = {
-    **{"slots": "*i32", "reals": "*fp32", "doubles": "*fp64", "values": "*fp32", "floats": "*fp32"},
+    **{"slots": "*i32", "words": "*i32", "reals": "*fp32", "doubles": "*fp64"},
+    **{"logits": "*bf16", "logits_stride": "i32", "values": "*fp32", "floats": "*fp32"},
     **{"interval": "*fp64", "above": "*fp64", "masses": "*fp64"},
 }
 _CHOOSE = {
     **_MASS,
-    **{"words": "*i32", "longs": "*i64", "logits": "*bf16", "logits_stride": "i32", "numbers": "*i32"},
-    **{"counts": "*i32", "ints": "*i32", "token_ids": "*i32", "logprobs": "*fp32"},
+    **{"longs": "*i64", "numbers": "*i32", "counts": "*i32", "ints": "*i32", "token_ids": "*i32"},
+    **{"logprobs": "*fp32"},
 }
 
 
@@ -35,12 +37,14 @@ def _cases(vocab: int, dtype: str) -> Iterator[Case]:
     }
     searched = shape | {"TILES": 64, "PARTS": sampling.WAYS}
     name, logits = f"{vocab}-{dtype}", {"logits": f"*{dtype}"}
+    aligned = ("logits_stride",) if vocab % 16 == 0 else ()
     prepared = shape | {"MAX_BIASES": 1152, "BLOCK": sampling.BIAS_BLOCK}
     yield Case(
         name=f"sampling-prepare-{name}",
         kernel=sampling.prepare_kernel,
         arguments=_PREPARE | logits,
         constexprs=prepared,
+        aligned=aligned,
         options=sampling.OPTIONS,
     )
     for by_count in (True, False):
@@ -48,10 +52,12 @@ def _cases(vocab: int, dtype: str) -> Iterator[Case]:
             yield Case(
                 name=f"sampling-search-{'k' if by_count else 'p'}-{number}-{name}",
                 kernel=sampling.search_kernel,
-                arguments=_SEARCH,
+                arguments=_SEARCH | logits,
                 constexprs=searched
-                | {"BY_COUNT": by_count, "PASS": number, "CONTINUES": number > 0 or not by_count},
-                options=sampling.SEARCH_OPTIONS,
+                | {"BY_COUNT": by_count, "STARTS": number == 0, "SCALES": number == 1 and not by_count}
+                | {"CONTINUES": number > 0 or not by_count},
+                aligned=aligned,
+                options=sampling.OPTIONS,
             )
     for is_searched in (True, False):
         end = f"{'searched' if is_searched else 'plain'}-{name}"
@@ -59,8 +65,9 @@ def _cases(vocab: int, dtype: str) -> Iterator[Case]:
         yield Case(
             name=f"sampling-mass-{end}",
             kernel=sampling.mass_kernel,
-            arguments=_MASS,
+            arguments=_MASS | logits,
             constexprs=constexprs,
+            aligned=aligned,
             options=sampling.OPTIONS,
         )
         yield Case(
@@ -68,6 +75,7 @@ def _cases(vocab: int, dtype: str) -> Iterator[Case]:
             kernel=sampling.choose_kernel,
             arguments=_CHOOSE | logits,
             constexprs=constexprs,
+            aligned=aligned,
             options=sampling.OPTIONS,
         )
 

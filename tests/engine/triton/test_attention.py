@@ -178,6 +178,19 @@ def test_a_tile_may_begin_with_blocks_that_the_window_has_left(
     Scene(lengths=lengths, window=20, num_kv_heads=1, device=device).check()
 
 
+def test_hopper_has_wider_tiles_of_keys(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two warp groups share them, and there are registers for the scores."""
+    monkeypatch.setattr(attention, "TILE_BYTES", 64 * 16 * 4)
+    monkeypatch.setattr(attention, "MANY_TOKENS", 40)
+    hopper, blackwell = Chip(8, True), Chip(8, has_wgmma=True, has_tensor_memory=True)
+    scene = Scene(lengths=[(150, 50), (3, 20)], num_kv_heads=1, device=device)
+    workspace = scene.workspace(chip=hopper)
+    assert (workspace.many_tiling(70).tile, workspace.many_tiling(30).tile) == (128, 64)
+    assert scene.workspace(chip=blackwell).many_tiling(70).tile == 64
+    assert scene.workspace().many_tiling(70).tile == 32
+    scene.check(workspace)
+
+
 @pytest.mark.parametrize(("scale", "softcap"), [(0.5, 0.0), (None, 1.5), (3.0, 20.0)])
 @pytest.mark.parametrize("window", [0, 20])
 def test_scores_are_scaled_and_capped(

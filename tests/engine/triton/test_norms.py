@@ -78,7 +78,7 @@ def test_no_rows_are_no_launch(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "warps"), [(16, 4), (2048, 4), (4096, 8), (8192, 16), (16384, 16), (32768, 16)]
+    ("block", "warps"), [(16, 8), (2048, 8), (4096, 8), (8192, 16), (16384, 16), (32768, 16)]
 )
 def test_longer_rows_get_more_threads(block: int, warps: int) -> None:
     assert num_warps(block) == warps

@@ -190,6 +190,33 @@ def test_a_row_does_not_depend_on_the_rows_around_it(device: torch.device) -> No
         ]
 
 
+def test_rows_without_biases_and_penalties_are_read_where_they_are(device: torch.device) -> None:
+    """Among rows with either, of which alone there is a copy."""
+    params: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"logit_bias": {7: 3.0}},
+        {"top_k": 4, "top_p": 0.8},
+        {"frequency_penalty": 0.5},
+    ]
+    choose = TritonChoose(4, VOCAB, device, tile=16)
+    choose._values.fill_(math.nan)
+    sequences = [make_sequence(row, [], [7, 7]) for row in params]
+    pair = Pair(sequences, device, 16)
+    pair.kernels._choose = choose
+    assert all(token_id >= 0 for token_id in pair.step(make_logits(4, 2, device), [0, 1, 2, 3]))
+    assert choose._values[:, :VOCAB].isnan().all(1).tolist() == [True, False, True, False]
+
+
+@pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.3}, {"top_k": 3, "top_p": 0.5}], ids=str)
+def test_tiles_with_nothing_that_is_kept(device: torch.device, params: dict[str, Any]) -> None:
+    """All that may be chosen lies in the middle one of five tiles, whose neighbours are far below or not allowed."""
+    logits = make_logits(1, 4, device, vocab=80) - 20
+    logits[0, 32:48] += 20
+    banned = {"logit_bias": dict.fromkeys(range(64, 80), -math.inf)}
+    pair = Pair([make_sequence(params | banned | {"seed": 5}, [], [])], device, 16, vocab=80)
+    assert 32 <= pair.step(logits, [0])[0] < 48
+
+
 def test_searches_that_no_row_asks_for_change_no_token(device: torch.device) -> None:
     pair = Pair([make_sequence({"seed": seed}, [], []) for seed in range(3)], device, 64)
     slots, numbers = (
