@@ -28,6 +28,10 @@ from engine.step import Chunk, DeviceError, OutOfMemory, Plan, StepInFlight
 log = logging.getLogger("penstock.engine")
 
 
+_LARGEST_WARM_UP = 512
+"""Tokens; larger steps have no kernels of their own."""
+
+
 class Progress(Protocol):
     def __call__(self, done: int, total: int, /) -> None: ...
 
@@ -120,7 +124,7 @@ class DeviceSteps:
         most = min(num_slots, limits.max_batch_tokens)
         self.passes = Ladder(self._pass, most, query_lens)
         self.choices = {filters: Ladder(partial(self._choose, filters), most) for filters in FILTERS}
-        self._warm_up()
+        self._warm_up(min(limits.max_batch_tokens, max_len - 1))
         if device is not None and self._can_be_recorded:
             self._record(device, say, progress)
 
@@ -153,12 +157,16 @@ class DeviceSteps:
         self.state.note_launched(plan, placed.seats)
         return landing
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, longest: int) -> None:
         """What is made on first use is made now: steps in block 0, which belongs to nobody, and samples of padding."""
-        sampling = SamplingParams(max_tokens=2)
-        sequence = Sequence(Request(request_id="", prompt_token_ids=(0, 0, 0), sampling=sampling))
-        sequence.block_table = [0]
-        for chunk in (Chunk(sequence, 0, 2, samples=False), Chunk(sequence, 2, 1, samples=True)):
+        lengths = [1 << i for i in range(1, min(longest, _LARGEST_WARM_UP).bit_length())]
+        prompt = (0,) * (max(lengths, default=0) + 1)
+        sequence = Sequence(
+            Request(request_id="", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=2))
+        )
+        sequence.block_table = [0] * -(-len(prompt) // self.model.kv.block_size)
+        chunks = [Chunk(sequence, 0, length, samples=False) for length in lengths]
+        for chunk in (*chunks, Chunk(sequence, len(prompt) - 1, 1, samples=True)):
             self.launch(Plan([chunk], num_tokens=chunk.num_tokens)).wait()
         sequence.block_table = []  # it gives up its slot
         self._buffers.slots.fill_(-1)
