@@ -27,7 +27,7 @@ PASSES = 8
 BIAS_BLOCK = 128
 OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
 """Products and sums are rounded one by one, as torch rounds them."""
-SEARCH_OPTIONS = OPTIONS | {"maxnreg": 128}
+ROOMY_OPTIONS = OPTIONS | {"maxnreg": 128}
 """All the registers there are for so many threads: ptxas would spill a few rather than take more than 64."""
 
 
@@ -128,7 +128,7 @@ class TritonChoose:
                 self._intervals[number % 2],
                 self._above[number % 2],
                 BY_COUNT=counts,
-                PASS=number % PASSES,
+                PASS=min(number % PASSES, 2),  # all later ones are alike, and compiled once
                 CONTINUES=number > 0,
                 VOCAB=self._vocab_size,
                 STRIDE=self._stride,
@@ -136,7 +136,7 @@ class TritonChoose:
                 TILES=triton.next_power_of_2(self._num_tiles),
                 TILE=self._tile,
                 PARTS=WAYS,
-                **SEARCH_OPTIONS,
+                **ROOMY_OPTIONS,
             )
         return len(by_count)
 
@@ -158,14 +158,13 @@ class TritonChoose:
             "TILES": triton.next_power_of_2(self._num_tiles),
             "TILE": self._tile,
             "PARTS": WAYS,
-            **OPTIONS,
         }
         parameters = [tables.view(dtype) for dtype in (torch.float32, torch.float64)]
         last = (num_searches + 1) % 2
         found = (self._intervals[last], self._above[last])
         workspace = (self._values, self._floats, *found, self._masses)
         num_rows = logits.shape[0]
-        mass_kernel[(num_rows, self._num_tiles)](slots, *parameters, *workspace, **shape)
+        mass_kernel[(num_rows, self._num_tiles)](slots, *parameters, *workspace, **shape, **OPTIONS)
         choose_kernel[(num_rows,)](
             slots,
             *parameters,
@@ -180,6 +179,7 @@ class TritonChoose:
             token_ids,
             logprobs,
             **shape,
+            **ROOMY_OPTIONS,
         )
 
 

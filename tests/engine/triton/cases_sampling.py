@@ -51,7 +51,7 @@ def _cases(vocab: int, dtype: str) -> Iterator[Case]:
                 arguments=_SEARCH,
                 constexprs=searched
                 | {"BY_COUNT": by_count, "PASS": number, "CONTINUES": number > 0 or not by_count},
-                options=sampling.SEARCH_OPTIONS,
+                options=sampling.ROOMY_OPTIONS,
             )
     for is_searched in (True, False):
         end = f"{'searched' if is_searched else 'plain'}-{name}"
@@ -68,7 +68,7 @@ def _cases(vocab: int, dtype: str) -> Iterator[Case]:
             kernel=sampling.choose_kernel,
             arguments=_CHOOSE | logits,
             constexprs=constexprs,
-            options=sampling.OPTIONS,
+            options=sampling.ROOMY_OPTIONS,
         )
 
 
