@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -100,6 +101,7 @@ class FakeCuda(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_watched = False
         """Whether the host may not wait now."""
         self.recorded: list[_Done] | None = None
+        self.open_pools: set[int] = set()
         self.num_replays = 0
         self.launched: set[str] = set()
         """Names of Triton kernels."""
@@ -289,14 +291,18 @@ class CudaGraph:
 
 
 @contextmanager
-def _graph(graph: CudaGraph, **_: object) -> Iterator[None]:
+def _graph(graph: CudaGraph, pool: int) -> Iterator[None]:
+    """A recording that fails leaves its pool open, as torch's does when the driver gives a capture up."""
     device = FakeCuda.active
+    assert pool not in device.open_pools, "already recording to that pool"
+    device.open_pools.add(pool)
     device.recorded = graph.work
     try:
         with device.watching():
             yield
     finally:
         device.recorded = None
+    device.open_pools.remove(pool)
 
 
 def _synchronize(*_: object) -> None:
@@ -340,7 +346,7 @@ def patched(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         "mem_get_info": lambda _=None: (70 * GIB, 80 * GIB),
         "memory_allocated": lambda _=None: 0,
         "get_device_properties": lambda _: SimpleNamespace(multi_processor_count=132, major=9),
-        "graph_pool_handle": lambda: (0, 0),
+        "graph_pool_handle": count().__next__,
         "current_stream": lambda _=None: None,
         "CUDAGraph": CudaGraph,
         "graph": _graph,

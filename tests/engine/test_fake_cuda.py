@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.device_runner import CudaDevice
 from engine.model.config import LoadOptions
 from engine.model.loader import load_model
 from engine.runner import ModelRunner
@@ -93,6 +94,23 @@ def test_a_launch_that_is_tried_twice_overwrites_nothing(folder: Path, cuda: Fak
 
 def _no_room(_: object) -> Tensor:
     raise torch.OutOfMemoryError("full")
+
+
+def test_a_recording_that_failed_spoils_no_other(cuda: FakeCuda) -> None:
+    device = CudaDevice(torch.device("cuda", 0))
+    x = torch.zeros(4, device="cuda")
+
+    def waits() -> None:
+        x.tolist()
+
+    def adds() -> None:
+        x.add_(1)
+
+    with pytest.raises(HostWaits):
+        device.record(waits)
+    device.record(adds).replay()
+    assert x.tolist() == [2] * 4
+    assert cuda.num_replays == 1
 
 
 def _overwritten(x: Tensor) -> Tensor:
