@@ -71,7 +71,7 @@ def _version(name: str) -> str:
 
 def _compiler() -> str:
     """Triton builds what launches its kernels, with Python's headers."""
-    found = next((path for name in ("gcc", "clang", "cc") if (path := shutil.which(name))), None)
+    found = next((path for name in ("gcc", "clang") if (path := shutil.which(name))), None)
     compiler = os.environ.get("CC") or found or "none"
     header = Path(sysconfig.get_path("include")) / "Python.h"
     return compiler if header.exists() else f"{compiler}, but {header} is missing"

@@ -24,7 +24,7 @@ from engine.model.fields import Fields
 from engine.model.parse import parse_config
 from engine.request import Request, SamplingParams, Sequence
 from engine.sampling.device import Choose, DeviceSampler
-from loadtests.gpu.figures import emit, emit_skip, say
+from loadtests.gpu.figures import emit, emit_fact, emit_skip, say
 from loadtests.gpu.sizes import KERNELS, Arguments, KernelSizes, parse_arguments, serving
 from loadtests.gpu.timing import seconds
 
@@ -80,7 +80,7 @@ def main() -> int:
     config = parse_config(Fields("config.json", shape.config))
     dtype = torch.float32 if arguments.is_dry else torch.bfloat16
     bench = Bench(config, _table(config, arguments.device, dtype), KERNELS[arguments.mode], arguments.device)
-    say(f"kernels: {bench.kernels.name}")
+    emit_fact("kernels", bench.kernels.name)
     measures = {m.__name__: m for m in (ceilings, linears, decode, slope, prefill, elementwise, sampler)}
     names = list(arguments.names or measures)
     while names:

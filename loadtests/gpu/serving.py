@@ -260,7 +260,7 @@ def _run_module(module: str, job: dict[str, object], timeout_s: float | None) ->
 
 def _say_memory(server: ServerProcess) -> None:
     for line in server.lines:
-        if "memory" in line or "weights " in line:
+        if any(word in line for word in ("memory", "weights ", "CUDA graph", "Triton")):
             say(line)
 
 
