@@ -25,6 +25,8 @@ from engine.step import Chunk, DeviceError, OutOfMemory, Plan, Sampled, StepInFl
 log = logging.getLogger("penstock.engine")
 
 _NOT_FINITE = "the model's output was not finite"
+_WARM_UP_TOKENS = 32
+"""More than attention takes for a decode, few enough to be a short prompt to it: each has a kernel of its own."""
 
 
 class Progress(Protocol):
@@ -116,7 +118,8 @@ class DeviceSteps:
         self._logits = torch.empty(0, config.vocab_size, device=model.device)
         self._shown: Tensor | None = None
         """The slots that `_slots` shows at present."""
-        self._warm_up()
+        room = self.state.max_blocks * kv.block_size - 1
+        self._warm_up(min(_WARM_UP_TOKENS, limits.max_batch_tokens, room))
         if device is not None and self._can_be_recorded:
             self.ladder.record(device, self._decode_recorded, progress)
             say(f"{len(self.ladder.recorded)} CUDA graphs, {self.ladder.num_bytes / 2**20:.0f} MiB")
@@ -150,12 +153,16 @@ class DeviceSteps:
         self.state.note_launched(plan, placed.slots)
         return landing
 
-    def _warm_up(self) -> None:
-        """What is made on first use is made now: steps in block 0, which belongs to nobody, and samples of padding."""
+    def _warm_up(self, num: int) -> None:
+        """What is made on first use is made now: steps in block 0, which belongs to nobody, and samples of padding.
+
+        Args:
+            num: tokens of a prompt.
+        """
         sampling = SamplingParams(max_tokens=2)
-        sequence = Sequence(Request(request_id="", prompt_token_ids=(0, 0, 0), sampling=sampling))
-        sequence.block_table = [0]
-        for chunk in (Chunk(sequence, 0, 2, samples=False), Chunk(sequence, 2, 1, samples=True)):
+        sequence = Sequence(Request(request_id="", prompt_token_ids=(0,) * (num + 1), sampling=sampling))
+        sequence.block_table = [0] * (num // self.model.kv.block_size + 1)
+        for chunk in (Chunk(sequence, 0, num, samples=False), Chunk(sequence, num, 1, samples=True)):
             self.launch(Plan([chunk], num_tokens=chunk.num_tokens)).wait()
         sequence.block_table = []  # it gives up its slot
         for num_rows in {min(n, self.state.num_slots) for n in (1, 2, 16)}:
