@@ -45,7 +45,10 @@ def test_a_wheel_is_put_on_the_path_of_this_process_and_of_those_it_starts(
     assert os.environ["PYTHONPATH"].split(os.pathsep) == expected
 
 
-def test_a_wheel_does_not_take_the_place_of_what_is_here(tmp_path: Path) -> None:
+def test_a_wheel_does_not_take_the_place_of_what_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "NEEDED", {"numpy": "numpy"})
     write_wheel(tmp_path / "wheels", "numpy")
     prepare(tmp_path / "target", lambda _: None, tmp_path / "wheels")
     assert not (tmp_path / "target").exists()
