@@ -27,7 +27,6 @@ from engine.step import Chunk, DeviceError, OutOfMemory, Plan, StepInFlight
 
 log = logging.getLogger("penstock.engine")
 
-
 _LARGEST_WARM_UP = 512
 """Tokens; larger steps have no kernels of their own."""
 
@@ -54,9 +53,15 @@ class CudaDevice:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], None]) -> Graph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            work()
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                work()
+        except Exception:
+            # Of a recording that the driver gave up, torch keeps the stream, and never opens the pool again.
+            torch.cuda.set_stream(stream)
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
         return graph
 
     def synchronize(self) -> None:

@@ -26,7 +26,7 @@ from engine.step import Chunk, Plan
 I32 = NDArray[np.int32]
 
 _NUM_BUFFERS = 4
-"""Two steps may be in flight, and a launch may be tried twice."""
+"""More than steps in flight; a launch that found no room waits for the device before it is tried again."""
 
 _ALIGNMENT = 4
 """Words: 16 bytes."""

@@ -6,7 +6,9 @@ import os
 import platform
 import shutil
 import subprocess
+import sysconfig
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
@@ -34,6 +36,7 @@ def main() -> None:
     for name in ("triton", "transformers"):
         emit_fact(name, _version(name))
     emit_fact("host", f"{platform.machine()}, {os.cpu_count()} cores")
+    emit_fact("C compiler, which Triton needs", _compiler())
     if commit := _output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]):
         emit_fact("commit", commit)
     if arguments.device.type == "cuda":
@@ -66,10 +69,21 @@ def _version(name: str) -> str:
         return "none"
 
 
+def _compiler() -> str:
+    """Triton builds what launches its kernels, with Python's headers."""
+    found = next((path for name in ("gcc", "clang") if (path := shutil.which(name))), None)
+    compiler = os.environ.get("CC") or found or "none"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return compiler if header.exists() else f"{compiler}, but {header} is missing"
+
+
 def _output(command: list[str]) -> str | None:
     if shutil.which(command[0]) is None:
         return None
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
     return done.stdout.strip() if done.returncode == 0 and done.stdout.strip() else None
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
+import traceback
 from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, replace
@@ -22,8 +25,8 @@ from engine.model.fields import Fields
 from engine.model.parse import parse_config
 from engine.request import Request, SamplingParams, Sequence
 from engine.sampling.device import Choose, DeviceSampler
-from loadtests.gpu.figures import emit, emit_skip, say
-from loadtests.gpu.sizes import KERNELS, KernelSizes, parse_arguments, serving
+from loadtests.gpu.figures import emit, emit_fact, emit_skip, say
+from loadtests.gpu.sizes import KERNELS, Arguments, KernelSizes, parse_arguments, serving
 from loadtests.gpu.timing import seconds
 
 BLOCK_SIZE = 16
@@ -70,7 +73,7 @@ class Bench:
 
 
 @torch.inference_mode()
-def main() -> None:
+def main() -> int:
     arguments = parse_arguments()
     if arguments.is_dry:
         torch.set_num_threads(1)
@@ -78,13 +81,27 @@ def main() -> None:
     config = parse_config(Fields("config.json", shape.config))
     dtype = torch.float32 if arguments.is_dry else torch.bfloat16
     bench = Bench(config, _table(config, arguments.device, dtype), KERNELS[arguments.mode], arguments.device)
-    say(f"kernels: {bench.kernels.name}")
-    for measure in (ceilings, linears, decode, slope, prefill, elementwise, sampler):
-        say(f"kernels: {measure.__name__}")
+    emit_fact("kernels", bench.kernels.name)
+    measures = {m.__name__: m for m in (ceilings, linears, decode, slope, prefill, elementwise, sampler)}
+    names = list(arguments.names or measures)
+    while names:
+        name = names.pop(0)
+        say(f"kernels: {name}")
         try:
-            measure(bench)
-        except (RuntimeError, ValueError) as error:
-            emit_skip(f"kernels: {measure.__name__}", f"{type(error).__name__}: {error}")
+            measures[name](bench)
+        except Exception as error:  # whatever a kernel does wrong, the others are measured
+            traceback.print_exc()
+            emit_skip(f"kernels: {name}", f"{type(error).__name__}: {error}")
+            return _measure_elsewhere(names, arguments)
+    return 0
+
+
+def _measure_elsewhere(names: ListLike[str], arguments: Arguments) -> int:
+    """The rest, in a process of its own: a device that failed once serves this one no more."""
+    if names:
+        options = ["--mode", arguments.mode, "--scratch", str(arguments.scratch)]
+        subprocess.run([sys.executable, "-m", "loadtests.gpu.kernels", *names, *options], check=False)
+    return 1
 
 
 def _table(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
@@ -303,4 +320,4 @@ def _choose(bench: Bench, rows: int) -> Choose | None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

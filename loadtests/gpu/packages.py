@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
-import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -59,6 +60,8 @@ def prepare(target: Path, say: Callable[[str], None], wheels: Path = WHEELS) -> 
         _extend_path(target)
     if missing := missing_packages(NEEDED):
         raise PackagesMissing(advice(missing))
+    if broken := [line for module in NEEDED if (line := _import_error(module))]:
+        raise PackagesMissing("\n".join(broken))
 
 
 def missing_packages(needed: dict[str, str]) -> list[str]:
@@ -89,14 +92,23 @@ def _is_installed(wheel: Path) -> bool:
     return True
 
 
+def _import_error(module: str) -> str | None:
+    """What a package lacks to be imported: one that it needs, or the right version of Python."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        return f"{module} is there and cannot be imported: {error}"
+    return None
+
+
 def _install(wheels: Sequence[Path], target: Path) -> None:
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-    done = subprocess.run(
-        [*command, "--target", str(target), *map(str, wheels)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        reason = (done.stderr.strip() or "it said nothing").splitlines()[-1]
-        raise PackagesMissing(f"pip cannot unpack the wheels of {wheels[0].parent}: {reason}")
+    """A wheel is a zip of what belongs on the path, and pip may not be there."""
+    for wheel in wheels:
+        try:
+            with zipfile.ZipFile(wheel) as packed:
+                packed.extractall(target)
+        except (OSError, zipfile.BadZipFile) as error:
+            raise PackagesMissing(f"{wheel} cannot be unpacked: {error}") from None
 
 
 def _extend_path(folder: Path) -> None:

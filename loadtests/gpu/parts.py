@@ -56,7 +56,7 @@ class Outcome:
     seconds: float = 0.0
 
     def take(self, line: str) -> None:
-        """One line of the part's output; what is none of ours is let pass."""
+        """One line of the part's output; what is none of ours is let pass. A figure told again is a newer one."""
         try:
             message = json.loads(line)
         except ValueError:
@@ -64,7 +64,8 @@ class Outcome:
         if not isinstance(message, dict):
             return
         if "figure" in message:
-            self.figures.append(Figure(**message["figure"]))
+            figure = Figure(**message["figure"])
+            self.figures = [*(known for known in self.figures if known.name != figure.name), figure]
         elif "fact" in message:
             name, value = message["fact"]
             self.facts[name] = value
@@ -82,7 +83,13 @@ def run_part(part: Part, command: Sequence[str], left_s: float) -> Outcome:
         return outcome
     started_s = time.monotonic()
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        start_new_session=True,
     )
     assert process.stdout is not None
     reader = threading.Thread(target=_read, args=(process.stdout, outcome), daemon=True)

@@ -12,13 +12,16 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 from app.bench.client import Answer, Job
-from app.bench.server_process import ServerFailed, ServerProcess
+from app.bench.server_process import ServerProcess
 from app.bench.statistics import summarise
 from app.bench.workloads import Workload
 from loadtests.gpu import alone
@@ -30,6 +33,14 @@ PROMPT_TOKENS = 32
 _CLIENT_PROCESSES = 4
 """Among which many streams are shared out: one alone would be slower than the server."""
 _ALONE_S = 150.0
+_CLIENT_S = 60.0
+"""No measurement of one server takes longer."""
+_LAST_WORDS = 30
+"""Lines of a server that are shown when something failed."""
+_MOST_TOLD = 600
+"""Characters of an error in the report."""
+
+T = TypeVar("T")
 
 
 class Bench:
@@ -44,6 +55,7 @@ class Bench:
         self.folder = arguments.scratch / name
         self.num_random = 1 << (20 if arguments.is_dry else 26)
         self._seeds = count(1).__next__
+        self.has_failed = False
 
     def run(self) -> None:
         say(f"{self.name}: writing the checkpoint")
@@ -69,14 +81,24 @@ class Bench:
             )
             _say_memory(server)
             self._send(server, self._workload(2, PROMPT_TOKENS, 8))
-            self._tpot(server)
+            self._try(self._tpot, server)
             if self.sizes.contexts:
-                self._slope(server)
+                self._try(self._slope, server)
             if self.sizes.prefill_tokens:
-                self._prefill(server)
+                self._try(self._prefill, server)
             if self.sizes.requests is not None:
-                self._throughput(server, *self.sizes.requests)
-            return self._clients(server) if self.sizes.clients else None
+                self._try(self._throughput, server, *self.sizes.requests)
+            return self._try(self._clients, server) if self.sizes.clients else None
+
+    def _try(self, measure: Callable[..., T], server: ServerProcess, *arguments: object) -> T | None:
+        """What fails leaves the others be; the server's last words are shown."""
+        try:
+            return measure(server, *arguments)
+        except Exception as error:
+            self.has_failed = True
+            emit_skip(f"{self.name}: {measure.__name__.strip('_')}", f"{type(error).__name__}: {error}")
+            say("\n".join(["the server said:", *server.lines[-_LAST_WORDS:]]))
+            return None
 
     def _flags(self) -> list[str]:
         flags = {
@@ -220,7 +242,7 @@ def tpot_ms(answer: Answer) -> float:
 
 
 def _run_client(job: dict[str, object]) -> str:
-    return _run_module("app.bench.client", job, None)
+    return _run_module("app.bench.client", job, _CLIENT_S)
 
 
 def _run_module(module: str, job: dict[str, object], timeout_s: float | None) -> str:
@@ -238,7 +260,7 @@ def _run_module(module: str, job: dict[str, object], timeout_s: float | None) ->
 
 def _say_memory(server: ServerProcess) -> None:
     for line in server.lines:
-        if "memory" in line or "weights " in line:
+        if any(word in line for word in ("memory", "weights ", "CUDA graph", "Triton")):
             say(line)
 
 
@@ -246,11 +268,13 @@ def main() -> int:
     arguments = parse_arguments()
     name = Path(arguments.names[0]).name
     try:
-        Bench(name, arguments).run()
-    except (ServerFailed, RuntimeError, OSError, subprocess.SubprocessError) as error:
-        emit_skip(f"the rest of {name}", f"{type(error).__name__}: {error}")
+        bench = Bench(name, arguments)
+        bench.run()
+    except Exception as error:
+        traceback.print_exc()
+        emit_skip(f"the rest of {name}", f"{type(error).__name__}: {str(error)[-_MOST_TOLD:]}")
         return 1
-    return 0
+    return int(bench.has_failed)
 
 
 if __name__ == "__main__":

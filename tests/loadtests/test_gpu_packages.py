@@ -45,7 +45,10 @@ def test_a_wheel_is_put_on_the_path_of_this_process_and_of_those_it_starts(
     assert os.environ["PYTHONPATH"].split(os.pathsep) == expected
 
 
-def test_a_wheel_does_not_take_the_place_of_what_is_here(tmp_path: Path) -> None:
+def test_a_wheel_does_not_take_the_place_of_what_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "NEEDED", {"numpy": "numpy"})
     write_wheel(tmp_path / "wheels", "numpy")
     prepare(tmp_path / "target", lambda _: None, tmp_path / "wheels")
     assert not (tmp_path / "target").exists()
@@ -53,7 +56,9 @@ def test_a_wheel_does_not_take_the_place_of_what_is_here(tmp_path: Path) -> None
 
 def test_a_broken_wheel_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "broken-1.0-py3-none-any.whl").write_bytes(b"no zip")
-    with pytest.raises(PackagesMissing, match="pip cannot unpack the wheels of ") as caught:
+    with pytest.raises(
+        PackagesMissing, match=r"broken-1\.0-py3-none-any\.whl cannot be unpacked: "
+    ) as caught:
         prepare(tmp_path / "target", lambda _: None, tmp_path)
     assert "\n" not in str(caught.value)
 
@@ -70,3 +75,11 @@ def test_what_is_missing_has_a_line_each_and_one_that_helps(
     assert (first, second) == ("nowhere-at-all is missing", "nor-here is missing")
     assert "--dest loadtests/gpu/wheels nowhere-at-all nor-here;" in help_
     assert advice(["nowhere-at-all", "nor-here"]) == str(caught.value)
+
+
+def test_a_package_that_lacks_another_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lacks_one.py").write_text("import nowhere_at_all", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(packages, "NEEDED", {"lacks_one": "lacks-one"})
+    with pytest.raises(PackagesMissing, match="lacks_one is there and cannot be imported: No module named"):
+        prepare(tmp_path / "target", lambda _: None, tmp_path)

@@ -90,3 +90,10 @@ def test_what_is_wanted_most_fits_the_ten_minutes() -> None:
     bounds = {part.name: part.bound_s for part in parts.PARTS}
     assert list(bounds)[:4] == ["environment", "tests", "kernels", "llama-8b"]
     assert sum(list(bounds.values())[:4]) + 60 < LIMIT_S
+
+
+def test_a_figure_that_is_told_again_is_the_newer_one() -> None:
+    outcome = Outcome("tests")
+    for line in (FIGURE, FIGURE.replace("2.5", "3.5")):
+        outcome.take(line)
+    assert [figure.value for figure in outcome.figures] == [3.5]
