@@ -72,6 +72,7 @@ def _cases(
             num_stages=tiling.num_stages,
             options=_OPTIONS,
             has_dot=dtype != torch.float32,
+            has_large_dot=dtype != torch.float32 and tiling.block_m >= 64,
             architectures=architectures,
         )
 

@@ -25,6 +25,8 @@ from typing import Any
 
 ARCHITECTURES = (80, 90, 100)
 """A100, H100, B200."""
+LARGEST_DOT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+"""The instruction that multiplies most at a time."""
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that one block may have (CUDA C++ programming guide, compute capabilities)."""
 _LOCAL_ACCESS = re.compile(r"\b(STL|LDL)\b")
@@ -50,6 +52,8 @@ class Case:
     """Whatever else is told to the compiler at launch."""
     has_dot: bool = False
     """Must use tensor cores."""
+    has_large_dot: bool = False
+    """Must use them by the instructions that multiply a whole tile, where the architecture has some."""
     architectures: tuple[int, ...] = ARCHITECTURES
     """A kernel has all of them; of its further variants, one is enough."""
 
@@ -64,8 +68,8 @@ class Compiled:
     """Per thread; anything that is used of the stack counts."""
     shared_bytes: int
     """Per block."""
-    tensor_cores: bool
-    """Whether it has any of their instructions."""
+    tensor_cores: list[str]
+    """Which of their instructions it has."""
 
 
 def cases() -> Iterator[Case]:
@@ -123,7 +127,7 @@ def compile_case(case: Case, architecture: int) -> Compiled:
         registers=usage["REG"],
         spilled_bytes=usage["STACK"] + usage["LOCAL"],
         shared_bytes=compiled.metadata.shared,
-        tensor_cores=bool(_TENSOR_CORES.search(compiled.asm["ptx"])),
+        tensor_cores=sorted(set(_TENSOR_CORES.findall(compiled.asm["ptx"]))),
     )
 
 

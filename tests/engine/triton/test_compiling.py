@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.triton.compiling import SHARED_LIMIT, Case, Compiled, cases, compile_all, key
+from tests.engine.triton.compiling import LARGEST_DOT, SHARED_LIMIT, Case, Compiled, cases, compile_all, key
 
 CASES = list(cases())
 TRIALS = [(case, architecture) for case in CASES for architecture in case.architectures]
@@ -26,4 +26,6 @@ def test_kernel_fits_the_card(case: Case, architecture: int, results: dict[str, 
     assert compiled.registers <= 255
     assert compiled.spilled_bytes == 0
     assert compiled.shared_bytes <= SHARED_LIMIT[architecture]
-    assert compiled.tensor_cores == case.has_dot
+    assert bool(compiled.tensor_cores) == case.has_dot
+    if case.has_large_dot:
+        assert compiled.tensor_cores == [LARGEST_DOT[architecture]]
