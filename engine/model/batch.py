@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +34,10 @@ class Batch:
         """The same batch on a device; itself if it is there already."""
         if self.token_ids.device == device:
             return self
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OF_THE_HOST}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+        moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return replace(self, **moved)
 
-
-_OF_THE_HOST = {"max_query_len", "host_lengths"}
+    def tensors(self) -> dict[str, Tensor]:
+        """By name, all that is on the device."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in values if isinstance(value, Tensor)}

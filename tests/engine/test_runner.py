@@ -45,7 +45,7 @@ def test_a_batch_says_what_the_chunks_say(shape: list[tuple[int, int, bool]]) ->
     assert batch.query_starts[-1].item() == row
     assert batch.sample_rows.tolist() == wanted
     assert batch.max_query_len == max(num_tokens for _, num_tokens, _ in shape)
-    tensors = [getattr(batch, name) for name in batch.__dataclass_fields__ if name != "max_query_len"]
+    tensors = batch.tensors().values()
     assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in tensors)
 
 
