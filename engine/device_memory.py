@@ -27,14 +27,5 @@ def table_bytes(config: ModelConfig, options: LoadOptions, kernels: Kernels, max
         DeviceSampler(num_slots, vocab_size, (), _META).tables.num_bytes
         + SlotTable(num_slots, max_blocks, options.max_query_len, _META).num_bytes
         + StepBuffers.empty(num_slots, vocab_size, kernels.activation_dtype, _META).num_bytes
-        + _choose_bytes(num_slots, vocab_size, kernels)
+        + kernels.make_choose(num_slots, vocab_size, _META).num_bytes
     )
-
-
-def _choose_bytes(num_slots: int, vocab_size: int, kernels: Kernels) -> int:
-    if kernels.name != "triton":
-        return 0
-    # Not above: the package is there without triton, too.
-    from engine.kernels.triton.sampling import TritonChoose
-
-    return TritonChoose(num_slots, vocab_size, _META).num_bytes

@@ -21,8 +21,8 @@ from engine.graphs import Device, Graph, Ladder, Rung, record_all
 from engine.landing import TOKEN_ALONE, Landing, Wish
 from engine.model.loader import LoadedModel
 from engine.request import Request, SamplingParams, Sequence
-from engine.sampling.device import FILTERS, Choose, DeviceSampler, Needs, SampledOnDevice, most_likely
-from engine.slot_table import Gather, SlotTable, StepBuffers, gather
+from engine.sampling.device import FILTERS, DeviceSampler, Needs, SampledOnDevice, most_likely
+from engine.slot_table import SlotTable, StepBuffers
 from engine.step import Chunk, DeviceError, OutOfMemory, Plan, StepInFlight
 
 log = logging.getLogger("penstock.engine")
@@ -104,7 +104,7 @@ class DeviceSteps:
             config.vocab_size,
             config.eos_token_ids,
             model.device,
-            choose=_fast_choose(model, num_slots),
+            choose=model.kernels.make_choose(num_slots, config.vocab_size, model.device),
         )
         self.table = SlotTable(num_slots, -(-max_len // kv.block_size), limits.max_query_len, model.device)
         self.state = DeviceState(
@@ -114,7 +114,6 @@ class DeviceSteps:
             seat=self._seat,
             vacate=self.sampler.release,
         )
-        self._gather = _fast_gather(model) or gather
         self._refused: dict[Sequence, str] = {}
         """Sequences that the sampler cannot serve."""
         self._buffers = StepBuffers.empty(
@@ -130,7 +129,7 @@ class DeviceSteps:
         self.passes = Ladder(self._pass, most, query_lens)
         self.choices = {filters: Ladder(partial(self._choose, filters), most) for filters in FILTERS}
         self._warm_up(min(limits.max_batch_tokens, max_len - 1))
-        if device is not None and self._can_be_recorded:
+        if device is not None and model.kernels.is_static:
             self._record(device, say, progress)
 
     @torch.inference_mode()
@@ -147,11 +146,6 @@ class DeviceSteps:
         except Exception:
             self.state.distrust(plan)
             raise
-
-    @property
-    def _can_be_recorded(self) -> bool:
-        """The plain torch operations look at the batch on the host."""
-        return self.model.kernels.name == "triton"
 
     def _launch(self, plan: Plan) -> StepInFlight:
         placed = self.state.place(plan, self.passes.padded)
@@ -190,7 +184,7 @@ class DeviceSteps:
     def _pass(self, rung: Rung) -> None:
         """From the slots to the logits of each one's last token."""
         own = self._part(rung.num_sequences)
-        step = self._gather(self.table, own.slots, rung.query_len)
+        step = self.model.kernels.gather(self.table, own.slots, rung.query_len)
         own.numbers.copy_(step.numbers)
         own.logits.copy_(self.model.decoder(step.batch))
 
@@ -259,23 +253,6 @@ class DeviceSteps:
             self.sampler.assign(slot, sequence)
         except ValueError as error:
             self._refused[sequence] = str(error)
-
-
-def _fast_choose(model: LoadedModel, max_rows: int) -> Choose | None:
-    if model.kernels.name != "triton" or model.device.type != "cuda":
-        return None
-    # Not above: the package is there without triton, too.
-    from engine.kernels.triton.sampling import TritonChoose
-
-    return TritonChoose(max_rows, model.config.vocab_size, model.device)
-
-
-def _fast_gather(model: LoadedModel) -> Gather | None:
-    if model.kernels.name != "triton" or model.device.type != "cuda":
-        return None
-    from engine.kernels.triton import inputs
-
-    return partial(inputs.gather, block_size=model.kv.block_size)
 
 
 def _give_back_cached(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine import slot_table
 from engine.kernels import reference
 from engine.kernels.cpu import native
 from engine.kernels.reference import TokenPlaces
@@ -22,6 +23,8 @@ from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parameters import LayerWeights, Linear, Weights
 from engine.sampling import sampler
 from engine.sampling.batch import SampledRows, SamplingBatch
+from engine.sampling.device import Choose, PlainChoose
+from engine.slot_table import Gather
 
 LONG_CHUNK = 1024
 """Tokens of a chunk from which on torch's attention is worth a try: in shorter ones the linear maps are nearly all."""
@@ -82,6 +85,11 @@ class Kernels:
     attention: Callable[[Batch, KVShape], Attention]
     """Prepares one step's attention, which every layer then calls."""
     sample: Callable[[Tensor, SamplingBatch], SampledRows]
+    is_static: bool = False
+    """Nothing of it looks at a batch on the host, so that graphs can hold it."""
+    gather: Gather = slot_table.gather
+    make_choose: Callable[[int, int, torch.device], Choose] = PlainChoose
+    """(most rows, vocabulary, device) -> what chooses their tokens."""
     decoder: Callable[[ModelConfig, Weights, KVCache, Tensor, Tensor], ForwardPass] | None = None
     """If there is one, it runs the whole pass in place of the operations above. The last two: cos and sin."""
 
@@ -175,7 +183,7 @@ def triton_kernels(
         ImportError: there is no triton here.
     """
     # Not above: the package is there without triton, too.
-    from engine.kernels.triton import activation, attention, norms, rotary
+    from engine.kernels.triton import activation, attention, inputs, norms, rotary, sampling
 
     shape = _kv_shape(config, options.block_size)
     windows = {config.window(layer) for layer in range(config.num_layers)}
@@ -197,6 +205,9 @@ def triton_kernels(
         rotate_and_write=rotary.rotate_and_write,
         silu_mul=activation.silu_mul,
         attention=partial(attention.TritonAttention, workspace=workspace),
+        is_static=True,
+        gather=partial(inputs.gather, block_size=options.block_size),
+        make_choose=sampling.TritonChoose,
     )
 
 

@@ -109,6 +109,10 @@ _TORCH_DTYPES = {"u8": torch.int64, "f8": torch.float64, "f4": torch.float32, "i
 
 
 class Choose(Protocol):
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory that it keeps."""
+
     def __call__(
         self, logits: Tensor, tables: SlotTables, slots: Tensor, numbers: Tensor, needs: Needs, /
     ) -> tuple[Tensor, Tensor]:
@@ -142,7 +146,7 @@ class DeviceSampler:
         self._device = device
         self._max_biases = max_biases
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._choose = _choose_by_default if choose is None else choose
+        self._choose: Choose = PlainChoose() if choose is None else choose
         self._free_counts = list(range(max_penalised))
         self._held_counts: dict[int, int] = {}
         """By slot, the row of counts that it holds."""
@@ -277,7 +281,15 @@ def choose(
     )
 
 
-_choose_by_default: Choose = choose
+class PlainChoose:
+    """`choose`, of which nothing stays on the device."""
+
+    num_bytes = 0
+
+    def __init__(self, *_: object) -> None:
+        """Takes what makes others: rows at most, vocabulary, device."""
+
+    __call__ = staticmethod(choose)
 
 
 class _Rows:

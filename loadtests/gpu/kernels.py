@@ -24,7 +24,7 @@ from engine.model.config import LoadOptions, ModelConfig
 from engine.model.fields import Fields
 from engine.model.parse import parse_config
 from engine.request import Request, SamplingParams, Sequence
-from engine.sampling.device import Choose, DeviceSampler
+from engine.sampling.device import DeviceSampler
 from loadtests.gpu.figures import emit, emit_fact, emit_skip, say
 from loadtests.gpu.sizes import KERNELS, Arguments, KernelSizes, parse_arguments, serving
 from loadtests.gpu.timing import seconds
@@ -303,20 +303,13 @@ def sampler(bench: Bench) -> None:
 
 def _sampling(bench: Bench, logits: Tensor, params: SamplingParams) -> Callable[[], object]:
     rows, vocabulary = logits.shape
-    sampler = DeviceSampler(rows, vocabulary, (), bench.device, choose=_choose(bench, rows))
+    choose = bench.kernels.make_choose(rows, vocabulary, bench.device)
+    sampler = DeviceSampler(rows, vocabulary, (), bench.device, choose=choose)
     for slot in range(rows):
         request = Request(request_id=str(slot), prompt_token_ids=(0,), sampling=replace(params, seed=slot))
         sampler.assign(slot, Sequence(request))
     slots = torch.arange(rows, dtype=torch.int32, device=bench.device)
     return partial(sampler.sample, logits, slots, torch.zeros_like(slots), sampler.needs(range(rows)))
-
-
-def _choose(bench: Bench, rows: int) -> Choose | None:
-    if bench.device.type == "cpu":
-        return None
-    from engine.kernels.triton.sampling import TritonChoose
-
-    return TritonChoose(rows, bench.config.vocab_size, bench.device)
 
 
 if __name__ == "__main__":

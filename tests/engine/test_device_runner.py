@@ -82,7 +82,7 @@ def device_runner(model: LoadedModel, device: RepeatingDevice | None, max_query_
         """Plain attention supposes that every sequence has context; what it says of padding is for nobody."""
         return model.decoder(replace(batch, context_lens=batch.context_lens.clamp(min=1)))
 
-    named = replace(model, decoder=decoder, kernels=replace(model.kernels, name="triton"))
+    named = replace(model, decoder=decoder, kernels=replace(model.kernels, is_static=True))
     limits = DeviceLimits(max_num_seqs=SEATS, max_batch_tokens=32, max_query_len=max_query_len)
     runner = ModelRunner(lambda: named, lambda model: DeviceSteps(model, limits, device, say=lambda _: None))
     runner.load()

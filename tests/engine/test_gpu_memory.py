@@ -60,7 +60,7 @@ LLAMA_8B = parse_config(
 )
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 BLOCK = 32 * 2 * 8 * 16 * 128 * 2
-KERNELS = replace(reference_kernels(CPU, torch.float32), name="triton", activation_dtype=torch.bfloat16)
+KERNELS = replace(reference_kernels(CPU, torch.float32), activation_dtype=torch.bfloat16)
 CARD = Card(total=80 * GIB, free=79 * GIB)
 MEASURED = Measured(weights=15 * GIB, workspace=2 * GIB)
 
@@ -111,8 +111,8 @@ def test_tables_are_those_of_the_longest_sequence_that_the_pool_holds() -> None:
 def test_the_kernels_that_choose_have_a_workspace_in_the_tables() -> None:
     triton = pytest.importorskip("engine.kernels.triton.sampling")
     sizes = [
-        table_bytes(LLAMA_8B, LoadOptions(max_num_seqs=5), replace(KERNELS, name=name), 100)
-        for name in ("triton", "torch")
+        table_bytes(LLAMA_8B, LoadOptions(max_num_seqs=5), kernels, 100)
+        for kernels in (replace(KERNELS, make_choose=triton.TritonChoose), KERNELS)
     ]
     assert sizes[0] - sizes[1] == triton.TritonChoose(5, LLAMA_8B.vocab_size, CPU).num_bytes
 
