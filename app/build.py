@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from math import isfinite
@@ -55,20 +56,30 @@ class Parts:
 
 
 class Outbox:
-    """Carries what the step thread has to say over to the event loop, in one call per step."""
+    """Carries what the step thread has to say over to the event loop, in one call per step.
+
+    While the loop has no time to be called, reports gather, and come in one call.
+    """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._on_report: Callable[[StepReport], None]
+        self._on_reports: Callable[..., None]
         self._on_state: Callable[[EngineState], None]
+        self._reports: deque[StepReport] = deque()
+        self._is_called = False
+        """The loop will come for the reports."""
 
     def open(
         self,
         loop: asyncio.AbstractEventLoop,
-        on_report: Callable[[StepReport], None],
+        on_reports: Callable[..., None],
         on_state: Callable[[EngineState], None],
     ) -> None:
-        self._on_report, self._on_state = on_report, on_state
+        """
+        Args:
+            on_reports: is called with one report or more.
+        """
+        self._on_reports, self._on_state = on_reports, on_state
         self._loop = loop
 
     def close(self) -> None:
@@ -77,11 +88,19 @@ class Outbox:
 
     def deliver(self, report: StepReport) -> None:
         if (loop := self._loop) is not None:
-            loop.call_soon_threadsafe(self._on_report, report)
+            self._reports.append(report)
+            if not self._is_called:
+                self._is_called = True
+                loop.call_soon_threadsafe(self._hand_over)
 
     def announce(self, state: EngineState) -> None:
         if (loop := self._loop) is not None:
             loop.call_soon_threadsafe(self._on_state, state)
+
+    def _hand_over(self) -> None:
+        self._is_called = False  # before looking: who comes later calls again
+        if reports := [self._reports.popleft() for _ in range(len(self._reports))]:
+            self._on_reports(*reports)
 
 
 class _LateRunner:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -28,7 +28,7 @@ from gateway.prompts import Prompts, Tokenizer
 from gateway.quotas import Quotas
 from gateway.recordings.registry import Recordings, Replayer
 from gateway.store.interface import Store
-from gateway.streams import Generation
+from gateway.streams import Generation, joined
 from gateway.warming import Warming
 from priority.admission import Forecast
 from priority.lanes import Lane, Tenant
@@ -245,17 +245,25 @@ class Service:
 
     # Steps come in
 
-    def deliver(self, report: StepReport) -> None:
-        """What one step brought; to be called once per step, in one `call_soon_threadsafe`."""
-        num_tokens = 0
-        for output in report.outputs:
-            num_tokens += len(output.token_ids)
+    def deliver(self, *reports: StepReport) -> None:
+        """What a step brought, or several steps while the event loop had no time: then it is sent in fewer pieces."""
+        for report in reports:
+            self.metrics.note_step(report, sum(len(output.token_ids) for output in report.outputs))
+            self.prefixes.take(report.prefix_events)
+        for output in reports[0].outputs if len(reports) == 1 else self._joined(reports):
             stream = self._by_request.get(output.request_id)
             # One that was released is counted as cancelled already.
             if stream is not None:
                 self._push(stream, output)
-        self.prefixes.take(report.prefix_events)
-        self.metrics.note_step(report, num_tokens)
+
+    def _joined(self, reports: Iterable[StepReport]) -> list[Output]:
+        outputs = [output for report in reports for output in report.outputs]
+        streams = {output.request_id: self._by_request.get(output.request_id) for output in outputs}
+        apart = {request_id for request_id, stream in streams.items() if stream and not stream.may_join}
+        return [
+            *joined(output for output in outputs if output.request_id not in apart),
+            *(output for output in outputs if output.request_id in apart),
+        ]
 
     def _push(self, stream: Generation, output: Output) -> None:
         try:

@@ -37,12 +37,33 @@ class Delta:
             self.logprobs += output.logprobs
 
 
+def joined(outputs: Iterable[Output]) -> list[Output]:
+    """The same in fewer pieces: one for each choice, where its first one was."""
+    pieces: dict[tuple[str, int], Output] = {}
+    for output in outputs:
+        piece = pieces.setdefault((output.request_id, output.index), output)
+        if piece is not output:
+            piece.token_ids += output.token_ids
+            piece.text += output.text
+            if output.logprobs:
+                piece.logprobs = (piece.logprobs or []) + output.logprobs
+            piece.finish_reason, piece.error, piece.timings = (
+                output.finish_reason,
+                output.error,
+                output.timings,
+            )
+    return list(pieces.values())
+
+
 class Generation:
     """All choices of all requests of one reply, from submission to the last of them.
 
     Ends in exactly one of finished (every choice has its finish_reason), failed (`error` is set) or left (nobody wants
     it any more).
     """
+
+    may_join = True
+    """What several steps brought may come in one piece."""
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests

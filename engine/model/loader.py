@@ -80,6 +80,9 @@ def load_model(
     say(memory.text)
     weights = load_weights(config, files, kernels, progress)
     if limits.card is not None:
+        say(
+            "running the largest steps; kernels that are new to this machine are compiled, which takes a while"
+        )
         measured = _measure(config, weights, kernels, shape, options, max_model_len, limits.card)
         memory = plan_memory(config, shape, dtypes, options, limits, measured, tables)
         for line in memory.table:

@@ -48,6 +48,8 @@ class Format(Protocol):
 class Recording(Generation):
     """A reply of one choice that is written down as it comes."""
 
+    may_join = False  # every token is an event
+
     def __init__(
         self,
         request: Request,

@@ -44,8 +44,8 @@ async def settle(received: list[object], count: int) -> None:
 def test_reports_come_in_order_and_on_the_loop_s_thread() -> None:
     sent, received, threads = reports(200), list[object](), set[int]()
 
-    def note(report: StepReport) -> None:
-        received.append(report)
+    def note(*reports: StepReport) -> None:
+        received.extend(reports)
         threads.add(threading.get_ident())
 
     async def run() -> None:
@@ -65,13 +65,30 @@ def test_reports_come_in_order_and_on_the_loop_s_thread() -> None:
     assert [id(report) for report in received] == [id(report) for report in sent]
 
 
+def test_what_comes_while_the_loop_is_busy_comes_in_one_call() -> None:
+    first, second, third = reports(3)
+    calls = list[object]()
+
+    async def run() -> None:
+        outbox = Outbox()
+        outbox.open(asyncio.get_running_loop(), lambda *reports: calls.append(reports), calls.append)
+        in_a_thread(lambda: outbox.deliver(first))
+        in_a_thread(lambda: outbox.deliver(second))
+        await settle(calls, 1)
+        in_a_thread(lambda: outbox.deliver(third))
+        await settle(calls, 2)
+
+    asyncio.run(run())
+    assert calls == [(first, second), (third,)]
+
+
 def test_states_keep_their_place_among_the_reports() -> None:
     """That the engine failed is told after the last tokens it brought, never before."""
     (report,), received = reports(1), list[object]()
 
     async def run() -> None:
         outbox = Outbox()
-        outbox.open(asyncio.get_running_loop(), received.append, received.append)
+        outbox.open(asyncio.get_running_loop(), lambda *reports: received.extend(reports), received.append)
 
         def work() -> None:
             outbox.announce(EngineState.READY)
@@ -92,7 +109,7 @@ def test_what_is_said_before_opening_or_after_closing_is_dropped() -> None:
         outbox = Outbox()
         before, between, after = reports(3)
         in_a_thread(lambda: outbox.deliver(before))
-        outbox.open(asyncio.get_running_loop(), received.append, received.append)
+        outbox.open(asyncio.get_running_loop(), lambda *reports: received.extend(reports), received.append)
         in_a_thread(lambda: outbox.deliver(between))
         outbox.close()
         in_a_thread(lambda: outbox.deliver(after))
@@ -108,7 +125,7 @@ def test_a_closed_outbox_outlives_its_loop() -> None:
 
     async def run() -> Outbox:
         outbox = Outbox()
-        outbox.open(asyncio.get_running_loop(), lambda _: None, lambda _: None)
+        outbox.open(asyncio.get_running_loop(), lambda *_: None, lambda _: None)
         outbox.close()
         return outbox
 

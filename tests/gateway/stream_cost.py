@@ -1,9 +1,10 @@
 """CPU microseconds of the event loop per streamed token, from `deliver` to the socket.
 
-    .venv/bin/python -m tests.gateway.stream_cost [STREAMS] [TOKENS]
+    .venv/bin/python -m tests.gateway.stream_cost [STREAMS] [TOKENS] [MICROSECONDS OF A STEP]
 
-A thread stands in for the step thread: one report per step, one token per stream in it, one wake-up of the loop. The
-readers are another process, so that their CPU does not count.
+A thread stands in for the step thread: one report per step, one token per stream in it. With steps that are shorter
+than the loop needs for their tokens (0, say), it says what a token costs that comes together with others. The readers
+are another process, so that their CPU does not count.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import time
 import uvicorn
 import uvloop
 
+from app.build import Outbox
+from engine.engine import EngineState
 from engine.request import FinishReason, Output, Request
 from gateway.protocol import GatewayProtocol
 from tests.gateway.desk import Desk, chat_body, make_timings, step_report
 
-STEP_S = 0.004
+STEP_US = 4000
 
 _READERS = """
 import selectors, socket, sys
@@ -40,16 +43,16 @@ while selector.get_map():
 """
 
 
-def main(num_streams: int = 64, num_tokens: int = 500) -> None:
+def main(num_streams: int = 64, num_tokens: int = 500, step_us: int = STEP_US) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        cost_s = runner.run(_measure(num_streams, num_tokens))
+        cost_s = runner.run(_measure(num_streams, num_tokens, step_us / 1e6))
     tokens = num_streams * num_tokens
     print(
         f"{num_streams} streams: {cost_s / tokens * 1e6:.1f} microseconds of CPU per token ({tokens} tokens)"
     )
 
 
-async def _measure(num_streams: int, num_tokens: int) -> float:
+async def _measure(num_streams: int, num_tokens: int, step_s: float) -> float:
     desk = Desk(clock=time.monotonic)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -65,7 +68,9 @@ async def _measure(num_streams: int, num_tokens: int) -> float:
         requests = [await desk.taken() for _ in range(num_streams)]
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
-        step_thread = threading.Thread(target=_step, args=(desk, requests, num_tokens, loop, done))
+        outbox = Outbox()
+        outbox.open(loop, desk.service.deliver, lambda _: done.set())
+        step_thread = threading.Thread(target=_step, args=(outbox, requests, num_tokens, step_s))
         before_s = time.thread_time()
         step_thread.start()
         await done.wait()
@@ -77,14 +82,15 @@ async def _measure(num_streams: int, num_tokens: int) -> float:
     return cost_s
 
 
-def _step(
-    desk: Desk, requests: list[Request], num_tokens: int, loop: asyncio.AbstractEventLoop, done: asyncio.Event
-) -> None:
-    for number in range(num_tokens):
-        outputs = [_output(request, number == num_tokens - 1) for request in requests]
-        loop.call_soon_threadsafe(desk.service.deliver, step_report(*outputs))
-        time.sleep(STEP_S)
-    loop.call_soon_threadsafe(done.set)
+def _step(outbox: Outbox, requests: list[Request], num_tokens: int, step_s: float) -> None:
+    reports = [
+        step_report(*(_output(request, number == num_tokens - 1) for request in requests))
+        for number in range(num_tokens)
+    ]
+    for report in reports:
+        outbox.deliver(report)
+        time.sleep(step_s)
+    outbox.announce(EngineState.STOPPED)
 
 
 def _output(request: Request, is_last: bool) -> Output:

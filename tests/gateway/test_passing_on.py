@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import Request
+from engine.request import Output, Request
+from engine.step import StepReport
 from gateway.connections import WRITABLE
 from tests.gateway.desk import (
     Desk,
@@ -22,6 +23,7 @@ from tests.gateway.desk import (
     make_tokenizer,
     serving,
     settled,
+    step_report,
 )
 from tests.gateway.raw import dialled, post, read_events
 
@@ -136,6 +138,21 @@ STEPS = st.dictionaries(st.integers(0, 2), TEXTS, max_size=3)
 HAPPENINGS = st.lists(STEPS | st.sampled_from(["stuff", "free", "turn"]), max_size=25)
 
 
+class LateDesk(Desk):
+    """Its event loop comes for so many reports at a time."""
+
+    def __init__(self, num_at_a_time: int) -> None:
+        super().__init__(tokenizer=TOKENIZER)
+        self._num_at_a_time = num_at_a_time
+        self._reports: list[StepReport] = []
+
+    def deliver(self, *outputs: Output, **fields: Any) -> None:
+        self._reports.append(step_report(*outputs, **fields))
+        if len(self._reports) >= self._num_at_a_time or any(output.finish_reason for output in outputs):
+            reports, self._reports = self._reports, []
+            self.service.deliver(*reports)
+
+
 async def happen(desk: Desk, guest: Guest, request: Request, what: Any, **fields: Any) -> None:
     if what == "turn":
         await settled()
@@ -147,11 +164,12 @@ async def happen(desk: Desk, guest: Guest, request: Request, what: Any, **fields
         desk.deliver(*(desk.output(request, text, index, **fields) for index, text in what.items()))
 
 
-@given(HAPPENINGS, STEPS, st.booleans(), st.sampled_from([CHAT, "/v1/completions"]))
+@given(HAPPENINGS, STEPS, st.booleans(), st.sampled_from([CHAT, "/v1/completions"]), st.integers(1, 4))
 async def test_nothing_is_lost_or_out_of_order(
-    happenings: list[Any], last: dict[int, str], with_logprobs: bool, path: str
+    happenings: list[Any], last: dict[int, str], with_logprobs: bool, path: str, num_at_a_time: int
 ) -> None:
-    desk = Desk(tokenizer=TOKENIZER)
+    """Reports come one by one, or several at a time, as they do while the event loop is busy."""
+    desk = LateDesk(num_at_a_time)
     asked: dict[str, Any] = {"stream": True, "n": 3, "stream_options": {"include_usage": True}}
     brought: dict[str, Any] = {"logprobs": [logprobs((7, -0.5))]} if with_logprobs else {}
     if path == CHAT:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect
+from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from app.bench.server_process import ServerProcess
 from tests.redis_server import RedisServer
@@ -282,7 +282,7 @@ def redis_url() -> Iterator[str]:
         yield server.url
 
 
-# Looking every now and then, as `expect` does, would be too slow: the whole story takes half a second.
+# Looking every now and then, as `expect` does, would be too slow: the whole story takes a second or two.
 FIRST_TEXT = """() => new Promise((resolve) => {
     const look = () => document.querySelector(".answer .text").textContent && resolve();
     new MutationObserver(look).observe(document.body, {subtree: true, childList: true, characterData: true});
@@ -290,11 +290,18 @@ FIRST_TEXT = """() => new Promise((resolve) => {
 })"""
 
 
+def ask_for_length(route: Route) -> None:
+    """A story of its own length could be over before its server is killed."""
+    body: Any = route.request.post_data_json
+    route.continue_(post_data={**body, "min_tokens": 1500, "max_tokens": 1600})
+
+
 def test_an_answer_outlives_its_server(browser: Browser, redis_url: str) -> None:
     arguments = ["--redis-url", redis_url]
     first = ServerProcess(arguments)
     first.wait_ready()
     page = browser.new_context().new_page()
+    page.route("**/v1/chat/completions", ask_for_length)
     page.goto(first.url)
     say(page, "Tell me a long story about a brave knight")
     page.evaluate(FIRST_TEXT)

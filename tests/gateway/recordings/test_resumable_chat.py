@@ -14,7 +14,7 @@ from gateway.access import digest_of
 from gateway.connections import Timeouts
 from gateway.service import ServiceOptions
 from priority.lanes import Tenant
-from tests.gateway.desk import MODEL, Desk, chat_body, client, serving, settled
+from tests.gateway.desk import MODEL, Desk, chat_body, client, serving, settled, step_report
 from tests.gateway.raw import Event, dialled, get, post, read_events
 
 pytestmark = pytest.mark.anyio
@@ -49,6 +49,18 @@ async def finished(desk: Desk, texts: list[str], **fields: Any) -> tuple[str, li
 async def test_every_event_has_the_next_number() -> None:
     _, events = await finished(Desk(), ["a", "", "b", "c"])
     assert events[-1].data == "[DONE]"
+    assert said(events) == "abc"
+    assert numbers(events) == [0, 1, 2, 3, 4]
+
+
+async def test_steps_that_come_together_stay_events_apart() -> None:
+    desk = Desk()
+    async with serving(desk.app) as url, dialled(url) as line:
+        line.send(post(CHAT, chat_body(**RESUMABLE)))
+        request = await desk.taken()
+        desk.service.deliver(*(step_report(desk.output(request, text)) for text in "ab"))
+        desk.finish(request, "c")
+        events = read_events((await line.answer()).body)
     assert said(events) == "abc"
     assert numbers(events) == [0, 1, 2, 3, 4]
 
