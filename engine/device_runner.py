@@ -11,7 +11,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +19,8 @@ from engine.device_state import DeviceState, Placed, Seat
 from engine.graphs import Device, Graph, Ladder, Rung, record_all
 from engine.landing import TOKEN_ALONE, Landing, Wish
 from engine.model.loader import LoadedModel
+from engine.model.memory import read_card
+from engine.model.weights import Progress
 from engine.request import Request, SamplingParams, Sequence
 from engine.sampling.device import FILTERS, DeviceSampler, Needs, SampledOnDevice, most_likely
 from engine.slot_table import SlotTable, StepBuffers
@@ -29,10 +30,6 @@ log = logging.getLogger("penstock.engine")
 
 _LARGEST_WARM_UP = 512
 """Tokens; larger steps have no kernels of their own."""
-
-
-class Progress(Protocol):
-    def __call__(self, done: int, total: int, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +66,7 @@ class CudaDevice:
 
     def num_bytes_in_use(self) -> int:
         torch.cuda.empty_cache()  # what eager steps used and graphs do not
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total - free
+        return read_card(self._device).used
 
 
 class DeviceSteps:
@@ -170,9 +166,8 @@ class DeviceSteps:
         sequence.block_table = []  # it gives up its slot
         self._buffers.slots.fill_(-1)
         self._shown = None
-        for num_rows in {min(n, self._buffers.slots.numel()) for n in (1, 2, 16)}:
-            for filters in self.choices:
-                self._choose(filters, Rung(num_rows, 1))
+        for filters in self.choices:  # by any number of rows alike
+            self._choose(filters, Rung(1, 1))
 
     def _record(self, device: Device, say: Callable[[str], None], progress: Progress) -> None:
         ladders = [self.passes, *self.choices.values()]

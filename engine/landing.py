@@ -11,7 +11,7 @@ from engine.request import TokenLogprobs
 from engine.sampling.device import SampledOnDevice
 from engine.step import DeviceError, Sampled, StepResult
 
-_NOT_FINITE = "the model's output was not finite"
+NOT_FINITE = "the model's output was not finite"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Landing:
         result = []
         for row, wish in enumerate(self._wishes):
             if wish.refusal is not None or token_ids[row] < 0:
-                result.append(Sampled([], error=wish.refusal or _NOT_FINITE))
+                result.append(Sampled([], error=wish.refusal or NOT_FINITE))
                 continue
             sampled = Sampled([token_ids[row]])
             if wish.num_logprobs is not None:

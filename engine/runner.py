@@ -14,17 +14,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.device_runner import CudaDevice, DeviceLimits, DeviceSteps, Progress
+from engine.device_runner import CudaDevice, DeviceLimits, DeviceSteps
+from engine.landing import NOT_FINITE
 from engine.model.batch import Batch
 from engine.model.loader import LoadedModel
+from engine.model.weights import Progress
 from engine.request import Request, SamplingParams, Sequence, TokenLogprobs
 from engine.sampling.batch import SampledRows, SamplingState
 from engine.sampling.sampler import top_logprobs
 from engine.step import Chunk, DeviceError, Ended, OutOfMemory, Plan, Sampled, StepInFlight, StepResult
 
 I32 = NDArray[np.int32]
-
-_NOT_FINITE = "the model's output was not finite"
 
 
 class Steps(Protocol):
@@ -154,7 +154,7 @@ class PlainSteps:
         self, sequences: ListLike[Sequence], rows: SampledRows, logits: torch.Tensor
     ) -> list[Sampled]:
         sampled = [
-            Sampled([token_id]) if token_id >= 0 else Sampled([], error=_NOT_FINITE)
+            Sampled([token_id]) if token_id >= 0 else Sampled([], error=NOT_FINITE)
             for token_id in rows.token_ids.tolist()
         ]
         for row, sequence in enumerate(sequences):

@@ -40,10 +40,9 @@ class SlotTable:
     def __init__(self, num_slots: int, max_blocks: int, max_query_len: int, device: torch.device) -> None:
         self.num_rows = rows = num_slots + 1
         self.max_blocks, self.max_query_len = max_blocks, max_query_len
-        num_words = self.num_words(num_slots, max_blocks, max_query_len)
-        self.words = torch.zeros(num_words, dtype=torch.int32, device=device)
-        """The whole table, one after another what follows."""
         sizes = [rows, rows, rows, rows * max_query_len, rows * max_blocks]
+        self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        """The whole table, one after another what follows."""
         parts = torch.split(self.words, sizes)
         self.lengths, self.prompt_lens, self.num_next = parts[:3]
         """[rows] each: tokens whose KV there is; tokens of the prompt; tokens that the next step computes."""
@@ -63,10 +62,6 @@ class SlotTable:
             for query_len in self.query_starts
         }
         """[num_slots] of each sequence in such a step."""
-
-    @staticmethod
-    def num_words(num_slots: int, max_blocks: int, max_query_len: int) -> int:
-        return (num_slots + 1) * (3 + max_query_len + max_blocks)
 
     @property
     def num_bytes(self) -> int:

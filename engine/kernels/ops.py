@@ -146,7 +146,7 @@ def _with_fastest_prefill(
     from engine.kernels import gathered, prefill_choice
 
     model = prefill_choice.Model(
-        shape=_kv_shape(config, options.block_size),
+        shape=KVShape.of(config, options.block_size),
         num_heads=config.num_heads,
         dtype=kernels.kv_dtype,
         device=kernels.device,
@@ -185,7 +185,7 @@ def triton_kernels(
     # Not above: the package is there without triton, too.
     from engine.kernels.triton import activation, attention, inputs, norms, rotary, sampling
 
-    shape = _kv_shape(config, options.block_size)
+    shape = KVShape.of(config, options.block_size)
     windows = {config.window(layer) for layer in range(config.num_layers)}
     workspace = attention.Workspace(
         shape,
@@ -208,15 +208,6 @@ def triton_kernels(
         is_static=True,
         gather=partial(inputs.gather, block_size=options.block_size),
         make_choose=sampling.TritonChoose,
-    )
-
-
-def _kv_shape(config: ModelConfig, block_size: int) -> KVShape:
-    return KVShape(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=block_size,
     )
 
 

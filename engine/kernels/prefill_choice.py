@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.kernels.gathered import CUDNN, FLASH, PLAN_ALIGNMENT, Prepare, Way, Ways, attention
 from engine.kv.cache import KVShape
-from engine.model.batch import Batch
+from engine.model.batch import Batch, blank_batch
 
 Seconds = Callable[[Callable[[], object]], float]
 """How long a call takes."""
@@ -144,18 +144,9 @@ def _contents(model: Model, num_tokens: int, context: int) -> tuple[Tensor, Tens
 
 
 def _batch(model: Model, num_tokens: int, context: int) -> Batch:
-    rows = torch.arange(num_tokens, dtype=torch.int32)
     num_blocks = -(-context // model.shape.block_size)
-    return Batch(
-        token_ids=torch.zeros_like(rows),
-        positions=rows + (context - num_tokens),
-        query_starts=torch.tensor([0, num_tokens], dtype=torch.int32),
-        context_lens=torch.tensor([context], dtype=torch.int32),
-        block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32)[None],
-        sample_rows=rows[:0],
-        max_query_len=num_tokens,
-        host_lengths=[(num_tokens, context)],
-    ).to(model.device)
+    tables = torch.arange(1, num_blocks + 1, dtype=torch.int32)[None]
+    return blank_batch([num_tokens], [context], tables).to(model.device)
 
 
 def seconds_on_card(run: Callable[[], object], num_runs: int = 3) -> float:

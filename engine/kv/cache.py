@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.model.config import ModelConfig
+
 _PAGE = 4096
 
 
@@ -22,6 +24,15 @@ class KVShape:
     head_dim: int
     block_size: int
     """Tokens per block."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, block_size: int) -> KVShape:
+        return cls(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            block_size=block_size,
+        )
 
     @property
     def block_elements(self) -> int:

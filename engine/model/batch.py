@@ -41,3 +41,20 @@ class Batch:
         """By name, all that is on the device."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in values if isinstance(value, Tensor)}
+
+
+def blank_batch(num_tokens: list[int], contexts: list[int], block_tables: Tensor) -> Batch:
+    """Token 0 everywhere: sequence i has the last num_tokens[i] of its contexts[i] tokens in the step, and samples."""
+    counts, ends = torch.tensor(num_tokens, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
+    starts = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)))
+    rows = torch.arange(int(starts[-1]), dtype=torch.int32)
+    return Batch(
+        token_ids=torch.zeros_like(rows),
+        positions=rows + (ends - starts[1:]).repeat_interleave(counts),
+        query_starts=starts,
+        context_lens=ends,
+        block_tables=block_tables,
+        sample_rows=starts[1:] - 1,
+        max_query_len=max(num_tokens),
+        host_lengths=list(zip(num_tokens, contexts, strict=True)),
+    )

@@ -67,12 +67,7 @@ def load_model(
     options = options.for_device(device.type)
     dtype = choose_dtype(options.dtype, config, device)
     kernels = select(config, device, dtype, options, say)
-    shape = KVShape(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=options.block_size,
-    )
+    shape = KVShape.of(config, options.block_size)
     dtypes = Dtypes(kernels.weight_dtype, kernels.kv_dtype)
     limits = budget(device, options)
     tables = partial(table_bytes, config, options, kernels)

@@ -17,7 +17,7 @@ import torch
 from engine.errors import NotEnoughMemory
 from engine.graphs import ladder_sizes
 from engine.kv.cache import KVShape
-from engine.model.batch import Batch
+from engine.model.batch import Batch, blank_batch
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.weights import expected_shapes
 from engine.sampling.device import FILTERS
@@ -254,8 +254,12 @@ def largest_batches(options: LoadOptions, max_model_len: int, block_size: int) -
     num_sequences = min(options.max_num_seqs, options.max_batch_tokens)
     each, more = divmod(options.max_batch_tokens, num_sequences)
     lengths = [min(each + (i < more), max_model_len) for i in range(num_sequences)]
-    yield _batch(lengths, lengths, block_size)
-    yield _batch([min(options.max_batch_tokens, max_model_len)], [max_model_len], block_size)
+    for num_tokens, contexts in (
+        (lengths, lengths),
+        ([min(options.max_batch_tokens, max_model_len)], [max_model_len]),
+    ):
+        tables = torch.zeros((len(contexts), -(-max(contexts) // block_size)), dtype=torch.int32)
+        yield blank_batch(num_tokens, contexts, tables)
 
 
 def measure_steps(device: torch.device, before: Card, steps: Callable[[], None]) -> Measured:
@@ -281,24 +285,6 @@ def measure_steps(device: torch.device, before: Card, steps: Callable[[], None])
     after = read_card(device)
     torch.cuda.empty_cache()
     return Measured(weights=weights, workspace=max(0, before.free - after.free - weights))
-
-
-def _batch(num_tokens: list[int], contexts: list[int], block_size: int) -> Batch:
-    """Sequence i has the last `num_tokens[i]` of its `contexts[i]` tokens in the step, and samples."""
-    counts, ends = torch.tensor(num_tokens, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
-    starts = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)))
-    rows = torch.arange(int(starts[-1]), dtype=torch.int32)
-    width = -(-max(contexts) // block_size)
-    return Batch(
-        token_ids=torch.zeros_like(rows),
-        positions=rows + (ends - starts[1:]).repeat_interleave(counts),
-        query_starts=starts,
-        context_lens=ends,
-        block_tables=torch.zeros((len(contexts), width), dtype=torch.int32),
-        sample_rows=starts[1:] - 1,
-        max_query_len=max(num_tokens),
-        host_lengths=list(zip(num_tokens, contexts, strict=True)),
-    )
 
 
 def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:

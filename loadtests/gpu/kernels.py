@@ -19,7 +19,7 @@ from engine.kernels.gathered import Way, Ways
 from engine.kernels.ops import Kernels
 from engine.kernels.reference import TokenPlaces
 from engine.kv.cache import KVCache, KVShape
-from engine.model.batch import Batch
+from engine.model.batch import Batch, blank_batch
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.fields import Fields
 from engine.model.parse import parse_config
@@ -42,13 +42,7 @@ class Bench:
     device: torch.device
 
     def shape(self, num_layers: int) -> KVShape:
-        config = self.config
-        return KVShape(
-            num_layers=num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            block_size=BLOCK_SIZE,
-        )
+        return replace(KVShape.of(self.config, BLOCK_SIZE), num_layers=num_layers)
 
     def random(self, *size: int) -> Tensor:
         return torch.randn(size, device=self.device, dtype=self.kernels.activation_dtype)
@@ -239,16 +233,8 @@ def _scattered(
     kv = KVCache(shape, 1 + num_sequences * per_sequence, bench.kernels.kv_dtype, bench.device)
     kv.data.normal_()
     order = torch.randperm(num_sequences * per_sequence, generator=torch.Generator().manual_seed(0)) + 1
-    starts = torch.arange(num_sequences + 1, dtype=torch.int32) * num_tokens
-    batch = Batch(
-        token_ids=torch.zeros(num_sequences * num_tokens, dtype=torch.int32),
-        positions=torch.arange(context - num_tokens, context, dtype=torch.int32).repeat(num_sequences),
-        query_starts=starts,
-        context_lens=torch.full((num_sequences,), context, dtype=torch.int32),
-        block_tables=order.to(torch.int32).view(num_sequences, per_sequence),
-        sample_rows=starts[1:] - 1,
-        host_lengths=[(num_tokens, context)] * num_sequences,
-    )
+    tables = order.to(torch.int32).view(num_sequences, per_sequence)
+    batch = blank_batch([num_tokens] * num_sequences, [context] * num_sequences, tables)
     return batch.to(bench.device), kv
 
 

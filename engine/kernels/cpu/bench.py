@@ -191,16 +191,7 @@ def random_decoder(team: Team, config: ModelConfig, dtype: torch.dtype) -> Nativ
         lm_head=linear(config.vocab_size, hidden),
         cos=angles.cos(),
         sin=angles.sin(),
-        kv=KVCache(_kv_shape(config), NUM_BLOCKS, dtype, torch.device("cpu")).data,
-    )
-
-
-def _kv_shape(config: ModelConfig) -> KVShape:
-    return KVShape(
-        num_layers=config.num_layers,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        block_size=BLOCK_SIZE,
+        kv=KVCache(KVShape.of(config, BLOCK_SIZE), NUM_BLOCKS, dtype, torch.device("cpu")).data,
     )
 
 
