@@ -25,18 +25,18 @@ from engine.engine import Engine, EngineState
 from engine.errors import CheckpointError
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parse import read_config, read_generation_defaults
-from engine.request import NO_LIMIT
-from engine.sampling.stopping import TextSink
-from engine.scheduler import SchedulerLimits
-from engine.step import Plan, StepInFlight, StepReport
-from engine.tokenizer import Tokenizer
+from engine.planning.request import NO_LIMIT
+from engine.planning.scheduler import SchedulerLimits
+from engine.planning.step import Plan, StepInFlight, StepReport
+from engine.planning.stopping import TextSink
+from engine.planning.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.service import SamplingDefaults, Service, ServiceOptions
 from priority.lanes import Lane
 from priority.queue import LaneQueue
 
 if TYPE_CHECKING:
-    from engine.runner import ModelRunner, Steps
+    from engine.execution.runner import ModelRunner, Steps
 
 PAGE = Path(__file__).parent.parent / "static"
 
@@ -212,8 +212,8 @@ def _sampling_defaults(folder: Path) -> SamplingDefaults:
 def _make_runner(folder: Path, options: LoadOptions) -> ModelRunner:
     """Runs in the step thread."""
     log.info("loading torch")
-    from engine.model.loader import LoadedModel, load_model
-    from engine.runner import ModelRunner, choose_steps
+    from engine.execution.loader import LoadedModel, load_model
+    from engine.execution.runner import ModelRunner, choose_steps
 
     def load() -> LoadedModel:
         log.info("loading %s", folder)

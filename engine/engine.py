@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from engine.kv.blocks import PoolViolation
-from engine.kv.events import PrefixLog
-from engine.kv.tables import BlockTables
-from engine.request import Output
-from engine.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
-from engine.step import (
+from engine.planning.block_tables import BlockTables
+from engine.planning.blocks import PoolViolation
+from engine.planning.prefix_events import PrefixLog
+from engine.planning.request import Output
+from engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
+from engine.planning.step import (
     DeviceError,
     OutOfMemory,
     Plan,

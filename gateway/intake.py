@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.request import Request, SamplingParams
+from engine.planning.request import Request, SamplingParams
 from gateway.access import Client
 from gateway.errors import ApiError, invalid, model_not_found, not_found, unavailable
 from gateway.limits import OFF_LOOP_BYTES, parse_object

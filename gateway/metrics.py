@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from engine.request import FinishReason, Timings
-from engine.step import StepReport
+from engine.planning.request import FinishReason, Timings
+from engine.planning.step import StepReport
 from gateway.store.interface import StoreStats
 from gateway.wire import seconds_per_output_token
 from priority.lanes import Lane

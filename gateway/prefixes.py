@@ -17,8 +17,8 @@ from heapq import nlargest
 from itertools import islice
 from typing import TypeVar
 
-from engine.kv.events import Cleared, Dropped, Found, PrefixEvent, Stored
-from engine.kv.prefix import block_hash, chain_start, extend_hashes
+from engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, Stored
+from engine.planning.prefix_index import block_hash, chain_start, extend_hashes
 from gateway.errors import invalid
 from gateway.store.interface import PrefixChange, Store, StoreUnavailable
 from gateway.store.prefixes import hotness

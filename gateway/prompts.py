@@ -27,7 +27,7 @@ _MARKED = re.compile(f"({_MARK}(?:[^{_MARK}]{_MARK})+)")
 
 
 class Tokenizer(Protocol):
-    """What the gateway needs of `engine.tokenizer.Tokenizer`."""
+    """What the gateway needs of `engine.planning.tokenizer.Tokenizer`."""
 
     chat_template: str | None
     special_tokens: dict[str, str]

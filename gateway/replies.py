@@ -12,7 +12,7 @@ from functools import partial
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.request import Request
+from engine.planning.request import Request
 from gateway.connections import Connection
 from gateway.quotas import Reservation
 from gateway.service import Service

@@ -6,7 +6,7 @@ import secrets
 from http import HTTPStatus
 from typing import NamedTuple, TypeVar
 
-from engine.request import SamplingParams
+from engine.planning.request import SamplingParams
 from gateway.errors import ApiError, invalid
 from gateway.prompts import check_token_ids
 from gateway.schemas import Sampled, as_strings

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.engine import EngineState, EngineStats
-from engine.request import FinishReason, Output, Request
-from engine.step import StepReport
+from engine.planning.request import FinishReason, Output, Request
+from engine.planning.step import StepReport
 from gateway.access import Access, Client
 from gateway.connections import Timeouts
 from gateway.errors import ApiError, internal, refused, unavailable

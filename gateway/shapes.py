@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.request import TokenLogprobs
+from engine.planning.request import TokenLogprobs
 from gateway.streams import Delta
 
 _LOWEST_LOGPROB = -9999.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from engine.request import FinishReason, Output, Request, Timings, TokenLogprobs
+from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
 from gateway.connections import Connection, Timeouts
 from gateway.errors import ApiError, internal
 from gateway.quotas import Reservation

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Sequence
 
-from engine.request import Output, Request, SamplingParams
+from engine.planning.request import Output, Request, SamplingParams
 from gateway.connections import Timeouts
 from gateway.streams import Generation
 from priority.lanes import Lane

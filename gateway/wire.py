@@ -11,7 +11,7 @@ import json
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 
-from engine.request import FinishReason, Timings
+from engine.planning.request import FinishReason, Timings
 from gateway.errors import ApiError
 from gateway.shapes import Head, Shape
 from gateway.streams import Delta, Generation

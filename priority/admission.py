@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
 
-from engine.step import UNLIMITED, Allowance, StepLoad
+from engine.planning.step import UNLIMITED, Allowance, StepLoad
 from priority.lanes import Lane, LanePolicy
 from priority.rates import Rate
 from priority.shares import COST_PREFILL, virtual

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from engine.request import Request, Sequence
-from engine.step import UNLIMITED, Allowance, StepLoad
+from engine.planning.request import Request, Sequence
+from engine.planning.step import UNLIMITED, Allowance, StepLoad
 from priority.lanes import Lane
 
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from math import inf, isfinite
 
-from engine.request import Request, Sequence
-from engine.step import Allowance, StepLoad
+from engine.planning.request import Request, Sequence
+from engine.planning.step import Allowance, StepLoad
 from priority.admission import Admission, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL, virtual

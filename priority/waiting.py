@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from enum import Enum
 from math import inf
 
-from engine.request import Request
+from engine.planning.request import Request
 from priority.lanes import Lane, LanePolicy
 from priority.rates import Rate
 from priority.shares import Share

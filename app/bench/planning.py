@@ -6,10 +6,10 @@ import threading
 import time
 
 from app.bench.statistics import percentile
-from engine.kv.tables import BlockTables
-from engine.request import FinishReason, Request, SamplingParams
-from engine.scheduler import Scheduler, SchedulerLimits
-from engine.step import Plan, Sampled, StepResult
+from engine.planning.block_tables import BlockTables
+from engine.planning.request import FinishReason, Request, SamplingParams
+from engine.planning.scheduler import Scheduler, SchedulerLimits
+from engine.planning.step import Plan, Sampled, StepResult
 from priority.queue import LaneQueue
 
 _BLOCK_SIZE = 16

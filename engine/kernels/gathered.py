@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from engine.kv.cache import KVShape
-from engine.model.batch import Batch
+from engine.kernels.batch import Batch
+from engine.kernels.kv_cache import KVShape
 
 Attend = Callable[[Tensor, Tensor, int], Tensor]
 """See `ops.Attention`."""

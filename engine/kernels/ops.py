@@ -13,18 +13,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine import slot_table
+from engine.execution import slot_table
+from engine.execution.slot_table import Gather
 from engine.kernels import reference
+from engine.kernels.batch import Batch
 from engine.kernels.cpu import native
+from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.reference import TokenPlaces
-from engine.kv.cache import KVCache, KVShape
-from engine.model.batch import Batch
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parameters import LayerWeights, Linear, Weights
 from engine.sampling import sampler
 from engine.sampling.batch import SampledRows, SamplingBatch
 from engine.sampling.device import Choose, PlainChoose
-from engine.slot_table import Gather
 
 LONG_CHUNK = 1024
 """Tokens of a chunk from which on torch's attention is worth a try: in shorter ones the linear maps are nearly all."""

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.gathered import CUDNN, FLASH, PLAN_ALIGNMENT, Prepare, Way, Ways, attention
-from engine.kv.cache import KVShape
-from engine.model.batch import Batch, blank_batch
+from engine.kernels.kv_cache import KVShape
 
 Seconds = Callable[[Callable[[], object]], float]
 """How long a call takes."""

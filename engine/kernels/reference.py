@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kv.cache import KVShape
-from engine.model.batch import Batch
+from engine.kernels.batch import Batch
+from engine.kernels.kv_cache import KVShape
 
 MAX_TILE_QUERIES = 128
 MAX_GROUP_ELEMENTS = 1 << 25

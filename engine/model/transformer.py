@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.batch import Batch
+from engine.kernels.kv_cache import KVCache
 from engine.kernels.ops import Attention, ForwardPass, Kernels
 from engine.kernels.reference import TokenPlaces
-from engine.kv.cache import KVCache
-from engine.model.batch import Batch
 from engine.model.config import ModelConfig, RopeConfig
 from engine.model.parameters import LayerWeights, Weights
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.request import Sequence
+from engine.planning.request import Sequence
 
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.request import SamplingParams, Sequence
+from engine.planning.request import SamplingParams, Sequence
 from engine.sampling.batch import split_mix
 
 ROW = np.dtype(

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from engine.request import FinishReason, Request
+from engine.planning.request import FinishReason, Request
 from gateway.errors import ApiError
 from gateway.recordings.recording import Recording
 from gateway.store.interface import Journal

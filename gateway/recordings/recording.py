@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, Protocol
 
-from engine.request import FinishReason, Output, Request
+from engine.planning.request import FinishReason, Output, Request
 from gateway.connections import Connection, Timeouts
 from gateway.errors import ApiError, gone
 from gateway.streams import Generation

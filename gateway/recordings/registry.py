@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.engine import EngineState
-from engine.request import FinishReason, Request
+from engine.planning.request import FinishReason, Request
 from gateway.errors import ApiError, internal
 from gateway.quotas import Reservation
 from gateway.recordings.journal import CorruptJournal, end_of, header_of, rebuild
@@ -45,7 +45,7 @@ class Keeping:
 
 
 class Replayer(Protocol):
-    """What is needed of `engine.sampling.stopping.TextSink`."""
+    """What is needed of `engine.planning.stopping.TextSink`."""
 
     def replay(
         self, request: Request, token_ids: Iterable[int], max_len: int

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from engine.request import FinishReason
+from engine.planning.request import FinishReason
 from gateway.errors import ApiError, invalid
 from gateway.recordings.recording import Recording
 from gateway.recordings.registry import INTERRUPTED

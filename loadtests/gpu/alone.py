@@ -19,15 +19,15 @@ from random import Random
 import torch
 
 from engine.engine import Engine, EngineState
+from engine.execution.loader import load_model
+from engine.execution.runner import ModelRunner
 from engine.model.config import LoadOptions
-from engine.model.loader import load_model
 from engine.model.parse import read_config
-from engine.request import Request, SamplingParams
-from engine.runner import ModelRunner
-from engine.sampling.stopping import TextSink
-from engine.scheduler import SchedulerLimits
-from engine.step import Plan, StepInFlight, StepReport
-from engine.tokenizer import Tokenizer
+from engine.planning.request import Request, SamplingParams
+from engine.planning.scheduler import SchedulerLimits
+from engine.planning.step import Plan, StepInFlight, StepReport
+from engine.planning.stopping import TextSink
+from engine.planning.tokenizer import Tokenizer
 from loadtests.gpu.checkpoints import token_ids
 from loadtests.gpu.timing import event
 from priority.lanes import Lane

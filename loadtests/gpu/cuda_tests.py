@@ -67,7 +67,7 @@ def main() -> int:
     os.chdir(ROOT)
     # Warnings are errors for the versions that the tests were written for, not for those of this machine.
     options = ["-q", "-W", "default", "-p", "no:cacheprovider", folder]
-    options += ["--ignore=tests/engine/triton/test_compiling.py"]  # needs no GPU, and takes its time
+    options += ["--ignore=tests/engine/kernels/triton/test_compiling.py"]  # needs no GPU, and takes its time
     if find_spec("xdist") is not None and not arguments.is_dry:
         options += ["-n", str(_PROCESSES), "--dist", "loadfile"]
     tally = Tally(folder)

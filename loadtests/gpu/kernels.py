@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from engine.kernels import gathered, ops
+from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.gathered import Way, Ways
+from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.ops import Kernels
 from engine.kernels.reference import TokenPlaces
-from engine.kv.cache import KVCache, KVShape
-from engine.model.batch import Batch, blank_batch
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.fields import Fields
 from engine.model.parse import parse_config
-from engine.request import Request, SamplingParams, Sequence
+from engine.planning.request import Request, SamplingParams, Sequence
 from engine.sampling.device import DeviceSampler
 from loadtests.gpu.figures import emit, emit_fact, emit_skip, say
 from loadtests.gpu.sizes import KERNELS, Arguments, KernelSizes, parse_arguments, serving

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Protocol
 
-from engine.kv.tables import BlockTables
-from engine.request import FinishReason, Output, Request, SamplingParams, Sequence
-from engine.scheduler import Scheduler, SchedulerLimits
-from engine.step import Chunk, Plan, RequestQueue, Sampled, StepLoad, StepResult
+from engine.planning.block_tables import BlockTables
+from engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
+from engine.planning.scheduler import Scheduler, SchedulerLimits
+from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepLoad, StepResult
 from priority.admission import Forecast
 from priority.baselines import FirstComeQueue
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy

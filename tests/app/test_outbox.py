@@ -15,7 +15,7 @@ from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from app.build import Outbox, build, load_options
 from app.settings import Settings
 from engine.engine import EngineState
-from engine.step import StepReport
+from engine.planning.step import StepReport
 from gateway.access import Client, digest_of
 from priority.lanes import Tenant
 

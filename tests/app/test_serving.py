@@ -28,7 +28,7 @@ LONG = {
 FAILING = """
 import sys
 from app.cli import main
-from engine.step import DeviceError
+from engine.planning.step import DeviceError
 import engine.engine
 
 launch, launched = engine.engine.Engine._launch, []

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 
-from engine.kv.tables import BlockTables
+from engine.execution.loader import load_model
+from engine.execution.runner import ModelRunner
 from engine.model.config import LoadOptions
-from engine.model.loader import load_model
-from engine.request import FinishReason, Output, Request, Sequence
-from engine.runner import ModelRunner
-from engine.scheduler import Scheduler, SchedulerLimits
-from engine.step import Plan
+from engine.planning.block_tables import BlockTables
+from engine.planning.request import FinishReason, Output, Request, Sequence
+from engine.planning.scheduler import Scheduler, SchedulerLimits
+from engine.planning.step import Plan
 from priority.queue import LaneQueue
 
 

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.kv.tables import BlockTables
-from engine.request import Sequence
-from engine.step import Chunk, Plan, Sampled, StepResult
+from engine.planning.block_tables import BlockTables
+from engine.planning.request import Sequence
+from engine.planning.step import Chunk, Plan, Sampled, StepResult
 from tests.engine.paper import PaperRunner, next_token
 
 

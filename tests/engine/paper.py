@@ -7,8 +7,8 @@ so.
 
 from __future__ import annotations
 
-from engine.request import FinishReason, Request, SamplingParams, Sequence
-from engine.step import Ended, OutOfMemory, Plan, Sampled, StepInFlight, StepResult
+from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
+from engine.planning.step import Ended, OutOfMemory, Plan, Sampled, StepInFlight, StepResult
 
 VOCABULARY = 50
 

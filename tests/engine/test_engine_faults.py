@@ -10,9 +10,9 @@ from queue import SimpleQueue
 import pytest
 
 from engine.engine import Engine, EngineState, EngineStats
-from engine.request import FinishReason, Output, Sequence
-from engine.scheduler import SchedulerLimits
-from engine.step import DeviceError, Plan, StepReport, StepResult
+from engine.planning.request import FinishReason, Output, Sequence
+from engine.planning.scheduler import SchedulerLimits
+from engine.planning.step import DeviceError, Plan, StepReport, StepResult
 from priority.queue import LaneQueue
 from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
 

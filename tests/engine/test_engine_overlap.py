@@ -11,9 +11,9 @@ from queue import SimpleQueue
 import pytest
 
 from engine.engine import Engine, EngineState
-from engine.request import FinishReason, Output
-from engine.scheduler import SchedulerLimits
-from engine.step import DeviceError, OutOfMemory, Plan, StepReport, StepResult
+from engine.planning.request import FinishReason, Output
+from engine.planning.scheduler import SchedulerLimits
+from engine.planning.step import DeviceError, OutOfMemory, Plan, StepReport, StepResult
 from priority.queue import LaneQueue
 from tests.engine.late import LateRunner, LateStep
 from tests.engine.paper import PaperSink, expected_output, make_request

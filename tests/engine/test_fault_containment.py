@@ -14,8 +14,8 @@ from engine.errors import CheckpointError
 from engine.model.fields import Fields
 from engine.model.parse import parse_config, read_generation_defaults
 from engine.model.safetensors import TensorFiles
-from engine.request import FinishReason
-from engine.step import DeviceError
+from engine.planning.request import FinishReason
+from engine.planning.step import DeviceError
 from tests.engine.checkpoints import make_config
 from tests.engine.test_engine_faults import Workshop
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.request import Request, SamplingParams
+from engine.planning.request import Request, SamplingParams
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.driver import Driver
 

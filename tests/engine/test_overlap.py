@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import FinishReason, Sequence
-from engine.sampling.stopping import TextStream
-from engine.step import Plan
+from engine.planning.request import FinishReason, Sequence
+from engine.planning.step import Plan
+from engine.planning.stopping import TextStream
 from tests.engine.late import LateRunner
 from tests.engine.paper import expected_output, make_request
 from tests.engine.workloads import BLOCK_SIZE, Key, Run, Workload, workloads

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import NativeUnavailable, Team, load_library
-from engine.model.batch import Batch
-from engine.request import Request, SamplingParams
+from engine.planning.request import Request, SamplingParams
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
-from tests.engine.test_native_decoder import DTYPES, Checkpoint, Prompts, config
+from tests.engine.kernels.test_native_decoder import DTYPES, Checkpoint, Prompts, config
 
 LENGTH = 150
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129]

@@ -10,10 +10,10 @@ from threading import Lock
 from hypothesis import strategies as st
 
 from engine.engine import launch_fitting
-from engine.kv.tables import BlockTables
-from engine.request import Output, Request, Sequence
-from engine.scheduler import Scheduler, SchedulerLimits, TokenSink
-from engine.step import Plan, StepInFlight
+from engine.planning.block_tables import BlockTables
+from engine.planning.request import Output, Request, Sequence
+from engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
+from engine.planning.step import Plan, StepInFlight
 from priority.queue import LaneQueue
 from tests.engine.paper import PaperRunner, PaperSink, make_request
 

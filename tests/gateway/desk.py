@@ -22,10 +22,10 @@ from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from engine.engine import EngineState, EngineStats
-from engine.request import FinishReason, Output, Request, Timings, TokenLogprobs
-from engine.sampling.stopping import TextSink
-from engine.step import StepReport
-from engine.tokenizer import Tokenizer
+from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
+from engine.planning.step import StepReport
+from engine.planning.stopping import TextSink
+from engine.planning.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.protocol import GatewayProtocol
 from gateway.service import Service, ServiceOptions

@@ -22,7 +22,7 @@ import uvloop
 
 from app.build import Outbox
 from engine.engine import EngineState
-from engine.request import FinishReason, Output, Request
+from engine.planning.request import FinishReason, Output, Request
 from gateway.protocol import GatewayProtocol
 from tests.gateway.desk import Desk, chat_body, make_timings, step_report
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.request import FinishReason
+from engine.planning.request import FinishReason
 from tests.gateway.desk import MODEL, Desk, chat_body, client, events, logprobs, settled
 
 pytestmark = pytest.mark.anyio

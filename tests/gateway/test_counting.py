@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.request import FinishReason, Request
+from engine.planning.request import FinishReason, Request
 from gateway.metrics import WeightedHistogram
 from gateway.service import ServiceOptions
 from priority.lanes import Lane, LanePolicy

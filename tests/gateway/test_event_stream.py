@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.request import FinishReason, Request
+from engine.planning.request import FinishReason, Request
 from gateway.connections import Timeouts
 from gateway.service import ServiceOptions
 from tests.gateway.desk import MODEL, Desk, chat_body, completion_body, logprobs, serving, settled

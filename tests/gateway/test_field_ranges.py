@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import Request
+from engine.planning.request import Request
 from gateway.errors import ApiError
 from gateway.limits import Limits
 from gateway.schemas import ChatBody, CompletionBody, check_chat, check_completion, read

@@ -12,7 +12,7 @@ import anyio.to_thread
 import openai
 import pytest
 
-from engine.request import FinishReason
+from engine.planning.request import FinishReason
 from gateway.access import digest_of
 from gateway.connections import Timeouts
 from gateway.service import ServiceOptions

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.request import FinishReason
+from engine.planning.request import FinishReason
 from gateway.access import OPEN_TENANT, Access, digest_of
 from gateway.app import create_app
 from gateway.errors import ApiError

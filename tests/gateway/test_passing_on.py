@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import Output, Request
-from engine.step import StepReport
+from engine.planning.request import Output, Request
+from engine.planning.step import StepReport
 from gateway.connections import WRITABLE
 from tests.gateway.desk import (
     Desk,

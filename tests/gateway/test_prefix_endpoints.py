@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.kv.events import Stored
-from engine.kv.prefix import extend_hashes
+from engine.planning.prefix_events import Stored
+from engine.planning.prefix_index import extend_hashes
 from gateway.access import digest_of
 from gateway.service import ServiceOptions
 from priority.lanes import Tenant

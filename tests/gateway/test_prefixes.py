@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.engine import Engine
-from engine.kv.events import Cleared, Dropped, Found, PrefixEvent, PrefixLog, Stored
-from engine.kv.prefix import extend_hashes
-from engine.request import FinishReason
-from engine.scheduler import SchedulerLimits
-from engine.step import StepReport
+from engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, PrefixLog, Stored
+from engine.planning.prefix_index import extend_hashes
+from engine.planning.request import FinishReason
+from engine.planning.scheduler import SchedulerLimits
+from engine.planning.step import StepReport
 from gateway.errors import ApiError
 from gateway.prefixes import (
     PrefixLocator,

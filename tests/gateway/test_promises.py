@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.step import StepLoad
+from engine.planning.step import StepLoad
 from gateway.service import ServiceOptions
 from priority.lanes import DEFAULT_POLICIES, Lane
 from tests.gateway.desk import MODEL, Desk, chat_body, client

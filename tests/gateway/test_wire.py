@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import FinishReason, Request, SamplingParams
+from engine.planning.request import FinishReason, Request, SamplingParams
 from gateway.errors import ApiError
 from gateway.shapes import ChatShape, CompletionShape, Head
 from gateway.streams import Delta

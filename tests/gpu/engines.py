@@ -10,12 +10,12 @@ from types import TracebackType
 from typing import Any
 
 from engine.engine import Engine, EngineState
+from engine.execution.loader import load_model
+from engine.execution.runner import ModelRunner
 from engine.model.config import LoadOptions
-from engine.model.loader import load_model
-from engine.request import Output, Request
-from engine.runner import ModelRunner
-from engine.scheduler import SchedulerLimits
-from engine.step import Plan, StepInFlight, StepReport
+from engine.planning.request import Output, Request
+from engine.planning.scheduler import SchedulerLimits
+from engine.planning.step import Plan, StepInFlight, StepReport
 from priority.queue import LaneQueue
 from tests.engine.driver import NoText
 from tests.gpu.cuda import DEVICE

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.kernels import gathered
+from engine.kernels.batch import Batch
 from engine.kernels.gathered import CUDNN, FLASH, Way, Ways
+from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.ops import select
-from engine.kv.cache import KVCache, KVShape
-from engine.model.batch import Batch
 from engine.model.config import LoadOptions, ModelConfig
 from tests.gpu.cuda import DEVICE, DTYPES, assert_close, both, needs_cuda
 from tests.gpu.test_layers import config_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.request import FinishReason, Request, SamplingParams
+from engine.planning.request import FinishReason, Request, SamplingParams
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.gpu.cuda import DEVICE, needs_cuda
 from tests.gpu.engines import RunningEngine

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.reference import TokenPlaces
-from engine.kv.cache import KVCache, KVShape
 from engine.model.config import ModelConfig, RopeConfig
 from tests.gpu.cuda import DEVICE, DTYPES, assert_close, both, needs_cuda
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.request import Request, SamplingParams, Sequence
+from engine.planning.request import Request, SamplingParams, Sequence
 from engine.sampling.device import DeviceSampler, Needs, SampledOnDevice
 from tests.gpu.cuda import DEVICE, needs_cuda
 

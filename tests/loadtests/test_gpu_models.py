@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.execution.memory import weight_bytes
 from engine.model.fields import Fields
-from engine.model.memory import weight_bytes
 from engine.model.parse import parse_config
-from engine.tokenizer import Tokenizer
+from engine.planning.tokenizer import Tokenizer
 from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.sizes import LLAMA_8B, LLAMA_SMALL, QWEN3_06B, QWEN3_SMALL, ModelShape, serving
 

@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from math import inf
 
-from engine.kv.tables import BlockTables
-from engine.request import FinishReason, Output, Request, SamplingParams
-from engine.scheduler import Scheduler, SchedulerLimits
-from engine.step import Plan, StepLoad
+from engine.planning.block_tables import BlockTables
+from engine.planning.request import FinishReason, Output, Request, SamplingParams
+from engine.planning.scheduler import Scheduler, SchedulerLimits
+from engine.planning.step import Plan, StepLoad
 from priority.lanes import Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal
 from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL

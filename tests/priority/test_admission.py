@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.request import Request
-from engine.step import StepLoad
+from engine.planning.request import Request
+from engine.planning.step import StepLoad
 from priority.admission import ALONE_SLACK, Admission, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal

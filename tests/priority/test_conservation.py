@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.request import FinishReason, Request
+from engine.planning.request import FinishReason, Request
 from priority.lanes import Lane, LanePolicy
 from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
 from priority.steptime import StepTimeModel

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import Request
+from engine.planning.request import Request
 from priority.lanes import Lane
 from priority.queue import _AGED_MOST_TOKENS, AGED_PART, LEAD_TOKENS, LaneQueue
 from priority.shares import COST_OUTPUT, COST_PREFILL

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import FinishReason, Sequence
+from engine.planning.request import FinishReason, Sequence
 from priority.lanes import Lane
 from priority.queue import MAX_PREEMPTIONS, MAX_VICTIMS
 from tests.priority.bench import PaperEngine, ask, make_queue

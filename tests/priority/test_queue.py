@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.request import Request
+from engine.planning.request import Request
 from priority.lanes import Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal
 from tests.priority.bench import ask, check_books, lines, roomy, serve, take, take_all

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.request import Sequence
-from engine.step import UNLIMITED
+from engine.planning.request import Sequence
+from engine.planning.step import UNLIMITED
 from priority.admission import Admission
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.simulator.run import Machine, simulate

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import (
     BLOCK_SIZE,
     NativeDecoder,
@@ -25,8 +26,7 @@ from engine.kernels.cpu.native import (
     measure_fma,
     measure_linear,
 )
-from engine.kv.cache import KVCache, KVShape
-from engine.model.batch import Batch
+from engine.kernels.kv_cache import KVCache, KVShape
 from engine.model.config import ModelConfig, RopeConfig
 
 MAX_POSITION = 2048

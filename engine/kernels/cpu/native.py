@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kernels.batch import Batch
 from engine.kernels.cpu.build import NativeUnavailable, build
-from engine.model.batch import Batch
 from engine.model.config import ModelConfig
 from engine.sampling.batch import SampledRows, SamplingBatch
 

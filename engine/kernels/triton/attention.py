@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kv.cache import KVShape
-from engine.model.batch import Batch
+from engine.kernels.batch import Batch
+from engine.kernels.kv_cache import KVShape
 
 TILE_BYTES = 16 << 10
 """Keys of one head that a program fetches at a time, and as many bytes of values; two of both are in flight."""

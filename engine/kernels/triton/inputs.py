@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.model.batch import Batch
-from engine.slot_table import NextStep, SlotTable
+from engine.execution.slot_table import NextStep, SlotTable
+from engine.kernels.batch import Batch
 
 BLOCKS_AT_A_TIME = 128
 

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.batch import Batch
+from engine.kernels.kv_cache import KVShape
 from engine.kernels.reference import TokenPlaces
-from engine.kv.cache import KVShape
-from engine.model.batch import Batch
 
 HEADS_PER_PROGRAM = 8
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 64}

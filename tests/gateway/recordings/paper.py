@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from engine.request import FinishReason, Output, Request, SamplingParams
+from engine.planning.request import FinishReason, Output, Request, SamplingParams
 from gateway.connections import Connection, Timeouts
 from gateway.recordings.chat import ChatFormat, about
 from gateway.recordings.recording import Reader, Recording

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.request import FinishReason
+from engine.planning.request import FinishReason
 from gateway.access import Client
 from gateway.errors import ApiError
 from gateway.recordings.chat import ChatFormat

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.request import Request
+from engine.planning.request import Request
 from gateway.access import digest_of
 from gateway.connections import Timeouts
 from gateway.service import ServiceOptions

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from engine.request import FinishReason, Request
+from engine.planning.request import FinishReason, Request
 from gateway.recordings.recording import Recording
 from gateway.recordings.registry import MAX_ATTEMPTS
 from gateway.store.interface import JournalChange

@@ -8,7 +8,7 @@ from typing import Any
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from engine.request import FinishReason, Output, Request, SamplingParams
+from engine.planning.request import FinishReason, Output, Request, SamplingParams
 from gateway.errors import ApiError
 from gateway.limits import Limits
 from gateway.recordings.recording import Recording

@@ -15,8 +15,8 @@ from openai.types.responses import ResponseInputItem, ResponseItem
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
-from engine.request import FinishReason
-from engine.sampling.stopping import TextSink
+from engine.planning.request import FinishReason
+from engine.planning.stopping import TextSink
 from gateway.errors import ApiError
 from gateway.recordings.journal import end_of, header_of, rebuild
 from gateway.recordings.recording import Recording

@@ -12,7 +12,7 @@ import openai
 import pytest
 from starlette.applications import Starlette
 
-from engine.request import FinishReason, Request
+from engine.planning.request import FinishReason, Request
 from gateway.access import digest_of
 from gateway.connections import ServerSendMiddleware
 from gateway.errors import ApiError, answer_api_error

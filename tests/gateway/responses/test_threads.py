@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import app.demo
-from engine.sampling.detokenizer import make_detokenizer
-from engine.tokenizer import Tokenizer
+from engine.planning.detokenizer import make_detokenizer
+from engine.planning.tokenizer import Tokenizer
 from gateway.errors import ApiError
 from gateway.prompts import Prompts
 from gateway.responses.threads import Thread, extend, pack, splice, unpack

@@ -1,0 +1,350 @@
+"""Says before anything is loaded whether it fits, and how many KV blocks there is room for.
+
+On a GPU it says so twice: from estimates before the weights are loaded, and from what the largest step really took
+(`measure_steps`) once they are there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+
+from engine.errors import NotEnoughMemory
+from engine.execution.graphs import ladder_sizes
+from engine.kernels.batch import Batch, blank_batch
+from engine.kernels.kv_cache import KVShape
+from engine.model.config import LoadOptions, ModelConfig
+from engine.model.weights import expected_shapes
+from engine.sampling.device import FILTERS
+
+GIB = 1 << 30
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MEMINFO = Path("/proc/meminfo")
+
+
+SMALLEST_CONTEXT = 1024
+"""Tokens; a model that is to have less room than this is better not started."""
+
+
+GRAPH_BYTES, GRAPH_LAYER_BYTES, CHOICE_GRAPH_BYTES = 2 << 20, 64 << 10, 256 << 10
+"""Of what one captured pass keeps on the device, more for each layer in it, and of a captured choice: estimates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dtypes:
+    weights: torch.dtype
+    kv: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU's memory as its driver tells it, in bytes."""
+
+    total: int
+    free: int
+    allocated: int = 0
+    """By torch, in this process."""
+
+    @property
+    def used(self) -> int:
+        """By whoever it is: other processes, and this one's CUDA context."""
+        return self.total - self.free
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What there is, and how much of what the weights leave may become KV cache."""
+
+    available: int
+    share: float
+    cap: int | None = None
+    card: Card | None = None
+    """Of which it is the budget, as it was when nothing was loaded; None: of this machine's own memory."""
+
+    def kv_limit(self, left: int) -> int:
+        limit = max(0, int(left * self.share))
+        return limit if self.cap is None else min(limit, self.cap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the weights and the largest steps took on a GPU, in bytes."""
+
+    weights: int
+    workspace: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """All in bytes."""
+
+    weights: int
+    workspace: int
+    """Activations and logits of the largest step."""
+    graphs: int = 0
+    """An estimate of what captured steps will take: the one size that is not known before it is taken."""
+    tables: int = 0
+    """On a GPU: what the device knows of the running sequences, and what choosing their tokens takes."""
+    block: int
+    num_blocks: int
+    block_size: int
+    """Tokens, not bytes."""
+    available: int
+    card: Card | None = None
+    """See Budget."""
+
+    @property
+    def kv(self) -> int:
+        return self.block * self.num_blocks
+
+    @property
+    def num_tokens(self) -> int:
+        """That the KV cache holds."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def text(self) -> str:
+        """One line for the operator."""
+        more = "".join(
+            f"{name} {_size(size)}, "
+            for name, size in (("tables", self.tables), ("graphs", self.graphs))
+            if size
+        )
+        card = (
+            ""
+            if self.card is None
+            else f" (of the GPU's {_size(self.card.total)}, {_size(self.card.used)} in use)"
+        )
+        return (
+            f"weights {_size(self.weights)}, KV cache {_size(self.kv)} ({self.num_tokens} tokens), "
+            f"workspace {_size(self.workspace)}, {more}of {_size(self.available)} available{card}"
+        )
+
+    @property
+    def rows(self) -> list[tuple[str, int, str]]:
+        """The same of a GPU: all of its memory, and what is to become of it. The last is the sum of the others.
+
+        What is in use before includes the workspace of the kernels, which is there as soon as these are.
+        """
+        assert self.card is not None
+        taken = self.weights + self.workspace + self.tables + self.graphs + self.kv
+        return [
+            ("in use before", self.card.used, ""),
+            ("weights", self.weights, ""),
+            ("activations", self.workspace, ""),
+            ("tables", self.tables, "of the running sequences"),
+            ("graphs", self.graphs, "about"),
+            ("KV cache", self.kv, f"{self.num_tokens} tokens in {self.num_blocks} blocks"),
+            ("free", self.card.free - taken, ""),
+            ("in all", self.card.total, ""),
+        ]
+
+    @property
+    def table(self) -> list[str]:
+        """These, as lines."""
+        return [
+            f"GPU memory  {name:<13} {_size(size):>10}  {note}".rstrip() for name, size, note in self.rows
+        ]
+
+    def graphs_text(self, num_graphs: int, num_bytes: int, in_use: int) -> str:
+        """One line, once steps are captured.
+
+        Args:
+            num_bytes: that they took.
+            in_use: of the card, by all and everything.
+        """
+        free = "" if self.card is None else f"; free are {_size(self.card.total - in_use)}"
+        need = "" if self.card is None else f", of which the largest step takes {_size(self.workspace)}"
+        return f"{num_graphs} CUDA graphs took {_size(num_bytes)}, about {_size(self.graphs)} were planned{free}{need}"
+
+
+def plan_memory(
+    config: ModelConfig,
+    shape: KVShape,
+    dtypes: Dtypes,
+    options: LoadOptions,
+    budget: Budget,
+    measured: Measured | None = None,
+    tables: Callable[[int], int] = lambda _: 0,
+) -> MemoryPlan:
+    """How much goes where.
+
+    A pool that is smaller than the longest sequence is fine (the scheduler then allows shorter ones only), down to
+    `SMALLEST_CONTEXT` tokens.
+
+    Args:
+        measured: in place of estimates, once there is something to measure.
+        tables: what steps keep on a GPU if the longest sequence has so many tokens; see `device_memory.table_bytes`.
+
+    Raises:
+        NotEnoughMemory: weights and KV cache do not fit; the message has the numbers.
+    """
+    weights = measured.weights if measured else weight_bytes(config, dtypes.weights)
+    workspace = measured.workspace if measured else _workspace_bytes(config, options)
+    on_card = budget.card is not None
+    graphs = _graph_bytes(config, options) if on_card and options.cuda_graphs else 0
+    max_len = options.max_model_len or config.max_position
+    block = shape.block_bytes(dtypes.kv)
+    left = budget.available - weights - workspace - graphs - (tables(max_len) if on_card else 0)
+    num_blocks = options.num_blocks or _num_blocks(config, shape, options, block, budget.kv_limit(left))
+    plan = MemoryPlan(
+        weights=weights,
+        workspace=workspace,
+        graphs=graphs,
+        tables=tables(min(max_len, num_blocks * shape.block_size)) if on_card else 0,
+        block=block,
+        num_blocks=num_blocks,
+        block_size=shape.block_size,
+        available=budget.available,
+        card=budget.card,
+    )
+    if plan.kv > left:
+        raise NotEnoughMemory(f"not enough memory: {plan.text}")
+    return plan
+
+
+def _num_blocks(config: ModelConfig, shape: KVShape, options: LoadOptions, block: int, kv_limit: int) -> int:
+    """As many as the limit holds, between the smallest useful number and the largest that could ever be in use."""
+    max_model_len = options.max_model_len or config.max_position
+    per_sequence = -(-max_model_len // shape.block_size)
+    smallest = 1 + -(-min(max_model_len, SMALLEST_CONTEXT) // shape.block_size)
+    limit = kv_limit if options.kv_bytes is None else options.kv_bytes
+    return max(smallest, min(limit // block, 1 + per_sequence * options.max_num_seqs))
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Of all tensors, in `dtype`."""
+    return sum(prod(shape) for shape in expected_shapes(config).values()) * dtype.itemsize
+
+
+def available_bytes() -> int:
+    """What can be taken now without taking it from somebody, of this machine and this container."""
+    return min([_free_in_machine(), *_free_in_cgroups()])
+
+
+def budget(device: torch.device, options: LoadOptions) -> Budget:
+    """A GPU is there for this model, up to the share of it that the operator names; a CPU's memory is not."""
+    if device.type == "cuda":
+        return card_budget(read_card(device), options.gpu_memory_utilization)
+    return Budget(available_bytes(), 0.25, 4 * GIB)
+
+
+def read_card(device: torch.device) -> Card:
+    free, total = torch.cuda.mem_get_info(device)
+    return Card(total=total, free=free, allocated=torch.cuda.memory_allocated(device))
+
+
+def card_budget(card: Card, utilization: float) -> Budget:
+    """What is left up to the share `utilization` of the card; all that the model does not need becomes KV cache."""
+    return Budget(available=max(0, int(card.total * utilization) - card.used), share=1.0, card=card)
+
+
+def largest_batches(options: LoadOptions, max_model_len: int, block_size: int) -> Iterator[Batch]:
+    """The steps that need the most memory beside the KV cache, all of it in block 0, which belongs to nobody.
+
+    As many tokens as a step may have: of as many sequences as there may be, each of which samples; and at the end of
+    one sequence as long as there may be, whose KV attention may have to gather (`kernels/gathered.py`).
+    """
+    num_sequences = min(options.max_num_seqs, options.max_batch_tokens)
+    each, more = divmod(options.max_batch_tokens, num_sequences)
+    lengths = [min(each + (i < more), max_model_len) for i in range(num_sequences)]
+    for num_tokens, contexts in (
+        (lengths, lengths),
+        ([min(options.max_batch_tokens, max_model_len)], [max_model_len]),
+    ):
+        tables = torch.zeros((len(contexts), -(-max(contexts) // block_size)), dtype=torch.int32)
+        yield blank_batch(num_tokens, contexts, tables)
+
+
+def measure_steps(device: torch.device, before: Card, steps: Callable[[], None]) -> Measured:
+    """Runs steps on a GPU that has the weights and nothing else yet.
+
+    Args:
+        before: the card before the weights. What it lost since counts, whoever took it: torch, its libraries, the
+            driver for the code of kernels.
+
+    Raises:
+        NotEnoughMemory: the steps do not fit beside the weights.
+    """
+    torch.cuda.empty_cache()
+    weights = torch.cuda.memory_allocated(device) - before.allocated
+    try:
+        steps()
+    except torch.OutOfMemoryError:
+        raise NotEnoughMemory(
+            f"not enough memory: weights {_size(weights)}, and the largest step does not fit beside them; "
+            "lower --max-batch-tokens or --max-num-seqs"
+        ) from None
+    torch.cuda.synchronize(device)
+    after = read_card(device)
+    torch.cuda.empty_cache()
+    return Measured(weights=weights, workspace=max(0, before.free - after.free - weights))
+
+
+def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
+    rows = min(options.max_num_seqs, options.max_batch_tokens)
+    return _step_bytes(config, options.max_batch_tokens, rows)
+
+
+def _graph_bytes(config: ModelConfig, options: LoadOptions) -> int:
+    num_sequences, query_len = options.max_num_seqs, options.max_query_len
+    return graph_bytes(
+        config,
+        num_rungs=len(ladder_sizes(min(num_sequences, options.max_batch_tokens))),
+        passes_per_rung=len({1, query_len}),
+        choices_per_rung=len(FILTERS),
+        largest_step=_step_bytes(config, num_sequences * query_len, num_sequences),
+    )
+
+
+def graph_bytes(
+    config: ModelConfig, *, num_rungs: int, passes_per_rung: int, choices_per_rung: int, largest_step: int
+) -> int:
+    """The graphs share the memory of the largest one's step; each keeps what its launches are made of."""
+    each_pass = GRAPH_BYTES + config.num_layers * GRAPH_LAYER_BYTES
+    each_rung = passes_per_rung * each_pass + choices_per_rung * CHOICE_GRAPH_BYTES
+    return largest_step + num_rungs * each_rung
+
+
+def _step_bytes(config: ModelConfig, num_tokens: int, num_rows: int) -> int:
+    """Activations of so many tokens, and logits of so many of them; as if all were float32."""
+    per_token = (
+        4 * config.hidden_size + 2 * (config.q_size + 2 * config.kv_size) + 3 * config.intermediate_size
+    )
+    return 4 * (num_tokens * per_token + 3 * num_rows * config.vocab_size)
+
+
+def _free_in_machine() -> int:
+    try:
+        for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _free_in_cgroups() -> Iterator[int]:
+    """Limit less use, of cgroup v2 and v1; file cache that the kernel would give up does not count as used."""
+    for folder, limit, used, cache in (
+        (_CGROUP, "memory.max", "memory.current", "inactive_file"),
+        (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            bound = (folder / limit).read_text(encoding="ascii").strip()
+            stat = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+            reclaimable = next((int(line.split()[1]) for line in stat if line.startswith(cache + " ")), 0)
+            if bound.isdigit():
+                yield int(bound) - int((folder / used).read_text(encoding="ascii")) + reclaimable
+        except OSError:
+            continue
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"

@@ -1,0 +1,212 @@
+"""The contract between planning and execution: a Plan goes in, a StepResult comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.planning.prefix_events import PrefixEvent
+from engine.planning.request import Output, Request, Sequence, TokenLogprobs
+
+
+@dataclass(slots=True)
+class Chunk:
+    """The tokens `[start, start + num_tokens)` of one sequence, to be computed in this step."""
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    samples: bool
+    """True if the chunk reaches the last token there is, so that its logits choose the next one."""
+    incarnation: int = field(init=False)
+    """Which life of the sequence it belongs to: a preemption ends one."""
+
+    def __post_init__(self) -> None:
+        self.incarnation = self.sequence.num_preemptions
+
+    @property
+    def is_current(self) -> bool:
+        """False if the sequence gave way since this was planned: the blocks it wrote are no longer the sequence's."""
+        return self.incarnation == self.sequence.num_preemptions
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: what to compute, after which block copies."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(source block, target block), to be copied before anything is written: copy-on-write."""
+    num_tokens: int = 0
+    number: int = 0
+    """Steps are numbered in the order in which they are planned; 0 has no number."""
+
+
+@dataclass(slots=True)
+class Sampled:
+    """What one sampling chunk brought."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    """This sequence alone failed (its logits were not finite, say)."""
+
+
+@dataclass(slots=True)
+class StepResult:
+    """`sampled[i]` belongs to the i-th chunk of the plan that samples."""
+
+    sampled: list[Sampled]
+
+
+class DeviceError(RuntimeError):
+    """The device is lost: nothing that runs on it can be saved."""
+
+
+class OutOfMemory(RuntimeError):
+    """The device had no room for this step; a smaller one may fit."""
+
+
+class StepInFlight(Protocol):
+    """A step that was launched."""
+
+    def wait(self) -> StepResult:
+        """What it brought, once it has ended. Called once, in the order in which the steps were launched.
+
+        Raises:
+            DeviceError: the device is lost.
+            Exception: this step failed, the next may work.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A step that ended before `launch` returned."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class Runner(Protocol):
+    """Execution, as the engine's step thread sees it. Every call comes from that one thread."""
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks in the pool, known after `load`."""
+
+    @property
+    def block_size(self) -> int: ...
+
+    @property
+    def max_batch_tokens(self) -> int:
+        """Of the largest step, known after `load`."""
+
+    @property
+    def num_ahead(self) -> int:
+        """Steps that may be launched while an earlier one has not been waited for: 0 or 1; known after `load`."""
+
+    def load(self) -> None:
+        """Loads weights, allocates KV, warms up."""
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        """Starts one step. It runs after those launched before, and sees what they wrote.
+
+        The plan's sequences may change as soon as this returns; what the step needs of them was taken by then.
+
+        Raises:
+            OutOfMemory: nothing that later steps need was changed.
+            DeviceError: the device is lost.
+            Exception: this step failed, the next may work.
+        """
+
+    def close(self) -> None:
+        """Gives everything back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What the queue grants one step."""
+
+    num_decodes: int
+    """Running sequences that may decode; the least urgent ones take turns if these are fewer."""
+    num_prefill: int
+    """Tokens of prompts, and of what has to be computed again."""
+
+
+UNLIMITED = Allowance(1 << 30, 1 << 30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLoad:
+    """What a step did and what the engine holds after it."""
+
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_context_tokens: int
+    """Tokens whose KV the step read, over all its sequences."""
+    duration_s: float
+    num_running: int
+    max_num_seqs: int
+    max_batch_tokens: int
+    num_free_tokens: int
+    """Room in the KV pool, evictable blocks included."""
+    num_kv_tokens: int
+    """Room in the whole pool."""
+
+
+class RequestQueue(Protocol):
+    """Where the engine takes its next request from, at the moment it has room for one; `priority` implements it.
+
+    Called from the step thread while the event loop adds and removes; the implementation holds its own lock.
+    """
+
+    def allowance(self, running: list[Sequence]) -> Allowance:
+        """How much the next step may do. Called once per step, first."""
+
+    def take(self, fits: Callable[[Request], bool], above: int | None = None) -> Request | None:
+        """The next request, removed from the queue, or None if there is none whose turn it is and that fits.
+
+        With `above`, only one that may go before the work of that lane.
+        """
+
+    def charge(self, work: list[tuple[Request, int, int]], now: float) -> None:
+        """What a step did: (request, prompt tokens computed for it, output tokens it brought). Called once per step."""
+
+    def observe(self, load: StepLoad) -> None:
+        """How the step went. Called once per step, last."""
+
+    def settle(self, request: Request, now: float) -> None:
+        """One choice of the request has ended, however it did; called once for each."""
+
+    def victim(self, running: list[Sequence], beneficiary: Sequence) -> Sequence | None:
+        """Which running sequence gives way when `beneficiary`, which runs, has no KV block to go on; None if itself."""
+
+    def giving_way(self, request: Request, running: list[Sequence]) -> list[Sequence]:
+        """Which running sequences may give way to a request whose turn it is and that lacks room, best first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class StepReport:
+    """All that one step brought, delivered in one piece."""
+
+    outputs: list[Output]
+    started_s: float
+    duration_s: float
+    num_prefill_tokens: int
+    num_decode_tokens: int
+    num_running: int
+    num_waiting: int
+    """Taken from the queue but not running: preempted, or waiting for a prefix that another sequence computes."""
+    num_blocks: int
+    num_free_blocks: int
+    """Evictable cached blocks included."""
+    num_preemptions: int
+    num_prefix_query_tokens: int
+    num_prefix_hit_tokens: int
+    prefix_events: Iterable[PrefixEvent] = ()
+    """What became of cached blocks since the report before."""
+    error: str | None = None
+    """The step failed, and with it the sequences whose outputs say so."""

@@ -1,0 +1,156 @@
+"""Steps on a CUDA device that is not there: no launch waits for it, and no tensor is on the wrong side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.execution.device_runner import CudaDevice
+from engine.execution.loader import load_model
+from engine.execution.runner import ModelRunner
+from engine.model.config import LoadOptions
+from engine.planning.step import OutOfMemory, Plan, StepInFlight
+from tests.engine.checkpoints import make_checkpoint
+from tests.engine.execution.test_device_runner import REQUESTS, SEATS, Party
+from tests.engine.fake_cuda import FakeCuda, HostWaits, Mixed, Raced, patched
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    with patched(monkeypatch) as device:
+        yield device
+
+
+class Watched(ModelRunner):
+    """A model on the device, whose launches may not wait."""
+
+    def __init__(self, folder: Path, cuda: FakeCuda, **options: Any) -> None:
+        wanted = LoadOptions(
+            device="cuda",
+            dtype="bfloat16",
+            num_blocks=60,
+            max_batch_tokens=32,
+            max_num_seqs=SEATS,
+            **options,
+        )
+        self.said: list[str] = []
+        super().__init__(lambda: load_model(folder, wanted, self.said.append, lambda *_: None))
+        self._cuda = cuda
+        self.num_copies = 0
+        self.load()
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        self.num_copies += len(plan.copies)
+        with self._cuda.watching():
+            return super().launch(plan)
+
+
+def assert_complete(party: Party) -> None:
+    assert {key: len(tokens) for key, tokens in party.tokens().items()} == {
+        (request.request_id, index): request.sampling.max_tokens
+        for request in REQUESTS
+        for index in range(request.n)
+    }
+
+
+@pytest.mark.parametrize(
+    ("budget", "cuda_graphs", "max_query_len"), [(32, True, 1), (5, True, 1), (32, False, 1), (32, True, 4)]
+)
+def test_no_launch_waits_for_the_device(
+    folder: Path, cuda: FakeCuda, budget: int, cuda_graphs: bool, max_query_len: int
+) -> None:
+    """Prompts in pieces, decodes, every kind of sampling, sequences that come and go, with a step in flight."""
+    runner = Watched(folder, cuda, cuda_graphs=cuda_graphs, max_query_len=max_query_len)
+    assert runner.model.kernels.name == "triton", runner.said
+    assert_complete(Party(runner, budget=budget).run(*REQUESTS, preempt_at=(4, 9)))
+    assert (cuda.num_replays > 0) == cuda_graphs
+    assert runner.num_copies
+    assert {"rms_norm_kernel", "attend_few_kernel", "choose_kernel", "search_kernel"} <= cuda.launched
+
+
+def test_a_launch_that_is_tried_again_overwrites_nothing(folder: Path, cuda: FakeCuda) -> None:
+    """What the failed ones sent may be under way still, beside the step in flight; they alone may wait."""
+
+    class Tight(Watched):
+        def launch(self, plan: Plan) -> StepInFlight:
+            decoder = self.model.decoder
+            object.__setattr__(self.model, "decoder", _no_room)
+            try:
+                for _ in range(5):
+                    with pytest.raises(OutOfMemory):
+                        self.steps.launch(plan)
+            finally:
+                object.__setattr__(self.model, "decoder", decoder)
+            return super().launch(plan)
+
+    assert_complete(Party(Tight(folder, cuda, cuda_graphs=False), num_blocks=8).run(*REQUESTS))
+
+
+def _no_room(_: object) -> Tensor:
+    raise torch.OutOfMemoryError("full")
+
+
+def test_a_recording_that_failed_spoils_no_other(cuda: FakeCuda) -> None:
+    device = CudaDevice(torch.device("cuda", 0))
+    x = torch.zeros(4, device="cuda")
+
+    def waits() -> None:
+        x.tolist()
+
+    def adds() -> None:
+        x.add_(1)
+
+    with pytest.raises(HostWaits):
+        device.record(waits)
+    device.record(adds).replay()
+    assert x.tolist() == [2] * 4
+    assert cuda.num_replays == 1
+
+
+def _overwritten(x: Tensor) -> Tensor:
+    pinned = torch.zeros(4, pin_memory=True)
+    pinned.to(x.device, non_blocking=True)
+    return pinned.fill_(1)
+
+
+def _read_early(x: Tensor) -> object:
+    return torch.zeros(4, pin_memory=True).copy_(x, non_blocking=True).tolist()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        (lambda x: x[0].item(), HostWaits),
+        (lambda x: x.tolist(), HostWaits),
+        (lambda x: x.cpu(), HostWaits),
+        (lambda x: bool(x.sum() > 0), HostWaits),
+        (lambda x: x[x > 0], HostWaits),
+        (lambda x: x.nonzero(), HostWaits),
+        (lambda x: torch.ones(4).to(x.device, non_blocking=True), HostWaits),
+        (lambda x: torch.empty(4).copy_(x, non_blocking=True), HostWaits),
+        (lambda x: x + torch.ones(4), Mixed),
+        (lambda x: x[torch.tensor([0, 1])], Mixed),
+        (_overwritten, Raced),
+        (_read_early, Raced),
+    ],
+)
+@pytest.mark.parametrize("inference", [True, False])
+def test_what_the_device_does_not_let_pass(
+    cuda: FakeCuda, wrong: Callable[[Tensor], object], error: type[Exception], inference: bool
+) -> None:
+    with torch.inference_mode(inference):
+        x = torch.zeros(4, device="cuda")
+        with cuda.watching(), pytest.raises(error):
+            wrong(x)

@@ -1,0 +1,352 @@
+"""What of a GPU's memory becomes KV cache: arithmetic on what a card reports, without the card."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.errors import NotEnoughMemory
+from engine.execution import loader, memory
+from engine.execution.device_memory import table_bytes
+from engine.execution.loader import load_model
+from engine.execution.memory import (
+    GIB,
+    Budget,
+    Card,
+    Dtypes,
+    Measured,
+    MemoryPlan,
+    card_budget,
+    largest_batches,
+    measure_steps,
+    plan_memory,
+)
+from engine.execution.slot_table import SlotTable, StepBuffers
+from engine.kernels.batch import Batch
+from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.ops import Kernels, reference_kernels, select
+from engine.model.config import LoadOptions, ModelConfig
+from engine.model.fields import Fields
+from engine.model.parse import parse_config, read_config
+from engine.model.safetensors import TensorFiles
+from engine.model.transformer import Decoder
+from engine.model.weights import load_weights
+from engine.sampling.device import DeviceSampler
+from tests.engine.checkpoints import make_checkpoint, make_config
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+LLAMA_8B = parse_config(
+    Fields(
+        "config.json",
+        make_config(
+            "llama",
+            vocab_size=128_256,
+            hidden_size=4096,
+            intermediate_size=14_336,
+            num_hidden_layers=32,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            max_position_embeddings=131_072,
+        ),
+    )
+)
+SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
+BLOCK = 32 * 2 * 8 * 16 * 128 * 2
+KERNELS = replace(reference_kernels(CPU, torch.float32), activation_dtype=torch.bfloat16)
+CARD = Card(total=80 * GIB, free=79 * GIB)
+MEASURED = Measured(weights=15 * GIB, workspace=2 * GIB)
+
+
+def plan(
+    card: Card = CARD,
+    measured: Measured | None = MEASURED,
+    utilization: float = 0.9,
+    config: ModelConfig = LLAMA_8B,
+    **options: Any,
+) -> MemoryPlan:
+    dtypes = Dtypes(torch.bfloat16, torch.bfloat16)
+    budget = card_budget(card, utilization)
+    wanted = LoadOptions(**options)
+    tables = partial(table_bytes, config, wanted, KERNELS)
+    return plan_memory(config, SHAPE, dtypes, wanted, budget, measured, tables)
+
+
+def test_the_share_of_the_whole_card_less_what_is_in_use_is_available() -> None:
+    budget = card_budget(Card(total=1000, free=700), 0.9)
+    assert (budget.available, budget.share, budget.cap) == (
+        600,
+        1.0,
+        None,
+    )  # 900 of 1000, of which 300 are taken
+    assert card_budget(Card(total=1000, free=50), 0.9).available == 0
+
+
+def test_kv_gets_all_that_is_left() -> None:
+    made = plan()
+    left = 71 * GIB - 17 * GIB - made.graphs - made.tables
+    assert made.block == BLOCK
+    assert made.kv <= left < made.kv + BLOCK
+
+
+def test_without_graphs_their_memory_is_kv() -> None:
+    with_graphs, without = plan(), plan(cuda_graphs=False)
+    assert without.graphs == 0 < with_graphs.graphs < GIB
+    assert without.num_blocks - with_graphs.num_blocks == pytest.approx(with_graphs.graphs / BLOCK, abs=1)
+
+
+def test_tables_are_those_of_the_longest_sequence_that_the_pool_holds() -> None:
+    tables = partial(table_bytes, LLAMA_8B, LoadOptions(), KERNELS)
+    assert plan().tables == tables(131_072)
+    assert plan(num_blocks=100).tables == tables(100 * 16) < tables(131_072)
+
+
+def test_the_kernels_that_choose_have_a_workspace_in_the_tables() -> None:
+    triton = pytest.importorskip("engine.kernels.triton.sampling")
+    sizes = [
+        table_bytes(LLAMA_8B, LoadOptions(max_num_seqs=5), kernels, 100)
+        for kernels in (replace(KERNELS, make_choose=triton.TritonChoose), KERNELS)
+    ]
+    assert sizes[0] - sizes[1] == triton.TritonChoose(5, LLAMA_8B.vocab_size, CPU).num_bytes
+
+
+def test_a_meta_tensor_is_as_large_as_a_real_one() -> None:
+    triton = pytest.importorskip("engine.kernels.triton.sampling")
+    for make in (
+        lambda device: triton.TritonChoose(5, 400, device),
+        lambda device: DeviceSampler(5, 400, (), device).tables,
+        lambda device: SlotTable(5, 9, 3, device),
+        lambda device: StepBuffers.empty(5, 400, torch.bfloat16, device),
+    ):
+        assert make(torch.device("meta")).num_bytes == make(CPU).num_bytes > 0
+
+
+def test_more_sequences_make_more_and_larger_graphs() -> None:
+    assert plan(max_num_seqs=64).graphs < plan(max_num_seqs=256).graphs < plan(max_num_seqs=512).graphs
+
+
+def test_estimates_serve_until_there_is_something_to_measure() -> None:
+    made = plan(measured=None)
+    assert made.weights == memory.weight_bytes(LLAMA_8B, torch.bfloat16) == pytest.approx(16.06e9, rel=0.01)
+    assert 0 < made.workspace < 2 * GIB
+
+
+def test_the_operators_number_of_blocks_is_taken_if_it_fits() -> None:
+    assert plan(num_blocks=1000).num_blocks == 1000
+    assert plan(kv_bytes=10 * BLOCK, max_model_len=100).num_blocks == 10
+    with pytest.raises(NotEnoughMemory):
+        plan(num_blocks=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("card", "utilization"),
+    [(Card(16 * GIB, 15 * GIB), 0.9), (Card(80 * GIB, 10 * GIB), 0.9), (Card(80 * GIB, 79 * GIB), 0.1)],
+)
+def test_what_cannot_fit_is_refused_before_anything_is_loaded(card: Card, utilization: float) -> None:
+    with pytest.raises(NotEnoughMemory, match=r"not enough memory: weights 14\.9\d GiB, ") as caught:
+        plan(card, None, utilization)
+    text = str(caught.value)
+    assert "\n" not in text
+    assert f"(of the GPU's {card.total / GIB:.2f} GiB, {card.used / GIB:.2f} GiB in use)" in text
+
+
+@given(st.integers(1, 1 << 38), st.floats(0, 1), st.floats(0.01, 1), st.integers(1, 1 << 36))
+def test_a_plan_never_goes_over_the_share(
+    total: int, free_share: float, utilization: float, weights: int
+) -> None:
+    card = Card(total=total, free=int(total * free_share))
+    try:
+        made = plan(card, Measured(weights=weights, workspace=weights // 8), utilization)
+    except NotEnoughMemory:
+        return
+    taken = made.weights + made.workspace + made.tables + made.graphs + made.kv
+    assert card.used + taken <= total * utilization
+
+
+@given(st.integers(1, 1 << 38), st.floats(0.3, 1), st.integers(1, 300))
+def test_the_rows_add_up_to_the_card(total: int, free_share: float, max_num_seqs: int) -> None:
+    card = Card(total=total, free=int(total * free_share))
+    try:
+        made = plan(card, Measured(weights=total // 8, workspace=total // 64), max_num_seqs=max_num_seqs)
+    except NotEnoughMemory:
+        return
+    *parts, (name, size, _) = made.rows
+    assert (name, size) == ("in all", total)
+    assert sum(part for _, part, _ in parts) == total
+
+
+def test_after_capture_a_line_says_what_graphs_took_and_what_is_free() -> None:
+    made = plan()
+    text = made.graphs_text(70, 3 * GIB, 75 * GIB)
+    planned = f"{made.graphs / GIB:.2f} GiB"
+    assert text == (
+        f"70 CUDA graphs took 3.00 GiB, about {planned} were planned; free are 5.00 GiB, "
+        "of which the largest step takes 2.00 GiB"
+    )
+    assert replace(made, card=None).graphs_text(1, 0, 0).endswith("were planned")
+
+
+def test_an_estimate_of_graphs_follows_their_number() -> None:
+    def estimate(num_rungs: int, passes: int, choices: int) -> int:
+        return memory.graph_bytes(
+            LLAMA_8B, num_rungs=num_rungs, passes_per_rung=passes, choices_per_rung=choices, largest_step=1
+        )
+
+    assert estimate(0, 1, 1) == 1
+    assert estimate(4, 2, 4) - 1 == 2 * (estimate(2, 2, 4) - 1)
+    assert estimate(4, 2, 0) + estimate(4, 0, 4) - 1 == estimate(4, 2, 4)
+    assert plan(max_query_len=4).graphs > plan().graphs
+
+
+def test_the_table_adds_up() -> None:
+    lines = plan().table
+    assert len({line.index("GiB") for line in lines}) == 1, "in columns"
+    sizes = {
+        line[12:25].strip(): float(found[1]) for line in lines if (found := re.search(r"([\d.]+) GiB", line))
+    }
+    names = ["in use before", "weights", "activations", "tables", "graphs", "KV cache", "free", "in all"]
+    assert list(sizes) == names
+    *parts, total = sizes.values()
+    assert sum(parts) == pytest.approx(total, abs=0.05)
+    assert total == 80
+    assert sizes["free"] == pytest.approx(8, abs=0.02)
+    assert f"{plan().num_tokens} tokens" in lines[5]
+
+
+# The largest steps
+
+
+@given(st.integers(1, 700), st.integers(1, 300), st.integers(1, 900))
+def test_the_largest_steps_have_all_tokens_all_rows_and_the_longest_context(
+    max_batch_tokens: int, max_num_seqs: int, max_model_len: int
+) -> None:
+    options = LoadOptions(max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs)
+    many, long = largest_batches(options, max_model_len, 16)
+    num_sequences = min(max_num_seqs, max_batch_tokens)
+    assert many.sample_rows.numel() == many.context_lens.numel() == num_sequences
+    assert many.token_ids.numel() == min(max_batch_tokens, num_sequences * max_model_len)
+    assert long.context_lens.tolist() == [max_model_len]
+    assert long.block_tables.shape == (1, -(-max_model_len // 16))
+    for batch in (many, long):
+        check(batch)
+
+
+def check(batch: Batch) -> None:
+    assert batch.max_query_len == int(batch.query_starts.diff().max())
+    assert all(tensor.dtype == torch.int32 for tensor in batch.tensors().values())
+    starts = batch.query_starts.tolist()
+    assert batch.host_lengths == list(
+        zip(batch.query_starts.diff().tolist(), batch.context_lens.tolist(), strict=True)
+    )
+    assert starts[-1] == batch.token_ids.numel() == batch.positions.numel()
+    for i, context in enumerate(batch.context_lens.tolist()):
+        positions = batch.positions[starts[i] : starts[i + 1]].tolist()
+        assert positions == list(range(context - len(positions), context))
+        assert batch.sample_rows[i] == starts[i + 1] - 1
+
+
+def test_a_decoder_runs_them_in_the_one_block_that_belongs_to_nobody(tmp_path: Path) -> None:
+    config = read_config(make_checkpoint("qwen3", tmp_path))
+    kernels = reference_kernels(CPU, torch.float32)
+    weights = load_weights(config, TensorFiles(tmp_path), kernels, lambda *_: None)
+    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=24, block_size=16)
+    decoder = Decoder(config, weights, kernels, KVCache(shape, 1, torch.float32, CPU), 100)
+    options = LoadOptions(max_batch_tokens=50, max_num_seqs=7)
+    rows = [decoder(batch).shape[0] for batch in largest_batches(options, 100, 16)]
+    assert rows == [7, 1]
+
+
+class FakeCuda:
+    """Free memory goes down as weights, then steps take it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+        self.free = free
+        self.weights = 0
+        self.others = 3 << 20
+        """Allocated before there are weights."""
+        self.calls: list[str] = []
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (self.free, 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: self.others + self.weights)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.calls.append("empty"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda _: self.calls.append("wait"))
+
+    def take(self, num_bytes: int) -> None:
+        self.calls.append("step")
+        self.free -= num_bytes
+
+
+def test_what_the_card_lost_beside_the_weights_is_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch, 79 * GIB)
+    before = memory.read_card(CUDA)
+    fake.free, fake.weights = 64 * GIB, 15 * GIB
+    measured = measure_steps(CUDA, before, lambda: fake.take(3 * GIB))
+    assert measured == Measured(weights=15 * GIB, workspace=3 * GIB)
+    assert fake.calls == ["empty", "step", "wait", "empty"], (
+        "the step's own memory is given back for the KV cache"
+    )
+
+
+def test_somebody_who_leaves_the_card_meanwhile_takes_nothing_from_us(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeCuda(monkeypatch, 40 * GIB)
+    before = memory.read_card(CUDA)
+    fake.weights = GIB
+    assert measure_steps(CUDA, before, lambda: fake.take(-GIB)).workspace == 0
+
+
+def test_a_step_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda(monkeypatch, GIB)
+    before = memory.read_card(CUDA)
+    fake.weights = 15 * GIB
+
+    def out_of_memory() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
+
+    with pytest.raises(NotEnoughMemory, match=r"weights 15\.00 GiB.*lower --max-batch-tokens") as caught:
+        measure_steps(CUDA, before, out_of_memory)
+    assert "\n" not in str(caught.value)
+
+
+def test_loading_measures_on_a_card_and_says_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, but for the device: the cache is as large as what was measured leaves."""
+    card = Card(total=64 << 20, free=60 << 20)
+    measured: list[Card] = []
+
+    def measure(device: torch.device, before: Card, steps: Any) -> Measured:  # noqa: ARG001
+        steps()
+        measured.append(before)
+        return Measured(weights=5 << 20, workspace=8 << 20)
+
+    order: list[str] = []
+
+    def kernels(*args: Any) -> Kernels:
+        order.append("kernels")
+        return select(*args)
+
+    def budget(*_: object) -> Budget:
+        order.append("card")
+        return card_budget(card, 0.5)
+
+    monkeypatch.setattr(loader, "select", kernels)
+    monkeypatch.setattr(loader, "budget", budget)
+    monkeypatch.setattr(loader, "measure_steps", measure)
+    said: list[str] = []
+    options = LoadOptions(device="cpu", block_size=8, cuda_graphs=False, max_num_seqs=200)
+    model = load_model(make_checkpoint("llama", tmp_path), options, said.append, lambda *_: None)
+    assert measured == [card]
+    assert order == ["kernels", "card"], "their workspace is in use before, and counted there alone"
+    assert model.memory.tables == table_bytes(model.config, options, model.kernels, model.config.max_position)
+    assert [line for line in said if line in model.memory.table] == model.memory.table
+    left = (32 << 20) - (4 << 20) - (13 << 20) - model.memory.tables
+    assert model.memory.kv <= left < model.memory.kv + model.memory.block
+    assert model.kv.data.nbytes == model.memory.kv

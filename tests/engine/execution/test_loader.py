@@ -1,0 +1,209 @@
+"""Loading as a whole: which kernels a model gets, what memory it really takes, and how the progress goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.errors import NotEnoughMemory
+from engine.execution.loader import LoadedModel, load_model
+from engine.execution.memory import Budget, Dtypes, plan_memory, weight_bytes
+from engine.kernels import ops
+from engine.kernels.cpu import native
+from engine.kernels.cpu.native import NativeDecoder, NativeUnavailable, PackedLinear
+from engine.kernels.kv_cache import KVShape
+from engine.kernels.ops import Kernels
+from engine.kernels.reference import ReferenceLinear
+from engine.model.config import LoadOptions, ModelConfig
+from engine.model.fields import Fields
+from engine.model.parameters import Linear, Weights
+from engine.model.parse import parse_config, read_config
+from engine.model.safetensors import TensorFiles
+from engine.model.transformer import Decoder
+from engine.model.weights import load_weights
+from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config
+
+CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def team() -> native.Team:
+    try:
+        return native.load_library(lambda _: None).start_team(1)
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+
+
+def load(folder: Path, said: list[str] | None = None, **options: object) -> LoadedModel:
+    wanted = LoadOptions(**{"device": "cpu", "num_blocks": 8, "num_threads": 1, **options})  # type: ignore[arg-type]
+    lines = [] if said is None else said
+    return load_model(folder, wanted, lines.append, lambda *_: None)
+
+
+# Which kernels
+
+
+@pytest.mark.usefixtures("team")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_native_model_keeps_weights_and_cache_in_the_type_asked_for(tmp_path: Path, dtype: str) -> None:
+    model = load(make_checkpoint("llama", tmp_path), dtype=dtype)
+    assert isinstance(model.decoder, NativeDecoder)
+    assert model.kernels.weight_dtype == model.kernels.kv_dtype == DTYPES[dtype]
+    assert model.kv.data.dtype == DTYPES[dtype]
+    assert model.kernels.activation_dtype == torch.float32
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 8, 15, 17, 32])
+def test_blocks_of_another_size_are_for_plain_torch(tmp_path: Path, block_size: int) -> None:
+    said: list[str] = []
+    model = load(make_checkpoint("llama", tmp_path), said, block_size=block_size, dtype="bfloat16")
+    assert isinstance(model.decoder, Decoder)
+    assert model.kernels.name == "torch"
+    assert model.kv.block_size == block_size
+    assert model.kv.data.dtype == torch.float32
+    assert sum("plain torch in float32 serves instead" in line for line in said) == 1
+
+
+@pytest.mark.usefixtures("team")
+@pytest.mark.parametrize("head_dim", range(4, 42, 2))
+def test_head_sizes_of_multiples_of_8_are_native(head_dim: int) -> None:
+    config = parse_config(Fields("config.json", make_config("llama", head_dim=head_dim)))
+    said: list[str] = []
+    kernels = ops.select(config, CPU, torch.float16, LoadOptions(num_threads=1), said.append)
+    assert (kernels.name == "native") == (head_dim % 8 == 0)
+    assert len(said) == (kernels.name == "torch")
+    assert kernels.weight_dtype == (torch.float16 if kernels.name == "native" else torch.float32)
+
+
+# What memory
+
+
+def parts(weights: Weights) -> Iterator[Tensor | Linear]:
+    yield from (weights.embedding, weights.final_norm, weights.lm_head)
+    for layer in weights.layers:
+        yield from (layer.input_norm, layer.post_norm, layer.qkv, layer.o, layer.gate_up, layer.down)
+        yield from (norm for norm in (layer.q_norm, layer.k_norm) if norm is not None)
+
+
+def real_bytes(weights: Weights) -> int:
+    """Of all storages, shared ones once; packed linears by their own account, their biases left out."""
+    storages: dict[int, int] = {}
+    packed = 0
+    for part in parts(weights):
+        if isinstance(part, PackedLinear):
+            packed += part.num_bytes
+            continue
+        tensors = [part] if isinstance(part, Tensor) else []
+        if isinstance(part, ReferenceLinear):
+            tensors = [tensor for tensor in (part.weight, part.bias) if tensor is not None]
+        for tensor in tensors:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return packed + sum(storages.values())
+
+
+def weights_of(folder: Path, kernels: Kernels) -> tuple[ModelConfig, Weights]:
+    config = read_config(folder)
+    return config, load_weights(config, TensorFiles(folder), kernels, lambda *_: None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+def test_plain_torch_takes_exactly_what_was_estimated(tmp_path: Path, family: str, tied: bool) -> None:
+    folder = make_checkpoint(family, tmp_path, tie_word_embeddings=tied)
+    config, weights = weights_of(folder, ops.reference_kernels(CPU, torch.float32))
+    assert real_bytes(weights) == weight_bytes(config, torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_weights_take_what_was_estimated_and_a_little_for_norms_and_padding(
+    team: native.Team, tmp_path: Path, family: str, dtype: str
+) -> None:
+    folder = make_checkpoint(family, tmp_path, tie_word_embeddings=False)
+    config, weights = weights_of(folder, ops.native_kernels(team, DTYPES[dtype]))
+    estimate = weight_bytes(config, DTYPES[dtype])
+    assert 0.98 * estimate <= real_bytes(weights) <= 1.02 * estimate
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(sorted(DTYPES)), st.booleans())
+def test_a_packed_linear_is_padded_to_16_outputs_and_no_more(
+    team: native.Team, rows: int, columns: int, dtype: str, gated: bool
+) -> None:
+    weight = torch.zeros(2 * rows if gated else rows, columns)
+    linear = PackedLinear(team, weight, None, DTYPES[dtype], gated)
+    padded = -(-rows // 16) * 16 * (2 if gated else 1)
+    assert linear.num_bytes == padded * columns * DTYPES[dtype].itemsize
+    assert linear.out_features == rows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_blocks", [2, 33])
+def test_the_cache_takes_exactly_what_was_planned(tmp_path: Path, family: str, num_blocks: int) -> None:
+    model = load(make_checkpoint(family, tmp_path), num_blocks=num_blocks)
+    assert model.kv.data.nbytes == model.memory.kv
+    assert model.kv.num_blocks == model.memory.num_blocks == num_blocks
+    assert model.memory.num_tokens == (num_blocks - 1) * 16
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 1 << 26),
+    st.integers(1, 64),
+    st.integers(1, 300),
+    st.integers(1, 512),
+    st.none() | st.integers(0, 1 << 22),
+)
+def test_a_plan_fits_or_says_that_it_does_not(
+    available: int, max_num_seqs: int, max_batch_tokens: int, max_model_len: int, kv_bytes: int | None
+) -> None:
+    config = parse_config(Fields("config.json", make_config("llama")))
+    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=16, block_size=16)
+    options = LoadOptions(
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=max_batch_tokens,
+        max_model_len=max_model_len,
+        kv_bytes=kv_bytes,
+    )
+    dtypes = Dtypes(torch.float16, torch.float16)
+    try:
+        plan = plan_memory(config, shape, dtypes, options, Budget(available, 0.25))
+    except NotEnoughMemory:
+        enough = plan_memory(config, shape, dtypes, options, Budget(1 << 40, 0.25))
+        least = replace(enough, num_blocks=1 + -(-max_model_len // 16))
+        budgeted = kv_bytes is not None and kv_bytes > least.kv
+        assert available < least.weights + least.workspace + (enough.kv if budgeted else least.kv)
+        return
+    assert plan.weights + plan.workspace + plan.kv <= available
+    assert plan.num_tokens >= max_model_len
+    assert plan.num_blocks <= 1 + max_num_seqs * -(-max_model_len // 16)
+
+
+# How the progress goes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_shards", [1, 4])
+@pytest.mark.parametrize("saved", ["float32", "bfloat16"])
+def test_progress_goes_up_to_the_bytes_that_are_needed(
+    tmp_path: Path, family: str, num_shards: int, saved: str
+) -> None:
+    folder = make_checkpoint(
+        family, tmp_path, num_shards=num_shards, dtype=saved, attention_bias=family == "llama"
+    )
+    told: list[tuple[int, int]] = []
+    options = LoadOptions(device="cpu", num_blocks=4, num_threads=1)
+    model = load_model(folder, options, lambda _: None, lambda *pair: told.append(pair))
+    total = weight_bytes(model.config, DTYPES[saved])
+    assert {whole for _, whole in told} == {total}
+    done = [bytes_done for bytes_done, _ in told]
+    assert done == sorted(set(done))
+    assert 0 < done[0] <= done[-1] == total

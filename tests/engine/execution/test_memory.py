@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import NotEnoughMemory
+from engine.execution import memory
+from engine.execution.memory import (
+    GIB,
+    Budget,
+    Dtypes,
+    MemoryPlan,
+    available_bytes,
+    plan_memory,
+    weight_bytes,
+)
+from engine.kernels.kv_cache import KVShape
+from engine.model.config import LoadOptions, ModelConfig
+from engine.model.fields import Fields
+from engine.model.parse import parse_config
+from tests.engine.checkpoints import make_config, random_tensors
+
+CONFIG = parse_config(Fields("config.json", make_config("llama")))
+SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=16, block_size=16)
+BLOCK = 3 * 2 * 2 * 16 * 16 * 4
+
+
+def plan(available: int, config: ModelConfig = CONFIG, cap: int | None = None, **options: Any) -> MemoryPlan:
+    dtypes = Dtypes(torch.float16, torch.float32)
+    return plan_memory(config, SHAPE, dtypes, LoadOptions(**options), Budget(available, 0.25, cap))
+
+
+def test_weights_take_the_bytes_of_all_their_tensors() -> None:
+    elements = sum(tensor.numel() for tensor in random_tensors(make_config("llama"), 0).values())
+    assert weight_bytes(CONFIG, torch.float16) == 2 * elements
+    assert weight_bytes(CONFIG, torch.float32) == 4 * elements
+
+
+def test_a_share_of_what_is_left_becomes_kv_cache() -> None:
+    first = plan(GIB // 16, max_num_seqs=10_000)
+    left = first.available - first.weights - first.workspace
+    assert first.block == BLOCK
+    assert first.num_blocks == left // 4 // BLOCK
+    assert first.num_tokens == (first.num_blocks - 1) * 16
+
+
+def test_no_more_than_could_ever_be_in_use() -> None:
+    assert plan(8 * GIB, max_num_seqs=3, max_model_len=100).num_blocks == 1 + 3 * 7
+    assert plan(8 * GIB, max_num_seqs=2).num_blocks == 1 + 2 * 32
+
+
+def test_a_cap_holds_however_much_is_left() -> None:
+    assert plan(64 * GIB, cap=100 * BLOCK, max_num_seqs=10_000).num_blocks == 100
+
+
+def test_the_operators_number_of_blocks_or_bytes_is_taken() -> None:
+    assert plan(GIB, num_blocks=7).num_blocks == 7
+    assert plan(GIB, kv_bytes=50 * BLOCK).num_blocks == 50
+    assert plan(GIB, kv_bytes=1).num_blocks == 33, "a sequence of all 512 positions, and block 0"
+
+
+@pytest.mark.parametrize(
+    ("available", "options"), [(100_000, {}), (1 << 30, {"num_blocks": 1 << 20}), (0, {})]
+)
+def test_what_does_not_fit_is_one_line_with_the_numbers(available: int, options: dict[str, Any]) -> None:
+    with pytest.raises(
+        NotEnoughMemory, match=r"not enough memory: weights .*, KV cache .*, of .* available"
+    ) as caught:
+        plan(available, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_report_has_every_number() -> None:
+    text = MemoryPlan(
+        weights=3 * GIB, workspace=1 << 20, block=1 << 20, num_blocks=2049, block_size=16, available=10 * GIB
+    ).text
+    assert text == (
+        "weights 3.00 GiB, KV cache 2.00 GiB (32768 tokens), workspace 1.0 MiB, of 10.00 GiB available"
+    )
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(content)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8 << 20),
+        ({"memory.max": "max\n", "memory.current": "5\n", "memory.stat": ""}, 8 << 20),
+        (
+            {"memory.max": "1000\n", "memory.current": "700\n", "memory.stat": "anon 1\ninactive_file 50\n"},
+            350,
+        ),
+        ({"memory.max": f"{1 << 40}", "memory.current": "0", "memory.stat": ""}, 8 << 20),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000",
+                "memory/memory.usage_in_bytes": "900",
+                "memory/memory.stat": "total_inactive_file 30\n",
+            },
+            130,
+        ),
+    ],
+)
+def test_the_container_has_its_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: int
+) -> None:
+    write(tmp_path, {"meminfo": "MemTotal: 16384 kB\nMemAvailable:    8192 kB\n", **files})
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    assert available_bytes() == expected
+
+
+def test_without_proc_the_whole_machine_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
+    assert available_bytes() > 1 << 26
+
+
+def test_this_machine_has_some() -> None:
+    assert 1 << 26 < available_bytes() < 1 << 50

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import torch
+
+from engine.kernels.kv_cache import KVCache, KVShape
+
+SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
+
+
+def test_a_block_has_the_bytes_that_are_planned_for_it() -> None:
+    kv = KVCache(SHAPE, 10, torch.float16, torch.device("cpu"))
+    assert kv.data.shape == (3, 2, 10, 2 * 4 * 8)
+    assert kv.data.nbytes == 10 * SHAPE.block_bytes(torch.float16)
+    assert (kv.num_blocks, kv.block_size) == (10, 4)
+
+
+def test_a_layer_is_a_view() -> None:
+    kv = KVCache(SHAPE, 4, torch.float32, torch.device("cpu"))
+    kv.layer(1)[0, 2] = 7.0
+    assert kv.data.sum() == 7 * 64
+
+
+def test_copies_happen_in_all_layers_and_as_if_at_once() -> None:
+    kv = KVCache(SHAPE, 6, torch.float32, torch.device("cpu"))
+    kv.data.normal_()
+    before = kv.data.clone()
+    kv.copy_blocks([(1, 2), (2, 3), (1, 5)])
+    for source, target in [(1, 2), (2, 3), (1, 5), (4, 4), (0, 0), (1, 1)]:
+        assert torch.equal(kv.data[:, :, target], before[:, :, source])
+
+
+def test_no_copies_change_nothing() -> None:
+    kv = KVCache(SHAPE, 2, torch.float32, torch.device("cpu"))
+    kv.copy_blocks([])
+    assert not kv.data.any()

@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from subprocess import CalledProcessError
+from typing import Any
+
+import pytest
+import torch
+
+from engine.errors import CheckpointError
+from engine.kernels import ops
+from engine.kernels.cpu import native
+from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
+from engine.kernels.ops import Kernels, select
+from engine.model.config import LoadOptions, ModelConfig
+from engine.model.dtype import choose_device, choose_dtype
+from engine.model.fields import Fields
+from engine.model.parse import parse_config
+from tests.engine.checkpoints import make_config
+
+CONFIG = parse_config(Fields("config.json", make_config("llama")))
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def choose(config: ModelConfig = CONFIG, block_size: int = BLOCK_SIZE) -> tuple[Kernels, list[str]]:
+    said: list[str] = []
+    options = LoadOptions(block_size=block_size, num_threads=1)
+    return select(config, CPU, torch.float16, options, said.append), said
+
+
+def test_a_cpu_gets_the_native_decoder_where_it_can_be_built() -> None:
+    try:
+        native.load_library(lambda _: None)
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+    kernels, said = choose()
+    assert (kernels.name, said) == ("native", [])
+    assert kernels.decoder is not None
+    assert (kernels.weight_dtype, kernels.kv_dtype, kernels.activation_dtype) == (
+        torch.float16,
+        torch.float16,
+        torch.float32,
+    )
+
+
+def test_without_a_compiler_plain_torch_serves_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unavailable(_: object) -> native.NativeLibrary:
+        raise NativeUnavailable("no compiler")
+
+    monkeypatch.setattr(native, "load_library", unavailable)
+    kernels, said = choose()
+    assert kernels.name == "torch"
+    assert kernels.decoder is None
+    assert len(said) == 1
+    assert "no compiler" in said[0]
+    assert "\n" not in said[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "block_size", "reason"),
+    [
+        (CONFIG, 32, "blocks of 16 tokens, not 32"),
+        (replace(CONFIG, head_dim=12), 16, "multiple of 8, not 12"),
+    ],
+)
+def test_what_the_native_kernels_cannot_do_plain_torch_does(
+    config: ModelConfig, block_size: int, reason: str
+) -> None:
+    kernels, said = choose(config, block_size)
+    assert kernels.name == "torch"
+    assert reason in said[0]
+
+
+def test_plain_torch_on_a_cpu_is_float32() -> None:
+    kernels = ops.reference_kernels(CPU, torch.bfloat16)
+    assert kernels.weight_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.float32
+
+
+def choose_on_a_gpu() -> tuple[Kernels, list[str]]:
+    said: list[str] = []
+    return select(CONFIG, CUDA, torch.bfloat16, LoadOptions(), said.append), said
+
+
+def test_a_gpu_gets_triton_in_the_dtype_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    made: list[Kernels] = []
+    make = ops.triton_kernels
+
+    def elsewhere(config: ModelConfig, device: torch.device, *rest: Any) -> Kernels:
+        return replace(make(config, CPU, *rest), device=device)
+
+    monkeypatch.setattr(ops, "triton_kernels", elsewhere)
+    monkeypatch.setattr(ops, "_try_out", made.append)
+    kernels, said = choose_on_a_gpu()
+    assert (kernels.name, kernels.device, said, made) == ("triton", CUDA, [], [kernels])
+    assert kernels.weight_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.bfloat16
+    assert kernels.decoder is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("No module named 'triton'"),
+        RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable."),
+        CalledProcessError(1, ["gcc"]),
+    ],
+)
+def test_a_gpu_without_triton_gets_plain_torch_and_says_so(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> Kernels:
+        raise error
+
+    monkeypatch.setattr(ops, "triton_kernels", broken)
+    kernels, said = choose_on_a_gpu()
+    assert (kernels.name, kernels.device) == ("torch", CUDA)
+    assert kernels.weight_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.bfloat16
+    assert len(said) == 1
+    assert str(error).partition("\n")[0] in said[0]
+    assert "\n" not in said[0]
+
+
+def test_a_kernel_that_does_not_run_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("ptxas is missing")
+
+    kernels = replace(ops.reference_kernels(CPU, torch.float32), name="triton", rms_norm=broken)
+    monkeypatch.setattr(ops, "triton_kernels", lambda *_: kernels)
+    chosen, said = choose_on_a_gpu()
+    assert chosen.name == "torch"
+    assert "ptxas is missing" in said[0]
+
+
+@pytest.mark.parametrize("module", ["triton", "torch._dynamo"])
+def test_what_takes_seconds_is_imported_for_its_own_table_alone(module: str) -> None:
+    script = f"import sys, engine.execution.loader; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("wanted", "checkpoint", "device", "chosen"),
+    [
+        ("auto", "float32", CPU, torch.float16),
+        ("auto", "float16", CPU, torch.float16),
+        ("auto", "bfloat16", CPU, torch.bfloat16),
+        ("auto", "float32", CUDA, torch.bfloat16),
+        ("auto", "float16", CUDA, torch.float16),
+        ("float32", "bfloat16", CPU, torch.float32),
+        ("bfloat16", "float16", CUDA, torch.bfloat16),
+    ],
+)
+def test_dtypes(wanted: str, checkpoint: str, device: torch.device, chosen: torch.dtype) -> None:
+    assert choose_dtype(wanted, replace(CONFIG, dtype=checkpoint), device) == chosen
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == CPU
+    with pytest.raises(CheckpointError, match="torch sees no CUDA device"):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto") == choose_device("cuda") == CUDA

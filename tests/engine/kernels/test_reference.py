@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.batch import Batch
+from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.reference import (
+    PagedAttention,
+    ReferenceLinear,
+    TokenPlaces,
+    add_rms_norm,
+    rms_norm,
+    rotary,
+    rotate_and_write,
+    silu_mul,
+    slot_mapping,
+    write_kv,
+)
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 8, 4
+SHAPE = KVShape(num_layers=1, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=BLOCK_SIZE)
+
+SEQUENCES = st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=6)
+"""(tokens computed before, tokens of this step)"""
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_batch(sequences: list[tuple[int, int]]) -> Batch:
+    """Sequences in blocks of their own, dealt out backwards so that no block is where its number suggests."""
+    positions: list[int] = []
+    starts, tables, free = [0], [], 1000
+    width = max(-(-(done + new) // BLOCK_SIZE) for done, new in sequences)
+    for done, new in sequences:
+        starts.append(starts[-1] + new)
+        positions += range(done, done + new)
+        num_blocks = -(-(done + new) // BLOCK_SIZE)
+        tables.append([free - i for i in range(num_blocks)] + [0] * (width - num_blocks))
+        free -= num_blocks
+    return Batch(
+        token_ids=int32([0] * starts[-1]),
+        positions=int32(positions),
+        query_starts=int32(starts),
+        context_lens=int32([done + new for done, new in sequences]),
+        block_tables=torch.tensor(tables, dtype=torch.int32),
+        sample_rows=int32([]),
+    )
+
+
+def dense_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+    """The last tokens of one sequence, query by query: softmax(q k / sqrt(d)) v over what each one sees."""
+    num_queries, context = queries.shape[0], keys.shape[0]
+    rows = []
+    for i in range(num_queries):
+        position = context - num_queries + i
+        first = max(0, position - window + 1) if window else 0
+        heads = []
+        for head in range(HEADS):
+            shared = head * KV_HEADS // HEADS
+            scores = keys[first : position + 1, shared] @ queries[i, head] / math.sqrt(HEAD_DIM)
+            heads.append(scores.softmax(0) @ values[first : position + 1, shared])
+        rows.append(torch.cat(heads))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("bound", [1, reference.MAX_GROUP_ELEMENTS])
+@given(sequences=SEQUENCES, window=st.sampled_from([0, 1, 3, 7]), seed=st.integers(0, 1000))
+@settings(max_examples=60)
+def test_paged_attention_is_dense_attention(
+    bound: int, sequences: list[tuple[int, int]], window: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    batch, kv = make_batch(sequences), KVCache(SHAPE, 1001, torch.float32, CPU)
+    kv.data.uniform_(-50, 50, generator=generator)  # what nobody wrote must not matter
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "MAX_GROUP_ELEMENTS", bound)
+        patch.setattr(reference, "MAX_TILE_QUERIES", 4)
+        attention = PagedAttention(batch, SHAPE)
+    expected, queries = [], torch.randn(len(batch.positions), HEADS, HEAD_DIM, generator=generator)
+    for row, (done, new) in enumerate(sequences):
+        keys, values = torch.randn(2, done + new, KV_HEADS, HEAD_DIM, generator=generator)
+        write_kv(kv.layer(0), keys, values, own_slots(batch, row, done + new))
+        start = int(batch.query_starts[row])
+        expected.append(dense_attention(queries[start : start + new], keys, values, window))
+    found = attention(queries, kv.layer(0), window)
+    torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-4)
+
+
+def own_slots(batch: Batch, row: int, num_tokens: int) -> Tensor:
+    table = batch.block_tables[row].tolist()
+    return torch.tensor([table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(num_tokens)])
+
+
+@given(SEQUENCES)
+def test_slots_follow_the_block_tables(sequences: list[tuple[int, int]]) -> None:
+    batch = make_batch(sequences)
+    expected = [own_slots(batch, row, done + new)[done:] for row, (done, new) in enumerate(sequences)]
+    assert slot_mapping(batch, BLOCK_SIZE).tolist() == torch.cat(expected).tolist()
+
+
+def test_rows_that_pad_a_batch_have_no_slot() -> None:
+    """Those past the last sequence, sequences without rows among them, and those of a negative position."""
+    batch = make_batch([(2, 2), (0, 1), (7, 1)])
+    slots = slot_mapping(batch, BLOCK_SIZE).tolist()
+    batch.positions = torch.cat((batch.positions, int32([3, 90])))
+    batch.positions[1] = -1
+    batch.query_starts = torch.cat((batch.query_starts, batch.query_starts[-1:].expand(2)))
+    batch.block_tables = torch.cat((batch.block_tables, torch.zeros(2, 2, dtype=torch.int32)))
+    assert slot_mapping(batch, BLOCK_SIZE).tolist() == [slots[0], -1, *slots[2:], -1, -1]
+
+
+def test_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
+    kv = KVCache(SHAPE, 4, torch.float32, CPU)
+    keys, values = torch.randn(2, 4, KV_HEADS, HEAD_DIM)
+    write_kv(kv.layer(0), keys, values, torch.tensor([5, 15, 8, -1]))
+    blocks = kv.data.view(2, 4, KV_HEADS, BLOCK_SIZE, HEAD_DIM).clone()
+    for row, (block, offset) in enumerate([(1, 1), (3, 3), (2, 0)]):
+        assert torch.equal(blocks[0, block, :, offset], keys[row])
+        assert torch.equal(blocks[1, block, :, offset], values[row])
+        blocks[:, block, :, offset] = 0
+    assert not blocks.any()
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_queries_and_keys_are_normed_and_rotated_and_values_are_not(norms: bool) -> None:
+    kv, num_tokens = KVCache(SHAPE, 3, torch.float32, CPU), 3
+    queries = torch.randn(num_tokens, HEADS, HEAD_DIM)
+    keys, values = torch.randn(2, num_tokens, KV_HEADS, HEAD_DIM)
+    q_norm, k_norm = torch.rand(2, HEAD_DIM) if norms else (None, None)
+    angles = torch.randn(9, HEAD_DIM // 2)
+    places = TokenPlaces(int32([8, 0, 3]), torch.tensor([4, 11, 6]), angles.cos(), angles.sin())
+    qkv = torch.cat([part.flatten(1) for part in (queries, keys, values)], dim=1)
+    found = rotate_and_write(qkv, q_norm, k_norm, 1e-6, places, kv.layer(0), SHAPE)
+    if q_norm is not None and k_norm is not None:
+        queries, keys = rms_norm(queries, q_norm, 1e-6), rms_norm(keys, k_norm, 1e-6)
+    cos, sin = places.cos[[8, 0, 3]], places.sin[[8, 0, 3]]
+    torch.testing.assert_close(found, rotary(queries, cos, sin))
+    expected = KVCache(SHAPE, 3, torch.float32, CPU)
+    write_kv(expected.layer(0), rotary(keys, cos, sin), values, places.slots)
+    torch.testing.assert_close(kv.data, expected.data)
+
+
+def test_rotary_turns_pairs_as_complex_numbers_turn() -> None:
+    x, angles = torch.randn(5, 3, HEAD_DIM), torch.randn(5, HEAD_DIM // 2)
+    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
+    torch.testing.assert_close(rotary(x, angles.cos(), angles.sin()), torch.cat((pairs.real, pairs.imag), -1))
+
+
+def test_rms_norm_makes_the_mean_square_one() -> None:
+    x = 100 * torch.randn(4, 3, 64)
+    normed = rms_norm(x, torch.ones(64), 0.0)
+    torch.testing.assert_close(normed.pow(2).mean(-1), torch.ones(4, 3))
+    torch.testing.assert_close(rms_norm(x, torch.full((64,), 2.0), 0.0), 2 * normed)
+    assert rms_norm(torch.zeros(1, 64), torch.ones(64), 1e-6).eq(0).all()
+
+
+def test_rms_norm_of_half_precision_is_computed_in_float32() -> None:
+    x = torch.full((1, 64), 300.0, dtype=torch.float16)  # 300 squared is beyond float16
+    assert rms_norm(x, torch.ones(64, dtype=torch.float16), 0.0).tolist() == [[1.0] * 64]
+
+
+def test_the_residual_stream_is_normed_with_what_is_added_to_it() -> None:
+    hidden, delta = torch.randn(2, 3, 64, dtype=torch.float16)
+    weight = torch.rand(64, dtype=torch.float16)
+    total, normed = add_rms_norm(hidden, delta, weight, 1e-6)
+    assert torch.equal(total, hidden + delta)
+    assert torch.equal(normed, rms_norm(hidden + delta, weight, 1e-6))
+
+
+def test_silu_mul_gates_the_second_half_with_the_first() -> None:
+    gate, up = torch.randn(2, 4, 6)
+    expected = gate * torch.sigmoid(gate) * up
+    torch.testing.assert_close(silu_mul(torch.cat((gate, up), -1)), expected)
+
+
+def test_linear_is_a_matrix_and_a_bias() -> None:
+    weight, bias, x = torch.randn(3, 5), torch.randn(3), torch.randn(2, 4, 5)
+    torch.testing.assert_close(ReferenceLinear(weight, bias)(x), x @ weight.T + bias)
+    torch.testing.assert_close(ReferenceLinear(weight, None)(x), x @ weight.T)

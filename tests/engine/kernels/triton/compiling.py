@@ -1,0 +1,175 @@
+"""Compiles the package's kernels ahead of time, without a GPU, and reads off what became of them.
+
+A module `cases_*.py` of this folder lists in `CASES` the variants of its kernels that are served. Kernels are compiled
+in a process of their own, since in that of the tests triton interprets. The compiler looks annotations up, too, and
+knows of nothing outside `tl`: an argument that is no constexpr is a `tl.tensor`, not `Any`.
+
+    python -m tests.engine.kernels.triton.compiling [part of a case's name]
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = (80, 90, 100)
+"""A100, H100, B200."""
+LARGEST_DOT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+"""The instruction that multiplies most at a time."""
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that one block may have (CUDA C++ programming guide, compute capabilities)."""
+_LOCAL_ACCESS = re.compile(r"\b(STL|LDL)\b")
+_TENSOR_CORES = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One variant of a kernel, as it is launched."""
+
+    name: str
+    kernel: Any
+    """What `@triton.jit` made."""
+    arguments: Mapping[str, str]
+    """Type of every argument that is no constexpr: "*bf16", "*i32", "i32", "fp32"."""
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
+    """An argument that is None at launch belongs here, too."""
+    aligned: tuple[str, ...] = ()
+    """Integers that are multiples of 16 at launch; pointers always are."""
+    num_warps: int = 4
+    num_stages: int = 3
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Whatever else is told to the compiler at launch."""
+    has_dot: bool = False
+    """Must use tensor cores."""
+    has_large_dot: bool = False
+    """Must use them by the instructions that multiply a whole tile, where the architecture has some."""
+    architectures: tuple[int, ...] = ARCHITECTURES
+    """A kernel has all of them; of its further variants, one is enough."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What ptxas made of a case on one architecture."""
+
+    registers: int
+    """Per thread."""
+    spilled_bytes: int
+    """Per thread; anything that is used of the stack counts."""
+    shared_bytes: int
+    """Per block."""
+    tensor_cores: list[str]
+    """Which of their instructions it has."""
+
+
+def cases() -> Iterator[Case]:
+    """All cases of the folder, by module."""
+    package = importlib.import_module(__package__ or "")
+    for module in pkgutil.iter_modules(package.__path__):
+        if module.name.startswith("cases_"):
+            yield from importlib.import_module(f"{__package__}.{module.name}").CASES
+
+
+def compile_all() -> dict[str, Compiled | str]:
+    """What became of every case on every architecture, by `key`; a text is the error that stopped it."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    finished = subprocess.run(
+        [sys.executable, "-m", __name__],
+        cwd=Path(__file__).parents[3],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if finished.returncode:
+        raise RuntimeError(f"the compiling process failed:\n{finished.stderr}")
+    results = (json.loads(line) for line in finished.stdout.splitlines())
+    return {line["key"]: line["error"] or Compiled(**line["compiled"]) for line in results}
+
+
+def key(case: Case, architecture: int) -> str:
+    """Names one case on one architecture."""
+    return f"{case.name}-sm_{architecture}"
+
+
+def compile_case(case: Case, architecture: int) -> Compiled:
+    """Compiles one case; triton must not be interpreting."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = case.kernel.arg_names
+    signature = {name: case.arguments.get(name, "constexpr") for name in names}
+    aligned = [i for i, name in enumerate(names) if signature[name].startswith("*") or name in case.aligned]
+    source = ASTSource(
+        fn=case.kernel,
+        signature=signature,
+        constexprs=dict(case.constexprs),
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    compiled = triton.compile(
+        source,
+        target=GPUTarget("cuda", architecture, 32),
+        options={"num_warps": case.num_warps, "num_stages": case.num_stages, **case.options},
+    )
+    usage = _resource_usage(compiled.asm["cubin"])
+    return Compiled(
+        registers=usage["REG"],
+        spilled_bytes=usage["STACK"] + usage["LOCAL"],
+        shared_bytes=compiled.metadata.shared,
+        tensor_cores=sorted(set(_TENSOR_CORES.findall(compiled.asm["ptx"]))),
+    )
+
+
+def _resource_usage(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = _run_tool("cuobjdump", "--dump-resource-usage", file.name)
+        usage = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
+        if usage["STACK"] and not _LOCAL_ACCESS.search(_run_tool("nvdisasm", file.name)):
+            usage["STACK"] = 0  # reserved, and never used
+    return {name: usage[name] for name in ("REG", "STACK", "LOCAL")}
+
+
+def _run_tool(name: str, *arguments: str) -> str:
+    from triton.backends import nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / name
+    return subprocess.run([tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def _attempt(index: int, architecture: int) -> str:
+    case = list(cases())[index]
+    line: dict[str, Any] = {"key": key(case, architecture), "compiled": None, "error": None}
+    try:
+        line["compiled"] = asdict(compile_case(case, architecture))
+    except Exception as error:
+        line["error"] = f"{type(error).__name__}: {error}"
+    return json.dumps(line)
+
+
+def _main(part: str = "") -> None:
+    wanted = [
+        (index, architecture)
+        for index, case in enumerate(cases())
+        for architecture in case.architectures
+        if part in key(case, architecture)
+    ]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for line in pool.map(_attempt, *zip(*wanted, strict=True)):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.kernels import reference
+from engine.kernels.triton.activation import BLOCK, silu_mul
+from tests.engine.kernels.triton.agreement import DTYPES, assert_agree
+
+# exp(100) is infinite in float32, as it should be: the gate is closed.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(
+    num_rows=st.integers(0, 4),
+    size=st.one_of(st.integers(1, 40), st.integers(BLOCK - 2, BLOCK + 2)),
+    scale=st.sampled_from([0.1, 3.0, 30.0]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=20, deadline=None)
+def test_it_is_the_reference(
+    dtype: torch.dtype, num_rows: int, size: int, scale: float, seed: int, device: torch.device
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    gate_up = (scale * torch.randn(num_rows, 2 * size, generator=generator)).to(device, dtype)
+    found = silu_mul(gate_up)
+    assert found.shape == (num_rows, size)
+    assert_agree(found, reference.silu_mul(gate_up), scale=1e-4)
+
+
+def test_closed_and_open_gates(device: torch.device) -> None:
+    gates = torch.tensor([-60000.0, -100.0, 0.0, 100.0, 60000.0], dtype=torch.float16, device=device)
+    found = silu_mul(torch.cat((gates, torch.ones_like(gates)))[None])
+    assert found.tolist() == [[0.0, 0.0, 0.0, 100.0, 60000.0]]
+
+
+def test_other_dimensions_are_kept(device: torch.device) -> None:
+    gate_up = torch.randn(2, 3, 10, device=device)
+    assert_agree(silu_mul(gate_up), reference.silu_mul(gate_up))

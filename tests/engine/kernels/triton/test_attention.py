@@ -1,0 +1,464 @@
+"""Paged attention by Triton against attention written down query by query, on shapes that fit nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from engine.kernels.batch import Batch
+from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.reference import PagedAttention, write_kv
+from engine.kernels.triton import attention
+from engine.kernels.triton.attention import Chip, TritonAttention, Workspace
+
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
+"""The interpreter computes bfloat16 wrongly."""
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+Lengths = list[tuple[int, int]]
+"""Of each sequence: (tokens computed before, tokens of this step)."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _small_tiles() -> Iterator[None]:
+    """Tiles of 16 tokens and 16 rows, so that short contexts have many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "TILE_BYTES", 1)
+        patch.setattr(attention, "MANY_ROWS", 32)
+        patch.setattr(attention, "MIN_SEGMENT_TILES", 1)
+        patch.setattr(attention, "FIXED_SEGMENT_TILES", 1)
+        patch.setattr(attention, "MERGED_SEGMENTS", 2)
+        yield
+
+
+@dataclass(kw_only=True)
+class Scene:
+    """A step, its KV, and what attention makes of it; what nobody wrote is not a number."""
+
+    lengths: Lengths
+    device: torch.device
+    group: int = 2
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    window: int = 0
+    scale: float | None = None
+    softcap: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def normal(*size: int) -> Tensor:
+            return torch.randn(size, generator=generator).to(self.dtype)
+
+        self.shape = KVShape(
+            num_layers=1,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+        )
+        num_blocks = 1 + sum(self._num_blocks(row) for row in range(len(self.lengths)))
+        free = (1 + torch.randperm(num_blocks - 1, generator=generator)).tolist()
+        width = max(self._num_blocks(row) for row in range(len(self.lengths))) + 2
+        kv = KVCache(self.shape, num_blocks, self.dtype, torch.device("cpu"))
+        kv.data.fill_(math.nan)
+        self.keys, self.values = [], []
+        starts, tables = [0], torch.zeros(len(self.lengths), width, dtype=torch.int32)
+        for row, (done, new) in enumerate(self.lengths):
+            keys, values = normal(2, done + new, self.num_kv_heads, self.head_dim)
+            blocks = torch.tensor([free.pop() for _ in range(self._num_blocks(row))], dtype=torch.int32)
+            tables[row, : len(blocks)] = blocks
+            places = torch.arange(done + new)
+            write_kv(kv.layer(0), keys, values, self._slots(tables[row], places))
+            if self.window:  # blocks that no query sees any more may be anyone's
+                tables[row, : max(0, done - self.window + 1) // self.block_size] = 0
+            self.keys.append(keys.float())
+            self.values.append(values.float())
+            starts.append(starts[-1] + new)
+        self.queries = normal(starts[-1], self.num_kv_heads * self.group, self.head_dim)
+        positions = [done + i for done, new in self.lengths for i in range(new)]
+        self.layer_kv = kv.layer(0).to(self.device)
+        self.batch = Batch(
+            token_ids=int32(positions),
+            positions=int32(positions),
+            query_starts=int32(starts),
+            context_lens=int32([done + new for done, new in self.lengths]),
+            block_tables=tables,
+            sample_rows=int32([]),
+        ).to(self.device)
+
+    def workspace(self, **changes: Any) -> Workspace:
+        options: dict[str, Any] = {"windows": (self.window,), "chip": Chip(num_sms=8, has_wgmma=False)}
+        num_heads, slots = self.num_kv_heads * self.group, len(self.lengths) + 1
+        return Workspace(self.shape, self.dtype, num_heads, slots, self.device, **options | changes)
+
+    def attend(self, workspace: Workspace | None = None, max_queries: int | None = None) -> Tensor:
+        attend = TritonAttention(
+            replace(self.batch, max_query_len=max_queries),
+            self.shape,
+            workspace or self.workspace(),
+            scale=self.scale,
+            softcap=self.softcap,
+        )
+        return attend(self.queries.to(self.device), self.layer_kv, self.window).cpu()
+
+    def expected(self) -> Tensor:
+        """[T, heads * d]: softmax(score) v, query by query, over what each one sees."""
+        rows: list[Tensor] = []
+        for row, (done, new) in enumerate(self.lengths):
+            for i in range(new):
+                position = done + i
+                first = max(0, position - self.window + 1) if self.window else 0
+                for head in range(self.num_kv_heads * self.group):
+                    seen = slice(first, position + 1), head // self.group
+                    query = self.queries[len(rows) // (self.num_kv_heads * self.group), head].float()
+                    scores = self.keys[row][seen] @ query
+                    scores = scores * (self.head_dim**-0.5 if self.scale is None else self.scale)
+                    if self.softcap:
+                        scores = self.softcap * (scores / self.softcap).tanh()
+                    rows.append(scores.softmax(0) @ self.values[row][seen])
+        return torch.stack(rows).view(len(self.queries), -1).to(self.dtype)
+
+    def check(self, workspace: Workspace | None = None, max_queries: int | None = None) -> None:
+        found, tolerance = self.attend(workspace, max_queries), TOLERANCE[self.dtype]
+        torch.testing.assert_close(found, self.expected(), atol=tolerance, rtol=tolerance)
+
+    def _num_blocks(self, row: int) -> int:
+        return -(-sum(self.lengths[row]) // self.block_size)
+
+    def _slots(self, table: Tensor, places: Tensor) -> Tensor:
+        return table[places // self.block_size].long() * self.block_size + places % self.block_size
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+MIXED: Lengths = [(0, 5), (37, 1), (9, 11), (40, 2), (0, 1)]
+DECODE: Lengths = [(70, 1), (3, 1), (31, 1)]
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
+@pytest.mark.parametrize("lengths", [MIXED, DECODE], ids=["mixed", "decode"])
+def test_heads_share_keys_and_values_in_groups(group: int, lengths: Lengths, device: torch.device) -> None:
+    Scene(lengths=lengths, group=group, device=device).check()
+
+
+def test_more_heads_in_a_group_than_a_tile_has_rows(device: torch.device) -> None:
+    Scene(lengths=[(20, 1), (3, 6)], group=20, num_kv_heads=1, device=device).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
+def test_heads_of_all_sizes(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    Scene(lengths=[(17, 1), (3, 15)], head_dim=head_dim, num_kv_heads=1, dtype=dtype, device=device).check()
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 200])
+@pytest.mark.parametrize("lengths", [[(9, 29), (60, 2)], DECODE], ids=["mixed", "decode"])
+def test_windows_hide_what_lies_before_them(window: int, lengths: Lengths, device: torch.device) -> None:
+    Scene(lengths=lengths, window=window, num_kv_heads=1, device=device).check()
+
+
+@pytest.mark.parametrize("lengths", [[(150, 1), (99, 2)], [(70, 20)]], ids=["decode", "prefill"])
+def test_a_tile_may_begin_with_blocks_that_the_window_has_left(
+    lengths: Lengths, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "TILE_BYTES", 64 * 16 * 4)
+    Scene(lengths=lengths, window=20, num_kv_heads=1, device=device).check()
+
+
+def test_hopper_has_wider_tiles_of_keys(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two warp groups share them, and there are registers for the scores."""
+    monkeypatch.setattr(attention, "TILE_BYTES", 64 * 16 * 4)
+    monkeypatch.setattr(attention, "MANY_TOKENS", 40)
+    hopper, blackwell = Chip(8, True), Chip(8, has_wgmma=True, has_tensor_memory=True)
+    scene = Scene(lengths=[(150, 50), (3, 20)], num_kv_heads=1, device=device)
+    workspace = scene.workspace(chip=hopper)
+    assert (workspace.many_tiling(70).tile, workspace.many_tiling(30).tile) == (128, 64)
+    assert scene.workspace(chip=blackwell).many_tiling(70).tile == 64
+    assert scene.workspace().many_tiling(70).tile == 32
+    scene.check(workspace)
+
+
+@pytest.mark.parametrize(("scale", "softcap"), [(0.5, 0.0), (None, 1.5), (3.0, 20.0)])
+@pytest.mark.parametrize("window", [0, 20])
+def test_scores_are_scaled_and_capped(
+    scale: float | None, softcap: float, window: int, device: torch.device
+) -> None:
+    scene = Scene(
+        lengths=[(9, 19), (60, 2)],
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        num_kv_heads=1,
+        device=device,
+    )
+    scene.check()
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48])
+def test_blocks_need_not_be_tiles(block_size: int, device: torch.device) -> None:
+    Scene(lengths=[(50, 12), (100, 1)], block_size=block_size, num_kv_heads=1, device=device).check()
+
+
+@pytest.mark.parametrize("num_queries", [1, 2, 5, 8, 16])
+def test_drafts_are_verified_in_segments(num_queries: int, device: torch.device) -> None:
+    scene = Scene(lengths=[(75, num_queries), (0, num_queries), (20, 1)], num_kv_heads=1, device=device)
+    workspace = scene.workspace(max_few_queries=num_queries)
+    scene.check(workspace, num_queries)
+    assert workspace.segments[0].first_items[1] > 2
+
+
+def test_few_queries_of_a_mixed_batch_are_cut_into_segments_too(device: torch.device) -> None:
+    scene = Scene(lengths=[(0, 30), (90, 3)], num_kv_heads=1, device=device)
+    workspace = scene.workspace(max_few_queries=3)
+    scene.check(workspace)
+    first_items = workspace.segments[0].first_items
+    assert first_items[1] == 0
+    assert first_items[2] > 2
+
+
+def test_it_agrees_with_the_reference(device: torch.device) -> None:
+    scene = Scene(lengths=MIXED, device=device)
+    scene.layer_kv.nan_to_num_()
+    expected = PagedAttention(scene.batch, scene.shape)(scene.queries.to(device), scene.layer_kv, 0)
+    torch.testing.assert_close(scene.attend(), expected.cpu(), atol=2e-6, rtol=2e-6)
+
+
+@settings(max_examples=8)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=3),
+    group=st.sampled_from([1, 3, 4]),
+    window=st.sampled_from([0, 0, 5, 18]),
+    softcap=st.sampled_from([0.0, 0.0, 4.0]),
+    max_few_queries=st.integers(1, 16),
+    batch_invariant=st.booleans(),
+    num_sms=st.sampled_from([1, 3, 20]),
+    seed=st.integers(0, 99),
+)
+def test_any_step(
+    lengths: Lengths,
+    group: int,
+    window: int,
+    softcap: float,
+    max_few_queries: int,
+    batch_invariant: bool,
+    num_sms: int,
+    seed: int,
+    device: torch.device,
+) -> None:
+    scene = Scene(
+        lengths=lengths,
+        group=group,
+        num_kv_heads=1,
+        window=window,
+        softcap=softcap,
+        seed=seed,
+        device=device,
+    )
+    workspace = scene.workspace(
+        max_few_queries=max_few_queries,
+        batch_invariant=batch_invariant,
+        chip=Chip(num_sms, has_wgmma=False),
+    )
+    scene.check(workspace)
+
+
+@pytest.mark.parametrize("max_few_queries", [1, 16])
+def test_rows_of_unused_slots_and_of_no_sequence_are_0(max_few_queries: int, device: torch.device) -> None:
+    """A graph's batch: a slot with a row and no context, one with neither, and rows beyond the last sequence."""
+    scene = Scene(lengths=[(40, 1), (11, 3)], num_kv_heads=1, device=device)
+    expected = scene.expected()
+    batch = scene.batch
+    num_unused = 7
+    end = len(expected)
+    scene.queries = torch.cat((scene.queries, torch.randn(num_unused, 2, 16)))
+    scene.batch = replace(
+        batch,
+        positions=torch.cat((batch.positions, batch.positions.new_zeros(num_unused))),
+        query_starts=torch.cat((batch.query_starts, int32([end + 1, end + 1]).to(device))),
+        context_lens=torch.cat((batch.context_lens, int32([0, 0]).to(device))),
+        block_tables=torch.cat((batch.block_tables, torch.zeros_like(batch.block_tables))),
+    )
+    workspace = Workspace(
+        scene.shape, scene.dtype, 2, 4, device, max_few_queries=max_few_queries, chip=Chip(8, False)
+    )
+    found = scene.attend(workspace, max_queries=3)
+    torch.testing.assert_close(found[:end], expected, atol=2e-6, rtol=2e-6)
+    assert not found[end:].any()
+
+
+def test_one_workspace_serves_steps_and_layers_in_any_order(device: torch.device) -> None:
+    steps = [(MIXED, 0), (DECODE, 20), (MIXED, 20), (DECODE, 0), ([(0, 20)], 0)]
+    scenes = [Scene(lengths=ls, window=window, num_kv_heads=1, device=device) for ls, window in steps]
+    workspace = scenes[0].workspace(windows=(0, 20), max_few_queries=2)
+    for scene in scenes:
+        scene.check(workspace)
+
+
+def test_queries_may_lie_between_keys_and_values(device: torch.device) -> None:
+    scene = Scene(lengths=[(9, 4), (40, 1)], device=device)
+    expected = scene.expected()
+    qkv = torch.randn(5, 8, 16)
+    qkv[:, :4] = scene.queries
+    scene.queries = qkv[:, :4]
+    torch.testing.assert_close(scene.attend(), expected, atol=2e-6, rtol=2e-6)
+
+
+COMPANY: Lengths = [(500, 1), (0, 20), (33, 4)]
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 0), (torch.float16, 30)])
+@pytest.mark.parametrize("mine", [(43, 1), (25, 3), (9, 18)], ids=["decode", "drafts", "prefill"])
+def test_a_batch_invariant_result_does_not_depend_on_its_company(
+    mine: tuple[int, int], dtype: torch.dtype, window: int, device: torch.device
+) -> None:
+    """Bit for bit: alone, before the others and among them."""
+    results = []
+    for company, place in [([], 0), (COMPANY, 0), (COMPANY, 2)]:
+        lengths = [*company[:place], mine, *company[place:]]
+        scene = Scene(lengths=lengths, num_kv_heads=1, dtype=dtype, window=window, device=device)
+        start = sum(new for _, new in lengths[:place])
+        scene = with_known_sequence(scene, place, start)
+        workspace = scene.workspace(batch_invariant=True, max_few_queries=3, chip=Chip(2, has_wgmma=False))
+        results.append(scene.attend(workspace)[start : start + mine[1]])
+    assert results[0].any()
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2], results[0])
+
+
+def with_known_sequence(scene: Scene, row: int, start: int) -> Scene:
+    """The scene with contents of one sequence that depend on its length only."""
+    generator = torch.Generator().manual_seed(7)
+    num_tokens, new = sum(scene.lengths[row]), scene.lengths[row][1]
+    kv = torch.randn(2, num_tokens, scene.num_kv_heads, scene.head_dim, generator=generator)
+    queries = torch.randn(new, *scene.queries.shape[1:], generator=generator)
+    scene.queries[start : start + new] = queries.to(scene.dtype)
+    first = max(0, scene.lengths[row][0] - scene.window + 1) // scene.block_size if scene.window else 0
+    places = torch.arange(first * scene.block_size, num_tokens)
+    slots = scene._slots(scene.batch.block_tables[row].cpu(), places).to(scene.device)
+    keys, values = kv[:, places].to(scene.device, scene.dtype)
+    write_kv(scene.layer_kv, keys, values, slots)
+    return scene
+
+
+def test_without_batch_invariance_segments_do_depend_on_it(device: torch.device) -> None:
+    alone = Scene(lengths=[(90, 1)], num_kv_heads=1, device=device)
+    crowd = Scene(lengths=[(90, 1)] * 9, num_kv_heads=1, device=device)
+    counts = []
+    for scene in (alone, crowd):
+        workspace = scene.workspace()
+        scene.attend(workspace)
+        counts.append(int(workspace.segments[0].first_items[1]))
+    assert counts[0] > counts[1]
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 6)), min_size=1, max_size=40),
+    window=st.sampled_from([0, 100]),
+    batch_invariant=st.booleans(),
+    num_sms=st.integers(1, 132),
+)
+def test_every_sequence_has_its_segments_and_no_item_is_dealt_twice(
+    lengths: Lengths, window: int, batch_invariant: bool, num_sms: int, device: torch.device
+) -> None:
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=16, block_size=16)
+    workspace = Workspace(
+        shape,
+        torch.float32,
+        8,
+        40,
+        device,
+        windows=(window,),
+        batch_invariant=batch_invariant,
+        chip=Chip(num_sms, has_wgmma=False),
+    )
+    starts = [sum(new for _, new in lengths[:row]) for row in range(len(lengths) + 1)]
+    lens = int32([done + new for done, new in lengths]).to(device)
+    tables = torch.zeros(len(lengths), 1, dtype=torch.int32, device=device)
+    tokens = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+    batch = Batch(tokens, tokens, int32(starts).to(device), lens, tables, tokens[:0])
+    TritonAttention(replace(batch, max_query_len=6), shape, workspace)
+    num_items = workspace.num_items(len(lengths))
+    segments = workspace.segments[window]
+    counts = segments.first_items[: len(lengths) + 1].diff().tolist()
+    owners = segments.item_sequences[:num_items].tolist()
+    expected = [row for row, count in enumerate(counts) for _ in range(count)]
+    assert owners == expected + [-1] * (num_items - len(expected))
+    assert [count > 0 for count in counts] == [0 < new <= 4 for _, new in lengths]
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Takes the kernels' place; notes their grids, and what torch does besides."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.grids: list[tuple[str, tuple[int, ...]]] = []
+        self.operations: list[str] = []
+        for name in ("plan_segments", "attend_few", "merge_segments", "attend_many"):
+            patch.setattr(attention, f"{name}_kernel", _Recorder(name, self.grids))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@dataclass
+class _Recorder:
+    name: str
+    grids: list[tuple[str, tuple[int, ...]]]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *_, **__: self.grids.append((self.name, grid))
+
+
+def test_grids_follow_from_shapes_and_nothing_is_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without contents, which raise whenever someone looks; the result is all that is allocated."""
+    meta = torch.device("meta")
+    shape = KVShape(num_layers=1, num_kv_heads=8, head_dim=128, block_size=16)
+    workspace = Workspace(shape, torch.bfloat16, 32, 64, meta, chip=Chip(132, True))
+    lens = torch.empty(64, dtype=torch.int32, device=meta)
+    starts, tables = torch.empty(65, dtype=torch.int32, device=meta), lens.expand(9, 64).T.contiguous()
+    queries = torch.empty(64, 32, 128, dtype=torch.bfloat16, device=meta)
+    layer_kv = torch.empty(2, 99, 8 * 16 * 128, dtype=torch.bfloat16, device=meta)
+    with Launches(monkeypatch) as launches:
+        attend = TritonAttention(Batch(lens, lens, starts, lens, tables, lens), shape, workspace)
+        attended = attend(queries, layer_kv, 0)
+    assert attended.shape == (64, 32 * 128)
+    assert launches.operations == ["aten.empty.memory_format"]
+    assert launches.grids == [
+        ("plan_segments", (5,)),
+        ("attend_few", (80, 8)),
+        ("merge_segments", (65, 32)),
+    ]
+    lens = torch.empty(1000, dtype=torch.int32, device=meta)
+    with Launches(monkeypatch) as launches:
+        attend = TritonAttention(Batch(lens, lens, starts, starts[1:], tables, lens), shape, workspace)
+        attend(torch.empty(1000, 32, 128, dtype=torch.bfloat16, device=meta), layer_kv, 0)
+    assert launches.grids[-1][0] == "attend_many"
+
+
+def test_a_step_beyond_the_workspace_is_refused(device: torch.device) -> None:
+    scene = Scene(lengths=DECODE, device=device)
+    workspace = Workspace(scene.shape, scene.dtype, 4, 2, device)
+    with pytest.raises(ValueError, match="3 sequences"):
+        scene.attend(workspace)
+
+
+def test_a_workspace_knows_its_size(device: torch.device) -> None:
+    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=80, block_size=16)
+    workspace = Workspace(shape, torch.float16, 8, 5, device, windows=(0, 7), chip=Chip(9, False))
+    items, rows = 9, 9 * 2 * 16  # 9 SMs run 18 programs, of 2 heads each
+    assert workspace.num_bytes == 4 * (rows * (80 + 2) + 2 * (items + 6))

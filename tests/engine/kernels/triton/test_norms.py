@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.triton.norms import add_rms_norm, num_warps, rms_norm
+from tests.engine.kernels.triton.agreement import DTYPES, assert_agree
+
+
+def random(
+    *shape: int, dtype: torch.dtype, device: torch.device, seed: int = 0, scale: float = 1.0
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(shape, generator=generator)).to(device, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(
+    num_rows=st.integers(1, 4),
+    size=st.integers(1, 300),
+    eps=st.sampled_from([1e-6, 1e-5, 0.1]),
+    scale=st.sampled_from([1e-4, 1.0, 300.0]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=30, deadline=None)
+def test_it_is_the_reference(
+    dtype: torch.dtype, num_rows: int, size: int, eps: float, scale: float, seed: int, device: torch.device
+) -> None:
+    hidden, delta = random(2, num_rows, size, dtype=dtype, device=device, seed=seed, scale=scale)
+    weight = random(size, dtype=dtype, device=device, seed=seed + 1)
+    before = hidden.clone(), delta.clone()
+    assert_agree(rms_norm(hidden, weight, eps), reference.rms_norm(hidden, weight, eps))
+    total, normed = add_rms_norm(hidden, delta, weight, eps)
+    expected_total, expected_normed = reference.add_rms_norm(hidden, delta, weight, eps)
+    assert torch.equal(total, expected_total)
+    assert_agree(normed, expected_normed)
+    assert torch.equal(hidden, before[0])
+    assert torch.equal(delta, before[1])
+
+
+@pytest.mark.parametrize("size", [4096, 5000])
+def test_it_is_the_reference_on_rows_of_a_real_size(size: int, device: torch.device) -> None:
+    hidden, delta = random(2, 2, size, dtype=torch.float16, device=device)
+    weight = random(size, dtype=torch.float16, device=device, seed=1)
+    for found, expected in zip(
+        add_rms_norm(hidden, delta, weight, 1e-5),
+        reference.add_rms_norm(hidden, delta, weight, 1e-5),
+        strict=True,
+    ):
+        assert_agree(found, expected)
+
+
+def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
+    hidden, delta = random(2, 7, 100, dtype=torch.float16, device=device)
+    weight = random(100, dtype=torch.float16, device=device, seed=1)
+    together = add_rms_norm(hidden, delta, weight, 1e-5)
+    for row in range(7):
+        alone = add_rms_norm(hidden[row : row + 1], delta[row : row + 1], weight, 1e-5)
+        assert all(torch.equal(a[row : row + 1], b) for a, b in zip(together, alone, strict=True))
+
+
+def test_heads_that_are_part_of_wider_rows_are_normed_each(device: torch.device) -> None:
+    heads = random(3, 8, 16, dtype=torch.float32, device=device)[:, 2:7]
+    weight = random(16, dtype=torch.float32, device=device, seed=1)
+    found = rms_norm(heads, weight, 1e-6)
+    assert found.is_contiguous()
+    assert_agree(found, reference.rms_norm(heads, weight, 1e-6))
+
+
+def test_no_rows_are_no_launch(device: torch.device) -> None:
+    nothing, weight = torch.empty(0, 16, device=device), torch.ones(16, device=device)
+    assert rms_norm(nothing, weight, 1e-6).shape == (0, 16)
+    assert [part.shape for part in add_rms_norm(nothing, nothing, weight, 1e-6)] == [(0, 16)] * 2
+
+
+@pytest.mark.parametrize(
+    ("block", "warps"), [(16, 8), (2048, 8), (4096, 8), (8192, 16), (16384, 16), (32768, 16)]
+)
+def test_longer_rows_get_more_threads(block: int, warps: int) -> None:
+    assert num_warps(block) == warps

@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.kernels import reference
+from engine.kernels.batch import Batch
+from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.ops import RotateAndWrite
+from engine.kernels.reference import TokenPlaces
+from engine.kernels.triton import rotary
+from engine.kernels.triton.rotary import rotate_and_write, slot_mapping
+from tests.engine.kernels.test_reference import BLOCK_SIZE, SEQUENCES, make_batch
+from tests.engine.kernels.triton.agreement import DTYPES, assert_agree
+
+NUM_BLOCKS, NUM_POSITIONS, EPS = 9, 50, 1e-5
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Sizes of one layer's heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    norms: bool
+
+    @property
+    def shape(self) -> KVShape:
+        return KVShape(
+            num_layers=1, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, block_size=self.block_size
+        )
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> Layer:
+    num_kv_heads = draw(st.integers(1, 5))
+    return Layer(
+        num_heads=num_kv_heads * draw(st.integers(1, 4)),
+        num_kv_heads=num_kv_heads,
+        head_dim=draw(st.sampled_from([2, 6, 16, 20, 32])),
+        block_size=draw(st.sampled_from([1, 3, 16])),
+        norms=draw(st.booleans()),
+    )
+
+
+class Step:
+    """The projection of some tokens, at random positions, with random slots; some have none."""
+
+    def __init__(self, layer: Layer, num_tokens: int, dtype: torch.dtype, device: torch.device, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(device, dtype)
+
+        width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
+        self.layer, self.qkv = layer, random(num_tokens, width)
+        self.q_norm, self.k_norm = (random(layer.head_dim) if layer.norms else None for _ in range(2))
+        angles = torch.rand(NUM_POSITIONS, layer.head_dim // 2, generator=generator).to(device) * 6.3
+        positions = torch.randint(NUM_POSITIONS, (num_tokens,), generator=generator, dtype=torch.int32)
+        slots = torch.randperm(NUM_BLOCKS * layer.block_size, generator=generator)[:num_tokens]
+        padding = torch.rand(num_tokens, generator=generator) < 0.2
+        self.places = TokenPlaces(
+            positions.masked_fill(padding, -1).to(device),
+            slots.masked_fill(padding, -1).to(device),
+            angles.cos(),
+            angles.sin(),
+        )
+
+    def kv(self, dtype: torch.dtype) -> Tensor:
+        """One layer's cache, full of what others wrote."""
+        device = self.qkv.device
+        cache = KVCache(self.layer.shape, NUM_BLOCKS, dtype, device)
+        return cache.data.copy_(torch.arange(cache.data.numel(), device=device).view_as(cache.data) % 251)[0]
+
+    def run(self, function: RotateAndWrite, kv: Tensor) -> Tensor:
+        """The queries of the rows that have a slot."""
+        queries = function(self.qkv, self.q_norm, self.k_norm, EPS, self.places, kv, self.layer.shape)
+        assert queries.is_contiguous()
+        return queries[self.places.slots >= 0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(layer=layers(), num_tokens=st.integers(0, 9), seed=st.integers(0, 1000))
+@settings(max_examples=25, deadline=None)
+def test_it_is_the_reference(
+    dtype: torch.dtype, layer: Layer, num_tokens: int, seed: int, device: torch.device
+) -> None:
+    num_tokens = min(num_tokens, NUM_BLOCKS * layer.block_size)
+    step = Step(layer, num_tokens, dtype, device, seed)
+    found_kv, expected_kv = step.kv(dtype), step.kv(dtype)
+    found = step.run(rotate_and_write, found_kv)
+    expected = step.run(reference.rotate_and_write, expected_kv)
+    assert_agree(found, expected)
+    untouched = expected_kv == step.kv(dtype)
+    assert torch.equal(found_kv[untouched], expected_kv[untouched])
+    assert_agree(found_kv[~untouched], expected_kv[~untouched], scale=4.0)
+
+
+def test_the_cache_may_be_of_another_dtype(device: torch.device) -> None:
+    step = Step(Layer(4, 2, 16, 4, norms=True), 7, torch.float32, device, seed=2)
+    found_kv, expected_kv = step.kv(torch.float16), step.kv(torch.float16)
+    assert_agree(step.run(rotate_and_write, found_kv), step.run(reference.rotate_and_write, expected_kv))
+    assert_agree(found_kv, expected_kv, scale=4.0)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning"
+)  # they are rotated, for nothing
+def test_values_are_stored_as_they_are(device: torch.device) -> None:
+    layer = Layer(1, 1, 4, 4, norms=True)
+    step = Step(layer, 1, torch.float16, device, seed=0)
+    values = torch.tensor([torch.inf, -torch.inf, 6e-8, -0.0], dtype=torch.float16, device=device)
+    step.qkv[0, 8:] = values
+    kv = step.kv(torch.float16)
+    step.places.slots[0], step.places.positions[0] = 5, 0
+    step.run(rotate_and_write, kv)
+    assert torch.equal(kv[1].view(NUM_BLOCKS, 4, 4)[1, 1].view(torch.int16), values.view(torch.int16))
+
+
+def test_rows_without_a_slot_write_nothing(device: torch.device) -> None:
+    step = Step(Layer(4, 2, 16, 4, norms=False), 5, torch.float32, device, seed=1)
+    step.places.slots.fill_(-1)
+    kv = step.kv(torch.float32)
+    step.run(rotate_and_write, kv)
+    assert torch.equal(kv, step.kv(torch.float32))
+
+
+def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
+    step = Step(Layer(6, 3, 16, 4, norms=True), 8, torch.float16, device, seed=3)
+    step.places.slots.copy_(torch.arange(8))
+    step.places.positions.copy_(torch.arange(8))
+    together, alone = step.kv(torch.float16), step.kv(torch.float16)
+    queries = step.run(rotate_and_write, together)
+    for row in range(8):
+        places = TokenPlaces(
+            step.places.positions[row : row + 1],
+            step.places.slots[row : row + 1],
+            step.places.cos,
+            step.places.sin,
+        )
+        query = rotate_and_write(
+            step.qkv[row : row + 1], step.q_norm, step.k_norm, EPS, places, alone, step.layer.shape
+        )
+        assert torch.equal(query[0], queries[row])
+    assert torch.equal(alone, together)
+
+
+@given(SEQUENCES, st.integers(0, 3), st.integers(0, 3))
+@settings(max_examples=25, deadline=None)
+def test_slots_are_those_of_the_reference(
+    device: torch.device, sequences: list[tuple[int, int]], num_padding_rows: int, num_padding_sequences: int
+) -> None:
+    batch = padded(make_batch(sequences), num_padding_rows, num_padding_sequences).to(device)
+    found = slot_mapping(batch, BLOCK_SIZE)
+    assert found.dtype == torch.int64
+    assert found.tolist() == reference.slot_mapping(batch, BLOCK_SIZE).tolist()
+    assert found[: len(found) - num_padding_rows].ge(0).all()
+    assert found[len(found) - num_padding_rows :].eq(-1).all()
+
+
+def padded(batch: Batch, num_rows: int, num_sequences: int) -> Batch:
+    """With rows of no sequence, and sequences of no rows, behind the others."""
+    batch.positions = torch.cat((batch.positions, torch.full((num_rows,), 7, dtype=torch.int32)))
+    ends = batch.query_starts[-1:].expand(num_sequences)
+    batch.query_starts = torch.cat((batch.query_starts, ends))
+    tables = batch.block_tables
+    batch.block_tables = torch.cat((tables, tables.new_zeros(num_sequences, tables.shape[1])))
+    return batch
+
+
+def test_a_negative_position_has_no_slot(device: torch.device) -> None:
+    batch = make_batch([(3, 1), (0, 2), (6, 1)]).to(device)
+    batch.positions[1] = -1
+    expected = reference.slot_mapping(batch, BLOCK_SIZE).tolist()
+    assert expected[1] == -1
+    assert slot_mapping(batch, BLOCK_SIZE).tolist() == expected
+
+
+def test_slots_of_more_rows_than_one_program_has(device: torch.device) -> None:
+    batch = make_batch([(5, 2 * rotary.SLOTS_PER_PROGRAM), (0, 3), (17, 90)]).to(device)
+    assert slot_mapping(batch, BLOCK_SIZE).tolist() == reference.slot_mapping(batch, BLOCK_SIZE).tolist()

@@ -1,0 +1,61 @@
+"""All of a GPU's step, from the slot table to the tokens, as Triton computes it: the tokens of plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.execution import loader
+from engine.execution.device_runner import DeviceLimits, DeviceSteps
+from engine.execution.loader import LoadedModel, load_model
+from engine.execution.runner import ModelRunner, Steps
+from engine.kernels.ops import Kernels, reference_kernels, triton_kernels
+from engine.model.config import LoadOptions, ModelConfig
+from tests.engine.checkpoints import make_checkpoint
+from tests.engine.execution.test_device_runner import Party, RepeatingDevice, ask
+
+SEATS, BUDGET = 2, 8
+CPU = torch.device("cpu")
+OPTIONS = LoadOptions(
+    dtype="float32", num_blocks=12, max_num_seqs=SEATS, max_batch_tokens=BUDGET, max_query_len=2
+)
+REQUESTS = (
+    ask("greedy", 10, max_tokens=7, temperature=0.0),
+    ask("drawn", 2, max_tokens=4, seed=3, top_p=0.9, top_k=40, presence_penalty=1.0),
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), num_hidden_layers=1)
+
+
+def load(folder: Path, device: torch.device, kernels: Callable[[ModelConfig], Kernels]) -> LoadedModel:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "select", lambda config, *_: kernels(config))
+        return load_model(folder, replace(OPTIONS, device=device.type), lambda _: None, lambda *_: None)
+
+
+def party(make: Callable[[], LoadedModel], make_steps: Callable[[LoadedModel], Steps] | None = None) -> Party:
+    runner = ModelRunner(make, make_steps)
+    runner.load()
+    return Party(runner, budget=BUDGET, num_blocks=12).run(*REQUESTS)
+
+
+def test_a_whole_step_says_what_plain_torch_says(folder: Path, device: torch.device) -> None:
+    """Prompts in chunks, short ends of prompts, decodes alone and together, out of graphs that do the work again."""
+    limits = DeviceLimits(max_num_seqs=SEATS, max_batch_tokens=BUDGET, max_query_len=2)
+    graphs = RepeatingDevice()
+    found = party(
+        lambda: load(folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS)),
+        lambda model: DeviceSteps(model, limits, graphs, say=lambda _: None),
+    )
+    expected = party(lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32)))
+    assert found.tokens() == expected.tokens()
+    assert len(set(graphs.replays)) > 2

@@ -1,0 +1,321 @@
+"""The scheduler's promises, one by one."""
+
+from __future__ import annotations
+
+from threading import Lock
+
+import pytest
+
+from engine.planning.block_tables import BlockTables
+from engine.planning.blocks import PoolViolation
+from engine.planning.request import FinishReason, Output, Request
+from engine.planning.scheduler import Scheduler, SchedulerLimits
+from engine.planning.step import Plan
+from priority.queue import LaneQueue
+from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
+
+
+class Bench:
+    """A scheduler with its queue and a paper runner, stepped by hand."""
+
+    def __init__(
+        self, *, num_blocks: int = 64, budget: int = 64, max_num_seqs: int = 8, max_model_len: int = 200
+    ) -> None:
+        self.runner = PaperRunner(num_blocks, 4)
+        self.queue = LaneQueue(Lock())
+        self.tables = BlockTables(num_blocks, 4)
+        limits = SchedulerLimits(
+            max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=max_model_len
+        )
+        self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits)
+        self.now = 0.0
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.last: dict[tuple[str, int], Output] = {}
+
+    def submit(self, *requests: Request) -> None:
+        for request in requests:
+            self.queue.put(request, self.now)
+
+    def step(self) -> Plan:
+        self.now += 1.0
+        plan = self.scheduler.plan(self.now)
+        self.receive(self.scheduler.commit(plan, self.runner.execute(plan), self.now))
+        return plan
+
+    def receive(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            self.tokens.setdefault((output.request_id, output.index), []).extend(output.token_ids)
+            self.last[output.request_id, output.index] = output
+
+    def finish(self) -> None:
+        for _ in range(1_000):
+            if self.scheduler.is_idle and not any(self.queue.depths().values()):
+                return
+            self.step()
+        raise AssertionError("the work does not end")
+
+
+def work(plan: Plan) -> list[tuple[str, int, int]]:
+    return [(c.sequence.request.request_id, c.start, c.num_tokens) for c in plan.chunks]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_a_running_decode() -> None:
+    bench = Bench(budget=8)
+    bench.submit(make_request("short", [1, 2, 3], max_tokens=9))
+    bench.step()
+    bench.submit(make_request("long", list(range(20)), max_tokens=2))
+    assert work(bench.step()) == [("short", 3, 1), ("long", 0, 7)]
+    assert work(bench.step()) == [("short", 4, 1), ("long", 7, 7)]
+    assert work(bench.step()) == [("short", 5, 1), ("long", 14, 6)]
+    assert len(bench.tokens["long", 0]) == 1
+
+
+def test_decodes_take_turns_when_the_budget_is_short_of_them() -> None:
+    bench = Bench(budget=2, max_num_seqs=5)
+    bench.submit(make_request("r", [1, 2], max_tokens=50, n=5))
+    for _ in range(30):
+        bench.step()
+    counts = [len(tokens) for tokens in bench.tokens.values()]
+    assert len(counts) == 5
+    assert max(counts) - min(counts) <= 2
+
+
+def test_a_repeated_prompt_is_a_prefix_hit_but_its_last_token_is_computed() -> None:
+    bench = Bench()
+    prompt = list(range(16))
+    bench.submit(make_request("a", prompt, max_tokens=1))
+    bench.finish()
+    bench.submit(make_request("b", prompt, max_tokens=1))
+    assert work(bench.step()) == [("b", 12, 4)]
+    timings = bench.last["b", 0].timings
+    assert timings is not None
+    assert timings.num_cached_tokens == 12
+    assert bench.tokens["a", 0] == bench.tokens["b", 0]
+
+
+def test_another_salt_never_hits() -> None:
+    bench = Bench()
+    bench.submit(make_request("a", list(range(16)), max_tokens=1, salt=b"alice"))
+    bench.finish()
+    bench.submit(make_request("b", list(range(16)), max_tokens=1, salt=b"bob"))
+    assert work(bench.step()) == [("b", 0, 16)]
+
+
+def test_output_tokens_can_be_hit_by_the_next_turn() -> None:
+    bench = Bench()
+    first = make_request("a", [1, 2, 3, 4], max_tokens=9)
+    bench.submit(first)
+    bench.finish()
+    turn = [1, 2, 3, 4, *bench.tokens["a", 0], 7, 8]
+    bench.submit(make_request("b", turn, max_tokens=1))
+    assert work(bench.step()) == [("b", 12, len(turn) - 12)]
+
+
+def test_a_prefix_that_is_being_computed_is_waited_for_not_computed_twice() -> None:
+    bench = Bench(budget=8)
+    shared = list(range(16))
+    bench.submit(*(make_request(f"r{i}", [*shared, 20 + i], max_tokens=1) for i in range(3)))
+    bench.submit(make_request("other", [40], max_tokens=1))
+    bench.finish()
+    assert bench.runner.num_tokens == 16 + 3 + 1
+
+
+def test_whoever_waits_for_a_prefix_goes_on_when_its_owner_is_cancelled() -> None:
+    bench = Bench(budget=8)
+    shared = list(range(16))
+    bench.submit(make_request("a", [*shared, 20]), make_request("b", [*shared, 21]))
+    bench.step()
+    bench.receive(bench.scheduler.cancel("a", bench.now))
+    bench.finish()
+    assert bench.tokens["b", 0] == expected_output(make_request("b", [*shared, 21]), 0, 200)
+
+
+def test_choices_share_the_prompt_and_copy_on_write() -> None:
+    bench = Bench()
+    request = make_request("r", list(range(10)), max_tokens=6, n=3, seed=5)
+    bench.submit(request)
+    bench.step()
+    assert bench.runner.num_tokens == 10
+    tables = [s.block_table for s in bench.scheduler.running]
+    assert tables[0][:2] == tables[1][:2] == tables[2][:2]
+    bench.finish()
+    for index in range(3):
+        assert bench.tokens["r", index] == expected_output(request, index, 200)
+
+
+def test_choices_beyond_the_seats_wait_and_hit_the_prompt() -> None:
+    bench = Bench(max_num_seqs=1)
+    request = make_request("r", list(range(10)), max_tokens=3, n=3)
+    bench.submit(request)
+    bench.finish()
+    assert [bench.tokens["r", i] for i in range(3)] == [expected_output(request, i, 200) for i in range(3)]
+    assert bench.runner.num_tokens < 3 * (10 + 2)
+
+
+def test_choices_are_made_even_if_the_first_ends_with_its_first_token() -> None:
+    bench = Bench()
+    bench.submit(make_request("r", [1, 2], max_tokens=1, n=3))
+    bench.finish()
+    assert {key: len(tokens) for key, tokens in bench.tokens.items()} == {("r", i): 1 for i in range(3)}
+
+
+def test_when_blocks_run_out_the_newest_of_the_least_urgent_lane_gives_way() -> None:
+    bench = Bench(num_blocks=9)
+    bench.submit(make_request("urgent", [1] * 8, max_tokens=8, lane=0))
+    bench.submit(make_request("batch", [2] * 8, max_tokens=8, lane=2))
+    bench.step()
+    for _ in range(8):
+        bench.step()
+    bench.finish()
+    preemptions = {key[0]: out.timings.num_preemptions for key, out in bench.last.items() if out.timings}
+    assert preemptions["urgent"] == 0
+    assert bench.tokens["batch", 0] == expected_output(make_request("batch", [2] * 8, max_tokens=8), 0, 200)
+
+
+def test_a_preempted_sequence_keeps_its_place_and_goes_on() -> None:
+    bench = Bench(max_num_seqs=2)
+    requests = [make_request(f"r{i}", [i] * 6, max_tokens=6) for i in range(3)]
+    bench.submit(*requests)
+    bench.step()
+    bench.scheduler.preempt(bench.scheduler.running[0])
+    plan = bench.step()
+    assert [c.sequence.request.request_id for c in plan.chunks] == ["r1", "r0"]
+    bench.finish()
+    assert [bench.tokens[r.request_id, 0] for r in requests] == [expected_output(r, 0, 200) for r in requests]
+
+
+def test_a_sequence_ends_when_the_pool_can_hold_no_more_of_it() -> None:
+    bench = Bench(num_blocks=4)
+    bench.submit(make_request("r", [1, 2, 3], max_tokens=500))
+    bench.finish()
+    assert len(bench.tokens["r", 0]) == 3 * 4 - 3
+    assert bench.last["r", 0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_cancel_ends_every_choice_once_and_frees_all(num_steps: int) -> None:
+    bench = Bench(budget=8)
+    bench.submit(
+        make_request("r", list(range(20)), max_tokens=50, n=2), make_request("other", [3], max_tokens=2)
+    )
+    for _ in range(1 + num_steps):
+        bench.step()
+    outputs = bench.scheduler.cancel("r", bench.now)
+    assert sorted(o.index for o in outputs) == [0, 1]
+    assert {o.finish_reason for o in outputs} == {FinishReason.CANCELLED}
+    assert bench.scheduler.cancel("r", bench.now) == []
+    bench.finish()
+    bench.scheduler.check()
+    assert bench.tables.pool.num_free == 63
+
+
+def test_one_sequence_with_bad_logits_fails_alone() -> None:
+    bench = Bench()
+    good = make_request("good", [1, 2], max_tokens=3)
+    bench.submit(make_request("bad", [5, 6], max_tokens=3), good)
+    bench.runner.bad.add(("bad", 0))
+    bench.finish()
+    assert bench.last["bad", 0].finish_reason is FinishReason.FAILED
+    assert bench.last["bad", 0].error == "logits were not finite"
+    assert bench.tokens["good", 0] == expected_output(good, 0, 200)
+
+
+def test_a_head_that_does_not_fit_is_not_overtaken() -> None:
+    bench = Bench(num_blocks=9)
+    bench.submit(make_request("big", [1] * 16, max_tokens=8))
+    bench.step()
+    bench.submit(make_request("wide", [2] * 24, max_tokens=1), make_request("small", [3], max_tokens=1))
+    assert work(bench.step()) == [("big", 16, 1)]
+    bench.finish()
+    assert list(bench.tokens) == [("big", 0), ("wide", 0), ("small", 0)]
+
+
+# Steps that the device has no room for
+
+
+def test_long_chunks_are_cut_before_decodes_and_the_least_urgent_first() -> None:
+    bench = Bench()
+    bench.submit(make_request("a", [1] * 3), make_request("b", [2] * 3))
+    bench.step()
+    bench.submit(make_request("late", [3] * 10, lane=2), make_request("urgent", [4] * 10, lane=0))
+    plan = bench.scheduler.plan(2.0)
+    assert sorted(work(plan)) == [("a", 3, 1), ("b", 3, 1), ("late", 0, 10), ("urgent", 0, 10)]
+    cuts = []
+    while bench.scheduler.shrink(plan):
+        assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks)
+        for chunk in plan.chunks:
+            assert chunk.start + chunk.num_tokens == chunk.sequence.num_computed
+            assert chunk.samples == (chunk.sequence.num_computed == len(chunk.sequence.token_ids))
+            assert chunk.sequence.num_pending == chunk.samples
+        bench.scheduler.check()
+        cuts.append(sorted(work(plan)))
+    assert cuts == [
+        [("a", 3, 1), ("b", 3, 1), ("urgent", 0, 9)],
+        [("a", 3, 1), ("b", 3, 1), ("urgent", 0, 4)],
+        [("a", 3, 1), ("b", 3, 1), ("urgent", 0, 1)],
+        [("a", 3, 1), ("urgent", 0, 1)],
+        [("urgent", 0, 1)],
+    ]
+    bench.receive(bench.scheduler.commit(plan, bench.runner.execute(plan), 2.0))
+    bench.finish()
+    assert bench.scheduler.counters.num_preemptions == 0
+    assert bench.runner.num_tokens == 2 * (3 + 3) + 2 * (10 + 3), "every token once"
+    assert all(len(tokens) == 4 for tokens in bench.tokens.values())
+
+
+def test_who_awaits_a_copy_and_is_left_out_gives_way() -> None:
+    """The step may yet fail, and then the copy was never made."""
+    bench = Bench()
+    request = make_request("r", [1, 2, 3, 4, 5], n=3)
+    bench.submit(request)
+    bench.step()
+    plan = bench.scheduler.plan(2.0)
+    assert (len(plan.chunks), len(plan.copies)) == (3, 2)
+    while bench.scheduler.shrink(plan):
+        pass
+    assert (work(plan), len(plan.copies)) == ([("r", 5, 1)], 1)
+    assert [s.index for s in bench.scheduler.waiting] == [1]
+    assert [s.index for s in bench.scheduler.running] == [0, 2], (
+        "the last one has the block that the others copy"
+    )
+    bench.receive(bench.scheduler.fail_step(plan, "no room", 2.0))
+    bench.finish()
+    assert bench.last["r", 0].error == "no room"
+    assert [bench.tokens["r", i] for i in (1, 2)] == [expected_output(request, i, 200) for i in (1, 2)]
+
+
+def test_steps_are_small_for_a_while_and_grow_again_more_and_more_slowly() -> None:
+    bench = Bench(budget=64)
+    bench.submit(make_request("r", [1] * 150, max_tokens=1))
+    plan = bench.scheduler.plan(1.0)
+    assert plan.num_tokens == 64
+    assert [bench.scheduler.shrink(plan) for _ in range(5)] == [True] * 5
+    bench.receive(bench.scheduler.commit(plan, bench.runner.execute(plan), 1.0))
+    sizes = [bench.step().num_tokens for _ in range(35)]
+    assert sizes == [2] * 31 + [4] * 4
+    bench.finish()
+    for number in range(8):
+        bench.submit(make_request(f"slow {number}", [2], max_tokens=150))
+        bench.finish()
+    assert bench.scheduler.most_tokens == 64
+    bench.submit(make_request("next", [3] * 100))
+    assert bench.step().num_tokens == 64
+
+
+def test_charges_add_up_to_the_work_done() -> None:
+    charged: list[tuple[str, int, int]] = []
+    bench = Bench(budget=8)
+    bench.queue.charge = lambda work, _: charged.extend((r.request_id, p, o) for r, p, o in work)  # type: ignore[method-assign, assignment]
+    bench.submit(make_request("r", list(range(20)), max_tokens=5))
+    bench.finish()
+    assert sum(p for _, p, _ in charged) == 20
+    assert sum(o for _, _, o in charged) == 5
+
+
+def test_check_finds_a_reference_nobody_holds() -> None:
+    bench = Bench()
+    bench.submit(make_request("r", [1, 2], max_tokens=9))
+    bench.step()
+    bench.scheduler.running[0].block_table.pop()
+    with pytest.raises(PoolViolation):
+        bench.scheduler.check()

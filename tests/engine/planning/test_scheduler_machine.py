@@ -1,0 +1,220 @@
+"""The planning side under a random machine: submit, step, fork, preempt, cancel, fail, finish, in any order.
+
+It plays with a runner that has done each step before the next is planned, and with one that has a step in flight then.
+
+After every action the pool must balance; at the end every choice of every request has brought exactly the tokens of an
+undisturbed run, or ended once as cancelled or failed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from threading import Lock
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.engine import launch_fitting
+from engine.planning.block_tables import BlockTables
+from engine.planning.request import FinishReason, Output, Request
+from engine.planning.scheduler import Scheduler, SchedulerLimits
+from engine.planning.step import OutOfMemory, Plan, StepInFlight
+from priority.queue import LaneQueue
+from tests.engine.late import LateRunner
+from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
+
+BLOCK_SIZE = 4
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(8, 30),
+        budget=st.integers(1, 24),
+        max_num_seqs=st.integers(1, 6),
+        prefix_cache=st.booleans(),
+        is_late=st.booleans(),
+        pace=st.randoms(use_true_random=False),
+    )
+    def build(
+        self,
+        num_blocks: int,
+        budget: int,
+        max_num_seqs: int,
+        prefix_cache: bool,
+        is_late: bool,
+        pace: random.Random,
+    ) -> None:
+        self.queue = LaneQueue(Lock())
+        self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
+        self.runner: PaperRunner = PaperRunner(num_blocks, BLOCK_SIZE)
+        if is_late:
+            self.runner = late = LateRunner(num_blocks, BLOCK_SIZE, hurries=lambda: pace.random() < 0.5)
+            late.watch(self.tables)
+        self.flights: deque[tuple[Plan, StepInFlight]] = deque()
+        self.budget = budget
+        limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=28)
+        self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits)
+        self.requests: dict[str, Request] = {}
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.ended: dict[tuple[str, int], FinishReason] = {}
+        self.now = 0.0
+
+    def receive(self, outputs: list[Output]) -> None:
+        for output in outputs:
+            key = output.request_id, output.index
+            assert key not in self.ended, f"{key} went on after its end"
+            self.tokens.setdefault(key, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                assert output.timings is not None
+                assert output.timings.arrival_s <= output.timings.scheduled_s <= output.timings.finished_s
+                self.ended[key] = output.finish_reason
+
+    @rule(
+        stem=st.integers(0, 2),
+        length=st.integers(1, 20),
+        max_tokens=st.integers(1, 12),
+        n=st.sampled_from([1, 1, 1, 2, 3]),
+        lane=st.integers(0, 2),
+        salt=st.sampled_from([b"", b"other"]),
+    )
+    def submit(self, stem: int, length: int, max_tokens: int, n: int, lane: int, salt: bytes) -> None:
+        name = f"r{len(self.requests)}"
+        prompt = [(stem * 7 + i) % 11 for i in range(min(length, self.scheduler.max_len - 1))]
+        request = make_request(
+            name, prompt, max_tokens=max_tokens, n=n, lane=lane, salt=salt, seed=length, arrival_s=self.now
+        )
+        self.requests[name] = request
+        self.queue.put(request, self.now)
+
+    @rule(steps=st.integers(1, 4))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            self.one_step()
+
+    def one_step(self) -> None:
+        plan = self.plan()
+        is_launched = bool(plan.chunks) and self.launch(plan)
+        if not plan.chunks and not self.flights:
+            assert self.scheduler.is_idle, "there is work, and the step is idle"
+            assert not any(self.queue.depths().values()), "somebody waits for an empty engine"
+        self.land(self.runner.num_ahead if is_launched else 0)
+
+    def launch(self, plan: Plan) -> bool:
+        """False if there was no room for any of it; then it has failed."""
+        before = self.runner.num_refused
+        try:
+            self.flights.append((plan, launch_fitting(self.runner, self.scheduler, plan)))
+        except OutOfMemory:
+            assert plan.num_tokens == 1 > self.runner.room
+            self.land(0)
+            self.receive(self.scheduler.fail_step(plan, "no room", self.now))
+        assert self.runner.num_refused - before <= 1 + self.budget.bit_length(), "halved every time"
+        return plan.num_tokens <= self.runner.room
+
+    def plan(self) -> Plan:
+        self.now += 1.0
+        plan = self.scheduler.plan(self.now)
+        assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks) <= self.budget
+        assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks)
+        assert len({target for _, target in plan.copies}) == len(plan.copies)
+        for chunk in plan.chunks:
+            assert chunk.start + chunk.num_tokens < chunk.sequence.max_len, "nobody needs its last token's KV"
+        return plan
+
+    def land(self, num_left: int) -> None:
+        while len(self.flights) > num_left:
+            plan, step = self.flights.popleft()
+            self.receive(self.scheduler.commit(plan, step.wait(), self.now))
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(pick=st.integers(0, 5))
+    def preempt(self, pick: int) -> None:
+        self.scheduler.preempt(self.scheduler.running[pick % len(self.scheduler.running)])
+
+    @precondition(lambda self: self.requests)
+    @rule(pick=st.integers(0, 50))
+    def cancel(self, pick: int) -> None:
+        name = f"r{pick % len(self.requests)}"
+        if self.queue.cancel(name):
+            for index in range(self.requests[name].n):
+                self.ended[name, index] = FinishReason.CANCELLED
+        else:
+            self.receive(self.scheduler.cancel(name, self.now))
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule()
+    def fail_at_launch(self) -> None:
+        """A step that was planned and then broke: its sequences fail, the others do not notice."""
+        plan = self.plan()
+        self.land(0)
+        if plan.chunks:
+            self.receive(self.scheduler.fail_step(plan, "broken", self.now))
+
+    @precondition(lambda self: self.flights)
+    @rule()
+    def fail_in_flight(self) -> None:
+        """The next one is launched already, and computes on for sequences that then have failed."""
+        plan = self.plan()
+        if plan.chunks:
+            self.launch(plan)
+        if not self.flights:
+            return
+        broken, step = self.flights.popleft()
+        step.wait()
+        self.receive(self.scheduler.fail_step(broken, "broken", self.now))
+
+    @rule(room=st.integers(1, 24) | st.just(0), late=st.booleans())
+    def memory_is_short(self, room: int, late: bool) -> None:
+        """From now on the device refuses larger steps."""
+        self.runner.room, self.runner.refuses_late = room, late
+
+    @rule(late=st.booleans())
+    def no_memory_for_a_step(self, late: bool) -> None:
+        room, self.runner.room, self.runner.refuses_late = self.runner.room, 0, late
+        self.one_step()
+        self.runner.room = room
+
+    @rule()
+    def memory_is_there_again(self) -> None:
+        self.runner.room = 1 << 30
+
+    @precondition(lambda self: self.scheduler.running)
+    @rule(pick=st.integers(0, 5))
+    def bad_logits(self, pick: int) -> None:
+        self.runner.bad.add(self.scheduler.running[pick % len(self.scheduler.running)].key)
+
+    @invariant()
+    def books_balance(self) -> None:
+        if hasattr(self, "scheduler"):
+            self.scheduler.check()
+            assert len(self.scheduler.running) <= self.scheduler.limits.max_num_seqs
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.runner.room = max(1, self.runner.room)
+        for _ in range(3_000):
+            if self.scheduler.is_idle and not self.flights and not any(self.queue.depths().values()):
+                break
+            self.one_step()
+        assert self.scheduler.is_idle, "the work does not end"
+        self.scheduler.check()
+        assert self.tables.pool.num_free == self.tables.pool.num_blocks - 1
+        assert self.tables.index.num_pending == 0
+        for name, request in self.requests.items():
+            for index in range(request.n):
+                self.check_choice(name, index, request)
+
+    def check_choice(self, name: str, index: int, request: Request) -> None:
+        tokens = self.tokens.get((name, index), [])
+        expected = expected_output(request, index, self.scheduler.max_len)
+        if self.ended[name, index] is FinishReason.LENGTH:
+            assert tokens == expected
+        else:
+            assert tokens == expected[: len(tokens)]
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestScheduler = SchedulerMachine.TestCase
