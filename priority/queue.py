@@ -206,11 +206,12 @@ class LaneQueue:
         with self._lock:
             self._now_us = max(self._now_us, microseconds(now))
             outputs: dict[Account, int] = {}
+            tickets, prefilling = self._tickets, Stage.PREFILLING
             for request, num_prompt, num_output in work:
-                ticket = self._tickets.get(request.request_id)
+                ticket = tickets.get(request.request_id)
                 if ticket is None:
                     continue
-                if ticket.stage is Stage.PREFILLING:
+                if ticket.stage is prefilling:
                     self._note_prefill(ticket, num_prompt, num_output, now)
                 if num_output:
                     outputs[ticket.account] = outputs.get(ticket.account, 0) + num_output

@@ -1,7 +1,7 @@
-"""The pool of KV blocks: who holds which, and which one goes next.
+"""The pool of KV blocks: reference counts, and the order in which free blocks are reused.
 
-A block is free when nobody holds it. A free block may still carry content worth finding again (the prefix index knows
-which); the free list is in order of last use, so the content that was useful longest ago is given up first.
+A block is free when nobody holds it. A free block may still have content that the prefix index finds; the free list is
+in order of last use, so that the content that was used longest ago is overwritten first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 
 class PoolViolation(AssertionError):
-    """The pool's books do not balance."""
+    """The reference counts of the pool are not what its holders say they hold."""
 
 
 class BlockPool:
@@ -21,7 +21,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, on_reuse: Callable[[int], None] = lambda _: None) -> None:
-        """`on_reuse` is told of every block that is handed out again: what it held is gone."""
+        """`on_reuse` is called with every block that is handed out: what it held before is gone."""
         if num_blocks < 2:
             raise ValueError(f"a pool needs at least 2 blocks, not {num_blocks}")
         self.num_blocks = num_blocks
@@ -32,7 +32,7 @@ class BlockPool:
         self._previous: list[int] = [num_blocks - 1, *range(num_blocks - 1)]
 
     def allocate(self) -> int:
-        """The free block used longest ago, now held once.
+        """Returns the free block that was used longest ago; it is held once now.
 
         Raises:
             IndexError: none is free; callers look at `num_free` first.
@@ -46,13 +46,13 @@ class BlockPool:
         return block
 
     def hold(self, block: int) -> None:
-        """One more holder, of a block in use or of a free one whose content was found again."""
+        """Adds a holder to a block in use, or to a free one whose content was found again."""
         if self.ref_counts[block] == 0:
             self._unlink(block)
         self.ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder less for each; those left without one become the last to be reused, in the order given."""
+        """Takes a holder from each block; those left without one are the last to be reused, in the order given."""
         for block in blocks:
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
@@ -61,16 +61,16 @@ class BlockPool:
                 raise PoolViolation(f"block {block} was released more often than held")
 
     def forget(self, block: int) -> None:
-        """Moves a free block whose content is worth nothing to the front: it is the next to be reused."""
+        """Moves a free block whose content nobody can find to the front: it is the next to be reused."""
         if self.ref_counts[block] == 0:
             self._unlink(block)
             self._insert_after(0, block)
 
     def check(self, holders: Iterable[Iterable[int]]) -> None:
-        """Proves the books against what every holder says it holds.
+        """Compares the reference counts with what every holder says it holds.
 
         Raises:
-            PoolViolation: naming the first block that does not balance.
+            PoolViolation: naming the first block for which they differ.
         """
         expected = [0] * self.num_blocks
         for blocks in holders:
@@ -86,7 +86,7 @@ class BlockPool:
             raise PoolViolation(f"free list of {len(free)} blocks, {self.num_free} counted free")
 
     def free_blocks(self) -> Iterable[int]:
-        """In order of reuse."""
+        """Returns the free blocks in order of reuse."""
         block = self._next[0]
         while block != 0:
             yield block

@@ -44,10 +44,10 @@ class ByteLevelDetokenizer:
 
 
 class PieceDetokenizer:
-    """For SentencePiece-like tokenizers, where a token is text, or a byte of a character that has no token.
+    """For SentencePiece-like tokenizers, where a token is text, or a byte of a character that has no token of its own.
 
-    A run of byte tokens is certain only when it has ended: should it turn out not to be UTF-8, its decoder gives one
-    U+FFFD for every byte of it. The start of a text is not like the rest: a leading space is dropped there.
+    The text of a run of byte tokens is certain only when the run has ended: if the run is not UTF-8, the decoder gives
+    one U+FFFD for every byte of it. The first token of a text is decoded apart: it loses its leading space there.
     """
 
     __slots__ = ("_begun", "_run", "_tokenizer")
@@ -60,18 +60,23 @@ class PieceDetokenizer:
     def push(self, token_id: int) -> str:
         if token_id in self._tokenizer.special_ids:
             return ""
-        if self._tokenizer.is_byte(token_id):
+        piece = self._tokenizer.piece(token_id)
+        if piece is None:
             self._run.append(token_id)
             return ""
-        return self.flush() + self._text([token_id])
+        if not piece:  # an id without a token: the decoder passes over it, and a run of bytes goes on
+            return ""
+        return self.flush() + self._begin(piece, [token_id])
 
     def flush(self) -> str:
+        if not self._run:
+            return ""
         run, self._run = self._run, []
-        return self._text(run) if run else ""
+        return self._begin(self._tokenizer.continuation(run), run)
 
-    def _text(self, token_ids: list[int]) -> str:
-        text = self._tokenizer.continuation(token_ids)
-        if self._begun or not text:
-            return text
+    def _begin(self, continuation: str, token_ids: list[int]) -> str:
+        """The text of these tokens: what they add to a text that has begun, unless they begin it."""
+        if self._begun or not continuation:
+            return continuation
         self._begun = True
         return self._tokenizer.decode(token_ids, skip_special=False)

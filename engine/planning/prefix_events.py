@@ -1,6 +1,6 @@
-"""What becomes of blocks that can be found: told step by step, so that others can know what is cached.
+"""Events of the prefix cache: blocks stored, found and dropped, so that others can know what is cached.
 
-Replayed from the start, the events give exactly the hashes in the prefix index.
+Whoever replays all events from the start has exactly the hashes in the prefix index.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_EVENTS = 20_000
-"""Kept until they are drained; several times what one step can bring."""
+"""The most events kept until they are drained; several times what one step can bring."""
 
 
 class Stored(NamedTuple):
@@ -17,39 +17,39 @@ class Stored(NamedTuple):
 
     hash: bytes
     parent: bytes | None
-    """None at the start of a chain."""
+    """The hash of the block before it; None at the start of a chain."""
     depth: int
-    """Blocks from the start of the chain up to here, this one included."""
+    """Number of blocks from the start of the chain, this one included."""
     token_ids: tuple[int, ...]
     salt: bytes
 
 
 class Found(NamedTuple):
-    """A new sequence begins with these blocks; a hit for the whole chain up to here."""
+    """A new sequence found the chain of blocks that ends with this hash."""
 
     hash: bytes
     """Of the deepest block found."""
 
 
 class Dropped(NamedTuple):
-    """What the block held was given up."""
+    """The content of a block is gone."""
 
     hash: bytes
 
 
 class Cleared(NamedTuple):
-    """Whatever was known before no longer counts."""
+    """All blocks that were stored before are gone, or must be taken to be."""
 
 
 PrefixEvent = Stored | Found | Dropped | Cleared
 
 
 _Block = tuple[list[bytes], list[int], int, int, bytes]
-"""A block that was stored: its chain's hashes and tokens (lists that only grow), its place, its size, the salt."""
+"""A stored block: the hashes and tokens of its chain (lists that only grow), its index there, block size and salt."""
 
 
 class PrefixEvents:
-    """What happened, in order. It is spelt out where it is read, so that this takes no time of a step."""
+    """The events in order. They are made while they are read, which takes no time of a step."""
 
     def __init__(self, told: list[_Block | Found | Dropped | Cleared]) -> None:
         self._told = told
@@ -60,16 +60,16 @@ class PrefixEvents:
 
 
 class PrefixLog:
-    """Events in order, until they are drained; the step thread owns it.
+    """Collects events until they are drained; the step thread owns it.
 
-    If nobody drains it, it starts over: what is replayed from then on is less than the truth, never more.
+    If nobody drains it, it starts over: then a replay knows fewer blocks than are cached, never more.
     """
 
     def __init__(self) -> None:
         self._told: list[_Block | Found | Dropped | Cleared] = []
 
     def stored(self, hashes: list[bytes], token_ids: list[int], i: int, block_size: int, salt: bytes) -> None:
-        """The i-th block of a chain can be found from now on."""
+        """Adds that the i-th block of a chain can be found from now on."""
         if len(self._told) >= MAX_EVENTS:
             self.clear()
         self._told.append((hashes, token_ids, i, block_size, salt))
@@ -80,11 +80,11 @@ class PrefixLog:
         self._told.append(event)
 
     def clear(self) -> None:
-        """All blocks are gone at once."""
+        """Adds that all blocks are gone at once."""
         self._told = [Cleared()]
 
     def drain(self) -> PrefixEvents | tuple[()]:
-        """What happened since it was last asked."""
+        """Returns the events since the last call."""
         if not self._told:
             return ()
         told, self._told = self._told, []

@@ -16,7 +16,7 @@ def chain_start(salt: bytes) -> bytes:
 
 
 def block_hash(parent: bytes, token_ids: TokenIds[int]) -> bytes:
-    """Hash of a full block that follows `parent` (the hash before it, or `chain_start` for the first)."""
+    """Returns the hash of a full block that follows `parent`: the hash before it, or `chain_start` for the first."""
     return blake2b(array("q", token_ids).tobytes(), digest_size=16, key=parent).digest()
 
 
@@ -30,18 +30,19 @@ def extend_hashes(
 
 
 class PrefixIndex:
-    """Hash to block and back; and the hashes whose blocks are being computed right now."""
+    """Maps hashes to blocks and back, and knows which sequence is computing the block of a hash right now."""
 
     def __init__(self) -> None:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._pending: dict[bytes, int] = {}
+        self._pending: dict[bytes, tuple[object, int]] = {}
+        """By hash: who computes the block, and in which lane."""
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def match(self, hashes: TokenIds[bytes] | list[bytes]) -> list[int]:
-        """Blocks of the longest known prefix of the chain."""
+        """Returns the blocks of the longest known prefix of the chain."""
         blocks = []
         for block_hash_ in hashes:
             block = self._block_of.get(block_hash_)
@@ -50,10 +51,23 @@ class PrefixIndex:
             blocks.append(block)
         return blocks
 
-    def add(self, block_hash_: bytes, block: int) -> bool:
-        """Records a full block whose tokens are confirmed, and says whether it is the one that is found.
+    def match_end(self, hashes: list[bytes], num_blocks: int) -> list[int]:
+        """Returns the blocks of the longest prefix of the chain whose last `num_blocks` blocks are known.
 
-        The first block of a hash stays it.
+        That is enough under a sliding window of so many blocks. The blocks before them are 0 in the result.
+        """
+        num_known = 0
+        for i in range(len(hashes) - 1, -1, -1):
+            num_known = num_known + 1 if hashes[i] in self._block_of else 0
+            if num_known and (i == 0 or num_known == num_blocks):
+                return [0] * i + [self._block_of[hash_] for hash_ in hashes[i : i + num_known]]
+        return []
+
+    def add(self, block_hash_: bytes, block: int) -> bool:
+        """Records a full block whose tokens are confirmed.
+
+        Returns:
+            False if another block is found by this hash already; it stays the one that is found.
         """
         if block_hash_ in self._block_of:
             return False
@@ -62,7 +76,7 @@ class PrefixIndex:
         return True
 
     def drop(self, block: int) -> bytes | None:
-        """The block's content is gone; returns the hash that it was found by."""
+        """Forgets a block whose content is gone; returns the hash that it was found by."""
         block_hash_ = self._hash_of.pop(block, None)
         if block_hash_ is not None:
             del self._block_of[block_hash_]
@@ -74,17 +88,25 @@ class PrefixIndex:
     def knows_hash(self, block_hash_: bytes) -> bool:
         return block_hash_ in self._block_of
 
-    def begin(self, block_hash_: bytes, block: int) -> None:
-        """`block` is on its way to holding this."""
-        self._pending.setdefault(block_hash_, block)
+    def begin(self, block_hash_: bytes, owner: object, lane: int = 0) -> None:
+        """Notes that `owner` computes the block of this hash.
 
-    def end(self, block_hash_: bytes, block: int) -> None:
-        """Whether it got there or not, `block` is no longer on its way."""
-        if self._pending.get(block_hash_) == block:
+        The first owner stays, unless the new one is of a more urgent lane.
+        """
+        pending = self._pending.get(block_hash_)
+        if pending is None or lane < pending[1]:
+            self._pending[block_hash_] = owner, lane
+
+    def end(self, block_hash_: bytes, owner: object) -> None:
+        """Notes that `owner` has computed the block, or never will."""
+        pending = self._pending.get(block_hash_)
+        if pending is not None and pending[0] == owner:
             del self._pending[block_hash_]
 
-    def is_pending(self, block_hash_: bytes) -> bool:
-        return block_hash_ in self._pending
+    def is_pending(self, block_hash_: bytes, lane: int = 0) -> bool:
+        """Says whether somebody who is at least as urgent as `lane` computes the block of this hash."""
+        pending = self._pending.get(block_hash_)
+        return pending is not None and pending[1] <= lane
 
     @property
     def num_pending(self) -> int:

@@ -1,6 +1,6 @@
-"""What was asked (Request), how far it is (Sequence), what came out (Output).
+"""The data of planning: a Request as it came in, its Sequences as they are computed, and the Outputs of each step.
 
-Plain data of the planning side: no torch, no clock, no text.
+Plain data: no torch, no clock, no text.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Already validated: the engine does not check it again."""
+    """How the tokens of one request are chosen. The values are valid: the engine does not check them again."""
 
     temperature: float = 1.0
     """0 is greedy."""
@@ -38,13 +38,13 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request as it came in; immutable."""
+    """One request as it came in. It never changes."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     n: int = 1
-    """Choices wanted; each becomes a Sequence, and all of them share the prompt's blocks."""
+    """How many choices are wanted. Each becomes a Sequence, and all of them share the prompt's blocks."""
     arrival_s: float = 0.0
     lane: int = 1
     """0 is the most urgent. The engine preempts higher numbers first and knows nothing else about lanes."""
@@ -52,7 +52,7 @@ class Request:
     salt: bytes = b""
     """Starts the hash chain of the prompt's blocks: requests with different salts never share a block."""
     output_token_ids: tuple[int, ...] = ()
-    """Output that is known already: the one choice goes on after it, as after a preemption."""
+    """Output tokens that are known already: the one choice continues after them, as it does after a preemption."""
 
 
 class FinishReason(StrEnum):
@@ -72,7 +72,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where a finished sequence's time went. Seconds on the engine's clock."""
+    """Where the time of a finished sequence went, in seconds on the engine's clock."""
 
     arrival_s: float
     scheduled_s: float
@@ -86,10 +86,24 @@ class Timings:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
+    @classmethod
+    def of(cls, sequence: Sequence, now: float) -> Timings:
+        """Returns the timings of a sequence that ends now; what it did not live to see counts as happening now."""
+        return cls(
+            arrival_s=sequence.request.arrival_s,
+            scheduled_s=sequence.scheduled_s if sequence.scheduled_s >= 0 else now,
+            first_token_s=sequence.first_token_s if sequence.first_token_s >= 0 else now,
+            finished_s=now,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=max(0, sequence.num_cached_tokens),
+            num_output_tokens=sequence.num_output_tokens,
+            num_preemptions=sequence.num_preemptions,
+        )
 
-@dataclass(slots=True, kw_only=True)
-class Output:
-    """What one step brought for one choice of one request.
+
+@dataclass(slots=True)
+class Output:  # one for every token: keyword arguments would double the cost of making it
+    """The new tokens and text of one choice of one request, after one step.
 
     `text` is only ever whole characters and never part of a stop string; it can be empty while a character or a
     possible stop string is incomplete. Exactly one Output per choice carries a `finish_reason`, and it is the last.
@@ -111,17 +125,18 @@ NO_LIMIT = 1 << 62
 
 
 class Sequence:
-    """One choice of one request on its way through the engine.
+    """One choice of one request while the engine computes it.
 
-    `token_ids` is what is known (prompt and output); the KV of the first `num_computed` of them is in `block_table` or
-    is being written by a step that was already planned. Work to do is the difference, whatever its cause: a fresh
-    prompt, a chunk of one, a decode, a resume after preemption.
+    `token_ids` are its known tokens, prompt and output. The KV of the first `num_computed` of them is in the blocks of
+    `block_table`, or is being written by a step that is planned already. The work that is left is the difference,
+    whatever its cause: a new prompt, the rest of a chunked one, a decode, a resume after preemption.
 
-    A step that samples brings a token whose value is on the device only until the step has come back. It counts as
-    work to do at once: the next step may compute it and take its value there.
+    A step that samples brings a token whose value is on the device only, until the step has come back. The token counts
+    as work at once: the next step may compute it and takes its value on the device.
     """
 
     __slots__ = (
+        "awaited_hash",
         "block_hashes",
         "block_table",
         "finish_reason",
@@ -131,6 +146,7 @@ class Sequence:
         "num_cached_tokens",
         "num_committed",
         "num_computed",
+        "num_null_blocks",
         "num_pending",
         "num_preemptions",
         "num_prompt_tokens",
@@ -142,11 +158,11 @@ class Sequence:
     )
 
     def __init__(self, request: Request, index: int = 0, order: int = 0, max_len: int = NO_LIMIT) -> None:
-        """`max_len`: prompt and output tokens that any sequence can have, whatever its request asks for."""
+        """`max_len` bounds prompt and output tokens of any sequence, whatever its request asks for."""
         self.request = request
         self.index = index
         self.order = order
-        """Place in the engine's order of arrival; a preempted sequence keeps it."""
+        """Its place in the order of arrival; a preempted sequence keeps it."""
         self.token_ids: list[int] = [*request.prompt_token_ids, *request.output_token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_len = max(
@@ -154,17 +170,22 @@ class Sequence:
         )
         """With so many tokens it ends; the KV of the last one is never needed."""
         self.num_pending = 0
-        """Tokens that steps in flight bring: they follow `token_ids`, and nobody here knows them yet."""
+        """Tokens that steps in flight bring. They follow `token_ids`; only the device knows them yet."""
         self.num_computed = 0
         self.num_committed = 0
-        """Of those computed, the ones whose step has come back: only their blocks may be hashed."""
+        """The computed tokens whose step has come back: only their blocks may be hashed."""
         self.num_cached_tokens = -1
-        """-1 until first scheduled."""
+        """Tokens of its first prefix hit; -1 until it is first scheduled."""
         self.num_preemptions = 0
         self.block_table: list[int] = []
+        """The block of token t is `block_table[t // block_size]`. Empty while the sequence does not run."""
+        self.num_null_blocks = 0
+        """Leading entries of `block_table` that are 0: their blocks, behind the sliding window, are given back."""
         self.block_hashes: list[bytes] = []
+        self.awaited_hash = b""
+        """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""
         self.text: object = None
-        """The text side's state (a sampling.stopping.TextStream); planning never looks inside."""
+        """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
         self.scheduled_s = -1.0
         self.first_token_s = -1.0
         self.finish_reason: FinishReason | None = None
@@ -179,9 +200,9 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Tokens, pending ones included, whose KV is needed and neither computed nor on its way."""
+        """Tokens, pending ones included, whose KV is needed and that no step has computed or is computing."""
         known, last = len(self.token_ids) + self.num_pending, self.max_len - 1
-        return (known if known < last else last) - self.num_computed  # not min(): several times a token
+        return (known if known < last else last) - self.num_computed  # min() is slower, and this is hot
 
     def __repr__(self) -> str:
         name = f"{self.request.request_id}/{self.index}"

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.planning.prefix_events import PrefixEvent
-from engine.planning.request import Output, Request, Sequence, TokenLogprobs
+from engine.planning.request import NO_LIMIT, Output, Request, Sequence, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -69,10 +69,21 @@ class OutOfMemory(RuntimeError):
 
 
 class StepInFlight(Protocol):
-    """A step that was launched."""
+    """A step whose pass through the model was launched."""
+
+    def choose(self) -> None:
+        """Launches the choice of the step's tokens from its logits; whatever limits the choice must be known by now.
+
+        Called once, before the next step is launched.
+
+        Raises:
+            OutOfMemory: nothing was chosen; the step may be launched again, as a smaller one.
+            DeviceError: the device is lost.
+            Exception: this step failed, the next may work.
+        """
 
     def wait(self) -> StepResult:
-        """What it brought, once it has ended. Called once, in the order in which the steps were launched.
+        """What the step brought, once it has ended. Called once, in the order in which the steps were launched.
 
         Raises:
             DeviceError: the device is lost.
@@ -86,41 +97,51 @@ class Ended:
 
     result: StepResult
 
+    def choose(self) -> None:
+        pass
+
     def wait(self) -> StepResult:
         return self.result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerFacts:
+    """What planning has to know of a runner."""
+
+    num_blocks: int
+    """KV blocks in the pool, block 0 included."""
+    block_size: int
+    """Tokens per block."""
+    max_batch_tokens: int
+    """Tokens of the largest step."""
+    num_ahead: int = 0
+    """Steps that may be launched while an earlier one has not been waited for: 0 or 1."""
+    max_model_len: int = NO_LIMIT
+    """Tokens of the longest sequence that it has positions for."""
+    window: int = 0
+    """If all layers have a sliding window, the longest of them in tokens; else 0."""
 
 
 class Runner(Protocol):
     """Execution, as the engine's step thread sees it. Every call comes from that one thread."""
 
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks in the pool, known after `load`."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def max_batch_tokens(self) -> int:
-        """Of the largest step, known after `load`."""
-
-    @property
-    def num_ahead(self) -> int:
-        """Steps that may be launched while an earlier one has not been waited for: 0 or 1; known after `load`."""
-
-    def load(self) -> None:
-        """Loads weights, allocates KV, warms up."""
+    def load(self) -> RunnerFacts:
+        """Loads the weights, allocates the KV cache and warms up."""
 
     def launch(self, plan: Plan) -> StepInFlight:
-        """Starts one step. It runs after those launched before, and sees what they wrote.
+        """Launches the pass of one step. It runs after the steps launched before, and sees what they wrote.
 
-        The plan's sequences may change as soon as this returns; what the step needs of them was taken by then.
+        The plan's sequences may change as soon as the step's tokens are chosen; what the step needs of them was taken
+        by then. Block copies that were made are taken off the plan, so that they are made once.
 
         Raises:
             OutOfMemory: nothing that later steps need was changed.
             DeviceError: the device is lost.
             Exception: this step failed, the next may work.
         """
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """These sequences ended or gave way: the runner holds nothing of them any more."""
 
     def close(self) -> None:
         """Gives everything back."""

@@ -1,4 +1,4 @@
-"""Where a sequence ends, and what of its text may be shown before that is known."""
+"""Stop strings and stop tokens: where a sequence ends, and which text can be shown before that is known."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class StopStrings:
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [0]
         self.depth = [0]
-        """Characters at the end of the text that could still become one of the strings, by state."""
+        """By state: how many characters at the end of the text could still become one of the strings."""
         self.found = [0]
-        """Length of the longest of the strings that ends here, by state; 0 if none does."""
+        """By state: the length of the longest string that ends here; 0 if none does."""
         for string in strings:
             self._add(string)
         self._link()
@@ -49,7 +49,7 @@ class StopStrings:
         self.found[state] = len(string)
 
     def _link(self) -> None:
-        """Breadth first, so that a state's fallback, which is less deep, is complete before it."""
+        """Sets the fallbacks, breadth first: the fallback of a state is less deep and must be complete before it."""
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
@@ -79,15 +79,15 @@ class TextStream:
         self._state = 0
         self._held = ""
         self.stopped = False
-        """A stop string was found; the text is complete."""
+        """Whether a stop string was found; then the text is complete."""
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
-        """Text that can be shown now that this token is known. Without `may_stop`, a stop string is text."""
+        """Returns the text that can be shown with this token. Without `may_stop`, a stop string is ordinary text."""
         text = self._detokenizer.push(token_id)
         return text if self._stops is None else self._watch(self._stops, text, may_stop)
 
     def flush(self) -> str:
-        """All that is left, when no more tokens come."""
+        """Returns the rest of the text, when no more tokens come."""
         rest = self._detokenizer.flush()
         if self._stops is None:
             return rest
@@ -111,21 +111,21 @@ class TextStream:
 
 
 class TextSink:
-    """The engine's TokenSink: text and endings of all sequences of one model."""
+    """Makes text of the tokens of all sequences of one model, and ends them. It is the engine's TokenSink."""
 
     def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
         self._eos = frozenset(eos_token_ids)
 
     def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:
-        """Takes a sequence's newest token. An end-of-sequence or stop token has no text of its own."""
+        """Takes a sequence's newest token; see TokenSink. An end-of-sequence or stop token has no text of its own."""
         stream = self._stream_of(sequence)
         return self._take(stream, sequence.request.sampling, token_id, sequence.num_output_tokens, is_last)
 
     def replay(
         self, request: Request, token_ids: Iterable[int], max_len: int
     ) -> tuple[list[str], FinishReason | None]:
-        """The texts that these tokens of a request brought one by one, and why they ended, if they did.
+        """Returns the texts that these tokens of a request bring one by one, and why they end, if they do.
 
         Args:
             max_len: prompt and output tokens that one sequence can have.
@@ -143,7 +143,7 @@ class TextSink:
     def _take(
         self, stream: TextStream, params: SamplingParams, token_id: int, number: int, is_last: bool
     ) -> tuple[str, FinishReason | None]:
-        """The `number`-th output token, counted from 1."""
+        """Takes the `number`-th output token, counted from 1."""
         if number > params.min_tokens and self._ends(params, token_id):
             return stream.flush(), FinishReason.STOP
         text = stream.push(token_id, may_stop=number >= params.min_tokens)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,14 @@ class Tokenizer:
         """`config` is the content of tokenizer_config.json."""
         config = config or {}
         self._parsing = tokenizers.Tokenizer.from_str(json_text)
-        # In this twin special tokens found in a text are text like any other.
+        # This twin does not look for special tokens in a text.
         self._plain = tokenizers.Tokenizer.from_str(json_text)
         self._plain.encode_special_tokens = True
         for twin in (self._parsing, self._plain):
             twin.no_truncation()
             twin.no_padding()
-        decoder = json.loads(json_text).get("decoder") or {}
+        content = json.loads(json_text)
+        decoder = content.get("decoder") or {}
         self.is_byte_level: bool = any(
             part.get("type") == "ByteLevel" for part in (decoder, *decoder.get("decoders", ()))
         )
@@ -52,7 +54,9 @@ class Tokenizer:
         self.special_tokens = _named_tokens(config)
         added = self._parsing.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self._control_ids = self.special_ids - {_unknown_id(self._parsing, content.get("model") or {})}
         self._bytes: dict[int, bytes] = {}
+        self._pieces: dict[int, str | None] = {}
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -79,12 +83,45 @@ class Tokenizer:
     def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
         """Token ids of a text.
 
+        Unless asked for, what a text spells never becomes a special token: the text is spelled with other tokens.
+
         Args:
             parse_special: special tokens written out in the text become those tokens; for rendered templates only.
             add_special: adds what the tokenizer puts around a text of its own accord (a leading BOS, say).
         """
-        twin = self._parsing if parse_special else self._plain
-        return list(twin.encode(text, add_special_tokens=add_special).ids)
+        if parse_special:
+            return list(self._parsing.encode(text, add_special_tokens=add_special).ids)
+        encoding = self._plain.encode(text, add_special_tokens=add_special)
+        if _count(encoding.ids, self._control_ids) == self._num_around[add_special]:
+            return list(encoding.ids)
+        mask = encoding.special_tokens_mask
+        around = [token_id for token_id, is_added in zip(encoding.ids, mask, strict=True) if is_added]
+        num_before = mask.index(0)
+        return [*around[:num_before], *self._spell_out(text), *around[num_before:]]
+
+    @cached_property
+    def _num_around(self) -> tuple[int, int]:
+        """How many special tokens a text gets around it, without and with `add_special`."""
+        return 0, _count(self._plain.encode("", add_special_tokens=True).ids, self._control_ids)
+
+    def _spell_out(self, text: str) -> list[int]:
+        """Token ids of a text, none of them of a special token.
+
+        A vocabulary that has the special tokens among its pieces (Unigram, BPE with `ignore_merges`) finds them in
+        a text even where nobody looks for them. The text is cut within each one, and its pieces are encoded alone.
+        Some tokenizers put a space before every text, and then before such a piece, too.
+        """
+        encoding = self._plain.encode(text, add_special_tokens=False)
+        found = [
+            offsets
+            for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True)
+            if token_id in self._control_ids
+        ]
+        cuts = [start + 1 for start, end in found if end - start > 1]
+        if not cuts:  # a special token of one character has no other spelling, and is left out
+            return [token_id for token_id in encoding.ids if token_id not in self._control_ids]
+        pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+        return [token_id for piece in pieces for token_id in self._spell_out(piece)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
         return str(self._parsing.decode(list(token_ids), skip_special_tokens=skip_special))
@@ -104,8 +141,20 @@ class Tokenizer:
         """True if the token is one byte of a character that its neighbours complete (byte fallback)."""
         return not self.is_byte_level and _is_byte(self._parsing.id_to_token(token_id) or "")
 
+    def piece(self, token_id: int) -> str | None:
+        """The `continuation` of this one token, which is not special; None if the token is a byte (see `is_byte`).
+
+        A token is decoded once: this is asked for every token of every sequence.
+        """
+        try:
+            return self._pieces[token_id]
+        except KeyError:
+            piece = None if self.is_byte(token_id) else self.continuation([token_id])
+            self._pieces[token_id] = piece
+            return piece
+
     def continuation(self, token_ids: Sequence[int]) -> str:
-        """What these tokens, none of them special, add to a text that has begun and ends in a whole character."""
+        """The text that these tokens, none of them special, add to a text that ends in a whole character."""
         before = self._continued
         return self.decode([*before.token_ids, *token_ids], skip_special=False)[before.length :]
 
@@ -146,6 +195,17 @@ class _Beginning:
 
 def _is_byte(token: str) -> bool:
     return _BYTE_TOKEN.fullmatch(token) is not None
+
+
+def _count(token_ids: Sequence[int], kind: frozenset[int]) -> int:
+    return sum(map(kind.__contains__, token_ids))
+
+
+def _unknown_id(tokenizer: tokenizers.Tokenizer, model: dict[str, Any]) -> int | None:
+    """The id of what the vocabulary cannot spell, by the name or the number that the kinds of models give it."""
+    name = model.get("unk_token")
+    found = model.get("unk_id") if name is None else tokenizer.token_to_id(name)
+    return None if found is None else int(found)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -226,6 +226,7 @@ class _Server:
         while self.now < until_s and self.open:
             self._expire()
             preemptions = self.scheduler.counters.num_preemptions
+            self.scheduler.take_departed()
             plan = self.scheduler.plan(self.now)
             self.result.num_preemptions += self.scheduler.counters.num_preemptions - preemptions
             if plan.chunks:

@@ -21,7 +21,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = make_checkpoint("qwen3", tmp_path_factory.mktemp(request.param))
     driver = Driver(folder, dtype=request.param, num_blocks=96)
     if driver.runner.model.kernels.name != "native":
-        pytest.skip("plain torch does not promise the same bits in every batch")
+        pytest.skip("needs a C++ compiler: plain torch does not promise the same bits in every batch")
     return driver
 
 

@@ -71,3 +71,29 @@ def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
     assert special
     token_ids = [special[0], *tokenizer.encode("the river"), special[-1]]
     assert "".join(pieces(tokenizer, token_ids)) == "the river"
+
+
+def test_an_id_without_a_token_does_not_end_a_run_of_bytes() -> None:
+    tokenizer = TOKENIZERS[1]
+    before, after = tokenizer.id_of("<0x80>"), tokenizer.id_of("<0x00>")
+    assert before is not None
+    assert after is not None
+    token_ids = [before, tokenizer.vocab_size, after]
+    assert "".join(pieces(tokenizer, token_ids)) == tokenizer.decode(token_ids)
+
+
+def test_a_token_is_decoded_once_however_often_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The detokenizer runs on the step thread, for every token of every sequence."""
+    tokenizer = Tokenizer(metaspace_tokenizer().to_str())
+    token_ids = tokenizer.encode("the river and the river")
+    decoded: list[list[int]] = []
+    decode = tokenizer.decode
+
+    def counted(token_ids: list[int], *, skip_special: bool = True) -> str:
+        decoded.append(token_ids)
+        return decode(token_ids, skip_special=skip_special)
+
+    expected = pieces(tokenizer, token_ids)
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    assert pieces(tokenizer, token_ids) == expected
+    assert decoded == [token_ids[:1]], "the first token of a text depends on its place"

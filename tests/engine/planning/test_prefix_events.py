@@ -151,7 +151,7 @@ class Watched:
         self.queue = LaneQueue(threading.Lock())
         ticks = itertools.count(1)
         self.engine = Engine(
-            PaperRunner(64, BLOCK_SIZE),
+            lambda: PaperRunner(64, BLOCK_SIZE),
             self.queue,
             PaperSink(),
             SchedulerLimits(max_batch_tokens=32, max_num_seqs=4, max_model_len=100),

@@ -30,10 +30,11 @@ BLOCK_SIZE = 4
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(8, 30),
+        num_blocks=st.integers(5, 30),
         budget=st.integers(1, 24),
         max_num_seqs=st.integers(1, 6),
         prefix_cache=st.booleans(),
+        window=st.sampled_from([0, 0, 1, 3, 4, 5, 8, 11, 20]),
         is_late=st.booleans(),
         pace=st.randoms(use_true_random=False),
     )
@@ -43,14 +44,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         max_num_seqs: int,
         prefix_cache: bool,
+        window: int,
         is_late: bool,
         pace: random.Random,
     ) -> None:
         self.queue = LaneQueue(Lock())
-        self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache)
-        self.runner: PaperRunner = PaperRunner(num_blocks, BLOCK_SIZE)
+        self.window = window
+        self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache, window=window)
+        self.runner: PaperRunner = PaperRunner(num_blocks, BLOCK_SIZE, window)
         if is_late:
-            self.runner = late = LateRunner(num_blocks, BLOCK_SIZE, hurries=lambda: pace.random() < 0.5)
+            self.runner = late = LateRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, window)
             late.watch(self.tables)
         self.flights: deque[tuple[Plan, StepInFlight]] = deque()
         self.budget = budget
@@ -121,6 +124,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len({target for _, target in plan.copies}) == len(plan.copies)
         for chunk in plan.chunks:
             assert chunk.start + chunk.num_tokens < chunk.sequence.max_len, "nobody needs its last token's KV"
+            visible = self.runner.visible(chunk.start + 1)
+            assert all(chunk.sequence.block_table[visible.start // BLOCK_SIZE :]), (
+                "a visible block was given back"
+            )
         return plan
 
     def land(self, num_left: int) -> None:
@@ -189,7 +196,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         if hasattr(self, "scheduler"):
             self.scheduler.check()
+            self.room_is_bounded_by_the_window()
             assert len(self.scheduler.running) <= self.scheduler.limits.max_num_seqs
+
+    def room_is_bounded_by_the_window(self) -> None:
+        for sequence in self.scheduler.running:
+            assert sequence.block_table.count(0) == sequence.num_null_blocks
+            if self.tables.window and not self.flights:
+                most = self.tables.blocks_for(self.window + self.tables.max_chunk) + 1
+                assert len(sequence.block_table) - sequence.num_null_blocks <= most
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -209,7 +224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_choice(self, name: str, index: int, request: Request) -> None:
         tokens = self.tokens.get((name, index), [])
-        expected = expected_output(request, index, self.scheduler.max_len)
+        expected = expected_output(request, index, self.scheduler.max_len, self.window)
         if self.ended[name, index] is FinishReason.LENGTH:
             assert tokens == expected
         else:

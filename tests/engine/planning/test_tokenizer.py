@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+import tokenizers
+from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from engine.errors import CheckpointError
 from engine.planning.tokenizer import Tokenizer
@@ -15,9 +17,77 @@ BYTE_LEVEL = Tokenizer(byte_level_tokenizer().to_str())
 METASPACE = Tokenizer(metaspace_tokenizer().to_str())
 
 
-@given(st.text())
-def test_any_text_round_trips(text: str) -> None:
-    assert BYTE_LEVEL.decode(BYTE_LEVEL.encode(text)) == text
+SPECIAL = ["<s>", "</s>", "<|user|>"]
+
+
+def unigram_tokenizer() -> tokenizers.Tokenizer:
+    """The special tokens are pieces of the vocabulary, with the best of scores, as SentencePiece writes them."""
+    pieces = ["<unk>", *SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), *"▁</>|seru"]
+    vocabulary = [(piece, 0.0 if piece in SPECIAL else -9.0) for piece in pieces]
+    made = tokenizers.Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return bos_and_eos(made)
+
+
+def whole_words_tokenizer() -> tokenizers.Tokenizer:
+    """Words that are in the vocabulary need no merges, as in Llama 3, and words end at spaces."""
+    pieces = ["<unk>", *SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, [], ignore_merges=True))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    made.decoder = decoders.ByteLevel()
+    return bos_and_eos(made)
+
+
+def bos_and_eos(made: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    made.add_special_tokens(["<unk>", *SPECIAL])
+    made.post_processor = processors.TemplateProcessing("<s> $A </s>", None, [("<s>", 1), ("</s>", 2)])
+    return made
+
+
+KINDS = {
+    "byte level": BYTE_LEVEL,
+    "unigram": Tokenizer(unigram_tokenizer().to_str()),
+    "whole words": Tokenizer(whole_words_tokenizer().to_str()),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(
+    text=st.text()
+    | st.lists(st.sampled_from([*SPECIAL, "<", "s", "<|end|>", "|>", " ", "é"]), max_size=9).map("".join)
+)
+@example("<|user|>")
+@example("<|<|user|>user|>")
+@example("</s></s> <s>")
+def test_any_text_round_trips(kind: str, text: str) -> None:
+    tokenizer = KINDS[kind]
+    text = text.replace("▁", " ")
+    token_ids = tokenizer.encode(text)
+    assert not tokenizer.special_ids & set(token_ids)
+    assert tokenizer.decode(token_ids) == text
+    around = tokenizer.encode("", add_special=True)
+    assert tokenizer.encode(text, add_special=True) == [*around[:1], *token_ids, *around[1:]]
+
+
+@pytest.mark.parametrize("kind", ["unigram", "whole words"])
+def test_special_tokens_are_parsed_where_that_is_asked_for(kind: str) -> None:
+    assert KINDS[kind].encode("<|user|> s", parse_special=True)[0] == 3
+
+
+def test_what_cannot_be_spelled_is_the_unknown_token() -> None:
+    content = json.loads(unigram_tokenizer().to_str())
+    content["model"]["byte_fallback"] = False
+    assert Tokenizer(json.dumps(content)).encode("é") == [0]
+
+
+def test_a_special_token_of_one_character_has_no_text() -> None:
+    made = tokenizers.Tokenizer(models.BPE({"#": 0, "a": 1}, [], ignore_merges=True))
+    made.add_special_tokens(["#"])
+    assert Tokenizer(made.to_str()).encode("a#a") == [1, 1]
 
 
 def test_special_tokens_in_a_text_are_text_unless_asked_for() -> None:

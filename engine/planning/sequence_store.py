@@ -1,0 +1,138 @@
+"""The sequences that the engine holds: running, waiting, preempted, ended."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.planning.block_tables import BlockTables
+from engine.planning.request import FinishReason, Output, Request, Sequence, Timings
+from engine.planning.step import RequestQueue
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counts that only grow; readers take differences."""
+
+    num_preemptions: int = 0
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+
+
+class SequenceStore:
+    """Keeps the sequences from their start to their end. A sequence gives its blocks back when it leaves `running`."""
+
+    def __init__(self, queue: RequestQueue, tables: BlockTables) -> None:
+        self.queue = queue
+        self.tables = tables
+        self.counters = Counters()
+        self.running: list[Sequence] = []
+        self.waiting: deque[Sequence] = deque()
+        """Sequences that hold no blocks, in order of arrival: preempted ones, choices that found all seats taken, and
+        deferred ones, which wait for a prefix that another sequence computes."""
+        self._ended: list[Request] = []
+        """One entry for each choice that ended and that the queue was not told of."""
+        self._departed: list[Sequence] = []
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running and not self.waiting and not self.tables.num_in_flight
+
+    def take_departed(self) -> list[Sequence]:
+        """Returns the sequences that gave their blocks back since the last call, each once for every time it did.
+
+        They ended or were preempted. Whoever drives the scheduler takes them after each step: nothing else in here
+        keeps a sequence that has ended.
+        """
+        departed, self._departed = self._departed, []
+        return departed
+
+    def cancel(self, request_id: str, now: float) -> list[Output]:
+        """Ends all choices of a request; an id that is not here brings nothing."""
+        found = [s for s in self._all() if s.request.request_id == request_id]
+        outputs = [output for s in found for output in self._abort(s, FinishReason.CANCELLED, None, now)]
+        self._settle(now)
+        return outputs
+
+    def fail(self, sequences: list[Sequence], error: str, now: float) -> list[Output]:
+        """Ends these sequences with an error; those that ended already are passed over."""
+        alive = [s for s in sequences if s.finish_reason is None]
+        outputs = [output for s in alive for output in self._abort(s, FinishReason.FAILED, error, now)]
+        self._settle(now)
+        return outputs
+
+    def fail_all(self, error: str, now: float) -> list[Output]:
+        return self.fail(self._all(), error, now)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes all blocks of a running sequence back; it keeps its place and is computed again later.
+
+        Its blocks stay in the prefix cache until they are reused, so that it mostly finds them again.
+        """
+        self.running.remove(sequence)
+        self._release(sequence)
+        sequence.num_preemptions += 1
+        self.counters.num_preemptions += 1
+        self._enqueue_waiting(sequence)
+
+    def check(self) -> None:
+        """Compares the pool with all sequences.
+
+        Raises:
+            PoolViolation: if a block is unaccounted for.
+        """
+        self.tables.check(self._all())
+
+    # Leaving
+
+    def _abort(
+        self, sequence: Sequence, reason: FinishReason, error: str | None, now: float
+    ) -> Iterator[Output]:
+        """Ends a sequence, and with it the choices that were to fork from it."""
+        num_choices = sequence.request.n if sequence.index == 0 and sequence.num_output_tokens == 0 else 0
+        yield self._finish(sequence, reason, error, now)
+        for index in range(1, num_choices):
+            yield self._finish(Sequence(sequence.request, index, sequence.order), reason, error, now)
+
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None,
+        now: float,
+        output: Output | None = None,
+    ) -> Output:
+        output = output or Output(request_id=sequence.request.request_id, index=sequence.index)
+        sequence.finish_reason = output.finish_reason = reason
+        output.error = error
+        output.timings = Timings.of(sequence, now)
+        self._remove(sequence)
+        self._ended.append(sequence.request)
+        return output
+
+    def _settle(self, now: float) -> None:
+        """Tells the queue which choices ended; by then it has been charged for what they did."""
+        ended, self._ended = self._ended, []
+        for request in ended:
+            self.queue.settle(request, now)
+
+    def _remove(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.block_table:
+            self._departed.append(sequence)
+        self.tables.release(sequence)
+
+    def _all(self) -> list[Sequence]:
+        return [*self.running, *self.waiting]
+
+    def _enqueue_waiting(self, sequence: Sequence) -> None:
+        """Keeps `waiting` in order of arrival: a preempted sequence goes before those that came after it."""
+        insort(self.waiting, sequence, key=lambda s: s.order)
