@@ -1,1 +1,1 @@
-"""From logits to a token, and from tokens to text and an end."""
+"""The one rule by which a token is chosen from a row of logits, and what the rule has to know of each sequence."""

@@ -1,119 +1,127 @@
-"""Chooses tokens from logits: plain torch, on any device. `SamplingBatch` says what is computed, in which order.
+"""Sampler: keeps the sampling parameters of the running sequences on the device, a row for each slot.
 
-Every row is computed for itself, so its token does not depend on the rows around it. What ties with a token that top-k
-or top-p keeps is kept as well: the cut is a value, not a rank.
+A sequence's row is written once, when it gets its slot, by copies that the host does not wait for. A step then needs
+nothing from the host but which slots it samples.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.sampling.batch import I32, SampledRows, SamplingBatch
+from engine.planning.request import SamplingParams, Sequence
+from engine.sampling.noise import split_mix
+from engine.sampling.tables import ROW, Choose, Filters, SamplingTables
+
+MAX_TOP_LOGPROBS = 20
+_NOTHING = Filters(top_k=False, top_p=False, logprobs=False)
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> SampledRows:
-    """One token for each row.
+class Sampler:
+    """Owns the sampling tables. All calls come from one thread, and their work is in the order of one stream.
 
     Args:
-        logits: [R, vocab] float32; not changed.
+        choose: turns logits into tokens; see `reference.choose`.
+        max_biases: biased and banned tokens of one request; a request with more is refused.
     """
-    finite = logits.isfinite().all(-1)
-    processed = _processed(logits, batch)
-    chosen = processed.argmax(-1)
-    drawing = np.flatnonzero(batch.temperature > 0).astype(np.int32)
-    if drawing.size:
-        rows = torch.from_numpy(drawing).to(logits.device)
-        chosen[rows] = _draw(processed[rows], batch, drawing)
-    finite &= processed.amax(-1) > -torch.inf
-    token_ids = torch.where(finite, chosen, -1).to(torch.int32)
-    logprobs = _logprobs(logits, chosen) if batch.wants_logprobs else torch.full(chosen.shape, torch.nan)
-    return SampledRows(token_ids.cpu().numpy(), logprobs.cpu().numpy())
+
+    def __init__(
+        self,
+        num_slots: int,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        device: torch.device,
+        choose: Choose,
+        *,
+        max_biases: int = 1152,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.tables = SamplingTables(num_slots, vocab_size, max_biases, num_slots, device)
+        self._device = device
+        self._max_biases = max_biases
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._choose = choose
+        self._filters: dict[int, Filters] = {}
+        """What the sequence in each slot asks for."""
+
+    def assign(self, slot: int, sequence: Sequence) -> None:
+        """Writes all that the slot has to know of a sequence; what it held before is gone.
+
+        Raises:
+            ValueError: the request has more biased and banned tokens than there is room for.
+        """
+        params = sequence.request.sampling
+        biases = self._biases(params)
+        if len(biases) > self._max_biases:
+            raise ValueError(f"{len(biases)} tokens with a bias or a ban; {self._max_biases} are the most")
+        row = np.zeros(1, ROW)
+        row["state"] = split_mix(params.seed, sequence.index)
+        row["temperature"], row["top_p"] = params.temperature, params.top_p
+        row["top_k"], row["min_tokens"] = min(params.top_k, self.vocab_size), params.min_tokens
+        with np.errstate(divide="ignore"):
+            row["min_p_depth"] = -np.log(np.float64(params.min_p))
+        row["repetition"], row["presence"] = params.repetition_penalty, params.presence_penalty
+        row["frequency"] = params.frequency_penalty
+        row["num_biases"] = len(biases)
+        row["counts_row"] = slot if has_penalties(params) else -1
+        is_drawn = params.temperature > 0
+        self._filters[slot] = Filters(
+            top_k=is_drawn and 0 < params.top_k < self.vocab_size,
+            top_p=is_drawn and (params.top_p < 1 or params.min_p > 0),
+            logprobs=params.num_logprobs is not None,
+        )
+        if has_penalties(params):
+            self._count(slot, sequence)
+        if len(biases):
+            self.tables.biases[slot, : len(biases)].copy_(self._staged(biases), non_blocking=True)
+        self.tables.rows[slot].copy_(self._staged(row.view(np.uint8)), non_blocking=True)
+
+    def release(self, slot: int) -> None:
+        """Forgets the slot's sequence. A step in flight may still sample it; none that is launched later may."""
+        self._filters.pop(slot, None)
+
+    def filters(self, slots: Iterable[int]) -> Filters:
+        """What a step over these slots asks for at least; a slot that nobody has, or -1, asks for nothing."""
+        asked = {self._filters.get(slot, _NOTHING) for slot in slots}
+        return Filters(
+            top_k=any(filters.top_k for filters in asked),
+            top_p=any(filters.top_p for filters in asked),
+            logprobs=any(filters.logprobs for filters in asked),
+        )
+
+    def sample(
+        self, logits: Tensor, slots: Tensor, numbers: Tensor, filters: Filters
+    ) -> tuple[Tensor, Tensor]:
+        """Chooses a token for each row of logits; see `reference.choose`. `filters` are at least those of the slots."""
+        return self._choose(logits, self.tables, slots, numbers, filters)
+
+    def _biases(self, params: SamplingParams) -> NDArray[np.int32]:
+        """[n, 2] as in SamplingTables.biases."""
+        ending = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self._eos_token_ids
+        banned = ending if params.min_tokens > 0 else frozenset()
+        ids = sorted(i for i in banned | params.logit_bias.keys() if 0 <= i < self.vocab_size)
+        entries = np.zeros((len(ids), 2), np.int32)
+        entries[:, 0] = [-1 - i if i in banned else i for i in ids]
+        entries[:, 1] = np.array([params.logit_bias.get(i, 0.0) for i in ids], np.float32).view(np.int32)
+        return entries
+
+    def _count(self, slot: int, sequence: Sequence) -> None:
+        """Fills the slot's row of counts with the sequence's tokens."""
+        num_prompt, token_ids = sequence.num_prompt_tokens, np.array(sequence.token_ids, np.int64)
+        codes = 2 * np.bincount(token_ids[num_prompt:], minlength=self.vocab_size)
+        if sequence.request.sampling.repetition_penalty != 1:
+            codes[token_ids[:num_prompt]] |= 1
+        self.tables.counts[slot].copy_(self._staged(codes.astype(np.int32)), non_blocking=True)
+
+    def _staged(self, array: NDArray[np.generic]) -> Tensor:
+        """A tensor whose copy to the device the host need not wait for: torch keeps its pinned memory until then."""
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.pin_memory()
 
 
-def top_logprobs(logits: Tensor, num: int) -> tuple[tuple[int, float], ...]:
-    """The `num` most likely tokens of one row [vocab] with their raw log probabilities, best first."""
-    if num == 0:
-        return ()
-    values, token_ids = torch.log_softmax(logits, -1).topk(min(num, logits.numel()))
-    return tuple(zip(token_ids.tolist(), values.tolist(), strict=True))
-
-
-def _logprobs(logits: Tensor, chosen: Tensor) -> Tensor:
-    return torch.log_softmax(logits, -1).gather(1, chosen[:, None]).squeeze(1)
-
-
-def _processed(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Logits with biases and penalties; the same tensor if there are none."""
-    if not batch.bias_ids.size and not batch.seen_ids.size:
-        return logits
-    processed = logits.clone()
-    if batch.bias_ids.size:
-        rows, ids = _indices(batch.bias_starts, batch.bias_ids, logits.device)
-        processed.index_put_((rows, ids), _to(batch.bias_values, logits.device), accumulate=True)
-    if batch.seen_ids.size:
-        _penalise(processed, batch)
-    return processed
-
-
-def _penalise(processed: Tensor, batch: SamplingBatch) -> None:
-    device = processed.device
-    rows, ids = _indices(batch.seen_starts, batch.seen_ids, device)
-    counts = _to(batch.seen_counts, device)
-    values = processed[rows, ids]
-    repetition = _to(batch.repetition, device)[rows]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= _to(batch.frequency, device)[rows] * counts + _to(batch.presence, device)[rows] * (counts > 0)
-    processed[rows, ids] = values
-
-
-def _draw(logits: Tensor, batch: SamplingBatch, rows: I32) -> Tensor:
-    """[D, vocab] -> [D] the token of each row, at its `uniform`."""
-    device = logits.device
-    relative = logits - logits.amax(-1, keepdim=True)  # before the division, which may overflow
-    scaled = (relative / _to(batch.temperature[rows], device)[:, None]).double()
-    weights = scaled.exp()
-    weights = weights.masked_fill(scaled < _cuts(scaled, batch, rows)[:, None], 0.0)
-    cumulative = weights.cumsum(-1)
-    targets = _to(batch.uniform[rows], device) * cumulative[:, -1]
-    chosen = torch.searchsorted(cumulative, targets[:, None], right=True).squeeze(1)
-    last = weights.shape[-1] - 1 - (weights > 0).flip(-1).to(torch.uint8).argmax(-1)
-    return torch.minimum(chosen, last)
-
-
-def _cuts(scaled: Tensor, batch: SamplingBatch, rows: I32) -> Tensor:
-    """[D] the smallest logit that top-k, top-p and min-p keep. `scaled` is relative to the row's largest."""
-    device = scaled.device
-    top_k, top_p, min_p = batch.top_k[rows], batch.top_p[rows], batch.min_p[rows].astype(np.float64)
-    with np.errstate(divide="ignore"):
-        cuts = _to(np.log(min_p), device)
-    sorting = np.flatnonzero((top_k > 0) | (top_p < 1))
-    if sorting.size:
-        at = torch.from_numpy(sorting).to(device)
-        ordered = scaled[at].sort(-1, descending=True).values
-        by_rank = _rank_cuts(ordered, _to(top_k[sorting], device), _to(top_p[sorting], device))
-        cuts[at] = torch.maximum(cuts[at], by_rank)
-    return cuts
-
-
-def _rank_cuts(ordered: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """[D] the last of the most likely that top-k keeps and whose predecessors have less than top_p of what it keeps."""
-    vocab = ordered.shape[-1]
-    sizes = torch.where(top_k > 0, top_k.clamp(max=vocab), vocab).long()
-    kth = ordered.gather(1, sizes[:, None] - 1)
-    weights = ordered.exp().masked_fill(ordered < kth, 0.0)
-    cumulative = weights.cumsum(-1)
-    before = cumulative - weights
-    kept = (before < top_p.double()[:, None] * cumulative[:, -1:]) & (weights > 0)
-    num_kept = kept.sum(-1, keepdim=True).clamp(min=1)
-    return ordered.gather(1, num_kept - 1).squeeze(1)
-
-
-def _indices(starts: I32, ids: I32, device: torch.device) -> tuple[Tensor, Tensor]:
-    rows = np.repeat(np.arange(starts.size - 1), np.diff(starts))
-    return _to(rows, device), _to(ids.astype(np.int64), device)
-
-
-def _to(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+def has_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0

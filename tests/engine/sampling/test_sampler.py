@@ -1,6 +1,9 @@
+"""Sampler: what its tables hold of sequences that come, go on and end."""
+
 from __future__ import annotations
 
-import math
+import gc
+import weakref
 from collections import Counter
 from typing import Any
 
@@ -11,244 +14,298 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.planning.request import Request, SamplingParams, Sequence
-from engine.sampling.batch import SampledRows, SamplingBatch, SamplingState, split_mix, uniform
-from engine.sampling.sampler import sample, top_logprobs
-
-VOCAB = 12
-EOS = 3
-
-LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=VOCAB, max_size=VOCAB)
-TOKENS = st.integers(0, VOCAB - 1)
-PARAMS = st.fixed_dictionaries(
-    {
-        "temperature": st.sampled_from([0.0, 0.25, 1.0, 2.0]),
-        "top_p": st.sampled_from([0.0, 0.25, 0.5, 0.875, 1.0]),
-        "top_k": st.integers(0, VOCAB + 3),
-        "min_p": st.sampled_from([0.0, 0.125, 0.5, 1.0]),
-        "presence_penalty": st.sampled_from([-1.0, 0.0, 0.5]),
-        "frequency_penalty": st.sampled_from([-0.5, 0.0, 0.5]),
-        "repetition_penalty": st.sampled_from([0.5, 1.0, 2.0]),
-        "logit_bias": st.dictionaries(TOKENS, st.sampled_from([-100.0, -1.0, 2.0]), max_size=3),
-        "seed": st.integers(-(2**63), 2**63 - 1),
-        "min_tokens": st.integers(0, 4),
-        "stop_token_ids": st.frozensets(TOKENS, max_size=2),
-        "ignore_eos": st.booleans(),
-    }
+from engine.sampling import reference
+from engine.sampling.noise import noise_keys, split_mix
+from engine.sampling.sampler import Sampler, has_penalties
+from engine.sampling.tables import GRAPH_FILTERS, ROW, Filters, SamplingTables
+from tests.engine.sampling import by_hand
+from tests.engine.sampling.cases import (
+    CPU,
+    EOS,
+    PARAMS,
+    ROWS,
+    TOKENS,
+    VOCAB,
+    assert_by_hand,
+    choose_next,
+    holding,
+    make_logits,
+    make_sampler,
+    make_sequence,
+    sample,
 )
-PROMPTS = st.lists(TOKENS, max_size=6)
-OUTPUTS = st.lists(TOKENS, max_size=6)
+
+NOTHING = Filters(top_k=False, top_p=False, logprobs=False)
 
 
-def make_sequence(params: dict[str, Any], prompt: list[int], output: list[int], index: int = 0) -> Sequence:
-    request = Request(request_id="r", prompt_token_ids=tuple(prompt), sampling=SamplingParams(**params))
-    sequence = Sequence(request, index)
-    sequence.token_ids += output
-    return sequence
+def written(sampler: Sampler, slot: int) -> np.void:
+    """The slot's row of parameters."""
+    row: np.void = sampler.tables.rows[slot].numpy().view(ROW)[0]
+    return row
 
 
-def choose(logits: list[list[float]], sequences: list[Sequence]) -> SampledRows:
-    return sample(torch.tensor(logits), SamplingState(VOCAB, (EOS,)).build(sequences))
+def biases(sampler: Sampler, slot: int) -> dict[int, float]:
+    entries = sampler.tables.biases[slot, : int(written(sampler, slot)["num_biases"])].numpy()
+    values = np.ascontiguousarray(entries[:, 1]).view(np.float32)
+    return dict(zip(entries[:, 0].tolist(), values.tolist(), strict=True))
 
 
-def one_row_batch(**arrays: Any) -> SamplingBatch:
-    return SamplingState(VOCAB, ()).build([make_sequence(arrays, [], [])])
+@given(PARAMS, st.integers(0, 5))
+@settings(max_examples=60)
+def test_a_row_holds_what_was_asked_for(params: dict[str, Any], index: int) -> None:
+    sampler = make_sampler(3)
+    sampler.assign(2, make_sequence(params, [1], [1], index))
+    row, asked = written(sampler, 2), SamplingParams(**params)
+    assert row["state"] == split_mix(asked.seed, index)
+    assert row["temperature"] == np.float32(asked.temperature)
+    assert row["top_p"] == np.float32(asked.top_p)
+    assert row["top_k"] == min(asked.top_k, VOCAB)
+    assert row["min_tokens"] == asked.min_tokens
+    assert np.exp(-row["min_p_depth"]) == pytest.approx(asked.min_p)
+    assert row["repetition"] == np.float32(asked.repetition_penalty)
+    assert row["presence"] == np.float32(asked.presence_penalty)
+    assert row["frequency"] == np.float32(asked.frequency_penalty)
+    assert row["counts_row"] == (2 if has_penalties(asked) else -1)
+    assert not sampler.tables.rows[0].any() or written(sampler, 0)["counts_row"] == -1
 
 
-def processed_by_hand(logits: list[float], sequence: Sequence) -> list[float]:
-    """Biases and penalties, one token at a time, from what OpenAI and the CTRL paper say."""
-    p = sequence.request.sampling
-    prompt, output = (
-        set(sequence.request.prompt_token_ids),
-        Counter(sequence.token_ids[sequence.num_prompt_tokens :]),
-    )
-    ending = p.stop_token_ids if p.ignore_eos else p.stop_token_ids | {EOS}
-    values = []
-    for token_id, logit in enumerate(logits):
-        value = logit + p.logit_bias.get(token_id, 0.0)
-        if sequence.num_output_tokens < p.min_tokens and token_id in ending:
-            value = -math.inf
-        if token_id in prompt or token_id in output:
-            value = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
-        value -= p.frequency_penalty * output[token_id] + p.presence_penalty * (output[token_id] > 0)
-        values.append(value)
-    return values
+def test_a_field_is_read_where_it_is_written() -> None:
+    tables = SamplingTables(2, VOCAB, 1, 2, CPU)
+    row = np.zeros(1, ROW)
+    for value, name in enumerate(ROW.names or (), 1):
+        row[name] = value
+    tables.rows[1] = torch.from_numpy(row.view(np.uint8))
+    assert [tables.column(name)[1].item() for name in ROW.names or ()] == [*range(1, len(row[0]) + 1)]
+    assert tables.column("state").dtype == torch.int64
+    assert {tables.column(name).dtype for name in ("top_p", "frequency")} == {torch.float32}
+    assert {tables.column(name).dtype for name in ("top_k", "counts_row")} == {torch.int32}
+    assert tables.view(torch.float32).shape == (2, ROW.itemsize // 4)
+    assert tables.column("counts_row")[0] == -1
 
 
-def allowed_by_hand(values: list[float], p: SamplingParams) -> dict[int, float]:
-    """The tokens that may be drawn and their weights: top-k, then top-p, then min-p; ties stay together."""
-    largest = max(values)
-    weights = {i: math.exp((v - largest) / p.temperature) for i, v in enumerate(values) if v > -math.inf}
-    ranked = sorted(weights.values(), reverse=True)
-    if p.top_k:
-        weights = {i: w for i, w in weights.items() if w >= ranked[min(p.top_k, len(ranked)) - 1]}
-    total = sum(weights.values())
-    kept = {}
-    for i, w in weights.items():
-        more_likely = sum(other for other in weights.values() if other > w)
-        ahead = more_likely < p.top_p * total or more_likely == 0
-        if ahead and w >= p.min_p:
-            kept[i] = w
-    return kept
+def test_graphs_are_captured_for_all_filters_that_change_tokens() -> None:
+    assert len({(filters.top_k, filters.top_p) for filters in GRAPH_FILTERS}) == 4
+    assert all(filters.logprobs for filters in GRAPH_FILTERS)
 
 
-def draw_by_hand(kept: dict[int, float], at: float) -> int:
-    target, passed = at * sum(kept.values()), 0.0
-    for token_id in sorted(kept):
-        passed += kept[token_id]
-        if passed > target:
-            return token_id
-    return max(kept)
-
-
-@given(LOGITS, PARAMS, PROMPTS, OUTPUTS)
-@settings(max_examples=300)
-def test_a_token_is_chosen_as_written_down(
-    logits: list[float], params: dict[str, Any], prompt: list[int], output: list[int]
-) -> None:
-    sequence = make_sequence(params, prompt, output)
-    values = processed_by_hand(logits, sequence)
-    chosen = int(choose([logits], [sequence]).token_ids[0])
-    p = sequence.request.sampling
-    if max(values) == -math.inf:
-        assert chosen == -1
-    elif p.temperature == 0:
-        assert chosen == values.index(max(values))
-    else:
-        at = uniform_by_hand(p.seed, 0, len(output))
-        kept = allowed_by_hand(values, p)
-        # A draw on the very border between two tokens may fall to either side.
-        near = {draw_by_hand(kept, min(1.0, max(0.0, at + shift))) for shift in (-1e-6, 0, 1e-6)}
-        assert chosen in near
-
-
-def uniform_by_hand(seed: int, index: int, number: int) -> float:
-    return (split_mix(split_mix(seed, index), number) >> 11) * 2.0**-53
-
-
-@given(st.lists(st.tuples(LOGITS, PARAMS, PROMPTS, OUTPUTS), min_size=1, max_size=5))
-def test_a_row_does_not_depend_on_the_rows_around_it(rows: list[tuple[Any, Any, Any, Any]]) -> None:
-    logits = [row[0] for row in rows]
-    sequences = [make_sequence(*row[1:]) for row in rows]
-    together = choose(logits, sequences)
-    for i, sequence in enumerate(sequences):
-        alone = choose([logits[i]], [sequence])
-        assert alone.token_ids[0] == together.token_ids[i]
-
-
-@given(LOGITS, st.integers(0, VOCAB))
-def test_log_probabilities_are_those_of_the_untouched_logits(logits: list[float], num: int) -> None:
-    sequence = make_sequence({"temperature": 0.0, "logit_bias": {4: 90.0}, "num_logprobs": 0}, [], [])
-    rows = choose([logits], [sequence])
-    expected = torch.tensor(logits).log_softmax(-1)
-    assert rows.token_ids[0] == 4
-    assert rows.logprobs[0] == pytest.approx(float(expected[4]), abs=1e-5)
-    top = top_logprobs(torch.tensor(logits), num)
-    assert [value for _, value in top] == pytest.approx(
-        sorted(expected.tolist(), reverse=True)[:num], abs=1e-5
-    )
-    assert all(value == pytest.approx(float(expected[i]), abs=1e-5) for i, value in top)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_finite_fails_alone(bad: float, temperature: float) -> None:
-    sequences = [make_sequence({"temperature": temperature}, [], []) for _ in range(3)]
-    logits = [[0.0] * VOCAB, [0.0] * (VOCAB - 1) + [bad], [1.0] + [0.0] * (VOCAB - 1)]
-    token_ids = choose(logits, sequences).token_ids
-    assert token_ids[1] == -1
-    assert (token_ids[[0, 2]] >= 0).all()
-
-
-def test_a_row_with_every_token_banned_fails() -> None:
-    sequence = make_sequence(
-        {"temperature": 1.0, "logit_bias": dict.fromkeys(range(VOCAB), -math.inf)}, [], []
-    )
-    assert choose([[0.0] * VOCAB], [sequence]).token_ids[0] == -1
-
-
-def test_the_frequencies_drawn_are_the_probabilities() -> None:
-    """Chi-square with 11 degrees of freedom: 99.99 % of honest samplers stay below 38."""
-    logits = torch.linspace(-2, 2, VOCAB)
-    sequences = [make_sequence({"seed": seed}, [], []) for seed in range(4000)]
-    rows = sample(logits.expand(len(sequences), -1), SamplingState(VOCAB, ()).build(sequences))
-    expected = logits.softmax(-1).numpy() * len(sequences)
-    found = np.bincount(rows.token_ids, minlength=VOCAB)
-    assert ((found - expected) ** 2 / expected).sum() < 38
-
-
-def test_split_mix_is_the_published_generator() -> None:
-    """First outputs for seed 1234567, from the reference implementation's test vector."""
-    published = [6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431]
-    assert [split_mix(1234567, number) for number in range(4)] == published
-
-
-@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32)), min_size=1, max_size=5))
-def test_the_arrays_hold_the_same_numbers(pairs: list[tuple[int, int]]) -> None:
-    keys, numbers = (np.array(column, np.uint64) for column in zip(*pairs, strict=True))
-    expected = [(split_mix(key, number) >> 11) * 2.0**-53 for key, number in pairs]
-    assert uniform(keys, numbers).tolist() == expected
-    assert all(0 <= value < 1 for value in expected)
-
-
-def test_choices_and_tokens_draw_different_numbers() -> None:
-    drawn = {uniform_by_hand(7, index, number) for index in range(20) for number in range(20)}
-    assert len(drawn) == 400
-
-
-@given(PARAMS, PROMPTS, st.lists(st.lists(TOKENS, max_size=5), max_size=5))
-def test_counts_kept_from_step_to_step_are_those_of_a_fresh_start(
-    params: dict[str, Any], prompt: list[int], gains: list[list[int]]
-) -> None:
-    """Steps that pass a sequence over (a preemption, a batch that is full) leave gaps; nothing may be lost in them."""
-    kept = SamplingState(VOCAB, (EOS,))
-    sequence = make_sequence(params, prompt, [])
-    for gained in gains:
-        sequence.token_ids += gained
-        assert_equal(kept.build([sequence]), SamplingState(VOCAB, (EOS,)).build([sequence]))
-
-
-@given(st.lists(st.tuples(PARAMS, PROMPTS, OUTPUTS), max_size=5), st.data())
-def test_rows_come_and_go_in_any_order(rows: list[tuple[Any, Any, Any]], data: st.DataObject) -> None:
-    kept = SamplingState(VOCAB, (EOS,))
-    sequences = [make_sequence(*row) for row in rows]
-    for _ in range(3):
-        step = data.draw(st.permutations(sequences))[: data.draw(st.integers(0, len(sequences)))]
-        assert_equal(kept.build(step), SamplingState(VOCAB, (EOS,)).build(step))
-        for sequence in step:
-            sequence.token_ids.append(data.draw(TOKENS))
-
-
-def test_choices_of_one_request_count_their_own_output() -> None:
-    state = SamplingState(VOCAB, ())
-    first, second = (
-        make_sequence({"frequency_penalty": 1.0}, [1], output, i) for i, output in enumerate(([5], [6, 6]))
-    )
-    batch = state.build([first, second])
-    assert batch.seen_starts.tolist() == [0, 1, 2]
-    assert batch.seen_ids.tolist() == [5, 6]
-    assert batch.seen_counts.tolist() == [1, 2]
+@given(st.lists(TOKENS, max_size=9), st.lists(TOKENS, max_size=9))
+@settings(max_examples=50)
+def test_counts_are_of_the_output_and_marks_of_the_prompt(prompt: list[int], output: list[int]) -> None:
+    counts = Counter(output)
+    for params, is_marked in (({"repetition_penalty": 1.1}, True), ({"presence_penalty": 1.1}, False)):
+        sampler = holding([make_sequence(params, prompt, output)])
+        expected = [2 * counts[token] + (is_marked and token in prompt) for token in range(VOCAB)]
+        assert sampler.tables.counts[0].tolist() == expected
 
 
 def test_many_distinct_tokens_are_all_counted() -> None:
-    output = [i % 300 for i in range(900)]
-    batch = SamplingState(300, ()).build([make_sequence({"presence_penalty": 1.0}, [], output)])
-    assert dict(zip(batch.seen_ids.tolist(), batch.seen_counts.tolist(), strict=True)) == Counter(output)
+    output = [i % 300 for i in range(900)] + [7]
+    sampler = holding([make_sequence({"presence_penalty": 1.0}, [], output)], vocab=300)
+    counts = dict(enumerate((sampler.tables.counts[0] >> 1).tolist()))
+    assert counts == Counter(output)
 
 
-def test_sequences_that_ended_are_forgotten() -> None:
-    state = SamplingState(VOCAB, ())
-    for _ in range(3000):
-        state.build([make_sequence({}, [1], [])])
-    assert len(state._rows) <= 1100
+def test_output_known_from_before_is_output() -> None:
+    """A request that goes on after a restart: what came before the restart is penalised, and not as prompt."""
+    request = Request(
+        request_id="r", prompt_token_ids=(1, 2), output_token_ids=(2, 5, 5),
+        sampling=SamplingParams(frequency_penalty=0.5, repetition_penalty=1.1),
+    )  # fmt: skip
+    sampler = holding([Sequence(request)])
+    assert {i: code for i, code in enumerate(sampler.tables.counts[0].tolist()) if code} == {1: 1, 2: 3, 5: 4}
+
+
+@given(PARAMS, st.lists(TOKENS, max_size=6), st.lists(st.booleans(), max_size=6), st.integers(0, 1000))
+@settings(max_examples=60)
+def test_counts_kept_from_step_to_step_are_those_of_a_fresh_start(
+    params: dict[str, Any], prompt: list[int], is_in_step: list[bool], seed: int
+) -> None:
+    """Steps that pass a sequence over leave gaps; nothing may be lost or counted in them."""
+    sequence, other = make_sequence(params, prompt), make_sequence({"frequency_penalty": 1.0})
+    kept = holding([sequence, other])
+    for step, is_in in enumerate(is_in_step):
+        running = {0: sequence, 1: other} if is_in else {1: other}
+        token_ids, _ = sample(kept, make_logits(len(running), seed + step), running)
+        for gaining, token_id in zip(running.values(), token_ids, strict=True):
+            if token_id >= 0:
+                gaining.token_ids.append(token_id)
+        fresh = holding([sequence, other])
+        assert kept.tables.counts.equal(fresh.tables.counts)
+        assert kept.tables.rows.equal(fresh.tables.rows)
+
+
+@given(st.lists(ROWS, min_size=1, max_size=5), st.data())
+@settings(max_examples=40)
+def test_rows_come_and_go_in_any_order(rows: list[Any], data: st.DataObject) -> None:
+    """Each step is over some of the sequences; their tokens are those of a sampler that has just got them."""
+    sequences = [make_sequence(*row) for row in rows]
+    kept = holding(sequences)
+    for step in range(3):
+        order = data.draw(st.permutations(range(len(rows))))[: data.draw(st.integers(1, len(rows)))]
+        running, logits = {slot: sequences[slot] for slot in order}, make_logits(len(order), step)
+        token_ids, _ = sample(kept, logits, running)
+        assert token_ids == choose_next(list(running.values()), logits)
+        for slot, token_id in zip(order, token_ids, strict=True):
+            if token_id >= 0:
+                sequences[slot].token_ids.append(token_id)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), ROWS, st.integers(1, 3)), max_size=6), st.integers(0, 1000))
+@settings(max_examples=60)
+def test_slots_are_used_again(turns: list[tuple[int, Any, int]], seed: int) -> None:
+    """Sequences come and go; what a slot held before is never seen again."""
+    sampler = make_sampler(3)
+    running: dict[int, Sequence] = {}
+    for slot, row, num_steps in turns:
+        sampler.release(slot)
+        running[slot] = make_sequence(*row)
+        sampler.assign(slot, running[slot])
+        for step in range(num_steps):
+            logits = make_logits(len(running), seed + step)
+            token_ids, _ = sample(sampler, logits, running)
+            assert_by_hand(token_ids, logits, running.values())
+            for (ended, sequence), token_id in zip(list(running.items()), token_ids, strict=True):
+                sequence.token_ids.append(token_id)
+                if token_id < 0:
+                    sampler.release(ended)
+                    del running[ended]
+            if not running:
+                break
+
+
+def test_every_slot_can_be_penalised_at_once_and_again() -> None:
+    """Each has a row of counts of its own, released or not, and released twice."""
+    sampler = make_sampler(3)
+    for turn in range(3):
+        for slot in range(3):
+            sampler.assign(slot, make_sequence({"presence_penalty": 1.0}, [], [slot + turn] * 2))
+        counts = [[4 * (token == slot + turn) for token in range(VOCAB)] for slot in range(3)]
+        assert sampler.tables.counts.tolist() == counts
+        sampler.release(turn)
+        sampler.release(turn)
+
+
+def test_choices_of_one_request_count_their_own_output() -> None:
+    params = {"frequency_penalty": 1.0}
+    sampler = holding([make_sequence(params, [1], output, i) for i, output in enumerate(([5], [6, 6]))])
+    assert sampler.tables.counts[0].nonzero().tolist() == [[5]]
+    assert sampler.tables.counts[1].nonzero().tolist() == [[6]]
+    assert sampler.tables.counts[1, 6] == 4
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 9), st.integers(0, 50))
+@settings(max_examples=40)
+def test_noise_depends_on_seed_choice_and_number_and_on_nothing_else(
+    seed: int, index: int, number: int
+) -> None:
+    one = make_sequence({"seed": seed}, [1, 2], [3] * number, index)
+    params = {"temperature": 0.3, "top_k": 2, "logit_bias": {1: 2.0}, "presence_penalty": 1.0}
+    other = make_sequence({"seed": seed, **params}, [4], list(range(number)), index)
+    neighbours = [
+        make_sequence({"seed": seed + 1}, [1, 2], [3] * number, index),
+        make_sequence({"seed": seed}, [1, 2], [3] * number, index + 1),
+        make_sequence({"seed": seed}, [1, 2], [3] * (number + 1), index),
+    ]
+    rows = [one, other, *neighbours]
+    numbers = torch.tensor([sequence.num_output_tokens for sequence in rows], dtype=torch.int32)
+    keys = noise_keys(holding(rows, vocab=60).tables.column("state"), numbers).tolist()
+    assert keys[0] % 2**64 == by_hand.noise_key(seed, index, number)
+    assert keys[0] == keys[1]
+    assert keys[0] not in keys[2:]
+
+
+def test_too_many_biases_are_refused_and_change_nothing() -> None:
+    sampler = Sampler(1, VOCAB, (EOS,), CPU, reference.choose, max_biases=2)
+    sequence = make_sequence({"temperature": 0.0, "logit_bias": {5: 90.0, 6: 1.0}})
+    sampler.assign(0, sequence)
+    greedy = {"logit_bias": {1: 1.0, 2: 1.0}, "min_tokens": 1, "top_k": 2, "frequency_penalty": 1.0}
+    with pytest.raises(ValueError, match="3 tokens with a bias or a ban; 2 are the most"):
+        sampler.assign(0, make_sequence(greedy, [], [4]))
+    assert sampler.filters([0]) == NOTHING
+    assert not sampler.tables.counts.any()
+    assert sample(sampler, make_logits(1, 0), {0: sequence})[0] == [5]
 
 
 def test_ids_beyond_the_vocabulary_are_left_out() -> None:
-    batch = one_row_batch(
-        logit_bias={VOCAB: 5.0, -1: 5.0, 2: 1.0}, min_tokens=1, stop_token_ids=frozenset({99})
-    )
-    assert batch.bias_ids.tolist() == [2]
+    params = {"logit_bias": {VOCAB: 5.0, -1: 5.0, 2: 1.0}, "min_tokens": 1, "stop_token_ids": frozenset({99})}
+    sampler = holding([make_sequence(params)], eos=())
+    assert biases(sampler, 0) == {2: 1.0}
 
 
-def assert_equal(found: SamplingBatch, expected: SamplingBatch) -> None:
-    for name in SamplingBatch.__slots__:
-        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name), err_msg=name)
+def test_a_token_with_a_bias_and_a_ban_stands_once() -> None:
+    params = {"logit_bias": {EOS: 5.0, 2: 1.0}, "min_tokens": 1, "stop_token_ids": frozenset({9})}
+    assert biases(holding([make_sequence(params)]), 0) == {2: 1.0, -1 - EOS: 5.0, -1 - 9: 0.0}
+    assert biases(holding([make_sequence({**params, "min_tokens": 0})]), 0) == {2: 1.0, EOS: 5.0}
+
+
+def test_a_bias_counts_once_the_token_is_no_longer_banned() -> None:
+    params = {"temperature": 0.0, "min_tokens": 2, "logit_bias": {EOS: 5.0, 2: 3.0}}
+    early, due = (make_sequence(params, [], [0] * num) for num in (1, 2))
+    assert choose_next([early, due], torch.zeros(VOCAB)) == [2, EOS]
+
+
+def test_biases_of_a_sequence_that_ended_are_added_to_no_token() -> None:
+    sampler = holding([make_sequence({"logit_bias": {0: 9.0, 5: 9.0, 6: 9.0}})])
+    greedy = make_sequence({"temperature": 0.0, "logit_bias": {7: 1.0}})
+    sampler.assign(0, greedy)
+    assert sample(sampler, torch.zeros(1, VOCAB), {0: greedy})[0] == [7]
+
+
+def test_the_filters_of_a_step_are_what_some_row_asks_for() -> None:
+    asked: list[dict[str, Any]] = [
+        {"top_k": VOCAB},
+        {"top_k": 3, "num_logprobs": 2},
+        {"top_p": 0.5},
+        {"min_p": 0.1, "num_logprobs": 0},
+        {"temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1},
+    ]
+    sampler = holding([make_sequence(params) for params in asked])
+    assert sampler.filters([0, -1, 4]) == NOTHING
+    assert sampler.filters([0, 1]) == Filters(top_k=True, top_p=False, logprobs=True)
+    assert sampler.filters([2]) == Filters(top_k=False, top_p=True, logprobs=False)
+    assert sampler.filters([3]) == Filters(top_k=False, top_p=True, logprobs=True)
+    assert sampler.filters([0, 1, 2]) == Filters()
+    assert sampler.filters([]) == NOTHING
+
+
+def test_a_released_slot_asks_for_nothing() -> None:
+    sampler = holding([make_sequence({"top_k": 3, "top_p": 0.5, "num_logprobs": 1})])
+    sampler.release(0)
+    sampler.release(0)
+    assert sampler.filters([0]) == NOTHING
+    sampler.assign(0, make_sequence({"top_k": 3}))
+    assert sampler.filters([0]) == Filters(top_k=True, top_p=False, logprobs=False)
+
+
+class Watched(Sequence):
+    __slots__ = ("__weakref__",)
+
+
+class WatchedRequest(Request):
+    __slots__ = ("__weakref__",)
+
+
+def test_sequences_that_ended_are_forgotten() -> None:
+    """Nothing of one is held even while it runs: what its slot has to know is in the tables."""
+    sampler = make_sampler(2)
+    watched: list[weakref.ref[Any]] = []
+    for turn in range(50):
+        params = SamplingParams(presence_penalty=1.0, logit_bias={4: 1.0}, num_logprobs=3, top_k=2)
+        request = WatchedRequest(request_id=str(turn), prompt_token_ids=(1, 2), sampling=params)
+        sequence = Watched(request)
+        sampler.assign(turn % 2, sequence)
+        sample(sampler, make_logits(1, turn), {turn % 2: sequence})
+        watched += [weakref.ref(request), weakref.ref(sequence)]
+    del request, sequence
+    gc.collect()
+    assert not [ref for ref in watched if ref() is not None]
+
+
+def test_a_slot_that_nothing_was_assigned_to_is_sampled_in_vain() -> None:
+    """As when a graph is captured before there is a sequence."""
+    sampler = make_sampler(2)
+    slots, numbers = torch.tensor([1], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    logits = make_logits(1, 0)
+    token_ids, _ = sampler.sample(logits, slots, numbers, Filters())
+    assert token_ids.tolist() == [int(logits.argmax())]
+    assert not sampler.tables.counts.any()

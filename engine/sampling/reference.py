@@ -1,0 +1,157 @@
+"""The rule by which a token is chosen, in plain torch on any device: the specification of faster implementations.
+
+For one row of logits, in this order:
+
+1. The raw log probability of a token is the log-softmax of the untouched logits.
+2. Biases are added; a token that would end the sequence before `min_tokens` is banned (minus infinity).
+3. Tokens that were seen are penalised: repetition (a positive logit is divided by it, another multiplied), then
+   frequency times the number of appearances in the output, and presence if there is one. A logit that a penalty
+   takes beyond float32 becomes its largest or smallest number.
+4. With `peak` the largest logit so far, the depth of a token is peak - logit. Depths divided by the temperature and cut
+   to multiples of 2^-17 nat are its level, at most LEVELS - 1 (32 nats). Top-k keeps every token whose level is at most
+   that of the k-th most likely one. Top-p keeps, of what top-k kept, each level that less than top_p of the mass lies
+   above; the mass of a token is exp(-depth / temperature) in units of 2^-34, cut to an integer, so that sums do not
+   depend on their order. Top-k and top-p keep whole levels. Min-p keeps depths up to min_p_depth times the temperature,
+   whatever their levels.
+5. Of the tokens kept, the one with the largest logit + temperature * noise is chosen, the lowest id where several are
+   largest: the Gumbel-max trick (Gumbel, 1954; Maddison, Tarlow and Minka, "A* sampling", 2014) chooses each token with
+   its probability. Temperature 0 is the argmax, and filters do not matter to it.
+
+A row whose raw logits are not all finite, or that has every token banned, has no token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.sampling.noise import gumbel, hashes, noise_keys
+from engine.sampling.tables import Filters, SamplingTables
+
+LEVELS = 1 << 22
+LEVELS_PER_NAT = float(1 << 17)
+MASS_UNIT = float(1 << 34)
+LARGEST = torch.finfo(torch.float32).max
+
+
+def choose(
+    logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, filters: Filters
+) -> tuple[Tensor, Tensor]:
+    """Chooses one token for each row of logits, and counts it in its slot for the penalties of the next.
+
+    Every row is computed for itself: its token does not depend on the rows around it. Shapes are static and nothing
+    waits for the device.
+
+    Args:
+        logits: [R, vocab] float32, float16 or bfloat16; they are not changed.
+        slots: [R] int32, -1 for padding; no slot twice.
+        numbers: [R] int32, the output tokens that each slot's sequence has already.
+
+    Returns:
+        Token ids [R] int32, -1 where there is none; raw log probabilities [R] float32, NaN where there is no token.
+    """
+    rows = _Rows(tables, slots, numbers)
+    raw = logits.float()
+    processed = _penalised(_biased(raw, rows), rows)
+    peaks = processed.amax(-1, keepdim=True)
+    temperature = rows.column("temperature")[:, None]
+    bits = hashes(noise_keys(rows.column("state"), numbers), raw.shape[-1])
+    scores = processed + temperature * gumbel(bits)
+    if filters.top_k or filters.top_p:
+        kept = _kept(peaks - processed, rows, filters) | (temperature <= 0)
+        scores = scores.masked_fill(~kept, -torch.inf)
+    chosen = scores.argmax(-1)
+    usable = rows.present & raw.isfinite().all(-1) & (peaks.squeeze(-1) > -torch.inf)
+    _count(chosen, usable, rows)
+    logprobs = raw.log_softmax(-1).gather(1, chosen[:, None]).squeeze(1) if filters.logprobs else raw[:, 0]
+    return torch.where(usable, chosen, -1).to(torch.int32), torch.where(usable, logprobs, torch.nan)
+
+
+def most_likely(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """[R, num] ids (int32) and raw log probabilities of the most likely tokens of each row, best first."""
+    values, token_ids = logits.float().topk(min(num, logits.shape[-1]))
+    return token_ids.to(torch.int32), values - logits.float().logsumexp(-1, keepdim=True)
+
+
+class _Rows:
+    """The tables as the R rows of a step see them; a row of padding sees slot 0."""
+
+    def __init__(self, tables: SamplingTables, slots: Tensor, numbers: Tensor) -> None:
+        self.tables = tables
+        self.present = slots >= 0
+        self.slots = slots.clamp(min=0).long()
+        self.numbers = numbers
+
+    def column(self, name: str) -> Tensor:
+        return self.tables.column(name)[self.slots]
+
+
+def _biased(raw: Tensor, rows: _Rows) -> Tensor:
+    entries = rows.tables.biases[rows.slots]
+    codes, values = entries[..., 0], entries[..., 1].contiguous().view(torch.float32)
+    active = torch.arange(entries.shape[1], device=raw.device) < rows.column("num_biases")[:, None]
+    is_early = (rows.numbers < rows.column("min_tokens"))[:, None]
+    ids = torch.where(codes < 0, -1 - codes, codes)
+    values = torch.where(is_early & (codes < 0), -torch.inf, values)
+    return raw.scatter_add(1, torch.where(active, ids, 0).long(), torch.where(active, values, 0.0))
+
+
+def _penalised(values: Tensor, rows: _Rows) -> Tensor:
+    if not rows.tables.counts.numel():
+        return values
+    counts_rows = rows.column("counts_row")
+    codes = rows.tables.counts[counts_rows.clamp(min=0).long()]
+    counts = codes >> 1
+    repetition, presence, frequency = (
+        rows.column(name)[:, None] for name in ("repetition", "presence", "frequency")
+    )
+    penalised = torch.where(values > 0, values / repetition, values * repetition)
+    penalised = penalised - (frequency * counts + presence * (counts > 0))
+    penalised = penalised.clamp(-LARGEST, LARGEST)
+    applies = (counts_rows >= 0)[:, None] & (codes > 0) & (values > -torch.inf)
+    return torch.where(applies, penalised, values)
+
+
+def _kept(depths: Tensor, rows: _Rows, filters: Filters) -> Tensor:
+    """[R, vocab] bool: the tokens that all filters keep, by their depths below the most likely token."""
+    temperature = rows.column("temperature")[:, None]
+    temperature = torch.where(temperature > 0, temperature, 1.0)
+    levels = _levels(depths, temperature)
+    cuts = torch.full_like(levels[:, :1], LEVELS - 1)
+    if filters.top_k:
+        top_k = rows.column("top_k").long()[:, None]
+        kth = levels.sort(-1).values.gather(1, top_k.clamp(1, levels.shape[-1]) - 1)
+        cuts = torch.where(top_k > 0, kth, cuts)
+    if filters.top_p:
+        top_p = rows.column("top_p").double()[:, None]
+        nucleus = _nucleus(levels, depths / temperature, cuts, top_p)
+        cuts = torch.where(top_p < 1, torch.minimum(cuts, nucleus), cuts)
+    return (levels <= cuts) & (depths <= rows.column("min_p_depth")[:, None] * temperature)
+
+
+def _levels(depths: Tensor, temperature: Tensor) -> Tensor:
+    """[R, vocab] int64 in [0, LEVELS); 0 is the most likely token's."""
+    scale = (LEVELS_PER_NAT / temperature).clamp(max=LARGEST)
+    return (depths * scale).clamp(max=LEVELS - 1.0).long()
+
+
+def _nucleus(levels: Tensor, nats: Tensor, cuts: Tensor, top_p: Tensor) -> Tensor:
+    """[R, 1] the last level that less than top_p of the mass up to `cuts` lies above; 0 at least."""
+    masses = (torch.exp(-nats) * MASS_UNIT).long().masked_fill(levels > cuts, 0)
+    ordered, order = levels.sort(-1)
+    running = masses.gather(1, order).cumsum(-1)
+    # Mass above a level: that of everything before the first token of the level.
+    first = torch.searchsorted(ordered, ordered, right=False)
+    above = torch.where(first > 0, running.gather(1, (first - 1).clamp(min=0)), 0)
+    is_kept = (above.double() < top_p * running[:, -1:].double()) & (ordered <= cuts)
+    return ordered.masked_fill(~is_kept, 0).amax(-1, keepdim=True)
+
+
+def _count(chosen: Tensor, usable: Tensor, rows: _Rows) -> None:
+    counts = rows.tables.counts
+    if not counts.numel():
+        return
+    counts_rows = rows.column("counts_row")
+    counted = usable & (counts_rows >= 0)
+    places = torch.where(counted, counts_rows.long() * counts.shape[1] + chosen, 0)
+    counts.view(-1).scatter_add_(0, places, 2 * counted.to(torch.int32))

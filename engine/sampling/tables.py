@@ -1,0 +1,95 @@
+"""What choosing tokens has to know of the running sequences: a row of parameters for each slot, on the device.
+
+The layout is shared by every implementation of the rule in `reference.py`: plain torch, Triton and C++.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ROW = np.dtype(
+    [
+        ("state", np.uint64),  # of the SplitMix64 generator of this sequence's noise keys
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p_depth", np.float32),  # -log(min_p), inf without min-p: nats below the most likely token
+        ("repetition", np.float32),
+        ("presence", np.float32),
+        ("frequency", np.float32),
+        ("top_k", np.int32),  # 0 is off
+        ("min_tokens", np.int32),
+        ("num_biases", np.int32),
+        ("counts_row", np.int32),  # the row of `counts` that belongs to this slot, -1 without penalties
+    ]
+)
+"""One slot's parameters as they lie in memory."""
+
+_TORCH_DTYPES = {"u8": torch.int64, "f4": torch.float32, "i4": torch.int32}
+
+
+@dataclass(frozen=True, slots=True)
+class Filters:
+    """Which work the rows of a step ask for. Work that no row asks for is left out; no token depends on it."""
+
+    top_k: bool = True
+    """Some row has top-k."""
+    top_p: bool = True
+    """Some row has top-p or min-p."""
+    logprobs: bool = True
+    """Some row wants the log probability of its token; without it they may be anything."""
+
+
+GRAPH_FILTERS = tuple(Filters(top_k, top_p) for top_k, top_p in product((False, True), repeat=2))
+"""The combinations for which a graph is captured."""
+
+
+class SamplingTables:
+    """The parameters of every slot.
+
+    Attributes:
+        rows: [num_slots, ROW.itemsize] uint8.
+        biases: [num_slots, max_biases, 2] int32: pairs of a token id and the bits of the float32 that is added to its
+            logit; an id v that is banned before `min_tokens` stands as -1 - v. No id stands twice in a slot.
+        counts: [max_penalised, vocab] int32: twice the times that a token is in the output, plus 1 if it is in the
+            prompt and repetition is penalised; 0 is a token that no penalty applies to.
+    """
+
+    def __init__(
+        self, num_slots: int, vocab_size: int, max_biases: int, max_penalised: int, device: torch.device
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.rows = torch.zeros(num_slots, ROW.itemsize, dtype=torch.uint8, device=device)
+        self.biases = torch.zeros(num_slots, max_biases, 2, dtype=torch.int32, device=device)
+        self.counts = _zeros(max_penalised, vocab_size, device)
+        self._by_dtype = {dtype: self.rows.view(dtype) for dtype in _TORCH_DTYPES.values()}
+        self.column("counts_row").fill_(-1)
+
+    def column(self, name: str) -> Tensor:
+        """[num_slots] one field of ROW; `state` as int64."""
+        field, offset = ROW.fields[name][:2]  # type: ignore[index]
+        return self._by_dtype[_TORCH_DTYPES[field.str[1:]]][:, offset // field.itemsize]
+
+    def view(self, dtype: torch.dtype) -> Tensor:
+        """`rows` read as int64, float32 or int32."""
+        return self._by_dtype[dtype]
+
+
+class Choose(Protocol):
+    """An implementation of the rule; see `reference.choose`."""
+
+    def __call__(
+        self, logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, filters: Filters, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:
+    """[rows, columns] int32 zeros; on a CPU the pages take memory only once they are touched."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros((rows, columns), np.int32))
+    return torch.zeros(rows, columns, dtype=torch.int32, device=device)
