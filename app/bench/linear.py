@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from engine.kernels.cpu.native import NativeUnavailable, load_library, measure_linear
-from engine.kernels.ops import reference_kernels
+from app.bench.measures import measure_linear
+from engine.kernels.cpu.native import NativeUnavailable, load_library
+from engine.kernels.linear import DenseLinear
 from engine.model.config import ModelConfig
 from engine.model.dtype import choose_dtype
 from engine.model.parse import read_config
@@ -65,9 +66,8 @@ def _rate_function(dtype: torch.dtype, threads: int) -> Callable[[Size, int], fl
 @torch.inference_mode()
 def _torch_rate(size: Size, num_rows: int, num_passes: int = 10) -> float:
     """The best of some passes, as the native kernels measure themselves."""
-    linear = reference_kernels(torch.device("cpu"), torch.float32).linear
     copies = 1 + _WALKED_BYTES // (4 * size[0] * size[1])
-    operators = [linear(torch.randn(size), None) for _ in range(copies)]
+    operators = [DenseLinear(torch.randn(size), None) for _ in range(copies)]
     x = torch.randn(num_rows, size[1])
 
     def seconds() -> float:

@@ -33,8 +33,8 @@ def print_report(results: Row) -> None:
     if "plan" in results:
         plan = results["plan"]
         print(
-            f"plan and commit of {plan['sequences']} sequences: {number(plan['plan_and_commit_p50_ms'])} ms P50,"
-            f" {number(plan['plan_and_commit_p99_ms'])} ms P99"
+            f"host time of a step of {plan['sequences']} sequences: {number(plan['host_p50_ms'])} ms P50,"
+            f" {number(plan['host_p99_ms'])} ms P99"
         )
     if "promise" in results:
         _print_promise(results["promise"])

@@ -33,6 +33,7 @@ from app.errors import OperatorError
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128
 PREFIX_TOKENS = 512
+_PACKAGES = Path(__file__).parents[2]
 
 Row = dict[str, Any]
 
@@ -153,7 +154,8 @@ def _processor() -> str:
 def _run_module(module: str, job: object) -> Any:
     """Runs a module of the bench in a process of its own: a job as JSON in, figures as JSON out."""
     done = subprocess.run(
-        [sys.executable, "-m", f"app.bench.{module}"],
+        [sys.executable, "-P", "-m", f"app.bench.{module}"],
+        env=_own_packages_first(),
         input=json.dumps(job),
         capture_output=True,
         text=True,
@@ -162,6 +164,12 @@ def _run_module(module: str, job: object) -> Any:
     if done.returncode:
         raise OperatorError(f"{module} failed: {done.stderr.strip().splitlines()[-1:] or ['no message']}")
     return json.loads(done.stdout)
+
+
+def _own_packages_first() -> dict[str, str]:
+    """The variables of a process that imports this `app` (with -P, even if the working directory has another)."""
+    known = os.environ.get("PYTHONPATH")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGES), *([known] if known else [])])}
 
 
 def _generate(subject: Subject, quick: bool) -> Row:
@@ -199,9 +207,12 @@ def _server(subject: Subject, dtype: str, more: Sequence[str] = ()) -> ServerPro
     server = ServerProcess(arguments)
     try:
         server.wait_ready()
+        _send(server, Workload(name="", streams=2, prompt_tokens=8, output_tokens=4), subject)
     except ServerFailed as error:
         raise OperatorError(f"the server did not start: {error}") from None
-    _send(server, Workload(name="", streams=2, prompt_tokens=8, output_tokens=4), subject)
+    except BaseException:
+        server.kill()  # nobody else knows of it yet
+        raise
     return server
 
 

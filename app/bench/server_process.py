@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from urllib.parse import urlsplit
 
-SERVE = (sys.executable, "-m", "app", "serve")
+SERVE = (sys.executable, "-m", "penstock", "serve")
 
 
 class ServerFailed(RuntimeError):

@@ -6,13 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
+from app.bench import runs
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from app.bench.report import print_report, print_workloads
+from app.bench.server_process import ServerProcess
 from app.bench.statistics import Figures
+from app.cli import main
+from app.errors import OperatorError
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     options = ["--model", str(model), "--streams", "1,3", "--dtype", "float32", "--json", str(figures)]
     options += ["--only", "generate,http,linear,prefix,loop,plan"]  # the part promise takes minutes
     done = subprocess.run(
-        [sys.executable, "-m", "app", "bench", "--quick", *options],
+        [sys.executable, "-m", "penstock", "bench", "--quick", *options],
         capture_output=True,
         text=True,
         timeout=300,
@@ -60,6 +66,30 @@ def test_generate_the_linear_operators_and_planning_are_beside_them(results: dic
     assert results["generate"][0]["tokens_per_s"] > 0
     assert [row["streams"] for row in results["linear"]] == [1, 3]
     assert results["plan"]["sequences"] == 256
+
+
+def test_a_client_that_fails_leaves_no_server_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers = []
+
+    class Known(ServerProcess):
+        def __init__(self, arguments: Sequence[str]) -> None:
+            super().__init__(arguments)
+            servers.append(self)
+
+    def fail(module: str, _: object) -> NoReturn:
+        raise OperatorError(f"{module} failed")
+
+    monkeypatch.setattr(runs, "ServerProcess", Known)
+    monkeypatch.setattr(runs, "_run_module", fail)
+    model = ensure_checkpoint(LLAMA_TINY, tmp_path)
+    status = main(["bench", "--only", "http", "--dtype", "float32", "--model", str(model)])
+    (server,) = servers
+    had_ended = server.process.poll() is not None
+    server.kill()
+    assert had_ended
+    assert (status, capsys.readouterr().err.splitlines()[-1]) == (2, "penstock: client failed")
 
 
 def row(**values: object) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def test_redis_is_measured_well_and_in_trouble(tmp_path: Path) -> None:
     model, figures = ensure_checkpoint(LLAMA_TINY, tmp_path), tmp_path / "figures.json"
     options = ["--only", "store", "--quick", "--model", str(model), "--json", str(figures)]
     done = subprocess.run(
-        [sys.executable, "-m", "app", "bench", *options],
+        [sys.executable, "-m", "penstock", "bench", *options],
         capture_output=True,
         text=True,
         timeout=300,

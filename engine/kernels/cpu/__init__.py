@@ -1,1 +1,1 @@
-"""The native decoder: a whole step in one call that holds no GIL."""
+"""The native kernels of the CPU: C++ that is built for the machine it runs on, called without the GIL."""

@@ -1,5 +1,6 @@
-// The C interface that native.py calls. Nothing is thrown across it: a null pointer or a status says what failed.
+// The C interface that library.py declares. Nothing is thrown across it: a null pointer or a status says what failed.
 #include "decoder.h"
+#include "inputs.h"
 #include "measure.h"
 #include "sample.h"
 
@@ -22,7 +23,7 @@ auto guarded(Function function) -> decltype(function()) {
 extern "C" {
 
 Team* penstock_team_new(int32_t threads) {
-    return guarded([&] { return new Team(threads); });
+    return guarded([&] { return new Team(threads, kSumsBytes); });
 }
 
 void penstock_team_free(Team* team) {
@@ -38,19 +39,11 @@ void penstock_linear_free(Linear* linear) { delete linear; }
 
 int64_t penstock_linear_bytes(const Linear* linear) { return static_cast<int64_t>(linear->bytes()); }
 
-int32_t penstock_linear_apply(Team* team, const Linear* linear, const float* x, int32_t rows, float* out) {
-    if (rows == 0) return kOk;
-    const auto done = guarded([&] {
-        std::vector<Buffer<float>> sums;
-        for (int i = 0; i < team->size(); i++) sums.push_back(allocate<float>(sums_size()));
-        const size_t ldx = linear->k, ldo = linear->n;
-        const Product job{linear, x, ldx, rows, out, ldo, nullptr, nullptr};
-        const Cut by = cut(*linear, rows, team->size());
-        run_chunks(*team, by.chunks(),
-                   [&](uint32_t chunk, int worker) { multiply(job, by, chunk, sums[worker].get()); });
-        return true;
-    });
-    return done ? kOk : kNoMemory;
+void penstock_linear_unpack(Team* team, const Linear* linear, float* out) { unpack(*team, *linear, out); }
+
+void penstock_linear_apply(Team* team, const Linear* linear, const float* x, int64_t ldx, int32_t rows, float* out) {
+    const size_t ldo = static_cast<size_t>(linear->n);
+    if (rows > 0) apply(*team, {linear, x, static_cast<size_t>(ldx), rows, out, ldo, nullptr, nullptr});
 }
 
 Decoder* penstock_decoder_new(Team* team, const Model* model) {
@@ -59,26 +52,44 @@ Decoder* penstock_decoder_new(Team* team, const Model* model) {
 
 void penstock_decoder_free(Decoder* decoder) { delete decoder; }
 
-int32_t penstock_decoder_run(Decoder* decoder, const Step* step, float* logits) {
+int32_t penstock_decoder_run(Decoder* decoder, const Step* step, float* out) {
     int status = kNoMemory;
     guarded([&] {
-        status = decoder->run(*step, logits);
+        status = decoder->run(*step, out);
         return true;
     });
     return status;
 }
 
-int32_t penstock_sample(Team* team, const SampleArgs* args) {
+Chooser* penstock_chooser_new(Team* team) {
+    return guarded([&] { return new Chooser(*team); });
+}
+
+void penstock_chooser_free(Chooser* chooser) { delete chooser; }
+
+int32_t penstock_choose(Chooser* chooser, const ChooseArgs* args) {
     int status = kNoMemory;
     guarded([&] {
-        status = sample(*team, *args) ? kOk : kBadToken;
+        status = chooser->choose(*args) ? kOk : kBadSlot;
         return true;
     });
     return status;
+}
+
+int32_t penstock_gather(const GatherArgs* args) {
+    switch (gather(*args)) {
+        case Gathered::kBadSlot: return kBadSlot;
+        case Gathered::kBadStarts: return kBadStarts;
+        default: return kOk;
+    }
 }
 
 double penstock_measure_fma(Team* team) {
     return guarded([&] { return measure_fma(*team); });
+}
+
+double penstock_measure_reading(Team* team, const float* x, int64_t n, int32_t rows, int32_t repeats) {
+    return guarded([&] { return measure_reading(*team, x, n, rows, repeats); });
 }
 
 double penstock_measure_products(Team* team, const Linear* const* linears, int32_t count, int32_t rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -30,15 +31,26 @@ FLAGS = (
 )
 
 
+_NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
+"""What a compiler, an assembler or a linker says when it cannot write as much as it needs."""
+_NO_ROOM_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_FAULTS = ("error", "undefined", "cannot", "can't", "failed", "killed", "no such")
+_CONSEQUENCES = ("ld returned", "linker command failed", "compilation terminated", "warning:")
+"""Lines of a compiler that say that something went wrong, and not what."""
+_MAX_LINE_CHARS = 300
+
+
 class NativeUnavailable(RuntimeError):
-    """The native kernels cannot be had here; the message is one line that says why."""
+    """The native kernels cannot be had here; the message is one line that says why, and what can be done about it."""
 
 
 def build(say: Callable[[str], None]) -> Path:
-    """The path of the shared library, compiled if no earlier call has.
+    """Returns the path of the shared library, which is compiled if no earlier call has.
 
-    Safe in several processes at once: each compiles to a file of its own, the rename at the end is atomic.
-    Raises NativeUnavailable without a compiler, or when it fails.
+    Several processes may do this at once: each compiles to a file of its own, and the rename at the end is atomic.
+
+    Raises:
+        NativeUnavailable: there is no compiler, it failed, or the cache directory cannot be written.
     """
     compiler = find_compiler()
     path = cache_directory() / f"native-{_fingerprint(compiler)}.so"
@@ -52,13 +64,17 @@ def build(say: Callable[[str], None]) -> Path:
             _compile(compiler, Path(scratch) / path.name)
             os.replace(Path(scratch) / path.name, path)
     except OSError as error:
-        raise NativeUnavailable(f"cannot write {path}: {error}") from error
+        if error.errno in _NO_ROOM_CODES:
+            raise _no_room(path.parent, str(error)) from error
+        raise NativeUnavailable(
+            f"cannot write {path}: {error}; XDG_CACHE_HOME can name another folder"
+        ) from error
     say(f"built the CPU kernels in {time.monotonic() - start:.1f} s")
     return path
 
 
 def find_compiler() -> list[str]:
-    """The compiler as the start of a command line: $CXX, or the first of the usual names that exists."""
+    """Returns the compiler as the start of a command line: $CXX, or the first of the usual names that exists."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     for command in [chosen] if chosen else [[name] for name in COMPILERS]:
         if shutil.which(command[0]):
@@ -72,19 +88,49 @@ def cache_directory() -> Path:
 
 def _compile(compiler: list[str], output: Path) -> None:
     command = [*compiler, *FLAGS, str(SOURCES / "api.cpp"), "-o", str(output)]
+    # Temporary files go where the library goes, so that one folder needs room; messages come in the language that
+    # _NO_ROOM is in.
+    variables = {**os.environ, "TMPDIR": str(output.parent), "LC_ALL": "C"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, env=variables
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"{compiler[0]} did not run: {error}") from error
-    if done.returncode != 0:
-        complaints = [
-            line for line in done.stderr.splitlines() if "error" in line
-        ] or done.stderr.splitlines()
-        raise NativeUnavailable(f"{compiler[0]} failed: {complaints[0] if complaints else done.returncode}")
+    if done.returncode == 0:
+        return
+    line = _telling_line(done.stderr) or str(done.returncode)
+    if any(words in line for words in _NO_ROOM):
+        raise _no_room(output.parent.parent, line)
+    raise NativeUnavailable(f"{compiler[0]} failed: {line}")
+
+
+def _telling_line(stderr: str) -> str:
+    """The line of a compiler's messages that says most about why it failed; "" if there are none.
+
+    A disk without room counts most. Then the first line that names a fault and is not the consequence of another.
+    """
+    lines = [line.strip()[:_MAX_LINE_CHARS] for line in stderr.splitlines() if line.strip()]
+    no_room = [line for line in lines if any(words in line for words in _NO_ROOM)]
+    causes = [line for line in lines if not any(words in line for words in _CONSEQUENCES)]
+    faults = [line for line in causes if any(word in line.lower() for word in _FAULTS)]
+    return next(iter(no_room or faults or causes or lines), "")
+
+
+def _no_room(folder: Path, reason: str) -> NativeUnavailable:
+    return NativeUnavailable(
+        f"{folder} has no room for them, {_free_text(folder)}: {reason}; "
+        "free some space there, or let XDG_CACHE_HOME name a folder on another disk"
+    )
+
+
+def _free_text(folder: Path) -> str:
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return f"{shutil.disk_usage(existing).free / (1 << 20):.1f} MiB are free"
 
 
 def _fingerprint(compiler: list[str]) -> str:
-    """What the library depends on: sources, compiler, flags and, as it is built for this CPU alone, the CPU."""
+    """A digest of all that the library depends on: sources, compiler, flags, and the CPU that it is built for."""
     digest = hashlib.sha256()
     for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")

@@ -22,14 +22,15 @@ struct Layer {
 struct Model {
     int32_t hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab, num_layers, max_position;
     float eps;
-    int32_t type;
-    const void* embedding;  // [vocab][hidden] in the weights' type; null: the rows of lm_head
+    int32_t embedding_type;
+    const void* embedding;           // [vocab][hidden] in its own type, or null:
+    const Linear* embedding_linear;  // its rows are the embedding
     const float* final_norm;
-    const Linear* lm_head;
     const float* cos;
     const float* sin;
-    void* kv;  // [layers][2][blocks][kv heads * 16 * head_dim]
+    int32_t kv_type;
     int32_t num_blocks;
+    void* kv;  // [layers][2][blocks][kv heads * 16 * head_dim]
     const Layer* layers;
 };
 
@@ -46,6 +47,7 @@ enum Status : int {
     kBadStarts,
     kBadSample,
     kNoMemory,
+    kBadSlot,
 };
 
 constexpr int kRowsPerChunk = 8;  // of the cheap phases
@@ -61,36 +63,35 @@ class Decoder {
     Decoder(Team& team, const Model& model)
         : team_(team), model_(model), layers_(model.layers, model.layers + model.num_layers) {
         shape_ = {model.num_heads, model.num_kv_heads, model.head_dim, model.eps, model.cos, model.sin};
-        with_type(type(), [&](auto* w) {
+        with_type(model.embedding ? static_cast<Type>(model.embedding_type) : model.embedding_linear->type,
+                  [&](auto* w) { embed_ = &Decoder::embed<std::remove_pointer_t<decltype(w)>>; });
+        with_type(kv_type(), [&](auto* w) {
             using W = std::remove_pointer_t<decltype(w)>;
-            embed_ = &Decoder::embed<W>;
             attend_ = &attend<W>;
             place_ = &place_token<W>;
         });
         use_huge_pages(model.kv, 2 * model.num_layers * half_of_layer());
-        for (int i = 0; i < team.size(); i++) {
-            attention_scratch_.emplace_back(shape_);
-            sums_.push_back(allocate<float>(sums_size()));
-        }
+        for (int i = 0; i < team.size(); i++) attention_scratch_.emplace_back(shape_);
     }
 
-    int run(const Step& step, float* logits) {
+    // Writes the normed hidden states of the sample rows, [samples][hidden].
+    int run(const Step& step, float* out) {
         step_ = step;
-        logits_ = logits;
+        out_ = out;
         const int status = check();
         if (status != kOk || step.tokens == 0) return status;
         reserve();
         plan();
-        team_.run(this, phases_);
+        team_.run(this, phases_.data(), phases_.size());
         return kOk;
     }
 
    private:
-    Type type() const { return static_cast<Type>(model_.type); }
+    Type kv_type() const { return static_cast<Type>(model_.kv_type); }
 
     // Bytes of the keys, or of the values, of one layer.
     size_t half_of_layer() const {
-        return static_cast<size_t>(model_.num_blocks) * shape_.kv_size() * kBlockTokens * size_of(type());
+        return static_cast<size_t>(model_.num_blocks) * shape_.kv_size() * kBlockTokens * size_of(kv_type());
     }
 
     int check() {
@@ -141,6 +142,8 @@ class Decoder {
         const float* x;
         const float* weight;
         int rows;
+        float* out;
+        size_t ldo;
     };
 
     struct PlannedProduct {
@@ -164,7 +167,7 @@ class Decoder {
         for (int i = 0; i <= last; i++) {
             const Layer& layer = layers_[i];
             const bool sampled = i == last;  // of the last layer only those rows are wanted
-            add_norm(hidden_.get(), layer.attention_norm, tokens);
+            add_norm(hidden_.get(), layer.attention_norm, tokens, normed_.get(), ld_hidden_);
             add_product(layer.qkv, normed_.get(), ld_hidden_, tokens, qkv_.get(), ld_qkv_, nullptr);
             attentions_.push_back({attention_step(i), sampled ? &sampled_tasks_ : &tasks_});
             add<&Decoder::run_place>(i, divide_up(tokens, kRowsPerChunk));
@@ -174,21 +177,20 @@ class Decoder {
             } else if (step_.samples > 0) {
                 add<&Decoder::run_gather>(0, divide_up(step_.samples, kRowsPerChunk));
                 add_block(layer, sampled_hidden_.get(), sampled_attended_.get(), step_.samples);
-                add_norm(sampled_hidden_.get(), model_.final_norm, step_.samples);
-                add_product(model_.lm_head, normed_.get(), ld_hidden_, step_.samples, logits_, model_.vocab, nullptr);
+                add_norm(sampled_hidden_.get(), model_.final_norm, step_.samples, out_, model_.hidden);
             }
         }
     }
 
     void add_block(const Layer& layer, float* hidden, const float* attended, int rows) {
         add_product(layer.o, attended, ld_q_, rows, hidden, ld_hidden_, hidden);
-        add_norm(hidden, layer.mlp_norm, rows);
+        add_norm(hidden, layer.mlp_norm, rows, normed_.get(), ld_hidden_);
         add_product(layer.gate_up, normed_.get(), ld_hidden_, rows, mlp_.get(), ld_mlp_, nullptr);
         add_product(layer.down, mlp_.get(), ld_mlp_, rows, hidden, ld_hidden_, hidden);
     }
 
-    void add_norm(const float* x, const float* weight, int rows) {
-        norms_.push_back({x, weight, rows});
+    void add_norm(const float* x, const float* weight, int rows, float* out, size_t ldo) {
+        norms_.push_back({x, weight, rows, out, ldo});
         add<&Decoder::run_norm>(static_cast<uint32_t>(norms_.size() - 1), divide_up(rows, kRowsPerChunk));
     }
 
@@ -260,7 +262,7 @@ class Decoder {
     template <class W>
     void embed(int token, float* out) const {
         const int id = step_.token_ids[token];
-        if (model_.embedding == nullptr) return model_.lm_head->unpack_row<W>(id, out);
+        if (model_.embedding == nullptr) return model_.embedding_linear->unpack_row<W>(id, out);
         const W* row = static_cast<const W*>(model_.embedding) + static_cast<size_t>(id) * model_.hidden;
         for (int i = 0; i < model_.hidden; i++) out[i] = to_float(row[i]);
     }
@@ -272,13 +274,13 @@ class Decoder {
     void run_norm(uint32_t index, int chunk, int) {
         const Norm& norm = norms_[index];
         for_rows(chunk, norm.rows, [&](int r) {
-            rms_norm(norm.x + r * ld_hidden_, norm.weight, model_.hidden, model_.eps, normed_.get() + r * ld_hidden_);
+            rms_norm(norm.x + r * ld_hidden_, norm.weight, model_.hidden, model_.eps, norm.out + r * norm.ldo);
         });
     }
 
     void run_product(uint32_t index, int chunk, int worker) {
         const PlannedProduct& planned = products_[index];
-        multiply(planned.product, planned.cut, static_cast<uint32_t>(chunk), sums_[worker].get());
+        multiply(planned.product, planned.cut, static_cast<uint32_t>(chunk), team_.scratch(worker));
     }
 
     void run_place(uint32_t index, int chunk, int) {
@@ -311,11 +313,10 @@ class Decoder {
     void (*place_)(const AttentionStep&, const float*, const float*, int, int);
     void (*attend_)(const AttentionStep&, const Task&, AttentionScratch&);
 
-    std::vector<AttentionScratch> attention_scratch_;  // per worker, like the next
-    std::vector<Buffer<float>> sums_;
+    std::vector<AttentionScratch> attention_scratch_;  // per worker
 
     Step step_{};
-    float* logits_ = nullptr;
+    float* out_ = nullptr;
     std::vector<int> sequence_of_;
     std::vector<Phase> phases_;
     std::vector<Norm> norms_;

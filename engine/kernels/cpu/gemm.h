@@ -201,18 +201,6 @@ PENSTOCK_INLINE v8 silu(v8 x) {
     return x * (x < zero ? e : one) / (one + e);
 }
 
-PENSTOCK_INLINE void store_first(float* out, v8 x, int count) {
-    if (count >= kLanes) return store(out, x);
-    for (int i = 0; i < count; i++) out[i] = x[i];
-}
-
-PENSTOCK_INLINE v8 load_first(const float* in, int count) {
-    if (count >= kLanes) return load(in);
-    v8 x = splat(0.0f);
-    for (int i = 0; i < count; i++) x[i] = in[i];
-    return x;
-}
-
 inline void finish(const Product& job, int panel, int panels, int row, int rows, const float* sums) {
     const Linear& linear = *job.linear;
     const size_t by_panel = static_cast<size_t>(rows) * kPanel;
@@ -239,7 +227,8 @@ inline void finish(const Product& job, int panel, int panels, int row, int rows,
     }
 }
 
-inline size_t sums_size() { return static_cast<size_t>(kChunkPanels) * kRowBlock * kPanel; }
+// What the sums of one chunk take: the scratch of a team's worker.
+constexpr size_t kSumsBytes = sizeof(float) * kChunkPanels * kRowBlock * kPanel;
 
 // Where the chunk lies that this thread will probably claim next: in this linear, else at the start of the next.
 template <class W>
@@ -262,6 +251,13 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
                    guess_next<W>(job, by, panel));
     });
     finish(job, panel, panels, row, rows, sums);
+}
+
+// One product as a program of its own.
+inline void apply(Team& team, const Product& job) {
+    const Cut by = cut(*job.linear, job.rows, team.size());
+    run_chunks(team, by.chunks(),
+               [&](uint32_t chunk, int worker) { multiply(job, by, chunk, team.scratch(worker)); });
 }
 
 }  // namespace penstock

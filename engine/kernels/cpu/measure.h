@@ -45,29 +45,45 @@ inline double measure_products(Team& team, const std::vector<const Linear*>& lin
     struct Job {
         Product product;
         Cut cut;
-        Buffer<float>* sums;
+        Team* team;
     };
     const size_t k = linears[0]->k, n = linears[0]->n;
     std::vector<float> x(rows * (k + 16), 0.5f), out(rows * (n + 16));
-    std::vector<Buffer<float>> sums;
-    for (int i = 0; i < team.size(); i++) sums.push_back(allocate<float>(sums_size()));
     std::vector<Job> jobs;
     std::vector<Phase> phases;
     for (const Linear* linear : linears) {
         const Cut by = cut(*linear, rows, team.size());
         const auto run = [](void* all, uint32_t index, uint32_t chunk, int worker) {
             const Job& job = static_cast<Job*>(all)[index];
-            multiply(job.product, job.cut, chunk, job.sums[worker].get());
+            multiply(job.product, job.cut, chunk, job.team->scratch(worker));
         };
         phases.push_back({run, static_cast<uint32_t>(jobs.size()), by.chunks()});
-        jobs.push_back({{linear, x.data(), k + 16, rows, out.data(), n + 16, nullptr, nullptr}, by, sums.data()});
+        jobs.push_back({{linear, x.data(), k + 16, rows, out.data(), n + 16, nullptr, nullptr}, by, &team});
     }
     for (size_t i = 0; i + 1 < jobs.size(); i++) jobs[i].product.next = linears[i + 1];
     double best = 1e30;
     for (int repeat = 0; repeat < repeats; repeat++) {
         const double start = now();
-        team.run(jobs.data(), phases);
+        team.run(jobs.data(), phases.data(), phases.size());
         best = std::min(best, (now() - start) / static_cast<double>(linears.size()));
+    }
+    return best;
+}
+
+// Seconds in which the team reads n numbers from each of the rows once, a row for a chunk; the best of `repeats`.
+inline double measure_reading(Team& team, const float* x, int64_t n, int32_t rows, int32_t repeats) {
+    std::vector<float> sink(static_cast<size_t>(rows) * 16);
+    double best = 1e30;
+    for (int repeat = 0; repeat < repeats; repeat++) {
+        const double start = now();
+        run_chunks(team, static_cast<uint32_t>(rows), [&](uint32_t row, int) {
+            v8 most[4] = {};
+            const float* from = x + row * n;
+            for (int64_t i = 0; i + 4 * kLanes <= n; i += 4 * kLanes)
+                unrolled<4>(PENSTOCK_EACH(j) { most[j] = max(most[j], load(from + i + j * kLanes)); });
+            sink[row * 16] = max(max(max(most[0], most[1]), max(most[2], most[3])));
+        });
+        best = std::min(best, now() - start);
     }
     return best;
 }

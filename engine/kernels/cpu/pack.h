@@ -5,14 +5,7 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <vector>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include "simd.h"
 #include "threads.h"
@@ -34,35 +27,6 @@ auto with_type(Type type, Function function) {
 }
 
 inline int divide_up(int a, int b) { return (a + b - 1) / b; }
-
-template <class T>
-struct Freed {
-    void operator()(T* p) const { std::free(p); }
-};
-
-template <class T>
-using Buffer = std::unique_ptr<T[], Freed<T>>;
-
-template <class T>
-Buffer<T> allocate(size_t count) {
-    const size_t bytes = (std::max<size_t>(count, 1) * sizeof(T) + 63) / 64 * 64;
-    void* p = std::aligned_alloc(64, bytes);
-    if (p == nullptr) throw std::bad_alloc();
-    return Buffer<T>(static_cast<T*>(p));
-}
-
-// Asks for 2 MiB pages in memory that is not touched yet. Blocks of the cache are read in no order: with small pages
-// nearly every one costs a walk through the page tables. What the system does not grant is done without.
-inline void use_huge_pages(void* start, size_t bytes) {
-#if defined(__linux__)
-    constexpr uintptr_t kHuge = uintptr_t(2) << 20;
-    const uintptr_t from = (reinterpret_cast<uintptr_t>(start) + kHuge - 1) / kHuge * kHuge;
-    const uintptr_t to = (reinterpret_cast<uintptr_t>(start) + bytes) / kHuge * kHuge;
-    if (from < to) madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE);
-#else
-    (void)start, (void)bytes;
-#endif
-}
 
 struct Linear {
     Type type;
@@ -87,10 +51,13 @@ struct Linear {
         return gated && p % 2 == 1 ? n + output : output;
     }
 
-    // The weights of one output, as they were before packing.
+    // The panel that holds a source row; its column there is the output's number modulo kPanel.
+    int panel_of(int row) const { return gated ? (row % n) / kPanel * 2 + row / n : row / kPanel; }
+
+    // Writes the weights of one source row, as they were before packing.
     template <class W>
     void unpack_row(int row, float* out) const {
-        const W* w = panel<W>(row / kPanel) + row % kPanel;
+        const W* w = panel<W>(panel_of(row)) + (gated ? row % n : row) % kPanel;
         for (int i = 0; i < k; i++) out[i] = to_float(w[static_cast<size_t>(i) * kPanel]);
     }
 };
@@ -126,6 +93,17 @@ inline std::unique_ptr<Linear> pack(Team& team, Type type, int rows, int k, bool
             pack_panel(*linear, static_cast<const uint16_t*>(weight), static_cast<int>(p));
     });
     return linear;
+}
+
+// Writes all source rows, [rows][k] float32.
+inline void unpack(Team& team, const Linear& linear, float* out) {
+    const int rows = linear.gated ? 2 * linear.n : linear.n;
+    run_chunks(team, static_cast<uint32_t>(rows), [&](uint32_t row, int) {
+        with_type(linear.type, [&](auto* w) {
+            using W = std::remove_pointer_t<decltype(w)>;
+            linear.unpack_row<W>(static_cast<int>(row), out + static_cast<size_t>(row) * linear.k);
+        });
+    });
 }
 
 }  // namespace penstock

@@ -1,275 +1,364 @@
-// One token from a row of logits; the rules are those of engine/sampling/batch.py.
+// One token from each row of logits; the rule is that of engine/sampling/reference.py, its tables are those of
+// engine/sampling/tables.py.
 //
-// Ties: what is as likely as a token that top-k or top-p keeps is kept as well; of equal largest logits the argmax is
-// the first.
+// A row is read once: for the largest logit of every run where it is greedy or has filters, else for the largest sum
+// of logit and noise at once. With fewer rows than threads a row is cut into pieces; what a piece finds does not
+// depend on the others, and of equals the lowest id wins, so that the cut cannot be seen in the result.
 #pragma once
 
-#include <functional>
-#include <limits>
+#include <cstddef>
 
-#include "pack.h"
+#include "noise.h"
+#include "select.h"
+#include "threads.h"
 
 namespace penstock {
 
-struct SampleArgs {
-    const float* logits;  // [rows][vocab]
-    int64_t vocab, rows;
-    const float* temperature;
-    const int32_t* top_k;
-    const float *top_p, *min_p;
-    const double* uniform;
-    const float *repetition, *presence, *frequency;
-    const int32_t *bias_starts, *bias_ids;
-    const float* bias_values;
-    const int32_t *seen_starts, *seen_ids, *seen_counts;
-    int32_t want_logprobs;
+// A row of SamplingTables.rows.
+struct SamplingRow {
+    uint64_t state;
+    float temperature, top_p, min_p_depth, repetition, presence, frequency;
+    int32_t top_k, min_tokens, num_biases, counts_row;
+};
+
+static_assert(sizeof(SamplingRow) == 48, "ROW of tables.py");
+static_assert(offsetof(SamplingRow, temperature) == 8 && offsetof(SamplingRow, frequency) == 28, "ROW of tables.py");
+static_assert(offsetof(SamplingRow, top_k) == 32 && offsetof(SamplingRow, counts_row) == 44, "ROW of tables.py");
+
+struct ChooseArgs {
+    const float* logits;  // [num_rows][vocab]
+    const int32_t* slots;
+    const int32_t* numbers;
     int32_t* token_ids;
-    float* logprobs;
+    float* logprobs;            // or null where nobody wants them
+    const SamplingRow* table;  // [num_slots]
+    const int32_t* biases;     // [num_slots][max_biases][2]
+    int32_t* counts;           // [num_counts][vocab]
+    int32_t num_rows, vocab, num_slots, max_biases, num_counts;
+    int32_t top_k, top_p;  // the step's filters
 };
 
-struct Bin {
-    double mass;
-    int count;
-};
+struct Best {
+    float score = -kInfinity;
+    int id = -1;
 
-constexpr int kRun = 64;  // weights summed up together
-
-struct SampleScratch {
-    std::vector<float> logits, weights, candidates, inside;
-    std::vector<Bin> bins;
-    int padded;  // length of the weights: whole runs, zeros at the end
-
-    void resize(int n) {
-        padded = (n + kRun - 1) / kRun * kRun;
-        logits.resize(n);
-        weights.assign(padded, 0.0f);
-        candidates.resize(padded);
-        inside.resize(padded);
+    // Of equals the first stays: ids come in ascending order.
+    void take(const Best& other) {
+        if (other.score > score) *this = other;
     }
 };
 
-// x * 0 is 0 for a finite x and NaN for any other.
-inline bool all_finite(const float* x, int n) {
-    v8 zeros = splat(0.0f);
-    for (int i = 0; i < n; i += kLanes) zeros += load_first(x + i, n - i) * splat(0.0f);
-    return sum(zeros) == 0.0f;
+struct Piece {
+    Best best;
+    bool finite;
+};
+
+struct RowScratch {
+    Buffer<float> logits;  // with biases and penalties
+    Buffer<float> maxima;
+    Candidates candidates;
+    Bins bins;
+};
+
+// ---- passes over a row -----------------------------------------------------------------------------------------
+
+// x * 0 is 0 for a finite x, NaN for any other, and stays NaN in a sum. Four sums hide each other's latency.
+struct FiniteCheck {
+    v8 zeros[4] = {};
+
+    PENSTOCK_INLINE void add(int turn, v8 x) { zeros[turn] = fma(x, splat(0.0f), zeros[turn]); }
+
+    bool holds() const { return sum((zeros[0] + zeros[1]) + (zeros[2] + zeros[3])) == 0.0f; }
+};
+
+// The largest of each lane of a block, which is all there.
+PENSTOCK_INLINE v8 largest_of_block(const float* x, FiniteCheck& check) {
+    v8 most[4];
+    for (int j = 0; j < 4; j++) {
+        most[j] = load(x + j * kLanes);
+        check.add(j, most[j]);
+    }
+    for (int i = 4 * kLanes; i < kBlock; i += 4 * kLanes)
+        for (int j = 0; j < 4; j++) {
+            const v8 y = load(x + i + j * kLanes);
+            check.add(j, y);
+            most[j] = max(most[j], y);
+        }
+    return max(max(most[0], most[1]), max(most[2], most[3]));
 }
 
-inline v8 load_or_lowest(const float* x, int count) {
-    if (count >= kLanes) return load(x);
-    v8 y = splat(-std::numeric_limits<float>::infinity());
-    for (int i = 0; i < count; i++) y[i] = x[i];
-    return y;
+inline bool all_finite(const float* x, int from, int to) {
+    FiniteCheck check;
+    int i = from;
+    for (; i + kBlock <= to; i += kBlock) largest_of_block(x + i, check);
+    for (; i < to; i += kLanes) check.add(0, load_first(x + i, to - i));
+    return check.holds();
 }
 
 inline float highest(const float* x, int n) {
-    v8 a = load_or_lowest(x, n), b = a;
-    int i = 0;
-    for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-        a = max(a, load(x + i));
-        b = max(b, load(x + i + kLanes));
-    }
-    for (; i < n; i += kLanes) a = max(a, load_or_lowest(x + i, n - i));
-    return max(max(a, b));
+    v8 most = splat(-kInfinity);
+    for (int i = 0; i < n; i += kLanes) most = max(most, load_or_lowest(x + i, n - i));
+    return max(most);
 }
 
-inline int first_equal(const float* x, int n, float value) {
-    for (int i = 0; i < n; i++)
-        if (x[i] == value) return i;
+// The last block may lack some.
+inline v8 largest_of_rest(const float* x, int count) {
+    v8 most = splat(-kInfinity);
+    for (int i = 0; i < count; i += kLanes) most = max(most, load_or_lowest(x + i, count - i));
+    return most;
+}
+
+inline bool scan_maxima(const float* x, int from, int to, float* maxima) {
+    FiniteCheck check;
+    int i = from;
+    for (; i + kBlock <= to; i += kBlock) store(maxima + i / kRunLength, largest_of_block(x + i, check));
+    if (i < to) store(maxima + i / kRunLength, largest_of_rest(x + i, to - i));
+    return check.holds() && all_finite(x, i, to);
+}
+
+// Keeps the best of eight tokens; those whose noise cannot lift them above the best so far cost no logarithm.
+PENSTOCK_INLINE void take_noisy(Best& best, v8i ids, v8 x, float temperature, uint64_t key) {
+    const v8 least = splat(best.score), t = splat(temperature);
+    if (!any(x + splat(temperature * kMostNoise) > least)) return;
+    const v8u bits = hashes(ids, key);
+    if (!any(x + t * gumbel_bound(bits) > least)) return;
+    const v8 scores = x + t * gumbel(bits);
+    for (int lane = 0; lane < kLanes; lane++) best.take({scores[lane], ids[lane]});
+}
+
+// The random bits above which no noise lifts a logit of at most `peak` over the best: noise <= -log(u).
+inline uint32_t most_bits(const Best& best, float peak, float temperature) {
+    const float needed = (best.score - peak) / temperature - 2e-3f;  // less than all the rounding
+    return needed > 0.0f ? static_cast<uint32_t>(exp1(-needed) * 4294967040.0f) : 0xffffffffu;
+}
+
+// A block whose largest logit is `peak`, of which hardly a token needs more than its random bits.
+inline void take_block(Best& best, const float* x, int first, float peak, float temperature, uint64_t key) {
+    constexpr int kTogether = 4;
+    if (!(peak + temperature * kMostNoise > best.score)) return;
+    const v8u most = splat_bits(most_bits(best, peak, temperature));
+    const v8i lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    for (int i = 0; i < kBlock; i += kTogether * kLanes) {
+        v8u bits[kTogether];
+        for (int j = 0; j < kTogether; j++) bits[j] = hashes(lanes + splat_int(first + i + j * kLanes), key);
+        if (!any((bits[0] <= most) | (bits[1] <= most) | (bits[2] <= most) | (bits[3] <= most))) continue;
+        for (int j = 0; j < kTogether; j++)
+            take_noisy(best, lanes + splat_int(first + i + j * kLanes), load(x + i + j * kLanes), temperature, key);
+    }
+}
+
+inline Best scan_noisy(const float* x, int from, int to, float temperature, uint64_t key, bool& finite) {
+    Best best;
+    FiniteCheck check;
+    const v8i lanes = {0, 1, 2, 3, 4, 5, 6, 7};
+    int i = from;
+    for (; i + kBlock <= to; i += kBlock)
+        take_block(best, x + i, i, max(largest_of_block(x + i, check)), temperature, key);
+    finite = check.holds() && all_finite(x, i, to);
+    for (; i < to; i += kLanes)
+        take_noisy(best, lanes + splat_int(i), load_or_lowest(x + i, to - i), temperature, key);
+    return best;
+}
+
+inline Best best_of(const Candidates& some, float temperature, uint64_t key) {
+    Best best;
+    for (int i = 0; i < some.count; i += kLanes) {
+        v8i ids;
+        std::memcpy(&ids, &some.ids[i], sizeof ids);
+        take_noisy(best, ids, load(&some.values[i]), temperature, key);
+    }
+    return best;
+}
+
+inline int first_largest(const Scanned& row) {
+    for (int block = 0; block < blocks_of(row.n); block++) {
+        if (!any(load(row.maxima + block * kLanes) == splat(row.peak))) continue;
+        for (int i = block * kBlock; i < row.n; i++)
+            if (row.x[i] == row.peak) return i;
+    }
     return -1;
 }
 
-inline double sum_exp(const float* x, int n, float shift) {
-    double total = 0.0;
-    for (int i = 0; i < n; i += kLanes) total += sum(exp(load_or_lowest(x + i, n - i) - splat(shift)));
-    return total;
+// ---- biases and penalties --------------------------------------------------------------------------------------
+
+inline float penalised(const SamplingRow& row, float value, int code) {
+    if (!(value > -kInfinity)) return value;
+    const float count = static_cast<float>(code >> 1), present = code > 1 ? 1.0f : 0.0f;
+    float y = value > 0.0f ? value / row.repetition : value * row.repetition;
+    y = y - (row.frequency * count + row.presence * present);
+    return std::min(std::max(y, -FLT_MAX), FLT_MAX);
 }
 
-// Bias, then penalties, into `x`, which holds a copy of the row; false where that left no usable number.
-inline bool adjust(const SampleArgs& args, int row, float* x) {
-    for (int i = args.bias_starts[row]; i < args.bias_starts[row + 1]; i++) {
-        const float value = args.bias_values[i];
-        if (!(value < std::numeric_limits<float>::infinity())) return false;
-        x[args.bias_ids[i]] += value;
+inline void penalise(const SamplingRow& row, const int32_t* codes, int from, int to, float* x) {
+    const auto one = [&](int i) {
+        if (codes[i] > 0) x[i] = penalised(row, x[i], codes[i]);
+    };
+    int i = from;
+    for (; i + kLanes <= to; i += kLanes) {
+        v8i some;
+        std::memcpy(&some, codes + i, sizeof some);
+        if (!any(some > splat_int(0))) continue;
+        for (int lane = 0; lane < kLanes; lane++) one(i + lane);
     }
-    const float repetition = args.repetition[row], presence = args.presence[row], frequency = args.frequency[row];
-    for (int i = args.seen_starts[row]; i < args.seen_starts[row + 1]; i++) {
-        float& y = x[args.seen_ids[i]];
-        const int count = args.seen_counts[i];
-        y = y > 0.0f ? y / repetition : y * repetition;
-        if (count > 0) y = y - static_cast<float>(count) * frequency - presence;
-    }
-    return true;
+    for (; i < to; i++) one(i);
 }
 
-// ---- selection: what top-k, top-p and min-p keep is what weighs at least a cut ---------------------------------
-
-// Weights lie in [0, 1]. Their bits, read as integers, order them; the upper ones make bins: 32 to a power of two,
-// what is below 2^-40 in the first.
-constexpr int kBinShift = 18;
-constexpr int kFirstBin = (127 - 40) << 5;
-constexpr int kBins = (127 << 5) - kFirstBin + 1;
-
-inline int bin_of(float weight) {
-    int32_t bits;
-    std::memcpy(&bits, &weight, sizeof bits);
-    return std::max(0, (bits >> kBinShift) - kFirstBin);
-}
-
-// Copies what `wanted`, without a branch for each; returns how many.
-template <class Wanted>
-int filter(const float* from, int n, float* to, Wanted wanted) {
-    int count = 0;
-    for (int i = 0; i < n; i++) {
-        to[count] = from[i];
-        count += wanted(from[i]);
-    }
-    return count;
-}
-
-// The smallest weight that is kept when the largest are taken one after another, the first always, until
-// `enough(number, mass)` of those taken holds. Weights below `least` are not looked at. Only one bin is sorted.
-template <class Enough>
-float cut_where(float least, SampleScratch& s, Enough enough) {
-    float* candidates = s.candidates.data();
-    const int count = filter(s.weights.data(), s.padded, candidates, [&](float w) { return w >= least; });
-    s.bins.assign(kBins, Bin{0.0, 0});
+// `pairs`: see SamplingTables.biases.
+inline void add_biases(const SamplingRow& row, const int32_t* pairs, int count, int number, int from, int to, float* x) {
     for (int i = 0; i < count; i++) {
-        Bin& bin = s.bins[bin_of(candidates[i])];
-        bin.mass += candidates[i];
-        bin.count++;
+        const int code = pairs[2 * i], id = code < 0 ? -1 - code : code;
+        if (id < from || id >= to) continue;
+        float value;
+        std::memcpy(&value, pairs + 2 * i + 1, sizeof value);
+        x[id] += code < 0 && number < row.min_tokens ? -kInfinity : value;
     }
-    int at = kBins - 1, number = 0;
-    double mass = 0.0;
-    for (; at > 0 && !enough(number + s.bins[at].count, mass + s.bins[at].mass); at--) {
-        number += s.bins[at].count;
-        mass += s.bins[at].mass;
-    }
-    float* inside = s.inside.data();
-    const int some = filter(candidates, count, inside, [&](float w) { return bin_of(w) == at; });
-    std::sort(inside, inside + some, std::greater<float>());
-    float cut = least;
-    for (int i = 0; i < some && (number == 0 || !enough(number, mass)); i++) {
-        cut = inside[i];
-        number++;
-        mass += inside[i];
-    }
-    return cut;
 }
 
-typedef double v8d __attribute__((vector_size(64)));
+// ---- the program -----------------------------------------------------------------------------------------------
 
-// What is kept of a run of weights.
-inline double mass_of_run(const float* weights, float cut) {
-    v8d masses = {};
-    for (int i = 0; i < kRun; i += kLanes) {
-        const v8 w = load(weights + i);
-        masses += __builtin_convertvector(w < splat(cut) ? splat(0.0f) : w, v8d);
-    }
-    double mass = 0.0;
-    for (int i = 0; i < kLanes; i++) mass += masses[i];
-    return mass;
-}
+class Chooser {
+   public:
+    explicit Chooser(Team& team) : team_(team), scratch_(team.size()) {}
 
-inline double mass_from(const SampleScratch& s, float cut) {
-    double mass = 0.0;
-    for (int i = 0; i < s.padded; i += kRun) mass += mass_of_run(s.weights.data() + i, cut);
-    return mass;
-}
-
-// The first kept token, in order of id, at which the running sum passes uniform times the total.
-inline int invert(const SampleScratch& s, float cut, double uniform) {
-    const double target = uniform * mass_from(s, cut);
-    double before = 0.0;
-    int last = -1;
-    for (int i = 0; i < s.padded; i += kRun) {
-        const double after = before + mass_of_run(s.weights.data() + i, cut);
-        if (after < target * (1 - 1e-9)) {  // surely not here, however it was rounded
-            before = after;
-            continue;
+    // False where a slot does not exist; nothing has been done then.
+    bool choose(const ChooseArgs& args) {
+        for (int row = 0; row < args.num_rows; row++)
+            if (args.slots[row] >= args.num_slots) return false;
+        args_ = &args;
+        reserve();
+        const int most = args.num_rows < team_.size() ? team_.size() : 1;
+        num_pieces_ = std::clamp(args.vocab / kSmallestPiece, 1, most);
+        piece_size_ = (blocks_of(args.vocab) + num_pieces_ - 1) / num_pieces_ * kBlock;
+        const uint32_t rows = static_cast<uint32_t>(args.num_rows);
+        if (num_pieces_ == 1) {
+            run_chunks(team_, rows, [this](uint32_t row, int worker) { whole(static_cast<int>(row), worker); });
+        } else {
+            pieces_.resize(static_cast<size_t>(rows) * num_pieces_);
+            run_chunks(team_, rows * num_pieces_, [this](uint32_t at, int) {
+                const int row = static_cast<int>(at) / num_pieces_;
+                pieces_[at] = scan(row, static_cast<int>(at) % num_pieces_, scratch_[row]);
+            });
+            run_chunks(team_, rows, [this](uint32_t row, int) {
+                finish(static_cast<int>(row), &pieces_[row * num_pieces_], scratch_[row]);
+            });
         }
-        double running = before;
-        for (int j = i; j < i + kRun; j++) {
-            const float w = s.weights[j];
-            if (w < cut || w <= 0.0f) continue;
-            last = j;
-            running += w;
-            if (running > target) return last;
+        return true;
+    }
+
+   private:
+    static constexpr int kSmallestPiece = 16384;
+
+    // Touched only by the rows that need it.
+    void reserve() {
+        if (args_->vocab <= reserved_) return;
+        reserved_ = 0;
+        for (RowScratch& scratch : scratch_) {
+            scratch.logits = allocate<float>(args_->vocab);
+            scratch.maxima = allocate<float>(blocks_of(args_->vocab) * kLanes);
+            scratch.candidates.reserve(std::max(args_->vocab, blocks_of(args_->vocab) * kLanes));
         }
-        before = after;
+        reserved_ = args_->vocab;
     }
-    return last;
-}
 
-// At least k weights are as large as this: the largest of k runs are.
-inline float floor_of_largest(SampleScratch& s, int k) {
-    const int runs = s.padded / kRun;
-    if (k > runs) return 0.0f;
-    for (int i = 0; i < runs; i++) s.inside[i] = highest(&s.weights[i * kRun], kRun);
-    const auto kth = s.inside.begin() + (k - 1);
-    std::nth_element(s.inside.begin(), kth, s.inside.begin() + runs, std::greater<float>());
-    return *kth;
-}
+    const float* raw(int row) const { return args_->logits + static_cast<size_t>(row) * args_->vocab; }
+    const SamplingRow& settings(int row) const { return args_->table[args_->slots[row]]; }
+    uint64_t key(int row) const { return noise_key(settings(row).state, args_->numbers[row]); }
 
-inline int draw(const SampleArgs& args, int row, const float* x, float peak, SampleScratch& s) {
-    const int n = static_cast<int>(args.vocab), top_k = args.top_k[row];
-    const float temperature = args.temperature[row], top_p = args.top_p[row];
-    for (int i = 0; i < n; i += kLanes)
-        store(&s.weights[i], exp((load_or_lowest(x + i, n - i) - splat(peak)) / splat(temperature)));
-    float cut = 0.0f;
-    if (top_k > 0 && top_k < n) {
-        const float least = floor_of_largest(s, top_k);
-        cut = cut_where(least, s, [&](int number, double) { return number >= top_k; });
+    int32_t* counts(int row) const {
+        const int at = settings(row).counts_row;
+        return at >= 0 && at < args_->num_counts ? args_->counts + static_cast<size_t>(at) * args_->vocab : nullptr;
     }
-    if (top_p < 1.0f) {
-        const double total = mass_from(s, cut);
-        // All that weigh less than this have, together, less than the share that top-p leaves out.
-        const float least = std::max(cut, static_cast<float>((1.0 - top_p) / n * total * 0.999));
-        cut = cut_where(least, s, [&](int, double mass) { return mass >= total * top_p; });
-    }
-    return invert(s, std::max(cut, args.min_p[row]), args.uniform[row]);
-}
 
-inline int choose(const SampleArgs& args, int row, const float* raw, SampleScratch& s) {
-    const int n = static_cast<int>(args.vocab);
-    const float* x = raw;
-    const bool adjusted = args.bias_starts[row] != args.bias_starts[row + 1] ||
-                          args.seen_starts[row] != args.seen_starts[row + 1];
-    if (adjusted) {
-        std::memcpy(s.logits.data(), raw, n * sizeof(float));
-        if (!adjust(args, row, s.logits.data())) return -1;
-        x = s.logits.data();
-    }
-    const float peak = highest(x, n);
-    if (!(std::abs(peak) < std::numeric_limits<float>::infinity())) return -1;
-    if (args.temperature[row] <= 0.0f) return first_equal(x, n, peak);
-    return draw(args, row, x, peak, s);
-}
+    bool is_adjusted(int row) const { return settings(row).num_biases > 0 || counts(row) != nullptr; }
 
-inline void sample_row(const SampleArgs& args, int row, SampleScratch& s) {
-    const int n = static_cast<int>(args.vocab);
-    const float* raw = args.logits + static_cast<size_t>(row) * n;
-    s.resize(n);
-    const int id = all_finite(raw, n) ? choose(args, row, raw, s) : -1;
-    args.token_ids[row] = id;
-    float logprob = std::numeric_limits<float>::quiet_NaN();
-    if (id >= 0 && args.want_logprobs) {
-        const float peak = highest(raw, n);
-        logprob = static_cast<float>(double(raw[id]) - peak - std::log(sum_exp(raw, n, peak)));
+    Settings filters(int row) const {
+        const SamplingRow& s = settings(row);
+        return {s.temperature, args_->top_k && s.top_k < args_->vocab ? s.top_k : 0, args_->top_p ? s.top_p : 1.0f,
+                args_->top_k || args_->top_p ? s.min_p_depth : kInfinity};
     }
-    args.logprobs[row] = logprob;
-}
 
-// False where an id is not a token.
-inline bool sample(Team& team, const SampleArgs& args) {
-    for (int i = args.bias_starts[0]; i < args.bias_starts[args.rows]; i++)
-        if (args.bias_ids[i] < 0 || args.bias_ids[i] >= args.vocab) return false;
-    for (int i = args.seen_starts[0]; i < args.seen_starts[args.rows]; i++)
-        if (args.seen_ids[i] < 0 || args.seen_ids[i] >= args.vocab) return false;
-    std::vector<SampleScratch> scratch(team.size());
-    run_chunks(team, static_cast<uint32_t>(args.rows),
-               [&](uint32_t row, int worker) { sample_row(args, static_cast<int>(row), scratch[worker]); });
-    return true;
-}
+    bool is_greedy(int row) const { return !(settings(row).temperature > 0.0f); }
+
+    bool is_noisy(int row) const {
+        const Settings by = filters(row);
+        return !is_greedy(row) && by.top_k <= 0 && !(by.top_p < 1.0f) && !(by.min_p_depth < kInfinity);
+    }
+
+    void whole(int row, int worker) {
+        const Piece piece = scan(row, 0, scratch_[worker]);
+        finish(row, &piece, scratch_[worker]);
+    }
+
+    const float* adjusted(int row, int from, int to, RowScratch& scratch) const {
+        const SamplingRow& s = settings(row);
+        float* x = scratch.logits.get();
+        std::memcpy(x + from, raw(row) + from, static_cast<size_t>(to - from) * sizeof(float));
+        const int32_t* biases = args_->biases + 2 * static_cast<size_t>(args_->slots[row]) * args_->max_biases;
+        add_biases(s, biases, std::min(s.num_biases, args_->max_biases), args_->numbers[row], from, to, x);
+        if (const int32_t* codes = counts(row)) penalise(s, codes, from, to, x);
+        return x;
+    }
+
+    Piece scan(int row, int number, RowScratch& scratch) const {
+        if (args_->slots[row] < 0) return {{}, false};
+        const int from = std::min(number * piece_size_, args_->vocab), to = std::min(from + piece_size_, args_->vocab);
+        const bool changes = is_adjusted(row);
+        const bool was_finite = !changes || all_finite(raw(row), from, to);
+        const float* x = changes ? adjusted(row, from, to, scratch) : raw(row);
+        Piece piece;
+        if (is_noisy(row))
+            piece.best = scan_noisy(x, from, to, settings(row).temperature, key(row), piece.finite);
+        else
+            piece.finite = scan_maxima(x, from, to, scratch.maxima.get());
+        if (changes) piece.finite = was_finite;  // a ban is infinite
+        return piece;
+    }
+
+    void finish(int row, const Piece* pieces, RowScratch& scratch) const {
+        Best best;
+        bool finite = true;
+        for (int i = 0; i < num_pieces_; i++) {
+            best.take(pieces[i].best);
+            finite = finite && pieces[i].finite;
+        }
+        int id = -1;
+        if (finite) id = is_noisy(row) ? best.id : pick(row, scratch);
+        args_->token_ids[row] = id;
+        if (args_->logprobs != nullptr)
+            args_->logprobs[row] = id >= 0 ? logprob(row, id) : std::numeric_limits<float>::quiet_NaN();
+        if (id < 0) return;
+        if (int32_t* codes = counts(row)) codes[id] += 2;
+    }
+
+    // Of a greedy row or one with filters.
+    int pick(int row, RowScratch& scratch) const {
+        const int n = args_->vocab;
+        const float peak = highest(scratch.maxima.get(), blocks_of(n) * kLanes);
+        if (!(peak > -kInfinity)) return -1;
+        const Scanned scanned{is_adjusted(row) ? scratch.logits.get() : raw(row), n, scratch.maxima.get(), peak};
+        if (is_greedy(row)) return first_largest(scanned);
+        select(scanned, filters(row), scratch.candidates, scratch.bins);
+        return best_of(scratch.candidates, settings(row).temperature, key(row)).id;
+    }
+
+    float logprob(int row, int id) const {
+        const float* x = raw(row);
+        const float peak = highest(x, args_->vocab);
+        double total = 0.0;
+        for (int from = 0; from < args_->vocab; from += kBlock) {
+            v8 sums = splat(0.0f);
+            for (int i = from; i < std::min(from + kBlock, args_->vocab); i += kLanes)
+                sums += exp(load_or_lowest(x + i, args_->vocab - i) - splat(peak));
+            total += sum(sums);
+        }
+        return static_cast<float>(static_cast<double>(x[id]) - peak - std::log(total));
+    }
+
+    Team& team_;
+    std::vector<RowScratch> scratch_;  // per worker, or per row where rows are cut into pieces
+    std::vector<Piece> pieces_;
+    const ChooseArgs* args_ = nullptr;
+    int num_pieces_ = 1, piece_size_ = 0, reserved_ = 0;
+};
 
 }  // namespace penstock

@@ -37,6 +37,7 @@ struct BFloat {
 
 PENSTOCK_INLINE v8 splat(float x) { return v8{x, x, x, x, x, x, x, x}; }
 PENSTOCK_INLINE v8i splat_int(int32_t x) { return v8i{x, x, x, x, x, x, x, x}; }
+PENSTOCK_INLINE v8u splat_bits(uint32_t x) { return v8u{x, x, x, x, x, x, x, x}; }
 
 PENSTOCK_INLINE v8 fma(v8 a, v8 b, v8 c) {
 #if PENSTOCK_AVX2
@@ -180,18 +181,69 @@ PENSTOCK_INLINE Half from_float<Half>(float x) {
 #endif
 }
 
+// ---- the ends of rows ------------------------------------------------------------------------------------------
+
+PENSTOCK_INLINE void store_first(float* out, v8 x, int count) {
+    if (count >= kLanes) return store(out, x);
+    for (int i = 0; i < count; i++) out[i] = x[i];
+}
+
+PENSTOCK_INLINE v8 load_first(const float* in, int count) {
+    if (count >= kLanes) return load(in);
+    v8 x = splat(0.0f);
+    for (int i = 0; i < count; i++) x[i] = in[i];
+    return x;
+}
+
+PENSTOCK_INLINE v8 load_or_lowest(const float* in, int count) {
+    if (count >= kLanes) return load(in);
+    v8 x = splat(-__builtin_inff());
+    for (int i = 0; i < count; i++) x[i] = in[i];
+    return x;
+}
+
 // ---- reductions, always the same tree --------------------------------------------------------------------------
 
 PENSTOCK_INLINE float sum(v8 x) {
     return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
 }
 
-PENSTOCK_INLINE v8 max(v8 a, v8 b) { return a > b ? a : b; }
+// a > b ? a : b, which is b where either is no number.
+PENSTOCK_INLINE v8 max(v8 a, v8 b) {
+#if PENSTOCK_AVX2
+    return (v8)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 
 PENSTOCK_INLINE float max(v8 x) {
     float m = x[0];
     for (int i = 1; i < kLanes; i++) m = x[i] > m ? x[i] : m;
     return m;
+}
+
+// ---- masks: lanes are all ones or zero --------------------------------------------------------------------------
+
+PENSTOCK_INLINE bool any(v8i mask) {
+#if PENSTOCK_AVX2
+    return !_mm256_testz_si256((__m256i)mask, (__m256i)mask);
+#else
+    int32_t found = 0;
+    for (int i = 0; i < kLanes; i++) found |= mask[i];
+    return found != 0;
+#endif
+}
+
+// Bit i is lane i.
+PENSTOCK_INLINE unsigned bits_of(v8i mask) {
+#if PENSTOCK_AVX2
+    return static_cast<unsigned>(_mm256_movemask_ps((__m256)mask));
+#else
+    unsigned bits = 0;
+    for (int i = 0; i < kLanes; i++) bits |= (mask[i] & 1u) << i;
+    return bits;
+#endif
 }
 
 // ---- exp, about 1e-7 relative; exp(0) is exactly 1 -------------------------------------------------------------
@@ -220,5 +272,24 @@ PENSTOCK_INLINE v8 exp(v8 x) {
 }
 
 PENSTOCK_INLINE float exp1(float x) { return exp(splat(x))[0]; }
+
+// ---- log of positive normal numbers, below 1 ulp ---------------------------------------------------------------
+
+// x = 2^e m with m in [sqrt(1/2), sqrt(2)); with f = m - 1 and s = f / (2 + f), log(m) = 2 artanh(s) = f - s (f - r),
+// where r = 2/3 s^2 + 2/5 s^4 + ... is small beside f. ln 2 is in two parts.
+PENSTOCK_INLINE v8 log(v8 x) {
+    const v8i root = splat_int(0x3f3504f3);  // sqrt(1/2)
+    const v8i above = (v8i)x - root;
+    const v8 e = __builtin_convertvector(above >> 23, v8);
+    const v8 f = (v8)((above & splat_int(0x007fffff)) + root) - splat(1.0f);
+    const v8 s = f / (splat(2.0f) + f), square = s * s;
+    v8 r = splat(2.0f / 9);
+    r = fma(r, square, splat(2.0f / 7));
+    r = fma(r, square, splat(2.0f / 5));
+    r = fma(r, square, splat(2.0f / 3));
+    r = r * square;
+    const v8 tail = fma(e, splat(-2.12194440054690583e-4f), -(s * (f - r)));
+    return fma(e, splat(0.693359375f), f + tail);
+}
 
 }  // namespace penstock

@@ -17,6 +17,8 @@
 #include <thread>
 #include <vector>
 
+#include "memory.h"
+
 namespace penstock {
 
 struct Phase {
@@ -27,46 +29,58 @@ struct Phase {
 
 class Team {
    public:
-    explicit Team(int size) : size_(size), owner_(getpid()) {
-        for (int worker = 1; worker < size; worker++)
-            threads_.emplace_back([this, worker] { work(worker, /*caller=*/false); });
+    // Every worker gets so many bytes of scratch.
+    Team(int size, size_t scratch) : size_(size), owner_(getpid()) {
+        for (int worker = 0; worker < size; worker++) scratch_.push_back(allocate<char>(scratch));
+        try {
+            for (int worker = 1; worker < size; worker++)
+                threads_.emplace_back([this, worker] { work(worker, /*caller=*/false); });
+        } catch (...) {
+            stop();  // a thread that is destroyed before it is joined ends the process
+            throw;
+        }
     }
 
-    ~Team() {
-        stopping_.store(true);
-        wake();
-        for (auto& thread : threads_) thread.join();
-    }
+    ~Team() { stop(); }
 
     Team(const Team&) = delete;
     Team& operator=(const Team&) = delete;
 
     int size() const { return size_; }
 
+    // Belongs to the chunk that this worker is running, and holds nothing once that chunk is done.
+    float* scratch(int worker) const { return reinterpret_cast<float*>(scratch_[worker].get()); }
+
     // False after a fork: the threads stayed behind. The child works alone, and must not destroy the team, whose
     // condition variable would wait for them.
     bool is_whole() const { return getpid() == owner_; }
 
     // Runs the phases one after another, the caller as worker 0. One program at a time; others wait their turn.
-    void run(void* job, const std::vector<Phase>& phases) {
+    void run(void* job, const Phase* phases, size_t count) {
         std::lock_guard<std::mutex> turn(turn_);
-        if (phases.empty()) return;
-        if (size_ == 1 || !is_whole()) return run_alone(job, phases);
+        if (count == 0) return;
+        if (size_ == 1 || !is_whole()) return run_alone(job, phases, count);
         job_ = job;
-        phases_ = phases.data();
-        count_ = static_cast<uint32_t>(phases.size());
+        phases_ = phases;
+        count_ = static_cast<uint32_t>(count);
         first_ = number_of(ticket_.load()) + 1;
         open(first_);
         work(0, /*caller=*/true);
     }
 
    private:
+    void stop() {
+        stopping_.store(true);
+        wake();
+        for (auto& thread : threads_) thread.join();
+    }
+
     static uint32_t number_of(uint64_t ticket) { return static_cast<uint32_t>(ticket >> 32); }
     static uint32_t unclaimed(uint64_t ticket) { return static_cast<uint32_t>(ticket); }
 
-    static void run_alone(void* job, const std::vector<Phase>& phases) {
-        for (const Phase& phase : phases)
-            for (uint32_t chunk = 0; chunk < phase.chunks; chunk++) phase.run(job, phase.argument, chunk, 0);
+    static void run_alone(void* job, const Phase* phases, size_t count) {
+        for (const Phase* phase = phases; phase < phases + count; phase++)
+            for (uint32_t chunk = 0; chunk < phase->chunks; chunk++) phase->run(job, phase->argument, chunk, 0);
     }
 
     void work(int worker, bool caller) {
@@ -128,6 +142,7 @@ class Team {
 
     const int size_;
     const pid_t owner_;
+    std::vector<Buffer<char>> scratch_;
     std::mutex turn_;
 
     void* job_ = nullptr;
@@ -150,7 +165,8 @@ void run_chunks(Team& team, uint32_t chunks, Function function) {
     const auto call = [](void* job, uint32_t, uint32_t chunk, int worker) {
         (*static_cast<Function*>(job))(chunk, worker);
     };
-    if (chunks > 0) team.run(&function, {Phase{call, 0, chunks}});
+    const Phase phase{call, 0, chunks};
+    if (chunks > 0) team.run(&function, &phase, 1);
 }
 
 }  // namespace penstock

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine.kernels.batch import Batch
 from engine.kernels.cpu import build
-from engine.kernels.cpu.native import (
-    BLOCK_SIZE,
-    NativeDecoder,
-    NativeLayer,
-    NativeLibrary,
-    NativeUnavailable,
-    PackedLinear,
-    Team,
-    load_library,
+from engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, Team, load_library
+from tests.engine.kernels.random_model import (
+    DTYPES,
+    NUM_BLOCKS,
+    Checkpoint,
+    NativeModel,
+    Prompts,
+    Types,
+    config,
+    ints,
 )
-from engine.kernels.kv_cache import KVCache, KVShape
-from engine.kernels.ops import Kernels, reference_kernels
-from engine.model.config import ModelConfig, RopeConfig
-from engine.model.parameters import LayerWeights, Weights
-from engine.model.transformer import Decoder, rotary_tables
-
-MAX_POSITION = 512
-NUM_BLOCKS = 96
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-CPU = torch.device("cpu")
+from tests.engine.shaken import allowed, largest
 
 
 @pytest.fixture(scope="module")
@@ -48,168 +38,23 @@ def team(library: NativeLibrary) -> Team:
     return library.start_team(2)
 
 
-def config(**changes: object) -> ModelConfig:
-    plain = ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=83,
-        hidden_size=48,
-        num_layers=3,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        intermediate_size=100,
-        rms_norm_eps=1e-5,
-        max_position=MAX_POSITION,
-        rope=RopeConfig(),
-        tie_word_embeddings=True,
-    )
-    return replace(plain, **changes)  # type: ignore[arg-type]
+def assert_equals_plain(checkpoint: Checkpoint, native: NativeModel, steps: list[Batch]) -> None:
+    """A native model computes in float32; what the dtype of its cache rounds is let pass."""
+    plain, errors = checkpoint.plain(), allowed(checkpoint.decoder, steps, native.kv.data.dtype)
+    for batch, error in zip(steps, errors, strict=True):
+        found, expected = native(batch), plain(batch)
+        assert found.shape == expected.shape
+        assert largest(found - expected) <= error
 
 
-class Checkpoint:
-    """Random weights, already rounded to `dtype`, for both decoders."""
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> None:
-        self.config = config
-        self.dtype = dtype
-        self.generator = torch.Generator().manual_seed(seed)
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self.layers = [
-            {
-                "qkv": self._linear(config.q_size + 2 * config.kv_size, hidden, config.qkv_bias),
-                "o": self._linear(hidden, config.q_size, config.o_bias),
-                "gate_up": self._linear(2 * inner, hidden, config.mlp_bias),
-                "down": self._linear(hidden, inner, config.mlp_bias),
-            }
-            for _ in range(config.num_layers)
-        ]
-        norms = [[self._norm(hidden), self._norm(hidden)] for _ in self.layers]
-        self.norms: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = [
-            (a, b, self._norm(config.head_dim), self._norm(config.head_dim))
-            if config.qk_norm
-            else (a, b, None, None)
-            for a, b in norms
-        ]
-        self.final_norm = self._norm(hidden)
-        self.embedding = self._rounded(torch.randn(config.vocab_size, hidden, generator=self.generator))
-        tied = config.tie_word_embeddings
-        self.lm_head = self.embedding if tied else self._linear(config.vocab_size, hidden, False)[0]
-
-    def _rounded(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype).float()
-
-    def _norm(self, size: int) -> Tensor:
-        return 1 + 0.1 * torch.randn(size, generator=self.generator)
-
-    def _linear(self, rows: int, k: int, bias: bool) -> tuple[Tensor, Tensor | None]:
-        weight = self._rounded(torch.randn(rows, k, generator=self.generator) * k**-0.5)
-        return weight, torch.randn(rows, generator=self.generator) * 0.1 if bias else None
-
-    def kv(self, dtype: torch.dtype, device: torch.device = CPU) -> KVCache:
-        c = self.config
-        shape = KVShape(
-            num_layers=c.num_layers,
-            num_kv_heads=c.num_kv_heads,
-            head_dim=c.head_dim,
-            block_size=BLOCK_SIZE,
-        )
-        return KVCache(shape, NUM_BLOCKS, dtype, device)
-
-    def reference(self) -> Decoder:
-        return self.decoder(reference_kernels(CPU, torch.float32))
-
-    def decoder(self, kernels: Kernels) -> Decoder:
-        """The decoder over a kernel table."""
-
-        def small(tensor: Tensor) -> Tensor:
-            return tensor.to(kernels.device, kernels.activation_dtype)
-
-        layers = [
-            LayerWeights(
-                input_norm=small(norms[0]),
-                post_norm=small(norms[1]),
-                q_norm=None if norms[2] is None else small(norms[2]),
-                k_norm=None if norms[3] is None else small(norms[3]),
-                **{name: kernels.linear(*layer[name]) for name in layer},
-            )
-            for layer, norms in zip(self.layers, self.norms, strict=True)
-        ]
-        weights = Weights(
-            small(self.embedding), layers, small(self.final_norm), kernels.linear(self.lm_head, None)
-        )
-        return Decoder(self.config, weights, kernels, self.kv(kernels.kv_dtype, kernels.device), MAX_POSITION)
-
-    def native(self, team: Team) -> NativeDecoder:
-        cos, sin = rotary_tables(self.config, MAX_POSITION)
-        layers = [
-            NativeLayer(
-                attention_norm=norms[0],
-                mlp_norm=norms[1],
-                q_norm=norms[2],
-                k_norm=norms[3],
-                qkv=PackedLinear(team, *layer["qkv"], self.dtype),
-                o=PackedLinear(team, *layer["o"], self.dtype),
-                gate_up=PackedLinear(team, *layer["gate_up"], self.dtype, gated=True),
-                down=PackedLinear(team, *layer["down"], self.dtype),
-            )
-            for layer, norms in zip(self.layers, self.norms, strict=True)
-        ]
-        return NativeDecoder(
-            team,
-            self.config,
-            embedding=None if self.config.tie_word_embeddings else self.embedding,
-            layers=layers,
-            final_norm=self.final_norm,
-            lm_head=PackedLinear(team, self.lm_head, None, self.dtype),
-            cos=cos,
-            sin=sin,
-            kv=self.kv(self.dtype).data.fill_(torch.nan),
-        )
-
-
-class Prompts:
-    """Sequences of random tokens with scattered blocks; `batch` asks for a range of each."""
-
-    def __init__(self, vocab: int, lengths: Sequence[int], seed: int = 1) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.tokens = [torch.randint(vocab, (n,), generator=generator).tolist() for n in lengths]
-        blocks = (torch.randperm(NUM_BLOCKS - 1, generator=generator) + 1).tolist()
-        self.tables: list[list[int]] = []
-        for n in lengths:
-            count = -(-n // BLOCK_SIZE)
-            self.tables.append(blocks[:count])
-            del blocks[:count]
-
-    def batch(self, ranges: dict[int, tuple[int, int]], all_rows: bool = True) -> Batch:
-        token_ids: list[int] = []
-        positions: list[int] = []
-        rows: list[int] = []
-        starts = [0]
-        for sequence, (start, end) in ranges.items():
-            token_ids += self.tokens[sequence][start:end]
-            positions += range(start, end)
-            starts.append(len(token_ids))
-            rows += range(starts[-2] if all_rows else starts[-1] - 1, starts[-1])
-        width = max(len(self.tables[s]) for s in ranges)
-        tables = [self.tables[s] + [0] * (width - len(self.tables[s])) for s in ranges]
-        ends = [end for _, end in ranges.values()]
-        return Batch(ints(token_ids), ints(positions), ints(starts), ints(ends), ints(tables), ints(rows))
-
-
-def ints(values: object) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def assert_equals_reference(checkpoint: Checkpoint, team: Team, tolerance: float = 1e-4) -> None:
-    native, reference = checkpoint.native(team), checkpoint.reference()
+def steps_of(checkpoint: Checkpoint) -> list[Batch]:
     prompts = Prompts(checkpoint.config.vocab_size, [40, 150, 1, 17])
-    for ranges in (
+    steps = (
         {0: (0, 40), 1: (0, 63)},
         {1: (63, 149), 2: (0, 1), 3: (0, 16)},
         {3: (16, 17), 1: (149, 150)},
-    ):
-        batch = prompts.batch(ranges)
-        torch.testing.assert_close(native(batch), reference(batch), atol=tolerance, rtol=tolerance)
+    )
+    return [prompts.batch(step) for step in steps]
 
 
 VARIANTS = {
@@ -231,13 +76,14 @@ VARIANTS = {
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 def test_logits_are_those_of_plain_torch(team: Team, changes: dict[str, object]) -> None:
-    assert_equals_reference(Checkpoint(config(**changes), torch.float32), team)
+    checkpoint = Checkpoint(config(**changes), torch.float32)
+    assert_equals_plain(checkpoint, checkpoint.native(team), steps_of(checkpoint))
 
 
-# The reference keeps its keys and values in float32: what is left is the rounding of the cache.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 5e-3), (torch.bfloat16, 5e-2)])
-def test_half_precision_weights(team: Team, dtype: torch.dtype, tolerance: float) -> None:
-    assert_equals_reference(Checkpoint(config(), dtype), team, tolerance)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_weights(team: Team, dtype: torch.dtype) -> None:
+    checkpoint = Checkpoint(config(), dtype)
+    assert_equals_plain(checkpoint, checkpoint.native(team), steps_of(checkpoint))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -332,6 +178,61 @@ def test_tensors_of_another_type_are_refused(team: Team) -> None:
 
 def test_weights_that_do_not_fit_are_refused(team: Team) -> None:
     checkpoint = Checkpoint(config(), torch.float32)
-    checkpoint.config = config(intermediate_size=101)
-    with pytest.raises(ValueError, match="gate_up"):
+    checkpoint.layers[1]["gate_up"] = torch.zeros(2 * 101, 48), None
+    with pytest.raises(ValueError, match="layer 1: gate_up"):
         checkpoint.native(team)
+    checkpoint = Checkpoint(config(), torch.float32)
+    checkpoint.layers[0]["qkv"] = torch.zeros(6 * 16 + 16, 48), None
+    with pytest.raises(ValueError, match="layer 0: qkv"):
+        checkpoint.native(team)
+    checkpoint = Checkpoint(config(num_layers=2), torch.float32)
+    checkpoint.config = config(num_layers=3)
+    with pytest.raises(ValueError, match="2 layers"):
+        checkpoint.native(team)
+
+
+def test_an_embedding_that_does_not_fit_is_refused(team: Team) -> None:
+    checkpoint = Checkpoint(config(tie_word_embeddings=False), torch.float32)
+    checkpoint.embedding = torch.zeros(83, 47)
+    with pytest.raises(ValueError, match="embedding"):
+        checkpoint.native(team)
+    checkpoint = Checkpoint(config(), torch.float32)
+    checkpoint.lm_head = torch.zeros(83, 47)
+    with pytest.raises(ValueError, match="embedding"):
+        checkpoint.native(team)
+
+
+MIXED = [
+    Types(linear=torch.float32, embedding=torch.float16, kv=torch.bfloat16),
+    Types(linear=torch.float16, embedding=torch.float32, kv=torch.float32),
+    Types(linear=torch.bfloat16, embedding=None, kv=torch.float16),
+    Types(linear=torch.float32, embedding=None, kv=torch.float16),
+    Types(linear=torch.float16, embedding=torch.bfloat16, kv=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("types", MIXED, ids=str)
+def test_every_part_has_a_type_of_its_own(team: Team, types: Types) -> None:
+    """Weights that bfloat16 holds exactly are the same in every type; what is left is the rounding of the cache."""
+    checkpoint = Checkpoint(config(tie_word_embeddings=types.embedding is None), torch.bfloat16)
+    assert_equals_plain(checkpoint, checkpoint.native(team, types), steps_of(checkpoint))
+
+
+def test_an_embedding_may_have_another_precision_than_the_weights(team: Team) -> None:
+    """An embedding rounded to float16 brings exactly the logits of one that float16 holds."""
+    rounded = Checkpoint(config(tie_word_embeddings=False), torch.float32)
+    batch = Prompts(83, [40]).batch({0: (0, 40)})
+    kept = rounded.native(team, Types(linear=torch.float32, embedding=torch.float16, kv=torch.float32))(batch)
+    full = rounded.native(team)(batch)
+    rounded.embedding = rounded.embedding.half().float()
+    assert torch.equal(rounded.native(team)(batch), kept)
+    assert not torch.equal(full, kept)
+
+
+def test_hidden_states_are_those_before_the_output_head(team: Team) -> None:
+    checkpoint = Checkpoint(config(), torch.float32)
+    batch = Prompts(83, [40]).batch({0: (0, 40)}, all_rows=False)
+    hidden = checkpoint.native(team).decoder(batch)
+    assert (hidden.shape, hidden.dtype) == ((1, 48), torch.float32)
+    [error] = allowed(checkpoint.decoder, [batch], torch.float32)
+    assert largest(hidden @ checkpoint.lm_head.T - checkpoint.plain()(batch)) <= error

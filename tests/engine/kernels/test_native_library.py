@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from engine.kernels.cpu import build
 from engine.kernels.cpu.native import (
@@ -20,9 +19,9 @@ from engine.kernels.cpu.native import (
     PackedLinear,
     Team,
     load_library,
-    measure_fma,
-    measure_linear,
 )
+from tests.engine import ranges
+from tests.engine.ranges import assert_within, exactly
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -119,8 +118,7 @@ def test_products_are_those_of_torch(team: Team, dtype: torch.dtype, n: int, k: 
     linear = PackedLinear(team, weight, bias, dtype)
     for rows in (0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 200):
         x = torch.randn(rows, k, generator=generator)
-        wanted = F.linear(x.double(), weight.double(), bias.double()).float()
-        torch.testing.assert_close(linear(x), wanted, atol=1e-4, rtol=1e-4)
+        assert_within(linear(x), ranges.linear(exactly(x), weight, bias))
 
 
 @pytest.mark.parametrize("inner", [1, 16, 40, 100])
@@ -133,8 +131,8 @@ def test_gated_products(team: Team, inner: int) -> None:
     linear = PackedLinear(team, weight, bias, torch.float32, gated=True)
     for rows in (1, 2, 9, 100):
         x = torch.randn(rows, 24, generator=generator)
-        gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
-        torch.testing.assert_close(linear(x), F.silu(gate) * up, atol=1e-4, rtol=1e-4)
+        both = ranges.linear(exactly(x), weight, bias)
+        assert_within(linear(x), ranges.silu_mul(both[:, :inner], both[:, inner:]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -152,7 +150,7 @@ def test_silu_far_out(team: Team) -> None:
     weight = torch.tensor([[1.0], [1.0]])
     x = torch.tensor([[-1e30], [-200.0], [-80.0], [0.0], [80.0], [200.0]])
     linear = PackedLinear(team, weight, torch.tensor([0.0, 0.0]), torch.float32, gated=True)
-    torch.testing.assert_close(linear(x), F.silu(x) * x, atol=1e-6, rtol=1e-5)
+    assert_within(linear(x), ranges.silu_mul(exactly(x), exactly(x)))
 
 
 def test_half_precision_is_rounded_as_torch_does(team: Team) -> None:
@@ -160,6 +158,20 @@ def test_half_precision_is_rounded_as_torch_does(team: Team) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         linear = PackedLinear(team, weight, None, dtype)
         assert torch.equal(linear(torch.eye(5)), weight.to(dtype).float().T)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (16, 8), (34, 37), (96, 5), (100, 53)])
+def test_the_weights_come_out_as_they_went_in(
+    team: Team, dtype: torch.dtype, gated: bool, n: int, k: int
+) -> None:
+    weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n))
+    linear = PackedLinear(team, weight, None, dtype, gated)
+    assert torch.equal(linear.dense(), weight.to(dtype).float())
+    assert (linear.in_features, linear.out_features) == (k, n // 2 if gated else n)
+    assert linear.num_bytes >= n * k * dtype.itemsize
+    assert linear.num_bytes % (16 * k * dtype.itemsize) == 0
 
 
 def test_shapes_that_do_not_fit_are_refused(team: Team) -> None:
@@ -246,8 +258,3 @@ if child:
 def test_a_team_has_members(library: NativeLibrary) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         Team(library, 0)
-
-
-def test_measurements_are_numbers(team: Team) -> None:
-    assert measure_fma(team) > 0
-    assert measure_linear(team, 64, 64, 4, torch.float16, repeats=1) > 0

@@ -1,6 +1,6 @@
 """What the native decoder does on this machine, beside what the machine could do.
 
-    python -m engine.kernels.cpu.bench [--shape 135m|0.5b|demo] [--dtype float16] [--threads N] [--repeats 10]
+    python -m app.bench.kernels [--shape 135m|0.5b|demo] [--dtype float16] [--threads N] [--repeats 10]
 
 Weights are random. Every figure is the best of the repeats: other processes only ever make it worse.
 """
@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from app.bench.measures import measure_fma, measure_linear
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import (
     BLOCK_SIZE,
@@ -23,8 +25,6 @@ from engine.kernels.cpu.native import (
     Team,
     available_cores,
     load_library,
-    measure_fma,
-    measure_linear,
 )
 from engine.kernels.kv_cache import KVCache, KVShape
 from engine.model.config import ModelConfig, RopeConfig
@@ -161,7 +161,9 @@ def make_batch(config: ModelConfig, case: Case) -> Batch:
     )
 
 
-def random_decoder(team: Team, config: ModelConfig, dtype: torch.dtype) -> NativeDecoder:
+def random_decoder(team: Team, config: ModelConfig, dtype: torch.dtype) -> Callable[[Batch], Tensor]:
+    """A decoder with its output head: batch -> logits."""
+
     def linear(rows: int, k: int, gated: bool = False) -> PackedLinear:
         return PackedLinear(team, (torch.rand(rows, k) - 0.5) * (2 * k**-0.5), None, dtype, gated)
 
@@ -182,16 +184,26 @@ def random_decoder(team: Team, config: ModelConfig, dtype: torch.dtype) -> Nativ
     angles = torch.outer(
         torch.arange(MAX_POSITION).float(), 10_000.0 ** -torch.linspace(0, 1, config.head_dim // 2)
     )
-    return NativeDecoder(
+    lm_head = linear(config.vocab_size, hidden)
+    decoder = NativeDecoder(
         team,
-        config,
-        embedding=None,
-        layers=layers,
+        KVCache(_kv_shape(config), NUM_BLOCKS, dtype, torch.device("cpu")),
+        layers,
+        embedding=lm_head,
         final_norm=ones,
-        lm_head=linear(config.vocab_size, hidden),
+        eps=config.rms_norm_eps,
         cos=angles.cos(),
         sin=angles.sin(),
-        kv=KVCache(KVShape.of(config, BLOCK_SIZE), NUM_BLOCKS, dtype, torch.device("cpu")).data,
+    )
+    return lambda batch: lm_head(decoder(batch))
+
+
+def _kv_shape(config: ModelConfig) -> KVShape:
+    return KVShape(
+        num_layers=config.num_layers,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        block_size=BLOCK_SIZE,
     )
 
 

@@ -1,0 +1,38 @@
+"""What the machine can do: the measuring loops of the native kernels."""
+
+from __future__ import annotations
+
+from ctypes import c_void_p
+
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu.library import Team
+from engine.kernels.cpu.linear import PackedLinear
+
+_WALKED_BYTES = 64e6
+"""More than the caches hold."""
+
+
+def measure_linear(
+    team: Team, in_features: int, out_features: int, rows: int, dtype: torch.dtype, repeats: int = 10
+) -> float:
+    """GFLOP/s of the bare product [rows, in] x [in, out], the weights coming from memory; the best of `repeats`."""
+    copies = max(1, int(_WALKED_BYTES / (in_features * out_features * dtype.itemsize)))
+    weight = torch.full((out_features, in_features), 0.01, dtype=dtype)
+    linears = [PackedLinear(team, weight, None, dtype) for _ in range(copies)]
+    handles = (c_void_p * copies)(*[linear.handle for linear in linears])
+    seconds = team.library.call("penstock_measure_products", team.handle, handles, copies, rows, repeats)
+    return float(2.0 * rows * in_features * out_features / seconds / 1e9)
+
+
+def measure_fma(team: Team) -> float:
+    """GFLOP/s of multiply-adds that never leave the registers, which no product can exceed."""
+    return float(team.library.call("penstock_measure_fma", team.handle))
+
+
+def measure_reading(team: Team, rows: Tensor, repeats: int = 50) -> float:
+    """Seconds in which the team reads all rows of float32 numbers once; the best of `repeats`."""
+    num_rows, n = rows.shape
+    call = team.library.call
+    return float(call("penstock_measure_reading", team.handle, rows.data_ptr(), n, num_rows, repeats))

@@ -1,0 +1,79 @@
+// The inputs of a step made from the table of sequences; engine/kernels/sequence_table.py is the specification.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace penstock {
+
+struct GatherArgs {
+    // The table: [num_rows] each, then [num_rows][max_blocks]. The last row belongs to no slot.
+    int32_t* lengths;
+    const int32_t *prompt_lens, *last_tokens, *block_tables;
+    int32_t num_rows, max_blocks;
+    // The step.
+    const int32_t *slots, *query_starts, *token_ids;
+    int32_t num_sequences, num_tokens, num_blocks;
+    // What is made of it, one after another.
+    int32_t* out;
+
+    int32_t* out_token_ids() const { return out; }                                // [T]
+    int32_t* positions() const { return out_token_ids() + num_tokens; }           // [T]
+    int32_t* context_lens() const { return positions() + num_tokens; }            // [S]
+    int32_t* sample_rows() const { return context_lens() + num_sequences; }       // [S]
+    int32_t* numbers() const { return sample_rows() + num_sequences; }            // [S]
+    int32_t* out_block_tables() const { return numbers() + num_sequences; }       // [S][num_blocks]
+};
+
+enum class Gathered { kDone, kBadSlot, kBadStarts };
+
+inline Gathered check(const GatherArgs& a) {
+    for (int s = 0; s < a.num_sequences; s++) {
+        if (a.slots[s] < -1 || a.slots[s] >= a.num_rows - 1) return Gathered::kBadSlot;
+        if (a.query_starts[s] < 0 || a.query_starts[s + 1] < a.query_starts[s]) return Gathered::kBadStarts;
+    }
+    return a.query_starts[a.num_sequences] <= a.num_tokens ? Gathered::kDone : Gathered::kBadStarts;
+}
+
+// The rows of padding: of a slot that nobody has, or of no sequence.
+inline void blank_tokens(const GatherArgs& a, int from, int to) {
+    std::fill(a.out_token_ids() + from, a.out_token_ids() + to, 0);
+    std::fill(a.positions() + from, a.positions() + to, -1);
+}
+
+inline void gather_tokens(const GatherArgs& a, int row, int from, int to) {
+    for (int t = from; t < to; t++) {
+        const int id = a.token_ids[t] < 0 ? a.last_tokens[row] : a.token_ids[t];
+        a.out_token_ids()[t] = std::max(0, id);  // -1 could not be sampled: its sequence ends soon
+        a.positions()[t] = a.lengths[row] + t - from;
+    }
+}
+
+inline void gather_sequence(const GatherArgs& a, int s) {
+    const int from = a.query_starts[s], to = a.query_starts[s + 1];
+    const bool is_padding = a.slots[s] < 0;
+    const int row = is_padding ? a.num_rows - 1 : a.slots[s];
+    if (is_padding)
+        blank_tokens(a, from, to);
+    else
+        gather_tokens(a, row, from, to);
+    const int context = is_padding ? 0 : a.lengths[row] + to - from;
+    a.lengths[row] = context;
+    a.context_lens()[s] = context;
+    a.numbers()[s] = context - a.prompt_lens[row];
+    a.sample_rows()[s] = std::max(0, to - 1);
+    std::memcpy(a.out_block_tables() + static_cast<size_t>(s) * a.num_blocks,
+                a.block_tables + static_cast<size_t>(row) * a.max_blocks, a.num_blocks * sizeof(int32_t));
+}
+
+// Nothing is changed where the step is refused.
+inline Gathered gather(const GatherArgs& a) {
+    const Gathered checked = check(a);
+    if (checked != Gathered::kDone) return checked;
+    for (int s = 0; s < a.num_sequences; s++) gather_sequence(a, s);
+    blank_tokens(a, a.query_starts[a.num_sequences], a.num_tokens);
+    return checked;
+}
+
+}  // namespace penstock

@@ -1,0 +1,154 @@
+"""The compiled kernels: the shared library, its C interface, and the team of threads that runs it.
+
+Calls into the library hold no GIL.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import weakref
+from collections.abc import Callable
+from ctypes import c_double, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu.build import NativeUnavailable, build
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""The storage types of the kernels."""
+
+ERRORS = {
+    1: "a token id is outside the vocabulary",
+    2: "a position is outside its sequence, its block table or the model's context",
+    3: "a block table names a block that does not exist",
+    4: "query_starts does not divide the tokens",
+    5: "a sample row is not a token of the batch",
+    7: "a slot does not exist",
+}
+NO_MEMORY = 6
+
+_POINTER = c_void_p
+SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "penstock_team_new": (_POINTER, (c_int32,)),
+    "penstock_team_free": (None, (_POINTER,)),
+    "penstock_linear_new": (_POINTER, (_POINTER, c_int32, c_int32, c_int32, c_int32, _POINTER, _POINTER)),
+    "penstock_linear_free": (None, (_POINTER,)),
+    "penstock_linear_bytes": (c_int64, (_POINTER,)),
+    "penstock_linear_unpack": (None, (_POINTER, _POINTER, _POINTER)),
+    "penstock_linear_apply": (None, (_POINTER, _POINTER, _POINTER, c_int64, c_int32, _POINTER)),
+    "penstock_decoder_new": (_POINTER, (_POINTER, _POINTER)),
+    "penstock_decoder_free": (None, (_POINTER,)),
+    "penstock_decoder_run": (c_int32, (_POINTER, _POINTER, _POINTER)),
+    "penstock_chooser_new": (_POINTER, (_POINTER,)),
+    "penstock_chooser_free": (None, (_POINTER,)),
+    "penstock_choose": (c_int32, (_POINTER, _POINTER)),
+    "penstock_gather": (c_int32, (_POINTER,)),
+    "penstock_measure_fma": (c_double, (_POINTER,)),
+    "penstock_measure_reading": (c_double, (_POINTER, _POINTER, c_int64, c_int32, c_int32)),
+    "penstock_measure_products": (c_double, (_POINTER, _POINTER, c_int32, c_int32, c_int32)),
+}
+
+
+class NativeLibrary:
+    """The compiled kernels."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self._dll = ctypes.CDLL(path)
+        except OSError as error:
+            raise NativeUnavailable(f"cannot load {path}: {error}") from error
+        for name, (result, arguments) in SIGNATURES.items():
+            function = getattr(self._dll, name)
+            function.restype = result
+            function.argtypes = arguments
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        return getattr(self._dll, name)(*arguments)
+
+    def function(self, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = getattr(self._dll, name)
+        return found
+
+    def start_team(self, num_threads: int | None = None) -> Team:
+        """Starts a team; without `num_threads` it has a thread for every core that this process may use."""
+        return Team(self, num_threads or available_cores())
+
+
+def load_library(say: Callable[[str], None]) -> NativeLibrary:
+    """Loads the library and builds it first if need be; `say` gets a line when that takes a while.
+
+    Raises:
+        NativeUnavailable: there is no compiler, or it fails; plain torch can do the same work.
+    """
+    return _loaded(str(build(say)))
+
+
+@functools.cache
+def _loaded(path: str) -> NativeLibrary:
+    return NativeLibrary(path)
+
+
+def available_cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        return os.cpu_count() or 1
+
+
+class Team:
+    """Threads that work on one call at a time, the caller as one of them, and sleep in between.
+
+    Whoever starts a team owns it. `close` joins the threads, and so does the end of the interpreter.
+    """
+
+    def __init__(self, library: NativeLibrary, num_threads: int) -> None:
+        if num_threads < 1:
+            raise ValueError(f"a team needs at least 1 thread, not {num_threads}")
+        self.library = library
+        self.num_threads = num_threads
+        self.handle = created(library.call("penstock_team_new", num_threads))
+        self._close = weakref.finalize(self, library.call, "penstock_team_free", self.handle)
+
+    def close(self) -> None:
+        """Joins the threads; nothing may use the team any more."""
+        self._close()
+
+
+def created(handle: int | None) -> int:
+    """The handle of a new object, or MemoryError if there is none."""
+    if handle is None:
+        raise MemoryError("the native kernels could not get their memory")
+    return handle
+
+
+def check(status: int) -> None:
+    """Raises what a status of the library stands for: nothing, MemoryError or ValueError."""
+    if status == NO_MEMORY:
+        raise MemoryError("the native kernels could not get their memory")
+    if status:
+        raise ValueError(ERRORS[status])
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def float32(tensor: Tensor) -> Tensor:
+    """The tensor as the kernels read small ones: contiguous float32 on the CPU."""
+    return tensor.detach().to("cpu", torch.float32).contiguous()
+
+
+def expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: {shape} expected, not {tuple(tensor.shape)}")
+
+
+def expect_ints(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.dtype != torch.int32 or tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name}: contiguous int32 {shape} expected, not {tensor.dtype} {tuple(tensor.shape)}"
+        )

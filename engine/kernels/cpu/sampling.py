@@ -1,0 +1,97 @@
+"""Choosing tokens with the native kernels."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from ctypes import c_int32, c_void_p
+
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu.library import Team, check, created, expect_ints
+from engine.sampling.tables import Filters, SamplingTables
+
+
+class _Choose(ctypes.Structure):
+    _fields_ = [
+        ("logits", c_void_p),
+        ("slots", c_void_p),
+        ("numbers", c_void_p),
+        ("token_ids", c_void_p),
+        ("logprobs", c_void_p),
+        ("table", c_void_p),
+        ("biases", c_void_p),
+        ("counts", c_void_p),
+        ("num_rows", c_int32),
+        ("vocab", c_int32),
+        ("num_slots", c_int32),
+        ("max_biases", c_int32),
+        ("num_counts", c_int32),
+        ("top_k", c_int32),
+        ("top_p", c_int32),
+    ]
+
+
+class NativeChoose:
+    """Implements `engine.sampling.tables.Choose` on the threads of a team.
+
+    Calls must come from one thread at a time.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._tables: SamplingTables | None = None
+        self._arguments = _Choose()
+        self._unknown = torch.empty(0)
+        library = team.library
+        self._handle = created(library.call("penstock_chooser_new", team.handle))
+        weakref.finalize(self, library.call, "penstock_chooser_free", self._handle)
+        self._choose = library.function("penstock_choose")
+
+    def __call__(
+        self, logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, filters: Filters
+    ) -> tuple[Tensor, Tensor]:
+        """Chooses a token for each row of logits; see `engine.sampling.reference.choose`.
+
+        Raises:
+            ValueError: tensors that do not fit each other, or a slot that does not exist.
+        """
+        if tables is not self._tables:
+            self._read(tables)
+        logits = _rows(logits, tables.vocab_size)
+        num_rows = logits.shape[0]
+        expect_ints("slots", slots, (num_rows,))
+        expect_ints("numbers", numbers, (num_rows,))
+        token_ids = torch.empty(num_rows, dtype=torch.int32)
+        logprobs = torch.empty(num_rows) if filters.logprobs else self._unknown_logprobs(num_rows)
+        arguments = self._arguments
+        arguments.logits = logits.data_ptr()
+        arguments.slots, arguments.numbers = slots.data_ptr(), numbers.data_ptr()
+        arguments.token_ids = token_ids.data_ptr()
+        arguments.logprobs = logprobs.data_ptr() if filters.logprobs else None
+        arguments.num_rows = num_rows
+        arguments.top_k, arguments.top_p = filters.top_k, filters.top_p
+        check(self._choose(self._handle, ctypes.byref(arguments)))
+        return token_ids, logprobs
+
+    def _unknown_logprobs(self, num_rows: int) -> Tensor:
+        """NaN for every row; nobody writes to it, so that steps may share it."""
+        if self._unknown.shape[0] != num_rows:
+            self._unknown = torch.full((num_rows,), torch.nan)
+        return self._unknown
+
+    def _read(self, tables: SamplingTables) -> None:
+        """Keeps the addresses of the tables, which stay where they are as long as the tables live."""
+        arguments = self._arguments
+        arguments.table, arguments.biases = tables.rows.data_ptr(), tables.biases.data_ptr()
+        arguments.counts, arguments.num_counts = tables.counts.data_ptr(), tables.counts.shape[0]
+        arguments.num_slots, arguments.max_biases = tables.biases.shape[:2]
+        arguments.vocab = tables.vocab_size
+        self._tables = tables
+
+
+def _rows(logits: Tensor, vocab_size: int) -> Tensor:
+    if logits.dim() != 2 or logits.shape[1] != vocab_size:
+        raise ValueError(f"logits [R, {vocab_size}] expected, not {tuple(logits.shape)}")
+    return logits.float().contiguous()
