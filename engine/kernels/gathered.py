@@ -2,7 +2,7 @@
 
 For many queries a copy of their context costs little beside what they compute with it, and kernels written for one
 generation of cards (FlashAttention, cuDNN) may compute faster than what Triton makes for all of them. Nobody knows it
-of a card before it is measured, once, at load (`prefill_choice`). The other sequences stay with their kernels.
+of a card before it is measured, once, at load (`prefill_choice`). All other sequences stay with paged attention.
 
 The host must know the lengths of a step for this (`Batch.host_lengths`); nothing here waits for the device.
 """
@@ -22,27 +22,28 @@ from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import KVShape
 
 Attend = Callable[[Tensor, Tensor, int], Tensor]
-"""See `ops.Attention`."""
-Prepare = Callable[[Batch, KVShape], Attend]
-"""One step's attention, see `ops.Kernels.attention`."""
+"""One step's attention, which every layer calls; see `ops.Attention`."""
+PrepareAttention = Callable[[Batch, KVShape], Attend]
+"""Prepares the attention of one step; see `ops.Kernels.attention`."""
 
 PLAN_ALIGNMENT = 128
-"""Tokens: cuDNN's lengths are multiples of it."""
+"""The lengths that cuDNN makes plans for are multiples of so many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
-    """One of torch's kernels."""
+class ContiguousBackend:
+    """One of torch's attention kernels, which take contiguous keys and values."""
 
     name: str
     backend: SDPBackend
-    after_context: bool
-    """It serves chunks that have earlier context, too, without a mask in memory."""
-    step: int = 1
-    """Chunks are padded to a multiple of it."""
+    takes_later_chunks: bool
+    """The kernel also serves chunks that have earlier context, without a mask in memory."""
+    length_multiple: int = 1
+    """Chunks are padded to a multiple of so many tokens."""
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """
+        """Attends one chunk.
+
         Args:
             queries: [n, num_heads, head_dim], of the last n tokens of the context.
             keys, values: [num_kv_heads, context, head_dim]
@@ -51,155 +52,169 @@ class Way:
             [n, num_heads * head_dim]
         """
         num_queries = queries.shape[0]
-        if self.step > 1:  # what is added comes last: only what is added sees it
+        if self.length_multiple > 1:  # the padding comes last: only padding sees it
             queries, keys, values = self._padded(queries, keys, values)
-        is_whole = queries.shape[0] == keys.shape[1]
+        is_first_chunk = queries.shape[0] == keys.shape[1]
         with sdpa_kernel(self.backend):
             attended = F.scaled_dot_product_attention(
                 queries.transpose(0, 1)[None],
                 keys[None],
                 values[None],
-                None if is_whole else causal_lower_right(queries.shape[0], keys.shape[1]),
-                is_causal=is_whole,
+                None if is_first_chunk else causal_lower_right(queries.shape[0], keys.shape[1]),
+                is_causal=is_first_chunk,
                 enable_gqa=True,
             )
         return attended[0].transpose(0, 1)[:num_queries].flatten(1)
 
     def _padded(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        more = -queries.shape[0] % self.step
-        if not more:
+        num_padding = -queries.shape[0] % self.length_multiple
+        if not num_padding:
             return queries, keys.contiguous(), values.contiguous()
-        keys, values = (F.pad(each, (0, 0, 0, more)) for each in (keys, values))
-        return F.pad(queries, (0, 0, 0, 0, 0, more)), keys, values
+        keys, values = (F.pad(each, (0, 0, 0, num_padding)) for each in (keys, values))
+        return F.pad(queries, (0, 0, 0, 0, 0, num_padding)), keys, values
 
 
-FLASH = Way(name="flash", backend=SDPBackend.FLASH_ATTENTION, after_context=True)
-CUDNN = Way(name="cuDNN", backend=SDPBackend.CUDNN_ATTENTION, after_context=False, step=PLAN_ALIGNMENT)
-"""Its causal mask is aligned to the first key, so that it takes whole contexts only."""
-WAYS = (FLASH, CUDNN)
+FLASH = ContiguousBackend(name="flash", backend=SDPBackend.FLASH_ATTENTION, takes_later_chunks=True)
+CUDNN = ContiguousBackend(
+    name="cuDNN",
+    backend=SDPBackend.CUDNN_ATTENTION,
+    takes_later_chunks=False,
+    length_multiple=PLAN_ALIGNMENT,
+)
+"""The causal mask of cuDNN is aligned to the first key, so that it takes first chunks only."""
+BACKENDS = (FLASH, CUDNN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ways:
-    """Which way long chunks go; None is that of the other sequences."""
+class LongPrefillBackends:
+    """The backends that attend long prefill chunks; None is paged attention."""
 
     min_queries: int
-    """Chunks of fewer are not long."""
-    whole: Way | None = None
-    """For those that are their whole context."""
-    later: Way | None = None
-    """For those with earlier context."""
+    """A chunk of fewer tokens is not long."""
+    first_chunk: ContiguousBackend | None = None
+    """Attends chunks without earlier context."""
+    later_chunk: ContiguousBackend | None = None
+    """Attends chunks with earlier context."""
 
-    def of(self, num_tokens: int, context: int) -> Way | None:
+    def backend_of(self, num_tokens: int, context: int) -> ContiguousBackend | None:
+        """The backend of a chunk that ends a context; None if paged attention has it."""
         if num_tokens < self.min_queries:
             return None
-        return self.whole if num_tokens == context else self.later
+        return self.first_chunk if num_tokens == context else self.later_chunk
 
 
 @dataclass(slots=True)
-class _Run:
-    """Neighbours in a batch: one long chunk, or sequences that are none."""
+class _Span:
+    """Neighbouring sequences of a batch: one with a long chunk, or several for paged attention."""
 
     sequences: slice
     rows: slice
     context: int
-    """Of a long chunk."""
-    way: Way | None
-    """None: it is no long chunk."""
+    """The context of the long chunk."""
+    backend: ContiguousBackend | None
+    """The backend of the long chunk; None if the span is for paged attention."""
 
     @property
     def num_rows(self) -> int:
         return int(self.rows.stop - self.rows.start)
 
 
-def attention(batch: Batch, shape: KVShape, *, others: Prepare, ways: Ways) -> Attend:
-    """A step's attention: that of `others` if the step has no long chunk, or if only the device knows."""
-    runs = _runs(batch.host_lengths or [], ways)
-    if any(run.way for run in runs):
-        return GatheredAttention(batch, shape, runs, others)
-    return others(batch, shape)
+def prepare_attention(
+    batch: Batch, shape: KVShape, *, prepare_paged: PrepareAttention, backends: LongPrefillBackends
+) -> Attend:
+    """A step's attention; it is the paged one if no chunk has a backend, or if only the device knows the lengths."""
+    spans = _spans(batch.host_lengths or [], backends)
+    if any(span.backend for span in spans):
+        return GatheredAttention(batch, shape, spans, prepare_paged)
+    return prepare_paged(batch, shape)
 
 
 class GatheredAttention:
-    """`reference.PagedAttention` without windows: every long chunk in its way, all other sequences by `others`.
+    """`reference.PagedAttention` without windows, in which backends attend the long chunks.
 
     A long chunk's keys and values of one layer are in memory a second time while it is attended, one chunk's at a time.
     """
 
-    def __init__(self, batch: Batch, shape: KVShape, runs: list[_Run], others: Prepare) -> None:
-        assert runs[-1].rows.stop == batch.positions.numel()
-        self._shape, self._runs = shape, runs
-        self._tiles = [_tiles(batch, run, shape) if run.way else None for run in runs]
-        self._rest = [run for run in runs if run.way is None]
-        self._others = others(_rest_of(batch, self._rest), shape) if self._rest else None
+    def __init__(
+        self, batch: Batch, shape: KVShape, spans: list[_Span], prepare_paged: PrepareAttention
+    ) -> None:
+        assert spans[-1].rows.stop == batch.positions.numel()
+        self._shape, self._spans = shape, spans
+        self._places = [_kv_places(batch, span, shape) if span.backend else None for span in spans]
+        self._paged_spans = [span for span in spans if span.backend is None]
+        self._attend_paged: Attend | None = None
+        if self._paged_spans:
+            self._attend_paged = prepare_paged(_batch_of(batch, self._paged_spans), shape)
 
     def __call__(self, queries: Tensor, layer_kv: Tensor, window: int) -> Tensor:
-        """As `reference.PagedAttention`; `window` is 0."""
+        """Attends one layer, as `reference.PagedAttention` does; `window` is 0."""
         assert not window
         # Long chunks first: then no more is in memory beside their keys and values than in a step of one chunk.
-        pieces = [
-            None if tiles is None else self._attend(run, queries[run.rows], layer_kv, tiles)
-            for run, tiles in zip(self._runs, self._tiles, strict=True)
+        parts = [
+            None if places is None else self._attend_chunk(span, queries[span.rows], layer_kv, places)
+            for span, places in zip(self._spans, self._places, strict=True)
         ]
-        rest = self._attend_rest(queries, layer_kv)
-        return _joined([next(rest) if piece is None else piece for piece in pieces])
+        paged = self._attend_paged_spans(queries, layer_kv)
+        return _joined([next(paged) if part is None else part for part in parts])
 
-    def _attend(self, run: _Run, queries: Tensor, layer_kv: Tensor, tiles: Tensor) -> Tensor:
-        assert run.way is not None
-        keys, values = (self._gather(half, tiles)[:, : run.context] for half in layer_kv.unbind())
-        return run.way(queries, keys, values)
+    def _attend_chunk(self, span: _Span, queries: Tensor, layer_kv: Tensor, places: Tensor) -> Tensor:
+        assert span.backend is not None
+        keys, values = (self._gather(half, places)[:, : span.context] for half in layer_kv.unbind())
+        return span.backend(queries, keys, values)
 
-    def _gather(self, half: Tensor, tiles: Tensor) -> Tensor:
+    def _gather(self, half: Tensor, places: Tensor) -> Tensor:
         """[num_kv_heads, P * block_size, head_dim]"""
         shape = self._shape
-        found = half.view(-1, shape.block_size * shape.head_dim).index_select(0, tiles)
+        found = half.view(-1, shape.block_size * shape.head_dim).index_select(0, places)
         return found.view(shape.num_kv_heads, -1, shape.head_dim)
 
-    def _attend_rest(self, queries: Tensor, layer_kv: Tensor) -> Iterator[Tensor]:
-        """Run by run."""
-        if self._others is None:
+    def _attend_paged_spans(self, queries: Tensor, layer_kv: Tensor) -> Iterator[Tensor]:
+        """The results of the paged spans, one after the other."""
+        if self._attend_paged is None:
             return iter(())
-        attended = self._others(_joined([queries[run.rows] for run in self._rest]), layer_kv, 0)
-        return iter(torch.split(attended, [run.num_rows for run in self._rest]))
+        attended = self._attend_paged(
+            _joined([queries[span.rows] for span in self._paged_spans]), layer_kv, 0
+        )
+        return iter(torch.split(attended, [span.num_rows for span in self._paged_spans]))
 
 
-def _runs(lengths: Iterable[tuple[int, int]], ways: Ways) -> list[_Run]:
-    runs: list[_Run] = []
+def _spans(lengths: Iterable[tuple[int, int]], backends: LongPrefillBackends) -> list[_Span]:
+    spans: list[_Span] = []
     row = 0
     for sequence, (num_tokens, context) in enumerate(lengths):
-        way = ways.of(num_tokens, context)
+        backend = backends.backend_of(num_tokens, context)
         sequences, rows = slice(sequence, sequence + 1), slice(row, row + num_tokens)
-        if way is None and runs and runs[-1].way is None:
-            before = runs.pop()
+        if backend is None and spans and spans[-1].backend is None:
+            before = spans.pop()
             sequences, rows = slice(before.sequences.start, sequence + 1), slice(before.rows.start, rows.stop)
-        runs.append(_Run(sequences, rows, context, way))
+        spans.append(_Span(sequences, rows, context, backend))
         row += num_tokens
-    return runs
+    return spans
 
 
-def _tiles(batch: Batch, run: _Run, shape: KVShape) -> Tensor:
-    """[num_kv_heads * P] where a chunk's tiles of one head and block are in a layer's keys or values, head by head."""
-    num_blocks = -(-run.context // shape.block_size)
-    blocks = batch.block_tables[run.sequences.start, :num_blocks]
+def _kv_places(batch: Batch, span: _Span, shape: KVShape) -> Tensor:
+    """[num_kv_heads * P] The places of a context's blocks in a layer's keys or values, head by head."""
+    num_blocks = -(-span.context // shape.block_size)
+    blocks = batch.block_tables[span.sequences.start, :num_blocks]
     heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=blocks.device)
     return (heads[:, None] + blocks * shape.num_kv_heads).flatten()
 
 
-def _rest_of(batch: Batch, runs: list[_Run]) -> Batch:
+def _batch_of(batch: Batch, spans: list[_Span]) -> Batch:
     """The batch of these sequences alone; its tensors are new ones, aligned as kernels like it."""
     assert batch.host_lengths is not None
-    lengths = [pair for run in runs for pair in batch.host_lengths[run.sequences]]
+    lengths = [pair for span in spans for pair in batch.host_lengths[span.sequences]]
     starts, num_rows = [], 0
-    for run in runs:
-        starts.append(batch.query_starts[run.sequences] - (run.rows.start - num_rows))
-        num_rows += run.num_rows
+    for span in spans:
+        starts.append(batch.query_starts[span.sequences] - (span.rows.start - num_rows))
+        num_rows += span.num_rows
     starts.append(batch.query_starts[-1:] - (batch.positions.numel() - num_rows))
     return Batch(
-        token_ids=torch.cat([batch.token_ids[run.rows] for run in runs]),
-        positions=torch.cat([batch.positions[run.rows] for run in runs]),
+        token_ids=torch.cat([batch.token_ids[span.rows] for span in spans]),
+        positions=torch.cat([batch.positions[span.rows] for span in spans]),
         query_starts=torch.cat(starts),
-        context_lens=torch.cat([batch.context_lens[run.sequences] for run in runs]),
-        block_tables=torch.cat([batch.block_tables[run.sequences] for run in runs]),
+        context_lens=torch.cat([batch.context_lens[span.sequences] for span in spans]),
+        block_tables=torch.cat([batch.block_tables[span.sequences] for span in spans]),
         sample_rows=batch.sample_rows[:0],
         max_query_len=max(num_tokens for num_tokens, _ in lengths),
     )

@@ -1,7 +1,8 @@
-"""Which way long prefill chunks are attended, found out by timing them once on the card, at load."""
+"""Which backends attend long prefill chunks, found out by timing them once on the card, at load."""
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,110 +12,158 @@ import torch
 from torch import Tensor
 
 from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.gathered import CUDNN, FLASH, PLAN_ALIGNMENT, Prepare, Way, Ways, attention
+from engine.kernels.gathered import (
+    CUDNN,
+    FLASH,
+    PLAN_ALIGNMENT,
+    ContiguousBackend,
+    LongPrefillBackends,
+    PrepareAttention,
+    prepare_attention,
+)
 from engine.kernels.kv_cache import KVShape
 
-Seconds = Callable[[Callable[[], object]], float]
-"""How long a call takes."""
+Timer = Callable[[Callable[[], object]], float]
+"""Says how many seconds a call takes."""
 
 MAX_TRIED_TOKENS, TRIED_CHUNKS = 8192, 4
-"""Of the chunk that is timed, and chunks of context that it ends."""
+"""The chunk that is timed has at most so many tokens, and ends a context of so many chunks."""
 NUM_PLANS = 8
-"""cuDNN makes a plan for each length, in some tenths of a second: so many lengths there are."""
+"""There are so many lengths that cuDNN makes a plan for; each takes it some tenths of a second."""
+_NOT_OFFERED = ("No available kernel", "No viable backend")
+"""So torch begins to say that it has no such kernel for this card, dtype or head_dim."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What decides which way is fastest, beside the card."""
+    """What decides, beside the card, which backend is fastest."""
 
     shape: KVShape
     num_heads: int
     dtype: torch.dtype
-    """Of queries and KV."""
+    """The dtype of queries and KV."""
     device: torch.device
     max_position: int
     min_queries: int
-    """Of a long chunk."""
+    """A chunk of fewer tokens is not long."""
     max_queries: int
-    """Of a step."""
+    """A step has no more tokens."""
 
     @property
     def longest(self) -> int:
         """Tokens of the longest chunk."""
         return min(self.max_queries, self.max_position)
 
-    def ways(self, whole: Way | None, later: Way | None) -> Ways:
-        return Ways(min_queries=self.min_queries, whole=whole, later=later)
+    def backends(
+        self, first_chunk: ContiguousBackend | None, later_chunk: ContiguousBackend | None
+    ) -> LongPrefillBackends:
+        return LongPrefillBackends(
+            min_queries=self.min_queries, first_chunk=first_chunk, later_chunk=later_chunk
+        )
 
 
 @torch.inference_mode()
-def choose(model: Model, others: Prepare, seconds: Seconds, say: Callable[[str], None]) -> Ways:
-    """Times all ways that there are, for a whole context and for the end of a longer one.
+def choose(
+    model: Model, prepare_paged: PrepareAttention, timer: Timer, say: Callable[[str], None]
+) -> LongPrefillBackends:
+    """Times all backends that there are, for a prompt's first chunk and for one that ends a longer context.
+
+    A backend that fails is left out. Nothing of the trials stays on the device.
 
     Args:
-        say: is told, in one line, how long each took; nothing, if there is no other way than `others`.
+        say: It is told, in one line, how long each took, unless there is none but `prepare_paged`; and in a line each,
+            which failed and why.
+
+    Raises:
+        torch.AcceleratorError: The device is lost.
     """
+    backends = _choose(model, _Trials(model, prepare_paged, timer, say), say)
+    gc.collect()  # an error that is part of a reference cycle keeps the tensors of the frames that it came through
+    torch.cuda.empty_cache()
+    return backends
+
+
+Times = dict[ContiguousBackend | None, float]
+"""Seconds of each backend that runs, and of paged attention (None); fastest first."""
+
+
+def _choose(model: Model, trials: _Trials, say: Callable[[str], None]) -> LongPrefillBackends:
     length = min(model.longest, MAX_TRIED_TOKENS)
     context = min(TRIED_CHUNKS * length, model.max_position)
-    there_are = [FLASH, replace(CUDNN, step=_plan_step(model.longest))]
-    for_later = [way for way in there_are if way.after_context]
-    whole = _time(model, (length, length), there_are, others, seconds)
-    later = _time(model, (min(length, context // 2), context), for_later, others, seconds)
-    lines = [_line(times, seen) for times, seen in ((whole, length), (later, context)) if len(times) > 1]
+    backends = [FLASH, replace(CUDNN, length_multiple=_plan_multiple(model.longest))]
+    first = trials.times((length, length), backends)
+    later_backends = [backend for backend in backends if backend.takes_later_chunks]
+    later = trials.times((min(length, context // 2), context), later_backends)
+    lines = [_line(times, seen) for times, seen in ((first, length), (later, context)) if len(times) > 1]
     if lines:
         say(f"attention of long prefills, ms a layer: {'; '.join(lines)}")
-    ways = model.ways(_fastest(model, whole, others), _fastest(model, later, others))
-    torch.cuda.empty_cache()
-    return ways
+    return model.backends(trials.fastest(first), trials.fastest(later))
 
 
-def _plan_step(longest: int) -> int:
+def _plan_multiple(longest: int) -> int:
     return -(-longest // (NUM_PLANS * PLAN_ALIGNMENT)) * PLAN_ALIGNMENT
 
 
-Times = dict[Way | None, float]
-"""Seconds of each way that there is, and of the other sequences' (None); fastest first."""
-
-
-def _time(
-    model: Model, lengths: tuple[int, int], ways: list[Way], others: Prepare, seconds: Seconds
-) -> Times:
-    """For a chunk of (tokens, context)."""
-    if lengths[0] < model.min_queries:
-        return {}
-    taken = {way: _seconds(model, lengths, others, way, seconds) for way in (None, *ways)}
-    known = [(way, time_s) for way, time_s in taken.items() if time_s is not None]
-    return dict(sorted(known, key=lambda pair: pair[1]))
-
-
-def _seconds(
-    model: Model, lengths: tuple[int, int], others: Prepare, way: Way | None, seconds: Seconds
-) -> float | None:
-    """None: it does not run with this card, dtype or head_dim, of which torch would tell at length, or lacks memory."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            return seconds(trial(model, lengths, others, way))
-        except RuntimeError:
-            return None
-
-
 def _line(times: Times, seen: int) -> str:
-    parts = (f"{way.name if way else 'triton'} {time_s * 1000:.2f}" for way, time_s in times.items())
+    parts = (f"{_name(backend)} {time_s * 1000:.2f}" for backend, time_s in times.items())
     return f"{', '.join(parts)} ({seen:,} tokens seen)"
 
 
-def _fastest(model: Model, times: Times, others: Prepare) -> Way | None:
-    return next((way for way in times if way is None or _is_ready(model, way, others)), None)
+def _name(backend: ContiguousBackend | None) -> str:
+    return backend.name if backend else "triton"
 
 
-def _is_ready(model: Model, way: Way, others: Prepare) -> bool:
-    """Makes the plans of all lengths that steps will have, if it needs plans."""
-    if way.step == 1:
-        return True
-    first = -(-model.min_queries // way.step) * way.step
-    lengths = range(first, model.longest + way.step, way.step)
-    return all(_seconds(model, (length, length), others, way, _once) is not None for length in lengths)
+@dataclass(frozen=True, slots=True)
+class _Trials:
+    """Runs backends on chunks of random numbers."""
+
+    model: Model
+    prepare_paged: PrepareAttention
+    timer: Timer
+    say: Callable[[str], None]
+
+    def times(self, lengths: tuple[int, int], backends: list[ContiguousBackend]) -> Times:
+        """The times of a chunk of (tokens, context)."""
+        if lengths[0] < self.model.min_queries:
+            return {}
+        taken = {backend: self._seconds(lengths, backend, self.timer) for backend in (None, *backends)}
+        known = [(backend, time_s) for backend, time_s in taken.items() if time_s is not None]
+        return dict(sorted(known, key=lambda pair: pair[1]))
+
+    def fastest(self, times: Times) -> ContiguousBackend | None:
+        return next((backend for backend in times if backend is None or self._is_ready(backend)), None)
+
+    def _is_ready(self, backend: ContiguousBackend) -> bool:
+        """Makes the plans of all lengths that steps will have, if the backend needs plans."""
+        multiple, model = backend.length_multiple, self.model
+        if multiple == 1:
+            return True
+        first = -(-model.min_queries // multiple) * multiple
+        lengths = range(first, model.longest + multiple, multiple)
+        return all(self._seconds((length, length), backend, _once) is not None for length in lengths)
+
+    def _seconds(
+        self, lengths: tuple[int, int], backend: ContiguousBackend | None, timer: Timer
+    ) -> float | None:
+        """The time of a chunk of (tokens, context); None if the backend does not run."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch tells at length why it has no such kernel
+            try:
+                return timer(trial(self.model, lengths, self.prepare_paged, backend))
+            except torch.AcceleratorError:
+                raise
+            except Exception as error:  # Triton has errors of its own, and asserts
+                self._report(error, lengths, backend)
+                return None
+
+    def _report(self, error: Exception, lengths: tuple[int, int], backend: ContiguousBackend | None) -> None:
+        """Tells why a backend is left out, unless torch just does not offer it here, or memory is short."""
+        reason = str(error).partition("\n")[0]
+        if isinstance(error, torch.OutOfMemoryError) or reason.startswith(_NOT_OFFERED):
+            return
+        of = f"{lengths[0]:,} of {lengths[1]:,} tokens"
+        cause = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+        self.say(f"attention of long prefills is not by {_name(backend)}, which fails at {of} ({cause})")
 
 
 def _once(run: Callable[[], object]) -> float:
@@ -122,15 +171,20 @@ def _once(run: Callable[[], object]) -> float:
     return 0.0
 
 
-def trial(model: Model, lengths: tuple[int, int], others: Prepare, way: Way | None) -> Callable[[], Tensor]:
+def trial(
+    model: Model,
+    lengths: tuple[int, int],
+    prepare_paged: PrepareAttention,
+    backend: ContiguousBackend | None,
+) -> Callable[[], Tensor]:
     """One layer's attention of a chunk of (tokens, context), of random numbers.
 
     Args:
-        way: None is that of `others`.
+        backend: None is that of `prepare_paged`.
     """
     num_tokens, context = lengths
-    batch = _batch(model, num_tokens, context)
-    attend = attention(batch, model.shape, others=others, ways=model.ways(way, way))
+    batch, backends = _batch(model, num_tokens, context), model.backends(backend, backend)
+    attend = prepare_attention(batch, model.shape, prepare_paged=prepare_paged, backends=backends)
     return partial(attend, *_contents(model, num_tokens, context), 0)
 
 

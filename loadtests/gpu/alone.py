@@ -10,6 +10,7 @@ import statistics
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -23,9 +24,9 @@ from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
 from engine.model.config import LoadOptions
 from engine.model.parse import read_config
-from engine.planning.request import Request, SamplingParams
+from engine.planning.request import Request, SamplingParams, Sequence
 from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import Plan, StepInFlight, StepReport
+from engine.planning.step import Plan, RunnerFacts, StepInFlight, StepReport, StepResult
 from engine.planning.stopping import TextSink
 from engine.planning.tokenizer import Tokenizer
 from loadtests.gpu.checkpoints import token_ids
@@ -63,19 +64,33 @@ class Pace:
     """What the device takes for a step that was launched before it began; None without CUDA."""
 
 
+class _TimedStep:
+    """A step of which the device notes the end, once its tokens are chosen."""
+
+    def __init__(self, step: StepInFlight, end: torch.cuda.Event) -> None:
+        self._step, self._end = step, end
+
+    def choose(self) -> None:
+        self._step.choose()
+        self._end.record()
+
+    def wait(self) -> StepResult:
+        return self._step.wait()
+
+
 class _Timed:
     """A runner whose steps the device times, each launched while the device still waits."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.num_blocks = self.block_size = self.max_batch_tokens = self.num_ahead = 0
         self.is_timing = False
         self.events: list[tuple[Plan, torch.cuda.Event, torch.cuda.Event]] = []
 
-    def load(self) -> None:
-        self._runner.load()
-        self.num_blocks, self.block_size = self._runner.num_blocks, self._runner.block_size
-        self.max_batch_tokens, self.num_ahead = self._runner.max_batch_tokens, self._runner.num_ahead
+    def load(self) -> RunnerFacts:
+        return self._runner.load()
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        self._runner.forget(sequences)
 
     def close(self) -> None:
         self._runner.close()
@@ -87,9 +102,8 @@ class _Timed:
         start, end = event(), event()
         start.record()
         step = self._runner.launch(plan)
-        end.record()
         self.events.append((plan, start, end))
-        return step
+        return _TimedStep(step, end)
 
 
 class Bench:
@@ -108,7 +122,7 @@ class Bench:
         self._reports: list[tuple[float, StepReport]] = []
         self._num_left = 0
         self.engine = Engine(
-            self.runner,
+            lambda: self.runner,
             self.queue,
             TextSink(Tokenizer.load(folder), config.eos_token_ids),
             SchedulerLimits(

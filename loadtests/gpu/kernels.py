@@ -16,15 +16,17 @@ from torch import Tensor
 
 from engine.kernels import gathered, ops
 from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.gathered import Way, Ways
+from engine.kernels.gathered import ContiguousBackend, LongPrefillBackends
 from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.ops import Kernels
 from engine.kernels.reference import TokenPlaces
+from engine.kernels.select import select
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.fields import Fields
 from engine.model.parse import parse_config
 from engine.planning.request import Request, SamplingParams, Sequence
-from engine.sampling.device import DeviceSampler
+from engine.quant.formats import DENSE
+from engine.sampling.sampler import Sampler
 from loadtests.gpu.figures import emit, emit_fact, emit_skip, say
 from loadtests.gpu.sizes import KERNELS, Arguments, KernelSizes, parse_arguments, serving
 from loadtests.gpu.timing import seconds
@@ -102,7 +104,7 @@ def _table(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Ker
     """What a server on this device would use; plain torch on a CPU."""
     if device.type == "cpu":
         return ops.reference_kernels(device, dtype)
-    return ops.select(config, device, dtype, LoadOptions(block_size=BLOCK_SIZE), say)
+    return select(config, device, dtype, LoadOptions(block_size=BLOCK_SIZE), say)
 
 
 def ceilings(bench: Bench) -> None:
@@ -136,7 +138,7 @@ def linears(bench: Bench) -> None:
     for rows in bench.sizes.linear_rows:
         total_s, num_bytes = 0.0, 0
         for size in sizes:
-            maps = [bench.kernels.linear(weight, None) for weight in bench.copies(*size)]
+            maps = [bench.kernels.linear({"weight": weight}, DENSE, None) for weight in bench.copies(*size)]
             x = bench.random(rows, size[1])
             total_s += _mean_call(bench, maps, x)
             num_bytes += size[0] * size[1] * x.itemsize
@@ -197,24 +199,28 @@ def _decode_seconds(bench: Bench, num_sequences: int, context: int, num_layers: 
 
 
 def prefill(bench: Bench) -> None:
-    """Attention of a chunk in all ways that a server chooses from; only arithmetic that is needed counts.
+    """Attention of a chunk by all backends that a server chooses from; only arithmetic that is needed counts.
 
     Those of torch have gathered keys and values first, which is in their time.
     """
     for num_tokens, context in bench.sizes.prefill:
         of = "tokens" if num_tokens == context else f"after {context - num_tokens:,}"
-        for way in (None, *gathered.WAYS):
-            if way is None or way.after_context or num_tokens == context:
-                _prefill(bench, num_tokens, context, way, f"attention prefill, {num_tokens:,} {of}")
+        for backend in (None, *gathered.BACKENDS):
+            if backend is None or backend.takes_later_chunks or num_tokens == context:
+                _prefill(bench, num_tokens, context, backend, f"attention prefill, {num_tokens:,} {of}")
 
 
-def _prefill(bench: Bench, num_tokens: int, context: int, way: Way | None, name: str) -> None:
-    if way is not None:
-        name = f"{name}, {way.name}"
+def _prefill(
+    bench: Bench, num_tokens: int, context: int, backend: ContiguousBackend | None, name: str
+) -> None:
+    if backend is not None:
+        name = f"{name}, {backend.name}"
     shape, heads = bench.shape(1), bench.config.num_heads
     batch, kv = _scattered(bench, shape, 1, context, num_tokens=num_tokens)
-    ways = Ways(min_queries=1, whole=way, later=way)
-    attend = gathered.attention(batch, shape, others=bench.kernels.attention, ways=ways)
+    backends = LongPrefillBackends(min_queries=1, first_chunk=backend, later_chunk=backend)
+    attend = gathered.prepare_attention(
+        batch, shape, prepare_paged=bench.kernels.attention, backends=backends
+    )
     queries = bench.random(num_tokens, heads, shape.head_dim)
     try:
         time_s = bench.seconds(partial(attend, queries, kv.layer(0), 0))
@@ -277,6 +283,8 @@ def sampler(bench: Bench) -> None:
     wishes = {
         "greedy": SamplingParams(temperature=0),
         "drawn": SamplingParams(),
+        "min-p 0.05": SamplingParams(min_p=0.05),
+        "top-k 40": SamplingParams(top_k=40),
         "top-p 0.9": SamplingParams(top_p=0.9),
         "top-k 40, top-p 0.9": SamplingParams(top_k=40, top_p=0.9),
     }
@@ -289,13 +297,13 @@ def sampler(bench: Bench) -> None:
 
 def _sampling(bench: Bench, logits: Tensor, params: SamplingParams) -> Callable[[], object]:
     rows, vocabulary = logits.shape
-    choose = bench.kernels.make_choose(rows, vocabulary, bench.device)
-    sampler = DeviceSampler(rows, vocabulary, (), bench.device, choose=choose)
+    sampler = Sampler(rows, vocabulary, (), bench.device, bench.kernels.choose)
     for slot in range(rows):
-        request = Request(request_id=str(slot), prompt_token_ids=(0,), sampling=replace(params, seed=slot))
+        sampling = replace(params, seed=slot, num_logprobs=0)
+        request = Request(request_id=str(slot), prompt_token_ids=(0,), sampling=sampling)
         sampler.assign(slot, Sequence(request))
     slots = torch.arange(rows, dtype=torch.int32, device=bench.device)
-    return partial(sampler.sample, logits, slots, torch.zeros_like(slots), sampler.needs(range(rows)))
+    return partial(sampler.sample, logits, slots, torch.zeros_like(slots), sampler.filters(range(rows)))
 
 
 if __name__ == "__main__":

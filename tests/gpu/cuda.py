@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.ops import Kernels, reference_kernels, triton_kernels
+from engine.kernels.ops import Kernels, reference_kernels
+from engine.kernels.select import triton_kernels
 from engine.model.config import LoadOptions, ModelConfig
 
 DEVICE = torch.device("cuda", 0)
@@ -14,7 +15,10 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 needs_cuda = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available(),
+        reason="needs an NVIDIA GPU and a torch with CUDA",
+    ),
 ]
 
 _ERRORS = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5}

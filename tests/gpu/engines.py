@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,9 +14,9 @@ from engine.engine import Engine, EngineState
 from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
 from engine.model.config import LoadOptions
-from engine.planning.request import Output, Request
+from engine.planning.request import Output, Request, Sequence
 from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import Plan, StepInFlight, StepReport
+from engine.planning.step import Plan, RunnerFacts, StepInFlight, StepReport
 from priority.queue import LaneQueue
 from tests.engine.driver import NoText
 from tests.gpu.cuda import DEVICE
@@ -28,12 +29,12 @@ class OneByOne:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
-        self.num_blocks = self.block_size = self.max_batch_tokens = self.num_ahead = 0
 
-    def load(self) -> None:
-        self._runner.load()
-        self.num_blocks, self.block_size = self._runner.num_blocks, self._runner.block_size
-        self.max_batch_tokens = self._runner.max_batch_tokens
+    def load(self) -> RunnerFacts:
+        return replace(self._runner.load(), num_ahead=0)
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        self._runner.forget(sequences)
 
     def launch(self, plan: Plan) -> StepInFlight:
         return self._runner.launch(plan)
@@ -56,7 +57,7 @@ class RunningEngine:
         self._news = threading.Condition()
         self._num_left = 0
         self._engine = Engine(
-            self.runner if overlap else OneByOne(self.runner),
+            lambda: self.runner if overlap else OneByOne(self.runner),
             self._queue,
             NoText(),
             SchedulerLimits(

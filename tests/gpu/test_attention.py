@@ -10,9 +10,9 @@ from torch import Tensor
 
 from engine.kernels import gathered
 from engine.kernels.batch import Batch
-from engine.kernels.gathered import CUDNN, FLASH, Way, Ways
+from engine.kernels.gathered import CUDNN, FLASH, ContiguousBackend, LongPrefillBackends
 from engine.kernels.kv_cache import KVCache, KVShape
-from engine.kernels.ops import select
+from engine.kernels.select import select
 from engine.model.config import LoadOptions, ModelConfig
 from tests.gpu.cuda import DEVICE, DTYPES, assert_close, both, needs_cuda
 from tests.gpu.test_layers import config_of
@@ -97,18 +97,20 @@ def test_every_kind_of_batch(dtype: torch.dtype, lengths: Lengths) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("ways", [(FLASH, FLASH), (CUDNN, None)], ids=["flash", "cuDNN"])
+@pytest.mark.parametrize("backends", [(FLASH, FLASH), (CUDNN, None)], ids=["flash", "cuDNN"])
 @pytest.mark.parametrize("lengths", LONG_BATCHES.values(), ids=LONG_BATCHES)
-def test_long_chunks_by_torch(lengths: Lengths, ways: tuple[Way, Way | None], dtype: torch.dtype) -> None:
+def test_long_chunks_by_torch(
+    lengths: Lengths, backends: tuple[ContiguousBackend, ContiguousBackend | None], dtype: torch.dtype
+) -> None:
     config = config_of(32, 8, 128)
     step = Step(config, lengths, dtype)
     kernels, reference = both(config, dtype)
-    whole, later = ways
-    attend = gathered.attention(
+    first, later = backends
+    attend = gathered.prepare_attention(
         step.batch,
         step.shape,
-        others=kernels.attention,
-        ways=Ways(min_queries=1024, whole=whole, later=later),
+        prepare_paged=kernels.attention,
+        backends=LongPrefillBackends(min_queries=1024, first_chunk=first, later_chunk=later),
     )
     found = attend(step.queries, step.kv.layer(0), 0)
     layer = step.kv.layer(0).float()

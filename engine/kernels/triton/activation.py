@@ -10,7 +10,7 @@ BLOCK = 1024
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`reference.silu_mul` in one pass; allocates its result."""
+    """Does what `reference.silu_mul` does, in one pass; its result is all that is allocated."""
     size = gate_up.shape[-1] // 2
     out = gate_up.new_empty((*gate_up.shape[:-1], size))
     if num_rows := gate_up.numel() // (2 * size):

@@ -1,109 +1,123 @@
-"""The inputs of a step out of the slot table, in one launch."""
+"""The inputs of a step from the table of sequences, as `sequence_table.gather` specifies them, in one launch."""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.execution.slot_table import NextStep, SlotTable
 from engine.kernels.batch import Batch
+from engine.kernels.sequence_table import SequenceTable, StepInputs, StepTokens
 
-BLOCKS_AT_A_TIME = 128
+FEW, MANY = 128, 1024
+"""Tokens, or blocks, that a program moves at a time; MANY where some sequence has more than FEW tokens in the step."""
 
 
-def gather(table: SlotTable, slots: Tensor, query_len: int, block_size: int) -> NextStep:
-    """`slot_table.gather`; block tables have nothing of use beyond a sequence's blocks, of `block_size` tokens."""
-    num = slots.numel()
-    token_ids, positions, context_lens, numbers, block_tables = (
-        slots.new_empty(size)
-        for size in (num * query_len, num * query_len, num, num, (num, table.max_blocks))
+def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
+    """`sequence_table.gather`; entries of the block tables beyond a sequence's context are not set."""
+    num_sequences, num_tokens = step.slots.numel(), step.token_ids.numel()
+
+    def empty(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=step.slots.device)
+
+    batch = Batch(
+        token_ids=empty(num_tokens),
+        positions=empty(num_tokens),
+        query_starts=step.query_starts,
+        context_lens=empty(num_sequences),
+        block_tables=empty(num_sequences, step.num_blocks),
+        sample_rows=empty(num_sequences),
+        max_query_len=step.max_query_len,
     )
-    gather_kernel[(num,)](
-        slots,
+    numbers = empty(num_sequences)
+    entries, num_warps = (FEW, 1) if step.max_query_len <= FEW else (MANY, 4)
+    gather_kernel[(num_sequences + 1,)](
+        step.slots,
+        step.query_starts,
+        step.token_ids,
         table.lengths,
         table.prompt_lens,
-        table.num_next,
-        table.next_tokens,
+        table.last_tokens,
         table.block_tables,
-        token_ids,
-        positions,
-        context_lens,
+        batch.token_ids,
+        batch.positions,
+        batch.context_lens,
+        batch.block_tables,
+        batch.sample_rows,
         numbers,
-        block_tables,
+        num_sequences,
+        num_tokens,
+        step.num_blocks,
         LAST_ROW=table.num_rows - 1,
-        MAX_QUERY_LEN=table.max_query_len,
         MAX_BLOCKS=table.max_blocks,
-        QUERY_LEN=query_len,
-        QUERIES=triton.next_power_of_2(query_len),
-        BLOCK_SIZE=block_size,
-        ENTRIES=BLOCKS_AT_A_TIME,
-        num_warps=1,
+        BLOCK_SIZE=table.block_size,
+        ENTRIES=entries,
+        num_warps=num_warps,
     )
-    query_starts = table.query_starts[query_len]
-    batch = Batch(
-        token_ids=token_ids,
-        positions=positions,
-        query_starts=query_starts[: num + 1],
-        context_lens=context_lens,
-        block_tables=block_tables,
-        sample_rows=table.last_rows[query_len][:num],
-        max_query_len=query_len,
-    )
-    return NextStep(batch, numbers)
+    return StepInputs(batch, numbers)
 
 
 @triton.jit
 def gather_kernel(
     slots: tl.tensor,
+    query_starts: tl.tensor,
+    tokens: tl.tensor,
     lengths: tl.tensor,
     prompt_lens: tl.tensor,
-    num_next: tl.tensor,
-    next_tokens: tl.tensor,
+    last_tokens: tl.tensor,
     table_blocks: tl.tensor,
     token_ids: tl.tensor,
     positions: tl.tensor,
     context_lens: tl.tensor,
-    numbers: tl.tensor,
     block_tables: tl.tensor,
+    sample_rows: tl.tensor,
+    numbers: tl.tensor,
+    num_sequences: tl.tensor,
+    num_tokens: tl.tensor,
+    num_blocks: tl.tensor,
     LAST_ROW: tl.constexpr,
-    MAX_QUERY_LEN: tl.constexpr,
     MAX_BLOCKS: tl.constexpr,
-    QUERY_LEN: tl.constexpr,
-    QUERIES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     ENTRIES: tl.constexpr,
 ) -> None:
-    """One sequence: what it computes next, and its row as it is after that.
+    """One sequence: its rows of the batch and its length after the step; the last program fills rows of no sequence.
 
-    Programs that are padding share a row, and all leave it as it was.
+    A sequence's length is read and written by its own program alone; the programs of padding all leave theirs 0.
     """
     sequence = tl.program_id(0)
+    start = tl.load(query_starts + sequence)
+    if sequence == num_sequences:
+        for first in range(start, num_tokens, ENTRIES):
+            rows = first + tl.arange(0, ENTRIES)
+            tl.store(token_ids + rows, 0, mask=rows < num_tokens)
+            tl.store(positions + rows, -1, mask=rows < num_tokens)
+        return
+    end = tl.load(query_starts + sequence + 1)
     slot = tl.load(slots + sequence)
-    row = tl.where(slot < 0, LAST_ROW, slot).to(tl.int64)
-    length, number = tl.load(lengths + row), tl.load(num_next + row)
-    context = length + number
+    is_padding = slot < 0
+    row = tl.where(is_padding, LAST_ROW, slot).to(tl.int64)
+    length = tl.load(lengths + row)
+    context = tl.where(is_padding, 0, length + end - start)
+    last_token = tl.load(last_tokens + row)
     tl.store(context_lens + sequence, context)
+    tl.store(sample_rows + sequence, tl.maximum(end - 1, 0))
     tl.store(numbers + sequence, context - tl.load(prompt_lens + row))
 
-    queries = tl.arange(0, QUERIES)
-    inside = queries < QUERY_LEN
-    places = queries - QUERY_LEN + number
-    is_token = inside & (places >= 0)
-    tokens = tl.load(next_tokens + row * MAX_QUERY_LEN + places, mask=is_token, other=0)
-    # -1 could not be sampled: the sequence ends soon, whatever it computes.
-    tl.store(token_ids + sequence * QUERY_LEN + queries, tl.maximum(tokens, 0), mask=inside)
-    tl.store(positions + sequence * QUERY_LEN + queries, tl.where(is_token, length + places, -1), mask=inside)
+    for first in range(start, end, ENTRIES):
+        rows = first + tl.arange(0, ENTRIES)
+        known = tl.load(tokens + rows, mask=rows < end, other=0)
+        # A token of -1 could not be sampled: its sequence ends soon, whatever it computes.
+        found = tl.maximum(tl.where(known < 0, last_token, known), 0)
+        tl.store(token_ids + rows, tl.where(is_padding, 0, found), mask=rows < end)
+        tl.store(positions + rows, tl.where(is_padding, -1, length + rows - start), mask=rows < end)
 
-    num_blocks = tl.cdiv(context, BLOCK_SIZE)
+    used = tl.minimum(tl.cdiv(context, BLOCK_SIZE), num_blocks)
     source = table_blocks + row * MAX_BLOCKS
-    target = block_tables + sequence.to(tl.int64) * MAX_BLOCKS
-    for first in range(0, num_blocks, ENTRIES):
+    target = block_tables + sequence.to(tl.int64) * num_blocks
+    for first in range(0, used, ENTRIES):
         entries = first + tl.arange(0, ENTRIES)
-        tl.store(
-            target + entries, tl.load(source + entries, mask=entries < num_blocks), mask=entries < num_blocks
-        )
+        tl.store(target + entries, tl.load(source + entries, mask=entries < used), mask=entries < used)
 
-    tl.debug_barrier()  # no thread reads the row after another wrote it
+    tl.debug_barrier()  # every thread has read the length by now
     tl.store(lengths + row, context)
-    tl.store(num_next + row, tl.minimum(number, 1))

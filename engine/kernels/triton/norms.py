@@ -1,4 +1,4 @@
-"""RMSNorm, with and without the residual stream's sum before it; one program for each row."""
+"""RMSNorm, alone or after adding to the residual stream; each program has one row."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`reference.rms_norm`; allocates its result."""
+    """Does what `reference.rms_norm` does; its result is all that is allocated."""
     normed = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch(x, None, weight, eps, None, normed)
     return normed
 
 
 def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`reference.add_rms_norm` in one pass; allocates both results."""
+    """Does what `reference.add_rms_norm` does, in one pass; both results are all that is allocated."""
     total = torch.empty_like(hidden, memory_format=torch.contiguous_format)
     normed = torch.empty_like(total)
     _launch(hidden, delta.contiguous(), weight, eps, total, normed)
@@ -24,7 +24,7 @@ def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> t
 
 
 def num_warps(block: int) -> int:
-    """Threads for a row of `block` elements: 16 of them each, between 256 threads and 512."""
+    """The warps for a row of `block` elements: each thread has 16 of them, and there are 256 to 512 threads."""
     return min(max(block // 512, 8), 16)
 
 
@@ -64,7 +64,7 @@ def rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
     places = tl.program_id(0).to(tl.int64) * SIZE + columns
-    weights = tl.load(weight + columns, mask=inside, other=0.0)  # early: nobody waits for them after the sum
+    weights = tl.load(weight + columns, mask=inside, other=0.0)  # early: they arrive while the sum is made
     row = tl.load(x + places, mask=inside, other=0.0)
     if ADDS:
         row += tl.load(delta + places, mask=inside, other=0.0)

@@ -1,4 +1,4 @@
-"""From the projection of queries, keys and values to attention, in one pass: norm, rotation, cache.
+"""Queries, keys and values between their projection and attention, in one launch: norm, rotation, cache.
 
 Inside a block of the cache, keys and values lie as in the reference: [num_kv_heads, block_size, head_dim].
 """
@@ -18,7 +18,7 @@ from engine.kernels.reference import TokenPlaces
 
 HEADS_PER_PROGRAM = 8
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 64}
-"""Without the last, ptxas keeps to 32 registers, and puts off what it reads until there is room for it."""
+"""Without maxnreg, ptxas keeps to 32 registers, and puts off loads until it has room for them."""
 SLOTS_PER_PROGRAM = 128
 
 
@@ -31,7 +31,10 @@ def rotate_and_write(
     layer_kv: Tensor,
     shape: KVShape,
 ) -> Tensor:
-    """`reference.rotate_and_write`; allocates the queries."""
+    """Does what `reference.rotate_and_write` does; the queries are all that is allocated.
+
+    A row with slot -1 pads the batch: nothing is written to the cache for it, and its queries are of no use.
+    """
     num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // shape.head_dim - 2 * shape.num_kv_heads
     queries = qkv.new_empty((num_tokens, num_heads, shape.head_dim))
     if num_tokens:
@@ -61,7 +64,11 @@ def rotate_and_write(
 
 
 def slot_mapping(batch: Batch, block_size: int) -> Tensor:
-    """`reference.slot_mapping` in one launch; allocates its result."""
+    """Does what `reference.slot_mapping` does, in one launch; its result is all that is allocated.
+
+    Rows behind those of the last sequence, and rows with a negative position, have slot -1. Sequences without rows may
+    be anywhere.
+    """
     num_tokens, num_sequences = batch.positions.numel(), batch.block_tables.shape[0]
     slots = torch.empty_like(batch.positions, dtype=torch.int64)
     if num_tokens:
@@ -103,10 +110,10 @@ def rotate_and_write_kernel(
     GROUP: tl.constexpr,
     PAIRS: tl.constexpr,
 ) -> None:
-    """GROUP heads of one token; which of them are queries, keys or values is a matter of masks.
+    """Rotates GROUP heads of one token, and stores them; masks tell queries, keys and values apart.
 
     As in the reference, all but the norm's scale is computed in the dtype of what is read, and rounded at each step.
-    All is asked for before any of it is waited for, but for the angles, whose place is read first.
+    All loads are issued before the first of them is used, but for the angles, whose offset is loaded first.
     """
     dtype: tl.constexpr = qkv.dtype.element_ty
     half: tl.constexpr = HEAD_DIM // 2

@@ -1,16 +1,21 @@
-"""Sampling, as `engine/sampling/device.py` specifies it, in a few passes over the logits and without a sort.
+"""Triton kernels for the rule of `engine/sampling/reference.py`, in a few passes over the logits and without a sort.
 
-A row of logits is cut into tiles, one program each; the launch that comes next adds up what the tiles found, each of
-its programs for itself and in one fixed order, so that a row's token depends on nothing but the row.
+A row of logits is cut into tiles, and a program works on one tile of one row. A launch that reads a row is a pass:
 
-What top-k and top-p keep is found by value. Scaled logits lie at or below 0, and their float32 bits, read as an
-integer, order them; a search narrows an interval of such keys to a sixteenth with every launch. Top-k's cut is the
-smallest key that fewer than k logits exceed; top-p's is the smallest, not below top-k's, that less than p of the mass
-that top-k kept exceeds. What ties with a cut is kept.
+    prepare    biases, penalties and the sums of the log probability; scores of a row without filters
+    histogram  tokens and masses by the upper 11 bits of their level, then by the lower 11 in the bin of top-k's cut (of
+               top-p's without top-k), then in the bin of top-p's cut among what top-k keeps
+    choose     scores of the tokens that the filters keep
+
+A row without filters is read once, one with min-p alone twice, one with top-k or top-p four times, one with both five
+times. Of the small kernels, `bound` limits the first histogram to tokens that can still be kept, and `finish` takes the
+best token of the tiles. A row's token depends on nothing but the row: floats are only compared, and what is added up
+in an order that may differ is integers.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,39 +23,55 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.sampling.device import ROW, Needs, SlotTables
+from engine.kernels.triton.sampling_filters import (
+    BINS,
+    NUM_COUNTS,
+    NUM_MASSES,
+    SEARCH_SIZE,
+    bound_kernel,
+    histogram_kernel,
+    last_kept_level,
+    levels_of,
+)
+from engine.kernels.triton.sampling_rows import (
+    AT_COUNTS_ROW,
+    AT_MIN_P_DEPTH,
+    AT_STATE,
+    INFINITY,
+    LONGS,
+    WORDS,
+    filters_of,
+    gumbel_noise,
+    processed_logits,
+    store_processed_logits,
+)
+from engine.sampling.tables import Filters, SamplingTables
 
-WAYS = 16
-"""Parts that a search divides its interval into."""
-PASSES = 8
-"""Launches until one key is left: there are fewer than WAYS ** PASSES at or below 0."""
-BIAS_BLOCK = 128
-OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False, "maxnreg": 128}
-"""Products and sums are rounded one by one, as torch rounds them. All the registers there are for so many threads:
-ptxas would spill a few rather than take more than 64."""
+GROUPS = 32
+"""Parts of a tile; their largest logits bound top-k's cut."""
+OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
+"""Products and sums are rounded one by one, as torch rounds them."""
 
 
-def _place(name: str) -> tl.constexpr:
-    """Index of a field of a slot's row, in units of its own size."""
-    dtype, offset = ROW.fields[name][:2]  # type: ignore[index]
-    return tl.constexpr(offset // dtype.itemsize)
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The arguments of a call."""
 
+    logits: Tensor
+    tables: SamplingTables
+    slots: Tensor
+    numbers: Tensor
+    filters: Filters
 
-_WORDS = tl.constexpr(ROW.itemsize // 4)
-_LONGS = tl.constexpr(ROW.itemsize // 8)
-_KEY, _LOG_MIN_P = _place("key"), _place("log_min_p")
-_TEMPERATURE, _TOP_P, _TOP_K = _place("temperature"), _place("top_p"), _place("top_k")
-_REPETITION, _PRESENCE, _FREQUENCY = _place("repetition"), _place("presence"), _place("frequency")
-_MIN_TOKENS, _NUM_BIASES, _COUNTS_ROW = _place("min_tokens"), _place("num_biases"), _place("counts_row")
-_INTERVAL = tl.constexpr(4)
-"""Words of a row's interval, one unused: so both halves of the workspace are aligned, and compiled for once."""
-_LOWEST_KEY = tl.constexpr(-2139095041)
-"""Of minus infinity."""
-_INFINITY = tl.constexpr(float("inf"))
+    @property
+    def row(self) -> tuple[Any, ...]:
+        """What every kernel that reads rows takes first; `words` and `reals` are the slots' parameters."""
+        views = (self.tables.view(torch.int32), self.tables.view(torch.float32))
+        return (self.logits, self.logits.stride(0), self.slots, *views)
 
 
 class TritonChoose:
-    """`device.choose` for up to `max_rows` rows at a time, with all of its memory taken at the start.
+    """`reference.choose` for up to `max_rows` rows at a time, with all of its memory taken at the start.
 
     One step at a time: the workspace is shared by all calls.
     """
@@ -59,26 +80,28 @@ class TritonChoose:
         self._vocab_size = vocab_size
         self._tile = tile
         self._num_tiles = num_tiles = triton.cdiv(vocab_size, tile)
+        self._groups = min(GROUPS, tile)
         self._stride = triton.cdiv(vocab_size, 16) * 16
 
-        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
-        self._values = empty(max_rows, self._stride, dtype=torch.float32)
-        """Of the rows with biases or penalties; what is not changed is read where it is."""
-        self._floats = empty(max_rows, 3, num_tiles, dtype=torch.float32)
+        self._values = empty(max_rows, self._stride)
+        """Logits of the rows with biases or penalties; what is not changed is read where it is."""
+        self._peaks = empty(max_rows)
+        self._maxima = empty(max_rows, num_tiles * self._groups)
+        self._floats = empty(max_rows, 4, num_tiles)
         self._ints = empty(max_rows, 2, num_tiles, dtype=torch.int32)
-        self._intervals = empty(2, max_rows, _INTERVAL.value, dtype=torch.float64)
-        self._above = empty(2, max_rows, num_tiles, WAYS, dtype=torch.float64)
-        self._masses = empty(max_rows, num_tiles, dtype=torch.float64)
+        self._searches = empty(max_rows, SEARCH_SIZE, dtype=torch.int64)
+        self._counts = empty(max_rows, NUM_COUNTS, BINS, dtype=torch.int32)
+        self._masses = empty(max_rows, NUM_MASSES, BINS, dtype=torch.int64)
 
     @property
     def num_bytes(self) -> int:
-        held = (self._values, self._floats, self._ints, self._intervals, self._above, self._masses)
-        return sum(tensor.nbytes for tensor in held)
+        return sum(tensor.nbytes for tensor in vars(self).values() if isinstance(tensor, Tensor))
 
     def __call__(
-        self, logits: Tensor, tables: SlotTables, slots: Tensor, numbers: Tensor, needs: Needs
+        self, logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, filters: Filters
     ) -> tuple[Tensor, Tensor]:
         num_rows = logits.shape[0]
         if num_rows > self._values.shape[0]:
@@ -87,103 +110,79 @@ class TritonChoose:
         logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
         if num_rows:
             logits = logits if logits.stride(1) == 1 else logits.contiguous()
-            self._prepare(logits, tables, slots, numbers)
-            num_searches = self._search(logits, tables, slots, needs)
-            self._choose(logits, tables, slots, numbers, num_searches, token_ids, logprobs)
+            step = _Step(logits, tables, slots, numbers, filters)
+            self._prepare(step)
+            if filters.top_k or filters.top_p:
+                self._filter(step)
+            self._finish(step, token_ids, logprobs)
         return token_ids, logprobs
 
-    def _prepare(self, logits: Tensor, tables: SlotTables, slots: Tensor, numbers: Tensor) -> None:
-        prepare_kernel[(logits.shape[0], self._num_tiles)](
-            logits,
-            logits.stride(0),
-            slots,
-            numbers,
-            tables.view(torch.int32),
-            tables.view(torch.float32),
+    def _prepare(self, step: _Step) -> None:
+        tables = step.tables
+        prepare_kernel[(step.logits.shape[0], self._num_tiles)](
+            *step.row,
+            step.numbers,
+            tables.view(torch.int64),
             tables.biases,
             tables.biases.view(torch.float32),
             tables.counts,
             self._values,
+            self._maxima,
             self._floats,
             self._ints,
             MAX_BIASES=tables.biases.shape[1],
-            VOCAB=self._vocab_size,
-            STRIDE=self._stride,
-            NUM_TILES=self._num_tiles,
-            TILE=self._tile,
-            BLOCK=BIAS_BLOCK,
-            **OPTIONS,
+            LOGPROBS=step.filters.logprobs,
+            GROUPS=self._groups,
+            **self._tiled(step),
         )
 
-    def _search(self, logits: Tensor, tables: SlotTables, slots: Tensor, needs: Needs) -> int:
-        """Narrows every row's interval; returns the number of launches, whose last left the result."""
-        by_count = [True] * (PASSES * needs.top_k) + [False] * (PASSES * needs.top_p)
-        for number, counts in enumerate(by_count):
-            search_kernel[(logits.shape[0], self._num_tiles)](
-                slots,
-                tables.view(torch.int32),
-                tables.view(torch.float32),
-                logits,
-                logits.stride(0),
-                self._values,
-                self._floats,
-                self._intervals[1 - number % 2],
-                self._above[1 - number % 2],
-                self._intervals[number % 2],
-                self._above[number % 2],
-                BY_COUNT=counts,
-                STARTS=number % PASSES == 0,
-                SCALES=number % PASSES == 1 and not counts,
-                CONTINUES=number > 0,
-                VOCAB=self._vocab_size,
-                STRIDE=self._stride,
-                NUM_TILES=self._num_tiles,
-                TILES=triton.next_power_of_2(self._num_tiles),
-                TILE=self._tile,
-                PARTS=WAYS,
-                **OPTIONS,
-            )
-        return len(by_count)
+    def _filter(self, step: _Step) -> None:
+        """Scores the rows that have filters."""
+        tiled = self._tiled(step)
+        num_rows = step.logits.shape[0]
+        search = (self._floats, self._peaks, self._searches, self._counts, self._masses)
+        bound_kernel[(num_rows,)](
+            *step.row[2:],
+            *search,
+            self._maxima,
+            MAXIMA=triton.next_power_of_2(self._maxima.shape[1]),
+            TILES=triton.next_power_of_2(self._num_tiles),
+            GROUPS=self._groups,
+            **self._shape(step),
+        )
+        grid = (num_rows, self._num_tiles)
+        for stage in range(3 if step.filters.top_k and step.filters.top_p else 2):
+            histogram_kernel[grid](*step.row, self._values, *search, STAGE=stage, **tiled)
+        longs = step.tables.view(torch.int64)
+        choose_kernel[grid](*step.row, self._values, *search, step.numbers, longs, self._ints, **tiled)
 
-    def _choose(
-        self,
-        logits: Tensor,
-        tables: SlotTables,
-        slots: Tensor,
-        numbers: Tensor,
-        num_searches: int,
-        token_ids: Tensor,
-        logprobs: Tensor,
-    ) -> None:
-        shape = {
-            "SEARCHED": num_searches > 0,
-            "VOCAB": self._vocab_size,
-            "STRIDE": self._stride,
-            "NUM_TILES": self._num_tiles,
-            "TILES": triton.next_power_of_2(self._num_tiles),
-            "TILE": self._tile,
-            "PARTS": WAYS,
-            **OPTIONS,
-        }
-        parameters = [tables.view(dtype) for dtype in (torch.int32, torch.float32, torch.float64)]
-        rows = (logits, logits.stride(0), self._values)
-        last = (num_searches + 1) % 2
-        found = (self._floats, self._intervals[last], self._above[last], self._masses)
-        num_rows = logits.shape[0]
-        mass_kernel[(num_rows, self._num_tiles)](slots, *parameters, *rows, *found, **shape)
-        choose_kernel[(num_rows,)](
-            slots,
-            *parameters,
-            *rows,
-            *found,
-            tables.view(torch.int64),
-            numbers,
-            tables.counts,
+    def _finish(self, step: _Step, token_ids: Tensor, logprobs: Tensor) -> None:
+        finish_kernel[(step.logits.shape[0],)](
+            *step.row[:-1],
+            step.tables.counts,
+            self._floats,
             self._ints,
             token_ids,
             logprobs,
-            **shape,
+            LOGPROBS=step.filters.logprobs,
+            VOCAB=self._vocab_size,
+            NUM_TILES=self._num_tiles,
+            TILES=triton.next_power_of_2(self._num_tiles),
+            num_warps=1,
+            enable_fp_fusion=False,
         )
+
+    def _shape(self, step: _Step) -> dict[str, Any]:
+        return {
+            "TOP_K": step.filters.top_k,
+            "TOP_P": step.filters.top_p,
+            "VOCAB": self._vocab_size,
+            "NUM_TILES": self._num_tiles,
+            **OPTIONS,
+        }
+
+    def _tiled(self, step: _Step) -> dict[str, Any]:
+        return self._shape(step) | {"STRIDE": self._stride, "TILE": self._tile}
 
 
 @triton.jit
@@ -191,216 +190,153 @@ def prepare_kernel(
     logits: tl.tensor,
     logits_stride: tl.tensor,
     slots: tl.tensor,
-    numbers: tl.tensor,
     words: tl.tensor,
     reals: tl.tensor,
+    numbers: tl.tensor,
+    longs: tl.tensor,
     bias_codes: tl.tensor,
     bias_values: tl.tensor,
     counts: tl.tensor,
     values: tl.tensor,
+    maxima: tl.tensor,
     floats: tl.tensor,
     ints: tl.tensor,
     MAX_BIASES: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
     VOCAB: tl.constexpr,
-    STRIDE: tl.constexpr,
     NUM_TILES: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One tile of one row with biases and penalties, and what has to be known of it."""
-    row, tile = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
-        return
-    words += slot * _WORDS
-    reals += slot * _WORDS
-    logits += row.to(tl.int64) * logits_stride
-    values += row.to(tl.int64) * STRIDE
-    ids = tile * TILE + tl.arange(0, TILE)
-    inside = ids < VOCAB
-    raw = tl.load(logits + ids, mask=inside, other=0.0).to(tl.float32)
-    counts_row = tl.load(words + _COUNTS_ROW).to(tl.int64)
-    counts += counts_row * VOCAB
-    processed = raw
-    if counts_row >= 0:
-        processed = _penalised(raw, tl.load(counts + ids, mask=inside, other=0), reals)
-    num_biases = tl.load(words + _NUM_BIASES)
-    if (counts_row >= 0) | (num_biases > 0):
-        tl.store(values + ids, processed, mask=inside)
-    if num_biases > 0:
-        early = tl.load(numbers + row) < tl.load(words + _MIN_TOKENS)
-        tl.debug_barrier()
-        for start in range(0, num_biases, BLOCK):
-            places = start + tl.arange(0, BLOCK)
-            entries = slot * MAX_BIASES * 2 + 2 * places
-            code = tl.load(bias_codes + entries, mask=places < num_biases, other=VOCAB)
-            bias = tl.load(bias_values + entries + 1, mask=places < num_biases, other=0.0)
-            at = tl.where(code < 0, -1 - code, code)
-            here = (at >= tile * TILE) & (at < tile * TILE + TILE) & (at < VOCAB)
-            bias = tl.where((code < 0) & early, -_INFINITY, bias)
-            biased = tl.load(logits + at, mask=here, other=0.0).to(tl.float32) + bias
-            if counts_row >= 0:
-                biased = _penalised(biased, tl.load(counts + at, mask=here, other=0), reals)
-            tl.store(values + at, biased, mask=here)
-        tl.debug_barrier()
-        processed = tl.load(values + ids, mask=inside, other=0.0)
-
-    finite = tl.abs(raw) < _INFINITY
-    largest = tl.max(tl.where(inside, raw, -_INFINITY))
-    total = tl.sum(tl.where(inside, tl.exp(raw - largest), 0.0))
-    processed = tl.where(inside, processed, -_INFINITY)
-    floats += row * 3 * NUM_TILES + tile
-    tl.store(floats, tl.max(processed))
-    tl.store(floats + NUM_TILES, largest)
-    tl.store(floats + 2 * NUM_TILES, total)
-    ints += row * 2 * NUM_TILES + tile
-    tl.store(ints, tile * TILE + tl.argmax(processed, 0, tie_break_left=True))
-    tl.store(ints + NUM_TILES, tl.max((inside & (finite == 0)).to(tl.int32)))
-
-
-@triton.jit
-def search_kernel(
-    slots: tl.tensor,
-    words: tl.tensor,
-    reals: tl.tensor,
-    logits: tl.tensor,
-    logits_stride: tl.tensor,
-    values: tl.tensor,
-    floats: tl.tensor,
-    old_interval: tl.tensor,
-    old_above: tl.tensor,
-    interval: tl.tensor,
-    above: tl.tensor,
-    BY_COUNT: tl.constexpr,
-    STARTS: tl.constexpr,
-    SCALES: tl.constexpr,
-    CONTINUES: tl.constexpr,
-    VOCAB: tl.constexpr,
     STRIDE: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    TILES: tl.constexpr,
     TILE: tl.constexpr,
-    PARTS: tl.constexpr,
 ) -> None:
-    """One tile's number of logits, or their mass, in the row's interval or above and above each key that divides it.
+    """Applies biases and penalties to one tile of one row and finds its largest logits, or scores if nothing filters.
 
-    An interval is (low, high, limit): the key sought is in [low, high], and what lies above it is less than limit.
+    `floats` has four rows for each row of logits, with a number of each tile: its largest logit, its best score, the
+    largest raw logit, and the sum of exponentials relative to that. `ints` has two: the best token, and whether a raw
+    logit is not finite.
     """
     row, tile = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
         return
-    words += slot * _WORDS
-    reals += slot * _WORDS
-    temperature = tl.load(reals + _TEMPERATURE)
-    if temperature <= 0:
-        return
-    low = _LOWEST_KEY
-    high = 0
-    limit = tl.full((), 0.0, tl.float64)
-    if CONTINUES:
-        low, high, limit = _narrowed(old_interval, old_above, row, SCALES, NUM_TILES, TILES, PARTS)
-    if STARTS:
-        if BY_COUNT:
-            top_k = tl.load(words + _TOP_K)
-            limit = top_k.to(tl.float64)
-            high = tl.where((top_k > 0) & (top_k < VOCAB), 0, low)
-        else:
-            top_p = tl.load(reals + _TOP_P)
-            limit = top_p.to(tl.float64)
-            high = tl.where(top_p < 1, 0, low)
-    if tile == 0:
-        tl.store(interval + row * _INTERVAL, tl.cast(low, tl.float64))
-        tl.store(interval + row * _INTERVAL + 1, tl.cast(high, tl.float64))
-        tl.store(interval + row * _INTERVAL + 2, limit)
-    if high > low:
-        peak, largest_key = _peaks(floats, row, tile, temperature, NUM_TILES, TILES)
-        above += (row * NUM_TILES + tile).to(tl.int64) * PARTS
-        if largest_key >= low:
-            scaled = _scaled(
-                words, logits, logits_stride, values, row, tile, peak, temperature, VOCAB, STRIDE, TILE
-            )
-            keys = _keys(scaled)
-            step = _step(low, high, PARTS)
-            weights = tl.full((TILE,), 1, tl.int32) if BY_COUNT else tl.exp(scaled.to(tl.float64))
-            for part in range(0, PARTS, 4):
-                sums = _four_sums(keys, weights, low - 1 + part * step, step)
-                tl.store(above + part + tl.arange(0, 4), sums.to(tl.float64))
-        else:
-            tl.store(above + tl.arange(0, PARTS), tl.zeros((PARTS,), tl.float64))
+    words += slot * WORDS
+    reals += slot * WORDS
+    number = tl.load(numbers + row)
+    ids = tile * TILE + tl.arange(0, TILE)
+    inside = ids < VOCAB
+    floats += row * 4 * NUM_TILES + tile
+    ints += row * 2 * NUM_TILES + tile
+    logits_row = logits + row.to(tl.int64) * logits_stride
+    raw = tl.load(logits_row + ids, mask=inside, other=0.0).to(tl.float32)
+    tl.store(ints + NUM_TILES, tl.max((inside & ((tl.abs(raw) < INFINITY) == 0)).to(tl.int32)))
+    if LOGPROBS:
+        largest_raw = tl.max(tl.where(inside, raw, -INFINITY))
+        tl.store(floats + 2 * NUM_TILES, largest_raw)
+        tl.store(floats + 3 * NUM_TILES, tl.sum(tl.where(inside, tl.exp(raw - largest_raw), 0.0)))
 
-
-@triton.jit
-def mass_kernel(
-    slots: tl.tensor,
-    words: tl.tensor,
-    reals: tl.tensor,
-    doubles: tl.tensor,
-    logits: tl.tensor,
-    logits_stride: tl.tensor,
-    values: tl.tensor,
-    floats: tl.tensor,
-    interval: tl.tensor,
-    above: tl.tensor,
-    masses: tl.tensor,
-    SEARCHED: tl.constexpr,
-    VOCAB: tl.constexpr,
-    STRIDE: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    TILES: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTS: tl.constexpr,
-) -> None:
-    """What one tile of one row weighs, of what is kept."""
-    row, tile = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
-        return
-    temperature = tl.load(reals + slot * _WORDS + _TEMPERATURE)
-    if temperature <= 0:
-        return
-    low = _LOWEST_KEY
-    if SEARCHED:
-        low, _, _ = _narrowed(interval, above, row, False, NUM_TILES, TILES, PARTS)
-    peak, largest_key = _peaks(floats, row, tile, temperature, NUM_TILES, TILES)
-    mass = tl.full((), 0.0, tl.float64)
-    if largest_key >= low:
-        words += slot * _WORDS
-        scaled = _scaled(
-            words, logits, logits_stride, values, row, tile, peak, temperature, VOCAB, STRIDE, TILE
-        )
-        mass = tl.sum(_weights(scaled, low, tl.load(doubles + slot * _LONGS + _LOG_MIN_P)))
-    tl.store(masses + row * NUM_TILES + tile, mass)
+    biases = slot * MAX_BIASES * 2
+    values_row = values + row.to(tl.int64) * STRIDE
+    store_processed_logits(
+        logits_row,
+        words,
+        reals,
+        number,
+        bias_codes + biases,
+        bias_values + biases,
+        counts,
+        values_row,
+        tile,
+        VOCAB,
+        TILE,
+    )
+    processed = processed_logits(logits, logits_stride, words, values, row, ids, VOCAB, STRIDE)
+    temperature, _, _, is_filtered = filters_of(words, reals, TOP_K, TOP_P, VOCAB)
+    if is_filtered:
+        tl.store(floats, tl.max(processed))
+        if TOP_K:
+            largest = tl.max(tl.reshape(processed, (GROUPS, TILE // GROUPS)), 1)
+            tl.store(maxima + (row * NUM_TILES + tile).to(tl.int64) * GROUPS + tl.arange(0, GROUPS), largest)
+    else:
+        scores = processed
+        if temperature > 0:
+            scores += temperature * gumbel_noise(tl.load(longs + slot * LONGS + AT_STATE), number, ids)
+        tl.store(floats + NUM_TILES, tl.max(scores))
+        tl.store(ints, tile * TILE + tl.argmax(scores, 0, tie_break_left=True))
 
 
 @triton.jit
 def choose_kernel(
+    logits: tl.tensor,
+    logits_stride: tl.tensor,
     slots: tl.tensor,
     words: tl.tensor,
     reals: tl.tensor,
-    doubles: tl.tensor,
-    logits: tl.tensor,
-    logits_stride: tl.tensor,
     values: tl.tensor,
     floats: tl.tensor,
-    interval: tl.tensor,
-    above: tl.tensor,
-    masses: tl.tensor,
-    longs: tl.tensor,
-    numbers: tl.tensor,
+    peaks: tl.tensor,
+    searches: tl.tensor,
     counts: tl.tensor,
+    masses: tl.tensor,
+    numbers: tl.tensor,
+    longs: tl.tensor,
+    ints: tl.tensor,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    VOCAB: tl.constexpr,
+    NUM_TILES: tl.constexpr,
+    STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Finds the best score in one tile of one row among the tokens that the filters keep."""
+    row, tile = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot < 0:
+        return
+    words += slot * WORDS
+    reals += slot * WORDS
+    temperature, top_k, has_top_p, is_filtered = filters_of(words, reals, TOP_K, TOP_P, VOCAB)
+    if is_filtered:
+        peak = tl.load(peaks + row)
+        floats += row * 4 * NUM_TILES + tile
+        smallest_depth = peak - tl.load(floats)
+        best_level = levels_of(smallest_depth, temperature)
+        cut = last_kept_level(searches, counts, masses, row, best_level, top_k, has_top_p)
+        deepest = tl.load(reals + AT_MIN_P_DEPTH) * temperature
+        best = tl.full((), -INFINITY, tl.float32)
+        best_id = tl.zeros((), tl.int32)
+        if (best_level <= cut) & (smallest_depth <= deepest):
+            ids = tile * TILE + tl.arange(0, TILE)
+            processed = processed_logits(logits, logits_stride, words, values, row, ids, VOCAB, STRIDE)
+            depths = peak - processed
+            kept = (levels_of(depths, temperature) <= cut) & (depths <= deepest)
+            state = tl.load(longs + slot * LONGS + AT_STATE)
+            scores = tl.where(kept, processed, -INFINITY)
+            scores += temperature * gumbel_noise(state, tl.load(numbers + row), ids)
+            best = tl.max(scores)
+            best_id = tile * TILE + tl.argmax(scores, 0, tie_break_left=True)
+        tl.store(floats + NUM_TILES, best)
+        tl.store(ints + row * 2 * NUM_TILES + tile, best_id)
+
+
+@triton.jit
+def finish_kernel(
+    logits: tl.tensor,
+    logits_stride: tl.tensor,
+    slots: tl.tensor,
+    words: tl.tensor,
+    counts: tl.tensor,
+    floats: tl.tensor,
     ints: tl.tensor,
     token_ids: tl.tensor,
     logprobs: tl.tensor,
-    SEARCHED: tl.constexpr,
+    LOGPROBS: tl.constexpr,
     VOCAB: tl.constexpr,
-    STRIDE: tl.constexpr,
     NUM_TILES: tl.constexpr,
     TILES: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTS: tl.constexpr,
 ) -> None:
-    """One row's token: the largest, or the one in which the running mass passes the target."""
+    """Takes the best token of one row's tiles, with its log probability, and counts it."""
     row = tl.program_id(0)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
@@ -409,181 +345,21 @@ def choose_kernel(
         return
     tiles = tl.arange(0, TILES)
     exists = tiles < NUM_TILES
-    floats_of_row = floats + row * 3 * NUM_TILES + tiles
-    ints_of_row = ints + row * 2 * NUM_TILES + tiles
-    peaks = tl.load(floats_of_row, mask=exists, other=-_INFINITY)
-    peak = tl.max(peaks)
-    bad = tl.max(tl.load(ints_of_row + NUM_TILES, mask=exists, other=0))
-    token_id = tl.load(ints + row * 2 * NUM_TILES + tl.argmax(peaks, 0, tie_break_left=True))
-
-    words += slot * _WORDS
-    temperature = tl.load(reals + slot * _WORDS + _TEMPERATURE)
-    if temperature > 0:
-        low = _LOWEST_KEY
-        if SEARCHED:
-            low, _, _ = _narrowed(interval, above, row, False, NUM_TILES, TILES, PARTS)
-        of_tiles = tl.load(masses + row * NUM_TILES + tiles, mask=exists, other=0.0)
-        ends = tl.cumsum(of_tiles, 0)
-        number = tl.load(numbers + row)
-        target = _uniform(tl.load(longs + slot * _LONGS + _KEY), number) * tl.max(ends)
-        passed = tl.min(tl.where((ends > target) & (of_tiles > 0), tiles, NUM_TILES))
-        last = tl.max(tl.where(of_tiles > 0, tiles, 0))
-        tile = tl.minimum(passed, last)
-        before = tl.sum(tl.where(tiles < tile, of_tiles, 0.0))
-        scaled = _scaled(
-            words, logits, logits_stride, values, row, tile, peak, temperature, VOCAB, STRIDE, TILE
-        )
-        weights = _weights(scaled, low, tl.load(doubles + slot * _LONGS + _LOG_MIN_P))
-        running = before + tl.cumsum(weights, 0)
-        ids = tile * TILE + tl.arange(0, TILE)
-        found = tl.min(tl.where((running > target) & (weights > 0), ids, VOCAB))
-        token_id = tl.minimum(found, tl.max(tl.where(weights > 0, ids, 0)))
-
-    token_id = tl.minimum(token_id, VOCAB - 1)
-    usable = (bad == 0) & (peak > -_INFINITY)
-    largests = tl.load(floats_of_row + NUM_TILES, mask=exists, other=-_INFINITY)
-    largest = tl.max(largests)
-    totals = tl.load(floats_of_row + 2 * NUM_TILES, mask=exists, other=0.0)
-    total = tl.sum(tl.where(exists, totals * tl.exp(largests - largest), 0.0))
-    raw = tl.load(logits + row.to(tl.int64) * logits_stride + token_id).to(tl.float32)
+    floats += row * 4 * NUM_TILES + tiles
+    ints += row * 2 * NUM_TILES
+    scores = tl.load(floats + NUM_TILES, mask=exists, other=-INFINITY)
+    bad = tl.max(tl.load(ints + NUM_TILES + tiles, mask=exists, other=0))
+    usable = (bad == 0) & (tl.max(scores) > -INFINITY)
+    token_id = tl.minimum(tl.load(ints + tl.argmax(scores, 0, tie_break_left=True)), VOCAB - 1)
+    logprob = tl.load(logits + row.to(tl.int64) * logits_stride + token_id).to(tl.float32)
+    if LOGPROBS:
+        largests = tl.load(floats + 2 * NUM_TILES, mask=exists, other=-INFINITY)
+        largest = tl.max(largests)
+        totals = tl.load(floats + 3 * NUM_TILES, mask=exists, other=0.0)
+        logprob = logprob - largest - tl.log(tl.sum(totals * tl.exp(largests - largest)))
     tl.store(token_ids + row, tl.where(usable, token_id, -1))
-    tl.store(logprobs + row, tl.where(usable, raw - largest - tl.log(total), float("nan")))
-    counts_row = tl.load(words + _COUNTS_ROW).to(tl.int64)
+    tl.store(logprobs + row, tl.where(usable, logprob, float("nan")))
+    counts_row = tl.load(words + slot * WORDS + AT_COUNTS_ROW).to(tl.int64)
     if usable & (counts_row >= 0):
         place = counts + counts_row * VOCAB + token_id
         tl.store(place, tl.load(place) + 2)
-
-
-@triton.jit
-def _penalised(values: tl.tensor, codes: tl.tensor, reals: tl.tensor) -> tl.tensor:
-    """`codes` as in SlotTables.counts; `reals` points to the slot's row."""
-    counts = codes >> 1
-    repetition = tl.load(reals + _REPETITION)
-    penalised = tl.where(values > 0, tl.div_rn(values, repetition), values * repetition)
-    penalised -= tl.load(reals + _FREQUENCY) * counts.to(tl.float32) + tl.where(
-        counts > 0, tl.load(reals + _PRESENCE), 0.0
-    )
-    return tl.where(codes > 0, penalised, values)
-
-
-@triton.jit
-def _peaks(
-    floats: tl.tensor,
-    row: tl.tensor,
-    tile: tl.tensor,
-    temperature: tl.tensor,
-    NUM_TILES: tl.constexpr,
-    TILES: tl.constexpr,
-) -> tl.tensor:
-    """(the row's largest logit after biases and penalties, the largest key of the tile)"""
-    tiles = tl.arange(0, TILES)
-    peaks = floats + row * 3 * NUM_TILES
-    peak = tl.max(tl.load(peaks + tiles, mask=tiles < NUM_TILES, other=-_INFINITY))
-    return peak, _keys(_relative(tl.load(peaks + tile), peak, temperature))
-
-
-@triton.jit
-def _scaled(
-    words: tl.tensor,
-    logits: tl.tensor,
-    logits_stride: tl.tensor,
-    values: tl.tensor,
-    row: tl.tensor,
-    tile: tl.tensor,
-    peak: tl.tensor,
-    temperature: tl.tensor,
-    VOCAB: tl.constexpr,
-    STRIDE: tl.constexpr,
-    TILE: tl.constexpr,
-) -> tl.tensor:
-    """[TILE] relative to the row's largest and divided by the temperature; `words` points to the slot's row."""
-    ids = tile * TILE + tl.arange(0, TILE)
-    if (tl.load(words + _COUNTS_ROW) >= 0) | (tl.load(words + _NUM_BIASES) > 0):
-        loaded = tl.load(values + row.to(tl.int64) * STRIDE + ids, mask=ids < VOCAB, other=-_INFINITY)
-    else:
-        places = logits + row.to(tl.int64) * logits_stride + ids
-        loaded = tl.load(places, mask=ids < VOCAB, other=-_INFINITY).to(tl.float32)
-    return _relative(loaded, peak, temperature)
-
-
-@triton.jit
-def _relative(processed: tl.tensor, peak: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """At most 0, and never -0."""
-    scaled = tl.div_rn(processed - peak, temperature)
-    return tl.where(scaled == 0, 0.0, scaled)
-
-
-@triton.jit
-def _keys(scaled: tl.tensor) -> tl.tensor:
-    """Integers in the order of the floats."""
-    bits = scaled.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def _weights(scaled: tl.tensor, low: tl.tensor, log_min_p: tl.tensor) -> tl.tensor:
-    """Relative to the most likely token's; 0 for what is not kept."""
-    exact = scaled.to(tl.float64)
-    return tl.where((_keys(scaled) >= low) & (exact >= log_min_p), tl.exp(exact), 0.0)
-
-
-@triton.jit
-def _four_sums(keys: tl.tensor, weights: tl.tensor, threshold: tl.tensor, step: tl.tensor) -> tl.tensor:
-    """[4] weights above the threshold and the three that follow in steps; all threads meet once for the four."""
-    even = tl.join(
-        _weights_above(keys, weights, threshold), _weights_above(keys, weights, threshold + 2 * step)
-    )
-    threshold += step
-    odd = tl.join(
-        _weights_above(keys, weights, threshold), _weights_above(keys, weights, threshold + 2 * step)
-    )
-    return tl.reshape(tl.sum(tl.join(even, odd), 0), (4,))
-
-
-@triton.jit
-def _weights_above(keys: tl.tensor, weights: tl.tensor, threshold: tl.tensor) -> tl.tensor:
-    return tl.where(keys > threshold, weights, 0)
-
-
-@triton.jit
-def _step(low: tl.tensor, high: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
-    """Keys in each part of [low, high]."""
-    return (high - low) // PARTS + 1
-
-
-@triton.jit
-def _narrowed(
-    interval: tl.tensor,
-    above: tl.tensor,
-    row: tl.tensor,
-    SCALES: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    TILES: tl.constexpr,
-    PARTS: tl.constexpr,
-) -> tl.tensor:
-    """(low, high, limit) after a pass. If it SCALES, the limit is a share of all that is at or above low."""
-    low = tl.load(interval + row * _INTERVAL).to(tl.int32)
-    high = tl.load(interval + row * _INTERVAL + 1).to(tl.int32)
-    limit = tl.load(interval + row * _INTERVAL + 2)
-    if high > low:
-        tiles, parts = tl.arange(0, TILES), tl.arange(0, PARTS)
-        places = above + (row.to(tl.int64) * NUM_TILES + tiles[:, None]) * PARTS + parts[None, :]
-        sums = tl.sum(tl.load(places, mask=tiles[:, None] < NUM_TILES, other=0.0), axis=0)
-        if SCALES:
-            limit *= tl.sum(tl.where(parts == 0, sums, 0.0))
-        step = _step(low, high, PARTS)
-        thresholds = low + parts * step - 1
-        beyond = (sums >= limit) & (thresholds < high) & (parts > 0)
-        low += tl.sum(beyond.to(tl.int32)) * step
-        high = tl.minimum(high, low + step - 1)
-    return low, high, limit
-
-
-@triton.jit
-def _uniform(key: tl.tensor, number: tl.tensor) -> tl.tensor:
-    """`batch.uniform` for one row."""
-    mixed = key.to(tl.uint64, bitcast=True) + (number.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
-    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
-    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
-    mixed = mixed ^ (mixed >> 31)
-    return (mixed >> 11).to(tl.float64) * 1.1102230246251565e-16

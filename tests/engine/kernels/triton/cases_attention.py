@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import triton
 
 from engine.kernels.kv_cache import KVShape
-from engine.kernels.triton import attention
-from engine.kernels.triton.attention import Chip, Workspace
-from tests.engine.kernels.triton.compiling import ARCHITECTURES, Case
+from engine.kernels.triton import attention_kernels as kernels
+from engine.kernels.triton import attention_segments as segmenting
+from engine.kernels.triton.attention import Workspace
+from engine.kernels.triton.attention_tiling import Chip, KVHead, TensorCores, Tiling, shared_bytes
+from tests.engine.kernels.triton.compiling import ARCHITECTURES, SHARED_LIMIT, Case
 
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _LENGTHS = ("query_starts", "context_lens", "item_sequences", "first_items", "block_tables")
 _OPTIONS = {"enable_fp_fusion": True}
-_AMPERE, _HOPPER, _BLACKWELL, _ANY = (80,), (90,), (100,), ARCHITECTURES
+_A100, _A10, _ADA, _HOPPER, _BLACKWELL, _RTX50 = 80, 86, 89, 90, 100, 120
+
+
+def chip(architecture: int) -> Chip:
+    """A chip of the architecture, as large as an H100."""
+    return Chip(132, TensorCores.of_capability(architecture // 10), SHARED_LIMIT[architecture])
 
 
 def _cases(
     name: str,
+    architecture: int,
     *,
     group: int = 4,
     num_kv_heads: int = 8,
@@ -26,9 +36,8 @@ def _cases(
     dtype: torch.dtype = torch.bfloat16,
     windowed: bool = False,
     softcap: float = 0.0,
-    max_queries: int = 1,
+    max_query_len: int = 1,
     num_tokens: int = 8192,
-    architectures: tuple[int, ...] = _ANY,
 ) -> dict[str, Case]:
     shape = KVShape(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16)
     workspace = Workspace(
@@ -37,13 +46,13 @@ def _cases(
         num_kv_heads * group,
         8,
         torch.device("cpu"),
-        max_few_queries=max_queries,
-        chip=Chip(132, has_wgmma=architectures[0] >= 90, has_tensor_memory=architectures[0] >= 100),
+        max_decode_queries=max_query_len,
+        chip=chip(architecture),
     )
-    few, many = workspace.few_tiling(max_queries), workspace.many_tiling(num_tokens)
+    decode, prefill = workspace.decode_tiling(max_query_len), workspace.prefill_tiling(num_tokens)
     heads = {
         "GROUP": group,
-        "FEW": few.block_m // group,
+        "MAX_DECODE_QUERIES": decode.block_m // group,
         "NUM_KV_HEADS": num_kv_heads,
         "HEAD_DIM": head_dim,
         "BLOCK_D": workspace.block_d,
@@ -56,38 +65,55 @@ def _cases(
     }
     arguments = dict.fromkeys(_LENGTHS, "*i32")
     arguments |= dict.fromkeys(("attended", "queries", "layer_kv"), f"*{_TYPES[dtype]}")
-    arguments |= dict.fromkeys(("partial_sums", "partial_scales"), "*fp32")
+    arguments |= dict.fromkeys(("segment_outputs", "segment_scales"), "*fp32")
     arguments |= dict.fromkeys(("query_stride", "table_stride", "num_sequences", "num_tokens"), "i32")
     arguments |= {"values_offset": "i64", "window": "i32"}
 
-    def attend(kernel: Any, tiling: attention.Tiling, suffix: str) -> Case:
-        tiles = {"BLOCK_M": tiling.block_m, "TILE": tiling.tile}
+    def attend(kernel: Any, tiling: Tiling, kind: str) -> Case:
         return Case(
-            name=f"attend_{suffix}-{name}",
+            name=f"{kind}-{name}",
             kernel=kernel,
             arguments=_known(kernel, arguments),
-            constexprs=heads | scoring | tiles,
+            constexprs=heads | scoring | {"BLOCK_M": tiling.block_m, "TILE": tiling.tile},
             aligned=("query_stride", "values_offset"),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
             options=_OPTIONS,
             has_dot=dtype != torch.float32,
+            shared_bound=shared_bytes(
+                KVHead(group, workspace.block_d, dtype.itemsize),
+                tiling.block_m,
+                tiling.tile,
+                chip(architecture).tensor_cores,
+            ),
             has_large_dot=dtype != torch.float32 and tiling.block_m >= 64,
-            architectures=architectures,
+            architectures=(architecture,),
         )
 
-    merge = attention.merge_segments_kernel
     return {
-        "few": attend(attention.attend_few_kernel, few, "few"),
-        "many": attend(attention.attend_many_kernel, many, "many"),
-        "merge": Case(
-            name=f"merge_segments-{name}",
-            kernel=merge,
-            arguments=_known(merge, arguments),
-            constexprs=heads | {"SEGMENTS": attention.MERGED_SEGMENTS},
-            options=_OPTIONS,
-        ),
+        "decode": attend(kernels.decode_attention_kernel, decode, "decode"),
+        "prefill": attend(kernels.prefill_attention_kernel, prefill, "prefill"),
+        "reduce": _reduction(name, group, workspace.block_d, heads, arguments),
     }
+
+
+def _reduction(
+    name: str, group: int, block_d: int, heads: Mapping[str, int], arguments: dict[str, str]
+) -> Case:
+    kernel = segmenting.reduce_segments_kernel
+    constants = {
+        "BLOCK_G": triton.next_power_of_2(group),
+        "SEGMENTS": segmenting.reduced_segments(group, block_d),
+        "ZEROS": segmenting.ZEROED_ELEMENTS,
+    }
+    return Case(
+        name=f"reduce_segments-{name}",
+        kernel=kernel,
+        arguments=_known(kernel, arguments),
+        constexprs=dict(heads) | constants,
+        num_warps=segmenting.REDUCTION_WARPS,
+        options=_OPTIONS,
+    )
 
 
 def _known(kernel: Any, arguments: dict[str, str]) -> dict[str, str]:
@@ -96,51 +122,65 @@ def _known(kernel: Any, arguments: dict[str, str]) -> dict[str, str]:
 
 _PLAN = Case(
     name="plan_segments",
-    kernel=attention.plan_segments_kernel,
+    kernel=segmenting.plan_segments_kernel,
     arguments=dict.fromkeys(("query_starts", "context_lens", "item_sequences", "first_items"), "*i32")
     | dict.fromkeys(("num_sequences", "num_items", "window"), "i32"),
     constexprs={
-        "FEW": 4,
+        "MAX_DECODE_QUERIES": 4,
         "TILE": 64,
-        "MIN_TILES": attention.MIN_SEGMENT_TILES,
+        "MIN_TILES": segmenting.MIN_SEGMENT_TILES,
         "FIXED_TILES": 0,
-        "MAX_FIXED": attention.MAX_FIXED_SEGMENTS,
+        "MAX_FIXED": segmenting.MAX_FIXED_SEGMENTS,
         "BLOCK_S": 512,
-        "ITEMS": attention.PLANNED_ITEMS,
+        "ITEMS": segmenting.PLANNED_ITEMS,
     },
 )
 
-_LLAMA = _cases("llama")
-_AMPERE_LLAMA = _cases("llama-ampere", architectures=_AMPERE)
-_HOPPER_LLAMA = _cases("llama-hopper", architectures=_HOPPER)
-_BLACKWELL_LLAMA = _cases("llama-blackwell", architectures=_BLACKWELL)
-_SHORT = _cases("llama-short", num_tokens=100, architectures=_HOPPER)
-_HALVED = _cases("llama-64", head_dim=64, architectures=_HOPPER)
-_ODD = _cases("phi-hopper", group=1, num_kv_heads=32, head_dim=96, dtype=torch.float16, architectures=_HOPPER)
-_EXACT_GEMMA = _cases("exact-256", head_dim=256, group=2, dtype=torch.float32, architectures=_HOPPER)
-_QWEN = _cases("qwen-drafts", group=7, num_kv_heads=4, max_queries=5, architectures=_AMPERE)
-_GEMMA = _cases("gemma", group=2, head_dim=256, windowed=True, softcap=50.0, architectures=(90,))
-_PHI = _cases("phi", group=1, num_kv_heads=32, head_dim=96, dtype=torch.float16, architectures=_AMPERE)
-_SMALL = _cases("small", group=2, head_dim=64, max_queries=16, windowed=True, architectures=_AMPERE)
-_WIDE = _cases("wide-drafts", group=8, max_queries=16, architectures=_AMPERE)
-_EXACT = _cases("exact", dtype=torch.float32, architectures=_AMPERE)
+_LLAMA = {
+    architecture: _cases(f"llama-{architecture}", architecture)
+    for architecture in (*ARCHITECTURES, _A10, _ADA)
+}
+_SHORT = _cases("llama-short", _HOPPER, num_tokens=100)
+_HALVED = _cases("llama-64", _HOPPER, head_dim=64)
+_ODD = _cases("phi-hopper", _HOPPER, group=1, num_kv_heads=32, head_dim=96, dtype=torch.float16)
+_EXACT_GEMMA = _cases("exact-256", _HOPPER, head_dim=256, group=2, dtype=torch.float32)
+_QWEN = _cases("qwen-drafts", _A100, group=7, num_kv_heads=4, max_query_len=5)
+_GEMMA = {
+    architecture: _cases(
+        f"gemma-{architecture}", architecture, group=2, head_dim=256, windowed=True, softcap=50.0
+    )
+    for architecture in (_A10, _HOPPER, _RTX50)
+}
+_PHI = _cases("phi", _A100, group=1, num_kv_heads=32, head_dim=96, dtype=torch.float16)
+_SMALL = _cases("small", _A100, group=2, head_dim=64, max_query_len=16, windowed=True)
+_WIDE = {
+    architecture: _cases(f"wide-drafts-{architecture}", architecture, group=8, max_query_len=16)
+    for architecture in (_A100, _A10)
+}
+_EXACT = {
+    architecture: _cases(f"exact-{architecture}", architecture, dtype=torch.float32)
+    for architecture in (_A100, _RTX50)
+}
+_EXACT_GEMMA_RTX50 = _cases("exact-256-120", _RTX50, head_dim=256, group=2, dtype=torch.float32)
 
 CASES = [
     _PLAN,
-    _LLAMA["few"],
-    _LLAMA["merge"],
-    _AMPERE_LLAMA["many"],
-    _HOPPER_LLAMA["many"],
-    _BLACKWELL_LLAMA["many"],
-    _SHORT["many"],
-    _HALVED["many"],
-    _ODD["many"],
-    _EXACT_GEMMA["few"],
-    _QWEN["few"],
-    _GEMMA["few"],
-    _GEMMA["many"],
-    _PHI["many"],
-    _SMALL["few"],
-    _WIDE["few"],
-    _EXACT["few"],
+    _LLAMA[_HOPPER]["reduce"],
+    _QWEN["reduce"],
+    _EXACT_GEMMA["reduce"],
+    *(cases["decode"] for cases in _LLAMA.values()),
+    *(cases["prefill"] for cases in _LLAMA.values()),
+    _SHORT["prefill"],
+    _HALVED["prefill"],
+    _ODD["prefill"],
+    _EXACT_GEMMA["decode"],
+    _QWEN["decode"],
+    *(cases["decode"] for cases in _GEMMA.values()),
+    *(cases["prefill"] for cases in _GEMMA.values()),
+    _PHI["prefill"],
+    _SMALL["decode"],
+    *(cases["decode"] for cases in _WIDE.values()),
+    *(cases["decode"] for cases in _EXACT.values()),
+    _EXACT_GEMMA_RTX50["decode"],
+    _EXACT_GEMMA_RTX50["prefill"],
 ]

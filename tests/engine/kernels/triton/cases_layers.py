@@ -145,30 +145,23 @@ SLOTS = Case(
 )
 
 
-def gather(query_len: int) -> Case:
-    tensors = ["slots", "lengths", "prompt_lens", "num_next", "next_tokens", "table_blocks"]
-    tensors += ["token_ids", "positions", "context_lens", "numbers", "block_tables"]
+def gather(entries: int) -> Case:
+    tensors = ["slots", "query_starts", "tokens", "lengths", "prompt_lens", "last_tokens", "table_blocks"]
+    tensors += ["token_ids", "positions", "context_lens", "block_tables", "sample_rows", "numbers"]
+    numbers = dict.fromkeys(["num_sequences", "num_tokens", "num_blocks"], "i32")
     return Case(
-        name=f"gather, {query_len} tokens",
+        name=f"gather, {entries} at a time",
         kernel=inputs.gather_kernel,
-        arguments=dict.fromkeys(tensors, "*i32"),
-        constexprs={
-            "LAST_ROW": 256,
-            "MAX_QUERY_LEN": query_len,
-            "MAX_BLOCKS": 2560,
-            "QUERY_LEN": query_len,
-            "QUERIES": power_of_2(query_len),
-            "BLOCK_SIZE": 16,
-            "ENTRIES": inputs.BLOCKS_AT_A_TIME,
-        },
-        num_warps=1,
+        arguments=dict.fromkeys(tensors, "*i32") | numbers,
+        constexprs={"LAST_ROW": 256, "MAX_BLOCKS": 2560, "BLOCK_SIZE": 16, "ENTRIES": entries},
+        num_warps=1 if entries == inputs.FEW else 4,
     )
 
 
 CASES = [
     SLOTS,
-    gather(1),
-    gather(5),
+    gather(inputs.FEW),
+    gather(inputs.MANY),
     *(norm(size, adds) for size in SIZES for adds in (False, True)),
     *(rotate_and_write(size) for size in SIZES),
     *(silu_mul(size) for size in SIZES),

@@ -5,83 +5,70 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from engine.kernels.triton import sampling
+from engine.kernels.triton import sampling, sampling_filters
 from tests.engine.kernels.triton.compiling import Case
 
-_PREPARE = {
-    **{"logits": "*bf16", "logits_stride": "i32", "slots": "*i32", "numbers": "*i32", "words": "*i32"},
-    **{"reals": "*fp32", "bias_codes": "*i32", "bias_values": "*fp32", "counts": "*i32", "values": "*fp32"},
-    **{"floats": "*fp32", "ints": "*i32"},
-}
+TILE = 4096
+_SLOTS = {"slots": "*i32", "words": "*i32", "reals": "*fp32"}
 _SEARCH = {
-    **{"slots": "*i32", "words": "*i32", "reals": "*fp32", "logits": "*bf16", "logits_stride": "i32"},
-    **{"values": "*fp32", "floats": "*fp32"},
-    **{"old_interval": "*fp64", "old_above": "*fp64", "interval": "*fp64", "above": "*fp64"},
+    **{"floats": "*fp32", "peaks": "*fp32", "searches": "*i64", "counts": "*i32", "masses": "*i64"},
 }
-_MASS = {
-    **{"slots": "*i32", "words": "*i32", "reals": "*fp32", "doubles": "*fp64"},
-    **{"logits": "*bf16", "logits_stride": "i32", "values": "*fp32", "floats": "*fp32"},
-    **{"interval": "*fp64", "above": "*fp64", "masses": "*fp64"},
+_PREPARE = {
+    **{"numbers": "*i32", "longs": "*i64", "bias_codes": "*i32", "bias_values": "*fp32", "counts": "*i32"},
+    **{"values": "*fp32", "maxima": "*fp32", "floats": "*fp32", "ints": "*i32"},
 }
-_CHOOSE = {
-    **_MASS,
-    **{"longs": "*i64", "numbers": "*i32", "counts": "*i32", "ints": "*i32", "token_ids": "*i32"},
-    **{"logprobs": "*fp32"},
+_CHOOSE = {"values": "*fp32", **_SEARCH, "numbers": "*i32", "longs": "*i64", "ints": "*i32"}
+_FINISH = {
+    **{"slots": "*i32", "words": "*i32", "counts": "*i32", "floats": "*fp32", "ints": "*i32"},
+    **{"token_ids": "*i32", "logprobs": "*fp32"},
 }
 
 
-def _cases(vocab: int, dtype: str) -> Iterator[Case]:
-    tiles = -(-vocab // 4096)
-    shape: dict[str, Any] = {
-        **{"VOCAB": vocab, "STRIDE": -(-vocab // 16) * 16, "NUM_TILES": tiles, "TILE": 4096},
-    }
-    searched = shape | {"TILES": 64, "PARTS": sampling.WAYS}
-    name, logits = f"{vocab}-{dtype}", {"logits": f"*{dtype}"}
-    aligned = ("logits_stride",) if vocab % 16 == 0 else ()
-    prepared = shape | {"MAX_BIASES": 1152, "BLOCK": sampling.BIAS_BLOCK}
-    yield Case(
-        name=f"sampling-prepare-{name}",
-        kernel=sampling.prepare_kernel,
-        arguments=_PREPARE | logits,
-        constexprs=prepared,
-        aligned=aligned,
-        options=sampling.OPTIONS,
-    )
-    for by_count in (True, False):
-        for number in (0, 1):
-            yield Case(
-                name=f"sampling-search-{'k' if by_count else 'p'}-{number}-{name}",
-                kernel=sampling.search_kernel,
-                arguments=_SEARCH | logits,
-                constexprs=searched
-                | {"BY_COUNT": by_count, "STARTS": number == 0, "SCALES": number == 1 and not by_count}
-                | {"CONTINUES": number > 0 or not by_count},
-                aligned=aligned,
-                options=sampling.OPTIONS,
-            )
-    for is_searched in (True, False):
-        end = f"{'searched' if is_searched else 'plain'}-{name}"
-        constexprs = searched | {"SEARCHED": is_searched}
-        yield Case(
-            name=f"sampling-mass-{end}",
-            kernel=sampling.mass_kernel,
-            arguments=_MASS | logits,
+def _power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _cases(vocab: int, dtype: str, top_k: bool, top_p: bool) -> Iterator[Case]:
+    """The launches of a step, in their order."""
+    num_tiles = -(-vocab // TILE)
+    filters = {"TOP_K": top_k, "TOP_P": top_p, "VOCAB": vocab, "NUM_TILES": num_tiles}
+    tiled = filters | {"STRIDE": -(-vocab // 16) * 16, "TILE": TILE}
+    sizes = {"MAXIMA": _power_of_2(num_tiles * sampling.GROUPS), "TILES": _power_of_2(num_tiles)}
+    name = f"{'k' * top_k}{'p' * top_p}-{vocab}-{dtype}"
+
+    def case(launch: str, kernel: Any, arguments: dict[str, str], constexprs: dict[str, Any]) -> Case:
+        return Case(
+            name=f"sampling-{launch}-{name}",
+            kernel=kernel,
+            arguments={"logits": f"*{dtype}", "logits_stride": "i32"} | _SLOTS | arguments,
             constexprs=constexprs,
-            aligned=aligned,
-            options=sampling.OPTIONS,
-        )
-        yield Case(
-            name=f"sampling-choose-{end}",
-            kernel=sampling.choose_kernel,
-            arguments=_CHOOSE | logits,
-            constexprs=constexprs,
-            aligned=aligned,
-            options=sampling.OPTIONS,
+            aligned=("logits_stride",) if vocab % 16 == 0 else (),
+            num_warps=1 if launch == "finish" else 4,
+            options={"enable_fp_fusion": False} if launch == "finish" else sampling.OPTIONS,
         )
 
+    prepared = {"MAX_BIASES": 1152, "GROUPS": sampling.GROUPS}
+    yield case("prepare", sampling.prepare_kernel, _PREPARE, tiled | prepared | {"LOGPROBS": True})
+    if top_k or top_p:
+        bound = filters | sizes | {"GROUPS": sampling.GROUPS}
+        yield case("bound", sampling_filters.bound_kernel, _SEARCH | {"maxima": "*fp32"}, bound)
+        for stage in range(3 if top_k and top_p else 2):
+            searched = {"values": "*fp32", **_SEARCH}
+            stages = tiled | {"STAGE": stage}
+            yield case(f"histogram-{stage}", sampling_filters.histogram_kernel, searched, stages)
+        yield case("choose", sampling.choose_kernel, _CHOOSE, tiled)
+    if not top_k and not top_p:
+        finish = {name: filters[name] for name in ("VOCAB", "NUM_TILES")}
+        finish |= {"TILES": sizes["TILES"], "LOGPROBS": True}
+        yield case("finish", sampling.finish_kernel, _FINISH, finish)
 
-_READING_LOGITS = (sampling.prepare_kernel, sampling.choose_kernel)
+
 CASES = [
-    *_cases(151936, "bf16"),
-    *(case for case in _cases(128257, "fp32") if case.kernel in _READING_LOGITS),
+    *(
+        case
+        for top_k in (False, True)
+        for top_p in (False, True)
+        for case in _cases(151936, "bf16", top_k, top_p)
+    ),
+    *_cases(128257, "fp32", True, True),
 ]

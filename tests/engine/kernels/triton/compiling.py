@@ -23,11 +23,25 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = (80, 90, 100)
-"""A100, H100, B200."""
-LARGEST_DOT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
+ARCHITECTURES = (80, 90, 100, 120)
+"""A100, H100, B200 and RTX 50."""
+LARGEST_DOT = {
+    80: "mma.sync",
+    86: "mma.sync",
+    89: "mma.sync",
+    90: "wgmma.mma_async",
+    100: "tcgen05.mma",
+    120: "mma.sync",
+}
 """The instruction that multiplies most at a time."""
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+SHARED_LIMIT = {
+    80: 163 * 1024,
+    86: 99 * 1024,
+    89: 99 * 1024,
+    90: 227 * 1024,
+    100: 227 * 1024,
+    120: 99 * 1024,
+}
 """Bytes of shared memory that one block may have (CUDA C++ programming guide, compute capabilities)."""
 _LOCAL_ACCESS = re.compile(r"\b(STL|LDL)\b")
 _TENSOR_CORES = re.compile(r"\b(mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b")
@@ -54,6 +68,8 @@ class Case:
     """Must use tensor cores."""
     has_large_dot: bool = False
     """Must use them by the instructions that multiply a whole tile, where the architecture has some."""
+    shared_bound: int | None = None
+    """The shared memory that the choice of sizes reckoned with; None if it reckons with none."""
     architectures: tuple[int, ...] = ARCHITECTURES
     """A kernel has all of them; of its further variants, one is enough."""
 
@@ -85,7 +101,7 @@ def compile_all() -> dict[str, Compiled | str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     finished = subprocess.run(
         [sys.executable, "-m", __name__],
-        cwd=Path(__file__).parents[3],
+        cwd=Path(__file__).parents[4],
         env=environment,
         capture_output=True,
         text=True,

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
+
+from tests.engine import needs
 
 _ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 
@@ -19,6 +24,18 @@ if not _ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
             "triton was imported before TRITON_INTERPRET=1 was set: these tests would prove nothing"
         )
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+class _Skipped(pytest.Module):
+    """A test module that cannot be imported here."""
+
+    def collect(self) -> NoReturn:
+        pytest.skip(needs.TRITON, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Where there is no Triton, the modules of this folder are told apart from those that fail."""
+    return None if find_spec("triton") else _Skipped.from_parent(parent, path=module_path)
 
 
 @pytest.fixture(scope="session")

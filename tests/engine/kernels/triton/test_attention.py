@@ -12,17 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.reference import PagedAttention, write_kv
-from engine.kernels.triton import attention
-from engine.kernels.triton.attention import Chip, TritonAttention, Workspace
+from engine.kernels.triton import attention_segments as segmenting
+from engine.kernels.triton import attention_tiling as tilings
+from engine.kernels.triton.attention import TritonAttention, Workspace
+from engine.kernels.triton.attention_tiling import Chip, TensorCores
+from tests.engine.ranges import Range, assert_within, attend, capped, concatenated, dot, exactly
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 """The interpreter computes bfloat16 wrongly."""
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 Lengths = list[tuple[int, int]]
 """Of each sequence: (tokens computed before, tokens of this step)."""
 
@@ -31,11 +32,11 @@ Lengths = list[tuple[int, int]]
 def _small_tiles() -> Iterator[None]:
     """Tiles of 16 tokens and 16 rows, so that short contexts have many."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "TILE_BYTES", 1)
-        patch.setattr(attention, "MANY_ROWS", 32)
-        patch.setattr(attention, "MIN_SEGMENT_TILES", 1)
-        patch.setattr(attention, "FIXED_SEGMENT_TILES", 1)
-        patch.setattr(attention, "MERGED_SEGMENTS", 2)
+        patch.setattr(tilings, "TILE_BYTES", 1)
+        patch.setattr(tilings, "PREFILL_ROWS", 32)
+        patch.setattr(segmenting, "MIN_SEGMENT_TILES", 1)
+        patch.setattr(segmenting, "FIXED_SEGMENT_TILES", 1)
+        patch.setattr(segmenting, "REDUCED_ELEMENTS", 1)
         yield
 
 
@@ -98,7 +99,7 @@ class Scene:
         ).to(self.device)
 
     def workspace(self, **changes: Any) -> Workspace:
-        options: dict[str, Any] = {"windows": (self.window,), "chip": Chip(num_sms=8, has_wgmma=False)}
+        options: dict[str, Any] = {"windows": (self.window,), "chip": Chip(num_sms=8)}
         num_heads, slots = self.num_kv_heads * self.group, len(self.lengths) + 1
         return Workspace(self.shape, self.dtype, num_heads, slots, self.device, **options | changes)
 
@@ -112,26 +113,32 @@ class Scene:
         )
         return attend(self.queries.to(self.device), self.layer_kv, self.window).cpu()
 
-    def expected(self) -> Tensor:
-        """[T, heads * d]: softmax(score) v, query by query, over what each one sees."""
-        rows: list[Tensor] = []
-        for row, (done, new) in enumerate(self.lengths):
-            for i in range(new):
-                position = done + i
-                first = max(0, position - self.window + 1) if self.window else 0
-                for head in range(self.num_kv_heads * self.group):
-                    seen = slice(first, position + 1), head // self.group
-                    query = self.queries[len(rows) // (self.num_kv_heads * self.group), head].float()
-                    scores = self.keys[row][seen] @ query
-                    scores = scores * (self.head_dim**-0.5 if self.scale is None else self.scale)
-                    if self.softcap:
-                        scores = self.softcap * (scores / self.softcap).tanh()
-                    rows.append(scores.softmax(0) @ self.values[row][seen])
-        return torch.stack(rows).view(len(self.queries), -1).to(self.dtype)
+    def expected(self) -> Range:
+        """[T, heads * d]: softmax(score) v of every query and head, over what each one sees."""
+        rows, first = [], 0
+        for row, (_, new) in enumerate(self.lengths):
+            heads = [self._attended(row, slice(first, first + new), head) for head in range(self.num_heads)]
+            rows.append(concatenated(heads, -1))
+            first += new
+        return concatenated(rows, 0)
+
+    def _attended(self, row: int, queries: slice, head: int) -> Range:
+        """[T, d]: one sequence's queries of one head."""
+        keys, values = (exactly(kv[row][:, head // self.group]) for kv in (self.keys, self.values))
+        scores = dot(exactly(self.queries[queries, head]), keys.mT)
+        scores = scores.scaled(self.head_dim**-0.5 if self.scale is None else self.scale)
+        scores = capped(scores, self.softcap) if self.softcap else scores
+        places = torch.arange(sum(self.lengths[row]))
+        positions = places[self.lengths[row][0] :, None]
+        hidden = (places > positions) | (places <= positions - (self.window or len(places)))
+        return attend(scores.masked(hidden), values, self.dtype)
 
     def check(self, workspace: Workspace | None = None, max_queries: int | None = None) -> None:
-        found, tolerance = self.attend(workspace, max_queries), TOLERANCE[self.dtype]
-        torch.testing.assert_close(found, self.expected(), atol=tolerance, rtol=tolerance)
+        assert_within(self.attend(workspace, max_queries), self.expected())
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
 
     def _num_blocks(self, row: int) -> int:
         return -(-sum(self.lengths[row]) // self.block_size)
@@ -174,20 +181,20 @@ def test_windows_hide_what_lies_before_them(window: int, lengths: Lengths, devic
 def test_a_tile_may_begin_with_blocks_that_the_window_has_left(
     lengths: Lengths, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "TILE_BYTES", 64 * 16 * 4)
+    monkeypatch.setattr(tilings, "TILE_BYTES", 64 * 16 * 4)
     Scene(lengths=lengths, window=20, num_kv_heads=1, device=device).check()
 
 
 def test_hopper_has_wider_tiles_of_keys(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where two warp groups share them, and there are registers for the scores."""
-    monkeypatch.setattr(attention, "TILE_BYTES", 64 * 16 * 4)
-    monkeypatch.setattr(attention, "MANY_TOKENS", 40)
-    hopper, blackwell = Chip(8, True), Chip(8, has_wgmma=True, has_tensor_memory=True)
+    monkeypatch.setattr(tilings, "TILE_BYTES", 64 * 16 * 4)
+    monkeypatch.setattr(tilings, "PREFILL_TOKENS", 40)
+    hopper, blackwell = Chip(8, TensorCores.WGMMA, 227 << 10), Chip(8, TensorCores.TCGEN05, 227 << 10)
     scene = Scene(lengths=[(150, 50), (3, 20)], num_kv_heads=1, device=device)
     workspace = scene.workspace(chip=hopper)
-    assert (workspace.many_tiling(70).tile, workspace.many_tiling(30).tile) == (128, 64)
-    assert scene.workspace(chip=blackwell).many_tiling(70).tile == 64
-    assert scene.workspace().many_tiling(70).tile == 32
+    assert (workspace.prefill_tiling(70).tile, workspace.prefill_tiling(30).tile) == (128, 64)
+    assert scene.workspace(chip=blackwell).prefill_tiling(70).tile == 64
+    assert scene.workspace().prefill_tiling(70).tile == 32
     scene.check(workspace)
 
 
@@ -215,14 +222,14 @@ def test_blocks_need_not_be_tiles(block_size: int, device: torch.device) -> None
 @pytest.mark.parametrize("num_queries", [1, 2, 5, 8, 16])
 def test_drafts_are_verified_in_segments(num_queries: int, device: torch.device) -> None:
     scene = Scene(lengths=[(75, num_queries), (0, num_queries), (20, 1)], num_kv_heads=1, device=device)
-    workspace = scene.workspace(max_few_queries=num_queries)
+    workspace = scene.workspace(max_decode_queries=num_queries)
     scene.check(workspace, num_queries)
     assert workspace.segments[0].first_items[1] > 2
 
 
 def test_few_queries_of_a_mixed_batch_are_cut_into_segments_too(device: torch.device) -> None:
     scene = Scene(lengths=[(0, 30), (90, 3)], num_kv_heads=1, device=device)
-    workspace = scene.workspace(max_few_queries=3)
+    workspace = scene.workspace(max_decode_queries=3)
     scene.check(workspace)
     first_items = workspace.segments[0].first_items
     assert first_items[1] == 0
@@ -232,8 +239,9 @@ def test_few_queries_of_a_mixed_batch_are_cut_into_segments_too(device: torch.de
 def test_it_agrees_with_the_reference(device: torch.device) -> None:
     scene = Scene(lengths=MIXED, device=device)
     scene.layer_kv.nan_to_num_()
-    expected = PagedAttention(scene.batch, scene.shape)(scene.queries.to(device), scene.layer_kv, 0)
-    torch.testing.assert_close(scene.attend(), expected.cpu(), atol=2e-6, rtol=2e-6)
+    attended = PagedAttention(scene.batch, scene.shape)(scene.queries.to(device), scene.layer_kv, 0)
+    for found in (scene.attend(), attended):
+        assert_within(found, scene.expected())
 
 
 @settings(max_examples=8)
@@ -242,7 +250,7 @@ def test_it_agrees_with_the_reference(device: torch.device) -> None:
     group=st.sampled_from([1, 3, 4]),
     window=st.sampled_from([0, 0, 5, 18]),
     softcap=st.sampled_from([0.0, 0.0, 4.0]),
-    max_few_queries=st.integers(1, 16),
+    max_decode_queries=st.integers(1, 16),
     batch_invariant=st.booleans(),
     num_sms=st.sampled_from([1, 3, 20]),
     seed=st.integers(0, 99),
@@ -252,7 +260,7 @@ def test_any_step(
     group: int,
     window: int,
     softcap: float,
-    max_few_queries: int,
+    max_decode_queries: int,
     batch_invariant: bool,
     num_sms: int,
     seed: int,
@@ -268,21 +276,21 @@ def test_any_step(
         device=device,
     )
     workspace = scene.workspace(
-        max_few_queries=max_few_queries,
+        max_decode_queries=max_decode_queries,
         batch_invariant=batch_invariant,
-        chip=Chip(num_sms, has_wgmma=False),
+        chip=Chip(num_sms),
     )
     scene.check(workspace)
 
 
-@pytest.mark.parametrize("max_few_queries", [1, 16])
-def test_rows_of_unused_slots_and_of_no_sequence_are_0(max_few_queries: int, device: torch.device) -> None:
+@pytest.mark.parametrize("max_decode_queries", [1, 16])
+def test_rows_of_unused_slots_and_of_no_sequence_are_0(max_decode_queries: int, device: torch.device) -> None:
     """A graph's batch: a slot with a row and no context, one with neither, and rows beyond the last sequence."""
     scene = Scene(lengths=[(40, 1), (11, 3)], num_kv_heads=1, device=device)
     expected = scene.expected()
     batch = scene.batch
     num_unused = 7
-    end = len(expected)
+    end = len(scene.queries)
     scene.queries = torch.cat((scene.queries, torch.randn(num_unused, 2, 16)))
     scene.batch = replace(
         batch,
@@ -292,17 +300,17 @@ def test_rows_of_unused_slots_and_of_no_sequence_are_0(max_few_queries: int, dev
         block_tables=torch.cat((batch.block_tables, torch.zeros_like(batch.block_tables))),
     )
     workspace = Workspace(
-        scene.shape, scene.dtype, 2, 4, device, max_few_queries=max_few_queries, chip=Chip(8, False)
+        scene.shape, scene.dtype, 2, 4, device, max_decode_queries=max_decode_queries, chip=Chip(8)
     )
     found = scene.attend(workspace, max_queries=3)
-    torch.testing.assert_close(found[:end], expected, atol=2e-6, rtol=2e-6)
+    assert_within(found[:end], expected)
     assert not found[end:].any()
 
 
 def test_one_workspace_serves_steps_and_layers_in_any_order(device: torch.device) -> None:
     steps = [(MIXED, 0), (DECODE, 20), (MIXED, 20), (DECODE, 0), ([(0, 20)], 0)]
     scenes = [Scene(lengths=ls, window=window, num_kv_heads=1, device=device) for ls, window in steps]
-    workspace = scenes[0].workspace(windows=(0, 20), max_few_queries=2)
+    workspace = scenes[0].workspace(windows=(0, 20), max_decode_queries=2)
     for scene in scenes:
         scene.check(workspace)
 
@@ -313,7 +321,7 @@ def test_queries_may_lie_between_keys_and_values(device: torch.device) -> None:
     qkv = torch.randn(5, 8, 16)
     qkv[:, :4] = scene.queries
     scene.queries = qkv[:, :4]
-    torch.testing.assert_close(scene.attend(), expected, atol=2e-6, rtol=2e-6)
+    assert_within(scene.attend(), expected)
 
 
 COMPANY: Lengths = [(500, 1), (0, 20), (33, 4)]
@@ -331,7 +339,7 @@ def test_a_batch_invariant_result_does_not_depend_on_its_company(
         scene = Scene(lengths=lengths, num_kv_heads=1, dtype=dtype, window=window, device=device)
         start = sum(new for _, new in lengths[:place])
         scene = with_known_sequence(scene, place, start)
-        workspace = scene.workspace(batch_invariant=True, max_few_queries=3, chip=Chip(2, has_wgmma=False))
+        workspace = scene.workspace(batch_invariant=True, max_decode_queries=3, chip=Chip(2))
         results.append(scene.attend(workspace)[start : start + mine[1]])
     assert results[0].any()
     assert torch.equal(results[1], results[0])
@@ -383,7 +391,7 @@ def test_every_sequence_has_its_segments_and_no_item_is_dealt_twice(
         device,
         windows=(window,),
         batch_invariant=batch_invariant,
-        chip=Chip(num_sms, has_wgmma=False),
+        chip=Chip(num_sms),
     )
     starts = [sum(new for _, new in lengths[:row]) for row in range(len(lengths) + 1)]
     lens = int32([done + new for done, new in lengths]).to(device)
@@ -398,67 +406,3 @@ def test_every_sequence_has_its_segments_and_no_item_is_dealt_twice(
     expected = [row for row, count in enumerate(counts) for _ in range(count)]
     assert owners == expected + [-1] * (num_items - len(expected))
     assert [count > 0 for count in counts] == [0 < new <= 4 for _, new in lengths]
-
-
-class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Takes the kernels' place; notes their grids, and what torch does besides."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.grids: list[tuple[str, tuple[int, ...]]] = []
-        self.operations: list[str] = []
-        for name in ("plan_segments", "attend_few", "merge_segments", "attend_many"):
-            patch.setattr(attention, f"{name}_kernel", _Recorder(name, self.grids))
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations.append(str(func))
-        return func(*args, **kwargs or {})
-
-
-@dataclass
-class _Recorder:
-    name: str
-    grids: list[tuple[str, tuple[int, ...]]]
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *_, **__: self.grids.append((self.name, grid))
-
-
-def test_grids_follow_from_shapes_and_nothing_is_asked_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without contents, which raise whenever someone looks; the result is all that is allocated."""
-    meta = torch.device("meta")
-    shape = KVShape(num_layers=1, num_kv_heads=8, head_dim=128, block_size=16)
-    workspace = Workspace(shape, torch.bfloat16, 32, 64, meta, chip=Chip(132, True))
-    lens = torch.empty(64, dtype=torch.int32, device=meta)
-    starts, tables = torch.empty(65, dtype=torch.int32, device=meta), lens.expand(9, 64).T.contiguous()
-    queries = torch.empty(64, 32, 128, dtype=torch.bfloat16, device=meta)
-    layer_kv = torch.empty(2, 99, 8 * 16 * 128, dtype=torch.bfloat16, device=meta)
-    with Launches(monkeypatch) as launches:
-        attend = TritonAttention(Batch(lens, lens, starts, lens, tables, lens), shape, workspace)
-        attended = attend(queries, layer_kv, 0)
-    assert attended.shape == (64, 32 * 128)
-    assert launches.operations == ["aten.empty.memory_format"]
-    assert launches.grids == [
-        ("plan_segments", (5,)),
-        ("attend_few", (80, 8)),
-        ("merge_segments", (65, 32)),
-    ]
-    lens = torch.empty(1000, dtype=torch.int32, device=meta)
-    with Launches(monkeypatch) as launches:
-        attend = TritonAttention(Batch(lens, lens, starts, starts[1:], tables, lens), shape, workspace)
-        attend(torch.empty(1000, 32, 128, dtype=torch.bfloat16, device=meta), layer_kv, 0)
-    assert launches.grids[-1][0] == "attend_many"
-
-
-def test_a_step_beyond_the_workspace_is_refused(device: torch.device) -> None:
-    scene = Scene(lengths=DECODE, device=device)
-    workspace = Workspace(scene.shape, scene.dtype, 4, 2, device)
-    with pytest.raises(ValueError, match="3 sequences"):
-        scene.attend(workspace)
-
-
-def test_a_workspace_knows_its_size(device: torch.device) -> None:
-    shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=80, block_size=16)
-    workspace = Workspace(shape, torch.float16, 8, 5, device, windows=(0, 7), chip=Chip(9, False))
-    items, rows = 9, 9 * 2 * 16  # 9 SMs run 18 programs, of 2 heads each
-    assert workspace.num_bytes == 4 * (rows * (80 + 2) + 2 * (items + 6))

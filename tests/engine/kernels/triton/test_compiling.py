@@ -34,6 +34,7 @@ def test_kernel_fits_the_card(case: Case, architecture: int, results: dict[str, 
     assert compiled.registers <= 255
     assert compiled.spilled_bytes == 0
     assert compiled.shared_bytes <= SHARED_LIMIT[architecture]
+    assert case.shared_bound is None or compiled.shared_bytes <= case.shared_bound
     assert bool(compiled.tensor_cores) == case.has_dot
     if case.has_large_dot:
         assert compiled.tensor_cores == [LARGEST_DOT[architecture]]

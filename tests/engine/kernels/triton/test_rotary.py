@@ -15,8 +15,10 @@ from engine.kernels.ops import RotateAndWrite
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.triton import rotary
 from engine.kernels.triton.rotary import rotate_and_write, slot_mapping
+from tests.engine import ranges
 from tests.engine.kernels.test_reference import BLOCK_SIZE, SEQUENCES, make_batch
-from tests.engine.kernels.triton.agreement import DTYPES, assert_agree
+from tests.engine.kernels.triton.agreement import DTYPES
+from tests.engine.ranges import Range, assert_within, exactly
 
 NUM_BLOCKS, NUM_POSITIONS, EPS = 9, 50, 1e-5
 
@@ -85,6 +87,29 @@ class Step:
         assert queries.is_contiguous()
         return queries[self.places.slots >= 0]
 
+    def check(self, function: RotateAndWrite, kv_dtype: torch.dtype) -> None:
+        """Queries and keys are normed and rotated, keys and values in their slots, all others as they were."""
+        kv, before = self.kv(kv_dtype), self.kv(kv_dtype)
+        queries = self.run(function, kv)
+        layer, stored = self.layer, self.places.slots >= 0
+        sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+        heads = self.qkv[stored].view(-1, sum(sizes), layer.head_dim)
+        q, k, v = torch.split(heads, sizes, 1)
+        assert_within(queries, self._turned(q, self.q_norm, stored), "queries")
+        view = (2, NUM_BLOCKS, layer.num_kv_heads, layer.block_size, layer.head_dim)
+        by_slot, untouched = (each.view(view).transpose(2, 3).flatten(1, 2) for each in (kv, before))
+        slots = self.places.slots[stored]
+        assert_within(by_slot[0, slots], self._turned(k, self.k_norm, stored).rounded(kv_dtype), "keys")
+        assert torch.equal(by_slot[1, slots], v.to(kv_dtype))
+        others = torch.ones(len(by_slot[0]), dtype=torch.bool, device=slots.device)
+        others[slots] = False
+        assert torch.equal(by_slot[:, others], untouched[:, others])
+
+    def _turned(self, heads: Tensor, norm: Tensor | None, rows: Tensor) -> Range:
+        x, positions = exactly(heads), self.places.positions[rows]
+        x = x if norm is None else ranges.rms_norm(x, norm, EPS, heads.dtype)
+        return ranges.rotary(x, self.places.cos[positions], self.places.sin[positions], heads.dtype)
+
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(layer=layers(), num_tokens=st.integers(0, 9), seed=st.integers(0, 1000))
@@ -94,20 +119,14 @@ def test_it_is_the_reference(
 ) -> None:
     num_tokens = min(num_tokens, NUM_BLOCKS * layer.block_size)
     step = Step(layer, num_tokens, dtype, device, seed)
-    found_kv, expected_kv = step.kv(dtype), step.kv(dtype)
-    found = step.run(rotate_and_write, found_kv)
-    expected = step.run(reference.rotate_and_write, expected_kv)
-    assert_agree(found, expected)
-    untouched = expected_kv == step.kv(dtype)
-    assert torch.equal(found_kv[untouched], expected_kv[untouched])
-    assert_agree(found_kv[~untouched], expected_kv[~untouched], scale=4.0)
+    for function in (rotate_and_write, reference.rotate_and_write):
+        step.check(function, dtype)
 
 
 def test_the_cache_may_be_of_another_dtype(device: torch.device) -> None:
     step = Step(Layer(4, 2, 16, 4, norms=True), 7, torch.float32, device, seed=2)
-    found_kv, expected_kv = step.kv(torch.float16), step.kv(torch.float16)
-    assert_agree(step.run(rotate_and_write, found_kv), step.run(reference.rotate_and_write, expected_kv))
-    assert_agree(found_kv, expected_kv, scale=4.0)
+    for function in (rotate_and_write, reference.rotate_and_write):
+        step.check(function, torch.float16)
 
 
 @pytest.mark.filterwarnings(

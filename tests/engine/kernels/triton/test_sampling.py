@@ -10,10 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from engine.kernels.triton import sampling
 from engine.kernels.triton.sampling import TritonChoose
 from engine.planning.request import Request, SamplingParams, Sequence
-from engine.sampling.device import DeviceSampler, Needs, SampledOnDevice
+from engine.sampling import reference
+from engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
+from engine.sampling.sampler import Sampler
+from engine.sampling.tables import Filters
+from tests.engine.kernels.triton.choices import checked_sample
 
 # The interpreter computes with numpy, which warns of what a GPU does in silence: arithmetic modulo 2^64 and on NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -34,6 +40,7 @@ PARAMS = st.fixed_dictionaries(
         "seed": st.integers(-(2**63), 2**63 - 1),
         "min_tokens": st.integers(0, 4),
         "stop_token_ids": st.frozensets(TOKENS, max_size=2),
+        "num_logprobs": st.sampled_from([None, 0]),
     }
 )
 SEQUENCES = st.tuples(PARAMS, st.lists(TOKENS, max_size=4), st.lists(TOKENS, max_size=4))
@@ -41,86 +48,166 @@ SEQUENCES = st.tuples(PARAMS, st.lists(TOKENS, max_size=4), st.lists(TOKENS, max
 
 
 def make_sequence(params: dict[str, Any], prompt: list[int], output: list[int]) -> Sequence:
-    request = Request(request_id="r", prompt_token_ids=tuple(prompt), sampling=SamplingParams(**params))
-    sequence = Sequence(request)
+    sampling = SamplingParams(**{"num_logprobs": 0, **params})
+    sequence = Sequence(Request(request_id="r", prompt_token_ids=tuple(prompt), sampling=sampling))
     sequence.token_ids += output
     return sequence
 
 
-def make_logits(num_rows: int, seed: int, device: torch.device, vocab: int = VOCAB) -> torch.Tensor:
+def make_logits(num_rows: int, seed: int, device: torch.device, vocab: int = VOCAB) -> Tensor:
     """Any floats; in every other row in coarse steps, of which many tie."""
     logits = np.random.default_rng(seed).standard_normal((num_rows, vocab)) * 3
     logits[::2] = np.round(logits[::2])
     return torch.from_numpy(logits.astype(np.float32)).to(device)
 
 
-class Pair:
-    """Two samplers that are told the same: the kernels' and the one in plain torch."""
+class Party:
+    """Sequences that the kernels choose tokens for, each of which the reference must allow."""
 
     def __init__(
         self, sequences: list[Sequence], device: torch.device, tile: int, vocab: int = VOCAB
     ) -> None:
         self.device, self.sequences = device, sequences
-        choose = TritonChoose(len(sequences) + 1, vocab, device, tile=tile)
-        self.kernels = DeviceSampler(len(sequences), vocab, (EOS,), device, choose=choose)
-        self.reference = DeviceSampler(len(sequences), vocab, (EOS,), device)
+        self.choose = TritonChoose(len(sequences) + 1, vocab, device, tile=tile)
+        self.sampler = Sampler(len(sequences), vocab, (EOS,), device, self.choose)
         for slot, sequence in enumerate(sequences):
-            self.kernels.assign(slot, sequence)
-            self.reference.assign(slot, sequence)
+            self.sampler.assign(slot, sequence)
 
-    def step(self, logits: torch.Tensor, slots: list[int]) -> list[int]:
-        """The token of every row, the same of both; the sequences have one more."""
-        given_slots = torch.tensor(slots, dtype=torch.int32, device=self.device)
-        lengths = [self.sequences[slot].num_output_tokens if slot >= 0 else 0 for slot in slots]
-        numbers = torch.tensor(lengths, dtype=torch.int32, device=self.device)
-        needs = self.reference.needs(slots)
-        found = self.kernels.sample(logits, given_slots, numbers, needs)
-        expected = self.reference.sample(logits, given_slots, numbers, needs)
-        assert_same(found, expected)
-        assert torch.equal(self.kernels.tables.counts, self.reference.tables.counts)
-        for slot, token_id in zip(slots, found.token_ids.tolist(), strict=True):
+    def arguments(self, slots: list[int]) -> tuple[Tensor, Tensor]:
+        """The slots, and the output tokens of their sequences so far."""
+        numbers = [self.sequences[slot].num_output_tokens if slot >= 0 else 0 for slot in slots]
+        return self.int32(slots), self.int32(numbers)
+
+    def int32(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def step(self, logits: Tensor, slots: list[int], filters: Filters | None = None) -> list[int]:
+        """The token of every row; the sequences have one more."""
+        untouched = logits.clone()
+        filters = filters or self.sampler.filters(slots)
+        token_ids = checked_sample(self.sampler, logits, *self.arguments(slots), filters)
+        assert logits.equal(untouched) or logits.isnan().any()
+        for slot, token_id in zip(slots, token_ids, strict=True):
             if slot >= 0 and token_id >= 0:
                 self.sequences[slot].token_ids.append(token_id)
-        return found.token_ids.tolist()
+        return token_ids
 
 
-def assert_same(found: SampledOnDevice, expected: SampledOnDevice) -> None:
-    assert found.token_ids.tolist() == expected.token_ids.tolist()
-    torch.testing.assert_close(found.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5, equal_nan=True)
+def reference_tokens(party: Party, logits: Tensor, slots: list[int]) -> list[int]:
+    """What the reference chooses now; nothing is counted."""
+    counts = party.sampler.tables.counts.clone()
+    arguments = party.arguments(slots)
+    found, _ = reference.choose(logits, party.sampler.tables, *arguments, party.sampler.filters(slots))
+    party.sampler.tables.counts.copy_(counts)
+    return found.tolist()
 
 
-@pytest.mark.parametrize(("tile", "num_examples"), [(16, 1), (64, 3)])
+@pytest.mark.parametrize(("tile", "num_examples"), [(16, 4), (64, 8)])
 def test_same_tokens_as_plain_torch(device: torch.device, tile: int, num_examples: int) -> None:
     """Two steps, so that the second sees what the first counted; the padding stands in the middle."""
 
     @given(rows=st.lists(SEQUENCES, min_size=2, max_size=2), seed=st.integers(0, 2**32 - 1))
     @settings(max_examples=num_examples, deadline=None)
     def check(rows: list[Any], seed: int) -> None:
-        pair = Pair([make_sequence(*row) for row in rows], device, tile)
+        party = Party([make_sequence(*row) for row in rows], device, tile)
         for step, slots in enumerate(([0, -1, 1], [1])):
-            pair.step(make_logits(len(slots), seed + step, device), slots)
+            party.step(make_logits(len(slots), seed + step, device), slots)
 
     check()
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {},
-        {"temperature": 0.0},
-        {"min_p": 0.05},
-        {"top_k": 3},
-        {"top_p": 0.7},
-        {"top_k": 9, "top_p": 0.7, "min_p": 0.01},
-        {"top_p": 0.0},
-        {"temperature": 1e-40},
-    ],
-    ids=str,
+@settings(max_examples=12, deadline=None)
+@given(
+    vocab=st.integers(1, 200),
+    tile=st.sampled_from([64, 128]),
+    scale=st.sampled_from([0.1, 3.0, 30.0]),
+    params=st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.2, 1.0, 5.0]),
+            "top_p": st.sampled_from([0.1, 0.9, 0.999, 1 - 2**-24, 1.0]),
+            "top_k": st.sampled_from([0, 1, 7, 40, 200]),
+            "seed": st.integers(0, 99),
+        }
+    ),
 )
+def test_filters_on_flat_and_on_steep_rows(
+    device: torch.device, vocab: int, tile: int, scale: float, params: dict[str, Any]
+) -> None:
+    """With more and with fewer tokens in the top k than groups, and cuts in the first bin and in the last."""
+    party = Party([make_sequence(params, [], []) for _ in range(2)], device, tile, vocab)
+    party.step(make_logits(2, params["seed"], device, vocab) * scale, [0, 1])
+
+
+EACH_FILTER: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "top_k": 3, "top_p": 0.5},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_k": 3},
+    {"top_k": 3, "min_p": 0.2},
+    {"top_p": 0.7},
+    {"top_p": 0.9, "min_p": 0.2},
+    {"top_k": 9, "top_p": 0.7, "min_p": 0.01},
+    {"top_p": 0.0},
+    {"top_k": 3, "top_p": 0.0},
+    {"temperature": 1e-40},
+    {"temperature": 1e-40, "top_k": 3, "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize("params", EACH_FILTER, ids=str)
 def test_every_filter_alone(device: torch.device, params: dict[str, Any]) -> None:
-    pair = Pair([make_sequence(params | {"seed": seed}, [], []) for seed in range(2)], device, 32)
-    tokens = pair.step(make_logits(2, 7, device), [0, 1])
-    assert all(token_id >= 0 for token_id in tokens)
+    party = Party([make_sequence(params | {"seed": seed}, [], []) for seed in range(2)], device, 32)
+    logits = make_logits(2, 7, device)
+    expected = reference_tokens(party, logits, [0, 1])
+    assert party.step(logits, [0, 1]) == expected
+    assert min(expected) >= 0
+
+
+AT_CUTS: list[dict[str, Any]] = [
+    {"top_k": 3},
+    {"top_k": 190},
+    {"top_p": 0.05},
+    {"top_p": 0.99},
+    {"top_k": 40, "top_p": 0.5},
+    {"top_k": 60, "top_p": 0.999},
+    {"min_p": 0.97},
+]
+
+
+@pytest.mark.parametrize("params", AT_CUTS, ids=str)
+@pytest.mark.parametrize("spread", [0.02, 1.0])
+def test_a_cut_is_neither_early_nor_late(device: torch.device, params: dict[str, Any], spread: float) -> None:
+    """Noise under which the last token that is kept wins, and noise under which the next one would win.
+
+    Of 200 tokens, a bin of the first histogram holds dozens, or one.
+    """
+    vocab, num_seeds = 200, 20_000
+    logits = make_logits(2, 5, torch.device("cpu"), vocab)[1:] * spread
+    probe = Sampler(1, vocab, (EOS,), torch.device("cpu"), reference.choose)
+    probe.assign(0, make_sequence(params | {"temperature": 4.0}, [], []))
+    slot = torch.zeros(1, dtype=torch.int32)
+    kept = reference._kept(logits.max() - logits, reference._Rows(probe.tables, slot, slot), Filters())[0]
+    order = logits[0].argsort(descending=True)
+    last, following = order[int(kept.sum()) - 1], order[int(kept.sum())]
+    states = torch.from_numpy(np.array([split_mix(s, 0) for s in range(num_seeds)], np.uint64).view(np.int64))
+    noise = gumbel(hashes(noise_keys(states, torch.zeros(num_seeds)), vocab))
+    scores = logits + 4.0 * noise
+    winners = scores.masked_fill(~kept, -torch.inf).max(-1)
+    early = int((winners.indices == last).nonzero()[0])
+    late = int((scores[:, following] > winners.values).nonzero()[0])
+    rows = [params | {"temperature": 4.0, "seed": seed} for seed in (early, late)]
+    party = Party([make_sequence(row, [], []) for row in rows], device, 64, vocab)
+    assert party.step(logits.expand(2, -1).to(device), [0, 1]) == [int(last), int(winners.indices[late])]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_logits_in_half_precision_and_not_contiguous(device: torch.device, dtype: torch.dtype) -> None:
+    party = Party([make_sequence({"top_p": 0.8, "logit_bias": {4: 1.0}}, [], [])], device, 32)
+    wide = make_logits(1, 7, device, vocab=2 * VOCAB).to(dtype)
+    party.step(wide[:, :VOCAB], [0])
+    party.step(wide[:, ::2], [0])
 
 
 def test_what_ties_with_the_last_kept_is_kept(device: torch.device) -> None:
@@ -129,63 +216,93 @@ def test_what_ties_with_the_last_kept_is_kept(device: torch.device) -> None:
     logits[0, [5, 15, 16, 40]] = torch.tensor([0.0, -0.0, 0.0, -0.0], device=device)
     logits[0, 20] = 1.0
     params = {"top_k": 2, "temperature": 9.0}
-    pair = Pair([make_sequence(params | {"seed": seed}, [], []) for seed in (10, 5)], device, 32)
-    assert pair.step(logits.expand(2, -1), [0, 1]) == [5, 40]
+    party = Party([make_sequence(params | {"seed": seed}, [], []) for seed in (1, 0, 3, 4, 7)], device, 32)
+    assert party.step(logits.expand(5, -1), [0, 1, 2, 3, 4]) == [5, 15, 16, 20, 40]
 
 
-def test_what_becomes_minus_zero_ties_with_zero(device: torch.device) -> None:
-    """The smallest float there is below the largest logit, divided by the temperature, is -0."""
+@pytest.mark.parametrize("below", [1e-45, 7e-6])
+def test_what_shares_a_level_with_the_last_kept_is_kept(device: torch.device, below: float) -> None:
+    """The smallest float there is below the largest logit, and nearly a level (2^-17 nat) below."""
     logits = torch.full((1, VOCAB), -1.0, device=device)
-    logits[0, [5, 40]] = torch.tensor([0.0, -1e-45], device=device)
-    params = {"top_k": 1, "temperature": 9.0}
-    pair = Pair([make_sequence(params | {"seed": seed}, [], []) for seed in (1, 0)], device, 64)
-    assert pair.step(logits.expand(2, -1), [0, 1]) == [5, 40]
+    logits[0, [5, 40]] = torch.tensor([0.0, -below], device=device)
+    party = Party([make_sequence({"top_k": 1, "seed": seed}, [], []) for seed in (0, 3)], device, 64)
+    assert party.step(logits.expand(2, -1), [0, 1]) == [5, 40]
+
+
+def test_the_lowest_of_equal_scores_is_chosen(device: torch.device) -> None:
+    """Greedy, within a tile and across two, and where temperature cannot tell penalised logits apart."""
+    logits = torch.zeros((3, VOCAB), device=device)
+    logits[0, [20, 30, 40]] = 1.0
+    logits[1, [10, 30]] = 1.0
+    logits[2] = 3e38
+    huge = {"repetition_penalty": 1e-3, "top_k": VOCAB - 1}
+    params: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.0}, huge]
+    prompts = [[], [], [30, 7, 25]]
+    party = Party(
+        [make_sequence(p, prompt, []) for p, prompt in zip(params, prompts, strict=True)], device, 16
+    )
+    assert party.step(logits, [0, 1, 2]) == [20, 10, 7]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_row_that_is_not_finite_fails_alone(device: torch.device, bad: float) -> None:
-    params: list[dict[str, Any]] = [{"temperature": 0.0}, {"top_p": 0.9, "logit_bias": {40: -9.0}}, {}, {}]
-    pair = Pair([make_sequence(row, [], []) for row in params], device, 32)
-    logits = make_logits(4, 1, device)
-    logits[:3, 40] = bad
-    tokens = pair.step(logits, [0, 1, 2, 3])
-    assert tokens[:3] == [-1, -1, -1]
-    assert tokens[3] >= 0
+    params: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"top_p": 0.9, "logit_bias": {40: -9.0}},
+        {},
+        {"top_k": 5, "top_p": 0.9},
+        {},
+    ]
+    party = Party([make_sequence(row, [], []) for row in params], device, 32)
+    logits = make_logits(5, 1, device)
+    logits[:4, 40] = bad
+    tokens = party.step(logits, [0, 1, 2, 3, 4])
+    assert tokens[:4] == [-1, -1, -1, -1]
+    assert tokens[4] >= 0
 
 
 def test_a_row_with_every_token_banned_fails(device: torch.device) -> None:
     params = {"logit_bias": dict.fromkeys(range(VOCAB), -math.inf), "top_k": 2}
-    assert Pair([make_sequence(params, [], [])], device, 16).step(make_logits(1, 0, device), [0]) == [-1]
+    assert Party([make_sequence(params, [], [])], device, 16).step(make_logits(1, 0, device), [0]) == [-1]
+
+
+def test_penalties_that_overflow_ban_nothing(device: torch.device) -> None:
+    """A penalised logit stays finite: the only token that is not banned is chosen, however it was penalised."""
+    banned = dict.fromkeys(set(range(VOCAB)) - {30}, -math.inf)
+    for penalty in ({"repetition_penalty": 1e38}, {"repetition_penalty": 1e-38}):
+        params = {"logit_bias": banned, "top_k": 3, "top_p": 0.9} | penalty
+        for sign in (1e30, -1e30):
+            party = Party([make_sequence(params, [30, 31], [])], device, 16)
+            assert party.step(torch.full((1, VOCAB), sign, device=device), [0]) == [30]
 
 
 def test_more_biases_than_one_block(device: torch.device) -> None:
     """Bans of all but one of 300 tokens, in three blocks and over two tiles, until there is one token."""
     bans = frozenset(range(300)) - {271}
     params = {"temperature": 0.0, "min_tokens": 1, "stop_token_ids": bans, "repetition_penalty": 2.0}
-    pair = Pair([make_sequence(params, [271], [])], device, 256, vocab=300)
+    party = Party([make_sequence(params, [271], [])], device, 256, vocab=300)
     logits = make_logits(1, 0, device, vocab=300)
-    assert pair.step(logits, [0]) == [271]
-    assert pair.step(logits, [0]) == [int(logits.argmax())]
+    assert party.step(logits, [0]) == [271]
+    assert party.step(logits, [0]) == [int(logits.argmax())]
 
 
 def test_a_slot_is_used_again(device: torch.device) -> None:
     first = make_sequence({"frequency_penalty": 5.0, "temperature": 0.0}, [], [])
-    pair = Pair([first], device, 64)
+    party = Party([first], device, 64)
     logits = make_logits(1, 3, device)
-    assert pair.step(logits, [0]) != pair.step(logits, [0])
-    pair.sequences[0] = make_sequence({"presence_penalty": 5.0, "temperature": 0.0}, [], [])
-    for sampler in (pair.kernels, pair.reference):
-        sampler.release(0)
-        sampler.assign(0, pair.sequences[0])
-    assert pair.step(logits, [0]) == [int(logits.argmax())]
+    assert party.step(logits, [0]) != party.step(logits, [0])
+    party.sequences[0] = make_sequence({"presence_penalty": 5.0, "temperature": 0.0}, [], [])
+    party.sampler.release(0)
+    party.sampler.assign(0, party.sequences[0])
+    assert party.step(logits, [0]) == [int(logits.argmax())]
 
 
 def test_a_row_does_not_depend_on_the_rows_around_it(device: torch.device) -> None:
-    params: list[dict[str, Any]] = [{"top_k": 4}, {"top_p": 0.8}, {"temperature": 0.0}]
-    logits = make_logits(3, 11, device)
-    together = Pair([make_sequence(row, [], []) for row in params], device, 32).step(logits, [0, 1, 2])
+    params: list[dict[str, Any]] = [{"top_k": 4}, {"top_p": 0.8}, {"temperature": 0.0}, {"min_p": 0.1}, {}]
+    logits = make_logits(5, 11, device)
+    together = Party([make_sequence(row, [], []) for row in params], device, 32).step(logits, list(range(5)))
     for row, alone in enumerate(params):
-        assert Pair([make_sequence(alone, [], [])], device, 32).step(logits[row : row + 1], [0]) == [
+        assert Party([make_sequence(alone, [], [])], device, 32).step(logits[row : row + 1], [0]) == [
             together[row]
         ]
 
@@ -198,13 +315,10 @@ def test_rows_without_biases_and_penalties_are_read_where_they_are(device: torch
         {"top_k": 4, "top_p": 0.8},
         {"frequency_penalty": 0.5},
     ]
-    choose = TritonChoose(4, VOCAB, device, tile=16)
-    choose._values.fill_(math.nan)
-    sequences = [make_sequence(row, [], [7, 7]) for row in params]
-    pair = Pair(sequences, device, 16)
-    pair.kernels._choose = choose
-    assert all(token_id >= 0 for token_id in pair.step(make_logits(4, 2, device), [0, 1, 2, 3]))
-    assert choose._values[:, :VOCAB].isnan().all(1).tolist() == [True, False, True, False]
+    party = Party([make_sequence(row, [], [7, 7]) for row in params], device, 16)
+    values = party.choose._values.fill_(math.nan)
+    assert all(token_id >= 0 for token_id in party.step(make_logits(4, 2, device), [0, 1, 2, 3]))
+    assert values[:4, :VOCAB].isnan().all(1).tolist() == [True, False, True, False]
 
 
 @pytest.mark.parametrize("params", [{"top_k": 2}, {"top_p": 0.3}, {"top_k": 3, "top_p": 0.5}], ids=str)
@@ -213,30 +327,115 @@ def test_tiles_with_nothing_that_is_kept(device: torch.device, params: dict[str,
     logits = make_logits(1, 4, device, vocab=80) - 20
     logits[0, 32:48] += 20
     banned = {"logit_bias": dict.fromkeys(range(64, 80), -math.inf)}
-    pair = Pair([make_sequence(params | banned | {"seed": 5}, [], [])], device, 16, vocab=80)
-    assert 32 <= pair.step(logits, [0])[0] < 48
+    party = Party([make_sequence(params | banned | {"seed": 5}, [], [])], device, 16, vocab=80)
+    assert 32 <= party.step(logits, [0])[0] < 48
 
 
-def test_searches_that_no_row_asks_for_change_no_token(device: torch.device) -> None:
-    pair = Pair([make_sequence({"seed": seed}, [], []) for seed in range(3)], device, 64)
-    slots, numbers = (
-        torch.tensor(values, dtype=torch.int32, device=device) for values in ([0, 1, 2], [0] * 3)
-    )
+def test_filters_that_no_row_asks_for_change_no_token(device: torch.device) -> None:
     logits = make_logits(3, 5, device)
-    least = pair.kernels.sample(logits, slots, numbers, Needs(False, False))
-    most = pair.kernels.sample(logits, slots, numbers, Needs(True, True))
-    assert_same(least, most)
+    least, most = (
+        Party([make_sequence({"seed": seed}, [], []) for seed in range(3)], device, 64).step(
+            logits, [0, 1, 2], filters
+        )
+        for filters in (Filters(top_k=False, top_p=False, logprobs=False), Filters())
+    )
+    assert least == most
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"min_p": 0.05}, {"top_k": 3}, {"top_k": 9, "top_p": 0.7}, {"top_p": 0.5}], ids=str
+)
+def test_nothing_is_left_over_from_the_step_before(device: torch.device, params: dict[str, Any]) -> None:
+    """As when a graph is replayed: whatever the workspace holds, a step gives the same tokens."""
+    params = params | {"logit_bias": {2: 1.0}}
+    logits = make_logits(1, 13, device)
+    tokens = []
+    for garbage in (0, 1, -77):
+        party = Party([make_sequence(params, [], [])], device, 32)
+        for tensor in vars(party.choose).values():
+            if isinstance(tensor, Tensor):
+                tensor.fill_(garbage)
+        tokens.append([party.step(rows, [0]) for rows in (logits, -logits)])
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
+class Reading:
+    """Launches of the kernels; a row that a launch is not supposed to read is NaN to it.
+
+    Args:
+        passes: by row, the launches that may read it, in the order in which launches that read logits come.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, passes: list[set[int]]) -> None:
+        self.num_launches, self._passes = 0, passes
+        for name in ("prepare_kernel", "bound_kernel", "histogram_kernel", "choose_kernel", "finish_kernel"):
+            patch.setattr(sampling, name, self._wrapped(getattr(sampling, name)))
+
+    def _wrapped(self, kernel: Any) -> Any:
+        names = kernel.arg_names
+
+        class Launches:
+            def __getitem__(_, grid: tuple[int, ...]) -> Any:
+                def launch(*arguments: Any, **named: Any) -> None:
+                    if names[0] == "logits":
+                        arguments = (self._poisoned(arguments[0]), *arguments[1:])
+                        self.num_launches += 1
+                    kernel[grid](*arguments, **named)
+
+                return launch
+
+        return Launches()
+
+    def _poisoned(self, logits: Tensor) -> Tensor:
+        poisoned = logits.clone()
+        for row, passes in enumerate(self._passes):
+            if self.num_launches not in passes:
+                poisoned[row] = math.nan
+        return poisoned
+
+
+@pytest.mark.parametrize(
+    ("filters", "rows", "passes"),
+    [
+        (Filters(False, False), [{}, {"temperature": 0.0}], [{0}, {0}]),
+        (Filters(True, False), [{}, {"top_k": 5}], [{0}, {0, 1, 2, 3}]),
+        (Filters(False, True), [{}, {"min_p": 0.1}, {"top_p": 0.8}], [{0}, {0, 3}, {0, 1, 2, 3}]),
+        (
+            Filters(True, True),
+            [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.8}],
+            [{0}, {0, 1, 2, 4}, {0, 1, 2, 4}, {0, 4}, {0, 1, 2, 3, 4}],
+        ),
+    ],
+    ids=str,
+)
+def test_a_row_is_read_as_often_as_its_filters_need(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    filters: Filters,
+    rows: list[dict[str, Any]],
+    passes: list[set[int]],
+) -> None:
+    """Once without filters, five times with top-k and top-p. The last launch reads only the chosen token."""
+    party = Party([make_sequence(row, [], []) for row in rows], device, 16)
+    slots = list(range(len(rows)))
+    assert party.sampler.filters(slots) == Filters(filters.top_k, filters.top_p)
+    logits = make_logits(len(rows), 21, device)
+    expected = reference_tokens(party, logits, slots)
+    reading = Reading(monkeypatch, passes)
+    assert party.sampler.sample(logits, *party.arguments(slots), filters)[0].tolist() == expected
+    num_passes = max(map(len, passes))
+    assert reading.num_launches == num_passes + 1 <= 7
 
 
 def test_more_rows_than_there_is_room_for_are_refused(device: torch.device) -> None:
     choose = TritonChoose(1, VOCAB, device)
-    sampler = DeviceSampler(2, VOCAB, (), device, choose=choose)
+    sampler = Sampler(2, VOCAB, (), device, choose)
     slots = torch.zeros(2, dtype=torch.int32, device=device)
     with pytest.raises(ValueError, match="2 rows of logits; there is room for 1"):
-        sampler.sample(make_logits(2, 0, device), slots, slots)
+        sampler.sample(make_logits(2, 0, device), slots, slots, Filters())
 
 
 def test_no_rows(device: torch.device) -> None:
-    sampler = DeviceSampler(1, VOCAB, (), device, choose=TritonChoose(1, VOCAB, device))
+    sampler = Sampler(1, VOCAB, (), device, TritonChoose(1, VOCAB, device))
     nothing = torch.zeros(0, dtype=torch.int32, device=device)
-    assert sampler.sample(make_logits(0, 0, device), nothing, nothing).token_ids.shape == (0,)
+    assert sampler.sample(make_logits(0, 0, device), nothing, nothing, Filters())[0].shape == (0,)

@@ -1,4 +1,4 @@
-"""All of a GPU's step, from the slot table to the tokens, as Triton computes it: the tokens of plain torch."""
+"""All of a GPU's step, from the table of sequences to the tokens, as Triton computes it: the tokens of plain torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from engine.execution import loader
-from engine.execution.device_runner import DeviceLimits, DeviceSteps
 from engine.execution.loader import LoadedModel, load_model
-from engine.execution.runner import ModelRunner, Steps
-from engine.kernels.ops import Kernels, reference_kernels, triton_kernels
+from engine.execution.runner import ModelRunner
+from engine.kernels.ops import Kernels, reference_kernels
+from engine.kernels.select import triton_kernels
 from engine.model.config import LoadOptions, ModelConfig
 from tests.engine.checkpoints import make_checkpoint
-from tests.engine.execution.test_device_runner import Party, RepeatingDevice, ask
+from tests.engine.execution.test_steps import Party, RepeatingDevice, ask
 
-SEATS, BUDGET = 2, 8
+NUM_SEQS, BUDGET = 2, 8
 CPU = torch.device("cpu")
 OPTIONS = LoadOptions(
-    dtype="float32", num_blocks=12, max_num_seqs=SEATS, max_batch_tokens=BUDGET, max_query_len=2
+    dtype="float32", num_blocks=12, max_num_seqs=NUM_SEQS, max_batch_tokens=BUDGET, max_query_len=2
 )
 REQUESTS = (
     ask("greedy", 10, max_tokens=7, temperature=0.0),
@@ -42,20 +42,18 @@ def load(folder: Path, device: torch.device, kernels: Callable[[ModelConfig], Ke
         return load_model(folder, replace(OPTIONS, device=device.type), lambda _: None, lambda *_: None)
 
 
-def party(make: Callable[[], LoadedModel], make_steps: Callable[[LoadedModel], Steps] | None = None) -> Party:
-    runner = ModelRunner(make, make_steps)
+def party(make: Callable[[], LoadedModel], graphs: RepeatingDevice | None) -> Party:
+    runner = ModelRunner(make, make_device=lambda _: graphs, num_ahead=1)
     runner.load()
     return Party(runner, budget=BUDGET, num_blocks=12).run(*REQUESTS)
 
 
 def test_a_whole_step_says_what_plain_torch_says(folder: Path, device: torch.device) -> None:
     """Prompts in chunks, short ends of prompts, decodes alone and together, out of graphs that do the work again."""
-    limits = DeviceLimits(max_num_seqs=SEATS, max_batch_tokens=BUDGET, max_query_len=2)
     graphs = RepeatingDevice()
     found = party(
-        lambda: load(folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS)),
-        lambda model: DeviceSteps(model, limits, graphs, say=lambda _: None),
+        lambda: load(folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS)), graphs
     )
-    expected = party(lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32)))
+    expected = party(lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32)), None)
     assert found.tokens() == expected.tokens()
-    assert len(set(graphs.replays)) > 2
+    assert len(set(graphs.replays)) > 3

@@ -1,0 +1,343 @@
+"""The attention kernels themselves: decode by segments of contexts, prefill by tiles of queries.
+
+Both fold tiles of keys and values into a running softmax. Row r of a tile is head r % GROUP of the query heads that
+share a key-value head, of the tile's token r // GROUP.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from engine.kernels.triton.attention_segments import visible_tiles
+
+
+@triton.jit(do_not_specialize=["table_stride", "window"])
+def decode_attention_kernel(
+    attended: tl.tensor,
+    segment_outputs: tl.tensor,
+    segment_scales: tl.tensor,
+    queries: tl.tensor,
+    layer_kv: tl.tensor,
+    block_tables: tl.tensor,
+    query_starts: tl.tensor,
+    context_lens: tl.tensor,
+    item_sequences: tl.tensor,
+    first_items: tl.tensor,
+    query_stride: tl.tensor,
+    values_offset: tl.tensor,
+    table_stride: tl.tensor,
+    window: tl.tensor,
+    GROUP: tl.constexpr,
+    MAX_DECODE_QUERIES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+) -> None:
+    """Attends the queries of one decoding sequence to one segment of its context, for one key-value head.
+
+    The result of an only segment is final; that of one among several goes to the workspace, to be reduced.
+    """
+    item, kv_head = tl.program_id(0), tl.program_id(1)
+    sequence = tl.load(item_sequences + item)
+    if sequence < 0:
+        return
+    start = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - start
+    context = tl.load(context_lens + sequence)
+    first_item = tl.load(first_items + sequence)
+    num_segments = tl.load(first_items + sequence + 1) - first_item
+    rows = tl.arange(0, BLOCK_M)
+    valid = rows < num_queries * GROUP
+    places = _query_offsets(start, rows, kv_head, query_stride, GROUP, HEAD_DIM)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    inside = valid[:, None] & (dims < HEAD_DIM)
+    query = tl.load(queries + places[:, None] + dims, mask=inside, other=0.0)
+    first_position = context - num_queries
+    first_tile, end_tile = visible_tiles(first_position, context, window, TILE)
+    num_tiles, segment = end_tile - first_tile, item - first_item
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    head_kv = layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    summed, top, total = _fold_tiles(
+        summed,
+        top,
+        total,
+        query,
+        first_position + rows // GROUP,
+        head_kv,
+        head_kv + values_offset,
+        block_tables + sequence.to(tl.int64) * table_stride,
+        first_tile + num_tiles * segment // num_segments,
+        first_tile + num_tiles * (segment + 1) // num_segments,
+        first_position,
+        context,
+        window,
+        SCALE,
+        SOFTCAP,
+        NUM_KV_HEADS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        BLOCK_D,
+        TILE,
+        WINDOWED,
+        True,
+    )
+    if num_segments == 1:
+        _store_rows(
+            attended, summed, total, start, rows, kv_head, valid, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_D
+        )
+    else:
+        segment_rows = (item.to(tl.int64) * NUM_KV_HEADS + kv_head) * (MAX_DECODE_QUERIES * GROUP) + rows
+        tl.store(segment_outputs + segment_rows[:, None] * HEAD_DIM + dims, summed, mask=inside)
+        tl.store(segment_scales + segment_rows * 2, top, mask=valid)
+        tl.store(segment_scales + segment_rows * 2 + 1, total, mask=valid)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_sequences", "window"])
+def prefill_attention_kernel(
+    attended: tl.tensor,
+    queries: tl.tensor,
+    layer_kv: tl.tensor,
+    block_tables: tl.tensor,
+    query_starts: tl.tensor,
+    context_lens: tl.tensor,
+    query_stride: tl.tensor,
+    values_offset: tl.tensor,
+    table_stride: tl.tensor,
+    num_sequences: tl.tensor,
+    window: tl.tensor,
+    GROUP: tl.constexpr,
+    MAX_DECODE_QUERIES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+) -> None:
+    """Attends one tile of queries of a sequence with more than MAX_DECODE_QUERIES to all that they see.
+
+    Blocks without work end at once. Late queries see most, so that they go first.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
+    block, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    sequence = _find_sequence(block, query_starts, num_sequences, BLOCK_Q)
+    start = tl.load(query_starts + sequence)
+    num_queries = tl.load(query_starts + sequence + 1) - start
+    first_query = (block - start // BLOCK_Q - sequence) * BLOCK_Q
+    if (num_queries <= MAX_DECODE_QUERIES) | (first_query >= num_queries):
+        return
+    end_query = tl.minimum(first_query + BLOCK_Q, num_queries)
+    context = tl.load(context_lens + sequence)
+    rows = tl.arange(0, BLOCK_M)
+    valid = rows < (end_query - first_query) * GROUP
+    places = _query_offsets(start + first_query, rows, kv_head, query_stride, GROUP, HEAD_DIM)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    query = tl.load(queries + places[:, None] + dims, mask=valid[:, None] & (dims < HEAD_DIM), other=0.0)
+    first_position = context - num_queries + first_query
+    end = context - num_queries + end_query
+    first_tile, end_tile = visible_tiles(first_position, end, window, TILE)
+    positions = first_position + rows // GROUP
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    keys = layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    values = keys + values_offset
+    table = block_tables + sequence.to(tl.int64) * table_stride
+    full_tiles = first_tile
+    if not WINDOWED:
+        full_tiles = tl.maximum(first_position + 1, 0) // TILE
+        summed, top, total = _fold_tiles(
+            summed,
+            top,
+            total,
+            query,
+            positions,
+            keys,
+            values,
+            table,
+            first_tile,
+            full_tiles,
+            first_position,
+            end,
+            window,
+            SCALE,
+            SOFTCAP,
+            NUM_KV_HEADS,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            BLOCK_D,
+            TILE,
+            WINDOWED,
+            False,
+        )
+    summed, top, total = _fold_tiles(
+        summed,
+        top,
+        total,
+        query,
+        positions,
+        keys,
+        values,
+        table,
+        full_tiles,
+        end_tile,
+        first_position,
+        end,
+        window,
+        SCALE,
+        SOFTCAP,
+        NUM_KV_HEADS,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        BLOCK_D,
+        TILE,
+        WINDOWED,
+        True,
+    )
+    # Read again: what the places of the queries were computed from would stay in registers until here, and some spill.
+    first_row = tl.load(query_starts + sequence, volatile=True) + first_query
+    _store_rows(
+        attended, summed, total, first_row, rows, kv_head, valid, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_D
+    )
+
+
+@triton.jit
+def _fold_tiles(
+    summed: tl.tensor,
+    top: tl.tensor,
+    total: tl.tensor,
+    query: tl.tensor,
+    positions: tl.tensor,
+    keys: tl.tensor,
+    values: tl.tensor,
+    table: tl.tensor,
+    first_tile: tl.tensor,
+    end_tile: tl.tensor,
+    first_position: tl.tensor,
+    end: tl.tensor,
+    window: tl.tensor,
+    SCALE: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Adds the tiles from `first_tile` up to `end_tile` to a running softmax (Milakov and Gimelshein, 2018).
+
+    `top` is the largest score so far, as a power of 2; `total` and `summed` are relative to 2 ** top. Only what a query
+    from `first_position` up to `end` may see is read. Without MASKED every row sees all of it, and no load is masked.
+
+    This is the only place that knows what keys and values look like. KV of 8 bits becomes the queries' type where it
+    is loaded; the scale of each key then multiplies its column of `scores`, that of each value its column of `weights`.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    for tile in range(first_tile, end_tile):
+        tokens = tile * TILE + tl.arange(0, TILE)
+        exists = tokens < end
+        if WINDOWED:
+            exists &= tokens > first_position - window
+        if MASKED:
+            blocks = tl.load(table + tokens // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        else:
+            blocks = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
+        rows = blocks * (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + tokens % BLOCK_SIZE * HEAD_DIM
+        places = rows[:, None] + dims
+        if HEAD_DIM < BLOCK_D:
+            wanted = exists[:, None] & (dims < HEAD_DIM)
+            key = tl.load(keys + places, mask=wanted, other=0.0)
+            value = tl.load(values + places, mask=wanted, other=0.0)
+        elif MASKED:
+            key = tl.load(keys + places, mask=exists[:, None], other=0.0)
+            value = tl.load(values + places, mask=exists[:, None], other=0.0)
+        else:
+            key, value = tl.load(keys + places), tl.load(values + places)
+        scores = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee")
+        unit = SCALE * LOG2_E  # of scores, as a power of 2; it is multiplied with where they become exponents
+        if SOFTCAP > 0:
+            doubled = tl.exp2(scores * (2 * LOG2_E * SCALE / SOFTCAP))
+            scores = 1 - 2 / (doubled + 1)
+            unit = SOFTCAP * LOG2_E
+        if MASKED:
+            visible = tokens[None, :] <= positions[:, None]
+            if WINDOWED:
+                visible &= tokens[None, :] > positions[:, None] - window
+            scores = tl.where(visible, scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, 1) * unit)
+        base = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher
+        weights, fade = tl.exp2(scores * unit - base[:, None]), tl.exp2(top - base)
+        total = total * fade + tl.sum(weights, 1)
+        summed = tl.dot(weights.to(value.dtype), value, summed * fade[:, None], input_precision="ieee")
+        top = higher
+    return summed, top, total
+
+
+@triton.jit
+def _find_sequence(
+    block: tl.tensor, query_starts: tl.tensor, num_sequences: tl.tensor, BLOCK_Q: tl.constexpr
+) -> tl.tensor:
+    """Finds the last sequence whose blocks start at `block` or before, by bisection.
+
+    Sequence s starts at block query_starts[s] // BLOCK_Q + s. So each has blocks enough wherever its queries start, and
+    one without queries has a block or two without work.
+    """
+    low, high = num_sequences * 0, num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_starts + middle) // BLOCK_Q + middle <= block:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _query_offsets(
+    first_token: tl.tensor,
+    rows: tl.tensor,
+    kv_head: tl.tensor,
+    query_stride: tl.tensor,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Where the queries of the rows of a tile lie in memory; the tile starts at `first_token`."""
+    tokens = (first_token + rows // GROUP).to(tl.int64)
+    return tokens * query_stride + (kv_head * GROUP + rows % GROUP) * HEAD_DIM
+
+
+@triton.jit
+def _store_rows(
+    attended: tl.tensor,
+    summed: tl.tensor,
+    total: tl.tensor,
+    first_token: tl.tensor,
+    rows: tl.tensor,
+    kv_head: tl.tensor,
+    valid: tl.tensor,
+    GROUP: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """Stores the results of a tile's rows; a row that saw nothing becomes 0."""
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    places = _query_offsets(first_token, rows, kv_head, NUM_KV_HEADS * GROUP * HEAD_DIM, GROUP, HEAD_DIM)
+    result = summed / tl.where(total > 0, total, 1.0)[:, None]
+    mask = valid[:, None] & (dims < HEAD_DIM)
+    tl.store(attended + places[:, None] + dims, result.to(attended.dtype.element_ty), mask=mask)

@@ -1,0 +1,81 @@
+"""Which tokens an implementation of the sampling rule may choose, where logarithms and exponentials are rounded."""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from engine.sampling import reference
+from engine.sampling.noise import gumbel, hashes, noise_keys
+from engine.sampling.sampler import Sampler
+from engine.sampling.tables import Filters, SamplingTables
+
+ULPS = 4
+"""Two scores may change places if they differ by less, in units in the last place of their logit and their noise."""
+SHARE = 2.0**-18
+"""Of top_p: exponentials are rounded, too, so that the mass above a level may be so much more or less."""
+
+
+def checked_sample(
+    sampler: Sampler, logits: Tensor, slots: Tensor, numbers: Tensor, filters: Filters
+) -> list[int]:
+    """Samples; the reference must allow the tokens and log probabilities, and the tokens must have been counted."""
+    tables = sampler.tables
+    before = tables.counts.clone()
+    token_ids, logprobs = sampler.sample(logits, slots, numbers, filters)
+    counted = tables.counts.clone()
+    tables.counts.copy_(before)
+    expected, _ = reference.choose(logits, tables, slots, numbers, filters)
+    tables.counts.copy_(before)
+    assert (token_ids.dtype, logprobs.dtype) == (torch.int32, torch.float32)
+    assert (token_ids < 0).equal(expected < 0)
+    places = token_ids.clamp(min=0).long()[:, None]
+    allowed = _nearly_best(logits, tables, slots, numbers, filters).gather(1, places).squeeze(1)
+    assert ((token_ids == expected) | allowed).all(), (token_ids, expected)
+    if filters.logprobs:
+        of_tokens = logits.float().log_softmax(-1).gather(1, places).squeeze(1)
+        of_tokens = torch.where(expected < 0, torch.nan, of_tokens)
+        torch.testing.assert_close(logprobs, of_tokens, atol=1e-5, rtol=1e-5, equal_nan=True)
+    for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+        if slot >= 0 and token_id >= 0 and tables.column("counts_row")[slot] >= 0:
+            before[slot, token_id] += 2
+    assert counted.equal(before)
+    tables.counts.copy_(counted)
+    return token_ids.tolist()
+
+
+def _nearly_best(
+    logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, filters: Filters
+) -> Tensor:
+    """[R, vocab] bool: tokens whose score may be the best one; none in a row without temperature, which is exact."""
+    rows = reference._Rows(tables, slots, numbers)
+    processed = reference._penalised(reference._biased(logits.float(), rows), rows)
+    depths = processed.amax(-1, keepdim=True) - processed
+    temperature = rows.column("temperature")[:, None]
+    noise = gumbel(hashes(noise_keys(rows.column("state"), numbers), logits.shape[-1]))
+    scores = processed + temperature * noise
+    unit = torch.finfo(torch.float32).eps
+    error = ULPS * unit * (processed.abs() + temperature * noise.abs().clamp(min=1))
+    allowed = torch.zeros_like(scores, dtype=torch.bool)
+    for share in (1 - SHARE, 1.0, 1 + SHARE):
+        kept = torch.ones_like(allowed)
+        if filters.top_k or filters.top_p:
+            kept = reference._kept(
+                depths, reference._Rows(_with_top_p(tables, share), slots, numbers), filters
+            )
+        lowest = (scores - error).masked_fill(~kept, -torch.inf).amax(-1, keepdim=True)
+        allowed |= kept & (scores + error >= lowest)
+    return allowed & (temperature > 0)
+
+
+def _with_top_p(tables: SamplingTables, share: float) -> SamplingTables:
+    """The same parameters, but for top_p where it is less than 1."""
+    copied = copy(tables)
+    copied.rows = tables.rows.clone()
+    copied._by_dtype = {dtype: copied.rows.view(dtype) for dtype in tables._by_dtype}
+    top_p = copied.column("top_p")
+    below_one = 1 - torch.finfo(torch.float32).eps
+    top_p.copy_(torch.where(top_p < 1, (top_p * share).clamp(max=below_one), top_p))
+    return copied

@@ -1,0 +1,119 @@
+"""How contexts of decoding sequences are cut, with the figures of an H100; and what their reduction leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.kernels.batch import blank_batch
+from engine.kernels.kv_cache import KVShape
+from engine.kernels.triton import attention_segments as segmenting
+from engine.kernels.triton.attention import TritonAttention, Workspace
+from engine.kernels.triton.attention_segments import reduce_segments_kernel
+from engine.kernels.triton.attention_tiling import Chip, TensorCores
+
+H100 = Chip(132, TensorCores.WGMMA, 227 << 10)
+WAVE = 2 * 132 // 8
+"""Decode programs of one key-value head that run at once."""
+LLAMA = KVShape(num_layers=1, num_kv_heads=8, head_dim=128, block_size=16)
+
+
+def planned(
+    contexts: list[int], device: torch.device, *, num_padding: int = 0
+) -> tuple[list[int], Workspace]:
+    """How many segments each sequence has, of which some without queries are added."""
+    workspace = Workspace(LLAMA, torch.float16, 32, len(contexts) + num_padding, device, chip=H100)
+    tables = torch.zeros(len(contexts) + num_padding, 1, dtype=torch.int32)
+    num_tokens = [1] * len(contexts) + [0] * num_padding
+    batch = blank_batch(num_tokens, contexts + [0] * num_padding, tables).to(device)
+    TritonAttention(batch, LLAMA, workspace)
+    return workspace.segments[0].first_items.diff().tolist(), workspace
+
+
+def test_a_long_context_among_short_ones_is_cut_as_if_all_were_one(device: torch.device) -> None:
+    """63k tokens in a wave of 33 programs for each head are about 2k tokens for each."""
+    counts, workspace = planned([32 << 10] + [1 << 10] * 31, device)
+    total = (32 << 10) + 31 * (1 << 10)
+    assert counts == [17] + [1] * 31
+    assert 0.9 * total / WAVE < (32 << 10) / counts[0] <= total / WAVE + workspace.decode_tiling(1).tile
+    assert workspace.num_items(32) == 32 + WAVE
+
+
+def test_one_context_has_all_of_the_wave(device: torch.device) -> None:
+    assert planned([32 << 10], device)[0] == [32]
+    assert planned([100 << 10], device)[0] == [WAVE]
+
+
+def test_sequences_without_queries_change_no_cut(device: torch.device) -> None:
+    contexts = [32 << 10, 5000, 1 << 10, 77]
+    counts, _ = planned(contexts, device)
+    assert planned(contexts, device, num_padding=9)[0] == counts + [0] * 9
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 1 << 17), min_size=1, max_size=32))
+def test_no_segment_is_longer_than_its_share(device: torch.device, contexts: list[int]) -> None:
+    counts, workspace = planned(contexts, device)
+    tile = workspace.decode_tiling(1).tile
+    tiles = [-(-context // tile) for context in contexts]
+    share = max(segmenting.MIN_SEGMENT_TILES, -(-sum(tiles) // WAVE))
+    assert all(-(-length // count) <= share for length, count in zip(tiles, counts, strict=True))
+    assert sum(counts) <= workspace.num_items(len(contexts))
+
+
+def test_the_workspace_of_256_sequences_is_small() -> None:
+    """In bytes, for the heads of an 8 B Llama on an H100."""
+    meta = torch.device("meta")
+    assert Workspace(LLAMA, torch.bfloat16, 32, 256, meta, chip=H100).num_bytes < 20 << 20
+    drafts = Workspace(LLAMA, torch.bfloat16, 32, 256, meta, max_decode_queries=5, chip=H100)
+    assert drafts.num_bytes < 40 << 20
+
+
+def reduced(
+    first_items: list[int], query_starts: list[int], num_tokens: int, group: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the reduction makes of random segments: (the result, which was NaN, and outputs and scales)."""
+    heads, dim, queries = 2 * group, 12, 3
+    generator = torch.Generator().manual_seed(0)
+    outputs = torch.randn(first_items[-1], 2, queries * group, dim, generator=generator)
+    scales = torch.rand(first_items[-1], 2, queries * group, 2, generator=generator)
+    attended = torch.full((num_tokens, heads * dim), torch.nan, device=device)
+    reduce_segments_kernel[(len(first_items) - 1, 2)](
+        attended,
+        outputs.to(device),
+        scales.to(device),
+        int32(query_starts).to(device),
+        int32(first_items).to(device),
+        num_tokens,
+        GROUP=group,
+        MAX_DECODE_QUERIES=queries,
+        NUM_KV_HEADS=2,
+        HEAD_DIM=dim,
+        BLOCK_D=16,
+        BLOCK_G=1 << (group - 1).bit_length(),
+        SEGMENTS=2,
+        ZEROS=16,
+    )
+    return attended.cpu(), outputs, scales
+
+
+def int32(values: list[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("group", [1, 3, 4])
+def test_segments_are_weighted_by_their_scores(group: int, device: torch.device) -> None:
+    """One sequence has five segments, one none, one an only one, and one has two; two rows are nobody's."""
+    found, outputs, scales = reduced([0, 5, 5, 6, 8], [0, 2, 2, 5, 6], 8, group, device)
+    for first, end, start, num_queries in ((0, 5, 0, 2), (6, 8, 5, 1)):
+        tops, totals = scales[first:end].unbind(-1)
+        weights = (tops - tops.max(0).values).exp2()
+        expected = (outputs[first:end] * weights[..., None]).sum(0) / (totals * weights).sum(0)[..., None]
+        split = expected.view(expected.shape[0], 3, group, expected.shape[-1])
+        rows = split[:, :num_queries].transpose(0, 1)  # [queries, kv heads, group, d]
+        torch.testing.assert_close(found[start : start + num_queries], rows.flatten(1))
+    assert found[2:5].isnan().all()
+    assert not found[6:].any()
