@@ -1,4 +1,4 @@
-"""The wiring: from settings to an app that serves and an engine that computes. No torch here: see `_LateRunner`."""
+"""The wiring: from settings to an app that serves and an engine that computes. No torch here: see `_make_runner`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from pathlib import Path
@@ -27,7 +28,7 @@ from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parse import read_config, read_generation_defaults
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import Plan, StepInFlight, StepReport
+from engine.planning.step import StepReport
 from engine.planning.stopping import TextSink
 from engine.planning.tokenizer import Tokenizer
 from gateway.app import create_app
@@ -36,7 +37,7 @@ from priority.lanes import Lane
 from priority.queue import LaneQueue
 
 if TYPE_CHECKING:
-    from engine.execution.runner import ModelRunner, Steps
+    from engine.execution.runner import ModelRunner
 
 PAGE = Path(__file__).parent.parent / "static"
 
@@ -103,29 +104,6 @@ class Outbox:
             self._on_reports(*reports)
 
 
-class _LateRunner:
-    """The runner, made in the step thread when it loads: importing torch takes seconds, and belongs there."""
-
-    def __init__(self, make: Callable[[], ModelRunner]) -> None:
-        self._make = make
-        self._runner: ModelRunner | None = None
-        self.num_blocks = self.block_size = self.max_batch_tokens = self.num_ahead = 0
-
-    def load(self) -> None:
-        self._runner = self._make()
-        self._runner.load()
-        self.num_blocks, self.block_size = self._runner.num_blocks, self._runner.block_size
-        self.max_batch_tokens, self.num_ahead = self._runner.max_batch_tokens, self._runner.num_ahead
-
-    def launch(self, plan: Plan) -> StepInFlight:
-        assert self._runner is not None
-        return self._runner.launch(plan)
-
-    def close(self) -> None:
-        if self._runner is not None:
-            self._runner.close()
-
-
 def build(settings: Settings, replica: str = "local") -> Parts:
     """Reads what is small (config, tokenizer, keys) and puts everything together.
 
@@ -149,7 +127,7 @@ def build(settings: Settings, replica: str = "local") -> Parts:
     outbox = Outbox()
     sink = TextSink(tokenizer, config.eos_token_ids)
     engine = Engine(
-        _LateRunner(lambda: _make_runner(folder, options)),
+        lambda: _make_runner(folder, options),
         queue,
         sink,
         _limits(settings, config),
@@ -210,20 +188,19 @@ def _sampling_defaults(folder: Path) -> SamplingDefaults:
 
 
 def _make_runner(folder: Path, options: LoadOptions) -> ModelRunner:
-    """Runs in the step thread."""
+    """Called on the step thread: importing torch takes seconds, and belongs there."""
     log.info("loading torch")
     from engine.execution.loader import LoadedModel, load_model
-    from engine.execution.runner import ModelRunner, choose_steps
+    from engine.execution.runner import ModelRunner
 
     def load() -> LoadedModel:
         log.info("loading %s", folder)
         with progress("loading the weights") as show:
             return load_model(folder, options, log.info, lambda done, total: show(done / max(1, total)))
 
-    def make_steps(model: LoadedModel) -> Steps:
-        if model.device.type == "cpu":
-            return choose_steps(model)
-        with progress("recording CUDA graphs") as show:
-            return choose_steps(model, lambda done, total: show(done / max(1, total)))
+    @contextmanager
+    def graphs() -> Iterator[Callable[[int, int], None]]:
+        with progress("capturing CUDA graphs") as show:
+            yield lambda done, total: show(done / max(1, total))
 
-    return ModelRunner(load, make_steps)
+    return ModelRunner(load, progress=graphs)

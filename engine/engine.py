@@ -27,6 +27,7 @@ from engine.planning.step import (
     Plan,
     RequestQueue,
     Runner,
+    RunnerFacts,
     StepInFlight,
     StepLoad,
     StepReport,
@@ -76,6 +77,9 @@ class _NeverRan:
 
     error: Exception
 
+    def choose(self) -> None:
+        raise self.error
+
     def wait(self) -> StepResult:
         raise self.error
 
@@ -83,13 +87,14 @@ class _NeverRan:
 class Engine:
     """Runs steps as long as there is work.
 
-    `deliver` is called on the step thread, once per step that brought anything; it must not block. `on_state` is called
-    on the step thread at every change of `state`.
+    `make_runner` is called on the step thread, where all of torch's work belongs, its import included. `deliver` is
+    called there once per step that brought anything; it must not block. `on_state` is called there at every change of
+    `state`.
     """
 
     def __init__(
         self,
-        runner: Runner,
+        make_runner: Callable[[], Runner],
         queue: RequestQueue,
         sink: TokenSink,
         limits: SchedulerLimits,
@@ -105,7 +110,9 @@ class Engine:
         """What ended the engine, if it FAILED."""
         self.last_progress_s = clock()
         """When the last step, or turn without work, ended; far in the past means that a step hangs."""
-        self._runner = runner
+        self._make_runner = make_runner
+        self._runner: Runner
+        self._facts: RunnerFacts
         self._queue = queue
         self._sink = sink
         self._limits = limits
@@ -179,28 +186,38 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            self._runner.load()
-            self._scheduler = scheduler = self._new_scheduler()
-            self._become(EngineState.READY)
-            while not self._stopping.is_set():
-                self._turn(scheduler)
-            while self._flights:
-                self._land(scheduler)
-            self._become(EngineState.STOPPED)
+            self._runner = self._make_runner()
+            try:
+                self._serve()
+            finally:
+                self._runner.close()
         except BaseException as error:
             self._fail(error)
-        finally:
-            self._runner.close()
+
+    def _serve(self) -> None:
+        self._facts = self._runner.load()
+        self._scheduler = scheduler = self._new_scheduler()
+        self._become(EngineState.READY)
+        while not self._stopping.is_set():
+            self._turn(scheduler)
+        while self._flights:
+            self._land(scheduler)
+        self._become(EngineState.STOPPED)
 
     def _new_scheduler(self) -> Scheduler:
         tables = BlockTables(
-            self._runner.num_blocks,
-            self._runner.block_size,
+            self._facts.num_blocks,
+            self._facts.block_size,
             prefix_cache=self._prefix_cache,
+            window=self._facts.window,
             log=self._prefix_log,
         )
-        most = min(self._limits.max_batch_tokens, self._runner.max_batch_tokens)
-        return Scheduler(self._queue, tables, self._sink, replace(self._limits, max_batch_tokens=most))
+        limits = replace(
+            self._limits,
+            max_batch_tokens=min(self._limits.max_batch_tokens, self._facts.max_batch_tokens),
+            max_model_len=min(self._limits.max_model_len, self._facts.max_model_len),
+        )
+        return Scheduler(self._queue, tables, self._sink, limits)
 
     def _turn(self, scheduler: Scheduler) -> None:
         """Launches a step and waits for the one before, or waits for work."""
@@ -208,8 +225,9 @@ class Engine:
         started = self._clock()
         self._undelivered = self._cancel_asked(scheduler, started)
         plan = scheduler.plan(started)
+        self._runner.forget(scheduler.take_departed())
         is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
-        num_ahead = self._runner.num_ahead if is_launched else 0
+        num_ahead = self._facts.num_ahead if is_launched else 0
         is_at_rest = not self._flights
         while len(self._flights) > num_ahead:
             self._land(scheduler)
@@ -248,6 +266,7 @@ class Engine:
             error = f"{type(fault).__name__}: {fault}"
         else:
             self._undelivered += scheduler.commit(plan, result, self._clock())
+        self._runner.forget(scheduler.take_departed())
         self._report(scheduler, plan, max(flight.started_s, self._ended_s), error)
 
     def _report(self, scheduler: Scheduler, plan: Plan, started: float, error: str | None = None) -> None:
@@ -289,7 +308,7 @@ class Engine:
             max_num_seqs=self._limits.max_num_seqs,
             max_batch_tokens=scheduler.most_tokens,
             num_free_tokens=tables.pool.num_free * tables.block_size,
-            num_kv_tokens=tables.max_tokens,
+            num_kv_tokens=tables.num_kv_tokens,
         )
 
     def _cancel_asked(self, scheduler: Scheduler, now: float) -> list[Output]:
@@ -348,7 +367,9 @@ def launch_fitting(runner: Runner, scheduler: Scheduler, plan: Plan) -> StepInFl
     while True:
         num_tokens = plan.num_tokens
         try:
-            return runner.launch(plan)
+            step = runner.launch(plan)
+            step.choose()
+            return step
         except OutOfMemory as error:
             if not scheduler.shrink(plan):
                 raise

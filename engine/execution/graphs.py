@@ -1,156 +1,201 @@
-"""Work that was recorded once and is replayed: a ladder of batch sizes, each a graph.
+"""Graphs: work that was captured once and is replayed, for a ladder of step shapes.
 
 Launching the kernels of a small step one by one takes the host longer than the device needs to run them. A graph
-replays them all at once, on the same memory every time, so that a batch is padded to the next size that there is one
-for. What is larger than the ladder, or could not be recorded, is launched as it is.
+replays them all at once, on the same memory every time, so that a step is padded to the next shape that there is a
+graph for. A step that no graph covers is launched kernel by kernel.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from engine.execution.memory import read_card
+from engine.execution.seats import StepShape
+
 log = logging.getLogger("penstock.engine")
 
+MAX_GRAPH_TOKENS = 1024
+"""Tokens of the largest mixed step that is captured: launching a larger one takes less time than running it."""
 _STEP = 8
-
-
-def ladder_sizes(most: int) -> tuple[int, ...]:
-    """1, 2, 4, then every multiple of 8, up to `most`, which is always one of them."""
-    sizes = {size for size in (1, 2, 4, *range(_STEP, most, _STEP)) if size < most}
-    return (*sorted(sizes), most)
+_SMALLEST_MIXED = 16
 
 
 class Graph(Protocol):
-    """A recorded piece of work."""
+    """A captured piece of work."""
 
     def replay(self) -> None:
-        """Puts it on the device's queue."""
+        """Puts the work on the device's queue."""
 
 
 class Device(Protocol):
-    """What recording needs of a device."""
+    """What capturing needs of a device."""
 
     def record(self, work: Callable[[], None]) -> Graph:
-        """Runs `work` without effect and remembers what it asked of the device. All graphs share one pool of memory."""
+        """Captures what `work` asks of the device, which does not run it. All graphs share one pool of memory."""
 
     def synchronize(self) -> None:
         """Waits until everything asked so far is done."""
 
     def num_bytes_in_use(self) -> int:
-        """Of the device's memory, whoever uses it."""
+        """The device's memory that is in use, whoever uses it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rung:
-    """A size of the ladder: that many sequences with `query_len` tokens each."""
+class CudaDevice:
+    """What capturing needs of CUDA."""
 
-    num_sequences: int
-    query_len: int
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
 
-    @property
-    def num_tokens(self) -> int:
-        return self.num_sequences * self.query_len
+    def record(self, work: Callable[[], None]) -> Graph:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                work()
+        except Exception:
+            # Of a capture that the driver gave up, torch keeps the stream, and never opens the pool again.
+            torch.cuda.set_stream(stream)
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
+        return graph
 
-    def __str__(self) -> str:
-        return f"{self.num_sequences} x {self.query_len}"
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
 
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    graph: Graph
-    num_bytes: int
-    """Of device memory that it took, beyond what those before had taken."""
+    def num_bytes_in_use(self) -> int:
+        torch.cuda.empty_cache()  # what eager steps used and graphs do not
+        return read_card(self._device).used
 
 
 class Ladder:
     """One piece of work, and graphs of it by the shape of the step.
 
     Args:
-        work: for a step of that shape, on memory that stays where it is, which it reads and writes.
-        most_sequences: of a step that is to have a graph.
-        query_lens: tokens of each sequence in such a step: 1, and one more than the drafts that are verified.
+        work: does the work for a step of that shape, on memory that stays where it is, which it reads and writes.
+        shapes: those that graphs are captured for.
     """
 
-    def __init__(
-        self, work: Callable[[Rung], None], most_sequences: int, query_lens: tuple[int, ...] = (1,)
-    ) -> None:
-        self.sizes = ladder_sizes(most_sequences)
-        self.recorded: dict[Rung, Recorded] = {}
+    def __init__(self, work: Callable[[StepShape], None], shapes: Sequence[StepShape]) -> None:
+        self.shapes = sorted(set(shapes), key=lambda s: (s.num_tokens, s.num_sequences, s.max_query_len))
+        """The smallest first."""
+        self.graphs: dict[StepShape, Graph] = {}
         self._work = work
-        rungs = [Rung(size, query_len) for query_len in query_lens for size in self.sizes]
-        self.rungs = sorted(rungs, key=lambda r: (r.num_tokens, r.num_sequences), reverse=True)
-        """The largest first."""
+        self._found: dict[StepShape, StepShape | None] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(recorded.num_bytes for recorded in self.recorded.values())
+    def covering(self, shape: StepShape) -> StepShape | None:
+        """The smallest shape with a graph that such a step can be padded to; None if there is none."""
+        if shape not in self._found:
+            fits = (s for s in self.shapes if s in self.graphs and s.covers(shape))
+            self._found[shape] = next(fits, None)
+        return self._found[shape]
 
-    def record(self, device: Device, rung: Rung) -> None:
+    def run(self, shape: StepShape) -> None:
+        """Does the work, by the graph of just this shape if there is one."""
+        graph = self.graphs.get(shape)
+        if graph is None:
+            self._work(shape)
+        else:
+            graph.replay()
+
+    def capture(self, device: Device, shape: StepShape) -> None:
         """The work runs twice, the first time to compile and allocate what is made on first use.
 
         Raises:
             torch.OutOfMemoryError: larger ones will find no memory, either.
         """
+        self._found.clear()
         try:
-            self.recorded[rung] = self._record(device, rung)
+            self._work(shape)
+            device.synchronize()
+            self.graphs[shape] = device.record(lambda: self._work(shape))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever is wrong with a graph, the step runs without
             reason = str(error).partition("\n")[0] or type(error).__name__
-            log.warning("no CUDA graph for %s tokens, these steps run without: %s", rung, reason)
-
-    def padded(self, num_sequences: int, query_len: int = 1) -> int:
-        """How many sequences the graph has that such a step can be padded to; `num_sequences` if there is none."""
-        size = next((size for size in self.sizes if size >= num_sequences), num_sequences)
-        return size if Rung(size, query_len) in self.recorded else num_sequences
-
-    def run(self, rung: Rung) -> None:
-        """Does the work, by the graph of just this shape if there is one."""
-        recorded = self.recorded.get(rung)
-        if recorded is None:
-            self._work(rung)
-        else:
-            recorded.graph.replay()
-
-    def _record(self, device: Device, rung: Rung) -> Recorded:
-        self._work(rung)
-        device.synchronize()
-        before = device.num_bytes_in_use()
-        graph = device.record(lambda: self._work(rung))
-        return Recorded(graph, max(0, device.num_bytes_in_use() - before))
+            log.warning("no CUDA graph for %s, these steps run without: %s", shape, reason)
 
 
-def record_all(ladders: Sequence[Ladder], device: Device, progress: Callable[[int, int], None]) -> None:
-    """Records all rungs of all ladders, in each the largest first, so that the smaller ones fit into its memory.
+def capture_all(
+    ladders: Sequence[Ladder], device: Device, progress: Callable[[int, int], None]
+) -> tuple[int, int]:
+    """Captures all shapes of all ladders, in each the largest first, so that the smaller ones fit into its memory.
 
     Where memory runs out, the next that is tried is half as large.
 
     Args:
-        progress: is told rungs done and rungs in all.
+        progress: is told graphs done and graphs in all.
+
+    Returns:
+        How many graphs there are, and the bytes of device memory that they took.
     """
-    rungs = [(ladder, rung) for ladder in ladders for rung in ladder.rungs]
-    most = largest = max(rung.num_tokens for _, rung in rungs)
-    for number, (ladder, rung) in enumerate(rungs, 1):
-        if rung.num_tokens <= most and not _fits(ladder, device, rung):
+    work = [(ladder, shape) for ladder in ladders for shape in reversed(ladder.shapes)]
+    before = device.num_bytes_in_use()
+    most = largest = max(shape.num_tokens for _, shape in work)
+    for number, (ladder, shape) in enumerate(work, 1):
+        if shape.num_tokens <= most and not _fits(ladder, device, shape):
             device.num_bytes_in_use()  # gives back what the attempt had taken
-            most = rung.num_tokens // 2
-        progress(number, len(rungs))
+            most = shape.num_tokens // 2
+        progress(number, len(work))
     if most < largest:
         log.warning(
             "the device has no memory for CUDA graphs of more than %d tokens: such steps run without, and slower; "
             "a lower --gpu-memory-utilization leaves room for them",
             most,
         )
+    num_graphs = sum(len(ladder.graphs) for ladder in ladders)
+    return num_graphs, max(0, device.num_bytes_in_use() - before)
 
 
-def _fits(ladder: Ladder, device: Device, rung: Rung) -> bool:
+def decode_shapes(most: int) -> list[StepShape]:
+    """1, 2, 4, then every multiple of 8 sequences, up to `most`, which is always one of them."""
+    sizes = {size for size in (1, 2, 4, *range(_STEP, most, _STEP)) if size < most} | {most}
+    return [_decode(size, most) for size in sizes]
+
+
+def mixed_shapes(max_tokens: int, max_sequences: int, max_query_len: int = 1) -> list[StepShape]:
+    """Steps with prompts in them: 16, 24, 32, 48, 64, ... tokens of as many sequences as there may be.
+
+    With `max_query_len` above 1, also steps in which no sequence has more tokens than that: drafts that are verified.
+    """
+    most = min(max_tokens, MAX_GRAPH_TOKENS)
+    powers = [1 << i for i in range(_SMALLEST_MIXED.bit_length() - 1, most.bit_length())]
+    sizes = {size for power in powers for size in (power, power * 3 // 2) if size < most} | {most}
+    shapes = [_mixed(size, min(size, max_sequences), size, max_sequences) for size in sizes]
+    if max_query_len > 1:
+        shapes += [
+            _mixed(s.num_sequences * max_query_len, s.num_sequences, max_query_len, max_sequences)
+            for s in decode_shapes(min(max_sequences, max_tokens // max_query_len))
+        ]
+    return shapes
+
+
+def choice_shapes(most: int) -> list[StepShape]:
+    """Powers of two of rows up to `most`, which is always one of them."""
+    return [
+        StepShape(size, size, 1, True, size) for size in {_rows(size, most) for size in range(1, most + 1)}
+    ]
+
+
+def _decode(num_sequences: int, most: int) -> StepShape:
+    return StepShape(num_sequences, num_sequences, 1, True, _rows(num_sequences, most))
+
+
+def _mixed(num_tokens: int, num_sequences: int, max_query_len: int, most: int) -> StepShape:
+    return StepShape(num_tokens, num_sequences, max_query_len, False, _rows(num_sequences, most))
+
+
+def _rows(num_sequences: int, most: int) -> int:
+    """The rows of the graph that chooses the tokens of so many sequences."""
+    return min(1 << (num_sequences - 1).bit_length(), most)
+
+
+def _fits(ladder: Ladder, device: Device, shape: StepShape) -> bool:
     try:
-        ladder.record(device, rung)
+        ladder.capture(device, shape)
     except torch.OutOfMemoryError:
         return False
     return True

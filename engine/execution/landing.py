@@ -1,43 +1,51 @@
-"""The way of a step's tokens back to the host."""
+"""Landing: the way of a step's tokens back to the host."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.planning.request import TokenLogprobs
 from engine.planning.step import DeviceError, Sampled, StepResult
-from engine.sampling.device import SampledOnDevice
 
 NOT_FINITE = "the model's output was not finite"
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """What a sampled row is to bring."""
+class Wanted:
+    """What one row of a step is to bring."""
 
-    num_logprobs: int | None
-    refusal: str | None
+    row: int
+    num_logprobs: int | None = None
+    """As in SamplingParams."""
+    refusal: str | None = None
+    """Why the row's sequence cannot be sampled."""
 
 
-TOKEN_ALONE = Wish(None, None)
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What was chosen for each of R rows, on the device."""
+
+    token_ids: Tensor
+    """[R] int32; -1 where there is no token."""
+    logprobs: Tensor
+    """[R] float32."""
+    top: tuple[Tensor, Tensor] | None = None
+    """[R, k] int32 ids and float32 log probabilities of the most likely tokens, best first."""
 
 
 class Landing:
-    """What a step sampled, on its way to the host behind the step."""
+    """What a step chose, on its way to the host behind the step."""
 
-    def __init__(
-        self, device: torch.device, wishes: list[Wish], sampled: SampledOnDevice | None = None
-    ) -> None:
-        self._wishes = wishes
-        self._tensors: list[Tensor] = []
-        if sampled is not None:
-            wanted: list[Tensor | None] = [sampled.token_ids]
-            if any(wish.num_logprobs is not None for wish in wishes):
-                wanted += [sampled.logprobs, sampled.top_ids, sampled.top_logprobs]
-            self._tensors = [_to_host(tensor[: len(wishes)]) for tensor in wanted if tensor is not None]
+    def __init__(self, device: torch.device, wanted: list[Wanted], chosen: Chosen) -> None:
+        self._wanted = wanted
+        tensors = [chosen.token_ids] if wanted else []
+        if any(row.num_logprobs is not None for row in wanted):
+            tensors += [chosen.logprobs, *(chosen.top or ())]
+        self._tensors = [_to_host(tensor) for tensor in tensors]
         self._event: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -49,21 +57,25 @@ class Landing:
                 self._event.synchronize()
             except torch.AcceleratorError as error:
                 raise DeviceError(str(error)) from error
-        if not self._wishes:
+        if not self._wanted:
             return StepResult([])
         token_ids, *told = (tensor.tolist() for tensor in self._tensors)
-        result = []
-        for row, wish in enumerate(self._wishes):
-            if wish.refusal is not None or token_ids[row] < 0:
-                result.append(Sampled([], error=wish.refusal or NOT_FINITE))
-                continue
-            sampled = Sampled([token_ids[row]])
-            if wish.num_logprobs is not None:
-                num, (logprobs, *top) = wish.num_logprobs, told
-                pairs = tuple(zip(top[0][row][:num], top[1][row][:num], strict=True)) if top else ()
-                sampled.logprobs = [TokenLogprobs(logprobs[row], pairs)]
-            result.append(sampled)
-        return StepResult(result)
+        return StepResult([_sampled(wanted, token_ids[wanted.row], told) for wanted in self._wanted])
+
+
+def _sampled(wanted: Wanted, token_id: int, told: list[Any]) -> Sampled:
+    """
+    Args:
+        told: by row, log probabilities [R], then the most likely tokens [R, k] and theirs; empty if no row wants any.
+    """
+    if wanted.refusal is not None or token_id < 0:
+        return Sampled([], error=wanted.refusal or NOT_FINITE)
+    sampled = Sampled([token_id])
+    if wanted.num_logprobs is not None:
+        logprobs, *top = (rows[wanted.row] for rows in told)
+        pairs = tuple(zip(*(values[: wanted.num_logprobs] for values in top), strict=True)) if top else ()
+        sampled.logprobs = [TokenLogprobs(logprobs, pairs)]
+    return sampled
 
 
 def _to_host(tensor: Tensor) -> Tensor:

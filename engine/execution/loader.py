@@ -1,49 +1,53 @@
-"""Brings a checkpoint into memory: checks it, says whether it fits, loads it."""
+"""Brings a checkpoint onto a device: says whether it fits, loads it, and gives what memory is left to the KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 
 from engine.errors import CheckpointError
-from engine.execution.device_memory import table_bytes
-from engine.execution.memory import (
-    Card,
-    Dtypes,
-    Measured,
-    MemoryPlan,
-    budget,
-    largest_batches,
-    measure_steps,
-    plan_memory,
-)
+from engine.execution.buffers import StepBuffers
+from engine.execution.memory import Budget, MemoryPlan, budget, largest_batches, measure_steps, plan_memory
 from engine.kernels.kv_cache import KVCache, KVShape
-from engine.kernels.ops import ForwardPass, Kernels, select
+from engine.kernels.linear import Linear
+from engine.kernels.ops import Kernels
+from engine.kernels.select import select
+from engine.kernels.sequence_table import SequenceTable
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype
 from engine.model.parameters import Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
-from engine.model.transformer import make_decoder
+from engine.model.transformer import ForwardPass, make_decoder
 from engine.model.weights import Progress, check_tensors, load_weights
-from engine.sampling.device import MAX_TOP_LOGPROBS, most_likely
+from engine.sampling.reference import most_likely
+from engine.sampling.sampler import MAX_TOP_LOGPROBS, Sampler
+
+MAX_WINDOWED_TOKENS = 1 << 17
+"""Where all layers have a sliding window, a sequence may be longer than the KV cache, up to so many tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready to run."""
+    """A model on its device, and all that its steps keep there."""
 
     config: ModelConfig
-    decoder: ForwardPass
-    kv: KVCache
-    kernels: Kernels
-    memory: MemoryPlan
-    device: torch.device
     options: LoadOptions
+    device: torch.device
+    kernels: Kernels
+    max_model_len: int
+    """Tokens of the longest sequence."""
+    decoder: ForwardPass
+    lm_head: Linear
+    kv: KVCache
+    table: SequenceTable
+    sampler: Sampler
+    buffers: StepBuffers | None
+    """None: no steps are captured."""
+    memory: MemoryPlan
 
 
 def load_model(
@@ -51,8 +55,8 @@ def load_model(
 ) -> LoadedModel:
     """
     Args:
-        folder: a directory with config.json and safetensors files (see `hub.find_checkpoint`).
-        say: is told lines for the operator: what memory it takes, before it is taken; what could be faster.
+        folder: a directory with config.json and safetensors files.
+        say: is told lines for the operator: what memory the model takes, before it is taken; what could be faster.
         progress: is told bytes read and bytes in all.
 
     Raises:
@@ -65,55 +69,84 @@ def load_model(
     max_model_len = _max_model_len(config, options)
     device = choose_device(options.device)
     options = options.for_device(device.type)
-    dtype = choose_dtype(options.dtype, config, device)
-    kernels = select(config, device, dtype, options, say)
-    shape = KVShape.of(config, options.block_size)
-    dtypes = Dtypes(kernels.weight_dtype, kernels.kv_dtype)
+    kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
     limits = budget(device, options)
-    tables = partial(table_bytes, config, options, kernels)
-    memory = plan_memory(config, shape, dtypes, options, limits, tables=tables)
+    memory = plan_memory(config, kernels, options, limits)
     say(memory.text)
+    most = _most_tokens(memory)
+    max_model_len = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
     weights = load_weights(config, files, kernels, progress)
+    table, sampler, buffers = _tables(config, kernels, options, max_model_len)
     if limits.card is not None:
-        say(
-            "running the largest steps; kernels that are new to this machine are compiled, which takes a while"
-        )
-        measured = _measure(config, weights, kernels, shape, options, max_model_len, limits.card)
-        memory = plan_memory(config, shape, dtypes, options, limits, measured, tables)
-        for line in memory.table:
-            say(line)
+        memory = _measured_plan(config, weights, kernels, options, limits, max_model_len, say)
+    shape = KVShape.of(config, options.block_size)
     kv = KVCache(shape, memory.num_blocks, kernels.kv_dtype, device)
-    decoder = make_decoder(config, weights, kernels, kv, max_model_len)
     return LoadedModel(
         config=config,
-        decoder=decoder,
-        kv=kv,
-        kernels=kernels,
-        memory=memory,
-        device=device,
         options=options,
+        device=device,
+        kernels=kernels,
+        max_model_len=max_model_len,
+        decoder=make_decoder(config, weights, kernels, kv, max_model_len),
+        lm_head=weights.lm_head,
+        kv=kv,
+        table=table,
+        sampler=sampler,
+        buffers=buffers,
+        memory=memory,
     )
 
 
-def _measure(
+def _most_tokens(memory: MemoryPlan) -> int:
+    """The tokens of the longest sequence that a KV cache on this device can hold: no table needs rows for more.
+
+    On a GPU the plan is made once more from measured sizes, and the cache may become larger than it is planned here.
+    """
+    on_card = memory.card is not None
+    num_blocks = max(memory.num_blocks, memory.available // memory.block) if on_card else memory.num_blocks
+    return num_blocks * memory.block_size
+
+
+def _tables(
+    config: ModelConfig, kernels: Kernels, options: LoadOptions, max_model_len: int
+) -> tuple[SequenceTable, Sampler, StepBuffers | None]:
+    """What steps keep on the device of the running sequences."""
+    num_slots, device = options.max_num_seqs, kernels.device
+    max_blocks = -(-max_model_len // options.block_size)
+    table = SequenceTable(num_slots, max_blocks, options.block_size, device)
+    sampler = Sampler(num_slots, config.vocab_size, config.eos_token_ids, device, kernels.choose)
+    if not (kernels.is_static and options.cuda_graphs):
+        return table, sampler, None
+    dtype, most = kernels.activation_dtype, options.max_batch_tokens
+    return table, sampler, StepBuffers(num_slots, most, config.vocab_size, dtype, device)
+
+
+def _measured_plan(
     config: ModelConfig,
     weights: Weights,
     kernels: Kernels,
-    shape: KVShape,
     options: LoadOptions,
+    limits: Budget,
     max_model_len: int,
-    before: Card,
-) -> Measured:
-    """What the largest steps take beside the weights."""
+    say: Callable[[str], None],
+) -> MemoryPlan:
+    """The memory plan from what weights, tables and the largest steps really take on a GPU."""
+    say("running the largest steps; kernels that are new to this machine are compiled, which takes a while")
+    shape = KVShape.of(config, options.block_size)
     decoder = make_decoder(
         config, weights, kernels, KVCache(shape, 1, kernels.kv_dtype, kernels.device), max_model_len
     )
 
     def steps() -> None:
         for batch in largest_batches(options, max_model_len, shape.block_size):
-            most_likely(decoder(batch.to(kernels.device)), MAX_TOP_LOGPROBS)
+            most_likely(weights.lm_head(decoder(batch.to(kernels.device))), MAX_TOP_LOGPROBS)
 
-    return measure_steps(kernels.device, before, steps)
+    assert limits.card is not None
+    measured = measure_steps(kernels.device, limits.card, steps)
+    memory = plan_memory(config, kernels, options, limits, measured)
+    for line in memory.table:
+        say(line)
+    return memory
 
 
 def _max_model_len(config: ModelConfig, options: LoadOptions) -> int:

@@ -1,7 +1,7 @@
-"""Says before anything is loaded whether it fits, and how many KV blocks there is room for.
+"""Says before anything is loaded whether a model fits, and how many KV blocks there is room for.
 
-On a GPU it says so twice: from estimates before the weights are loaded, and from what the largest step really took
-(`measure_steps`) once they are there.
+On a GPU the answer is given twice: from the sizes of the weights before they are loaded, and once weights and tables
+are there from what they and the largest steps really took (`measure_steps`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from pathlib import Path
 import torch
 
 from engine.errors import NotEnoughMemory
-from engine.execution.graphs import ladder_sizes
 from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.kv_cache import KVShape
+from engine.kernels.ops import Kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.weights import expected_shapes
-from engine.sampling.device import FILTERS
 
 GIB = 1 << 30
 
@@ -32,14 +31,8 @@ SMALLEST_CONTEXT = 1024
 """Tokens; a model that is to have less room than this is better not started."""
 
 
-GRAPH_BYTES, GRAPH_LAYER_BYTES, CHOICE_GRAPH_BYTES = 2 << 20, 64 << 10, 256 << 10
-"""Of what one captured pass keeps on the device, more for each layer in it, and of a captured choice: estimates."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dtypes:
-    weights: torch.dtype
-    kv: torch.dtype
+GRAPH_BYTES = 1 << 20
+"""About what one captured graph keeps on the device beside the memory that all of them share: an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +67,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the weights and the largest steps took on a GPU, in bytes."""
+    """What a model took on a GPU, in bytes."""
 
-    weights: int
+    resident: int
+    """Weights, and the tables of the running sequences."""
     workspace: int
+    """Activations and logits of the largest step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +85,7 @@ class MemoryPlan:
     graphs: int = 0
     """An estimate of what captured steps will take: the one size that is not known before it is taken."""
     tables: int = 0
-    """On a GPU: what the device knows of the running sequences, and what choosing their tokens takes."""
+    """On a GPU: what steps keep of the running sequences."""
     block: int
     num_blocks: int
     block_size: int
@@ -166,12 +161,10 @@ class MemoryPlan:
 
 def plan_memory(
     config: ModelConfig,
-    shape: KVShape,
-    dtypes: Dtypes,
+    kernels: Kernels,
     options: LoadOptions,
     budget: Budget,
     measured: Measured | None = None,
-    tables: Callable[[int], int] = lambda _: 0,
 ) -> MemoryPlan:
     """How much goes where.
 
@@ -179,27 +172,25 @@ def plan_memory(
     `SMALLEST_CONTEXT` tokens.
 
     Args:
-        measured: in place of estimates, once there is something to measure.
-        tables: what steps keep on a GPU if the longest sequence has so many tokens; see `device_memory.table_bytes`.
+        measured: what the model took, once it is there; until then the sizes of its tensors serve.
 
     Raises:
         NotEnoughMemory: weights and KV cache do not fit; the message has the numbers.
     """
-    weights = measured.weights if measured else weight_bytes(config, dtypes.weights)
+    shape = KVShape.of(config, options.block_size)
+    weights = weight_bytes(config, kernels.embedding_dtype)
     workspace = measured.workspace if measured else _workspace_bytes(config, options)
-    on_card = budget.card is not None
-    graphs = _graph_bytes(config, options) if on_card and options.cuda_graphs else 0
-    max_len = options.max_model_len or config.max_position
-    block = shape.block_bytes(dtypes.kv)
-    left = budget.available - weights - workspace - graphs - (tables(max_len) if on_card else 0)
-    num_blocks = options.num_blocks or _num_blocks(config, shape, options, block, budget.kv_limit(left))
+    tables = max(0, measured.resident - weights) if measured else 0
+    graphs = _graph_bytes(options, workspace) if budget.card is not None and options.cuda_graphs else 0
+    block = shape.block_bytes(kernels.kv_dtype)
+    left = budget.available - max(weights, measured.resident if measured else 0) - workspace - graphs
     plan = MemoryPlan(
         weights=weights,
         workspace=workspace,
         graphs=graphs,
-        tables=tables(min(max_len, num_blocks * shape.block_size)) if on_card else 0,
+        tables=tables,
         block=block,
-        num_blocks=num_blocks,
+        num_blocks=options.num_blocks or _num_blocks(config, shape, options, block, budget.kv_limit(left)),
         block_size=shape.block_size,
         available=budget.available,
         card=budget.card,
@@ -273,51 +264,33 @@ def measure_steps(device: torch.device, before: Card, steps: Callable[[], None])
         NotEnoughMemory: the steps do not fit beside the weights.
     """
     torch.cuda.empty_cache()
-    weights = torch.cuda.memory_allocated(device) - before.allocated
+    resident = torch.cuda.memory_allocated(device) - before.allocated
     try:
         steps()
     except torch.OutOfMemoryError:
         raise NotEnoughMemory(
-            f"not enough memory: weights {_size(weights)}, and the largest step does not fit beside them; "
-            "lower --max-batch-tokens or --max-num-seqs"
+            f"not enough memory: weights and tables {_size(resident)}, and the largest step does not fit beside "
+            "them; lower --max-batch-tokens or --max-num-seqs"
         ) from None
     torch.cuda.synchronize(device)
     after = read_card(device)
     torch.cuda.empty_cache()
-    return Measured(weights=weights, workspace=max(0, before.free - after.free - weights))
+    return Measured(resident=resident, workspace=max(0, before.free - after.free - resident))
 
 
 def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
+    """Activations of the largest step and its logits, as if all were float32."""
     rows = min(options.max_num_seqs, options.max_batch_tokens)
-    return _step_bytes(config, options.max_batch_tokens, rows)
-
-
-def _graph_bytes(config: ModelConfig, options: LoadOptions) -> int:
-    num_sequences, query_len = options.max_num_seqs, options.max_query_len
-    return graph_bytes(
-        config,
-        num_rungs=len(ladder_sizes(min(num_sequences, options.max_batch_tokens))),
-        passes_per_rung=len({1, query_len}),
-        choices_per_rung=len(FILTERS),
-        largest_step=_step_bytes(config, num_sequences * query_len, num_sequences),
-    )
-
-
-def graph_bytes(
-    config: ModelConfig, *, num_rungs: int, passes_per_rung: int, choices_per_rung: int, largest_step: int
-) -> int:
-    """The graphs share the memory of the largest one's step; each keeps what its launches are made of."""
-    each_pass = GRAPH_BYTES + config.num_layers * GRAPH_LAYER_BYTES
-    each_rung = passes_per_rung * each_pass + choices_per_rung * CHOICE_GRAPH_BYTES
-    return largest_step + num_rungs * each_rung
-
-
-def _step_bytes(config: ModelConfig, num_tokens: int, num_rows: int) -> int:
-    """Activations of so many tokens, and logits of so many of them; as if all were float32."""
     per_token = (
         4 * config.hidden_size + 2 * (config.q_size + 2 * config.kv_size) + 3 * config.intermediate_size
     )
-    return 4 * (num_tokens * per_token + 3 * num_rows * config.vocab_size)
+    return 4 * (options.max_batch_tokens * per_token + 3 * rows * config.vocab_size)
+
+
+def _graph_bytes(options: LoadOptions, workspace: int) -> int:
+    """Graphs share the memory of the largest captured step, a part of the largest step's; each keeps its launches."""
+    largest = min(1.0, 1024 / options.max_batch_tokens)
+    return int(workspace * largest) + (options.max_num_seqs // 8 + 64) * GRAPH_BYTES
 
 
 def _free_in_machine() -> int:

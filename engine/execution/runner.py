@@ -1,69 +1,68 @@
-"""Runner: turns a plan into tensors, runs the model, samples.
+"""ModelRunner: the steps of a model, and all that they keep on its device.
 
-The step thread is its only caller; everything of torch happens in it, loading included.
+The step thread is its only caller; everything of torch happens there, loading included. A launch puts a step on the
+device's queue and returns: the inputs out of the device's own table, the layers, the output head, then the choice of
+tokens and their way back to the host. Nothing in it waits for the device. Where there are graphs, a step is padded to
+one and replayed. A CPU runs the same code: there a step has ended when its launch returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as ListLike
-from itertools import chain
-from typing import Protocol
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
-from engine.execution.device_runner import CudaDevice, DeviceLimits, DeviceSteps
-from engine.execution.landing import NOT_FINITE
-from engine.execution.loader import LoadedModel
-from engine.kernels.batch import Batch
-from engine.model.weights import Progress
-from engine.planning.request import Request, SamplingParams, Sequence, TokenLogprobs
-from engine.planning.step import (
-    Chunk,
-    DeviceError,
-    Ended,
-    OutOfMemory,
-    Plan,
-    Sampled,
-    StepInFlight,
-    StepResult,
+from engine.execution.buffers import StepBuffers
+from engine.execution.graphs import (
+    CudaDevice,
+    Device,
+    Ladder,
+    capture_all,
+    choice_shapes,
+    decode_shapes,
+    mixed_shapes,
 )
-from engine.sampling.batch import SampledRows, SamplingState
-from engine.sampling.sampler import top_logprobs
+from engine.execution.landing import Chosen, Landing, Wanted
+from engine.execution.loader import LoadedModel
+from engine.execution.seats import Placed, Seats, StepShape
+from engine.model.weights import Progress
+from engine.planning.request import Request, SamplingParams, Sequence
+from engine.planning.step import Chunk, DeviceError, OutOfMemory, Plan, RunnerFacts, StepResult
+from engine.sampling.reference import most_likely
+from engine.sampling.tables import GRAPH_FILTERS, Filters
 
-I32 = NDArray[np.int32]
+log = logging.getLogger("penstock.engine")
 
-
-class Steps(Protocol):
-    """How the steps of one model run."""
-
-    num_ahead: int
-
-    def launch(self, plan: Plan) -> StepInFlight:
-        """See `step.Runner`."""
+_LARGEST_WARM_UP = 512
+"""Tokens; larger steps have no kernels of their own."""
 
 
 class ModelRunner:
-    """Executes plans on the model that `load` brings.
+    """Executes plans on the model that `load_model` brings; see `planning.step.Runner`.
 
-    `make_steps` says how, once the model is there.
+    Args:
+        progress: shows how far capturing is, while graphs are captured; is told graphs done and graphs in all.
+        make_device: what captures graphs; None for a model that is to run without.
+        num_ahead: overrides how many steps may be in flight while the next is planned.
     """
 
     def __init__(
-        self, load: Callable[[], LoadedModel], make_steps: Callable[[LoadedModel], Steps] | None = None
+        self,
+        load_model: Callable[[], LoadedModel],
+        *,
+        progress: Callable[[], AbstractContextManager[Progress]] = lambda: nullcontext(lambda *_: None),
+        make_device: Callable[[LoadedModel], Device | None] | None = None,
+        num_ahead: int | None = None,
     ) -> None:
-        self._load = load
-        self._make_steps = make_steps or choose_steps
-        self._model: LoadedModel | None = None
+        self._load_model = load_model
+        self._progress = progress
+        self._make_device = make_device or _cuda_device
+        self._num_ahead = num_ahead
         self._steps: Steps | None = None
-
-    @property
-    def model(self) -> LoadedModel:
-        if self._model is None:
-            raise RuntimeError("the model is not loaded")
-        return self._model
 
     @property
     def steps(self) -> Steps:
@@ -72,134 +71,243 @@ class ModelRunner:
         return self._steps
 
     @property
-    def num_blocks(self) -> int:
-        return self.model.kv.num_blocks
+    def model(self) -> LoadedModel:
+        return self.steps.model
 
-    @property
-    def block_size(self) -> int:
-        return self.model.kv.block_size
-
-    @property
-    def max_batch_tokens(self) -> int:
-        return self.model.options.max_batch_tokens
-
-    @property
-    def num_ahead(self) -> int:
-        return self.steps.num_ahead
-
-    def load(self) -> None:
-        self._model = self._load()
-        self._steps = self._make_steps(self._model)
-
-    def close(self) -> None:
-        self._model = self._steps = None
-
-    def launch(self, plan: Plan) -> StepInFlight:
-        return self.steps.launch(plan)
-
-    def execute(self, plan: Plan) -> StepResult:
-        """Launches a step and waits for it."""
-        return self.launch(plan).wait()
-
-
-def choose_steps(model: LoadedModel, progress: Progress = lambda *_: None) -> Steps:
-    """One after another on a CPU, one in flight on a GPU.
-
-    Args:
-        progress: is told CUDA graphs done and graphs in all.
-    """
-    if model.device.type == "cpu":
-        return PlainSteps(model)
-    options = model.options
-    limits = DeviceLimits(
-        max_num_seqs=options.max_num_seqs,
-        max_batch_tokens=options.max_batch_tokens,
-        max_model_len=options.max_model_len,
-        max_query_len=options.max_query_len,
-    )
-    device = CudaDevice(model.device) if options.cuda_graphs else None
-    return DeviceSteps(model, limits, device, progress=progress)
-
-
-class PlainSteps:
-    """Each step has ended when its launch returns."""
-
-    num_ahead = 0
-
-    def __init__(self, model: LoadedModel) -> None:
-        self._model = model
-        self._sampling = SamplingState(model.config.vocab_size, model.config.eos_token_ids)
-        if model.kernels.decoder is not None:
+    def load(self) -> RunnerFacts:
+        model = self._load_model()
+        if model.kernels.team is not None:
             # What is left for torch is small, and a second team of threads would take the first one's cores.
             torch.set_num_threads(1)
-        self._warm_up()
+        self._steps = Steps(model, self._make_device(model), self._progress)
+        num_ahead = int(model.device.type != "cpu") if self._num_ahead is None else self._num_ahead
+        return RunnerFacts(
+            num_blocks=model.kv.num_blocks,
+            block_size=model.kv.block_size,
+            max_batch_tokens=model.options.max_batch_tokens,
+            num_ahead=num_ahead,
+            max_model_len=model.max_model_len,
+            window=model.config.context_window,
+        )
+
+    def launch(self, plan: Plan) -> LaunchedStep:
+        return self.steps.launch(plan)
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        self.steps.forget(sequences)
+
+    def close(self) -> None:
+        self._steps = None
+
+
+class Steps:
+    """The steps of one loaded model."""
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> StepInFlight:
-        try:
-            return Ended(self._execute(plan))
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(str(error)) from error
-        except torch.AcceleratorError as error:
-            raise DeviceError(str(error)) from error
+    def __init__(
+        self,
+        model: LoadedModel,
+        device: Device | None,
+        progress: Callable[[], AbstractContextManager[Progress]],
+    ) -> None:
+        self.model = model
+        self.seats = Seats(
+            model.table, model.options.max_batch_tokens, on_seat=self._seat, on_leave=model.sampler.release
+        )
+        self._refused: dict[Sequence, str] = {}
+        """Sequences whose parameters the sampler cannot serve, and why."""
+        self.buffers = model.buffers
+        self.passes, self.choices = self._ladders()
+        self._warm_up()
+        if device is not None and self.buffers is not None:
+            ladders = [self.passes, *self.choices.values()]
+            with progress() as told:
+                num_graphs, num_bytes = capture_all(ladders, device, told)
+            log.info("%s", model.memory.graphs_text(num_graphs, num_bytes, device.num_bytes_in_use()))
 
-    def _execute(self, plan: Plan) -> StepResult:
-        model = self._model
-        model.kv.copy_blocks(plan.copies)
-        logits = model.decoder(make_batch(plan.chunks, model.kv.block_size).to(model.device))
-        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        if not sampling:
-            return StepResult([])
-        rows = model.kernels.sample(logits, self._sampling.build(sampling))
-        return StepResult(self._sampled(sampling, rows, logits))
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> LaunchedStep:
+        """See `planning.step.Runner`."""
+        with self.faults(plan):
+            shape = StepShape.of(plan)
+            captured = self.passes.covering(shape)
+            placed = self.seats.place(plan, captured or shape)
+            if placed.copies is not None:
+                self.model.kv.copy_blocks(*placed.copies)
+                plan.copies = []
+            if captured is None:
+                logits, numbers = self._pass(plan, placed)
+            else:
+                logits, numbers = self._replay(captured, placed)
+            return LaunchedStep(self, plan, placed, captured, logits, numbers)
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            self.seats.forget(sequence)
+            self._refused.pop(sequence, None)
+
+    def wanted(self, plan: Plan) -> list[Wanted]:
+        """What each row of a step is to bring; a chunk that does not sample brings nothing."""
+        return [
+            Wanted(row, chunk.sequence.request.sampling.num_logprobs, self._refused.get(chunk.sequence))
+            for row, chunk in enumerate(plan.chunks)
+            if chunk.samples
+        ]
+
+    @contextmanager
+    def faults(self, plan: Plan) -> Iterator[None]:
+        """Tells what went wrong in planning's terms; what the device knows of the plan's sequences is sent again."""
+        try:
+            yield
+        except Exception as error:
+            self.seats.distrust(plan)
+            if _is_out_of_memory(error):
+                _give_back_cached(self.model.device)
+                raise OutOfMemory(str(error)) from error
+            if isinstance(error, torch.AcceleratorError):
+                raise DeviceError(str(error)) from error
+            raise
+
+    def _pass(self, plan: Plan, placed: Placed) -> tuple[Tensor, Tensor]:
+        """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before."""
+        model = self.model
+        inputs = model.kernels.gather(model.table, placed.tokens)
+        inputs.batch.host_lengths = [(c.num_tokens, c.start + c.num_tokens) for c in plan.chunks]
+        return model.lm_head(model.decoder(inputs.batch)), inputs.numbers
+
+    def _replay(self, shape: StepShape, placed: Placed) -> tuple[Tensor, Tensor]:
+        buffers = self.buffers
+        assert buffers is not None
+        buffers.show(shape, placed)
+        self.passes.run(shape)
+        return buffers.logits[: shape.num_rows], buffers.numbers[: shape.num_rows]
+
+    def _ladders(self) -> tuple[Ladder, dict[Filters, Ladder]]:
+        options, buffers = self.model.options, self.buffers
+        if buffers is None:
+            return Ladder(lambda _: None, ()), {}
+        most = min(options.max_num_seqs, options.max_batch_tokens)
+        mixed = mixed_shapes(options.max_batch_tokens, most, options.max_query_len)
+        passes = Ladder(partial(self._captured_pass, buffers), [*decode_shapes(most), *mixed])
+        return passes, {
+            filters: Ladder(partial(self._captured_choice, buffers, filters), choice_shapes(most))
+            for filters in GRAPH_FILTERS
+        }
+
+    def _captured_pass(self, buffers: StepBuffers, shape: StepShape) -> None:
+        model = self.model
+        if shape.is_decode:
+            slots = buffers.sample_slots[: shape.num_sequences]
+            tokens = self.seats.decode_tokens(slots, model.table.max_blocks)
+        else:
+            tokens = buffers.step_tokens(shape, model.table.max_blocks)
+        inputs = model.kernels.gather(model.table, tokens)
+        buffers.numbers[: shape.num_sequences] = inputs.numbers
+        buffers.logits[: shape.num_sequences] = model.lm_head(model.decoder(inputs.batch))
+
+    def _captured_choice(self, buffers: StepBuffers, filters: Filters, shape: StepShape) -> None:
+        rows = slice(shape.num_rows)
+        slots = buffers.sample_slots[rows]
+        token_ids, logprobs = self.choose(buffers.logits[rows], slots, buffers.numbers[rows], filters)
+        buffers.token_ids[rows], buffers.logprobs[rows] = token_ids, logprobs
+
+    def choose(
+        self, logits: Tensor, slots: Tensor, numbers: Tensor, filters: Filters
+    ) -> tuple[Tensor, Tensor]:
+        """Token ids and log probabilities [R] of rows of logits; the table keeps the tokens for the next step."""
+        token_ids, logprobs = self.model.sampler.sample(logits, slots, numbers, filters)
+        self.model.table.last_tokens[slots.long()] = token_ids
+        return token_ids, logprobs
 
     def _warm_up(self) -> None:
-        """One step of one token in block 0, which belongs to nobody: what is made on first use is made now."""
-        sequence = Sequence(Request(request_id="", prompt_token_ids=(0,), sampling=SamplingParams()))
-        sequence.block_table = [0]
-        self.launch(Plan([Chunk(sequence, 0, 1, samples=True)], num_tokens=1))
+        """Compiles and allocates now what is made on first use: steps in block 0, whose content is never read."""
+        model = self.model
+        longest = min(model.options.max_batch_tokens, model.max_model_len - 1, _LARGEST_WARM_UP)
+        lengths = (
+            [] if model.device.type == "cpu" else [1 << i for i in range(1, max(0, longest).bit_length())]
+        )
+        prompt = (0,) * (max(lengths, default=0) + 1)
+        sampling = SamplingParams(max_tokens=2)
+        sequence = Sequence(Request(request_id="warm-up", prompt_token_ids=prompt, sampling=sampling))
+        sequence.block_table = [0] * -(-len(prompt) // model.kv.block_size)
+        chunks = [Chunk(sequence, 0, length, samples=False) for length in lengths]
+        for chunk in (*chunks, Chunk(sequence, len(prompt) - 1, 1, samples=True)):
+            step = self.launch(Plan([chunk], num_tokens=chunk.num_tokens))
+            step.choose()
+            step.wait()
+        self.forget([sequence])
+        for filters in self.choices:
+            self.choices[filters].run(StepShape(1, 1, 1, True, 1))
 
-    def _sampled(
-        self, sequences: ListLike[Sequence], rows: SampledRows, logits: torch.Tensor
-    ) -> list[Sampled]:
-        sampled = [
-            Sampled([token_id]) if token_id >= 0 else Sampled([], error=NOT_FINITE)
-            for token_id in rows.token_ids.tolist()
-        ]
-        for row, sequence in enumerate(sequences):
-            num_logprobs = sequence.request.sampling.num_logprobs
-            if num_logprobs is not None and sampled[row].error is None:
-                top = top_logprobs(logits[row], num_logprobs)
-                sampled[row].logprobs = [TokenLogprobs(float(rows.logprobs[row]), top)]
-        return sampled
-
-
-def make_batch(chunks: ListLike[Chunk], block_size: int) -> Batch:
-    """The tensors of one step, on the CPU."""
-    num_tokens = np.fromiter((c.num_tokens for c in chunks), np.int32, len(chunks))
-    ends = np.fromiter((c.start + c.num_tokens for c in chunks), np.int32, len(chunks))
-    query_starts = np.zeros(len(chunks) + 1, np.int32)
-    np.cumsum(num_tokens, out=query_starts[1:])
-    total = int(query_starts[-1])
-    # A token's position is its row, less the row where its sequence starts, plus the position where its chunk does.
-    positions = np.arange(total, dtype=np.int32) + np.repeat(ends - query_starts[1:], num_tokens)
-    token_ids = chain.from_iterable(c.sequence.token_ids[c.start : c.start + c.num_tokens] for c in chunks)
-    samples = np.fromiter((c.samples for c in chunks), np.bool_, len(chunks))
-    return Batch(
-        token_ids=torch.from_numpy(np.fromiter(token_ids, np.int32, total)),
-        positions=torch.from_numpy(positions.astype(np.int32, copy=False)),
-        query_starts=torch.from_numpy(query_starts),
-        context_lens=torch.from_numpy(ends),
-        block_tables=torch.from_numpy(_block_tables(chunks, ends, block_size)),
-        sample_rows=torch.from_numpy(query_starts[1:][samples] - 1),
-        max_query_len=int(num_tokens.max()),
-    )
+    def _seat(self, slot: int, sequence: Sequence) -> None:
+        try:
+            self.model.sampler.assign(slot, sequence)
+        except ValueError as error:
+            self._refused[sequence] = str(error)
 
 
-def _block_tables(chunks: ListLike[Chunk], ends: I32, block_size: int) -> I32:
-    width = -(-int(ends.max()) // block_size)
-    tables = np.zeros((len(chunks), width), np.int32)
-    for row, chunk in enumerate(chunks):
-        table = chunk.sequence.block_table[:width]
-        tables[row, : len(table)] = table
-    return tables
+class LaunchedStep:
+    """A step whose pass was launched; see `planning.step.StepInFlight`."""
+
+    def __init__(
+        self,
+        steps: Steps,
+        plan: Plan,
+        placed: Placed,
+        captured: StepShape | None,
+        logits: Tensor,
+        numbers: Tensor,
+    ) -> None:
+        self.logits = logits
+        """[S, vocab], or more rows as padding."""
+        self._steps, self._plan, self._placed = steps, plan, placed
+        self._captured = captured
+        self._numbers = numbers
+        self._landing: Landing
+
+    @torch.inference_mode()
+    def choose(self) -> None:
+        steps, plan, placed = self._steps, self._plan, self._placed
+        with steps.faults(plan):
+            wanted = steps.wanted(plan)
+            chosen = self._choose(wanted)
+            steps.seats.note_launched(plan, placed.seats)
+            self._landing = Landing(steps.model.device, wanted, chosen)
+
+    def wait(self) -> StepResult:
+        return self._landing.wait()
+
+    def _choose(self, wanted: list[Wanted]) -> Chosen:
+        steps, num = self._steps, len(self._plan.chunks)
+        # The most likely tokens first: that may find no memory, and what is chosen is counted once.
+        num_top = max((row.num_logprobs or 0 for row in wanted), default=0)
+        top = most_likely(self.logits[:num], num_top) if num_top else None
+        filters = steps.model.sampler.filters(
+            seat.slot for seat, c in zip(self._placed.seats, self._plan.chunks, strict=True) if c.samples
+        )
+        if self._captured is None:
+            if not wanted:
+                return Chosen(self._numbers, self._numbers)
+            found = steps.choose(self.logits, self._placed.sample_slots, self._numbers, filters)
+            return Chosen(*found, top)
+        assert steps.buffers is not None
+        rows = self._captured.num_rows
+        shape = StepShape(rows, rows, 1, True, rows)
+        steps.choices[Filters(filters.top_k, filters.top_p)].run(shape)
+        return Chosen(steps.buffers.token_ids[:num], steps.buffers.logprobs[:num], top)
+
+
+def _cuda_device(model: LoadedModel) -> Device | None:
+    return CudaDevice(model.device) if model.buffers is not None and model.device.type == "cuda" else None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether CUDA, a native kernel, or torch's allocator on a CPU (which has no error of its own) found no memory."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _give_back_cached(device: torch.device) -> None:
+    """Frees memory that torch keeps for itself, in pieces that nothing fitted into."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # and pinned buffers, however often the step is launched again
+        torch.cuda.empty_cache()

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelConfig
-
 _PAGE = 4096
+
+
+class HasKV(Protocol):
+    """Whatever knows how many keys and values a token has: a model's configuration."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +35,11 @@ class KVShape:
     """Tokens per block."""
 
     @classmethod
-    def of(cls, config: ModelConfig, block_size: int) -> KVShape:
+    def of(cls, model: HasKV, block_size: int) -> KVShape:
         return cls(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
             block_size=block_size,
         )
 
@@ -62,12 +71,9 @@ class KVCache:
         """[2, num_blocks, num_kv_heads * block_size * head_dim], keys first."""
         return self.data[index]
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks (source, target) in all layers, as if all at once; targets are distinct."""
-        if not pairs:
-            return
-        sources, targets = torch.tensor(pairs, device=self.data.device).unbind(1)
-        self.data[:, :, targets] = self.data[:, :, sources]
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies blocks [N] in all layers, as if all at once; the targets are distinct."""
+        self.data[:, :, targets.long()] = self.data[:, :, sources.long()]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

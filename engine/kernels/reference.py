@@ -17,19 +17,6 @@ MAX_GROUP_ELEMENTS = 1 << 25
 """Bounds what attention gathers and scores at a time; a single tile may be larger."""
 
 
-class ReferenceLinear:
-    """x [..., in] -> x @ weight.T + bias [..., out]."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.weight = weight
-        """[out, in]"""
-        self.bias = bias
-        """[out]"""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 up to the multiplication."""
     wide = x.float()

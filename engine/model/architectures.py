@@ -1,7 +1,7 @@
-"""One short spec per family: what its config.json leaves unsaid about the one decoder that they all describe.
+"""One short spec for each family of models. It says what config.json leaves to the family's own code in transformers.
 
-Sources: the configuration and modeling files of transformers 5 for each family; test_architectures and test_transformer
-hold every line of this against them.
+The sources are the configuration and modeling files of transformers 5. test_architectures and test_transformer compare
+every spec with them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from engine.errors import CheckpointError
 from engine.model.fields import Fields
 
+MAX_LAYERS = 4096
+"""No model has more layers. Lists with an entry for each layer are made before the tensors prove that the layers are
+there."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What tells one family's decoder from another's. The names are those of ModelConfig."""
+    """The differences between the families' decoders. The fields are named as in ModelConfig."""
 
     qkv_bias: bool = False
     o_bias: bool = False
@@ -23,7 +27,7 @@ class Traits:
     qk_norm: bool = False
     sliding_windows: tuple[int, ...] = ()
     head_dim: int | None = None
-    """If config.json gives none; without it, hidden_size / num_attention_heads."""
+    """The head size of a config.json that gives none; None stands for hidden_size / num_attention_heads."""
 
 
 def llama(fields: Fields) -> Traits:
@@ -32,9 +36,9 @@ def llama(fields: Fields) -> Traits:
 
 
 def mistral(fields: Fields) -> Traits:
-    """Every layer sees the same window; null is none, and a missing entry is the 4096 of the first Mistral 7B."""
+    """All layers have the same window: null is no window, and a missing entry is the 4096 of the first Mistral 7B."""
     window = fields.optional_size("sliding_window") if "sliding_window" in fields else 4096
-    return Traits(sliding_windows=(window,) * fields.size("num_hidden_layers") if window else ())
+    return Traits(sliding_windows=(window,) * num_layers(fields) if window else ())
 
 
 def qwen2(fields: Fields) -> Traits:
@@ -56,17 +60,25 @@ ARCHITECTURES: dict[str, Callable[[Fields], Traits]] = {
 }
 
 
+def num_layers(fields: Fields) -> int:
+    """The number of layers, which is small enough for a list with an entry for each."""
+    return fields.size("num_hidden_layers", most=MAX_LAYERS)
+
+
 def _upper_windows(fields: Fields) -> tuple[int, ...]:
-    """Qwen's windows: off by default; else as `layer_types` says, or in the layers from `max_window_layers` on."""
+    """Qwen's windows are off unless `use_sliding_window` is set.
+
+    Then the layers have them that `layer_types` names, or without it those from `max_window_layers` on.
+    """
     window = fields.optional_size("sliding_window") if "sliding_window" in fields else 4096
     if not fields.flag("use_sliding_window") or not window:
         return ()
-    num_layers = fields.size("num_hidden_layers")
+    count = num_layers(fields)
     first = fields.integer("max_window_layers", 28)
-    by_depth = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
+    by_depth = ["sliding_attention" if i >= first else "full_attention" for i in range(count)]
     kinds = fields.strings("layer_types") or by_depth
-    if len(kinds) < num_layers or {*kinds} - {"sliding_attention", "full_attention"}:
+    if len(kinds) < count or {*kinds} - {"sliding_attention", "full_attention"}:
         raise CheckpointError(
             f"{fields.source}: layer_types does not say sliding_attention or full_attention for each layer"
         )
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:num_layers])
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:count])

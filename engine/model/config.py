@@ -1,4 +1,4 @@
-"""What a decoder looks like: the facts of a checkpoint's config.json that the one decoder needs."""
+"""The facts of a checkpoint's config.json and generation_config.json, and the options that a model is loaded with."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding, Llama's half-split form (dimension i is rotated with i + head_dim / 2)."""
+    """The rotary position embedding in Llama's half-split form: dimension i is rotated with i + head_dim / 2."""
 
     theta: float = 10_000.0
     scaling: str = "default"
-    """"default", "linear" or "llama3"."""
+    """The way frequencies are scaled: "default" (not at all), "linear" or "llama3"."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -20,7 +20,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """One decoder: pre-norm, RMSNorm, rotary, grouped-query attention, SwiGLU."""
+    """A decoder with RMSNorm before each sublayer, rotary embedding, grouped-query attention and SwiGLU."""
 
     architecture: str
     vocab_size: int
@@ -38,13 +38,14 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    """RMSNorm over each query and key head, before the rotation (Qwen3)."""
+    """Whether each query and key head is normalised by RMSNorm before the rotation, as in Qwen3."""
     sliding_windows: tuple[int, ...] = ()
-    """Per layer: a token sees itself and at most the window - 1 tokens before it; 0 sees all. Empty: all layers 0."""
+    """The window of each layer: a token sees itself and at most window - 1 tokens before it. A window of 0 has no
+    bound, and an empty tuple stands for no bound in any layer."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
-    """What the checkpoint was saved in."""
+    """The type that the checkpoint says it was saved in."""
 
     @property
     def q_size(self) -> int:
@@ -54,13 +55,18 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def context_window(self) -> int:
+        """If all layers have a sliding window, the longest of them; else 0."""
+        return max(self.sliding_windows) if all(self.sliding_windows or (0,)) else 0
+
     def window(self, layer: int) -> int:
         return self.sliding_windows[layer] if self.sliding_windows else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What a checkpoint's generation_config.json recommends where a request says nothing; None: no recommendation."""
+    """What generation_config.json recommends for a request that does not say; None where it recommends nothing."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -70,36 +76,48 @@ class GenerationDefaults:
     max_new_tokens: int | None = None
 
 
+MAX_THREADS = 1024
+"""The most threads that a model may compute with on a CPU."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """How a checkpoint is to be loaded. Everything has a default that suits the machine."""
+    """How a checkpoint is loaded. Every option has a default that suits the machine."""
 
     device: str = "auto"
-    """"auto" (CUDA if there is some), "cpu" or "cuda"."""
+    """The device: "cpu", "cuda", or "auto", which is CUDA where torch sees a GPU."""
     dtype: str = "auto"
-    """"auto", "float32", "bfloat16" or "float16"; see `dtype.choose_dtype`."""
+    """The type of the weights: "float32", "bfloat16", "float16", or "auto"; see `dtype.choose_dtype`."""
     num_threads: int | None = None
-    """Threads of the model on a CPU; None: one for every core this process may use."""
+    """The threads that compute on a CPU; None stands for one for each core that this process may use."""
     block_size: int = 16
-    """Tokens per KV block."""
+    """The tokens of a KV block."""
     max_num_seqs: int = 256
     max_batch_tokens: int = 512
-    """Of one step; 0: what suits the device."""
+    """The most tokens of one step; 0 leaves it to the device."""
     max_model_len: int | None = None
-    """Tokens of the longest sequence; None: as many as the model has positions."""
+    """The tokens of the longest sequence; None stands for as many as the model has positions."""
     num_blocks: int | None = None
-    """KV blocks in the pool, block 0 included; None: what `kv_bytes` holds."""
+    """The KV blocks of the pool, block 0 included; None stands for as many as `kv_bytes` holds."""
     kv_bytes: int | None = None
-    """Memory for the KV cache; None: a share of what the weights leave free, and no more than could ever be used."""
+    """The memory of the KV cache. None stands for a share of what the weights leave free, but no more than could ever
+    be used."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that may be in use once the KV cache is there, whoever uses it."""
+    """The share of a GPU's memory that may be in use once the KV cache is allocated, other processes included."""
     cuda_graphs: bool = True
-    """On a GPU: whether decode steps are captured once and replayed."""
+    """Whether steps on a GPU are captured as CUDA graphs once and replayed."""
     max_query_len: int = 1
-    """On a GPU: tokens of each sequence in such a step; more than 1 is for drafts that are verified."""
+    """The most tokens of each sequence in a captured step; more than 1 is for verifying drafts."""
+
+    def __post_init__(self) -> None:
+        if self.num_threads is not None and not 1 <= self.num_threads <= MAX_THREADS:
+            raise ValueError(f"num_threads must be between 1 and {MAX_THREADS}, not {self.num_threads}")
 
     def for_device(self, kind: str) -> LoadOptions:
-        """Decided where they leave it to the device: a GPU computes large steps better, a CPU is as fast with small."""
+        """These options with `max_batch_tokens` set for the device, if it was left to it.
+
+        A GPU is faster with large steps; a CPU is as fast with small ones.
+        """
         return self if self.max_batch_tokens else replace(self, max_batch_tokens=_BATCH_TOKENS[kind])
 
 

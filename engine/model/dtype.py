@@ -1,4 +1,4 @@
-"""Where a model runs, and what its weights are kept in there."""
+"""Chooses the device that a model runs on, and the type that its weights have there."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def choose_device(name: str) -> torch.device:
-    """
+    """The device of a name: "cpu", "cuda", or "auto", which is CUDA where torch sees a GPU.
+
     Raises:
-        CheckpointError: CUDA is asked for and there is none.
+        CheckpointError: CUDA is asked for, and torch sees no GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise CheckpointError("device cuda is asked for, and torch sees no CUDA device")
@@ -23,11 +24,11 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(wanted: str, config: ModelConfig, device: torch.device) -> torch.dtype:
-    """What weights are kept in.
+    """The type of the weights.
 
-    "auto" never keeps more than 16 bits: those of the checkpoint, or else, of float32 weights, the 16 that lose least
-    where the model runs: float16 on a CPU (activations are float32 there, so that only the weights are rounded),
-    bfloat16 on a GPU (where activations are of that type too, and may be too large for float16).
+    "auto" never takes more than 16 bits. A checkpoint of 16 bits keeps its type. A checkpoint in float32 becomes
+    float16 on a CPU, where activations are float32 and only the weights are rounded, and bfloat16 on a GPU, where
+    activations have the type of the weights and may be too large for float16.
     """
     if wanted != "auto":
         return DTYPES[wanted]

@@ -1,4 +1,4 @@
-"""Typed access to a JSON object that somebody else wrote."""
+"""Typed access to JSON objects that other programs wrote."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import cast
 from engine.errors import CheckpointError
 
 _LARGEST = 1e300
-_LARGEST_SIZE = 1 << 31
+_LARGEST_SIZE = (1 << 31) - 1  # kernels keep sizes in 32 bits, with a sign
 
 
 class Fields:
-    """The entries of a JSON object; a wrong or missing one is a CheckpointError that names it and its file.
+    """The entries of a JSON object, each read as the type that the caller asks for.
 
-    null counts as absent wherever a default is given.
+    An entry that is null counts as missing. A missing entry has the default of the call; without a default, and
+    for a value of another type, the call raises a CheckpointError that names the entry and its file.
     """
 
     def __init__(self, source: str, values: dict[str, object]) -> None:
@@ -24,9 +25,10 @@ class Fields:
 
     @classmethod
     def read(cls, path: Path) -> Fields:
-        """
+        """Reads a file.
+
         Raises:
-            CheckpointError: no such file, or no JSON object in it.
+            CheckpointError: there is no such file, or it holds no JSON object.
         """
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
@@ -44,7 +46,7 @@ class Fields:
         return name in self._values
 
     def has(self, name: str) -> bool:
-        """True if the entry is there and not null."""
+        """Whether the entry is there and not null."""
         return self._values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None) -> int:
@@ -57,15 +59,15 @@ class Fields:
             raise self._fault(name, "a whole number")
         return value
 
-    def size(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+    def size(self, name: str, default: int | None = None, *, most: int = _LARGEST_SIZE) -> int:
+        """The entry as a whole number from 1 to `most`."""
         value = self.integer(name, default)
-        if not 1 <= value <= _LARGEST_SIZE:
-            raise self._fault(name, f"between 1 and {_LARGEST_SIZE}")
+        if not 1 <= value <= most:
+            raise self._fault(name, f"between 1 and {most}")
         return value
 
     def within(self, name: str, least: float, most: float) -> float | None:
-        """A number between the two, or None if it is absent."""
+        """The entry as a number from `least` to `most`, or None if it is missing."""
         value = self.optional_number(name)
         if value is not None and not least <= value <= most:
             raise self._fault(name, f"between {least:g} and {most:g}")
@@ -119,7 +121,7 @@ class Fields:
         return cast("list[str]", value)
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """A whole number, or a list of them."""
+        """The entry as a tuple; in the file it is a whole number or a list of them."""
         value = self._values.get(name)
         items = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
@@ -127,7 +129,7 @@ class Fields:
         return tuple(cast("list[int]", items))
 
     def nested(self, name: str) -> Fields:
-        """A nested object; an absent one is empty."""
+        """The entry as an object; a missing one is empty."""
         value = self._values.get(name)
         if value is None:
             value = {}
@@ -136,7 +138,7 @@ class Fields:
         return Fields(f"{self.source}: {name}", cast("dict[str, object]", value))
 
     def string_values(self) -> list[str]:
-        """All values of an object of strings."""
+        """The values of all entries, which must be strings."""
         for name in self._values:
             self.text(name)
         return cast("list[str]", list(self._values.values()))

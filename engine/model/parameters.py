@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from engine.kernels.linear import Linear
 
-class Linear(Protocol):
-    """A packed linear map: [..., in] -> [..., out]."""
+
+class FeedForward(Protocol):
+    """The part of a layer after attention: [T, hidden] -> [T, hidden]."""
 
     def __call__(self, x: Tensor, /) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """down(silu(gate) * up): the dense feed-forward part."""
+
+    gate_up: Linear
+    """hidden -> gate, up, one after the other."""
+    down: Linear
+    silu_mul: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor, /) -> Tensor:
+        return self.down(self.silu_mul(self.gate_up(x)))
 
 
 @dataclass(slots=True)
@@ -25,9 +41,7 @@ class LayerWeights:
     k_norm: Tensor | None
     o: Linear
     post_norm: Tensor
-    gate_up: Linear
-    """hidden -> gate, up, one after the other."""
-    down: Linear
+    feed_forward: FeedForward
 
 
 @dataclass(slots=True)
@@ -37,3 +51,5 @@ class Weights:
     layers: list[LayerWeights]
     final_norm: Tensor
     lm_head: Linear
+    is_tied: bool
+    """The rows of the output head are those of the embedding."""

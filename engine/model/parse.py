@@ -6,16 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import CheckpointError
-from engine.model.architectures import ARCHITECTURES
+from engine.model.architectures import ARCHITECTURES, num_layers
 from engine.model.config import GenerationDefaults, ModelConfig, RopeConfig
 from engine.model.fields import Fields
 
 _ROPE_SCALINGS = ("default", "linear", "llama3")
 _DTYPES = ("float32", "bfloat16", "float16")
 
+MAX_POSITIONS = 1 << 24
+"""More than any model has: no tensor backs this number, and the tables of the rotary embedding have a row for each."""
+
 
 def read_config(folder: Path) -> ModelConfig:
-    """The decoder that a checkpoint's config.json describes; end-of-sequence ids of generation_config.json included.
+    """Reads a checkpoint's config.json, and the end-of-sequence ids of its generation_config.json.
 
     Raises:
         CheckpointError: naming what is missing, malformed or not supported.
@@ -27,7 +30,7 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
-    """What generation_config.json recommends; all None if there is no such file.
+    """Reads generation_config.json; all defaults are None if there is no such file.
 
     Raises:
         CheckpointError: the file is malformed.
@@ -44,7 +47,8 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
 
 
 def parse_config(fields: Fields) -> ModelConfig:
-    """
+    """Reads a config from the entries of a config.json.
+
     Raises:
         CheckpointError: naming what is missing, malformed or not supported.
     """
@@ -55,17 +59,18 @@ def parse_config(fields: Fields) -> ModelConfig:
     num_kv_heads = fields.size("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise CheckpointError(
-            f"{fields.source}: {num_heads} heads cannot share {num_kv_heads} key-value heads"
+            f"{fields.source}: {num_heads} heads cannot share {num_kv_heads} key-value heads "
+            "(num_attention_heads, num_key_value_heads)"
         )
-    max_position = fields.size("max_position_embeddings")
+    max_position = fields.size("max_position_embeddings", most=MAX_POSITIONS)
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=fields.size("num_hidden_layers"),
+        num_layers=num_layers(fields),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=fields.size("head_dim", traits.head_dim or max(1, hidden_size // num_heads)),
+        head_dim=_head_dim(fields, traits.head_dim or max(1, hidden_size // num_heads)),
         intermediate_size=fields.size("intermediate_size"),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         max_position=max_position,
@@ -80,6 +85,16 @@ def parse_config(fields: Fields) -> ModelConfig:
         eos_token_ids=fields.integers("eos_token_id"),
         dtype=_dtype(fields),
     )
+
+
+def _head_dim(fields: Fields, default: int) -> int:
+    head_dim = fields.size("head_dim", default)
+    if head_dim % 2:
+        raise CheckpointError(
+            f"{fields.source}: head_dim (hidden_size / num_attention_heads if it is left out) is {head_dim}, "
+            "and the rotary embedding needs an even one"
+        )
+    return head_dim
 
 
 def _architecture(fields: Fields) -> str:
@@ -106,7 +121,7 @@ def _refuse_the_unsupported(fields: Fields) -> None:
 
 
 def _rope(fields: Fields, max_position: int) -> RopeConfig:
-    """transformers 4 writes `rope_theta` beside a `rope_scaling`, transformers 5 one `rope_parameters`."""
+    """Reads the `rope_theta` and `rope_scaling` of transformers 4, or the `rope_parameters` of transformers 5."""
     rope = fields.nested("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
     scaling = rope.text("rope_type", rope.text("type", "default"))
     if scaling not in _ROPE_SCALINGS:
@@ -124,8 +139,8 @@ def _rope(fields: Fields, max_position: int) -> RopeConfig:
         theta=theta,
         scaling=scaling,
         factor=rope.positive("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
+        low_freq_factor=rope.positive("low_freq_factor"),
+        high_freq_factor=rope.positive("high_freq_factor"),
         original_max_position=rope.size("original_max_position_embeddings", max_position),
     )
 
@@ -145,5 +160,5 @@ def _generation_fields(folder: Path) -> Fields:
 
 
 def _with_eos(config: ModelConfig, more: tuple[int, ...]) -> ModelConfig:
-    """Either file may know an end of sequence that the other does not; all of them end one."""
+    """Adds the end-of-sequence ids of another file. Those of either file end a sequence."""
     return replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *more))))

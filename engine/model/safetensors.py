@@ -21,7 +21,7 @@ from engine.model.fields import Fields
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Those that weights may have."""
+"""The types that weights may have, by their names in a safetensors header."""
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
@@ -29,22 +29,22 @@ _MAX_HEADER_BYTES = 100_000_000
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies; nothing of it has been read."""
+    """The place of a tensor in a file. The tensor itself has not been read."""
 
     file: Path
     dtype: str
-    """As safetensors names it: F32, BF16, ..."""
+    """The type by its name in the header: F32, BF16, ..."""
     shape: tuple[int, ...]
     start: int
-    """First byte, counted from the start of the file."""
+    """The offset of the first byte in the file."""
     num_bytes: int
 
 
 class TensorFiles:
-    """The tensors of a checkpoint by name; their bytes stay on disk until somebody touches what `read` returns."""
+    """The tensors of a checkpoint by name. Their bytes are read from disk when what `read` returned is used."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the headers of all files, and checks that the files are as long as those say.
+        """Reads the headers of all files, and checks that each file is as long as its header says.
 
         Raises:
             CheckpointError: a file is missing, truncated or malformed.
@@ -56,7 +56,7 @@ class TensorFiles:
             self.entries.update(_read_header(file))
 
     def read(self, name: str) -> Tensor:
-        """The tensor as it is in the file, of a dtype in DTYPES. It lies on the mapped pages: nothing is copied."""
+        """Maps a tensor, whose type must be one of DTYPES. Its memory is that of the mapped file: nothing is copied."""
         entry = self.entries[name]
         dtype = DTYPES[entry.dtype]
         if not entry.num_bytes:
@@ -99,7 +99,7 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-        if not 0 < length <= min(size, _MAX_HEADER_BYTES):
+        if not 0 < length <= min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
             raise CheckpointError(f"{file} is truncated or is no safetensors file")
         text = opened.read(length)
     first = _LENGTH_BYTES + length

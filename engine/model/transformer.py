@@ -3,34 +3,73 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.batch import Batch
+from engine.kernels.cpu import native
 from engine.kernels.kv_cache import KVCache
-from engine.kernels.ops import Attention, ForwardPass, Kernels
+from engine.kernels.linear import Linear
+from engine.kernels.ops import Attention, Kernels
 from engine.kernels.reference import TokenPlaces
 from engine.model.config import ModelConfig, RopeConfig
-from engine.model.parameters import LayerWeights, Weights
+from engine.model.parameters import GatedMlp, LayerWeights, Weights
+
+ForwardPass = Callable[[Batch], Tensor]
+"""The layers of a decoder: batch -> hidden states [R, hidden] of its sample rows after the final norm.
+
+The step's keys and values go into the KV cache. The output head makes logits of the hidden states.
+"""
 
 
 def make_decoder(
     config: ModelConfig, weights: Weights, kernels: Kernels, kv: KVCache, max_position: int
 ) -> ForwardPass:
-    """The kernel table's own decoder if it has one, else the one below.
+    """The decoder that runs whole passes natively if there are kernels for that, else the one below.
 
     Args:
         max_position: no token will ever have this position or a higher one.
     """
-    if kernels.decoder is None:
+    if kernels.team is None:
         return Decoder(config, weights, kernels, kv, max_position)
-    return kernels.decoder(config, weights, kv, *rotary_tables(config, max_position))
+    cos, sin = rotary_tables(config, max_position)
+    return native.NativeDecoder(
+        kernels.team,
+        kv,
+        [_native_layer(layer, config.window(i)) for i, layer in enumerate(weights.layers)],
+        embedding=_packed(weights.lm_head) if weights.is_tied else weights.embedding,
+        final_norm=weights.final_norm,
+        eps=config.rms_norm_eps,
+        cos=cos,
+        sin=sin,
+    )
+
+
+def _native_layer(layer: LayerWeights, window: int) -> native.NativeLayer:
+    assert isinstance(layer.feed_forward, GatedMlp)
+    return native.NativeLayer(
+        attention_norm=layer.input_norm,
+        qkv=_packed(layer.qkv),
+        q_norm=layer.q_norm,
+        k_norm=layer.k_norm,
+        o=_packed(layer.o),
+        mlp_norm=layer.post_norm,
+        gate_up=_packed(layer.feed_forward.gate_up),
+        down=_packed(layer.feed_forward.down),
+        window=window,
+    )
+
+
+def _packed(linear: Linear) -> native.PackedLinear:
+    assert isinstance(linear, native.PackedLinear)
+    return linear
 
 
 class Decoder:
-    """batch -> logits [R, vocab] of the rows that the batch wants; the step's keys and values go into `kv`."""
+    """A ForwardPass over the kernel table, on any device."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, kernels: Kernels, kv: KVCache, max_position: int
@@ -51,13 +90,12 @@ class Decoder:
         for i, layer in enumerate(weights.layers):
             hidden, normed = self._norm(hidden, delta, layer.input_norm)
             hidden, normed = self._norm(hidden, self._attend(i, layer, normed, step), layer.post_norm)
-            delta = layer.down(kernels.silu_mul(layer.gate_up(normed)))
+            delta = layer.feed_forward(normed)
         assert delta is not None
         rows = batch.sample_rows
         if rows.numel() < hidden.shape[0]:
             hidden, delta = hidden.index_select(0, rows), delta.index_select(0, rows)
-        _, wanted = self._norm(hidden, delta, weights.final_norm)
-        return weights.lm_head(wanted)
+        return self._norm(hidden, delta, weights.final_norm)[1]
 
     def _norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(the residual stream with what the last sublayer adds to it, its norm)"""

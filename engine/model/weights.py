@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError
+from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.model.config import ModelConfig
-from engine.model.parameters import LayerWeights, Linear, Weights
+from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.safetensors import DTYPES, TensorFiles
+from engine.quant.formats import DENSE, Format
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""
@@ -27,6 +29,8 @@ class LinearSpec:
     bias: bool
     gated: bool = False
     """See LinearPacker."""
+    format: Format = DENSE
+    """How the checkpoint stores each part."""
 
 
 def linear_specs(config: ModelConfig) -> dict[str, LinearSpec]:
@@ -60,35 +64,67 @@ def norm_shapes(config: ModelConfig) -> dict[str, tuple[str, int]]:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config must have."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, config.hidden_size)
-    }
+    return dict(_expected_shapes(config))
+
+
+def _expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
     for i in range(config.num_layers):
-        shapes.update((f"model.layers.{i}.{name}", shape) for name, shape in _layer_shapes(config))
-    shapes["model.norm.weight"] = (config.hidden_size,)
+        for name, shape in _layer_shapes(config):
+            yield f"model.layers.{i}.{name}", shape
+    yield "model.norm.weight", (config.hidden_size,)
     if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
-    return shapes
+        yield "lm_head.weight", (config.vocab_size, config.hidden_size)
 
 
 def check_tensors(config: ModelConfig, files: TensorFiles) -> None:
-    """Compares what is there with what the config needs; more than that is fine.
+    """Compares the tensors of the files with those that the config needs; the files may have more.
+
+    The check ends at the first tensor that is wrong, so that a config.json with absurd sizes costs nothing.
 
     Raises:
         CheckpointError: naming the first tensor that is missing, or has a wrong shape or an unsupported dtype.
     """
-    for name, shape in expected_shapes(config).items():
+    for name, shape in _expected_shapes(config):
         entry = files.entries.get(name)
         if entry is None:
-            raise CheckpointError(f"{files.folder}: tensor {name} is missing")
+            raise CheckpointError(f"{files.folder}: tensor {name} is missing{_layers_said(config, name)}")
         if entry.shape != shape:
             raise CheckpointError(
-                f"{entry.file}: {name} has shape {list(entry.shape)}, and config.json says {list(shape)}"
+                f"{entry.file}: {name} has shape {list(entry.shape)}, "
+                f"and config.json says {list(shape)} ({_size_fields(name)})"
             )
         if entry.dtype not in DTYPES:
             raise CheckpointError(
                 f"{entry.file}: {name} is {entry.dtype}, which is not supported; only {', '.join(DTYPES)} are"
             )
+
+
+_SIZE_FIELDS = {
+    "embed_tokens": "vocab_size, hidden_size",
+    "lm_head": "vocab_size, hidden_size",
+    "q_proj": "num_attention_heads * head_dim, hidden_size",
+    "k_proj": "num_key_value_heads * head_dim, hidden_size",
+    "v_proj": "num_key_value_heads * head_dim, hidden_size",
+    "o_proj": "hidden_size, num_attention_heads * head_dim",
+    "gate_proj": "intermediate_size, hidden_size",
+    "up_proj": "intermediate_size, hidden_size",
+    "down_proj": "hidden_size, intermediate_size",
+    "q_norm": "head_dim",
+    "k_norm": "head_dim",
+}
+"""The entries of config.json that the shape of a tensor follows from."""
+
+
+def _size_fields(name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    sizes = _SIZE_FIELDS.get(module.rpartition(".")[2], "hidden_size")
+    return sizes.partition(",")[0] if kind == "bias" else sizes
+
+
+def _layers_said(config: ModelConfig, name: str) -> str:
+    of_a_layer = name.startswith("model.layers.")
+    return f"; config.json says num_hidden_layers {config.num_layers}" if of_a_layer else ""
 
 
 def load_weights(config: ModelConfig, files: TensorFiles, kernels: Kernels, progress: Progress) -> Weights:
@@ -99,14 +135,14 @@ def load_weights(config: ModelConfig, files: TensorFiles, kernels: Kernels, prog
     """
     check_tensors(config, files)
     reader = _Reader(files, kernels, progress, sum(_num_bytes(config, files)))
-    embedding = reader.tensor("model.embed_tokens.weight", kernels.weight_dtype)
+    embedding = reader.tensor("model.embed_tokens.weight", kernels.embedding_dtype)
     layers = [_load_layer(config, reader, f"model.layers.{i}.") for i in range(config.num_layers)]
     final_norm = reader.tensor("model.norm.weight", kernels.activation_dtype)
     if config.tie_word_embeddings:
-        lm_head = kernels.linear(embedding, None)
+        lm_head = kernels.linear({"weight": embedding}, DENSE, None)
     else:
         lm_head = reader.linear("", LinearSpec((("lm_head", config.vocab_size),), config.hidden_size, False))
-    return Weights(embedding, layers, final_norm, lm_head)
+    return Weights(embedding, layers, final_norm, lm_head, is_tied=config.tie_word_embeddings)
 
 
 def _load_layer(config: ModelConfig, reader: _Reader, prefix: str) -> LayerWeights:
@@ -122,8 +158,7 @@ def _load_layer(config: ModelConfig, reader: _Reader, prefix: str) -> LayerWeigh
         k_norm=norms.get("k_norm"),
         o=linears["o"],
         post_norm=norms["post_norm"],
-        gate_up=linears["gate_up"],
-        down=linears["down"],
+        feed_forward=GatedMlp(linears["gate_up"], linears["down"], reader.kernels.silu_mul),
     )
 
 
@@ -141,10 +176,16 @@ class _Reader:
         return self._read(name).to(device=self.kernels.device, dtype=dtype, copy=True)
 
     def linear(self, prefix: str, spec: LinearSpec) -> Linear:
-        names = [prefix + name for name, _ in spec.parts]
-        weight = torch.cat([self._read(f"{name}.weight") for name in names])
-        bias = torch.cat([self._read(f"{name}.bias") for name in names]) if spec.bias else None
-        return self.kernels.linear(weight, bias, gated=spec.gated)
+        parts = [
+            {
+                suffix: self._read(f"{prefix}{name}.{suffix}")
+                for suffix, _ in spec.format.shapes(rows, spec.in_features)
+            }
+            for name, rows in spec.parts
+        ]
+        biases = [self._read(f"{prefix}{name}.bias") for name, _ in spec.parts] if spec.bias else []
+        bias = torch.cat(biases) if biases else None
+        return self.kernels.linear(spec.format.join(parts), spec.format, bias, gated=spec.gated)
 
     def _read(self, name: str) -> Tensor:
         self._done += self._files.entries[name].num_bytes
@@ -157,10 +198,11 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{name}.weight", (length,)
     for spec in linear_specs(config).values():
         for name, rows in spec.parts:
-            yield f"{name}.weight", (rows, spec.in_features)
+            for suffix, shape in spec.format.shapes(rows, spec.in_features):
+                yield f"{name}.{suffix}", shape
             if spec.bias:
                 yield f"{name}.bias", (rows,)
 
 
 def _num_bytes(config: ModelConfig, files: TensorFiles) -> Iterator[int]:
-    return (files.entries[name].num_bytes for name in expected_shapes(config))
+    return (files.entries[name].num_bytes for name, _ in _expected_shapes(config))

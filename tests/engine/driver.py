@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 
+from engine.engine import launch_fitting
 from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
 from engine.model.config import LoadOptions
 from engine.planning.block_tables import BlockTables
 from engine.planning.request import FinishReason, Output, Request, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import Plan
+from engine.planning.step import Plan, StepResult
 from priority.queue import LaneQueue
 
 
@@ -37,7 +38,7 @@ class Driver:
     ) -> None:
         options = LoadOptions(device="cpu", dtype=dtype, num_blocks=num_blocks, max_batch_tokens=budget)
         self.runner = ModelRunner(lambda: load_model(folder, options, lambda _: None, lambda *_: None))
-        self.runner.load()
+        self.facts = self.runner.load()
         self.budget = budget
         self.max_num_seqs = max_num_seqs
         self.fresh()
@@ -45,7 +46,9 @@ class Driver:
     def fresh(self, *, prefix_cache: bool = True, budget: int | None = None) -> None:
         """An empty scheduler and prefix cache on the same model."""
         self.queue = LaneQueue(Lock())
-        tables = BlockTables(self.runner.num_blocks, self.runner.block_size, prefix_cache=prefix_cache)
+        tables = BlockTables(
+            self.facts.num_blocks, self.facts.block_size, prefix_cache=prefix_cache, window=self.facts.window
+        )
         limits = SchedulerLimits(
             max_batch_tokens=budget or self.budget, max_num_seqs=self.max_num_seqs, max_model_len=10_000
         )
@@ -65,8 +68,11 @@ class Driver:
 
     def step(self) -> Plan:
         plan = self.scheduler.plan(0.0)
-        for output in self.scheduler.commit(plan, self.runner.execute(plan), 0.0):
+        self.runner.forget(self.scheduler.take_departed())
+        result = launch_fitting(self.runner, self.scheduler, plan).wait() if plan.chunks else StepResult([])
+        for output in self.scheduler.commit(plan, result, 0.0):
             self.outputs.setdefault((output.request_id, output.index), []).append(output)
+        self.runner.forget(self.scheduler.take_departed())
         return plan
 
     def tokens(self, name: str, index: int = 0) -> list[int]:

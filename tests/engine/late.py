@@ -52,7 +52,11 @@ class LateStep:
     @property
     def touched(self) -> set[int]:
         """Blocks that it may read or write."""
-        return {b for order in self.orders for b in order.table} | {b for copy in self.copies for b in copy}
+        tables = {b for order in self.orders for b in order.table if b}
+        return tables | {b for copy in self.copies for b in copy}
+
+    def choose(self) -> None:
+        pass
 
     def wait(self) -> StepResult:
         return self.runner.land(self)
@@ -61,8 +65,14 @@ class LateStep:
 class LateRunner(PaperRunner):
     """`hurries` says, each time the device could run a step that nobody waits for yet, whether it does."""
 
-    def __init__(self, num_blocks: int, block_size: int, hurries: Callable[[], bool] = lambda: False) -> None:
-        super().__init__(num_blocks, block_size)
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        hurries: Callable[[], bool] = lambda: False,
+        window: int = 0,
+    ) -> None:
+        super().__init__(num_blocks, block_size, window)
         self.num_ahead = 1
         self.in_flight: deque[LateStep] = deque()
         """Launched and not waited for, oldest first."""
@@ -92,6 +102,7 @@ class LateRunner(PaperRunner):
         step = LateStep(self, plan)
         if not self._has_room(plan) and self.refuses_late:
             self._break_off(step)
+            plan.copies = []
         self._refuse_if_too_large(plan)
         self.in_flight.append(step)
         self._run_some()
@@ -146,11 +157,11 @@ class LateRunner(PaperRunner):
             self._last[sequence] = (order.end, 0)
             return Sampled([], error="logits were not finite")
         tokens = []
-        for position in range(order.end):
+        for position in self.visible(order.end):
             entry = self._blocks[order.table[position // self.block_size]][position % self.block_size]
             assert entry is not None, f"{order} reads position {position}, which nobody wrote"
             assert entry[0] == position, f"{order} sees {entry} at {position}"
             tokens.append(entry[1])
-        token_id = next_token(tokens, sequence.request, sequence.index)
+        token_id = next_token(tokens, sequence.request, sequence.index, self.window)
         self._last[sequence] = (order.end, token_id)
         return Sampled([token_id])

@@ -7,36 +7,40 @@ so.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
-from engine.planning.step import Ended, OutOfMemory, Plan, Sampled, StepInFlight, StepResult
+from engine.planning.step import Ended, OutOfMemory, Plan, RunnerFacts, Sampled, StepInFlight, StepResult
 
 VOCABULARY = 50
 
 
-def next_token(token_ids: list[int], request: Request, index: int) -> int:
-    """The paper model: depends on every token before, on the seed and on the choice."""
+def next_token(token_ids: list[int], request: Request, index: int, window: int = 0) -> int:
+    """The paper model: depends on every token before that is in the window, on the seed and on the choice."""
     state = request.sampling.seed * 31 + index
-    for token_id in token_ids:
+    for token_id in token_ids[-window:]:
         state = (state * 1_000_003 + token_id + 1) % 2_147_483_647
     return state % VOCABULARY
 
 
-def expected_output(request: Request, index: int, max_len: int) -> list[int]:
+def expected_output(request: Request, index: int, max_len: int, window: int = 0) -> list[int]:
     """What an undisturbed run brings."""
     known = list(request.prompt_token_ids)
     for _ in range(request.sampling.max_tokens):
         if len(known) >= max_len:
             break
-        known.append(next_token(known, request, index))
+        known.append(next_token(known, request, index, window))
     return known[len(request.prompt_token_ids) :]
 
 
 class PaperRunner:
     """Executes plans on blocks of (position, token) pairs."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, window: int = 0) -> None:
+        """With a `window`, every token sees so many tokens, itself included; 0 sees all."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.window = window
         self.max_batch_tokens = 1 << 30
         self.num_ahead = 0
         self.num_tokens = 0
@@ -53,8 +57,16 @@ class PaperRunner:
         self.closed = False
         self._blocks: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks)]
 
-    def load(self) -> None:
-        pass
+    def load(self) -> RunnerFacts:
+        return RunnerFacts(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            max_batch_tokens=self.max_batch_tokens,
+            num_ahead=self.num_ahead,
+        )
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """Nothing of a sequence is held."""
 
     def close(self) -> None:
         self.closed = True
@@ -68,6 +80,7 @@ class PaperRunner:
             raise fault
         if self._has_room(plan) or self.refuses_late:
             self._copy(plan.copies)
+            plan.copies = []
             for chunk in plan.chunks:
                 self._write(chunk.sequence, chunk.start, chunk.num_tokens)
         self._refuse_if_too_large(plan)
@@ -96,10 +109,15 @@ class PaperRunner:
     def _sample(self, sequence: Sequence) -> Sampled:
         if sequence.key in self.bad:
             return Sampled([], error="logits were not finite")
-        seen = [self._read(sequence, position) for position in range(len(sequence.token_ids))]
-        assert seen == list(enumerate(sequence.token_ids)), f"{sequence!r} sees {seen}"
+        length = len(sequence.token_ids)
+        seen = [self._read(sequence, position) for position in self.visible(length)]
+        assert seen == list(enumerate(sequence.token_ids))[-self.window :], f"{sequence!r} sees {seen}"
         tokens = [token for _, token in seen]
-        return Sampled([next_token(tokens, sequence.request, sequence.index)])
+        return Sampled([next_token(tokens, sequence.request, sequence.index, self.window)])
+
+    def visible(self, length: int) -> range:
+        """Positions that the last of `length` tokens sees."""
+        return range(max(0, length - self.window) if self.window else 0, length)
 
     def _read(self, sequence: Sequence, position: int) -> tuple[int, int]:
         entry = self._blocks[sequence.block_table[position // self.block_size]][position % self.block_size]

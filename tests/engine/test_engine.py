@@ -12,7 +12,7 @@ import pytest
 from engine.engine import Engine, EngineState
 from engine.planning.request import FinishReason, Output
 from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import DeviceError, Plan, StepReport, StepResult
+from engine.planning.step import DeviceError, Plan, RunnerFacts, StepReport, StepResult
 from priority.queue import LaneQueue
 from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
 
@@ -28,9 +28,10 @@ class GatedRunner(PaperRunner):
         self.entered: SimpleQueue[int] = SimpleQueue()
         self.gate = threading.Semaphore(0 if gated else 1_000_000)
 
-    def load(self) -> None:
+    def load(self) -> RunnerFacts:
         if self.load_error is not None:
             raise self.load_error
+        return super().load()
 
     def execute(self, plan: Plan) -> StepResult:
         self.entered.put(len(plan.chunks))
@@ -48,7 +49,7 @@ class House:
         self.news = threading.Condition()
         self.states: SimpleQueue[EngineState] = SimpleQueue()
         self.engine = Engine(
-            runner,
+            lambda: runner,
             self.queue,
             PaperSink(),
             SchedulerLimits(max_batch_tokens=32, max_num_seqs=4, max_model_len=100),

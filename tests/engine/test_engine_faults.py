@@ -12,7 +12,7 @@ import pytest
 from engine.engine import Engine, EngineState, EngineStats
 from engine.planning.request import FinishReason, Output, Sequence
 from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import DeviceError, Plan, StepReport, StepResult
+from engine.planning.step import DeviceError, Plan, RunnerFacts, StepReport, StepResult
 from priority.queue import LaneQueue
 from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
 
@@ -32,10 +32,11 @@ class StepRunner(PaperRunner):
         self.gate = threading.Semaphore(1_000_000)
         self.num_closed = 0
 
-    def load(self) -> None:
+    def load(self) -> RunnerFacts:
         assert self.may_load.wait(PATIENCE_S)
         if self.load_fault is not None:
             raise self.load_fault
+        return super().load()
 
     def execute(self, plan: Plan) -> StepResult:
         self.entered.put(len(plan.chunks))
@@ -75,7 +76,7 @@ class Workshop:
         self.states: SimpleQueue[EngineState] = SimpleQueue()
         ticks = itertools.count(1)
         self.engine = Engine(
-            self.runner,
+            lambda: self.runner,
             self.queue,
             self.sink,
             SchedulerLimits(max_batch_tokens=32, max_num_seqs=4, max_model_len=100),

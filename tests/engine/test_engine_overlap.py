@@ -62,7 +62,7 @@ class House:
         self.states: SimpleQueue[EngineState] = SimpleQueue()
         ticks = itertools.count(1)
         self.engine = Engine(
-            self.runner,
+            lambda: self.runner,
             self.queue,
             PaperSink(),
             SchedulerLimits(max_batch_tokens=32, max_num_seqs=8, max_model_len=100),

@@ -20,7 +20,7 @@ from engine.kernels.cpu.native import NativeUnavailable, Team, load_library
 from engine.planning.request import Request, SamplingParams
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
-from tests.engine.kernels.test_native_decoder import DTYPES, Checkpoint, Prompts, config
+from tests.engine.kernels.random_model import DTYPES, Checkpoint, Prompts, config
 
 LENGTH = 150
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129]
@@ -40,7 +40,7 @@ def team() -> Team:
 @pytest.fixture(scope="module", params=["torch", "native"])
 def make_decoder(request: pytest.FixtureRequest) -> MakeDecoder:
     if request.param == "torch":
-        return Checkpoint.reference
+        return Checkpoint.plain
     team: Team = request.getfixturevalue("team")
     return lambda checkpoint: checkpoint.native(team)
 
@@ -134,7 +134,7 @@ def test_mixed_windows_are_those_of_plain_torch(
     model = checkpoint(windows)
     prompts = Prompts(83, lengths, seed)
     batch = prompts.batch({i: (0, n) for i, n in enumerate(lengths)})
-    torch.testing.assert_close(model.native(team)(batch), model.reference()(batch), atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(model.native(team)(batch), model.plain()(batch), atol=2e-4, rtol=2e-4)
 
 
 # With a prefix cache
@@ -168,3 +168,19 @@ def test_a_prefix_hit_brings_the_same_bits_whether_the_window_ends_in_it_or_befo
     assert answers(driver, *requests) == expected
     cached = [driver.outputs[r.request_id, 0][-1].timings for r in requests]
     assert [t.num_cached_tokens for t in cached if t] == [0, 0, 16, 16, 32, 32, 48]
+
+
+def test_a_prompt_longer_than_the_pool_is_served_where_all_layers_have_a_window(tmp_path: Path) -> None:
+    """Blocks behind the window are given back while the sequence runs, and no answer changes."""
+    make_checkpoint("mistral", tmp_path, sliding_window=40)
+    roomy, tight = Driver(tmp_path, num_blocks=64, budget=32), Driver(tmp_path, num_blocks=8, budget=32)
+    asked = [request(name, [(31 * i + length) % 390 for i in range(length)]) for name, length in LONG]
+    for driver in (roomy, tight):
+        driver.run(*asked)
+        assert driver.facts.window == 40
+    assert max(length for _, length in LONG) > 7 * 16
+    for name, _ in LONG:
+        assert tight.tokens(name) == roomy.tokens(name)
+
+
+LONG = (("first", 300), ("second", 90), ("third", 133))

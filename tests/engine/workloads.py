@@ -118,6 +118,7 @@ class Run:
         before = self.scheduler.counters.num_preemptions
         decoding = frozenset(s.key for s in self.scheduler.running if s.num_remaining == 1)
         plan = self.scheduler.plan(self.now)
+        self.runner.forget(self.scheduler.take_departed())
         pieces = tuple(
             Piece(
                 key=c.sequence.key,
@@ -190,6 +191,7 @@ class Run:
         plan, step = self.flights.popleft()
         outputs = self.scheduler.commit(plan, step.wait(), self.now)
         self.receive(outputs)
+        self.runner.forget(self.scheduler.take_departed())
         return outputs
 
 

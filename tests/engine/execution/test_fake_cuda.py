@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execution.device_runner import CudaDevice
+from engine.execution.graphs import CudaDevice
 from engine.execution.loader import load_model
-from engine.execution.runner import ModelRunner
+from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.model.config import LoadOptions
-from engine.planning.step import OutOfMemory, Plan, StepInFlight
+from engine.planning.step import OutOfMemory, Plan
+from tests.engine import needs
 from tests.engine.checkpoints import make_checkpoint
-from tests.engine.execution.test_device_runner import REQUESTS, SEATS, Party
+from tests.engine.execution.test_steps import REQUESTS, SEATS, Party
 from tests.engine.fake_cuda import FakeCuda, HostWaits, Mixed, Raced, patched
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason=needs.TRITON)
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +52,18 @@ class Watched(ModelRunner):
         self.num_copies = 0
         self.load()
 
-    def launch(self, plan: Plan) -> StepInFlight:
+    def launch(self, plan: Plan) -> LaunchedStep:
         self.num_copies += len(plan.copies)
         with self._cuda.watching():
-            return super().launch(plan)
+            step = super().launch(plan)
+        choose = step.choose
+
+        def watched() -> None:
+            with self._cuda.watching():
+                choose()
+
+        step.choose = watched  # type: ignore[method-assign]
+        return step
 
 
 def assert_complete(party: Party) -> None:
@@ -77,14 +86,14 @@ def test_no_launch_waits_for_the_device(
     assert_complete(Party(runner, budget=budget).run(*REQUESTS, preempt_at=(4, 9)))
     assert (cuda.num_replays > 0) == cuda_graphs
     assert runner.num_copies
-    assert {"rms_norm_kernel", "attend_few_kernel", "choose_kernel", "search_kernel"} <= cuda.launched
+    assert {"rms_norm_kernel", "decode_attention_kernel", "prepare_kernel", "gather_kernel"} <= cuda.launched
 
 
 def test_a_launch_that_is_tried_again_overwrites_nothing(folder: Path, cuda: FakeCuda) -> None:
     """What the failed ones sent may be under way still, beside the step in flight; they alone may wait."""
 
     class Tight(Watched):
-        def launch(self, plan: Plan) -> StepInFlight:
+        def launch(self, plan: Plan) -> LaunchedStep:
             decoder = self.model.decoder
             object.__setattr__(self.model, "decoder", _no_room)
             try:

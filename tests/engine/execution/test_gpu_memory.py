@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,11 @@ from hypothesis import strategies as st
 
 from engine.errors import NotEnoughMemory
 from engine.execution import loader, memory
-from engine.execution.device_memory import table_bytes
 from engine.execution.loader import load_model
 from engine.execution.memory import (
     GIB,
     Budget,
     Card,
-    Dtypes,
     Measured,
     MemoryPlan,
     card_budget,
@@ -29,17 +26,16 @@ from engine.execution.memory import (
     measure_steps,
     plan_memory,
 )
-from engine.execution.slot_table import SlotTable, StepBuffers
 from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import KVCache, KVShape
-from engine.kernels.ops import Kernels, reference_kernels, select
+from engine.kernels.ops import Kernels, reference_kernels
+from engine.kernels.select import select
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.fields import Fields
 from engine.model.parse import parse_config, read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import Decoder
 from engine.model.weights import load_weights
-from engine.sampling.device import DeviceSampler
 from tests.engine.checkpoints import make_checkpoint, make_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -60,9 +56,9 @@ LLAMA_8B = parse_config(
 )
 SHAPE = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 BLOCK = 32 * 2 * 8 * 16 * 128 * 2
-KERNELS = replace(reference_kernels(CPU, torch.float32), activation_dtype=torch.bfloat16)
+KERNELS = reference_kernels(CUDA, torch.bfloat16)
 CARD = Card(total=80 * GIB, free=79 * GIB)
-MEASURED = Measured(weights=15 * GIB, workspace=2 * GIB)
+MEASURED = Measured(resident=16 * GIB, workspace=2 * GIB)
 
 
 def plan(
@@ -72,11 +68,8 @@ def plan(
     config: ModelConfig = LLAMA_8B,
     **options: Any,
 ) -> MemoryPlan:
-    dtypes = Dtypes(torch.bfloat16, torch.bfloat16)
-    budget = card_budget(card, utilization)
     wanted = LoadOptions(**options)
-    tables = partial(table_bytes, config, wanted, KERNELS)
-    return plan_memory(config, SHAPE, dtypes, wanted, budget, measured, tables)
+    return plan_memory(config, KERNELS, wanted, card_budget(card, utilization), measured)
 
 
 def test_the_share_of_the_whole_card_less_what_is_in_use_is_available() -> None:
@@ -91,44 +84,25 @@ def test_the_share_of_the_whole_card_less_what_is_in_use_is_available() -> None:
 
 def test_kv_gets_all_that_is_left() -> None:
     made = plan()
-    left = 71 * GIB - 17 * GIB - made.graphs - made.tables
+    left = 71 * GIB - 16 * GIB - 2 * GIB - made.graphs
     assert made.block == BLOCK
     assert made.kv <= left < made.kv + BLOCK
 
 
 def test_without_graphs_their_memory_is_kv() -> None:
-    with_graphs, without = plan(), plan(cuda_graphs=False)
+    with_graphs, without = (plan(cuda_graphs=wanted, max_batch_tokens=8192) for wanted in (True, False))
     assert without.graphs == 0 < with_graphs.graphs < GIB
     assert without.num_blocks - with_graphs.num_blocks == pytest.approx(with_graphs.graphs / BLOCK, abs=1)
 
 
-def test_tables_are_those_of_the_longest_sequence_that_the_pool_holds() -> None:
-    tables = partial(table_bytes, LLAMA_8B, LoadOptions(), KERNELS)
-    assert plan().tables == tables(131_072)
-    assert plan(num_blocks=100).tables == tables(100 * 16) < tables(131_072)
+def test_what_is_there_beside_the_weights_are_tables() -> None:
+    weights = memory.weight_bytes(LLAMA_8B, torch.bfloat16)
+    made = plan(measured=Measured(resident=weights + 300, workspace=2 * GIB))
+    assert (made.weights, made.tables) == (weights, 300)
+    assert plan(measured=Measured(resident=weights - 300, workspace=2 * GIB)).tables == 0
 
 
-def test_the_kernels_that_choose_have_a_workspace_in_the_tables() -> None:
-    triton = pytest.importorskip("engine.kernels.triton.sampling")
-    sizes = [
-        table_bytes(LLAMA_8B, LoadOptions(max_num_seqs=5), kernels, 100)
-        for kernels in (replace(KERNELS, make_choose=triton.TritonChoose), KERNELS)
-    ]
-    assert sizes[0] - sizes[1] == triton.TritonChoose(5, LLAMA_8B.vocab_size, CPU).num_bytes
-
-
-def test_a_meta_tensor_is_as_large_as_a_real_one() -> None:
-    triton = pytest.importorskip("engine.kernels.triton.sampling")
-    for make in (
-        lambda device: triton.TritonChoose(5, 400, device),
-        lambda device: DeviceSampler(5, 400, (), device).tables,
-        lambda device: SlotTable(5, 9, 3, device),
-        lambda device: StepBuffers.empty(5, 400, torch.bfloat16, device),
-    ):
-        assert make(torch.device("meta")).num_bytes == make(CPU).num_bytes > 0
-
-
-def test_more_sequences_make_more_and_larger_graphs() -> None:
+def test_more_sequences_make_more_graphs() -> None:
     assert plan(max_num_seqs=64).graphs < plan(max_num_seqs=256).graphs < plan(max_num_seqs=512).graphs
 
 
@@ -163,7 +137,7 @@ def test_a_plan_never_goes_over_the_share(
 ) -> None:
     card = Card(total=total, free=int(total * free_share))
     try:
-        made = plan(card, Measured(weights=weights, workspace=weights // 8), utilization)
+        made = plan(card, Measured(resident=weights, workspace=weights // 8), utilization)
     except NotEnoughMemory:
         return
     taken = made.weights + made.workspace + made.tables + made.graphs + made.kv
@@ -174,7 +148,7 @@ def test_a_plan_never_goes_over_the_share(
 def test_the_rows_add_up_to_the_card(total: int, free_share: float, max_num_seqs: int) -> None:
     card = Card(total=total, free=int(total * free_share))
     try:
-        made = plan(card, Measured(weights=total // 8, workspace=total // 64), max_num_seqs=max_num_seqs)
+        made = plan(card, Measured(resident=total // 8, workspace=total // 64), max_num_seqs=max_num_seqs)
     except NotEnoughMemory:
         return
     *parts, (name, size, _) = made.rows
@@ -191,18 +165,6 @@ def test_after_capture_a_line_says_what_graphs_took_and_what_is_free() -> None:
         "of which the largest step takes 2.00 GiB"
     )
     assert replace(made, card=None).graphs_text(1, 0, 0).endswith("were planned")
-
-
-def test_an_estimate_of_graphs_follows_their_number() -> None:
-    def estimate(num_rungs: int, passes: int, choices: int) -> int:
-        return memory.graph_bytes(
-            LLAMA_8B, num_rungs=num_rungs, passes_per_rung=passes, choices_per_rung=choices, largest_step=1
-        )
-
-    assert estimate(0, 1, 1) == 1
-    assert estimate(4, 2, 4) - 1 == 2 * (estimate(2, 2, 4) - 1)
-    assert estimate(4, 2, 0) + estimate(4, 0, 4) - 1 == estimate(4, 2, 4)
-    assert plan(max_query_len=4).graphs > plan().graphs
 
 
 def test_the_table_adds_up() -> None:
@@ -287,7 +249,7 @@ def test_what_the_card_lost_beside_the_weights_is_the_workspace(monkeypatch: pyt
     before = memory.read_card(CUDA)
     fake.free, fake.weights = 64 * GIB, 15 * GIB
     measured = measure_steps(CUDA, before, lambda: fake.take(3 * GIB))
-    assert measured == Measured(weights=15 * GIB, workspace=3 * GIB)
+    assert measured == Measured(resident=15 * GIB, workspace=3 * GIB)
     assert fake.calls == ["empty", "step", "wait", "empty"], (
         "the step's own memory is given back for the KV cache"
     )
@@ -310,7 +272,9 @@ def test_a_step_that_does_not_fit_says_what_to_lower(monkeypatch: pytest.MonkeyP
     def out_of_memory() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
 
-    with pytest.raises(NotEnoughMemory, match=r"weights 15\.00 GiB.*lower --max-batch-tokens") as caught:
+    with pytest.raises(
+        NotEnoughMemory, match=r"weights and tables 15\.00 GiB.*lower --max-batch-tokens"
+    ) as caught:
         measure_steps(CUDA, before, out_of_memory)
     assert "\n" not in str(caught.value)
 
@@ -325,7 +289,7 @@ def test_loading_measures_on_a_card_and_says_the_table(
     def measure(device: torch.device, before: Card, steps: Any) -> Measured:  # noqa: ARG001
         steps()
         measured.append(before)
-        return Measured(weights=5 << 20, workspace=8 << 20)
+        return Measured(resident=5 << 20, workspace=8 << 20)
 
     order: list[str] = []
 
@@ -345,8 +309,8 @@ def test_loading_measures_on_a_card_and_says_the_table(
     model = load_model(make_checkpoint("llama", tmp_path), options, said.append, lambda *_: None)
     assert measured == [card]
     assert order == ["kernels", "card"], "their workspace is in use before, and counted there alone"
-    assert model.memory.tables == table_bytes(model.config, options, model.kernels, model.config.max_position)
     assert [line for line in said if line in model.memory.table] == model.memory.table
-    left = (32 << 20) - (4 << 20) - (13 << 20) - model.memory.tables
+    left = (32 << 20) - (4 << 20) - (13 << 20)
+    assert model.memory.tables == (5 << 20) - model.memory.weights
     assert model.memory.kv <= left < model.memory.kv + model.memory.block
     assert model.kv.data.nbytes == model.memory.kv

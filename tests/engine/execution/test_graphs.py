@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.execution import graphs
-from engine.execution.graphs import Graph, Ladder, Rung, ladder_sizes, record_all
+from engine.execution.graphs import (
+    Graph,
+    Ladder,
+    capture_all,
+    choice_shapes,
+    decode_shapes,
+    mixed_shapes,
+)
+from engine.execution.seats import StepShape
 
 
 class Replayed:
@@ -26,10 +34,10 @@ class PaperDevice:
         self.num_bytes = 100
         self.recordings = 0
         self.is_recording = False
-        self.log: list[tuple[str, Rung]] = []
-        self.broken: set[Rung] = set()
+        self.log: list[tuple[str, StepShape]] = []
+        self.broken: set[StepShape] = set()
         self.room = 1 << 30
-        """Tokens of the largest rung that there is memory for."""
+        """Tokens of the largest shape that there is memory for."""
         self._pool = 0
 
     def record(self, work: Callable[[], None]) -> Graph:
@@ -38,15 +46,15 @@ class PaperDevice:
             work()
         finally:
             self.is_recording = False
-        rung = self.log[-1][1]
-        if rung.num_tokens > self.room:
-            self.num_bytes += rung.num_tokens
+        shape = self.log[-1][1]
+        if shape.num_tokens > self.room:
+            self.num_bytes += shape.num_tokens
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        if rung in self.broken:
+        if shape in self.broken:
             raise RuntimeError("operation not permitted when stream is capturing\nand a long trace")
-        self.num_bytes += max(0, rung.num_sequences * rung.query_len - self._pool)
-        self._pool = max(self._pool, rung.num_sequences * rung.query_len)
-        return Replayed(lambda: self.log.append(("replay", rung)))
+        self.num_bytes += max(0, shape.num_tokens - self._pool)
+        self._pool = max(self._pool, shape.num_tokens)
+        return Replayed(lambda: self.log.append(("replay", shape)))
 
     def synchronize(self) -> None:
         assert not self.is_recording
@@ -56,113 +64,171 @@ class PaperDevice:
         self.num_bytes = 100 + self._pool
         return self.num_bytes
 
-    def work(self, rung: Rung) -> None:
-        self.log.append(("record" if self.is_recording else "run", rung))
+    def work(self, shape: StepShape) -> None:
+        self.log.append(("record" if self.is_recording else "run", shape))
 
 
-def recorded(device: PaperDevice, *ladders: Ladder) -> list[tuple[int, int]]:
+def captured(device: PaperDevice, *ladders: Ladder) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+    """What `capture_all` returned, and what it told of its progress."""
     told: list[tuple[int, int]] = []
-    record_all(ladders, device, lambda done, total: told.append((done, total)))
-    return told
+    return capture_all(ladders, device, lambda done, total: told.append((done, total))), told
 
 
-def test_the_sizes_are_one_two_four_and_then_every_eighth() -> None:
-    assert ladder_sizes(32) == (1, 2, 4, 8, 16, 24, 32)
-    assert ladder_sizes(20) == (1, 2, 4, 8, 16, 20)
-    assert [ladder_sizes(n) for n in (1, 2, 3, 8)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4, 8)]
+def decode(num: int, most: int = 64) -> StepShape:
+    return next(shape for shape in decode_shapes(most) if shape.num_sequences == num)
+
+
+def asked(num_tokens: int, num_sequences: int, max_query_len: int) -> StepShape:
+    return StepShape(num_tokens, num_sequences, max_query_len, False, num_sequences)
+
+
+def sizes(shapes: list[StepShape]) -> list[int]:
+    return sorted(shape.num_sequences for shape in shapes)
+
+
+def test_decode_sizes_are_one_two_four_and_then_every_eighth() -> None:
+    assert sizes(decode_shapes(32)) == [1, 2, 4, 8, 16, 24, 32]
+    assert sizes(decode_shapes(20)) == [1, 2, 4, 8, 16, 20]
+    assert [sizes(decode_shapes(n)) for n in (1, 2, 3, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 8]]
+
+
+def test_mixed_sizes_grow_by_a_third_or_a_half_and_hold_all_sequences() -> None:
+    shapes = sorted(mixed_shapes(8192, 256), key=lambda shape: shape.num_tokens)
+    assert [s.num_tokens for s in shapes] == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+    assert [s.num_sequences for s in shapes] == [min(s.num_tokens, 256) for s in shapes]
+    assert all(s.max_query_len == s.num_tokens for s in shapes)
+    assert [s.num_tokens for s in mixed_shapes(20, 6)] == [16, 20]
+    assert [s.num_tokens for s in mixed_shapes(5, 6)] == [5]
+
+
+@given(st.integers(1, 300))
+def test_tokens_are_chosen_by_graphs_of_powers_of_two_rows(most: int) -> None:
+    rows = {shape.num_rows for shape in choice_shapes(most)}
+    assert rows == {1 << i for i in range(10) if 1 << i < most} | {most}
+    for shape in (*decode_shapes(most), *mixed_shapes(600, most, 4)):
+        assert shape.num_sequences <= shape.num_rows <= most
+        assert shape.num_rows in rows
 
 
 @given(st.integers(1, 300), st.integers(1, 400))
 def test_the_smallest_graph_that_holds_the_batch_is_chosen(most: int, num_sequences: int) -> None:
     device = PaperDevice()
-    ladder = Ladder(device.work, most)
-    recorded(device, ladder)
-    padded = ladder.padded(num_sequences)
-    ladder.run(Rung(padded, 1))
+    ladder = Ladder(device.work, decode_shapes(most))
+    captured(device, ladder)
+    shape = StepShape(num_sequences, num_sequences, 1, True, num_sequences)
+    found = ladder.covering(shape)
     if num_sequences > most:
-        assert padded == num_sequences
-        assert device.log[-1] == ("run", Rung(padded, 1))
+        assert found is None
         return
-    assert device.log[-1] == ("replay", Rung(padded, 1))
-    assert padded == min(size for size in ladder_sizes(most) if size >= num_sequences)
-    assert padded < num_sequences + 8
+    assert found is not None
+    ladder.run(found)
+    assert device.log[-1] == ("replay", found)
+    assert num_sequences <= found.num_sequences < num_sequences + 8
+    assert found.num_sequences == min(size for size in sizes(decode_shapes(most)) if size >= num_sequences)
 
 
-def test_the_largest_is_recorded_first_and_each_runs_once_before() -> None:
+@given(st.integers(1, 700), st.integers(1, 64), st.integers(1, 700))
+def test_a_mixed_step_is_padded_in_tokens_and_in_sequences(
+    num_tokens: int, num_sequences: int, max_query_len: int
+) -> None:
+    num_sequences, max_query_len = min(num_sequences, num_tokens), min(max_query_len, num_tokens)
     device = PaperDevice()
-    told = recorded(device, Ladder(device.work, 16))
-    sizes = [16, 8, 4, 2, 1]
-    assert device.log == [(what, Rung(size, 1)) for size in sizes for what in ("run", "record")]
+    ladder = Ladder(device.work, [*decode_shapes(64), *mixed_shapes(600, 64, 4)])
+    captured(device, ladder)
+    found = ladder.covering(asked(num_tokens, num_sequences, max_query_len))
+    if num_tokens > 600:
+        assert found is None
+        return
+    assert found is not None
+    assert not found.is_decode
+    assert found.num_tokens >= num_tokens
+    assert found.num_sequences >= num_sequences
+    assert found.max_query_len >= max_query_len
+
+
+def test_the_largest_is_captured_first_and_each_runs_once_before() -> None:
+    device = PaperDevice()
+    _, told = captured(device, Ladder(device.work, decode_shapes(16)))
+    order = [decode(size, 16) for size in (16, 8, 4, 2, 1)]
+    assert device.log == [(what, shape) for shape in order for what in ("run", "record")]
     assert told == [(number, 5) for number in range(1, 6)]
 
 
 def test_several_pieces_of_work_are_told_as_one() -> None:
     device = PaperDevice()
-    assert recorded(device, Ladder(device.work, 2), Ladder(device.work, 1)) == [(1, 3), (2, 3), (3, 3)]
+    ladders = Ladder(device.work, decode_shapes(2)), Ladder(device.work, decode_shapes(1))
+    assert captured(device, *ladders) == ((3, 2), [(1, 3), (2, 3), (3, 3)])
 
 
-def test_memory_is_accounted_for_by_graph() -> None:
+def test_memory_is_looked_at_for_the_whole_and_not_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
     device = PaperDevice()
-    ladder = Ladder(device.work, 16)
-    recorded(device, ladder)
-    assert {rung.num_sequences: r.num_bytes for rung, r in ladder.recorded.items()} == {
-        16: 16, 8: 0, 4: 0, 2: 0, 1: 0,
-    }  # fmt: skip
-    assert ladder.num_bytes == device.num_bytes - 100 == 16
+    looks: list[int] = []
+    look = device.num_bytes_in_use
+
+    def note() -> int:
+        looks.append(look())
+        return looks[-1]
+
+    monkeypatch.setattr(device, "num_bytes_in_use", note)
+    ladders = [Ladder(device.work, shapes) for shapes in (decode_shapes(256), mixed_shapes(8192, 256))]
+    (num_graphs, num_bytes), _ = captured(device, *ladders)
+    assert (num_graphs, num_bytes) == (len(decode_shapes(256)) + 13, 1024)
+    assert len(looks) == 2
 
 
-def test_a_size_that_cannot_be_recorded_runs_without_and_is_told_in_a_line(
+def test_a_shape_that_cannot_be_captured_runs_without_and_is_told_in_a_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     device = PaperDevice()
-    ladder = Ladder(device.work, 16)
-    device.broken = {Rung(8, 1)}
+    ladder = Ladder(device.work, decode_shapes(16))
+    device.broken = {decode(8, 16)}
     with caplog.at_level(logging.WARNING):
-        told = recorded(device, ladder)
+        _, told = captured(device, ladder)
     assert told[-1] == (5, 5)
-    assert [ladder.padded(n) for n in (1, 3, 5, 8, 9, 16)] == [1, 4, 5, 8, 16, 16]
-    ladder.run(Rung(8, 1))
-    assert device.log[-1] == ("run", Rung(8, 1))
+    found = [ladder.covering(StepShape(n, n, 1, True, n)) for n in (1, 3, 5, 8, 9, 16)]
+    assert [shape and shape.num_sequences for shape in found] == [1, 4, 16, 16, 16, 16]
+    ladder.run(decode(8, 16))
+    assert device.log[-1] == ("run", decode(8, 16))
     (record,) = caplog.records
     assert record.getMessage() == (
-        "no CUDA graph for 8 x 1 tokens, these steps run without: "
+        "no CUDA graph for 8 tokens of 8 sequences, these steps run without: "
         "operation not permitted when stream is capturing"
     )
 
 
 def test_steps_that_verify_drafts_have_graphs_of_their_own() -> None:
     device = PaperDevice()
-    ladder = Ladder(device.work, 4, query_lens=(1, 4))
-    recorded(device, ladder)
-    order = [(r.num_sequences, r.query_len) for what, r in device.log if what == "record"]
-    assert order == [(4, 4), (2, 4), (4, 1), (1, 4), (2, 1), (1, 1)]
-    assert ladder.padded(3, 4) == 4
-    ladder.run(Rung(4, 4))
-    assert device.log[-1] == ("replay", Rung(4, 4))
-    assert ladder.padded(3, 2) == 3
+    ladder = Ladder(device.work, mixed_shapes(64, 4, max_query_len=4))
+    captured(device, ladder)
+    found = ladder.covering(asked(7, 3, 4))
+    assert found == StepShape(16, 4, 4, False, 4)
+    assert ladder.covering(asked(7, 3, 5)) == StepShape(16, 4, 16, False, 4)
 
 
-def test_without_recording_every_step_runs_without() -> None:
+def test_without_capturing_every_step_runs_without() -> None:
     device = PaperDevice()
-    ladder = Ladder(device.work, 64)
-    ladder.run(Rung(3, 1))
-    assert (ladder.padded(3), ladder.num_bytes, device.log) == (3, 0, [("run", Rung(3, 1))])
+    ladder = Ladder(device.work, decode_shapes(64))
+    assert ladder.covering(decode(2)) is None
+    ladder.run(decode(2))
+    assert device.log == [("run", decode(2))]
 
 
 @given(st.integers(0, 70))
 def test_where_memory_runs_out_half_is_tried_and_one_line_says_so(room: int) -> None:
     device = PaperDevice()
     device.room = room
-    passes, choices = Ladder(device.work, 64, query_lens=(1, 2)), Ladder(device.work, 64)
+    passes, choices = Ladder(device.work, decode_shapes(128)), Ladder(device.work, choice_shapes(64))
     with pytest.MonkeyPatch.context() as patch:
         warnings: list[tuple[object, ...]] = []
         patch.setattr(graphs.log, "warning", lambda *said: warnings.append(said))
-        told = recorded(device, passes, choices)
-    assert told[-1] == (len(passes.rungs) + len(choices.rungs),) * 2
+        (num_graphs, num_bytes), told = captured(device, passes, choices)
+    assert told[-1] == (len(passes.shapes) + len(choices.shapes),) * 2
     most = next(size for size in (128, 64, 32, 16, 8, 4, 2, 1, 0) if size <= room)
     for ladder in (passes, choices):
-        assert set(ladder.recorded) == {rung for rung in ladder.rungs if rung.num_tokens <= most}
+        assert set(ladder.graphs) == {shape for shape in ladder.shapes if shape.num_tokens <= most}
+    assert num_graphs == len(passes.graphs) + len(choices.graphs)
+    assert num_bytes == most
     assert [said[1:] for said in warnings] == [(most,)]
-    tried = [rung for what, rung in device.log if what == "record" and rung.num_tokens > room]
+    tried = [shape for what, shape in device.log if what == "record" and shape.num_tokens > room]
     assert len(tried) == len(set(tried)) <= 8, "each half as large as the one before"
     assert device.num_bytes == 100 + most, "what was taken in vain was given back"

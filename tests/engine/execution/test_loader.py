@@ -14,16 +14,15 @@ from torch import Tensor
 
 from engine.errors import NotEnoughMemory
 from engine.execution.loader import LoadedModel, load_model
-from engine.execution.memory import Budget, Dtypes, plan_memory, weight_bytes
-from engine.kernels import ops
+from engine.execution.memory import Budget, plan_memory, weight_bytes
+from engine.kernels import ops, select
 from engine.kernels.cpu import native
 from engine.kernels.cpu.native import NativeDecoder, NativeUnavailable, PackedLinear
-from engine.kernels.kv_cache import KVShape
+from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import Kernels
-from engine.kernels.reference import ReferenceLinear
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.fields import Fields
-from engine.model.parameters import Linear, Weights
+from engine.model.parameters import GatedMlp, Weights
 from engine.model.parse import parse_config, read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import Decoder
@@ -56,7 +55,7 @@ def load(folder: Path, said: list[str] | None = None, **options: object) -> Load
 def test_a_native_model_keeps_weights_and_cache_in_the_type_asked_for(tmp_path: Path, dtype: str) -> None:
     model = load(make_checkpoint("llama", tmp_path), dtype=dtype)
     assert isinstance(model.decoder, NativeDecoder)
-    assert model.kernels.weight_dtype == model.kernels.kv_dtype == DTYPES[dtype]
+    assert model.kernels.embedding_dtype == model.kernels.kv_dtype == DTYPES[dtype]
     assert model.kv.data.dtype == DTYPES[dtype]
     assert model.kernels.activation_dtype == torch.float32
 
@@ -77,10 +76,10 @@ def test_blocks_of_another_size_are_for_plain_torch(tmp_path: Path, block_size: 
 def test_head_sizes_of_multiples_of_8_are_native(head_dim: int) -> None:
     config = parse_config(Fields("config.json", make_config("llama", head_dim=head_dim)))
     said: list[str] = []
-    kernels = ops.select(config, CPU, torch.float16, LoadOptions(num_threads=1), said.append)
+    kernels = select.select(config, CPU, torch.float16, LoadOptions(num_threads=1), said.append)
     assert (kernels.name == "native") == (head_dim % 8 == 0)
     assert len(said) == (kernels.name == "torch")
-    assert kernels.weight_dtype == (torch.float16 if kernels.name == "native" else torch.float32)
+    assert kernels.embedding_dtype == (torch.float16 if kernels.name == "native" else torch.float32)
 
 
 # What memory
@@ -89,7 +88,9 @@ def test_head_sizes_of_multiples_of_8_are_native(head_dim: int) -> None:
 def parts(weights: Weights) -> Iterator[Tensor | Linear]:
     yield from (weights.embedding, weights.final_norm, weights.lm_head)
     for layer in weights.layers:
-        yield from (layer.input_norm, layer.post_norm, layer.qkv, layer.o, layer.gate_up, layer.down)
+        assert isinstance(layer.feed_forward, GatedMlp)
+        yield from (layer.input_norm, layer.post_norm, layer.qkv, layer.o)
+        yield from (layer.feed_forward.gate_up, layer.feed_forward.down)
         yield from (norm for norm in (layer.q_norm, layer.k_norm) if norm is not None)
 
 
@@ -102,7 +103,7 @@ def real_bytes(weights: Weights) -> int:
             packed += part.num_bytes
             continue
         tensors = [part] if isinstance(part, Tensor) else []
-        if isinstance(part, ReferenceLinear):
+        if isinstance(part, DenseLinear):
             tensors = [tensor for tensor in (part.weight, part.bias) if tensor is not None]
         for tensor in tensors:
             storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -128,7 +129,7 @@ def test_packed_weights_take_what_was_estimated_and_a_little_for_norms_and_paddi
     team: native.Team, tmp_path: Path, family: str, dtype: str
 ) -> None:
     folder = make_checkpoint(family, tmp_path, tie_word_embeddings=False)
-    config, weights = weights_of(folder, ops.native_kernels(team, DTYPES[dtype]))
+    config, weights = weights_of(folder, select.native_kernels(team, DTYPES[dtype]))
     estimate = weight_bytes(config, DTYPES[dtype])
     assert 0.98 * estimate <= real_bytes(weights) <= 1.02 * estimate
 
@@ -166,18 +167,19 @@ def test_a_plan_fits_or_says_that_it_does_not(
     available: int, max_num_seqs: int, max_batch_tokens: int, max_model_len: int, kv_bytes: int | None
 ) -> None:
     config = parse_config(Fields("config.json", make_config("llama")))
-    shape = KVShape(num_layers=3, num_kv_heads=2, head_dim=16, block_size=16)
+    kernels = replace(
+        ops.reference_kernels(CPU, torch.float32), embedding_dtype=torch.float16, kv_dtype=torch.float16
+    )
     options = LoadOptions(
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,
         max_model_len=max_model_len,
         kv_bytes=kv_bytes,
     )
-    dtypes = Dtypes(torch.float16, torch.float16)
     try:
-        plan = plan_memory(config, shape, dtypes, options, Budget(available, 0.25))
+        plan = plan_memory(config, kernels, options, Budget(available, 0.25))
     except NotEnoughMemory:
-        enough = plan_memory(config, shape, dtypes, options, Budget(1 << 40, 0.25))
+        enough = plan_memory(config, kernels, options, Budget(1 << 40, 0.25))
         least = replace(enough, num_blocks=1 + -(-max_model_len // 16))
         budgeted = kv_bytes is not None and kv_bytes > least.kv
         assert available < least.weights + least.workspace + (enough.kv if budgeted else least.kv)

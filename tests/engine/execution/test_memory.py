@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +12,28 @@ from engine.execution import memory
 from engine.execution.memory import (
     GIB,
     Budget,
-    Dtypes,
     MemoryPlan,
     available_bytes,
     plan_memory,
     weight_bytes,
 )
-from engine.kernels.kv_cache import KVShape
+from engine.kernels.ops import reference_kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.fields import Fields
 from engine.model.parse import parse_config
 from tests.engine.checkpoints import make_config, random_tensors
 
 CONFIG = parse_config(Fields("config.json", make_config("llama")))
-SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=16, block_size=16)
+KERNELS = replace(
+    reference_kernels(torch.device("cpu"), torch.float32),
+    embedding_dtype=torch.float16,
+    kv_dtype=torch.float32,
+)
 BLOCK = 3 * 2 * 2 * 16 * 16 * 4
 
 
 def plan(available: int, config: ModelConfig = CONFIG, cap: int | None = None, **options: Any) -> MemoryPlan:
-    dtypes = Dtypes(torch.float16, torch.float32)
-    return plan_memory(config, SHAPE, dtypes, LoadOptions(**options), Budget(available, 0.25, cap))
+    return plan_memory(config, KERNELS, LoadOptions(**options), Budget(available, 0.25, cap))
 
 
 def test_weights_take_the_bytes_of_all_their_tensors() -> None:

@@ -1,52 +1,16 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from engine.execution import runner
-from engine.execution.device_runner import DeviceLimits
-from engine.execution.runner import ModelRunner, choose_steps, make_batch
-from engine.planning.request import Request, SamplingParams, Sequence
-from engine.planning.step import Chunk, DeviceError
+from engine.execution.runner import ModelRunner
+from engine.planning.request import Request, SamplingParams
+from engine.planning.step import DeviceError, RunnerFacts
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.paper import make_request
-
-shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20), st.booleans()), min_size=1, max_size=8)
-
-
-@given(shapes)
-def test_a_batch_says_what_the_chunks_say(shape: list[tuple[int, int, bool]]) -> None:
-    chunks = []
-    for i, (start, num_tokens, samples) in enumerate(shape):
-        sequence = Sequence(make_request(str(i), [100 * i + k for k in range(start + num_tokens)]))
-        sequence.block_table = [i * 10 + k for k in range(9)]
-        chunks.append(Chunk(sequence, start, num_tokens, samples))
-    batch = make_batch(chunks, 16)
-    row = 0
-    wanted = []
-    for i, chunk in enumerate(chunks):
-        end = chunk.start + chunk.num_tokens
-        rows = slice(row, row + chunk.num_tokens)
-        assert batch.token_ids[rows].tolist() == chunk.sequence.token_ids[chunk.start : end]
-        assert batch.positions[rows].tolist() == list(range(chunk.start, end))
-        assert batch.query_starts[i].item() == row
-        assert batch.context_lens[i].item() == end
-        used = -(-end // 16)
-        assert batch.block_tables[i, :used].tolist() == chunk.sequence.block_table[:used]
-        row += chunk.num_tokens
-        wanted += [row - 1] if chunk.samples else []
-    assert batch.query_starts[-1].item() == row
-    assert batch.sample_rows.tolist() == wanted
-    assert batch.max_query_len == max(num_tokens for _, num_tokens, _ in shape)
-    tensors = batch.tensors().values()
-    assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in tensors)
 
 
 @pytest.fixture
@@ -57,13 +21,14 @@ def driver(tmp_path: Path) -> Driver:
 
 def test_logits_that_are_not_finite_fail_their_sequence_alone(driver: Driver) -> None:
     model = driver.runner.model
-    healthy = model.kernels.sample
+    healthy = model.lm_head
 
-    def break_first_row(logits: torch.Tensor, batch: object) -> object:
-        logits[0, 3] = np.nan
-        return healthy(logits, batch)  # type: ignore[arg-type]
+    def break_first_row(hidden: torch.Tensor) -> torch.Tensor:
+        logits = healthy(hidden)
+        logits[0, 3] = torch.nan
+        return logits
 
-    object.__setattr__(model.kernels, "sample", break_first_row)
+    object.__setattr__(model, "lm_head", break_first_row)
     driver.queue.put(make_request("bad", [5, 6]), 0.0)
     driver.queue.put(make_request("good", [7, 8]), 0.0)
     driver.step()
@@ -98,27 +63,32 @@ def test_logprobs_are_those_of_the_untouched_distribution(driver: Driver) -> Non
 def test_a_closed_runner_has_no_model(driver: Driver) -> None:
     driver.runner.close()
     with pytest.raises(RuntimeError, match="not loaded"):
-        _ = driver.runner.num_blocks
-
-
-@pytest.mark.parametrize("graphs", [True, False])
-def test_on_a_gpu_one_step_is_in_flight_with_graphs_as_asked(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, graphs: bool
-) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(runner, "CudaDevice", lambda device: device)
-    monkeypatch.setattr(runner, "DeviceSteps", lambda *args, **_: asked.extend(args))
-    model = driver.runner.model
-    options = replace(
-        model.options, cuda_graphs=graphs, max_num_seqs=9, max_batch_tokens=70, max_model_len=80
-    )
-    on_gpu = replace(model, device=torch.device("cuda"), options=options)
-    choose_steps(on_gpu)
-    limits = DeviceLimits(max_num_seqs=9, max_batch_tokens=70, max_model_len=80)
-    assert asked == [on_gpu, limits, on_gpu.device if graphs else None]
+        _ = driver.runner.model
 
 
 def test_on_a_cpu_a_step_has_ended_when_its_launch_returns(driver: Driver) -> None:
-    assert driver.runner.num_ahead == 0
+    assert driver.facts == RunnerFacts(num_blocks=32, block_size=16, max_batch_tokens=64, max_model_len=512)
     with pytest.raises(RuntimeError, match="not loaded"):
         _ = ModelRunner(lambda: driver.runner.model).steps
+
+
+@pytest.mark.parametrize(
+    ("window", "use", "first", "expected"),
+    [(6, True, 0, 6), (6, True, 1, 0), (6, False, 0, 0)],
+)
+def test_planning_is_told_the_window_that_all_layers_have(
+    tmp_path: Path, window: int, use: bool, first: int, expected: int
+) -> None:
+    make_checkpoint("qwen2", tmp_path, sliding_window=window, use_sliding_window=use, max_window_layers=first)
+    assert Driver(tmp_path, num_blocks=32).facts.window == expected
+
+
+def test_a_mask_can_arrive_between_the_pass_and_the_choice(driver: Driver) -> None:
+    """All but one token are taken out of the logits of a step whose pass was launched."""
+    driver.queue.put(make_request("r", [5, 6]), 0.0)
+    plan = driver.scheduler.plan(0.0)
+    step = driver.runner.launch(plan)
+    with torch.inference_mode():
+        step.logits[:, :17] = step.logits[:, 18:] = -1e9
+    step.choose()
+    assert step.wait().sampled[0].token_ids == [17]

@@ -24,12 +24,12 @@ def test_copies_happen_in_all_layers_and_as_if_at_once() -> None:
     kv = KVCache(SHAPE, 6, torch.float32, torch.device("cpu"))
     kv.data.normal_()
     before = kv.data.clone()
-    kv.copy_blocks([(1, 2), (2, 3), (1, 5)])
+    kv.copy_blocks(torch.tensor([1, 2, 1]), torch.tensor([2, 3, 5]))
     for source, target in [(1, 2), (2, 3), (1, 5), (4, 4), (0, 0), (1, 1)]:
         assert torch.equal(kv.data[:, :, target], before[:, :, source])
 
 
 def test_no_copies_change_nothing() -> None:
     kv = KVCache(SHAPE, 2, torch.float32, torch.device("cpu"))
-    kv.copy_blocks([])
+    kv.copy_blocks(torch.tensor([], dtype=torch.int32), torch.tensor([], dtype=torch.int32))
     assert not kv.data.any()

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import partial
 from subprocess import CalledProcessError
 from typing import Any
 
@@ -10,14 +12,16 @@ import pytest
 import torch
 
 from engine.errors import CheckpointError
-from engine.kernels import ops
+from engine.kernels import select as selecting
 from engine.kernels.cpu import native
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
-from engine.kernels.ops import Kernels, select
+from engine.kernels.ops import Kernels, reference_kernels
+from engine.kernels.select import only_what_runs, select, trials, triton_kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype
 from engine.model.fields import Fields
 from engine.model.parse import parse_config
+from tests.engine import needs
 from tests.engine.checkpoints import make_config
 
 CONFIG = parse_config(Fields("config.json", make_config("llama")))
@@ -37,8 +41,8 @@ def test_a_cpu_gets_the_native_decoder_where_it_can_be_built() -> None:
         pytest.skip(str(error))
     kernels, said = choose()
     assert (kernels.name, said) == ("native", [])
-    assert kernels.decoder is not None
-    assert (kernels.weight_dtype, kernels.kv_dtype, kernels.activation_dtype) == (
+    assert kernels.team is not None
+    assert (kernels.embedding_dtype, kernels.kv_dtype, kernels.activation_dtype) == (
         torch.float16,
         torch.float16,
         torch.float32,
@@ -52,7 +56,7 @@ def test_without_a_compiler_plain_torch_serves_and_says_so(monkeypatch: pytest.M
     monkeypatch.setattr(native, "load_library", unavailable)
     kernels, said = choose()
     assert kernels.name == "torch"
-    assert kernels.decoder is None
+    assert kernels.team is None
     assert len(said) == 1
     assert "no compiler" in said[0]
     assert "\n" not in said[0]
@@ -74,8 +78,8 @@ def test_what_the_native_kernels_cannot_do_plain_torch_does(
 
 
 def test_plain_torch_on_a_cpu_is_float32() -> None:
-    kernels = ops.reference_kernels(CPU, torch.bfloat16)
-    assert kernels.weight_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.float32
+    kernels = reference_kernels(CPU, torch.bfloat16)
+    assert kernels.embedding_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.float32
 
 
 def choose_on_a_gpu() -> tuple[Kernels, list[str]]:
@@ -83,20 +87,34 @@ def choose_on_a_gpu() -> tuple[Kernels, list[str]]:
     return select(CONFIG, CUDA, torch.bfloat16, LoadOptions(), said.append), said
 
 
+class OnGpu:
+    """Triton's table is made on the CPU, and tried by the test's own trials, by name."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, trial: Callable[[str], None] = lambda _: None
+    ) -> None:
+        make, names = triton_kernels, trials(reference_kernels(CPU, torch.float32), CONFIG, LoadOptions())
+
+        def elsewhere(config: ModelConfig, device: torch.device, *rest: Any) -> Kernels:
+            return replace(make(config, CPU, *rest), device=device)
+
+        monkeypatch.setattr(selecting, "triton_kernels", elsewhere)
+        monkeypatch.setattr(selecting, "trials", lambda *_: {name: partial(trial, name) for name in names})
+
+
 def test_a_gpu_gets_triton_in_the_dtype_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    made: list[Kernels] = []
-    make = ops.triton_kernels
-
-    def elsewhere(config: ModelConfig, device: torch.device, *rest: Any) -> Kernels:
-        return replace(make(config, CPU, *rest), device=device)
-
-    monkeypatch.setattr(ops, "triton_kernels", elsewhere)
-    monkeypatch.setattr(ops, "_try_out", made.append)
+    pytest.importorskip("triton", reason=needs.TRITON)
+    tried: list[str] = []
+    OnGpu(monkeypatch, tried.append)
     kernels, said = choose_on_a_gpu()
-    assert (kernels.name, kernels.device, said, made) == ("triton", CUDA, [], [kernels])
-    assert kernels.weight_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.bfloat16
-    assert kernels.decoder is None
+    assert (kernels.name, kernels.device, said) == ("triton", CUDA, [])
+    assert kernels.embedding_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.bfloat16
+    assert kernels.is_static
+    plain = reference_kernels(CUDA, torch.bfloat16)
+    brought = {
+        field.name for field in fields(Kernels) if getattr(kernels, field.name) != getattr(plain, field.name)
+    }
+    assert brought - {"name", "is_static", "linear"} == set(tried), "every kernel that Triton brings is tried"
 
 
 @pytest.mark.parametrize(
@@ -105,6 +123,7 @@ def test_a_gpu_gets_triton_in_the_dtype_asked_for(monkeypatch: pytest.MonkeyPatc
         ImportError("No module named 'triton'"),
         RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable."),
         CalledProcessError(1, ["gcc"]),
+        AssertionError(),
     ],
 )
 def test_a_gpu_without_triton_gets_plain_torch_and_says_so(
@@ -113,24 +132,80 @@ def test_a_gpu_without_triton_gets_plain_torch_and_says_so(
     def broken(*_: object) -> Kernels:
         raise error
 
-    monkeypatch.setattr(ops, "triton_kernels", broken)
+    monkeypatch.setattr(selecting, "triton_kernels", broken)
     kernels, said = choose_on_a_gpu()
     assert (kernels.name, kernels.device) == ("torch", CUDA)
-    assert kernels.weight_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.bfloat16
+    assert kernels.embedding_dtype == kernels.activation_dtype == kernels.kv_dtype == torch.bfloat16
     assert len(said) == 1
     assert str(error).partition("\n")[0] in said[0]
     assert "\n" not in said[0]
 
 
-def test_a_kernel_that_does_not_run_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> torch.Tensor:
+@pytest.mark.parametrize(
+    ("name", "is_static"),
+    [("rms_norm", True), ("attention", False), ("choose", True), ("rotate_and_write", False)],
+)
+def test_a_kernel_that_does_not_run_is_replaced_alone(
+    name: str, is_static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason=needs.TRITON)
+
+    def broken(tried: str) -> None:
+        if tried == name:
+            raise AssertionError("out of resource: shared memory")
+
+    OnGpu(monkeypatch, broken)
+    chosen, said = choose_on_a_gpu()
+    assert chosen.name == "triton"
+    assert getattr(chosen, name) == getattr(reference_kernels(CPU, torch.float32), name)
+    assert chosen.silu_mul != reference_kernels(CPU, torch.float32).silu_mul
+    assert chosen.is_static == is_static
+    assert f"the Triton kernel {name} does not run here (out of resource: shared memory)" in said[0]
+    assert (len(said) == 1) == is_static
+
+
+def test_where_no_kernel_runs_all_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason=needs.TRITON)
+
+    def broken(_: str) -> None:
         raise RuntimeError("ptxas is missing")
 
-    kernels = replace(ops.reference_kernels(CPU, torch.float32), name="triton", rms_norm=broken)
-    monkeypatch.setattr(ops, "triton_kernels", lambda *_: kernels)
+    OnGpu(monkeypatch, broken)
     chosen, said = choose_on_a_gpu()
-    assert chosen.name == "torch"
-    assert "ptxas is missing" in said[0]
+    assert (chosen.name, chosen.is_static) == ("torch", False)
+    assert all("ptxas is missing" in line for line in said)
+
+
+def test_a_lost_device_is_no_kernel_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason=needs.TRITON)
+
+    def lost(_: str) -> None:
+        raise torch.AcceleratorError("gone")
+
+    OnGpu(monkeypatch, lost)
+    with pytest.raises(torch.AcceleratorError):
+        choose_on_a_gpu()
+
+
+def test_the_trials_run_every_operation_of_a_table() -> None:
+    plain = reference_kernels(CPU, torch.float32)
+    called: list[str] = []
+
+    def noting(name: str) -> Callable[..., Any]:
+        operation = getattr(plain, name)
+
+        def call(*args: Any) -> Any:
+            called.append(name)
+            return operation(*args)
+
+        return call
+
+    names = list(trials(plain, CONFIG, LoadOptions()))
+    table = replace(plain, **{name: noting(name) for name in names})  # type: ignore[arg-type]
+    said: list[str] = []
+    assert only_what_runs(table, plain, trials(table, CONFIG, LoadOptions()), said.append) == table
+    assert said == []
+    assert called == names
 
 
 @pytest.mark.parametrize("module", ["triton", "torch._dynamo"])

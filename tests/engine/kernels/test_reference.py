@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,9 +9,9 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.linear import DenseLinear
 from engine.kernels.reference import (
     PagedAttention,
-    ReferenceLinear,
     TokenPlaces,
     add_rms_norm,
     rms_norm,
@@ -23,6 +21,8 @@ from engine.kernels.reference import (
     slot_mapping,
     write_kv,
 )
+from tests.engine import ranges
+from tests.engine.ranges import Range, assert_within, attend, concatenated, dot, exactly
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 8, 4
@@ -57,7 +57,7 @@ def make_batch(sequences: list[tuple[int, int]]) -> Batch:
     )
 
 
-def dense_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+def dense_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Range:
     """The last tokens of one sequence, query by query: softmax(q k / sqrt(d)) v over what each one sees."""
     num_queries, context = queries.shape[0], keys.shape[0]
     rows = []
@@ -67,10 +67,11 @@ def dense_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int) 
         heads = []
         for head in range(HEADS):
             shared = head * KV_HEADS // HEADS
-            scores = keys[first : position + 1, shared] @ queries[i, head] / math.sqrt(HEAD_DIM)
-            heads.append(scores.softmax(0) @ values[first : position + 1, shared])
-        rows.append(torch.cat(heads))
-    return torch.stack(rows)
+            seen = slice(first, position + 1), shared
+            scores = dot(exactly(queries[i : i + 1, head]), exactly(keys[seen]).mT).scaled(HEAD_DIM**-0.5)
+            heads.append(attend(scores, exactly(values[seen])))
+        rows.append(concatenated(heads, -1))
+    return concatenated(rows, 0)
 
 
 @pytest.mark.parametrize("bound", [1, reference.MAX_GROUP_ELEMENTS])
@@ -93,7 +94,7 @@ def test_paged_attention_is_dense_attention(
         start = int(batch.query_starts[row])
         expected.append(dense_attention(queries[start : start + new], keys, values, window))
     found = attention(queries, kv.layer(0), window)
-    torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=1e-4)
+    assert_within(found, concatenated(expected, 0))
 
 
 def own_slots(batch: Batch, row: int, num_tokens: int) -> Tensor:
@@ -144,23 +145,28 @@ def test_queries_and_keys_are_normed_and_rotated_and_values_are_not(norms: bool)
     if q_norm is not None and k_norm is not None:
         queries, keys = rms_norm(queries, q_norm, 1e-6), rms_norm(keys, k_norm, 1e-6)
     cos, sin = places.cos[[8, 0, 3]], places.sin[[8, 0, 3]]
-    torch.testing.assert_close(found, rotary(queries, cos, sin))
+    assert torch.equal(found, rotary(queries, cos, sin))
     expected = KVCache(SHAPE, 3, torch.float32, CPU)
     write_kv(expected.layer(0), rotary(keys, cos, sin), values, places.slots)
-    torch.testing.assert_close(kv.data, expected.data)
+    assert torch.equal(kv.data, expected.data)
 
 
 def test_rotary_turns_pairs_as_complex_numbers_turn() -> None:
     x, angles = torch.randn(5, 3, HEAD_DIM), torch.randn(5, HEAD_DIM // 2)
-    pairs = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)[:, None]
-    torch.testing.assert_close(rotary(x, angles.cos(), angles.sin()), torch.cat((pairs.real, pairs.imag), -1))
+    cos, sin = angles.cos(), angles.sin()
+    pairs = torch.complex(*x.double().chunk(2, dim=-1)) * torch.complex(cos.double(), sin.double())[:, None]
+    expected = ranges.rotary(exactly(x), cos, sin)
+    assert_within(torch.cat((pairs.real, pairs.imag), -1), expected)
+    assert_within(rotary(x, cos, sin), expected)
 
 
 def test_rms_norm_makes_the_mean_square_one() -> None:
     x = 100 * torch.randn(4, 3, 64)
     normed = rms_norm(x, torch.ones(64), 0.0)
-    torch.testing.assert_close(normed.pow(2).mean(-1), torch.ones(4, 3))
-    torch.testing.assert_close(rms_norm(x, torch.full((64,), 2.0), 0.0), 2 * normed)
+    assert_within(normed, ranges.rms_norm(exactly(x), torch.ones(64), 0.0))
+    mean_square = normed.double().square().mean(-1)
+    assert (mean_square - 1).abs().max() < 2 * ranges.gamma(64 // 2 + ranges.FUNCTION + 5)
+    assert torch.equal(rms_norm(x, torch.full((64,), 2.0), 0.0), 2 * normed)
     assert rms_norm(torch.zeros(1, 64), torch.ones(64), 1e-6).eq(0).all()
 
 
@@ -179,11 +185,10 @@ def test_the_residual_stream_is_normed_with_what_is_added_to_it() -> None:
 
 def test_silu_mul_gates_the_second_half_with_the_first() -> None:
     gate, up = torch.randn(2, 4, 6)
-    expected = gate * torch.sigmoid(gate) * up
-    torch.testing.assert_close(silu_mul(torch.cat((gate, up), -1)), expected)
+    assert_within(silu_mul(torch.cat((gate, up), -1)), ranges.silu_mul(exactly(gate), exactly(up)))
 
 
 def test_linear_is_a_matrix_and_a_bias() -> None:
     weight, bias, x = torch.randn(3, 5), torch.randn(3), torch.randn(2, 4, 5)
-    torch.testing.assert_close(ReferenceLinear(weight, bias)(x), x @ weight.T + bias)
-    torch.testing.assert_close(ReferenceLinear(weight, None)(x), x @ weight.T)
+    assert_within(DenseLinear(weight, bias)(x), ranges.linear(exactly(x), weight, bias))
+    assert_within(DenseLinear(weight, None)(x), ranges.linear(exactly(x), weight))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import CheckpointError
-from engine.model.config import GenerationDefaults, ModelConfig, RopeConfig
+from engine.model.config import GenerationDefaults, LoadOptions, ModelConfig, RopeConfig
 from engine.model.fields import Fields
 from engine.model.parse import parse_config, read_config, read_generation_defaults
 from tests.engine.checkpoints import make_config
@@ -169,3 +169,9 @@ def test_a_missing_directory_file_or_object_is_named(tmp_path: Path) -> None:
         read_config(write(tmp_path, "{"))
     with pytest.raises(CheckpointError, match=r"config\.json holds no JSON object"):
         read_config(write(tmp_path, "[]"))
+
+
+@pytest.mark.parametrize("num_threads", [-1, 0, 1025, 1_000_000])
+def test_a_number_of_threads_that_cannot_be_meant_is_refused(num_threads: int) -> None:
+    with pytest.raises(ValueError, match=f"num_threads must be between 1 and 1024, not {num_threads}"):
+        LoadOptions(num_threads=num_threads)

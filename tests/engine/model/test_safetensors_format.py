@@ -273,6 +273,15 @@ def test_a_file_that_ends_early_is_refused(good: Path, data: st.DataObject) -> N
         assert "truncated" in refused(Path(folder), content[:keep])
 
 
+@pytest.mark.parametrize("more", range(-1, 9))
+def test_a_file_that_ends_where_its_header_is_about_to_is_refused(
+    good: Path, more: int, tmp_path: Path
+) -> None:
+    content = (good / SINGLE).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert "truncated" in refused(tmp_path, content[: length + more])
+
+
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.execution.loader import load_model
+from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import reference_kernels
-from engine.kernels.reference import ReferenceLinear
 from engine.model.config import LoadOptions
-from engine.model.parameters import Linear, Weights
+from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.weights import check_tensors, load_weights
@@ -32,8 +32,13 @@ def load(folder: Path, progress: list[tuple[int, int]] | None = None) -> Weights
 
 
 def matrix(linear: Linear) -> Tensor:
-    assert isinstance(linear, ReferenceLinear)
+    assert isinstance(linear, DenseLinear)
     return linear.weight
+
+
+def mlp(layer: LayerWeights) -> GatedMlp:
+    assert isinstance(layer.feed_forward, GatedMlp)
+    return layer.feed_forward
 
 
 def checkpoint_without(
@@ -61,9 +66,9 @@ def test_every_tensor_lands_where_it_belongs(tmp_path: Path) -> None:
         qkv = torch.cat([own[f"self_attn.{part}_proj.weight"] for part in "qkv"])
         gate_up = torch.cat([own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]])
         assert torch.equal(matrix(layer.qkv), qkv)
-        assert torch.equal(matrix(layer.gate_up), gate_up)
+        assert torch.equal(matrix(mlp(layer).gate_up), gate_up)
         assert torch.equal(matrix(layer.o), own["self_attn.o_proj.weight"])
-        assert torch.equal(matrix(layer.down), own["mlp.down_proj.weight"])
+        assert torch.equal(matrix(mlp(layer).down), own["mlp.down_proj.weight"])
         assert torch.equal(layer.input_norm, own["input_layernorm.weight"])
         assert torch.equal(layer.post_norm, own["post_attention_layernorm.weight"])
         assert layer.q_norm is not None
@@ -88,7 +93,9 @@ def test_what_transformers_itself_writes_can_be_read(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     weights = load(tmp_path)
-    assert torch.equal(matrix(weights.layers[1].down), model.model.layers[1].mlp.down_proj.weight.float())
+    assert torch.equal(
+        matrix(mlp(weights.layers[1]).down), model.model.layers[1].mlp.down_proj.weight.float()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -116,7 +123,7 @@ def test_weights_are_copies_and_the_file_may_go(tmp_path: Path) -> None:
     weights = load(make_checkpoint("llama", tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert weights.embedding.isfinite().all()
-    assert matrix(weights.layers[0].down).isfinite().all()
+    assert matrix(mlp(weights.layers[0]).down).isfinite().all()
 
 
 def test_tensors_that_are_not_needed_are_passed_over(tmp_path: Path) -> None:

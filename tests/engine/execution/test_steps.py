@@ -1,7 +1,8 @@
-"""The runner of a device that runs beside the host, put together on a CPU: it says what the plain runner says."""
+"""The steps of a device that runs beside the host, on a CPU: graphs and a step in flight change no answer."""
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,22 +15,24 @@ import torch
 
 from engine.engine import launch_fitting
 from engine.execution import loader
-from engine.execution.device_memory import table_bytes
-from engine.execution.device_runner import DeviceLimits, DeviceSteps
-from engine.execution.graphs import Graph, Rung
+from engine.execution import runner as runner_module
+from engine.execution.buffers import StepBuffers
+from engine.execution.graphs import Graph
 from engine.execution.loader import LoadedModel, load_model
-from engine.execution.runner import ModelRunner
+from engine.execution.runner import LaunchedStep, ModelRunner
+from engine.execution.seats import StepShape
 from engine.kernels import gathered
 from engine.kernels.batch import Batch
-from engine.kernels.gathered import FLASH, Attend, Ways
+from engine.kernels.gathered import FLASH, Attend, LongPrefillBackends
 from engine.kernels.kv_cache import KVShape
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.reference import PagedAttention
 from engine.model.config import LoadOptions
 from engine.planning.block_tables import BlockTables
-from engine.planning.request import Output, Request, SamplingParams
+from engine.planning.request import Output, Request, SamplingParams, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import DeviceError, OutOfMemory, Plan, Runner, StepInFlight
+from engine.sampling.reference import most_likely
 from priority.queue import LaneQueue
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import NoText
@@ -69,38 +72,47 @@ class RepeatingDevice:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LoadedModel]:
     folder: Path = tmp_path_factory.mktemp("model")
     make_checkpoint("qwen3", folder)
-    options = LoadOptions(device="cpu", dtype="float32", num_blocks=60, max_batch_tokens=32)
+    options = LoadOptions(
+        device="cpu", dtype="float32", num_blocks=60, max_batch_tokens=32, max_num_seqs=SEATS
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "select", lambda _, device, dtype, *__: reference_kernels(device, dtype))
         yield load_model(folder, options, lambda _: None, lambda *_: None)
 
 
-def device_runner(model: LoadedModel, device: RepeatingDevice | None, max_query_len: int = 1) -> ModelRunner:
-    """With graphs if there is a device that records them."""
+def device_runner(
+    model: LoadedModel, device: RepeatingDevice | None, max_query_len: int = 1, num_ahead: int = 1
+) -> ModelRunner:
+    """With a step ahead, as on a GPU, and with graphs if there is a device that captures them."""
 
     def decoder(batch: Batch) -> torch.Tensor:
         """Plain attention supposes that every sequence has context; what it says of padding is for nobody."""
         return model.decoder(replace(batch, context_lens=batch.context_lens.clamp(min=1)))
 
-    named = replace(model, decoder=decoder, kernels=replace(model.kernels, is_static=True))
-    limits = DeviceLimits(max_num_seqs=SEATS, max_batch_tokens=32, max_query_len=max_query_len)
-    runner = ModelRunner(lambda: named, lambda model: DeviceSteps(model, limits, device, say=lambda _: None))
+    options = replace(model.options, max_query_len=max_query_len)
+    buffers = StepBuffers(SEATS, 32, model.config.vocab_size, torch.float32, model.device)
+    own = replace(model, options=options, decoder=decoder, buffers=buffers if device else None)
+    runner = ModelRunner(lambda: own, make_device=lambda _: device, num_ahead=num_ahead)
     runner.load()
     return runner
-
-
-def steps_of(runner: ModelRunner) -> DeviceSteps:
-    assert isinstance(runner.steps, DeviceSteps)
-    return runner.steps
 
 
 class Party:
     """A runner with a scheduler, on the test's own thread, as far ahead as the runner goes."""
 
-    def __init__(self, runner: Runner, *, budget: int = 32, num_blocks: int = 60) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        num_ahead: int = 1,
+        budget: int = 32,
+        num_blocks: int = 60,
+        block_size: int = 16,
+    ) -> None:
         self.runner = runner
+        self.num_ahead = num_ahead
         self.queue = LaneQueue(Lock())
-        tables = BlockTables(num_blocks, runner.block_size)
+        tables = BlockTables(num_blocks, block_size)
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=SEATS, max_model_len=200)
         self.scheduler = Scheduler(self.queue, tables, NoText(), limits)
         self.flights: deque[tuple[Plan, StepInFlight]] = deque()
@@ -120,12 +132,17 @@ class Party:
     def step(self) -> None:
         self.num_steps += 1
         plan = self.scheduler.plan(0.0)
+        self.runner.forget(self.scheduler.take_departed())
         if plan.chunks:
-            self.flights.append((plan, self.runner.launch(plan)))
-        while len(self.flights) > (self.runner.num_ahead if plan.chunks else 0):
+            self.flights.append((plan, self.launch(plan)))
+        while len(self.flights) > (self.num_ahead if plan.chunks else 0):
             flown, step = self.flights.popleft()
             for output in self.scheduler.commit(flown, step.wait(), 0.0):
                 self.outputs.setdefault((output.request_id, output.index), []).append(output)
+            self.runner.forget(self.scheduler.take_departed())
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        return launch_fitting(self.runner, self.scheduler, plan)
 
     def tokens(self) -> dict[tuple[str, int], list[int]]:
         return {key: [t for o in outputs for t in o.token_ids] for key, outputs in self.outputs.items()}
@@ -149,45 +166,48 @@ REQUESTS = (
 
 @pytest.fixture(scope="module")
 def expected(model: LoadedModel) -> Party:
-    runner = ModelRunner(lambda: model)
-    runner.load()
-    return Party(runner).run(*REQUESTS)
+    """One step after another, without graphs."""
+    return Party(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("budget", [32, 5])
 @pytest.mark.parametrize("max_query_len", [1, 4])
-def test_it_says_what_the_plain_runner_says(
+def test_graphs_and_a_step_ahead_change_no_answer(
     model: LoadedModel, expected: Party, graphs: bool, budget: int, max_query_len: int
 ) -> None:
     device = RepeatingDevice() if graphs else None
-    party = Party(device_runner(model, device, max_query_len), budget=budget).run(*REQUESTS)
+    runner = device_runner(model, device, max_query_len)
+    party = Party(runner, budget=budget).run(*REQUESTS)
     assert party.tokens() == expected.tokens()
     if device is not None:
-        passes, choices = 4 * len({1, max_query_len}), 4 * 4
-        assert device.num_recorded == passes + choices, "1, 2, 4, 6"
-        assert len({number for number in device.replays if number <= passes}) > (1 if budget == 32 else 0)
-        assert len({number for number in device.replays if number > passes}) > (3 if budget == 32 else 0)
+        ladders = [runner.steps.passes, *runner.steps.choices.values()]
+        assert device.num_recorded == sum(len(ladder.shapes) for ladder in ladders)
+        num_passes = len(runner.steps.passes.shapes)
+        least = 3 if budget == 32 else 1
+        assert len({number for number in device.replays if number <= num_passes}) > least
+        assert len({number for number in device.replays if number > num_passes}) > least
 
 
-def test_short_ends_of_prompts_are_steps_of_the_table(model: LoadedModel) -> None:
-    """Prompts of different lengths are in one step, and it has a graph."""
-    runner = device_runner(model, RepeatingDevice(), max_query_len=4)
-    steps = steps_of(runner)
-    seen: list[tuple[int, int]] = []
-    run = steps.passes.run
+def test_every_step_up_to_the_largest_graph_is_replayed_whole(model: LoadedModel) -> None:
+    """Prompts in chunks, short ends of prompts, prompts beside decodes, and decodes."""
+    device = RepeatingDevice()
+    runner = device_runner(model, device)
+    party = Party(runner)
+    launched: list[StepShape] = []
+    launch = party.launch
 
-    def note(rung: Rung) -> None:
-        seen.append((rung.num_sequences, rung.query_len))
-        run(rung)
+    def note(plan: Plan) -> StepInFlight:
+        before = len(device.replays)
+        launched.append(StepShape.of(plan))
+        step = launch(plan)
+        assert len(device.replays) - before == 2, "a pass, and a choice"
+        return step
 
-    steps.passes.run = note  # type: ignore[method-assign]
-    requests = (ask("first", 3, temperature=0.0), ask("second", 4, seed=1), ask("third", 2, seed=1))
-    party = Party(runner).run(*requests)
-    assert seen[:3] == [(4, 4), (4, 1), (4, 1)]
-    plain = ModelRunner(lambda: model)
-    plain.load()
-    assert party.tokens() == Party(plain).run(*requests).tokens()
+    party.launch = note  # type: ignore[method-assign]
+    party.run(*REQUESTS)
+    assert {shape.is_decode for shape in launched} == {True, False}
+    assert any(shape.num_sequences > 1 and not shape.is_decode for shape in launched)
 
 
 def test_who_gave_way_in_flight_says_the_same(model: LoadedModel, expected: Party) -> None:
@@ -219,11 +239,11 @@ def test_logits_that_are_not_finite_fail_their_sequence_alone(model: LoadedModel
     party = Party(runner)
     decoder = runner.model.decoder
 
-    def broken(batch: object) -> torch.Tensor:
-        logits = decoder(batch)  # type: ignore[arg-type]
-        logits[0, 7] = torch.nan
+    def broken(batch: Batch) -> torch.Tensor:
+        hidden = decoder(batch)
+        hidden[0, 7] = torch.nan
         object.__setattr__(runner.model, "decoder", decoder)
-        return logits
+        return hidden
 
     object.__setattr__(runner.model, "decoder", broken)
     party.run(ask("bad", 4), ask("good", 5))
@@ -231,9 +251,11 @@ def test_logits_that_are_not_finite_fail_their_sequence_alone(model: LoadedModel
     assert len(party.tokens()["good", 0]) == 9
 
 
-def test_a_request_that_the_sampler_cannot_take_fails_alone(model: LoadedModel) -> None:
+def test_a_request_that_the_sampler_cannot_take_fails_alone(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = device_runner(model, None)
-    steps_of(runner).sampler._max_biases = 2
+    monkeypatch.setattr(runner.model.sampler, "_max_biases", 2)
     party = Party(runner).run(ask("bad", 4, logit_bias={1: 1.0, 2: 1.0, 3: 1.0}), ask("good", 5))
     assert "tokens with a bias or a ban" in str(party.outputs["bad", 0][-1].error)
     assert len(party.tokens()["good", 0]) == 9
@@ -241,7 +263,15 @@ def test_a_request_that_the_sampler_cannot_take_fails_alone(model: LoadedModel) 
 
 @pytest.mark.parametrize(
     ("raised", "seen"),
-    [(torch.OutOfMemoryError("full"), OutOfMemory), (torch.AcceleratorError("gone"), DeviceError)],
+    [
+        (torch.OutOfMemoryError("full"), OutOfMemory),
+        (MemoryError("the native kernels could not get their memory"), OutOfMemory),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            OutOfMemory,
+        ),
+        (torch.AcceleratorError("gone"), DeviceError),
+    ],
 )
 def test_what_the_device_raises_has_a_name_of_ours(
     model: LoadedModel, raised: Exception, seen: type[Exception]
@@ -258,73 +288,95 @@ def test_what_the_device_raises_has_a_name_of_ours(
         party.step()
 
 
-def test_a_step_that_had_no_room_can_be_launched_again(model: LoadedModel, expected: Party) -> None:
+@pytest.mark.parametrize("where", ["decoder", "lm_head"])
+@pytest.mark.parametrize("graphs", [True, False])
+def test_a_step_that_had_no_room_can_be_launched_again(
+    model: LoadedModel, expected: Party, where: str, graphs: bool
+) -> None:
     """In smaller pieces, too; tokens that only the device knows are not lost."""
-    runner = device_runner(model, RepeatingDevice())
-    launch, failures = steps_of(runner).launch, cycle([False, True])
+    runner = device_runner(model, RepeatingDevice() if graphs else None)
+    party = Party(runner)
+    launch, failures = runner.steps.launch, cycle([False, True])
 
-    def sometimes(plan: Plan) -> StepInFlight:
+    def sometimes(plan: Plan) -> LaunchedStep:
         if plan.num_tokens > 1 and next(failures):
-            decoder = runner.model.decoder
-            object.__setattr__(runner.model, "decoder", _no_room)
+            whole = getattr(runner.model, where)
+            object.__setattr__(runner.model, where, _no_room)
             try:
                 return launch(plan)
             finally:
-                object.__setattr__(runner.model, "decoder", decoder)
+                object.__setattr__(runner.model, where, whole)
         return launch(plan)
 
-    steps_of(runner).launch = sometimes  # type: ignore[method-assign]
-    party = Party(runner)
-
-    class Patient:
-        num_ahead, block_size, num_blocks, max_batch_tokens = 1, runner.block_size, runner.num_blocks, 32
-        load, close = runner.load, runner.close
-
-        def launch(self, plan: Plan) -> StepInFlight:
-            return launch_fitting(runner, party.scheduler, plan)
-
-    party.runner = Patient()
+    runner.steps.launch = sometimes  # type: ignore[method-assign]
     party.run(*REQUESTS)
     assert party.tokens() == expected.tokens()
+
+
+@pytest.mark.parametrize("num_failures", [1, 4])
+def test_a_choice_that_had_no_room_is_made_again_and_counted_once(
+    model: LoadedModel, expected: Party, monkeypatch: pytest.MonkeyPatch, num_failures: int
+) -> None:
+    runner = device_runner(model, None)
+    left = [num_failures]
+
+    def sometimes(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if left[0] and logits.shape[0] > 1:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("full")
+        return most_likely(logits, num)
+
+    monkeypatch.setattr(runner_module, "most_likely", sometimes)
+    assert Party(runner).run(*REQUESTS).tokens() == expected.tokens()
+    assert not left[0]
+
+
+def test_blocks_are_copied_once_however_often_a_step_is_launched(model: LoadedModel) -> None:
+    runner = device_runner(model, None)
+    party = Party(runner)
+    copied: list[tuple[int, int]] = []
+    copy_blocks, decoder = model.kv.copy_blocks, runner.model.decoder
+
+    def note(sources: torch.Tensor, targets: torch.Tensor) -> None:
+        copied.extend(zip(sources.tolist(), targets.tolist(), strict=True))
+        copy_blocks(sources, targets)
+        object.__setattr__(runner.model, "decoder", _no_room)
+
+    launch = runner.steps.launch
+
+    def restored(plan: Plan) -> LaunchedStep:
+        try:
+            return launch(plan)
+        finally:
+            object.__setattr__(runner.model, "decoder", decoder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.kv, "copy_blocks", note)
+        runner.steps.launch = restored  # type: ignore[method-assign]
+        found = party.run(ask("forked", 9, n=3, seed=5, top_p=0.9))
+    assert copied
+    assert len(copied) == len(set(copied))
+    plain = Party(device_runner(model, None)).run(ask("forked", 9, n=3, seed=5, top_p=0.9))
+    assert found.tokens() == plain.tokens()
+
+
+def test_nothing_of_a_sequence_that_ended_is_kept(model: LoadedModel) -> None:
+    runner = device_runner(model, RepeatingDevice())
+    Party(runner).run(*(replace(request, request_id=f"kept/{request.request_id}") for request in REQUESTS))
+    gc.collect()
+    alive = [thing for thing in gc.get_objects() if type(thing) is Sequence]
+    assert not [sequence for sequence in alive if sequence.request.request_id.startswith("kept/")]
 
 
 def _no_room(_: object) -> torch.Tensor:
     raise torch.OutOfMemoryError("full")
 
 
-@pytest.mark.parametrize("max_query_len", [1, 4])
-def test_what_it_keeps_on_its_device_was_planned_to_the_byte(model: LoadedModel, max_query_len: int) -> None:
-    steps = steps_of(device_runner(model, RepeatingDevice(), max_query_len))
-    steps.state._last_slot_tensor = torch.zeros(0)  # an input of the last step
-    kept = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors_of(steps, {})}
-    options = replace(model.options, max_num_seqs=SEATS, max_query_len=max_query_len)
-    assert model.config.max_position < 60 * 16
-    planned = table_bytes(model.config, options, model.kernels, model.config.max_position)
-    assert sum(storage.nbytes() for storage in kept.values()) == planned
-
-
-def tensors_of(thing: object, seen: dict[int, object]) -> Iterator[torch.Tensor]:
-    """All that can be reached from it, but for the model's own."""
-    if id(thing) in seen or isinstance(thing, LoadedModel):
-        return
-    seen[id(thing)] = thing
-    if isinstance(thing, torch.Tensor):
-        yield thing
-    elif isinstance(thing, dict):
-        yield from tensors_of([*thing.keys(), *thing.values()], seen)
-    elif isinstance(thing, list | tuple | set):
-        for part in list(thing):
-            yield from tensors_of(part, seen)
-    elif type(thing).__module__.startswith("engine."):
-        names = [*getattr(thing, "__dict__", ()), *getattr(thing, "__slots__", ())]
-        yield from tensors_of([getattr(thing, name) for name in names], seen)
-
-
 def test_a_closed_runner_has_no_model(model: LoadedModel) -> None:
     runner = device_runner(model, None)
     runner.close()
     with pytest.raises(RuntimeError, match="not loaded"):
-        _ = runner.num_blocks
+        _ = runner.model
 
 
 def test_long_chunks_by_torch_change_no_answer(
@@ -332,10 +384,10 @@ def test_long_chunks_by_torch_change_no_answer(
 ) -> None:
     """What the step says of its lengths is what they are."""
     made: list[gathered.GatheredAttention] = []
-    ways = Ways(min_queries=8, whole=FLASH, later=FLASH)
+    backends = LongPrefillBackends(min_queries=8, first_chunk=FLASH, later_chunk=FLASH)
 
     def attention(batch: Batch, shape: KVShape) -> Attend:
-        attend = gathered.attention(batch, shape, others=PagedAttention, ways=ways)
+        attend = gathered.prepare_attention(batch, shape, prepare_paged=PagedAttention, backends=backends)
         made.extend([attend] if isinstance(attend, gathered.GatheredAttention) else [])
         return attend
 

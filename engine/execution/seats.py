@@ -1,0 +1,246 @@
+"""Seats: which slot of the device's table each running sequence has, and what the host has to send for a step.
+
+A decode step, in which every sequence computes the token that it sampled last, needs nothing from the host but its
+slots, and not even those if they are the slots of the step before: tokens, lengths and block tables are in the table,
+and each step leaves them there as the next one needs them. The host remembers what it sent and what the steps that it
+launched will have written, and sends only the difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
+from itertools import repeat
+
+import torch
+from torch import Tensor
+
+from engine.execution.uploads import Uploader
+from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepTokens
+from engine.planning.request import Sequence
+from engine.planning.step import Chunk, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The shape of a step: its own, or the larger one of a graph that the step is padded to."""
+
+    num_tokens: int
+    num_sequences: int
+    max_query_len: int
+    """Tokens of one sequence."""
+    is_decode: bool = False
+    """Every sequence has one token, the one that it sampled last, and samples the next."""
+    num_rows: int = 0
+    """Rows of logits that tokens are chosen from: one for each sequence, or more as padding."""
+
+    @classmethod
+    def of(cls, plan: Plan) -> StepShape:
+        num = len(plan.chunks)
+        if plan.num_tokens == num:
+            return cls(num, num, 1, all(chunk.samples for chunk in plan.chunks), num)
+        return cls(plan.num_tokens, num, max([chunk.num_tokens for chunk in plan.chunks]), False, num)
+
+    def covers(self, other: StepShape) -> bool:
+        return (
+            self.is_decode == other.is_decode
+            and self.num_tokens >= other.num_tokens
+            and self.num_sequences >= other.num_sequences
+            and self.max_query_len >= other.max_query_len
+        )
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens} tokens of {self.num_sequences} sequences"
+
+
+@dataclass(slots=True)
+class Seat:
+    """A sequence's slot, and what the slot holds once the steps launched so far are done, as far as the host knows."""
+
+    slot: int
+    length: int = -1
+    """Tokens whose KV is written; -1 if nothing of the slot is known but the token sampled last."""
+    sampled_at: int = -1
+    """The position of the token that was sampled last; its value is in the table."""
+    blocks: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A step whose sequences have their slots, and whose inputs are on the device."""
+
+    seats: list[Seat]
+    """By chunk."""
+    tokens: StepTokens
+    sample_slots: Tensor
+    """[num_rows] int32: the slot of each sequence that samples, -1 for the others and for padding."""
+    copies: tuple[Tensor, Tensor] | None
+    """Blocks to be copied first: sources and targets."""
+
+
+class Seats:
+    """Keeps the device's table of the running sequences up to date.
+
+    Args:
+        table: is on its device.
+        max_tokens: tokens of the largest step.
+        on_seat: is told of a slot and the sequence that has it from the next step on.
+        on_leave: is told of a slot that nobody has any more.
+    """
+
+    def __init__(
+        self,
+        table: SequenceTable,
+        max_tokens: int,
+        *,
+        on_seat: Callable[[int, Sequence], None] = lambda *_: None,
+        on_leave: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        self.table = table
+        device, num_slots = table.words.device, table.num_rows - 1
+        self._uploader = Uploader(device, 2 * max_tokens + 8 * num_slots)
+        self._on_seat, self._on_leave = on_seat, on_leave
+        self._seat_of: dict[Sequence, Seat] = {}
+        self._free = list(reversed(range(num_slots)))
+        self._decode_starts = torch.arange(table.num_rows, dtype=torch.int32, device=device)
+        self._decode_tokens = torch.full((num_slots,), FROM_TABLE, dtype=torch.int32, device=device)
+        self._last_slots: list[int] = []
+        self._last_slot_tensor = torch.zeros(0, dtype=torch.int32, device=device)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence ended or gave way: its slot is free. A step in flight may still use it."""
+        seat = self._seat_of.pop(sequence, None)
+        if seat is not None:
+            self._free.append(seat.slot)
+            self._on_leave(seat.slot)
+
+    def place(self, plan: Plan, shape: StepShape) -> Placed:
+        """Gives every sequence of a plan its slot, and sends what the device does not know.
+
+        Args:
+            shape: the step's own, or a larger one that it is padded to.
+        """
+        changes, seat_of = _Changes(self.table), self._seat_of
+        seats = []
+        for chunk in plan.chunks:
+            sequence, start = chunk.sequence, chunk.start
+            seat = seat_of.get(sequence) or self._seat(sequence)
+            seats.append(seat)
+            # The table has all of a step whose one token is the one sampled last, in blocks that it knows.
+            is_next = start == seat.length == seat.sampled_at and chunk.num_tokens == 1
+            if not is_next or len(sequence.block_table) != len(seat.blocks) or plan.copies:
+                changes.note(seat, chunk, is_decode=shape.is_decode)
+        place = self._place_decode if shape.is_decode else self._place_mixed
+        return place(plan, shape, seats, changes)
+
+    def note_launched(self, plan: Plan, seats: ListLike[Seat]) -> None:
+        """The step is on its way: from now on the device is supposed to know what it brings."""
+        for seat, chunk in zip(seats, plan.chunks, strict=True):
+            seat.length = chunk.start + chunk.num_tokens
+            if chunk.samples:
+                seat.sampled_at = seat.length
+
+    def distrust(self, plan: Plan) -> None:
+        """The step's launch failed before it sampled: nobody knows how far it came."""
+        self._last_slots = []
+        for chunk in plan.chunks:
+            seat = self._seat_of.get(chunk.sequence)
+            if seat is not None:
+                seat.length, seat.blocks = -1, []
+
+    def decode_tokens(self, slots: Tensor, num_blocks: int) -> StepTokens:
+        """A decode step over these slots, padding included."""
+        num = slots.numel()
+        return StepTokens(slots, self._decode_starts[: num + 1], self._decode_tokens[:num], num_blocks, 1)
+
+    def _seat(self, sequence: Sequence) -> Seat:
+        seat = self._seat_of[sequence] = Seat(self._free.pop())
+        self._on_seat(seat.slot, sequence)
+        return seat
+
+    def _place_decode(self, plan: Plan, shape: StepShape, seats: list[Seat], changes: _Changes) -> Placed:
+        slots = [seat.slot for seat in seats]
+        slots += repeat(-1, shape.num_rows - len(slots))
+        is_known, copies = slots == self._last_slots, None
+        if not is_known or changes.places or plan.copies:
+            (sent,), copies = self._send(plan, changes, [[] if is_known else slots])
+            if not is_known:
+                self._last_slots, self._last_slot_tensor = slots, sent
+        rows = self._last_slot_tensor
+        tokens = self.decode_tokens(rows[: shape.num_sequences], _most_blocks(plan))
+        return Placed(seats=seats, tokens=tokens, sample_slots=rows, copies=copies)
+
+    def _place_mixed(self, plan: Plan, shape: StepShape, seats: list[Seat], changes: _Changes) -> Placed:
+        token_ids, starts = _token_ids(plan.chunks)
+        slots = [seat.slot for seat in seats]
+        samples = [slot if c.samples else -1 for slot, c in zip(slots, plan.chunks, strict=True)]
+        num_padding = shape.num_sequences - len(slots)
+        slots += repeat(-1, num_padding)
+        starts += repeat(starts[-1], num_padding)
+        token_ids += repeat(0, shape.num_tokens - len(token_ids))
+        samples += repeat(-1, shape.num_rows - len(samples))
+        sent, copies = self._send(plan, changes, [slots, starts, token_ids, samples])
+        slots_sent, starts_sent, tokens_sent, samples_sent = sent
+        tokens = StepTokens(slots_sent, starts_sent, tokens_sent, _most_blocks(plan), shape.max_query_len)
+        return Placed(seats=seats, tokens=tokens, sample_slots=samples_sent, copies=copies)
+
+    def _send(
+        self, plan: Plan, changes: _Changes, parts: list[list[int]]
+    ) -> tuple[list[Tensor], tuple[Tensor, Tensor] | None]:
+        """The parts on the device, and the block copies; the table is changed."""
+        sources, targets = [source for source, _ in plan.copies], [target for _, target in plan.copies]
+        *sent, places, values, from_blocks, to_blocks = self._uploader.send_parts(
+            [*parts, changes.places, changes.values, sources, targets]
+        )
+        if changes.places:
+            self.table.words[places.long()] = values
+        return sent, (from_blocks, to_blocks) if plan.copies else None
+
+
+class _Changes:
+    """Words of the table to be overwritten."""
+
+    def __init__(self, table: SequenceTable) -> None:
+        self.places: list[int] = []
+        self.values: list[int] = []
+        self._table = table
+
+    def note(self, seat: Seat, chunk: Chunk, *, is_decode: bool) -> None:
+        """What of a sequence's next step the table does not have."""
+        sequence, slot, table = chunk.sequence, seat.slot, self._table
+        if seat.length < 0:
+            self._set(table.prompt_lens, slot, [sequence.num_prompt_tokens])
+        if seat.length != chunk.start:
+            self._set(table.lengths, slot, [chunk.start])
+        if is_decode and seat.sampled_at != chunk.start:
+            self._set(table.last_tokens, slot, [sequence.token_ids[chunk.start]])
+        blocks, known = sequence.block_table, seat.blocks
+        if blocks != known:
+            pairs = enumerate(zip(blocks, known, strict=False))
+            num_same = next((i for i, (a, b) in pairs if a != b), min(len(blocks), len(known)))
+            self._set(table.block_tables, slot, blocks[num_same:], num_same)
+            seat.blocks = list(blocks)
+
+    def _set(self, column: Tensor, slot: int, values: list[int], offset: int = 0) -> None:
+        """A slot's words from `offset` on, in this column of the table."""
+        first = column.storage_offset() + slot * column.stride(0) + offset
+        self.places += range(first, first + len(values))
+        self.values += values
+
+
+def _token_ids(chunks: ListLike[Chunk]) -> tuple[list[int], list[int]]:
+    """The token ids of the chunks, one after another, and where each chunk starts and the last one ends."""
+    token_ids: list[int] = []
+    starts = [0]
+    for chunk in chunks:
+        known, end = chunk.sequence.token_ids, chunk.start + chunk.num_tokens
+        token_ids += known[chunk.start : end]
+        if end > len(known):
+            token_ids.append(FROM_TABLE)
+        starts.append(len(token_ids))
+    return token_ids, starts
+
+
+def _most_blocks(plan: Plan) -> int:
+    return max([len(chunk.sequence.block_table) for chunk in plan.chunks])

@@ -1,0 +1,227 @@
+"""Which implementation of each operation serves a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from engine.kernels.batch import blank_batch
+from engine.kernels.cpu import native
+from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.linear import Linear
+from engine.kernels.ops import DecoderShape, Kernels, Say, StepLimits, reference_kernels
+from engine.kernels.reference import TokenPlaces
+from engine.kernels.sequence_table import SequenceTable, StepTokens
+from engine.quant.formats import Format, NamedTensors
+from engine.sampling.tables import Filters, SamplingTables
+
+LONG_CHUNK = 1024
+"""Tokens of a chunk from which on torch's attention is worth a try: in shorter ones the linear maps are nearly all."""
+
+PREFILLED = 160
+"""Tokens of a prompt that is attended on trial: more than a decode kernel ever has of one sequence."""
+
+Trial = Callable[[], object]
+"""Runs one operation on a few numbers."""
+
+
+def select(
+    model: DecoderShape, device: torch.device, dtype: torch.dtype, limits: StepLimits, say: Say
+) -> Kernels:
+    """The fastest table for a model on a device.
+
+    Args:
+        say: is told, in one line each, why a table is slower than it could be, and what was measured to choose.
+    """
+    if device.type == "cuda":
+        kernels = _with_triton(model, device, dtype, limits, say)
+        return _with_fastest_prefill(kernels, model, limits, say)
+    try:
+        _check_native(model, limits.block_size)
+        team = native.load_library(say).start_team(limits.num_threads)
+    except native.NativeUnavailable as error:
+        say(f"no native CPU kernels ({error}); plain torch in float32 serves instead, several times slower")
+        return reference_kernels(device, dtype)
+    return native_kernels(team, dtype)
+
+
+def native_kernels(team: native.Team, dtype: torch.dtype) -> Kernels:
+    """C++ for the CPU; activations are float32, weights and KV are `dtype`."""
+
+    def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:
+        return native.PackedLinear(team, format.unpack(tensors), bias, dtype, gated)
+
+    return replace(
+        reference_kernels(torch.device("cpu"), torch.float32),
+        name="native",
+        embedding_dtype=dtype,
+        kv_dtype=dtype,
+        linear=linear,
+        gather=native.NativeGather(team.library),
+        choose=native.NativeChoose(team),
+        team=team,
+    )
+
+
+def triton_kernels(
+    model: DecoderShape, device: torch.device, dtype: torch.dtype, limits: StepLimits
+) -> Kernels:
+    """Triton between the linear maps, which are cuBLAS's; nothing waits for the device, so that graphs can hold it.
+
+    Its workspace, and what the kernels return, is all that it allocates; no batch may have more sequences than the
+    limits say. A CPU device is for tests, where Triton interprets.
+
+    Raises:
+        ImportError: there is no triton here.
+    """
+    # Not above: the package is there without triton, too.
+    from engine.kernels.triton import activation, attention, inputs, norms, rotary, sampling
+
+    workspace = attention.Workspace(
+        KVShape.of(model, limits.block_size),
+        dtype,
+        model.num_heads,
+        limits.max_num_seqs,
+        device,
+        windows={model.window(layer) for layer in range(model.num_layers)},
+        max_decode_queries=limits.max_query_len,
+    )
+    return replace(
+        reference_kernels(device, dtype, dtype),
+        name="triton",
+        rms_norm=norms.rms_norm,
+        add_rms_norm=norms.add_rms_norm,
+        slot_mapping=rotary.slot_mapping,
+        rotate_and_write=rotary.rotate_and_write,
+        silu_mul=activation.silu_mul,
+        attention=partial(attention.TritonAttention, workspace=workspace),
+        gather=inputs.gather,
+        choose=sampling.TritonChoose(limits.max_num_seqs, model.vocab_size, device),
+        is_static=True,
+    )
+
+
+def _with_triton(
+    model: DecoderShape, device: torch.device, dtype: torch.dtype, limits: StepLimits, say: Say
+) -> Kernels:
+    plain = reference_kernels(device, dtype)
+    try:
+        kernels = triton_kernels(model, device, dtype, limits)
+    except Exception as error:  # Triton has errors of its own, and asserts what it did not find
+        say(
+            f"no Triton kernels ({_reason(error)}); plain torch serves instead, without CUDA graphs and slower"
+        )
+        return plain
+    return only_what_runs(kernels, plain, trials(kernels, model, limits), say)
+
+
+def only_what_runs(kernels: Kernels, plain: Kernels, tried: dict[str, Trial], say: Say) -> Kernels:
+    """The table with the operations of `plain` in the place of those that fail when they are tried.
+
+    A kernel may fail where others run: for want of a C compiler, of registers, of shared memory.
+
+    Raises:
+        torch.AcceleratorError: the device is lost.
+    """
+    failed: dict[str, object] = {}
+    for name, trial in tried.items():
+        try:
+            trial()
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:
+            failed[name] = getattr(plain, name)
+            say(
+                f"the Triton kernel {name} does not run here ({_reason(error)}); plain torch serves instead, slower"
+            )
+    if len(failed) == len(tried):
+        return plain
+    if (
+        "attention" in failed
+    ):  # plain attention reads whole block tables, of which Triton's gather sets what is used
+        failed["gather"] = plain.gather
+    # The plain forms of these two look at the batch on the host.
+    is_static = kernels.is_static and not failed.keys() & {"attention", "rotate_and_write"}
+    if kernels.is_static and not is_static:
+        say("so steps run without CUDA graphs")
+    return replace(kernels, is_static=is_static, **failed)  # type: ignore[arg-type]
+
+
+def trials(kernels: Kernels, model: DecoderShape, limits: StepLimits) -> dict[str, Trial]:
+    """A trial of every operation that a table of kernels brings, by name, in the shapes of the model."""
+    device, dtype = kernels.device, kernels.activation_dtype
+    shape = KVShape.of(model, limits.block_size)
+    kv = KVCache(shape, 1, kernels.kv_dtype, device)
+    num_heads = model.num_heads + 2 * model.num_kv_heads
+    row = torch.ones(2, num_heads * model.head_dim, device=device, dtype=dtype)
+    norm = row[0]
+    batch = blank_batch([2], [2], torch.zeros(1, 1, dtype=torch.int32)).to(device)
+    angles = torch.ones(2, model.head_dim // 2, device=device)
+    places = TokenPlaces(batch.positions, torch.zeros(2, dtype=torch.int64, device=device), angles, angles)
+    mixed = [1, PREFILLED]  # a decode, and a prefill, which has a kernel of its own
+    tables_of_mixed = torch.zeros(2, -(-PREFILLED // limits.block_size), dtype=torch.int32)
+    mixed_batch = blank_batch(mixed, mixed, tables_of_mixed).to(device)
+    queries = torch.ones(sum(mixed), model.num_heads, model.head_dim, device=device, dtype=dtype)
+    table = SequenceTable(1, 1, limits.block_size, device)
+    tables = SamplingTables(1, model.vocab_size, 1, 1, device)
+    slots = torch.zeros(1, dtype=torch.int32, device=device)
+    step = StepTokens(slots, batch.query_starts, batch.token_ids, num_blocks=1, max_query_len=2)
+    logits = torch.zeros(1, model.vocab_size, device=device, dtype=dtype)
+    windows = {model.window(layer) for layer in range(model.num_layers)}
+
+    def attention() -> None:
+        attend = kernels.attention(mixed_batch, shape)
+        for window in windows:
+            attend(queries, kv.layer(0), window)
+
+    return {
+        "rms_norm": lambda: kernels.rms_norm(row, norm, 1e-6),
+        "add_rms_norm": lambda: kernels.add_rms_norm(row, row, norm, 1e-6),
+        "silu_mul": lambda: kernels.silu_mul(row),
+        "slot_mapping": lambda: kernels.slot_mapping(batch, limits.block_size),
+        "rotate_and_write": lambda: kernels.rotate_and_write(
+            row, None, None, 1e-6, places, kv.layer(0), shape
+        ),
+        "attention": attention,
+        "gather": lambda: kernels.gather(table, step),
+        "choose": lambda: kernels.choose(logits, tables, slots, slots, Filters()),
+    }
+
+
+def _with_fastest_prefill(kernels: Kernels, model: DecoderShape, limits: StepLimits, say: Say) -> Kernels:
+    """The same kernels, with torch's attention for long chunks where the card is faster at it."""
+    has_windows = any(model.window(layer) for layer in range(model.num_layers))
+    if not kernels.is_static or has_windows or limits.max_batch_tokens < LONG_CHUNK:
+        return kernels
+    # Not above: importing it takes seconds, for a part of torch that nothing else here needs.
+    from engine.kernels import gathered, prefill_choice
+
+    asked = prefill_choice.Model(
+        shape=KVShape.of(model, limits.block_size),
+        num_heads=model.num_heads,
+        dtype=kernels.kv_dtype,
+        device=kernels.device,
+        max_position=limits.max_model_len or model.max_position,
+        min_queries=LONG_CHUNK,
+        max_queries=limits.max_batch_tokens,
+    )
+    backends = prefill_choice.choose(asked, kernels.attention, prefill_choice.seconds_on_card, say)
+    if backends.first_chunk is None and backends.later_chunk is None:
+        return kernels
+    attention = partial(gathered.prepare_attention, prepare_paged=kernels.attention, backends=backends)
+    return replace(kernels, attention=attention)
+
+
+def _check_native(model: DecoderShape, block_size: int) -> None:
+    if block_size != native.BLOCK_SIZE:
+        raise native.NativeUnavailable(f"they have blocks of {native.BLOCK_SIZE} tokens, not {block_size}")
+    if model.head_dim % 8:
+        raise native.NativeUnavailable(f"they need a head_dim that is a multiple of 8, not {model.head_dim}")
+
+
+def _reason(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

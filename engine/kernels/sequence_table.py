@@ -1,0 +1,103 @@
+"""The table of the running sequences on the device, a row for each slot, and the inputs of a step made from it.
+
+All work on the table is in the order of one stream. Its last row belongs to no slot: slot -1, which pads a step to the
+size of a graph, reads and writes that row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.kernels.batch import Batch
+
+FROM_TABLE = -1
+"""A token id that only the device knows: the one that was sampled last for its sequence."""
+
+
+class SequenceTable:
+    """What the device knows of the running sequences; all int32.
+
+    Attributes:
+        lengths: [rows] tokens whose KV is written by the steps launched so far.
+        prompt_lens: [rows] tokens of the prompt.
+        last_tokens: [rows] the token sampled last; -1 where that step found none.
+        block_tables: [rows, max_blocks] KV blocks.
+        words: these four, one after another, in one piece of memory.
+    """
+
+    def __init__(self, num_slots: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        self.num_rows = rows = num_slots + 1
+        self.max_blocks, self.block_size = max_blocks, block_size
+        sizes = [rows, rows, rows, rows * max_blocks]
+        self.words = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self.lengths, self.prompt_lens, self.last_tokens, blocks = torch.split(self.words, sizes)
+        self.block_tables = blocks.view(rows, max_blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """The tokens of one step, as the host sends them; S sequences with T tokens between them, all int32."""
+
+    slots: Tensor
+    """[S] slot of each sequence; -1 is padding, which must have the fields of its row left alone."""
+    query_starts: Tensor
+    """[S + 1] sequence s has the tokens query_starts[s] to query_starts[s + 1] - 1."""
+    token_ids: Tensor
+    """[T] FROM_TABLE, for the last token of a sequence only, where the host does not know it."""
+    num_blocks: int
+    """No sequence of the step has more blocks."""
+    max_query_len: int
+    """No sequence of the step has more tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the decoder and the sampler read; `batch.sample_rows` is the last row of each sequence."""
+
+    batch: Batch
+    numbers: Tensor
+    """[S] int32 output tokens that there are before the one that a sequence's last row chooses."""
+
+
+class Gather(Protocol):
+    """An implementation of `gather`."""
+
+    def __call__(self, table: SequenceTable, step: StepTokens, /) -> StepInputs: ...
+
+
+def gather(table: SequenceTable, step: StepTokens) -> StepInputs:
+    """Makes the inputs of a step; from then on the table supposes that the step was run.
+
+    Rows of the batch that belong to no sequence, and all rows of a padding slot, have position -1; a padding slot has
+    context 0. Shapes are static and nothing waits for the device. This is the specification, in plain torch.
+    """
+    slots, starts = step.slots.long(), step.query_starts
+    num_sequences, device = slots.numel(), starts.device
+    is_padding = step.slots < 0
+    num_queries = starts.diff()
+    lengths = table.lengths[slots]
+    context_lens = torch.where(is_padding, 0, lengths + num_queries)
+    table.lengths[slots] = context_lens  # the row of the padding stays 0
+
+    rows = torch.arange(step.token_ids.numel(), dtype=torch.int32, device=device)
+    owners = torch.searchsorted(starts[1:], rows, right=True)
+    is_real = owners < num_sequences
+    owners = owners.clamp(max=num_sequences - 1)
+    is_real &= ~is_padding[owners]
+    positions = torch.where(is_real, lengths[owners] + rows - starts[owners], -1)
+    token_ids = torch.where(step.token_ids < 0, table.last_tokens[slots][owners], step.token_ids)
+    batch = Batch(
+        # A token of -1 could not be sampled: its sequence ends soon, whatever it computes.
+        token_ids=torch.where(is_real, token_ids, 0).clamp(min=0),
+        positions=positions.int(),
+        query_starts=starts,
+        context_lens=context_lens.int(),
+        block_tables=table.block_tables[slots, : step.num_blocks],
+        sample_rows=(starts[1:] - 1).clamp(min=0),
+        max_query_len=step.max_query_len,
+    )
+    return StepInputs(batch, (context_lens - table.prompt_lens[slots]).int())

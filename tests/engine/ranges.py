@@ -1,0 +1,179 @@
+"""Between which numbers a computed result must lie: bounds that follow from the arithmetic, not from one processor.
+
+Every function here is an operation of the decoder in float64 on ranges. What enters it is known exactly; each step
+widens the ranges by what rounding can do in it, whatever the order of summation and whether or not products are fused
+(Higham, Accuracy and Stability of Numerical Algorithms, chapter 3). A rounding to a narrower type rounds both ends, so
+that a result that was rounded once too often, or not at all, is nearly always outside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+UNIT = 2.0**-24
+"""The unit roundoff of float32, in which sums are accumulated."""
+FUNCTION = 4
+"""Unit roundoffs that exp, tanh or rsqrt of one argument may be off; CUDA, SLEEF and libm promise 1 to 4."""
+_TINY = torch.finfo(torch.float32).tiny
+"""What may be lost where a result is subnormal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Two float64 tensors; what is computed lies between them, element by element."""
+
+    low: Tensor
+    high: Tensor
+
+    def __getitem__(self, places: object) -> Range:
+        return Range(self.low[places], self.high[places])  # type: ignore[index]
+
+    def __add__(self, other: Range) -> Range:
+        return Range(self.low + other.low, self.high + other.high).widened(UNIT)
+
+    def __sub__(self, other: Range) -> Range:
+        return Range(self.low - other.high, self.high - other.low).widened(UNIT)
+
+    def __mul__(self, other: Range) -> Range:
+        ends = torch.stack([a * b for a in (self.low, self.high) for b in (other.low, other.high)])
+        return Range(ends.amin(0), ends.amax(0)).widened(UNIT)
+
+    @property
+    def mT(self) -> Range:
+        return Range(self.low.mT, self.high.mT)
+
+    @property
+    def middle(self) -> Tensor:
+        return (self.low + self.high) / 2
+
+    @property
+    def radius(self) -> Tensor:
+        return (self.high - self.low) / 2
+
+    def widened(self, relative: float | Tensor, absolute: float | Tensor = 0.0) -> Range:
+        """The range after an error relative to the result, and one that is not."""
+        error = relative * torch.maximum(self.low.abs(), self.high.abs()) + absolute + _TINY
+        return Range(self.low - error, self.high + error)
+
+    def rounded(self, dtype: torch.dtype) -> Range:
+        return Range(self.low.to(dtype).double(), self.high.to(dtype).double())
+
+    def masked(self, hidden: Tensor) -> Range:
+        """-inf where it is hidden."""
+        return Range(self.low.masked_fill(hidden, -torch.inf), self.high.masked_fill(hidden, -torch.inf))
+
+    def scaled(self, factor: float) -> Range:
+        """The product with a positive number that has been rounded itself."""
+        return Range(self.low * factor, self.high * factor).widened(2 * UNIT)
+
+
+def exactly(tensor: Tensor) -> Range:
+    return Range(tensor.double(), tensor.double())
+
+
+def concatenated(ranges: Sequence[Range], dim: int) -> Range:
+    return Range(
+        torch.cat([each.low for each in ranges], dim), torch.cat([each.high for each in ranges], dim)
+    )
+
+
+def gamma(roundings: int, unit: float = UNIT) -> float:
+    """The relative error that so many roundings, one after another, can bring."""
+    return roundings * unit / (1 - roundings * unit)
+
+
+def dot(a: Range, b: Range, unit: float = UNIT) -> Range:
+    """a [..., m, k] @ b [..., k, n], added up in any order."""
+    middle = a.middle @ b.middle
+    spread = a.middle.abs() @ b.radius + a.radius @ (b.middle.abs() + b.radius)
+    largest = (a.middle.abs() + a.radius) @ (b.middle.abs() + b.radius)
+    error = spread + gamma(a.low.shape[-1], unit) * largest
+    return Range(middle - error, middle + error).widened(0)
+
+
+def linear(x: Range, weight: Tensor, bias: Tensor | None = None) -> Range:
+    product = dot(x, exactly(weight).mT)
+    return product if bias is None else product + exactly(bias)
+
+
+def rms_norm(x: Range, weight: Tensor, eps: float, dtype: torch.dtype = torch.float32) -> Range:
+    """`reference.rms_norm` of what has that dtype."""
+    square = x.middle.square().mean(-1, keepdim=True) + eps
+    # A small change of x changes its norm by as much, relatively; of the square root's argument half of it is left.
+    spread = x.radius.square().mean(-1, keepdim=True).sqrt() / square.sqrt()
+    relative = gamma(x.low.shape[-1] // 2 + FUNCTION + 4) + spread / (1 - spread).clamp(min=0.5)
+    scale = square.rsqrt()
+    normed = Range(x.low * scale, x.high * scale).widened(relative).rounded(dtype)
+    return (normed * exactly(weight)).rounded(dtype)
+
+
+def silu_mul(gate: Range, up: Range, dtype: torch.dtype = torch.float32) -> Range:
+    """`reference.silu_mul` of what has that dtype; silu falls left of its minimum at -1.278, and rises right of it."""
+    ends = [end * torch.sigmoid(end) for end in (gate.low, gate.high)]
+    holds_minimum = (gate.low < -1.2784645) & (gate.high > -1.2784645)
+    low = torch.minimum(*ends).where(~holds_minimum, ends[0].new_tensor(-0.2784646))
+    lost = gate.low.abs() / torch.finfo(torch.float32).max  # where exp(-gate) is infinite
+    # An exponential may be a power of 2, whose argument is rounded: that counts where the exponential does.
+    relative = gamma(FUNCTION + 5) + 2 * UNIT * gate.low.abs() * torch.sigmoid(-gate.low)
+    silu = Range(low, torch.maximum(*ends)).widened(relative, lost).rounded(dtype)
+    return (silu * up).rounded(dtype)
+
+
+def rotary(x: Range, cos: Tensor, sin: Tensor, dtype: torch.dtype = torch.float32) -> Range:
+    """`reference.rotary` of what has that dtype: x [T, heads, d], cos and sin [T, d / 2] float32."""
+    half = x.low.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    turn, cross = (exactly(table.to(dtype).unsqueeze(1)) for table in (cos, sin))
+
+    def times(a: Range, b: Range) -> Range:
+        return (a * b).rounded(dtype)
+
+    parts = (times(first, turn) - times(second, cross)), (times(second, turn) + times(first, cross))
+    return concatenated(parts, -1).rounded(dtype)
+
+
+def capped(scores: Range, softcap: float) -> Range:
+    """softcap * tanh(scores / softcap), where tanh may be made of an exponential: it is 1 minus a quotient."""
+    ends = [softcap * torch.tanh(end / softcap) for end in (scores.low, scores.high)]
+    return Range(*ends).widened(0, softcap * gamma(FUNCTION + 8))
+
+
+def attend(scores: Range, values: Range, dtype: torch.dtype = torch.float32) -> Range:
+    """softmax(scores [m, n]) @ values [n, d]; a score that is not seen is -inf at both ends.
+
+    The softmax may be computed tile by tile, from 16 keys on, and what was summed up is scaled whenever a tile brings a
+    larger score. Weights are rounded to `dtype` before they are multiplied with the values, and so is the result.
+    """
+    seen = scores.low.isfinite()
+    largest = scores.middle.abs().where(seen, 0.0).amax(-1, keepdim=True)
+    shift = scores.radius.where(seen, 0.0) + 4 * UNIT * largest
+    roundings = scores.low.shape[-1] + (FUNCTION + 1) * (math.ceil(scores.low.shape[-1] / 16) + 2)
+    relative = torch.expm1(shift) + gamma(roundings)
+    narrow = dtype != torch.float32
+    stored = relative + narrow * torch.finfo(dtype).eps / 2
+    weights = scores.middle.masked_fill(~seen, -torch.inf).softmax(-1)
+    above = (weights * stored) @ values.middle.abs() + (weights * (1 + stored)) @ values.radius
+    above = above + narrow * torch.finfo(dtype).tiny * torch.finfo(dtype).eps * values.middle.abs().sum(-2)
+    below = (weights * relative).sum(-1, keepdim=True)
+    result = weights @ values.middle
+    error = (above + result.abs() * below) / (1 - below)
+    return Range(result - error, result + error).widened(2 * UNIT).rounded(dtype)
+
+
+def assert_within(found: Tensor, expected: Range, what: str = "result") -> None:
+    """No element is outside its range."""
+    number = found.double().to(expected.low.device)
+    assert number.shape == expected.low.shape
+    assert number.isfinite().all(), f"the {what} is not finite"
+    outside = torch.maximum(expected.low - number, number - expected.high)
+    if (outside > 0).any():
+        place = int(outside.argmax())
+        low, value, high = (float(t.flatten()[place]) for t in (expected.low, number, expected.high))
+        raise AssertionError(
+            f"the {what} has {value!r} at {place}, which is not between {low!r} and {high!r}"
+        )

@@ -1,0 +1,144 @@
+"""How far a whole decoder's logits may be off: what rounding errors of every operation, drawn at random, do to them.
+
+Bounds of single operations (see `ranges`) multiply from layer to layer, and soon allow anything. Here the reference
+runs a few times with each result moved as far as its roundings move it, and what comes out differs as much as two
+honest implementations do: errors of that size are as many and as independent as the drawn ones. Of a normal
+distribution the largest of some thousand values is above 3.3 deviations, and none in 10^10 is above twice that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.kernels.batch import Batch
+from engine.kernels.kv_cache import KVShape
+from engine.kernels.linear import Linear
+from engine.kernels.ops import Attention, Kernels, reference_kernels
+from engine.kernels.reference import TokenPlaces
+from engine.quant.formats import Format, NamedTensors
+from tests.engine.ranges import FUNCTION, UNIT
+
+RUNS, MARGIN = 3, 2
+Decode = Callable[[Batch], Tensor]
+
+
+@dataclass
+class Shaken:
+    """The reference's operations, each result moved by its roundings.
+
+    Attributes:
+        unit: of the dtype in which activations are kept.
+        kv_unit: of that in which keys and values are.
+    """
+
+    unit: float
+    kv_unit: float
+    generator: torch.Generator
+
+    def kernels(self) -> Kernels:
+        self.reference = reference_kernels(torch.device("cpu"), torch.float32)
+        return replace(
+            self.reference,
+            linear=self.linear,
+            rms_norm=self.rms_norm,
+            add_rms_norm=self.add_rms_norm,
+            silu_mul=lambda gate_up: self.moved(self.reference.silu_mul(gate_up), 2, FUNCTION),
+            rotate_and_write=self.rotate_and_write,
+            attention=self.attention,
+        )
+
+    def moved(self, x: Tensor, roundings: int, length: float = 1.0, unit: float | None = None) -> Tensor:
+        """A result after so many roundings in its dtype, and after sums of that length in float32.
+
+        Roundings, and those within a sum, are independent: their error grows with the root of their number. That of a
+        sum is relative to what is added up, which is as large in an element that comes out small as in the others.
+        """
+        rounded = math.sqrt(roundings) * (self.unit if unit is None else unit) * x.abs()
+        summed = math.sqrt(length) * UNIT * x.square().mean(-1, keepdim=True).sqrt()
+        return x + (rounded + summed) * (2 * torch.rand(x.shape, generator=self.generator) - 1)
+
+    def linear(
+        self, tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False
+    ) -> Linear:
+        return _ShakenLinear(self, self.reference.linear(tensors, format, bias, gated=gated))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return self.moved(self.reference.rms_norm(x, weight, eps), 3, x.shape[-1])
+
+    def add_rms_norm(
+        self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = self.moved(hidden + delta, 1)
+        return total, self.rms_norm(total, weight, eps)
+
+    def rotate_and_write(
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        places: TokenPlaces,
+        layer_kv: Tensor,
+        shape: KVShape,
+    ) -> Tensor:
+        heads = qkv.view(len(qkv), -1, shape.head_dim)
+        stored = 2 * shape.num_kv_heads
+        moved = torch.cat((heads[:, :-stored], self.moved(heads[:, -stored:], 1, unit=self.kv_unit)), 1)
+        queries = self.reference.rotate_and_write(
+            moved.flatten(1), q_norm, k_norm, eps, places, layer_kv, shape
+        )
+        return self.moved(queries, 4)
+
+    def attention(self, batch: Batch, shape: KVShape) -> Attention:
+        attend, context = self.reference.attention(batch, shape), int(batch.context_lens.max())
+        return lambda queries, layer_kv, window: self.moved(
+            attend(queries, layer_kv, window), 2, context + shape.head_dim
+        )
+
+
+@dataclass
+class _ShakenLinear:
+    shaken: Shaken
+    product: Linear
+
+    @property
+    def num_bytes(self) -> int:
+        return self.product.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.shaken.moved(self.product(x), 2, x.shape[-1])
+
+
+def unit_of(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def allowed(
+    decoder: Callable[[Kernels], Decode],
+    steps: Iterable[Batch],
+    kv_dtype: torch.dtype,
+    dtype: torch.dtype = torch.float32,
+) -> list[float]:
+    """For each step, how far the worst of its logits may be off.
+
+    Args:
+        decoder: makes one over a kernel table.
+        dtype: of activations.
+    """
+    steps, plain = list(steps), decoder(reference_kernels(torch.device("cpu"), torch.float32))
+    expected, worst = [plain(step) for step in steps], [0.0] * len(steps)
+    for seed in range(RUNS):
+        shaken = Shaken(unit_of(dtype), unit_of(kv_dtype), torch.Generator().manual_seed(seed))
+        decode = decoder(shaken.kernels())
+        for i, step in enumerate(steps):
+            worst[i] = max(worst[i], largest(decode(step) - expected[i]))
+    return [MARGIN * each for each in worst]
+
+
+def largest(difference: Tensor) -> float:
+    return float(difference.abs().max()) if difference.numel() else 0.0
