@@ -13,7 +13,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.correlation import CORRELATION
+
 log = logging.getLogger("penstock.gateway")
+
+_MAX_REASON_CHARS = 500
 
 
 class ApiError(Exception):
@@ -48,6 +52,11 @@ class ApiError(Exception):
         self.retry_after_s = retry_after_s
         self.close = close
         self.extra_headers = dict(extra_headers or {})
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether the server failed over the request; False if it refused the request or was told to end."""
+        return self.status == HTTPStatus.INTERNAL_SERVER_ERROR or self.code == "engine_failed"
 
     def body(self) -> bytes:
         """OpenAI's error object as JSON; the same in a reply and in a frame of a stream."""
@@ -128,8 +137,25 @@ def internal(message: str = "The server had an error while processing your reque
     return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="internal_error")
 
 
+def log_fault(error: ApiError) -> None:
+    """Writes the one line about a request that the server failed over; a refusal is no fault, and is not logged.
+
+    Whoever sends the error to the client calls this, in a reply and in a stream alike.
+    """
+    if error.is_fault:
+        _log_failed(error.message)
+
+
+def _log_failed(reason: str, cause: Exception | None = None) -> None:
+    request = CORRELATION.get()
+    request_id = "unknown" if request is None else request.request_id
+    line = " ".join(reason.split())[:_MAX_REASON_CHARS]
+    log.error("%s failed: %s (x-request-id %s)", request or "a request", line, request_id, exc_info=cause)
+
+
 async def answer_api_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
+    log_fault(error)
     return error.response()
 
 
@@ -158,6 +184,7 @@ async def answer_disconnect(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-async def answer_fault(_: Request, __: Exception) -> Response:
-    """The trace goes to the log, never to the client."""
+async def answer_fault(_: Request, error: Exception) -> Response:
+    """Answers what no code foresaw. The trace goes to the log, never to the client."""
+    _log_failed(f"{type(error).__name__}: {error}", error)
     return internal().response()

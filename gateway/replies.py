@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.planning.request import Request
 from gateway.connections import Connection
+from gateway.errors import log_fault
 from gateway.quotas import Reservation
 from gateway.service import Service
 from gateway.shapes import Head, Shape
@@ -113,6 +114,7 @@ class Reply(Response):
         """All that there is to say now; nothing, if a character is incomplete."""
         frames = self._chunks(stream, writer)
         if stream.error is not None:
+            log_fault(stream.error)
             frames += [error_frame(stream.error), DONE]
         elif stream.finished:
             if self._job.include_usage:

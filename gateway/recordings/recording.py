@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from engine.planning.request import FinishReason, Output, Request
 from gateway.connections import Connection, Timeouts
-from gateway.errors import ApiError, gone
+from gateway.errors import ApiError, gone, log_fault
 from gateway.streams import Generation
 
 MAX_TEXT_BYTES = 4 * 1024 * 1024
@@ -289,6 +289,7 @@ class Reader:
         if recording.error is None:
             frames = self._format.closing(recording, first)
         else:
+            log_fault(recording.error)
             frames = self._format.fault(recording, recording.error, first)
         num_known = max(0, self.position - first + 1)
         return frames[num_known:]

@@ -225,6 +225,8 @@ class Recordings:
             except Exception:
                 log.exception("keeping the reply %s failed", recording.id)
                 recording.error = recording.error or internal("The server could not keep the reply.")
+        if recording.error is not None and recording.error.is_fault and not recording.is_read:
+            log.error("the reply %s failed, and nobody reads it: %s", recording.id, recording.error.message)
         recording.settled = True
         self._dirty[recording.id] = None
         recording.wake()

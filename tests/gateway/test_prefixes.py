@@ -391,7 +391,7 @@ class House:
         self._names = itertools.count()
         ticks = itertools.count(1)
         self.engine = Engine(
-            self.runner,
+            lambda: self.runner,
             self.queue,
             PaperSink(),
             SchedulerLimits(max_batch_tokens=32, max_num_seqs=4, max_model_len=100),

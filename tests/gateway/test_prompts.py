@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.errors import ApiError
 from gateway.prompts import Prompts
@@ -92,10 +93,9 @@ def test_a_template_that_fails_is_a_400(template: str) -> None:
 
 
 def test_renders_what_transformers_renders() -> None:
-    jinja = pytest.importorskip("transformers.utils.chat_template_utils")
     template = make_tokenizer().chat_template
     messages = [{"role": "system", "content": " Be\nbrief. "}, *user("Ünï\n\n code"), *user("")]
-    rendered, _ = jinja.render_jinja_template(
+    rendered, _ = render_jinja_template(
         [messages], chat_template=template, add_generation_prompt=True, bos_token="<|bos|>"
     )
     assert PROMPTS.chat(messages) == TOKENIZER.encode(rendered[0], parse_special=True)

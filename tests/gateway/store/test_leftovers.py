@@ -117,6 +117,7 @@ class TwoStores(RuleBasedStateMachine):
             self.runner.close()
 
 
+@pytest.mark.hypothesis
 def test_nothing_is_left(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TwoStores, "server", server, raising=False)
     run_state_machine_as_test(
