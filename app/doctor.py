@@ -186,6 +186,6 @@ def check_port(settings: Settings) -> Check:
 
 def check_bench() -> Check:
     if importlib.util.find_spec("transformers") is None:
-        advice = "for it: pip install -e '.[bench]'"
+        advice = "for it: pip install 'penstock[bench]'"
         return Check(Level.WARN, "bench", "transformers is missing, penstock bench has no baseline", advice)
     return Check(Level.OK, "bench", "transformers is there for penstock bench")

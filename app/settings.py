@@ -12,7 +12,15 @@ from math import inf, isfinite, isnan, nan
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, SkipValidation, ValidationError, model_validator
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    Field,
+    SkipValidation,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic.config import JsonDict
 from pydantic_settings import (
     BaseSettings,
@@ -23,9 +31,13 @@ from pydantic_settings import (
 )
 
 from app.errors import OperatorError
+from engine.model.config import MAX_THREADS
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
 ENV_PREFIX = "PENSTOCK_"
+
+THREADS_PER_CORE = 4
+"""Threads beyond this only take turns on the cores, and each takes memory."""
 
 # Kubernetes puts these into every container beside a service called "penstock": nobody mistyped them.
 _SERVICE_LINK = re.compile(r"PENSTOCK_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)")
@@ -120,7 +132,7 @@ class Settings(BaseSettings):
     """Where the model runs."""
 
     threads: int | None = Field(default=None, ge=1)
-    """Threads of the model on a CPU; without it, one a core."""
+    """Threads of the model on a CPU, at most four for each core; without it, one for each."""
 
     max_model_len: int | None = Field(default=None, ge=1)
     """Most tokens of one prompt and its answer; without it, what the model was made for."""
@@ -173,6 +185,18 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important kind of line in the log."""
 
+    @field_validator("threads")
+    @classmethod
+    def _threads_for_the_cores(cls, threads: int | None) -> int | None:
+        cores = num_cores()
+        most = min(THREADS_PER_CORE * cores, MAX_THREADS)
+        if threads is not None and threads > most:
+            raise ValueError(
+                f"must be at most {most}: {THREADS_PER_CORE} for each of the {cores} cores that this process may use, "
+                f"and never more than {MAX_THREADS}"
+            )
+        return threads
+
     @model_validator(mode="after")
     def _one_pool_size(self) -> Settings:
         if self.num_blocks is not None and self.kv_memory is not None:
@@ -214,6 +238,11 @@ def load_settings(flags: Mapping[str, str]) -> Settings:
         return Settings(**dict[str, Any](flags))
     except ValidationError as error:
         raise OperatorError(_first_line(error, flags)) from None
+
+
+def num_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_text(value: object) -> str:

@@ -77,6 +77,10 @@ def write_tensors(folder: Path, header: dict[str, object], content: bytes = b"")
         (lambda folder: (folder / "config.json").write_text(""), "config.json cannot be read"),
         (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{"), "config.json cannot be read"),
         (lambda folder: change_config(folder, hidden_size="64"), "hidden_size must be a whole number"),
+        (
+            lambda folder: change_config(folder, num_hidden_layers=1_000_000),
+            "num_hidden_layers must be between",
+        ),
         (lambda folder: change_config(folder, num_attention_heads=3), "3 heads cannot share 2"),
         (lambda folder: change_config(folder, architectures=[]), "architectures"),
         (

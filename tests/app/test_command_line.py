@@ -37,7 +37,7 @@ def taken_port() -> Iterator[int]:
 
 def penstock(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "app", *arguments],
+        [sys.executable, "-m", "penstock", *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -66,6 +66,8 @@ def assert_refused(done: subprocess.CompletedProcess[str], *named: str) -> None:
         (["serve", "--prot", "80"], {}, "did you mean --port?"),
         (["serve", "now"], {}, "now"),
         (["serve"], {"PENSTOCK_MAX_BATCH_TOKENS": "0"}, "PENSTOCK_MAX_BATCH_TOKENS"),
+        (["serve", "--threads", "1000000"], {}, "--threads"),
+        (["serve"], {"PENSTOCK_THREADS": "1000000"}, "PENSTOCK_THREADS"),
         (["serve"], {"PENSTOCK_MAX_BATCH": "9"}, "PENSTOCK_MAX_BATCH"),
         (["serve", "--config", "/nowhere.toml"], {}, "/nowhere.toml"),
         (["serve", "--host", "256.1.1.1"], {}, "--host 256.1.1.1"),

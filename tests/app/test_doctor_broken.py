@@ -117,7 +117,7 @@ def test_a_bench_without_its_baseline_is_a_warning(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     check = doctor.check_bench()
     assert check.level is Level.WARN
-    assert "pip install -e '.[bench]'" in check.advice
+    assert "pip install 'penstock[bench]'" in check.advice
 
 
 @pytest.mark.parametrize(

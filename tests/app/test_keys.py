@@ -277,7 +277,7 @@ def test_a_key_of_one_s_own_is_read_from_standard_input(
 def test_a_key_that_is_typed_is_not_seen() -> None:
     screen, keyboard = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "app", "key", "alice", "--hash"],
+        [sys.executable, "-m", "penstock", "key", "alice", "--hash"],
         stdin=keyboard,
         stdout=subprocess.PIPE,
         stderr=keyboard,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app import settings as settings_module
 from app.cli import _parse_settings, _Parser
 from app.errors import OperatorError
 from app.settings import Settings, load_settings
@@ -93,6 +94,19 @@ def test_a_wrong_flag_is_named(flags: dict[str, str], beginning: str) -> None:
         load_settings(flags)
     assert str(caught.value).startswith(beginning)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 4), (2, 8), (100, 400), (256, 1024), (1000, 1024)])
+def test_there_are_at_most_a_few_threads_for_each_core(
+    monkeypatch: pytest.MonkeyPatch, cores: int, most: int
+) -> None:
+    monkeypatch.setattr(settings_module, "num_cores", lambda: cores)
+    assert load_settings({"threads": str(most)}).threads == most
+    assert load_settings({}).threads is None
+    for threads in (most + 1, 1_000_000):
+        wanted = f"^--threads: must be at most {most}: 4 for each of the {cores} cores .*, not '{threads}'$"
+        with pytest.raises(OperatorError, match=wanted):
+            load_settings({"threads": str(threads)})
 
 
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,203 @@
+"""An installed Penstock: a wheel, in a virtual environment of its own, beside packages that have the names of ours."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from app.bench.server_process import ServerProcess
+
+ROOT = Path(__file__).parents[2]
+NOT_INSTALLED = {"tests", "loadtests"}
+
+# Every process of the environment writes down, as it ends, which modules it had and from where.
+REPORT = """
+import atexit, json, os, sys
+
+@atexit.register
+def report():
+    files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items()}
+    with open(os.path.join(os.environ["REPORTS"], f"{os.getpid()}.json"), "w") as file:
+        json.dump(files, file)
+"""
+
+
+def build(target: str, source: Path, folder: Path) -> Path:
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)],
+        cwd=source,
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    (path,) = folder.iterdir()
+    return path
+
+
+def packages() -> set[str]:
+    """The repository's packages, as its folders have them."""
+    return {path.parent.name for path in ROOT.glob("*/__init__.py")} - NOT_INSTALLED - {"penstock"}
+
+
+def program_files() -> set[str]:
+    """Where each file of the program lies in a wheel."""
+    places = {ROOT / "penstock": "penstock"}
+    places |= {ROOT / name: f"penstock/lib/{name}" for name in packages() | {"static"}}
+    return {
+        f"{place}/{path.relative_to(folder).as_posix()}"
+        for folder, place in places.items()
+        for path in folder.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__" and path.name != "README.md"
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def names_in(wheel: Path) -> set[str]:
+    with ZipFile(wheel) as packed:
+        return set(packed.namelist())
+
+
+def test_a_wheel_holds_the_whole_program_under_one_name(wheel: Path) -> None:
+    names = names_in(wheel)
+    metadata = {name for name in names if name.split("/")[0].endswith(".dist-info")}
+    assert names - metadata == program_files()
+    assert "penstock/lib/app/demo/model/model.safetensors" in names
+    assert "penstock/lib/static/index.html" in names
+
+
+def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    for name in ("sdist", "source", "wheel"):
+        (tmp_path / name).mkdir()
+    with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as packed:
+        packed.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    assert names_in(build("wheel", source, tmp_path / "wheel")) == names_in(wheel)
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A virtual environment with the wheel, and a working folder."""
+
+    site_packages: Path
+    bin: Path
+    work: Path
+    reports: Path
+
+    def modules(self) -> set[tuple[str, str]]:
+        """The program's modules that the ended processes had, and where from; forgets them."""
+        found: set[tuple[str, str]] = set()
+        for path in self.reports.iterdir():
+            found.update((name, str(file)) for name, file in json.loads(path.read_text()).items())
+            path.unlink()
+        ours = {"penstock", *packages()}
+        return {(name, file) for name, file in found if name.split(".")[0] in ours}
+
+    def assert_only_installed(self, *expected: str) -> None:
+        """The processes imported the expected modules, and all of the program's from the wheel."""
+        modules = self.modules()
+        assert set(expected) <= {name for name, _ in modules}
+        home = self.site_packages / "penstock"
+        assert {name: file for name, file in modules if home not in Path(file).parents} == {}
+
+
+def add_others(folder: Path) -> None:
+    """Somebody else's packages, with the names of ours."""
+    for name in packages():
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(
+            f"raise ImportError('this is not the {name} of Penstock')\n"
+        )
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("installed")
+    venv.create(folder / "venv", symlinks=True)
+    python = folder / "venv" / "bin" / "python"
+    options = ("--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--python", str(python), "install", *options, str(wheel)],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    (site_packages,) = (folder / "venv" / "lib").glob("*/site-packages")
+    # A .pth file in a folder that a .pth file names is not read: the checkout's own installation stays out.
+    dependencies = [path for path in sys.path if path.endswith("-packages")]
+    (site_packages / "tests.pth").write_text("\n".join([*dependencies, "import report"]))
+    (site_packages / "report.py").write_text(REPORT)
+    add_others(site_packages)
+    for name in ("work", "reports"):
+        (folder / name).mkdir()
+    add_others(folder / "work")
+    return Installed(site_packages, python.parent, folder / "work", folder / "reports")
+
+
+@pytest.fixture
+def installed(environment: Installed, monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """The environment, with its working folder as this process's."""
+    monkeypatch.chdir(environment.work)
+    monkeypatch.setenv("PYTHONPATH", str(environment.work))
+    monkeypatch.setenv("REPORTS", str(environment.reports))
+    return environment
+
+
+@pytest.fixture
+def server(installed: Installed) -> Iterator[ServerProcess]:
+    with ServerProcess(command=(str(installed.bin / "penstock"), "serve")) as running:
+        yield running
+
+
+def answer(server: ServerProcess, method: str, path: str, body: object = None) -> bytes:
+    connection = http.client.HTTPConnection(server.host, server.port, timeout=60)
+    try:
+        connection.request(method, path, json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        content = response.read()
+        assert response.status == 200, content
+        return content
+    finally:
+        connection.close()
+
+
+def test_it_serves_the_demo_model_and_the_page(server: ServerProcess, installed: Installed) -> None:
+    body = {"model": "penstock-demo", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
+    reply = json.loads(answer(server, "POST", "/v1/chat/completions", body))
+    assert reply["choices"][0]["message"]["content"]
+    assert answer(server, "GET", "/") == (ROOT / "static" / "index.html").read_bytes()
+    assert server.stop() == 0, server.log
+    installed.assert_only_installed(
+        "penstock", "app.server", "gateway.service", "priority.queue", "engine.engine"
+    )
+
+
+def test_the_processes_that_bench_starts_are_of_the_same_wheel(installed: Installed, tmp_path: Path) -> None:
+    model = ensure_checkpoint(LLAMA_TINY, tmp_path)
+    options = ["--quick", "--only", "http", "--streams", "1", "--dtype", "float32", "--model", str(model)]
+    done = subprocess.run(
+        [str(installed.bin / "python"), "-m", "penstock", "bench", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "llama-tiny, float32, 1" in done.stdout
+    installed.assert_only_installed("penstock", "app.bench.runs", "app.server")
