@@ -2,7 +2,7 @@
 
 ARGS ?=
 
-.PHONY: serve check test loadtest bench clean
+.PHONY: serve check test explore loadtest bench clean
 
 serve:     ## sets up everything and serves the demo model on http://127.0.0.1:8000
 	@.ci/setup
@@ -19,6 +19,11 @@ test:      ## all tests, with a real browser and a real Redis
 	@.ci/setup check test
 	@.ci/tools
 	@if [ -n "$(ARGS)" ]; then .venv/bin/pytest $(ARGS); else .ci/pytest; fi
+
+explore:   ## tries the property tests with new examples; make test has the same ones on every machine
+	@.ci/setup check test
+	@.ci/tools
+	.venv/bin/pytest --numprocesses 2 --dist loadfile -m hypothesis --hypothesis-profile explore $(ARGS)
 
 loadtest:  ## one minute of mixed traffic against a server it starts; fails on any failed request
 	@.ci/setup loadtest

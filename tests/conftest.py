@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 from app.bench.server_process import ServerProcess
 
@@ -16,10 +18,27 @@ from app.bench.server_process import ServerProcess
 if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Here hypothesis looks for new examples at every run; in CI the same commit gives the same result, on any machine.
-settings.register_profile("here", deadline=None)
-settings.register_profile("ci", deadline=None, derandomize=True)
-settings.load_profile("ci" if os.environ.get("CI") else "here")
+# The parent is named, because hypothesis itself has other defaults where it believes to be in CI.
+settings.register_profile(
+    "explore",
+    parent=settings.get_profile("default"),
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=(HealthCheck.too_slow,),
+    print_blob=True,
+)
+settings.register_profile("same", parent=settings.get_profile("explore"), max_examples=100, derandomize=True)
+settings.load_profile("same")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Property tests see the same examples on every machine, unless `make explore` asks for new ones.
+
+    Hypothesis also draws the literals of all modules that happen to be imported. Which these are depends on the
+    tests that ran before in the same process, so only an exploration draws them.
+    """
+    if config.getoption("hypothesis_profile") != "explore":
+        providers._get_local_constants = Constants
 
 
 @pytest.fixture(scope="session")
