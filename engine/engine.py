@@ -37,7 +37,7 @@ from engine.planning.step import (
 log = logging.getLogger("penstock.engine")
 
 _IDLE_WAIT_S = 0.5
-"""How often an idle engine shows that it is alive."""
+"""An idle engine shows at least this often that it is alive."""
 _NO_ROOM = "the device has not enough memory for this request"
 
 
@@ -50,7 +50,7 @@ class EngineState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A look from outside; the numbers are of one moment, give or take a step."""
+    """What the engine holds, as seen from another thread: the numbers are of one moment, give or take a step."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -141,7 +141,7 @@ class Engine:
         self._thread.start()
 
     def wake(self) -> None:
-        """There may be something to do: a request was queued."""
+        """Tells the engine that there may be something to do: a request was queued."""
         self._awake.set()
 
     def cancel(self, request_id: str) -> None:
@@ -173,13 +173,13 @@ class Engine:
         )
 
     def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int:
-        """Prompt tokens whose KV is likely to be found; a guess from outside the step thread, never a promise."""
+        """The prompt tokens whose KV is likely to be cached: a guess from outside the step thread, never a promise."""
         scheduler = self._scheduler
         return scheduler.tables.num_cached_tokens(token_ids, salt) if scheduler else 0
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Prompt and output tokens that one sequence can ever have; known once READY."""
+        """The prompt and output tokens that one sequence can ever have; known once the engine is READY."""
         return self._scheduler.max_len if self._scheduler else self._limits.max_model_len
 
     # The step thread
@@ -238,7 +238,7 @@ class Engine:
             self._rest(scheduler)
 
     def _launch(self, scheduler: Scheduler, plan: Plan, now: float) -> bool:
-        """False if that failed; then the step is in flight all the same, and waiting for it says why."""
+        """Returns False if the launch failed; the step is in flight all the same, and waiting for it says why."""
         self._num_steps += 1
         self._proven = False
         step: StepInFlight
@@ -270,7 +270,7 @@ class Engine:
         self._report(scheduler, plan, max(flight.started_s, self._ended_s), error)
 
     def _report(self, scheduler: Scheduler, plan: Plan, started: float, error: str | None = None) -> None:
-        """Tells of the step that ended and of all that is undelivered."""
+        """Delivers a report of the step that ended, with everything that was not delivered before."""
         now = self.last_progress_s = self._ended_s = self._clock()
         num_decode = sum(1 for c in plan.chunks if c.start >= c.sequence.num_prompt_tokens)
         if plan.chunks:
@@ -323,7 +323,7 @@ class Engine:
         self._awake.wait(_IDLE_WAIT_S)
 
     def _prove(self, scheduler: Scheduler) -> None:
-        """With nobody running, every block must be free; if not, the pool starts afresh."""
+        """Checks that every block is free while no sequence runs; if one is not, the pool starts afresh."""
         self._proven = True
         try:
             scheduler.check()
@@ -358,7 +358,7 @@ class Engine:
 
 
 def launch_fitting(runner: Runner, scheduler: Scheduler, plan: Plan) -> StepInFlight:
-    """The step, or as much of it as the device has room for: it is halved until it fits or one token is left.
+    """Launches a step and the choice of its tokens; the step is halved until the device has room for it.
 
     Raises:
         OutOfMemory: there is no room for a single token.

@@ -20,7 +20,7 @@ class Wanted:
 
     row: int
     num_logprobs: int | None = None
-    """As in SamplingParams."""
+    """The log probabilities that are wanted, as in SamplingParams."""
     refusal: str | None = None
     """Why the row's sequence cannot be sampled."""
 

@@ -46,14 +46,15 @@ class LoadedModel:
     table: SequenceTable
     sampler: Sampler
     buffers: StepBuffers | None
-    """None: no steps are captured."""
+    """None if no steps are captured."""
     memory: MemoryPlan
 
 
 def load_model(
     folder: Path, options: LoadOptions, say: Callable[[str], None], progress: Progress
 ) -> LoadedModel:
-    """
+    """Loads the checkpoint in a folder.
+
     Args:
         folder: a directory with config.json and safetensors files.
         say: is told lines for the operator: what memory the model takes, before it is taken; what could be faster.

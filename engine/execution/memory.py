@@ -28,7 +28,7 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 SMALLEST_CONTEXT = 1024
-"""Tokens; a model that is to have less room than this is better not started."""
+"""The fewest tokens of KV cache that a model is started with, if it has so many positions."""
 
 
 GRAPH_BYTES = 1 << 20
@@ -42,23 +42,23 @@ class Card:
     total: int
     free: int
     allocated: int = 0
-    """By torch, in this process."""
+    """What torch has allocated in this process."""
 
     @property
     def used(self) -> int:
-        """By whoever it is: other processes, and this one's CUDA context."""
+        """What is in use, by whoever it is: other processes, and this one's CUDA context."""
         return self.total - self.free
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What there is, and how much of what the weights leave may become KV cache."""
+    """The memory that may be used, and the share of what the weights leave that may become KV cache."""
 
     available: int
     share: float
     cap: int | None = None
     card: Card | None = None
-    """Of which it is the budget, as it was when nothing was loaded; None: of this machine's own memory."""
+    """The GPU as it was when nothing was loaded; None if the budget is of the machine's own memory."""
 
     def kv_limit(self, left: int) -> int:
         limit = max(0, int(left * self.share))
@@ -77,7 +77,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """All in bytes."""
+    """What goes where, in bytes."""
 
     weights: int
     workspace: int
@@ -85,14 +85,14 @@ class MemoryPlan:
     graphs: int = 0
     """An estimate of what captured steps will take: the one size that is not known before it is taken."""
     tables: int = 0
-    """On a GPU: what steps keep of the running sequences."""
+    """On a GPU, what steps keep of the running sequences."""
     block: int
     num_blocks: int
     block_size: int
-    """Tokens, not bytes."""
+    """In tokens, not bytes."""
     available: int
     card: Card | None = None
-    """See Budget."""
+    """The card of the budget."""
 
     @property
     def kv(self) -> int:
@@ -100,7 +100,7 @@ class MemoryPlan:
 
     @property
     def num_tokens(self) -> int:
-        """That the KV cache holds."""
+        """The tokens that the KV cache holds."""
         return (self.num_blocks - 1) * self.block_size
 
     @property
@@ -123,7 +123,7 @@ class MemoryPlan:
 
     @property
     def rows(self) -> list[tuple[str, int, str]]:
-        """The same of a GPU: all of its memory, and what is to become of it. The last is the sum of the others.
+        """All of a GPU's memory, and what is to become of it: name, bytes, note. The last row is the sum of the others.
 
         What is in use before includes the workspace of the kernels, which is there as soon as these are.
         """
@@ -142,13 +142,13 @@ class MemoryPlan:
 
     @property
     def table(self) -> list[str]:
-        """These, as lines."""
+        """The rows as lines for the operator."""
         return [
             f"GPU memory  {name:<13} {_size(size):>10}  {note}".rstrip() for name, size, note in self.rows
         ]
 
     def graphs_text(self, num_graphs: int, num_bytes: int, in_use: int) -> str:
-        """One line, once steps are captured.
+        """One line for the operator, once steps are captured.
 
         Args:
             num_bytes: that they took.
@@ -166,7 +166,7 @@ def plan_memory(
     budget: Budget,
     measured: Measured | None = None,
 ) -> MemoryPlan:
-    """How much goes where.
+    """Decides how much memory goes where.
 
     A pool that is smaller than the longest sequence is fine (the scheduler then allows shorter ones only), down to
     `SMALLEST_CONTEXT` tokens.
@@ -201,7 +201,7 @@ def plan_memory(
 
 
 def _num_blocks(config: ModelConfig, shape: KVShape, options: LoadOptions, block: int, kv_limit: int) -> int:
-    """As many as the limit holds, between the smallest useful number and the largest that could ever be in use."""
+    """The KV blocks that the limit holds: the smallest useful number at least, and no more than could be used."""
     max_model_len = options.max_model_len or config.max_position
     per_sequence = -(-max_model_len // shape.block_size)
     smallest = 1 + -(-min(max_model_len, SMALLEST_CONTEXT) // shape.block_size)
@@ -210,17 +210,18 @@ def _num_blocks(config: ModelConfig, shape: KVShape, options: LoadOptions, block
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Of all tensors, in `dtype`."""
+    """The bytes of all tensors of a checkpoint if they are kept in `dtype`."""
     return sum(prod(shape) for shape in expected_shapes(config).values()) * dtype.itemsize
 
 
 def available_bytes() -> int:
-    """What can be taken now without taking it from somebody, of this machine and this container."""
+    """The memory of this machine and this container that can be taken now without taking it from somebody."""
     return min([_free_in_machine(), *_free_in_cgroups()])
 
 
 def budget(device: torch.device, options: LoadOptions) -> Budget:
-    """A GPU is there for this model, up to the share of it that the operator names; a CPU's memory is not."""
+    """The budget of a device: the operator's share of a GPU, all of which may become KV cache, or a quarter of what a
+    machine has free."""
     if device.type == "cuda":
         return card_budget(read_card(device), options.gpu_memory_utilization)
     return Budget(available_bytes(), 0.25, 4 * GIB)
@@ -232,7 +233,7 @@ def read_card(device: torch.device) -> Card:
 
 
 def card_budget(card: Card, utilization: float) -> Budget:
-    """What is left up to the share `utilization` of the card; all that the model does not need becomes KV cache."""
+    """The budget of a GPU: what is left of the share `utilization`; what the model does not need becomes KV cache."""
     return Budget(available=max(0, int(card.total * utilization) - card.used), share=1.0, card=card)
 
 
@@ -304,7 +305,7 @@ def _free_in_machine() -> int:
 
 
 def _free_in_cgroups() -> Iterator[int]:
-    """Limit less use, of cgroup v2 and v1; file cache that the kernel would give up does not count as used."""
+    """The limit of a container less what it uses, by cgroup v2 and v1, without the file cache that can be given up."""
     for folder, limit, used, cache in (
         (_CGROUP, "memory.max", "memory.current", "inactive_file"),
         (_CGROUP / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -16,7 +16,7 @@ class Batch:
     token_ids: Tensor
     """[T]"""
     positions: Tensor
-    """[T] place of each token in its sequence."""
+    """[T] the position of each token in its sequence; -1 for rows that pad the batch."""
     query_starts: Tensor
     """[S + 1] sequence s has the tokens query_starts[s] to query_starts[s + 1]."""
     context_lens: Tensor
@@ -24,11 +24,11 @@ class Batch:
     block_tables: Tensor
     """[S, max blocks] block of token p of sequence s: block_tables[s, p // block_size]; unused entries are 0."""
     sample_rows: Tensor
-    """[R] which of the T tokens' logits are wanted, in their order; T of them are all."""
+    """[R] the rows of the T tokens whose hidden states are wanted."""
     max_query_len: int | None = field(default=None, kw_only=True)
-    """No sequence has more tokens in this step; None: whoever made it did not count."""
+    """No sequence has more tokens than this in the step; None if whoever made the batch did not count."""
     host_lengths: list[tuple[int, int]] | None = field(default=None, kw_only=True)
-    """By sequence, on the host: (tokens in this step, context_lens). None: only the device knows; nobody needs it."""
+    """Each sequence's (tokens in this step, context_lens) on the host; None if only the device has them."""
 
     def to(self, device: torch.device) -> Batch:
         """The same batch on a device; itself if it is there already."""
@@ -38,13 +38,13 @@ class Batch:
         return replace(self, **moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, all that is on the device."""
+        """The tensors of the batch by name."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in values if isinstance(value, Tensor)}
 
 
 def blank_batch(num_tokens: list[int], contexts: list[int], block_tables: Tensor) -> Batch:
-    """Token 0 everywhere: sequence i has the last num_tokens[i] of its contexts[i] tokens in the step, and samples."""
+    """A batch of token 0: sequence i has the last num_tokens[i] of its contexts[i] tokens in the step, and samples."""
     counts, ends = torch.tensor(num_tokens, dtype=torch.int32), torch.tensor(contexts, dtype=torch.int32)
     starts = torch.cat((torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)))
     rows = torch.arange(int(starts[-1]), dtype=torch.int32)

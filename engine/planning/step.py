@@ -20,14 +20,14 @@ class Chunk:
     samples: bool
     """True if the chunk reaches the last token there is, so that its logits choose the next one."""
     incarnation: int = field(init=False)
-    """Which life of the sequence it belongs to: a preemption ends one."""
+    """How often the sequence had been preempted when this was planned."""
 
     def __post_init__(self) -> None:
         self.incarnation = self.sequence.num_preemptions
 
     @property
     def is_current(self) -> bool:
-        """False if the sequence gave way since this was planned: the blocks it wrote are no longer the sequence's."""
+        """False if the sequence was preempted since this was planned: the blocks it wrote are not the sequence's."""
         return self.incarnation == self.sequence.num_preemptions
 
 
@@ -141,10 +141,10 @@ class Runner(Protocol):
         """
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
-        """These sequences ended or gave way: the runner holds nothing of them any more."""
+        """Frees what the runner holds of these sequences, which ended or were preempted."""
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Frees everything that the runner holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +173,9 @@ class StepLoad:
     max_num_seqs: int
     max_batch_tokens: int
     num_free_tokens: int
-    """Room in the KV pool, evictable blocks included."""
+    """Tokens that there is room for in the KV pool, evictable blocks included."""
     num_kv_tokens: int
-    """Room in the whole pool."""
+    """Tokens that the whole pool has room for."""
 
 
 class RequestQueue(Protocol):
@@ -220,7 +220,7 @@ class StepReport:
     num_decode_tokens: int
     num_running: int
     num_waiting: int
-    """Taken from the queue but not running: preempted, or waiting for a prefix that another sequence computes."""
+    """Sequences that were preempted, or that wait for a prefix that another sequence computes."""
     num_blocks: int
     num_free_blocks: int
     """Evictable cached blocks included."""
