@@ -83,15 +83,13 @@ class Ladder:
         self.shapes = sorted(set(shapes), key=lambda s: (s.num_tokens, s.num_sequences, s.max_query_len))
         """The smallest first."""
         self.graphs: dict[StepShape, Graph] = {}
+        self._captured: list[StepShape] = []
+        """Those of `shapes` that have a graph."""
         self._work = work
-        self._found: dict[StepShape, StepShape | None] = {}
 
     def covering(self, shape: StepShape) -> StepShape | None:
         """The smallest shape with a graph that such a step can be padded to; None if there is none."""
-        if shape not in self._found:
-            fits = (s for s in self.shapes if s in self.graphs and s.covers(shape))
-            self._found[shape] = next(fits, None)
-        return self._found[shape]
+        return next((captured for captured in self._captured if captured.covers(shape)), None)
 
     def run(self, shape: StepShape) -> None:
         """Does the work, by the graph of just this shape if there is one."""
@@ -107,11 +105,11 @@ class Ladder:
         Raises:
             torch.OutOfMemoryError: larger ones will find no memory, either.
         """
-        self._found.clear()
         try:
             self._work(shape)
             device.synchronize()
             self.graphs[shape] = device.record(lambda: self._work(shape))
+            self._captured = [known for known in self.shapes if known in self.graphs]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever is wrong with a graph, the step runs without
