@@ -68,7 +68,8 @@ def assert_agree(found: StepInputs, expected: StepInputs) -> None:
 def moved(table: SequenceTable, step: StepTokens, device: torch.device) -> tuple[SequenceTable, StepTokens]:
     copy = SequenceTable(table.num_rows - 1, table.max_blocks, table.block_size, device)
     copy.words.copy_(table.words)
-    slots, starts, token_ids = (t.to(device) for t in (step.slots, step.query_starts, step.token_ids))
+    tensors = (step.slots, step.query_starts, step.token_ids)
+    slots, starts, token_ids = (tensor.to(device, copy=True) for tensor in tensors)
     return copy, StepTokens(slots, starts, token_ids, step.num_blocks, step.max_query_len)
 
 

@@ -8,18 +8,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.triton import sampling
 from engine.kernels.triton.sampling import TritonChoose
+from engine.kernels.triton.sampling_rows import gumbel_noise
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.sampling import reference
 from engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
 from engine.sampling.sampler import Sampler
 from engine.sampling.tables import Filters
-from tests.engine.kernels.triton.choices import checked_sample
+from tests.engine.kernels.triton.choices import ULPS, checked_sample
 
 # The interpreter computes with numpy, which warns of what a GPU does in silence: arithmetic modulo 2^64 and on NaN.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -261,9 +264,12 @@ def test_a_row_that_is_not_finite_fails_alone(device: torch.device, bad: float) 
     assert tokens[4] >= 0
 
 
-def test_a_row_with_every_token_banned_fails(device: torch.device) -> None:
-    params = {"logit_bias": dict.fromkeys(range(VOCAB), -math.inf), "top_k": 2}
-    assert Party([make_sequence(params, [], [])], device, 16).step(make_logits(1, 0, device), [0]) == [-1]
+@pytest.mark.parametrize("penalties", [{}, {"repetition_penalty": 1.3, "presence_penalty": 0.5}], ids=str)
+def test_a_row_with_every_token_banned_fails(device: torch.device, penalties: dict[str, Any]) -> None:
+    """A ban outlives the penalties of what was seen."""
+    params = {"logit_bias": dict.fromkeys(range(VOCAB), -math.inf), "top_k": 2, **penalties}
+    party = Party([make_sequence(params, [3, 4], [5])], device, 16)
+    assert party.step(make_logits(1, 0, device), [0]) == [-1]
 
 
 def test_penalties_that_overflow_ban_nothing(device: torch.device) -> None:
@@ -425,6 +431,25 @@ def test_a_row_is_read_as_often_as_its_filters_need(
     assert party.sampler.sample(logits, *party.arguments(slots), filters)[0].tolist() == expected
     num_passes = max(map(len, passes))
     assert reading.num_launches == num_passes + 1 <= 7
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def noise_kernel(state: tl.tensor, numbers: tl.tensor, noise: tl.tensor, SIZE: tl.constexpr) -> None:
+    ids = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(noise + ids, gumbel_noise(tl.load(state), tl.load(numbers), ids))
+
+
+def test_noise_is_exact_where_it_is_large(device: torch.device) -> None:
+    """In a million tokens the smallest random numbers are so small that 1 - u loses most of their bits."""
+    size = 1 << 20
+    state = torch.tensor([-7], dtype=torch.int64, device=device)
+    number = torch.tensor([5], dtype=torch.int32, device=device)
+    found = torch.empty(size, dtype=torch.float32, device=device)
+    noise_kernel[(16,)](state, number, found, SIZE=size // 16, enable_fp_fusion=False)
+    expected = gumbel(hashes(noise_keys(state, number), size))[0]
+    assert expected.max() > 13
+    error = (found - expected).abs() / expected.abs().clamp(min=1)
+    assert error.max() <= ULPS * torch.finfo(torch.float32).eps
 
 
 def test_more_rows_than_there_is_room_for_are_refused(device: torch.device) -> None:
