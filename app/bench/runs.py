@@ -30,6 +30,7 @@ from app.bench.store import StoreBench
 from app.bench.workloads import WORKLOADS, Workload
 from app.checkpoint import DEMO_MODEL
 from app.errors import OperatorError
+from app.settings import num_cores
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128
 PREFIX_TOKENS = 512
@@ -134,11 +135,7 @@ def _subject(path: Path) -> Subject:
 
 
 def _machine() -> Row:
-    return {"cores": _num_cores(), "processor": _processor(), "python": platform.python_version()}
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"cores": num_cores(), "processor": _processor(), "python": platform.python_version()}
 
 
 def _processor() -> str:
@@ -184,7 +181,7 @@ def _generate(subject: Subject, quick: bool) -> Row:
         "model": str(subject.path),
         "prompts": [body["prompt"] for body in bodies[0]],
         "num_output_tokens": length,
-        "threads": _num_cores(),
+        "threads": num_cores(),
     }
     seconds = _run_module("generate", job)["seconds"]
     return {"model": subject.name, "tokens_per_s": length * len(seconds) / sum(seconds), "seconds": seconds}
@@ -193,7 +190,7 @@ def _generate(subject: Subject, quick: bool) -> Row:
 def _linear(subject: Subject, dtype: str, streams: list[int]) -> list[Row]:
     """What the linear operators alone reach, with as many rows as there are streams."""
     _say(f"{subject.name}, {dtype}: the linear operators alone")
-    job = {"model": str(subject.path), "dtype": dtype, "rows": streams, "threads": _num_cores()}
+    job = {"model": str(subject.path), "dtype": dtype, "rows": streams, "threads": num_cores()}
     rates = _run_module("linear", job)["gflop_per_s"]
     return [
         {"model": subject.name, "dtype": dtype, "streams": rows, "gflop_per_s": rate}

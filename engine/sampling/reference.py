@@ -58,8 +58,7 @@ def choose(
     bits = hashes(noise_keys(rows.column("state"), numbers), raw.shape[-1])
     scores = processed + temperature * gumbel(bits)
     if filters.top_k or filters.top_p:
-        kept = _kept(peaks - processed, rows, filters) | (temperature <= 0)
-        scores = scores.masked_fill(~kept, -torch.inf)
+        scores = scores.masked_fill(~_kept(peaks - processed, rows, filters), -torch.inf)
     chosen = scores.argmax(-1)
     usable = rows.present & raw.isfinite().all(-1) & (peaks.squeeze(-1) > -torch.inf)
     _count(chosen, usable, rows)
