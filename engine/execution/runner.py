@@ -172,7 +172,10 @@ class Steps:
         """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before."""
         model = self.model
         inputs = model.kernels.gather(model.table, placed.tokens)
-        inputs.batch.host_lengths = [(c.num_tokens, c.start + c.num_tokens) for c in plan.chunks]
+        if (
+            placed.tokens.max_query_len > 1
+        ):  # only long chunks are attended by what the host knows of their lengths
+            inputs.batch.host_lengths = [(c.num_tokens, c.start + c.num_tokens) for c in plan.chunks]
         return model.lm_head(model.decoder(inputs.batch)), inputs.numbers
 
     def _replay(self, shape: StepShape, placed: Placed) -> tuple[Tensor, Tensor]:

@@ -25,11 +25,6 @@ class Chunk:
     def __post_init__(self) -> None:
         self.incarnation = self.sequence.num_preemptions
 
-    @property
-    def is_current(self) -> bool:
-        """False if the sequence was preempted since this was planned: the blocks it wrote are not the sequence's."""
-        return self.incarnation == self.sequence.num_preemptions
-
 
 @dataclass(slots=True)
 class Plan:
@@ -89,19 +84,6 @@ class StepInFlight(Protocol):
             DeviceError: the device is lost.
             Exception: this step failed, the next may work.
         """
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A step that ended before `launch` returned."""
-
-    result: StepResult
-
-    def choose(self) -> None:
-        pass
-
-    def wait(self) -> StepResult:
-        return self.result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,10 @@ so.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
-from engine.planning.step import Ended, OutOfMemory, Plan, RunnerFacts, Sampled, StepInFlight, StepResult
+from engine.planning.step import OutOfMemory, Plan, RunnerFacts, Sampled, StepInFlight, StepResult
 
 VOCABULARY = 50
 
@@ -31,6 +32,19 @@ def expected_output(request: Request, index: int, max_len: int, window: int = 0)
             break
         known.append(next_token(known, request, index, window))
     return known[len(request.prompt_token_ids) :]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A step that ended before `launch` returned."""
+
+    result: StepResult
+
+    def choose(self) -> None:
+        pass
+
+    def wait(self) -> StepResult:
+        return self.result
 
 
 class PaperRunner:
