@@ -19,6 +19,11 @@
 #define PENSTOCK_AMX 1
 #endif
 
+#if PENSTOCK_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #if PENSTOCK_TILES
 
 namespace penstock {
@@ -40,6 +45,12 @@ constexpr TileShapes kWholeTiles = {
     1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
 #if PENSTOCK_AMX
+
+// Asks Linux to let this process use tiles; a processor that has them refuses them until then.
+inline void permit_tiles() {
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    syscall(SYS_arch_prctl, kRequestPermission, kTileData);
+}
 
 // Every thread has tiles of its own; they are undefined after this.
 PENSTOCK_INLINE void use_tiles(const TileShapes& shapes) {
