@@ -12,6 +12,10 @@ from torch import Tensor
 from engine.kernels.cpu.library import DTYPES, Team, check, created, float32, pointer
 
 
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.int8)
+"""By the number that the kernels have for them."""
+
+
 class _Source(ctypes.Structure):
     _fields_ = [
         ("type", c_int32),
@@ -53,6 +57,11 @@ class PackedLinear:
         self._apply = team.library.function("penstock_linear_apply")
         self.handle = self._pack(weight, bias)
         weakref.finalize(self, team.library.call, "penstock_linear_free", self.handle)
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """What the activations are rounded to before they are multiplied: float32, bfloat16 or int8."""
+        return ACTIVATIONS[self._team.library.call("penstock_linear_form", self.handle)]
 
     @property
     def num_bytes(self) -> int:
