@@ -12,7 +12,7 @@
 #define PENSTOCK_AVX2 1
 #include <immintrin.h>
 #endif
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#if defined(__ARM_NEON) && defined(__aarch64__) && !defined(PENSTOCK_NO_NEON)
 #define PENSTOCK_NEON 1
 #include <arm_neon.h>
 #endif
