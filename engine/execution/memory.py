@@ -19,7 +19,8 @@ from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.kv_cache import KVShape
 from engine.kernels.ops import Kernels
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.weights import expected_shapes
+from engine.model.weights import expected_shapes, linear_specs
+from engine.quant.integers import Quantization
 
 GIB = 1 << 30
 
@@ -165,6 +166,7 @@ def plan_memory(
     options: LoadOptions,
     budget: Budget,
     measured: Measured | None = None,
+    quantization: Quantization | None = None,
 ) -> MemoryPlan:
     """Decides how much memory goes where.
 
@@ -178,7 +180,7 @@ def plan_memory(
         NotEnoughMemory: weights and KV cache do not fit; the message has the numbers.
     """
     shape = KVShape.of(config, options.block_size)
-    weights = weight_bytes(config, kernels.embedding_dtype)
+    weights = weight_bytes(config, kernels.embedding_dtype, quantization)
     workspace = measured.workspace if measured else _workspace_bytes(config, options)
     tables = max(0, measured.resident - weights) if measured else 0
     graphs = _graph_bytes(options, workspace) if budget.card is not None and options.cuda_graphs else 0
@@ -209,9 +211,18 @@ def _num_blocks(config: ModelConfig, shape: KVShape, options: LoadOptions, block
     return max(smallest, min(limit // block, 1 + per_sequence * options.max_num_seqs))
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The bytes of all tensors of a checkpoint if they are kept in `dtype`."""
-    return sum(prod(shape) for shape in expected_shapes(config).values()) * dtype.itemsize
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
+    """The bytes of all weights of a model if they are kept in `dtype`, or the linear maps in packed integers."""
+    elements = sum(prod(shape) for shape in expected_shapes(config).values())
+    if quantization is None:
+        return elements * dtype.itemsize
+    integers = config.vocab_size * config.hidden_size * (not config.tie_word_embeddings)
+    num_bytes = quantization.head_format(config.hidden_size).num_bytes(config.vocab_size, config.hidden_size)
+    for spec in linear_specs(config).values():
+        rows = sum(rows for _, rows in spec.parts)
+        integers += config.num_layers * rows * spec.in_features
+        num_bytes += config.num_layers * quantization.format(spec.in_features).num_bytes(rows, spec.in_features)
+    return (elements - integers) * dtype.itemsize + num_bytes
 
 
 def available_bytes() -> int:
