@@ -28,7 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", type=_names, default=["auto", "float32"], help="dtypes (auto,float32)")
     parser.add_argument(
-        "--quantize", choices=("int8", "int4"), help="as of `penstock serve`, for linear, http, prefix, loop, workloads"
+        "--quantize",
+        choices=("int8", "int4"),
+        help="as of `penstock serve`, for linear, http, prefix, loop, workloads",
     )
     parser.add_argument(
         "--kv-dtype",

@@ -30,7 +30,9 @@ _WALKED_BYTES = 64 << 20
 """More than the caches hold."""
 
 
-def measure(model: str, dtype: str, rows: list[int], threads: int, quantize: str | None = None) -> list[float]:
+def measure(
+    model: str, dtype: str, rows: list[int], threads: int, quantize: str | None = None
+) -> list[float]:
     """GFLOP/s of one pass through all linear operators, for each number of rows."""
     torch.set_num_threads(threads)
     config = read_config(Path(model))

@@ -221,7 +221,9 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: Quantiza
     for spec in linear_specs(config).values():
         rows = sum(rows for _, rows in spec.parts)
         integers += config.num_layers * rows * spec.in_features
-        num_bytes += config.num_layers * quantization.format(spec.in_features).num_bytes(rows, spec.in_features)
+        num_bytes += config.num_layers * quantization.format(spec.in_features).num_bytes(
+            rows, spec.in_features
+        )
     return (elements - integers) * dtype.itemsize + num_bytes
 
 

@@ -52,11 +52,15 @@ def choose_kv_dtype(wanted: str, own: torch.dtype, device: torch.device) -> torc
     dtype = own if wanted == "auto" else KV_DTYPES[wanted]
     if device.type == "cuda" and dtype != own:
         own_name = str(own).removeprefix("torch.")
-        raise CheckpointError(f"kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}")
+        raise CheckpointError(
+            f"kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}"
+        )
     return dtype
 
 
-def choose_quantization(wanted: str | None, group_size: int | None, device: torch.device) -> Quantization | None:
+def choose_quantization(
+    wanted: str | None, group_size: int | None, device: torch.device
+) -> Quantization | None:
     """The quantization that linear maps are loaded with.
 
     Raises:
@@ -65,5 +69,7 @@ def choose_quantization(wanted: str | None, group_size: int | None, device: torc
     if wanted is None:
         return None
     if device.type == "cuda":
-        raise CheckpointError(f"quantize {wanted} is served on the CPU, and the model runs on CUDA; try device cpu")
+        raise CheckpointError(
+            f"quantize {wanted} is served on the CPU, and the model runs on CUDA; try device cpu"
+        )
     return Quantization.of(wanted, group_size)

@@ -23,6 +23,9 @@ auto guarded(Function function) -> decltype(function()) {
 extern "C" {
 
 Team* penstock_team_new(int32_t threads) {
+#if PENSTOCK_AMX
+    permit_tiles();  // threads that are started later inherit it
+#endif
     return guarded([&] { return new Team(threads, kSumsBytes); });
 }
 
@@ -30,9 +33,8 @@ void penstock_team_free(Team* team) {
     if (team->is_whole()) delete team;
 }
 
-Linear* penstock_linear_new(Team* team, int32_t type, int32_t rows, int32_t k, int32_t gated, const void* weight,
-                            const float* bias) {
-    return guarded([&] { return pack(*team, static_cast<Type>(type), rows, k, gated != 0, weight, bias).release(); });
+Linear* penstock_linear_new(Team* team, const LinearSource* source) {
+    return guarded([&] { return pack(*team, *source).release(); });
 }
 
 void penstock_linear_free(Linear* linear) { delete linear; }
@@ -41,9 +43,14 @@ int64_t penstock_linear_bytes(const Linear* linear) { return static_cast<int64_t
 
 void penstock_linear_unpack(Team* team, const Linear* linear, float* out) { unpack(*team, *linear, out); }
 
-void penstock_linear_apply(Team* team, const Linear* linear, const float* x, int64_t ldx, int32_t rows, float* out) {
-    const size_t ldo = static_cast<size_t>(linear->n);
-    if (rows > 0) apply(*team, {linear, x, static_cast<size_t>(ldx), rows, out, ldo, nullptr, nullptr});
+int32_t penstock_linear_apply(Team* team, const Linear* linear, const float* x, int64_t ldx, int32_t rows, float* out) {
+    int status = kNoMemory;
+    guarded([&] {
+        if (rows > 0) apply(*team, *linear, x, static_cast<size_t>(ldx), rows, out);
+        status = kOk;
+        return true;
+    });
+    return status;
 }
 
 Decoder* penstock_decoder_new(Team* team, const Model* model) {

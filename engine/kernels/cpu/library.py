@@ -35,11 +35,11 @@ _POINTER = c_void_p
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "penstock_team_new": (_POINTER, (c_int32,)),
     "penstock_team_free": (None, (_POINTER,)),
-    "penstock_linear_new": (_POINTER, (_POINTER, c_int32, c_int32, c_int32, c_int32, _POINTER, _POINTER)),
+    "penstock_linear_new": (_POINTER, (_POINTER, _POINTER)),
     "penstock_linear_free": (None, (_POINTER,)),
     "penstock_linear_bytes": (c_int64, (_POINTER,)),
     "penstock_linear_unpack": (None, (_POINTER, _POINTER, _POINTER)),
-    "penstock_linear_apply": (None, (_POINTER, _POINTER, _POINTER, c_int64, c_int32, _POINTER)),
+    "penstock_linear_apply": (c_int32, (_POINTER, _POINTER, _POINTER, c_int64, c_int32, _POINTER)),
     "penstock_decoder_new": (_POINTER, (_POINTER, _POINTER)),
     "penstock_decoder_free": (None, (_POINTER,)),
     "penstock_decoder_run": (c_int32, (_POINTER, _POINTER, _POINTER)),

@@ -9,7 +9,7 @@ from ctypes import c_int32, c_void_p
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.library import DTYPES, Team, created, float32, pointer
+from engine.kernels.cpu.library import DTYPES, Team, check, created, float32, pointer
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
 
@@ -47,7 +47,9 @@ class PackedLinear:
     def __init__(
         self, team: Team, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, gated: bool = False
     ) -> None:
-        self._pack(team, DTYPES[dtype], {"weight": weight.detach().to("cpu", dtype)}, 0, bias, gated)
+        self._pack(
+            team, DTYPES[dtype], {"weight": weight.detach().to("cpu", dtype)}, weight.shape[1], bias, gated
+        )
 
     @classmethod
     def of_integers(
@@ -75,7 +77,11 @@ class PackedLinear:
         x = x.contiguous()
         num_rows = x.shape[0]
         out = torch.empty((num_rows, self.out_features))
-        self._apply(self._team.handle, self.handle, x.data_ptr(), self.in_features, num_rows, out.data_ptr())
+        check(
+            self._apply(
+                self._team.handle, self.handle, x.data_ptr(), self.in_features, num_rows, out.data_ptr()
+            )
+        )
         return out
 
     def dense(self) -> Tensor:
@@ -115,7 +121,5 @@ class PackedLinear:
             zeros=pointer(kept.get("zero")),
             bias=pointer(biases),
         )
-        self.handle = created(
-            team.library.call("penstock_linear_new", team.handle, ctypes.byref(source))
-        )
+        self.handle = created(team.library.call("penstock_linear_new", team.handle, ctypes.byref(source)))
         weakref.finalize(self, team.library.call, "penstock_linear_free", self.handle)
