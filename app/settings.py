@@ -129,11 +129,11 @@ class Settings(BaseSettings):
     """Type the weights are kept in; auto takes what is fastest here without a loss that shows."""
 
     quantize: Literal["int8", "int4"] | None = None
-    """Round the weights of linear maps to integers as they are loaded: faster and smaller on a CPU; the output head
-    always has int8, and the embedding keeps the type of --dtype."""
+    """Round the weights of linear maps to integers as they are loaded, on a CPU: smaller and faster. With int4, the
+    first layer and the output head still have int8. The embedding keeps the type of --dtype."""
 
     quantize_group_size: int | None = Field(default=None, json_schema_extra={"metavar": "32|64|128"})
-    """Inputs that share a scale with --quantize; without it, GROUPDEFAULT for int4 and a whole row for int8."""
+    """Inputs that share a scale with --quantize; without it, 64 or 32 for int4 and a whole row for int8."""
 
     kv_dtype: Literal["auto", "float16", "bfloat16", "float32", "int8"] = "auto"
     """Type the KV cache is kept in; auto takes that of --dtype, and int8 holds nearly twice as many tokens."""

@@ -44,9 +44,7 @@ def measure(
 
 def linear_sizes(config: ModelConfig) -> Counter[Size]:
     """The linear operators that a decoding token passes, and how many of each there are."""
-    layer = [
-        (sum(rows for _, rows in spec.parts), spec.in_features) for spec in linear_specs(config).values()
-    ]
+    layer = [(spec.out_features, spec.in_features) for spec in linear_specs(config).values()]
     sizes = Counter(layer * config.num_layers)
     sizes[config.vocab_size, config.hidden_size] += 1
     return sizes
@@ -68,10 +66,15 @@ def _rate_function(
         return _torch_rate
 
     def kept(size: Size) -> torch.dtype | Integers:
+        """What most weights of this size are kept in: those of the last layer."""
         if quantization is None:
             return dtype
         is_head = size == (config.vocab_size, config.hidden_size)
-        return quantization.head_format(size[1]) if is_head else quantization.format(size[1])
+        return (
+            quantization.head_format(size[1])
+            if is_head
+            else quantization.layer_format(config.num_layers - 1, size[1])
+        )
 
     return lambda size, num_rows: measure_linear(team, size[1], size[0], num_rows, kept(size))
 

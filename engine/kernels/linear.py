@@ -78,7 +78,7 @@ class IntegerLinear:
         integers, row_scale = quantize_rows(x)
         weight, scale = self._format.centred(self._tensors), self._tensors["scale"]
         product = x.new_zeros((*x.shape[:-1], scale.shape[0]))
-        for index, group in enumerate(integers.split(self._format.group_size, dim=-1)):
+        for index, group in enumerate(torch.split(integers, self._format.group_size, dim=-1)):
             product = product + _exact_product(group, weight[:, index]) * scale[:, index]
         product = product * row_scale
         return product if self._bias is None else product + self._bias
@@ -87,17 +87,22 @@ class IntegerLinear:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rounds each row of x [..., in] to integers from -127 to 127, half to even.
 
+    A row whose largest magnitude is so small (or 0, or NaN) that 127 / it is not finite becomes zeros.
+
     Returns:
         The integers as float32, and the scale [..., 1] of each row, which is its largest magnitude / 127.
     """
     largest = x.abs().amax(-1, keepdim=True)
-    integers = (x * (127 / largest)).round_().clamp_(-127, 127)
-    return integers.nan_to_num_(nan=0.0), largest / 127
+    factor = torch.full_like(largest, 127) / largest  # 127 / largest would be 127 * (1 / largest), rounded twice
+    integers = (x * factor).round_().clamp_(-127, 127).nan_to_num_(nan=0.0)
+    return integers.masked_fill_(~(factor < torch.inf), 0.0), largest / 127
 
 
 def _exact_product(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T of integers: the exact sums, rounded to float32 once."""
     if x.shape[-1] <= _EXACT_INPUTS:
         return x @ weight.T
-    parts = zip(x.split(_EXACT_INPUTS, dim=-1), weight.split(_EXACT_INPUTS, dim=-1), strict=True)
+    parts = zip(
+        torch.split(x, _EXACT_INPUTS, dim=-1), torch.split(weight, _EXACT_INPUTS, dim=-1), strict=True
+    )
     return torch.stack([(part @ rows.T).double() for part, rows in parts]).sum(0).float()

@@ -108,12 +108,12 @@ def _split_scales(kv: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor,
     """Views of blocks [..., stored elements of a block]: [..., num_kv_heads, block_size, head_dim], and if they are
     int8, the bytes of their scales [..., num_kv_heads, block_size, SCALE_BYTES]."""
     if kv.dtype != torch.int8:
-        return kv.unflatten(-1, (num_kv_heads, -1, head_dim)), None
+        return torch.unflatten(kv, -1, (num_kv_heads, -1, head_dim)), None
     num_integers = kv.shape[-1] // (head_dim + SCALE_BYTES) * head_dim
     integers, scales = kv[..., :num_integers], kv[..., num_integers:]
     return (
-        integers.unflatten(-1, (num_kv_heads, -1, head_dim)),
-        scales.unflatten(-1, (num_kv_heads, -1, SCALE_BYTES)),
+        torch.unflatten(integers, -1, (num_kv_heads, -1, head_dim)),
+        torch.unflatten(scales, -1, (num_kv_heads, -1, SCALE_BYTES)),
     )
 
 

@@ -92,11 +92,11 @@ class LoadOptions:
     dtype: str = "auto"
     """The type of the weights: "float32", "bfloat16", "float16", or "auto"; see `dtype.choose_dtype`."""
     quantize: str | None = None
-    """The integers that linear maps are quantized to when the checkpoint is loaded: "int8", "int4", or None for none."""
+    """The integers that linear maps are quantized to as they are loaded: "int8", "int4", or None for none."""
     quantize_group_size: int | None = None
-    """The inputs of a row that share a scale; None stands for a default, see `Quantization.format`."""
+    """The inputs of a row that share a scale; None stands for a default, see `Quantization.layer_format`."""
     kv_dtype: str = "auto"
-    """The type of the KV cache: "float32", "bfloat16", "float16", "int8", or "auto", which is the type of the weights."""
+    """The type of the KV cache: "float32", "bfloat16", "float16", "int8", or "auto", which is that of the weights."""
     num_threads: int | None = None
     """The threads that compute on a CPU; None stands for one for each core that this process may use."""
     block_size: int = 16

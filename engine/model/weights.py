@@ -33,6 +33,10 @@ class LinearSpec:
     format: Format = DENSE
     """How the checkpoint stores each part."""
 
+    @property
+    def out_features(self) -> int:
+        return sum(rows for _, rows in self.parts)
+
 
 def linear_specs(config: ModelConfig) -> dict[str, LinearSpec]:
     """The linear maps of one layer, by their field of LayerWeights."""
@@ -141,13 +145,13 @@ def load_weights(
     the head has integers.
 
     Raises:
-        CheckpointError: see `check_tensors` and `Quantization.format`.
+        CheckpointError: see `check_tensors` and `Quantization.layer_format`.
     """
     check_tensors(config, files)
     check_quantization(config, quantization)
     reader = _Reader(files, kernels, progress, sum(_num_bytes(config, files)), quantization)
     embedding = reader.tensor("model.embed_tokens.weight", kernels.embedding_dtype)
-    layers = [_load_layer(config, reader, f"model.layers.{i}.") for i in range(config.num_layers)]
+    layers = [_load_layer(config, reader, i) for i in range(config.num_layers)]
     final_norm = reader.tensor("model.norm.weight", kernels.activation_dtype)
     lm_head = reader.head(config, embedding)
     is_tied = config.tie_word_embeddings and quantization is None
@@ -158,15 +162,17 @@ def check_quantization(config: ModelConfig, quantization: Quantization | None) -
     """Checks that the groups of a quantization divide the inputs of every linear map.
 
     Raises:
-        CheckpointError: see `Quantization.format`.
+        CheckpointError: see `Quantization.layer_format`.
     """
     if quantization is not None:
-        for spec in linear_specs(config).values():
-            quantization.format(spec.in_features)
+        for layer in range(config.num_layers):
+            for spec in linear_specs(config).values():
+                quantization.layer_format(layer, spec.in_features)
 
 
-def _load_layer(config: ModelConfig, reader: _Reader, prefix: str) -> LayerWeights:
-    linears = {field: reader.linear(prefix, spec) for field, spec in linear_specs(config).items()}
+def _load_layer(config: ModelConfig, reader: _Reader, layer: int) -> LayerWeights:
+    prefix = f"model.layers.{layer}."
+    linears = {field: reader.linear(layer, prefix, spec) for field, spec in linear_specs(config).items()}
     norms = {
         field: reader.tensor(f"{prefix}{name}.weight", reader.kernels.activation_dtype)
         for field, (name, _) in norm_shapes(config).items()
@@ -203,7 +209,7 @@ class _Reader:
         """A copy of its own, on the device."""
         return self._read(name).to(device=self.kernels.device, dtype=dtype, copy=True)
 
-    def linear(self, prefix: str, spec: LinearSpec) -> Linear:
+    def linear(self, layer: int, prefix: str, spec: LinearSpec) -> Linear:
         parts = [
             {
                 suffix: self._read(f"{prefix}{name}.{suffix}")
@@ -213,7 +219,8 @@ class _Reader:
         ]
         biases = [self._read(f"{prefix}{name}.bias") for name, _ in spec.parts] if spec.bias else []
         bias = torch.cat(biases) if biases else None
-        integers = None if self._quantization is None else self._quantization.format(spec.in_features)
+        quantization = self._quantization
+        integers = None if quantization is None else quantization.layer_format(layer, spec.in_features)
         return self._pack(spec.format.join(parts), spec.format, integers, bias, gated=spec.gated)
 
     def head(self, config: ModelConfig, embedding: Tensor) -> Linear:

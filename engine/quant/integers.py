@@ -14,6 +14,9 @@ from engine.quant.formats import NamedTensors
 _DEFAULT_SIZES = (64, 32)
 """The group sizes for 4 bits where nobody asks; the first that divides the inputs is taken."""
 
+_LAYERS_OF_8_BITS = 1
+"""So many layers at the start have 8 bits where 4 are asked for: all later layers read what they write."""
+
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """The shares of a group's range that the 4-bit integers may span; what lies outside is clipped."""
 
@@ -62,7 +65,7 @@ class Integers:
 
     def centred(self, tensors: NamedTensors) -> Tensor:
         """integer - zero, [out, groups, group_size] in float32."""
-        grouped = tensors["weight"].unflatten(1, (-1, self.group_size)).float()
+        grouped = torch.unflatten(tensors["weight"], 1, (-1, self.group_size)).float()
         return grouped - tensors["zero"].unsqueeze(-1) if self.has_zeros else grouped
 
     def num_bytes(self, out_features: int, in_features: int) -> int:
@@ -75,15 +78,18 @@ class Integers:
         round_group = _round_4_bits if self.bits == 4 else _round_8_bits
         rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
         chunks = [
-            round_group(chunk.float().unflatten(1, (-1, self.group_size)))
-            for chunk in weight.split(rows_at_a_time)
+            round_group(torch.unflatten(chunk.float(), 1, (-1, self.group_size)))
+            for chunk in torch.split(weight, rows_at_a_time)
         ]
         return self.join(chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """How the linear maps of a model are quantized when it is loaded. The output head always has 8 bits."""
+    """How the linear maps of a model are quantized when it is loaded.
+
+    The output head and the first layer have 8 bits in any case: rounding them shows most in the logits.
+    """
 
     bits: int
     group_size: int | None = None
@@ -94,25 +100,26 @@ class Quantization:
         """The quantization of an option: "int8" or "int4"."""
         return cls({"int8": 8, "int4": 4}[name], group_size)
 
-    def format(self, in_features: int) -> Integers:
+    def layer_format(self, layer: int, in_features: int) -> Integers:
         """The format of a linear map of a layer.
 
         Raises:
             CheckpointError: no group size that is allowed divides the inputs.
         """
+        if self.bits == 4 and layer < _LAYERS_OF_8_BITS:
+            return self.head_format(in_features)
         default = (in_features,) if self.bits == 8 else _DEFAULT_SIZES
         allowed = default if self.group_size is None else (self.group_size,)
         group_size = next((size for size in allowed if in_features % size == 0), None)
         if group_size is None:
             tried = " or ".join(str(size) for size in sorted(allowed))
             raise CheckpointError(
-                f"quantize int{self.bits}: groups of {tried} do not divide a linear map of {in_features} inputs"
+                f"quantize int{self.bits}: groups of {tried} do not divide a linear map's {in_features} inputs"
             )
         return Integers(self.bits, group_size)
 
-    @staticmethod
-    def head_format(in_features: int) -> Integers:
-        """The format of the output head, whose rounding shows most in the logits."""
+    def head_format(self, in_features: int) -> Integers:
+        """The format of the output head."""
         return Integers(8, in_features)
 
 
