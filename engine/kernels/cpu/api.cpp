@@ -41,6 +41,8 @@ void penstock_linear_free(Linear* linear) { delete linear; }
 
 int64_t penstock_linear_bytes(const Linear* linear) { return static_cast<int64_t>(linear->bytes()); }
 
+int32_t penstock_linear_form(const Linear* linear) { return static_cast<int32_t>(linear->form); }
+
 void penstock_linear_unpack(Team* team, const Linear* linear, float* out) { unpack(*team, *linear, out); }
 
 int32_t penstock_linear_apply(Team* team, const Linear* linear, const float* x, int64_t ldx, int32_t rows, float* out) {

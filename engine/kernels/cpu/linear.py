@@ -17,6 +17,10 @@ _INTEGER_TYPES = {8: 3, 4: 4}
 """The storage types of the kernels for integers, by their bits."""
 
 
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.int8)
+"""By the number that the kernels have for them."""
+
+
 class _Source(ctypes.Structure):
     _fields_ = [
         ("type", c_int32),
@@ -64,6 +68,11 @@ class PackedLinear:
         linear = cls.__new__(cls)
         linear._pack(team, _INTEGER_TYPES[format.bits], tensors, format.group_size, bias, gated)
         return linear
+
+    @property
+    def activation_dtype(self) -> torch.dtype:
+        """What the activations are rounded to before they are multiplied: float32, bfloat16 or int8."""
+        return ACTIVATIONS[self._team.library.call("penstock_linear_form", self.handle)]
 
     @property
     def num_bytes(self) -> int:

@@ -39,8 +39,9 @@ def team(library: NativeLibrary) -> Team:
 
 
 def assert_equals_plain(checkpoint: Checkpoint, native: NativeModel, steps: list[Batch]) -> None:
-    """A native model computes in float32; what the dtype of its cache rounds is let pass."""
-    plain, errors = checkpoint.plain(), allowed(checkpoint.decoder, steps, native.kv.data.dtype)
+    """A native model computes in float32; what its cache and its linear maps round is let pass."""
+    plain, read_as = checkpoint.plain(), native.lm_head.activation_dtype
+    errors = allowed(checkpoint.decoder, steps, native.kv.data.dtype, read_as=read_as)
     for batch, error in zip(steps, errors, strict=True):
         found, expected = native(batch), plain(batch)
         assert found.shape == expected.shape
