@@ -93,7 +93,9 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         The integers as float32, and the scale [..., 1] of each row, which is its largest magnitude / 127.
     """
     largest = x.abs().amax(-1, keepdim=True)
-    factor = torch.full_like(largest, 127) / largest  # 127 / largest would be 127 * (1 / largest), rounded twice
+    factor = (
+        torch.full_like(largest, 127) / largest
+    )  # 127 / largest would be 127 * (1 / largest), rounded twice
     integers = (x * factor).round_().clamp_(-127, 127).nan_to_num_(nan=0.0)
     return integers.masked_fill_(~(factor < torch.inf), 0.0), largest / 127
 

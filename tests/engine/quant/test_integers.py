@@ -61,7 +61,9 @@ def test_a_weight_is_rounded_by_less_than_a_step(
 
 @settings(max_examples=40)
 @given(st.sampled_from([32, 64, 128]), st.integers(0, 1000))
-def test_four_bits_are_at_least_as_good_as_sixteen_even_steps_of_the_range(group_size: int, seed: int) -> None:
+def test_four_bits_are_at_least_as_good_as_sixteen_even_steps_of_the_range(
+    group_size: int, seed: int
+) -> None:
     weight = random_weight(4, 2 * group_size, 1.0, seed)
     format = Integers(4, group_size)
     groups = weight.view(4, 2, group_size)
@@ -134,7 +136,9 @@ def test_the_first_layer_and_the_head_have_8_bits() -> None:
         (Quantization.of("int8", 64), 96, "quantize int8: groups of 64 do not divide .* 96 inputs"),
     ],
 )
-def test_groups_that_do_not_divide_are_one_line(quantization: Quantization, in_features: int, said: str) -> None:
+def test_groups_that_do_not_divide_are_one_line(
+    quantization: Quantization, in_features: int, said: str
+) -> None:
     with pytest.raises(CheckpointError, match=said) as caught:
         quantization.layer_format(1, in_features)
     assert "\n" not in str(caught.value)
