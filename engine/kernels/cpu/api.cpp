@@ -23,9 +23,6 @@ auto guarded(Function function) -> decltype(function()) {
 extern "C" {
 
 Team* penstock_team_new(int32_t threads) {
-#if PENSTOCK_AMX
-    permit_tiles();  // threads that are started later inherit it
-#endif
     return guarded([&] { return new Team(threads, kSumsBytes); });
 }
 

@@ -19,11 +19,6 @@
 #define PENSTOCK_AMX 1
 #endif
 
-#if PENSTOCK_AMX
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #if PENSTOCK_TILES
 
 namespace penstock {
@@ -45,12 +40,6 @@ constexpr TileShapes kWholeTiles = {
     1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
 
 #if PENSTOCK_AMX
-
-// Asks Linux to let this process use tiles; a processor that has them refuses them until then.
-inline void permit_tiles() {
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    syscall(SYS_arch_prctl, kRequestPermission, kTileData);
-}
 
 // Every thread has tiles of its own; they are undefined after this. It is called for every piece of work: other
 // libraries use the tiles of the same thread, and leave them in a state of their own.

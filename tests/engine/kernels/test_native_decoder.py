@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from engine.kernels.batch import Batch
-from engine.kernels.cpu import build
-from engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, Team, load_library
+from engine.kernels.cpu.native import NativeLibrary, Team
 from tests.engine.kernels.random_model import (
     DTYPES,
     NUM_BLOCKS,
@@ -22,20 +21,6 @@ from tests.engine.kernels.random_model import (
     ints,
 )
 from tests.engine.shaken import allowed, largest
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    try:
-        build.find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
-    return load_library(print)
-
-
-@pytest.fixture(scope="module")
-def team(library: NativeLibrary) -> Team:
-    return library.start_team(2)
 
 
 def assert_equals_plain(checkpoint: Checkpoint, native: NativeModel, steps: list[Batch]) -> None:

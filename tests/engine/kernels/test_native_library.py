@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from engine.kernels.cpu import build
+from engine.kernels.cpu.levels import this_machine
 from engine.kernels.cpu.native import (
     NativeLibrary,
     NativeUnavailable,
@@ -24,20 +25,7 @@ from tests.engine import ranges
 from tests.engine.ranges import assert_within, exactly
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    try:
-        build.find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
-    return load_library(print)
-
-
-@pytest.fixture(scope="module")
-def team(library: NativeLibrary) -> Team:
-    return library.start_team(2)
+BEST = this_machine().usable()[0]
 
 
 # ---- building ----
@@ -75,10 +63,9 @@ def test_a_compiler_that_is_none_is_a_typed_error(monkeypatch: pytest.MonkeyPatc
 def test_a_library_that_does_not_load_is_a_typed_error(tmp_path: Path) -> None:
     (tmp_path / "native.so").write_bytes(b"no library")
     with pytest.raises(NativeUnavailable, match="cannot load"):
-        NativeLibrary(str(tmp_path / "native.so"))
+        NativeLibrary(str(tmp_path / "native.so"), BEST)
 
 
-@pytest.mark.usefixtures("library")
 def test_two_processes_build_at_once_and_a_third_finds_it(
     monkeypatch: pytest.MonkeyPatch, scratch: Path
 ) -> None:
@@ -87,7 +74,10 @@ def test_two_processes_build_at_once_and_a_third_finds_it(
         'case "$*" in *--version*) echo 1;; *) sleep 0.5; for last; do :; done; echo done > "$last";; esac',
     )
     environment = {**os.environ, "CXX": str(copy), "XDG_CACHE_HOME": str(scratch)}
-    program = "from engine.kernels.cpu.build import build; print(build(lambda line: None))"
+    program = (
+        "from engine.kernels.cpu import build, levels\n"
+        "print(build.build(levels.this_machine().usable()[0], lambda line: None))"
+    )
     running = [
         subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -97,7 +87,7 @@ def test_two_processes_build_at_once_and_a_third_finds_it(
     assert [str(path) for path in (scratch / "penstock").iterdir()] == list(answers)
     monkeypatch.setenv("CXX", str(copy))
     said: list[str] = []
-    assert str(build.build(said.append)) in answers
+    assert str(build.build(BEST, said.append)) in answers
     assert said == []
 
 
