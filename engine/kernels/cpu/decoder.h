@@ -163,19 +163,19 @@ class Decoder {
         attentions_.clear();
         const int tokens = step_.tokens, last = model_.num_layers - 1;
         plan_tasks();
-        add<&Decoder::run_embed>(0, divide_up(tokens, kRowsPerChunk));
+        add<&Decoder::run_embed>(0, divide_up(tokens, kRowsPerChunk), Kind::embed);
         for (int i = 0; i <= last; i++) {
             const Layer& layer = layers_[i];
             const bool sampled = i == last;  // of the last layer only those rows are wanted
             add_norm(hidden_.get(), layer.attention_norm, tokens, normed_.get(), ld_hidden_);
-            add_product(layer.qkv, normed_.get(), ld_hidden_, tokens, qkv_.get(), ld_qkv_, nullptr);
+            add_product(layer.qkv, normed_.get(), ld_hidden_, tokens, qkv_.get(), ld_qkv_, nullptr, Kind::qkv);
             attentions_.push_back({attention_step(i), sampled ? &sampled_tasks_ : &tasks_});
-            add<&Decoder::run_place>(i, divide_up(tokens, kRowsPerChunk));
-            add<&Decoder::run_attend>(i, static_cast<int>(attentions_.back().tasks->size()));
+            add<&Decoder::run_place>(i, divide_up(tokens, kRowsPerChunk), Kind::place);
+            add<&Decoder::run_attend>(i, static_cast<int>(attentions_.back().tasks->size()), Kind::attention);
             if (!sampled) {
                 add_block(layer, hidden_.get(), attended_.get(), tokens);
             } else if (step_.samples > 0) {
-                add<&Decoder::run_gather>(0, divide_up(step_.samples, kRowsPerChunk));
+                add<&Decoder::run_gather>(0, divide_up(step_.samples, kRowsPerChunk), Kind::gather);
                 add_block(layer, sampled_hidden_.get(), sampled_attended_.get(), step_.samples);
                 add_norm(sampled_hidden_.get(), model_.final_norm, step_.samples, out_, model_.hidden);
             }
@@ -183,31 +183,33 @@ class Decoder {
     }
 
     void add_block(const Layer& layer, float* hidden, const float* attended, int rows) {
-        add_product(layer.o, attended, ld_q_, rows, hidden, ld_hidden_, hidden);
+        add_product(layer.o, attended, ld_q_, rows, hidden, ld_hidden_, hidden, Kind::o);
         add_norm(hidden, layer.mlp_norm, rows, normed_.get(), ld_hidden_);
-        add_product(layer.gate_up, normed_.get(), ld_hidden_, rows, mlp_.get(), ld_mlp_, nullptr);
-        add_product(layer.down, mlp_.get(), ld_mlp_, rows, hidden, ld_hidden_, hidden);
+        add_product(layer.gate_up, normed_.get(), ld_hidden_, rows, mlp_.get(), ld_mlp_, nullptr, Kind::gate_up);
+        add_product(layer.down, mlp_.get(), ld_mlp_, rows, hidden, ld_hidden_, hidden, Kind::down);
     }
 
     void add_norm(const float* x, const float* weight, int rows, float* out, size_t ldo) {
         norms_.push_back({x, weight, rows, out, ldo});
-        add<&Decoder::run_norm>(static_cast<uint32_t>(norms_.size() - 1), divide_up(rows, kRowsPerChunk));
+        const uint32_t index = static_cast<uint32_t>(norms_.size() - 1);
+        add<&Decoder::run_norm>(index, divide_up(rows, kRowsPerChunk), Kind::norm);
     }
 
     void add_product(const Linear* linear, const float* x, size_t ldx, int rows, float* out, size_t ldo,
-                     const float* residual) {
+                     const float* residual, Kind kind) {
         const Cut by = cut(*linear, rows, team_.size());
         products_.push_back({{linear, x, ldx, rows, out, ldo, residual, nullptr}, by});
         if (products_.size() > 1) products_[products_.size() - 2].product.next = linear;
-        add<&Decoder::run_product>(static_cast<uint32_t>(products_.size() - 1), static_cast<int>(by.chunks()));
+        const uint32_t index = static_cast<uint32_t>(products_.size() - 1);
+        add<&Decoder::run_product>(index, static_cast<int>(by.chunks()), kind);
     }
 
     template <void (Decoder::*Method)(uint32_t, int, int)>
-    void add(uint32_t argument, int chunks) {
+    void add(uint32_t argument, int chunks, Kind kind) {
         const auto call = [](void* job, uint32_t arg, uint32_t chunk, int worker) {
             (static_cast<Decoder*>(job)->*Method)(arg, static_cast<int>(chunk), worker);
         };
-        if (chunks > 0) phases_.push_back({call, argument, static_cast<uint32_t>(chunks)});
+        if (chunks > 0) phases_.push_back({call, argument, static_cast<uint32_t>(chunks), kind});
     }
 
     void plan_tasks() {

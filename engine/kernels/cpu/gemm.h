@@ -256,8 +256,8 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
 // One product as a program of its own.
 inline void apply(Team& team, const Product& job) {
     const Cut by = cut(*job.linear, job.rows, team.size());
-    run_chunks(team, by.chunks(),
-               [&](uint32_t chunk, int worker) { multiply(job, by, chunk, team.scratch(worker)); });
+    const auto work = [&](uint32_t chunk, int worker) { multiply(job, by, chunk, team.scratch(worker)); };
+    run_chunks(team, by.chunks(), work, Kind::head);
 }
 
 }  // namespace penstock
