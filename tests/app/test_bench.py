@@ -117,10 +117,18 @@ def test_what_was_not_measured_is_a_dash(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.splitlines()[-2].split()[-3:] == ["-", "-", "9"]
 
 
-def test_a_workload_stands_beside_its_target(capsys: pytest.CaptureFixture[str]) -> None:
-    print_workloads(
-        {"http": [row(workload="W2", tokens_per_s=308.0), row(workload="W5", failed=1, first_error="e")]}
-    )
+def test_a_workload_stands_beside_what_the_machine_could_do(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(workload="W2", tokens_per_s=308.0, most_tokens_per_s=1540.0, refused=2)]
+    rows += [row(workload="W5", failed=1, first_error="e", most_tokens_per_s=2.0)]
+    machine = {"processor": "P", "cores": 2}
+    ceilings = {"memory_gb_per_s": 23.4, "peaks": {"fma8": 130.0, "fma16": 0.0, "tile_bf16": 2700.0}}
+    print_workloads({"machine": machine, "ceilings": ceilings, "http": rows})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[3].split()[-2:] == ["154", "200%"]
+    (line,) = (line for line in lines if line.startswith("W2, auto"))
+    assert line.split()[-3:] == ["2", "1,540", "20%"]
     assert "1 of 1" in lines[-1]
+    assert [line.split()[-2:] for line in lines if line.endswith("/s")] == [
+        ["23.4", "GB/s"],
+        ["130", "G/s"],
+        ["2,700", "G/s"],
+    ]
