@@ -125,7 +125,7 @@ def print_workloads(results: Row) -> None:
 
 
 def print_parts(results: Row) -> None:
-    """A table for each case: what every part takes, and in which time the machine could do its work."""
+    """A table for each case: what every part takes, and below which no machine with these rates could come."""
     _print_ceilings(results)
     ceilings = Ceilings(**results["ceilings"])
     head = ["ms", "share", "waiting", "GFLOP/s", "GB/s", "floor ms"]
@@ -136,7 +136,7 @@ def print_parts(results: Row) -> None:
         floor_ms = sum(_floor_ms(part, case, ceilings) for part in parts if part["flop"])
         rows.append(["all", number(case["ms"]), "", "", "", "", number(floor_ms)])
         print(table([name, *head], rows))
-        print(f"without the timing: {number(case['untimed_ms'])} ms", end="\n\n")
+        print(f"a whole step that is not timed: {number(case['untimed_ms'])} ms", end="\n\n")
 
 
 def _part_row(part: Row, case: Row, ceilings: Ceilings) -> list[str]:

@@ -303,10 +303,11 @@ def _figures(answers: list[Answer], workload: Workload) -> Row:
     if workload.seconds is not None:
         row["tokens_per_s"] = rate_until(streams, workload.seconds)
     if workload.interactive is not None:
-        beside = asdict(summarise([a for a in answers if a.stream >= workload.streams], 1))
-        row["interactive"] = beside
-        row["failed"] += beside["failed"] - beside["refused"]
-        row["first_error"] = row["first_error"] or beside["first_error"]
+        beside = [answer for answer in answers if answer.stream >= workload.streams]
+        row["interactive"] = figures = asdict(summarise(beside, 1))
+        row["failed"] += figures["failed"] - figures["refused"]
+        errors = (answer.error for answer in beside if not answer.was_refused)
+        row["first_error"] = row["first_error"] or next(filter(None, errors), None)
     return row
 
 

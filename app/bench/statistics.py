@@ -56,7 +56,7 @@ def summarise(answers: Sequence[Answer], streams: int) -> Figures:
         streams=streams,
         requests=len(answers),
         failed=len(failed),
-        refused=sum(answer.status in (429, 503) for answer in failed),
+        refused=sum(answer.was_refused for answer in failed),
         prompt_tokens=sum(answer.num_prompt_tokens for answer in whole),
         cached_tokens=sum(answer.num_cached_tokens for answer in whole),
         output_tokens=output_tokens,

@@ -14,9 +14,11 @@ import pytest
 
 from app.bench import runs
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from app.bench.parts import CASES
 from app.bench.report import print_report, print_workloads
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import Figures
+from app.bench.workloads import Interactive, Workload
 from app.cli import main
 from app.errors import OperatorError
 
@@ -90,6 +92,44 @@ def test_a_client_that_fails_leaves_no_server_behind(
     server.kill()
     assert had_ended
     assert (status, capsys.readouterr().err.splitlines()[-1]) == (2, "penstock: client failed")
+
+
+def test_streams_are_kept_full_beside_interactive_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = Workload(
+        name="W4",
+        streams=2,
+        prompt_tokens=40,
+        output_tokens=4,
+        rounds=1000,
+        seconds=1.0,
+        interactive=Interactive(every_s=0.25, prompt_tokens=8, output_tokens=3),
+    )
+    monkeypatch.setattr(runs, "WORKLOADS", {"W4": workload})
+    monkeypatch.setattr(runs, "ensure_checkpoint", lambda _: ensure_checkpoint(LLAMA_TINY, tmp_path))
+    path = tmp_path / "figures.json"
+    assert main(["bench", "--workload", "W4", "--dtype", "float32", "--json", str(path)]) == 0
+    (figures,) = json.loads(path.read_text())["http"]
+    beside = figures["interactive"]
+    assert 2 <= figures["requests"] < 2000
+    assert figures["output_tokens"] == 4 * figures["requests"]
+    assert 0 < figures["tokens_per_s"] <= figures["output_tokens"]  # in the first second
+    assert beside["requests"] == 4
+    assert beside["output_tokens"] == 3 * (4 - beside["refused"])
+    assert "W4, float32, interactive" in capsys.readouterr().out
+
+
+def test_the_parts_of_a_step_stand_beside_the_ceilings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, path = ensure_checkpoint(LLAMA_TINY, tmp_path), tmp_path / "figures.json"
+    options = ["--model", str(model), "--dtype", "float32", "--quick", "--json", str(path)]
+    assert main(["bench", "--parts", *options]) == 0
+    figures = json.loads(path.read_text())
+    assert [row["case"] for row in figures["parts"]] == [case.name for case in CASES]
+    assert figures["ceilings"]["memory_gb_per_s"] > 0
+    assert "llama-tiny, float32: prefill, 512 tokens" in capsys.readouterr().out
 
 
 def row(**values: object) -> dict[str, Any]:

@@ -233,6 +233,21 @@ def test_interactive_requests_have_a_line_of_their_own(capsys: pytest.CaptureFix
     assert lines[1].split()[2:] == ["interactive", "7", "7", "7", "7", "7", "-", "3", "of", "45", "-", "-"]
 
 
+def test_an_interactive_request_that_was_refused_has_not_failed() -> None:
+    workload = WORKLOADS["W4"]
+    whole = [Answer(0.0, 2.0, [1.0, 2.0], 5, 0, 2, stream=stream) for stream in range(9)]
+    refused = Answer(0.0, 1.0, error="busy", status=503, stream=9)
+    broken = Answer(0.0, 1.0, error="cut", status=200, stream=10)
+    row = runs._figures([*whole, refused], workload)
+    assert (row["requests"], row["output_tokens"], row["failed"]) == (8, 16, 0)
+    assert row["tokens_per_s"] == pytest.approx(16 / 45)
+    assert (row["interactive"]["requests"], row["interactive"]["refused"]) == (2, 1)
+    row = runs._figures([*whole, refused, broken], workload)
+    assert (row["failed"], row["first_error"]) == (1, "cut")
+    failed_stream = Answer(0.0, 1.0, error="busy", status=503, stream=0)
+    assert runs._figures([*whole, failed_stream], workload)["failed"] == 1
+
+
 def parts_row(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"model": "m", "dtype": "auto", "case": "c", "ms": 10.0, "untimed_ms": 9.5, "bytes_per_weight": 2,
             "parts": parts}  # fmt: skip
@@ -256,7 +271,7 @@ def test_parts_stand_beside_the_time_in_which_the_machine_could_do_them(
         ["host", "2", "20.0%", "-", "-", "-", "-"],
         ["all", "10", "4"],
     ]
-    assert lines[at + 5] == "without the timing: 9.5 ms"
+    assert lines[at + 5] == "a whole step that is not timed: 9.5 ms"
 
 
 def options(*arguments: str) -> argparse.Namespace:
