@@ -34,6 +34,11 @@ class Ceilings:
     peaks: dict[str, float]
     """Billions of operations a second of each instruction, from registers or the first cache; 0 where there is none."""
 
+    def or_better(self, other: Ceilings) -> Ceilings:
+        """The higher of two measurements of each rate: other processes only ever make one lower."""
+        peaks = {name: max(peak, other.peaks[name]) for name, peak in self.peaks.items()}
+        return Ceilings(max(self.memory_gb_per_s, other.memory_gb_per_s), peaks)
+
     def products_per_s(self, bytes_per_weight: float) -> float:
         """Operations a second of the fastest instruction that loses nothing of weights of this size."""
         names = list(FLOAT_INSTRUCTIONS)

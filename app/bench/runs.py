@@ -104,33 +104,42 @@ def _store(subjects: list[Subject], quick: bool) -> Row:
 def run_workloads(options: argparse.Namespace) -> Row:
     """The fixed workloads on the 135 M shape, each dtype on a server of its own."""
     subject = _subject(ensure_checkpoint(LLAMA_135M))
-    ceilings = _ceilings()
-    results: Row = {"machine": _machine(), "ceilings": asdict(ceilings), "http": []}
+    ceilings, rows = _ceilings(), list[Row]()
     for dtype in options.dtype:
         with _server(subject, dtype) as server:
-            for name in options.workload:
-                results["http"].append(_fixed(server, subject, dtype, WORKLOADS[name], ceilings))
+            rows += [_http(server, subject, dtype, WORKLOADS[name]) for name in options.workload]
+    ceilings = ceilings.or_better(_ceilings())
+    for row in rows:
+        row["most_tokens_per_s"] = most_tokens_per_s(
+            WORKLOADS[row["workload"]], subject.arithmetic, bytes_per_weight(row["dtype"]), ceilings
+        )
+    results: Row = {"machine": _machine(), "ceilings": asdict(ceilings), "http": rows}
     print_workloads(results)
     return results
 
 
 def run_step_parts(options: argparse.Namespace) -> Row:
     """Where steps of each model and dtype spend their time, in a process of its own; prints the tables."""
-    results: Row = {"machine": _machine(), "ceilings": asdict(_ceilings()), "parts": []}
+    ceilings, parts = _ceilings(), list[Row]()
     for path in map(Path, options.model) if options.model else [ensure_checkpoint(LLAMA_135M)]:
         subject = _subject(path)
         for dtype in options.dtype:
-            _say(f"{subject.name}, {dtype}: the parts of a step")
-            job = {
-                "model": str(path),
-                "dtype": dtype,
-                "threads": num_cores(),
-                "most_repeats": 2 if options.quick else 30,
-            }
-            rows = _run_module("parts", job)
-            results["parts"] += [{"model": subject.name, "dtype": dtype, **row} for row in rows]
+            parts += _step_parts(subject, dtype, options.quick)
+    ceilings = ceilings.or_better(_ceilings())
+    results: Row = {"machine": _machine(), "ceilings": asdict(ceilings), "parts": parts}
     print_parts(results)
     return results
+
+
+def _step_parts(subject: Subject, dtype: str, quick: bool) -> list[Row]:
+    _say(f"{subject.name}, {dtype}: the parts of a step")
+    job = {
+        "model": str(subject.path),
+        "dtype": dtype,
+        "threads": num_cores(),
+        "most_repeats": 2 if quick else 30,
+    }
+    return [{"model": subject.name, "dtype": dtype, **row} for row in _run_module("parts", job)]
 
 
 def _ceilings() -> Ceilings:
@@ -309,14 +318,6 @@ def _figures(answers: list[Answer], workload: Workload) -> Row:
         errors = (answer.error for answer in beside if not answer.was_refused)
         row["first_error"] = row["first_error"] or next(filter(None, errors), None)
     return row
-
-
-def _fixed(
-    server: ServerProcess, subject: Subject, dtype: str, workload: Workload, ceilings: Ceilings
-) -> Row:
-    """A fixed workload, and what no server could exceed in it on this machine."""
-    most = most_tokens_per_s(workload, subject.arithmetic, bytes_per_weight(dtype), ceilings)
-    return {**_http(server, subject, dtype, workload), "most_tokens_per_s": most}
 
 
 def _loop_cpu_s(pid: int) -> float:

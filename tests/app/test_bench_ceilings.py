@@ -66,6 +66,11 @@ def test_a_better_machine_can_never_do_less(streams: int, rounds: int, memory: f
     assert most <= most_tokens_per_s(some, ARITHMETIC, 2, ceilings) * (1 + 1e-9)
 
 
+def test_of_two_measurements_the_higher_rate_counts() -> None:
+    one, other = Ceilings(20.0, {"fma8": 90.0, "vnni": 7.0}), Ceilings(18.0, {"fma8": 100.0, "vnni": 0.0})
+    assert one.or_better(other) == other.or_better(one) == Ceilings(20.0, {"fma8": 100.0, "vnni": 7.0})
+
+
 def test_nothing_is_known_of_a_machine_that_was_not_measured() -> None:
     assert math.isnan(most_tokens_per_s(workload(), ARITHMETIC, 2, Ceilings(math.nan, {})))
 
