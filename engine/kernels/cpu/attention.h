@@ -11,7 +11,7 @@
 
 #include <limits>
 
-#include "gemm.h"
+#include "product.h"
 
 namespace penstock {
 
@@ -212,7 +212,7 @@ void score(const Rows& rows, const Span<W>& span, int head_dim, int column) {
         const Pieces<W> pieces{halves, 0, half, span.fetched_values + b, 0, kCacheLine};
         for_tiles(rows.count, [&](int start, int height) {
             float* scores = rows.scores + start * kSpan + column + b * kBlockTokens;
-            tile_rows<W, 2>(height, panels, rows.q + start * head_dim, pieces, head_dim, scores, by, true);
+            tile_rows<W, 16>(height, panels, rows.q + start * head_dim, pieces, head_dim, scores, by, true);
         });
         b += panels;
     }
@@ -231,9 +231,9 @@ void add_values(const Rows& rows, const Span<W>& span, int head_dim, int column,
                              span.fetched_keys, static_cast<size_t>(p) * kCacheLine * 8, kCacheLine};
         };
         for (int p = 0; p < panels;)
-            p += tile_rows<W, 2>(height, panels - p, weights, pieces(p), tokens, out + p * kPanel, by, false);
+            p += tile_rows<W, 16>(height, panels - p, weights, pieces(p), tokens, out + p * kPanel, by, false);
         if (head_dim % kPanel)
-            tile_rows<W, 1>(height, 1, weights, pieces(panels), tokens, out + panels * kPanel, by, false);
+            tile_rows<W, 8>(height, 1, weights, pieces(panels), tokens, out + panels * kPanel, by, false);
     });
 }
 

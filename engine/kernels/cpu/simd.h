@@ -1,4 +1,6 @@
 // Eight floats at a time, through the vector extensions of GCC and Clang; intrinsics only where those cannot say it.
+// `wide` is what one register holds: 16 floats with AVX-512, else eight. It is for what is done element by element,
+// so that the width changes no bit; sums over a vector always have eight lanes.
 //
 // Everything here is exact about order: no reassociation, and a fused multiply-add only where `fma` is written
 // (-ffp-contract=off). The promise that a row's result does not depend on its batch rests on that.
@@ -7,12 +9,16 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define PENSTOCK_AVX2 1
 #include <immintrin.h>
 #endif
-#if defined(__ARM_NEON) && defined(__aarch64__)
+#if PENSTOCK_AVX2 && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define PENSTOCK_AVX512 1
+#endif
+#if defined(__ARM_NEON) && defined(__aarch64__) && !defined(PENSTOCK_NO_NEON)
 #define PENSTOCK_NEON 1
 #include <arm_neon.h>
 #endif
@@ -27,6 +33,16 @@ typedef float v8 __attribute__((vector_size(32)));
 typedef int32_t v8i __attribute__((vector_size(32)));
 typedef uint32_t v8u __attribute__((vector_size(32)));
 typedef uint16_t v8h __attribute__((vector_size(16)));
+
+#if PENSTOCK_AVX512
+constexpr int kWide = 16;
+typedef float wide __attribute__((vector_size(64)));
+typedef int32_t wide_int __attribute__((vector_size(64)));
+#else
+constexpr int kWide = 8;
+typedef v8 wide;
+typedef v8i wide_int;
+#endif
 
 struct Half {
     uint16_t bits;
@@ -246,29 +262,64 @@ PENSTOCK_INLINE unsigned bits_of(v8i mask) {
 #endif
 }
 
+// ---- one register's width ----------------------------------------------------------------------------------------
+
+#if PENSTOCK_AVX512
+PENSTOCK_INLINE wide fma(wide a, wide b, wide c) { return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+
+PENSTOCK_INLINE void store(float* p, wide x) { std::memcpy(p, &x, sizeof x); }
+#endif
+
+// A vector of type V with the same number everywhere.
+template <class V>
+PENSTOCK_INLINE V all(float x) {
+    return x - V{};
+}
+
+// A vector of type V from as many stored numbers.
+template <class V, class W>
+PENSTOCK_INLINE V load_as(const W* p) {
+    if constexpr (sizeof(V) == sizeof(v8)) {
+        return load(p);
+#if PENSTOCK_AVX512
+    } else if constexpr (std::is_same_v<W, Half>) {
+        return (V)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    } else if constexpr (std::is_same_v<W, BFloat>) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+#endif
+    } else {
+        V x;
+        std::memcpy(&x, p, sizeof x);
+        return x;
+    }
+}
+
 // ---- exp, about 1e-7 relative; exp(0) is exactly 1 -------------------------------------------------------------
 
 // e^x = 2^n e^r with r in [-ln2/2, ln2/2], ln 2 in two parts (Cody and Waite), e^r by its Taylor polynomial.
 // Below -87.3, where 2^n leaves the normal numbers, the result is 0; above 88.3 it stays at e^88.3.
-PENSTOCK_INLINE v8 exp(v8 x) {
-    const v8 lowest = splat(-87.3f), highest = splat(88.3f);
-    const v8 clamped = x < lowest ? lowest : (x > highest ? highest : x);
-    const v8 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const v8 shifted = fma(clamped, splat(1.44269504088896341f), magic);
-    const v8 n = shifted - magic;
-    v8 r = fma(n, splat(-0.693359375f), clamped);
-    r = fma(n, splat(2.12194440054690583e-4f), r);
-    v8 p = splat(1.0f / 5040);
-    p = fma(p, r, splat(1.0f / 720));
-    p = fma(p, r, splat(1.0f / 120));
-    p = fma(p, r, splat(1.0f / 24));
-    p = fma(p, r, splat(1.0f / 6));
-    p = fma(p, r, splat(0.5f));
-    p = fma(p, r, splat(1.0f));
-    p = fma(p, r, splat(1.0f));
-    const v8i power = ((v8i)shifted - splat_int(0x4b400000) + splat_int(127)) << 23;
-    const v8 result = p * (v8)power;
-    return x < lowest ? splat(0.0f) : result;
+template <class V>
+PENSTOCK_INLINE V exp(V x) {
+    typedef std::conditional_t<sizeof(V) == sizeof(v8), v8i, wide_int> Int;
+    const V lowest = all<V>(-87.3f), highest = all<V>(88.3f);
+    const V clamped = x < lowest ? lowest : (x > highest ? highest : x);
+    const V magic = all<V>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const V shifted = fma(clamped, all<V>(1.44269504088896341f), magic);
+    const V n = shifted - magic;
+    V r = fma(n, all<V>(-0.693359375f), clamped);
+    r = fma(n, all<V>(2.12194440054690583e-4f), r);
+    V p = all<V>(1.0f / 5040);
+    p = fma(p, r, all<V>(1.0f / 720));
+    p = fma(p, r, all<V>(1.0f / 120));
+    p = fma(p, r, all<V>(1.0f / 24));
+    p = fma(p, r, all<V>(1.0f / 6));
+    p = fma(p, r, all<V>(0.5f));
+    p = fma(p, r, all<V>(1.0f));
+    p = fma(p, r, all<V>(1.0f));
+    const Int power = ((Int)shifted - 0x4b400000 + 127) << 23;
+    const V result = p * (V)power;
+    return x < lowest ? V{} : result;
 }
 
 PENSTOCK_INLINE float exp1(float x) { return exp(splat(x))[0]; }

@@ -1,0 +1,149 @@
+// Products of tiles, C += A B: the matrix unit of AMX, or a double of it that gives the same bits.
+//
+// There are eight tiles of at most 16 rows of 64 bytes. A holds rows of activations, [rows][k]; B holds weights with
+// neighbours in k side by side, bfloat16 as [k/2][columns][2] and int8 as [k/4][columns][4]; C holds sums,
+// [rows][columns] float32 or int32.
+//
+// A product of bfloat16 has an order of its own: the even k of a tile are one chain of fused multiply-adds from 0, the
+// odd k another, and even + odd is added to C. Products of two bfloat16 are exact in float32, so that a machine
+// without fused multiply-adds gets the same. (Intel's manual, TDPBF16PS; the unit also flushes denormal numbers, the
+// double does not.) Products of int8 are exact.
+#pragma once
+
+#include "simd.h"
+
+#if defined(PENSTOCK_EMULATED_TILES)
+#define PENSTOCK_TILES 1
+#elif defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define PENSTOCK_TILES 1
+#define PENSTOCK_AMX 1
+#endif
+
+#if PENSTOCK_TILES
+
+namespace penstock {
+
+constexpr int kTileBytes = 64;  // of a row
+constexpr int kTileHeight = 16;
+
+// What the eight tiles hold. The layout is the processor's: palette 1, then bytes per row and rows of each tile.
+struct alignas(64) TileShapes {
+    uint8_t palette;
+    uint8_t start_row;
+    uint8_t reserved[14];
+    uint16_t row_bytes[16];
+    uint8_t rows[16];
+};
+static_assert(sizeof(TileShapes) == 64);
+
+constexpr TileShapes kWholeTiles = {
+    1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
+
+#if PENSTOCK_AMX
+
+// Every thread has tiles of its own; they are undefined after this. It is called for every piece of work: other
+// libraries use the tiles of the same thread, and leave them in a state of their own.
+PENSTOCK_INLINE void use_tiles(const TileShapes& shapes) {
+    // Not the compiler's intrinsic: GCC 12's says that it reads 8 bytes, and leaves the others unwritten.
+    asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
+}
+
+template <int T>
+PENSTOCK_INLINE void tile_zero() {
+    asm volatile("tilezero %%tmm%c0" ::"i"(T));
+}
+
+// The stride is in bytes.
+template <int T>
+PENSTOCK_INLINE void tile_load(const void* from, size_t stride) {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(T), "r"(from), "r"(stride) : "memory");
+}
+
+template <int T>
+PENSTOCK_INLINE void tile_store(void* to, size_t stride) {
+    asm volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(stride) : "memory");
+}
+
+template <int C, int A, int B>
+PENSTOCK_INLINE void tile_dot_bf16() {
+    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+template <int C, int A, int B>
+PENSTOCK_INLINE void tile_dot_int8() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+#else
+
+struct EmulatedTiles {
+    const TileShapes* shapes;
+    alignas(64) char data[8][kTileHeight][kTileBytes];
+};
+
+inline EmulatedTiles& emulated_tiles() {
+    static thread_local EmulatedTiles tiles{};
+    return tiles;
+}
+
+inline void use_tiles(const TileShapes& shapes) { emulated_tiles().shapes = &shapes; }
+
+template <int T>
+void tile_zero() {
+    std::memset(emulated_tiles().data[T], 0, sizeof emulated_tiles().data[T]);
+}
+
+template <int T>
+void tile_load(const void* from, size_t stride) {
+    EmulatedTiles& tiles = emulated_tiles();
+    tile_zero<T>();
+    for (int r = 0; r < tiles.shapes->rows[T]; r++)
+        std::memcpy(tiles.data[T][r], static_cast<const char*>(from) + r * stride, tiles.shapes->row_bytes[T]);
+}
+
+template <int T>
+void tile_store(void* to, size_t stride) {
+    EmulatedTiles& tiles = emulated_tiles();
+    for (int r = 0; r < tiles.shapes->rows[T]; r++)
+        std::memcpy(static_cast<char*>(to) + r * stride, tiles.data[T][r], tiles.shapes->row_bytes[T]);
+}
+
+template <int C, int A, int B>
+void tile_dot_bf16() {
+    EmulatedTiles& tiles = emulated_tiles();
+    const int pairs = tiles.shapes->row_bytes[A] / 4;
+    for (int r = 0; r < tiles.shapes->rows[C]; r++) {
+        const BFloat* a = reinterpret_cast<const BFloat*>(tiles.data[A][r]);
+        float* c = reinterpret_cast<float*>(tiles.data[C][r]);
+        for (int j = 0; j < tiles.shapes->row_bytes[C] / 4; j += kLanes) {
+            v8 even = splat(0.0f), odd = splat(0.0f);
+            for (int i = 0; i < pairs; i++) {
+                v8u both;
+                std::memcpy(&both, tiles.data[B][i] + 4 * j, sizeof both);
+                even = fma(splat(to_float(a[2 * i])), (v8)(both << 16), even);
+                odd = fma(splat(to_float(a[2 * i + 1])), (v8)(both & splat_bits(0xffff0000u)), odd);
+            }
+            store(c + j, load(c + j) + (even + odd));
+        }
+    }
+}
+
+template <int C, int A, int B>
+void tile_dot_int8() {
+    EmulatedTiles& tiles = emulated_tiles();
+    for (int r = 0; r < tiles.shapes->rows[C]; r++) {
+        const int8_t* a = reinterpret_cast<const int8_t*>(tiles.data[A][r]);
+        int32_t* c = reinterpret_cast<int32_t*>(tiles.data[C][r]);
+        for (int i = 0; i < tiles.shapes->row_bytes[A]; i++)
+            for (int j = 0; j < tiles.shapes->row_bytes[C] / 4; j++) {
+                const int8_t* b = reinterpret_cast<const int8_t*>(tiles.data[B][i / 4]);
+                c[j] += int32_t(a[i]) * b[4 * j + i % 4];
+            }
+    }
+}
+
+#endif
+
+}  // namespace penstock
+
+#endif  // PENSTOCK_TILES
