@@ -14,7 +14,7 @@ namespace penstock {
 
 constexpr int kPanel = 16;
 
-enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2 };
+enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2, int8 = 3, int4 = 4 };
 
 inline size_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
 

@@ -1,4 +1,6 @@
 // Eight floats at a time, through the vector extensions of GCC and Clang; intrinsics only where those cannot say it.
+// `wide` is what one register holds: 16 floats with AVX-512, else eight. It is for what is done element by element,
+// so that the width changes no bit; sums over a vector always have eight lanes.
 //
 // Everything here is exact about order: no reassociation, and a fused multiply-add only where `fma` is written
 // (-ffp-contract=off). The promise that a row's result does not depend on its batch rests on that.
@@ -7,10 +9,14 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define PENSTOCK_AVX2 1
 #include <immintrin.h>
+#endif
+#if PENSTOCK_AVX2 && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define PENSTOCK_AVX512 1
 #endif
 #if defined(__ARM_NEON) && defined(__aarch64__)
 #define PENSTOCK_NEON 1
@@ -28,11 +34,24 @@ typedef int32_t v8i __attribute__((vector_size(32)));
 typedef uint32_t v8u __attribute__((vector_size(32)));
 typedef uint16_t v8h __attribute__((vector_size(16)));
 
+#if PENSTOCK_AVX512
+constexpr int kWide = 16;
+typedef float wide __attribute__((vector_size(64)));
+typedef int32_t wide_int __attribute__((vector_size(64)));
+#else
+constexpr int kWide = 8;
+typedef v8 wide;
+typedef v8i wide_int;
+#endif
+
 struct Half {
     uint16_t bits;
 };
 struct BFloat {
     uint16_t bits;
+};
+struct Int8 {
+    int8_t value;
 };
 
 PENSTOCK_INLINE v8 splat(float x) { return v8{x, x, x, x, x, x, x, x}; }
@@ -73,6 +92,17 @@ PENSTOCK_INLINE v8 load(const BFloat* p) {
     v8h bits;
     std::memcpy(&bits, p, sizeof bits);
     return (v8)(__builtin_convertvector(bits, v8u) << 16);
+#endif
+}
+
+PENSTOCK_INLINE v8 load(const Int8* p) {
+#if PENSTOCK_AVX2
+    const __m128i values = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return (v8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(values));
+#else
+    v8 x;
+    for (int i = 0; i < kLanes; i++) x[i] = p[i].value;
+    return x;
 #endif
 }
 
@@ -205,7 +235,13 @@ PENSTOCK_INLINE v8 load_or_lowest(const float* in, int count) {
 // ---- reductions, always the same tree --------------------------------------------------------------------------
 
 PENSTOCK_INLINE float sum(v8 x) {
+#if PENSTOCK_AVX2
+    const __m128 fours = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    const __m128 twos = _mm_add_ps(fours, _mm_movehl_ps(fours, fours));
+    return _mm_cvtss_f32(_mm_add_ss(twos, _mm_movehdup_ps(twos)));
+#else
     return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+#endif
 }
 
 // a > b ? a : b, which is b where either is no number.
@@ -246,29 +282,73 @@ PENSTOCK_INLINE unsigned bits_of(v8i mask) {
 #endif
 }
 
+// ---- one register's width ----------------------------------------------------------------------------------------
+
+#if PENSTOCK_AVX512
+PENSTOCK_INLINE wide fma(wide a, wide b, wide c) { return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+
+PENSTOCK_INLINE void store(float* p, wide x) { std::memcpy(p, &x, sizeof x); }
+
+PENSTOCK_INLINE wide max(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, (__m512)b); }
+#endif
+
+// A vector of type V with the same number everywhere.
+template <class V>
+PENSTOCK_INLINE V all(float x) {
+    return x - V{};
+}
+
+// A vector of type V from as many stored numbers.
+template <class V, class W>
+PENSTOCK_INLINE V load_as(const W* p) {
+    if constexpr (sizeof(V) == sizeof(v8)) {
+        return load(p);
+#if PENSTOCK_AVX512
+    } else if constexpr (std::is_same_v<W, Half>) {
+        return (V)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    } else if constexpr (std::is_same_v<W, BFloat>) {
+        const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+        return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+    } else if constexpr (std::is_same_v<W, Int8>) {
+        return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#endif
+    } else {
+        V x;
+        std::memcpy(&x, p, sizeof x);
+        return x;
+    }
+}
+
 // ---- exp, about 1e-7 relative; exp(0) is exactly 1 -------------------------------------------------------------
 
 // e^x = 2^n e^r with r in [-ln2/2, ln2/2], ln 2 in two parts (Cody and Waite), e^r by its Taylor polynomial.
-// Below -87.3, where 2^n leaves the normal numbers, the result is 0; above 88.3 it stays at e^88.3.
-PENSTOCK_INLINE v8 exp(v8 x) {
-    const v8 lowest = splat(-87.3f), highest = splat(88.3f);
-    const v8 clamped = x < lowest ? lowest : (x > highest ? highest : x);
-    const v8 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-    const v8 shifted = fma(clamped, splat(1.44269504088896341f), magic);
-    const v8 n = shifted - magic;
-    v8 r = fma(n, splat(-0.693359375f), clamped);
-    r = fma(n, splat(2.12194440054690583e-4f), r);
-    v8 p = splat(1.0f / 5040);
-    p = fma(p, r, splat(1.0f / 720));
-    p = fma(p, r, splat(1.0f / 120));
-    p = fma(p, r, splat(1.0f / 24));
-    p = fma(p, r, splat(1.0f / 6));
-    p = fma(p, r, splat(0.5f));
-    p = fma(p, r, splat(1.0f));
-    p = fma(p, r, splat(1.0f));
-    const v8i power = ((v8i)shifted - splat_int(0x4b400000) + splat_int(127)) << 23;
-    const v8 result = p * (v8)power;
-    return x < lowest ? splat(0.0f) : result;
+// Below -87.3, where 2^n leaves the normal numbers, the result is 0; above 88.3 `exp` stays at e^88.3.
+template <class V>
+PENSTOCK_INLINE V exp_up_to_88(V x) {
+    typedef std::conditional_t<sizeof(V) == sizeof(v8), v8i, wide_int> Int;
+    const V lowest = all<V>(-87.3f), clamped = max(lowest, x);
+    const V magic = all<V>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    const V shifted = fma(clamped, all<V>(1.44269504088896341f), magic);
+    const V n = shifted - magic;
+    V r = fma(n, all<V>(-0.693359375f), clamped);
+    r = fma(n, all<V>(2.12194440054690583e-4f), r);
+    V p = all<V>(1.0f / 5040);
+    p = fma(p, r, all<V>(1.0f / 720));
+    p = fma(p, r, all<V>(1.0f / 120));
+    p = fma(p, r, all<V>(1.0f / 24));
+    p = fma(p, r, all<V>(1.0f / 6));
+    p = fma(p, r, all<V>(0.5f));
+    p = fma(p, r, all<V>(1.0f));
+    p = fma(p, r, all<V>(1.0f));
+    const Int power = ((Int)shifted - 0x4b400000 + 127) << 23;
+    const V result = p * (V)power;
+    return x < lowest ? V{} : result;
+}
+
+template <class V>
+PENSTOCK_INLINE V exp(V x) {
+    const V highest = all<V>(88.3f);
+    return exp_up_to_88(x > highest ? highest : x);
 }
 
 PENSTOCK_INLINE float exp1(float x) { return exp(splat(x))[0]; }
