@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `penstock key`, `penstock doctor`, `penstock bench`, `penstock simulate`."""
+"""The command line: `penstock serve`, `key`, `doctor`, `kernels`, `bench` and `simulate`."""
 
 from __future__ import annotations
 
@@ -68,10 +68,12 @@ def _print_version() -> int:
 
 
 def _serve(parser: _Parser, arguments: list[str]) -> int:
+    from app.kernels import check_level
     from app.settings import load_settings
 
     flags = _parse_settings(parser, arguments)
     settings = load_settings(flags)
+    check_level()
     from app.server import serve
 
     return serve(settings)
@@ -87,9 +89,11 @@ def _key(parser: _Parser, arguments: list[str]) -> int:
 
 
 def _doctor(parser: _Parser, arguments: list[str]) -> int:
+    from app.kernels import check_level
     from app.settings import load_settings
 
     settings = load_settings(_parse_settings(parser, arguments))
+    check_level()
     from app.doctor import run
 
     return run(settings)
@@ -97,9 +101,20 @@ def _doctor(parser: _Parser, arguments: list[str]) -> int:
 
 def _bench(parser: _Parser, arguments: list[str]) -> int:
     from app.bench.command import add_arguments, run
+    from app.kernels import check_level
 
     add_arguments(parser)
     options, rest = parser.parse_known_args(arguments)
+    parser.reject_unknown(rest)
+    check_level()
+    return run(options)
+
+
+def _kernels(parser: _Parser, arguments: list[str]) -> int:
+    from app.kernels import add_arguments, run
+
+    add_arguments(parser)
+    options, rest = parser.parse_known_intermixed_args(arguments)
     parser.reject_unknown(rest)
     return run(options)
 
@@ -156,6 +171,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "serve": ("Serves a model over HTTP.", _serve),
     "key": ("Makes an API key, and its line for the file of keys.", _key),
     "doctor": ("Says what this machine offers and what is missing.", _doctor),
+    "kernels": ("Builds the CPU kernels ahead of time, or says which are there.", _kernels),
     "bench": ("Measures this server against transformers' generate, and against the machine.", _bench),
     "simulate": (
         "Tries scheduling policies on a trace, or says how much traffic a machine can promise.",

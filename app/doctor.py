@@ -160,11 +160,22 @@ def check_kernels() -> Check:
         from engine.kernels.cpu.native import NativeUnavailable, load_library
     except (ImportError, OSError) as error:
         return Check(Level.FAIL, "kernels", f"cannot be imported ({error})", "see torch")
+    said: list[str] = []
     try:
-        load_library(lambda _: None)
+        library = load_library(said.append)
     except NativeUnavailable as error:
         return Check(Level.WARN, "kernels", f"plain torch: {error}", "a C++ compiler makes them native")
-    return Check(Level.OK, "kernels", "native, built for this processor")
+    ignored = [line for line in said if "ignored" in line]
+    text = ", ".join([f"native, {library.level}: {library.text}", *ignored, *_better_level()])
+    return Check(Level.WARN if ignored else Level.OK, "kernels", text)
+
+
+def _better_level() -> list[str]:
+    """Says what keeps this machine from the next better level of kernels, if there is one."""
+    from engine.kernels.cpu.levels import this_machine
+
+    better = this_machine().better()
+    return [] if better is None else [f"no {better[0].name}: {better[1]}"]
 
 
 def check_model(settings: Settings) -> Check:

@@ -29,7 +29,7 @@ from app.listen import bind, is_loopback, port_of, url
 from app.log import configure_log, log
 from app.settings import Settings
 from engine.engine import EngineState
-from engine.errors import CheckpointError, NotEnoughMemory
+from engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
 from gateway.access import Client
 from gateway.protocol import GatewayProtocol
 
@@ -183,7 +183,7 @@ class _Process:
 
 def describe_failure(error: BaseException, folder: Path) -> str:
     """Why the model could not be loaded, in one line."""
-    if isinstance(error, CheckpointError | NotEnoughMemory):
+    if isinstance(error, CheckpointError | InstructionSetError | NotEnoughMemory):
         return str(error)
     text = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text:

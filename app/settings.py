@@ -31,6 +31,7 @@ from pydantic_settings import (
 )
 
 from app.errors import OperatorError
+from engine.kernels.cpu import levels, prebuilt
 from engine.model.config import MAX_THREADS
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
@@ -272,7 +273,10 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def _check_variables(environment: Mapping[str, str]) -> None:
     """A misspelt variable would be ignored in silence otherwise."""
-    known = {(ENV_PREFIX + name).upper() for name in Settings.model_fields}
+    known = {(ENV_PREFIX + name).upper() for name in Settings.model_fields} | {
+        levels.VARIABLE,
+        prebuilt.VARIABLE,
+    }
     for name in environment:
         if name.startswith(ENV_PREFIX) and name not in known and not _SERVICE_LINK.fullmatch(name):
             raise OperatorError(f"unknown variable {name}{_suggestion(name, known)}")

@@ -9,3 +9,7 @@ class CheckpointError(Exception):
 
 class NotEnoughMemory(Exception):
     """Weights, or the smallest useful KV cache, do not fit in the memory that is free."""
+
+
+class InstructionSetError(Exception):
+    """The level of the native CPU kernels that was asked for does not exist, or this machine cannot use it."""

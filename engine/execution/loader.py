@@ -73,6 +73,7 @@ def load_model(
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
     limits = budget(device, options)
     memory = plan_memory(config, kernels, options, limits)
+    say(_kernels_text(kernels))
     say(memory.text)
     most = _most_tokens(memory)
     max_model_len = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
@@ -95,6 +96,17 @@ def load_model(
         sampler=sampler,
         buffers=buffers,
         memory=memory,
+    )
+
+
+def _kernels_text(kernels: Kernels) -> str:
+    """One line for the operator: what computes the model, and in which type."""
+    dtype = str(kernels.embedding_dtype).removeprefix("torch.")
+    if (team := kernels.team) is None:
+        return f"model on {kernels.device.type}, {kernels.name} kernels, {dtype}"
+    library = team.library
+    return (
+        f"model on {team.num_threads} threads, native kernels for {library.level} ({library.text}), {dtype}"
     )
 
 

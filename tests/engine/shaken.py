@@ -34,10 +34,12 @@ class Shaken:
     Attributes:
         unit: of the dtype in which activations are kept.
         kv_unit: of that in which keys and values are.
+        read_as: the dtype to which linear maps round what they are given; int8 with a scale for every row.
     """
 
     unit: float
     kv_unit: float
+    read_as: torch.dtype
     generator: torch.Generator
 
     def kernels(self) -> Kernels:
@@ -61,6 +63,13 @@ class Shaken:
         rounded = math.sqrt(roundings) * (self.unit if unit is None else unit) * x.abs()
         summed = math.sqrt(length) * UNIT * x.square().mean(-1, keepdim=True).sqrt()
         return x + (rounded + summed) * (2 * torch.rand(x.shape, generator=self.generator) - 1)
+
+    def read(self, x: Tensor) -> Tensor:
+        """What a linear map makes of its activations."""
+        if self.read_as == torch.float32:
+            return x
+        step = x.abs().amax(-1, keepdim=True) / 254 if self.read_as == torch.int8 else unit_of(self.read_as) * x.abs()
+        return x + step * (2 * torch.rand(x.shape, generator=self.generator) - 1)
 
     def linear(
         self, tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False
@@ -111,7 +120,7 @@ class _ShakenLinear:
         return self.product.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.shaken.moved(self.product(x), 2, x.shape[-1])
+        return self.shaken.moved(self.product(self.shaken.read(x)), 2, x.shape[-1])
 
 
 def unit_of(dtype: torch.dtype) -> float:
@@ -123,17 +132,19 @@ def allowed(
     steps: Iterable[Batch],
     kv_dtype: torch.dtype,
     dtype: torch.dtype = torch.float32,
+    read_as: torch.dtype = torch.float32,
 ) -> list[float]:
     """For each step, how far the worst of its logits may be off.
 
     Args:
         decoder: makes one over a kernel table.
         dtype: of activations.
+        read_as: see Shaken.
     """
     steps, plain = list(steps), decoder(reference_kernels(torch.device("cpu"), torch.float32))
     expected, worst = [plain(step) for step in steps], [0.0] * len(steps)
     for seed in range(RUNS):
-        shaken = Shaken(unit_of(dtype), unit_of(kv_dtype), torch.Generator().manual_seed(seed))
+        shaken = Shaken(unit_of(dtype), unit_of(kv_dtype), read_as, torch.Generator().manual_seed(seed))
         decode = decoder(shaken.kernels())
         for i, step in enumerate(steps):
             worst[i] = max(worst[i], largest(decode(step) - expected[i]))

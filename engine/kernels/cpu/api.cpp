@@ -30,20 +30,26 @@ void penstock_team_free(Team* team) {
     if (team->is_whole()) delete team;
 }
 
-Linear* penstock_linear_new(Team* team, int32_t type, int32_t rows, int32_t k, int32_t gated, const void* weight,
-                            const float* bias) {
-    return guarded([&] { return pack(*team, static_cast<Type>(type), rows, k, gated != 0, weight, bias).release(); });
+Linear* penstock_linear_new(Team* team, const LinearSource* source) {
+    return guarded([&] { return pack(*team, *source).release(); });
 }
 
 void penstock_linear_free(Linear* linear) { delete linear; }
 
 int64_t penstock_linear_bytes(const Linear* linear) { return static_cast<int64_t>(linear->bytes()); }
 
+int32_t penstock_linear_form(const Linear* linear) { return static_cast<int32_t>(linear->form); }
+
 void penstock_linear_unpack(Team* team, const Linear* linear, float* out) { unpack(*team, *linear, out); }
 
-void penstock_linear_apply(Team* team, const Linear* linear, const float* x, int64_t ldx, int32_t rows, float* out) {
-    const size_t ldo = static_cast<size_t>(linear->n);
-    if (rows > 0) apply(*team, {linear, x, static_cast<size_t>(ldx), rows, out, ldo, nullptr, nullptr});
+int32_t penstock_linear_apply(Team* team, const Linear* linear, const float* x, int64_t ldx, int32_t rows, float* out) {
+    int status = kNoMemory;
+    guarded([&] {
+        if (rows > 0) apply(*team, *linear, x, static_cast<size_t>(ldx), rows, out);
+        status = kOk;
+        return true;
+    });
+    return status;
 }
 
 Decoder* penstock_decoder_new(Team* team, const Model* model) {

@@ -32,8 +32,8 @@ void start_rows(const AttentionStep& step, const Task& task, int kv_head, const 
         rows.first[r] = step.window > 0 ? std::max(0, position + 1 - step.window) : 0;
         rows.limit[r] = position + 1;
         rows.peak[r] = -std::numeric_limits<float>::infinity();
-        rows.total[r] = 0.0f;
     }
+    std::memset(rows.total, 0, rows.count * kBlockTokens * sizeof(float));
     std::memset(rows.out, 0, rows.count * rows.out_stride * sizeof(float));
 }
 
@@ -42,7 +42,8 @@ void finish_rows(const AttentionStep& step, const Task& task, int kv_head, const
     const int d = rows.head_dim, group = step.shape->group();
     for (int r = 0; r < rows.count; r++) {
         float* out = step.out + (task.token + r / group) * step.ldo + (kv_head * group + r % group) * d;
-        for (int i = 0; i < d; i += kLanes) store(out + i, load(rows.out + r * rows.out_stride + i) / splat(rows.total[r]));
+        const v8 total = splat(total_of(rows, r));
+        for (int i = 0; i < d; i += kLanes) store(out + i, load(rows.out + r * rows.out_stride + i) / total);
     }
 }
 
@@ -67,6 +68,7 @@ void attend(const AttentionStep& step, const Task& task, AttentionScratch& scrat
     const auto history = [&](int head) { return History<W>(step, task, task.kv_head + head, end); };
     for (int b = lowest; b < lowest + kSpanBlocks; b++)
         fetch(history(0).keys(b).elements, 0, shape.head_elements() * sizeof(W));
+    Products::begin(count);
     for (int head = 0; head < task.kv_heads; head++) start_rows(step, task, task.kv_head + head, rows(head));
     for (int at = begin / kSpan * kSpan; at < end; at += kSpan) {
         const int block = std::max(at / kBlockTokens, lowest);

@@ -10,6 +10,8 @@ template <class W>
 struct FloatProducts {
     using Operand = float;
 
+    static void begin(int) {}
+
     // A step of k fetches so many bytes of what comes next: a block is fetched by the time that one is multiplied.
     static constexpr size_t kSpeed = std::min<size_t>(kCacheLine, 2 * kBlockTokens * sizeof(W));
 
@@ -24,7 +26,7 @@ struct FloatProducts {
             const Pieces<W> pieces{halves, 0, half, span.fetched_values + b, 0, kSpeed};
             for_tiles(rows.count, [&](int start, int height) {
                 float* scores = rows.scores + start * kScoresStride + column + b * kBlockTokens;
-                tile_rows<W, 2>(height, panels, rows.q + start * rows.q_stride, pieces, d, scores, by, true);
+                tile_rows<W, 16>(height, panels, rows.q + start * rows.q_stride, pieces, d, scores, by, true);
             });
             b += panels;
         }
@@ -43,8 +45,9 @@ struct FloatProducts {
                                  span.fetched_keys, static_cast<size_t>(p) * kSpeed * 8, kSpeed};
             };
             for (int p = 0; p < panels;)
-                p += tile_rows<W, 2>(height, panels - p, weights, pieces(p), tokens, out + p * kPanel, by, false);
-            if (d % kPanel) tile_rows<W, 1>(height, 1, weights, pieces(panels), tokens, out + panels * kPanel, by, false);
+                p += tile_rows<W, 16>(height, panels - p, weights, pieces(p), tokens, out + p * kPanel, by, false);
+            if (d % kPanel)
+                tile_rows<W, 8>(height, 1, weights, pieces(panels), tokens, out + panels * kPanel, by, false);
         });
     }
 

@@ -32,12 +32,13 @@ struct Rows {
     Operand* q;
     float* out;
     float* scores;  // [count][kScoresStride]; nothing of them outlasts a span
-    float *peak, *total;
+    float* peak;
+    float* total;            // [count][16]
     int32_t *first, *limit;  // the tokens that a row sees
 
     Rows part(int from, int rows) const {
         return {rows,   head_dim,    q_stride,     out_stride,   q + from * q_stride, out + from * out_stride,
-                scores, peak + from, total + from, first + from, limit + from};
+                scores, peak + from, total + from * 16, first + from, limit + from};
     }
 
     // A row's weights take the place of its scores.
@@ -95,7 +96,7 @@ struct AttentionScratch {
         out = allocate<float>(rows * depth);
         scores = allocate<float>(rows * kScoresStride);
         peak = allocate<float>(rows);
-        total = allocate<float>(rows);
+        total = allocate<float>(rows * 16);
         first = allocate<int32_t>(rows);
         limit = allocate<int32_t>(rows);
         blocks = allocate<BFloat>(2 * kSpan * depth);
@@ -113,9 +114,9 @@ struct AttentionScratch {
 // ---- the softmax of a span -------------------------------------------------------------------------------------
 
 // Sixteen floats are one register or two. Sums over them have eight lanes whichever it is.
-constexpr int kParts = kBlockTokens / kWide;
+constexpr int kBlockParts = kBlockTokens / kWide;
 
-PENSTOCK_INLINE v8 fold_halves(const wide (&x)[kParts], v8 (*combine)(v8, v8)) {
+PENSTOCK_INLINE v8 fold_halves(const wide (&x)[kBlockParts], v8 (*combine)(v8, v8)) {
 #if PENSTOCK_AVX512
     const __m512 whole = (__m512)x[0];
     return combine((v8)_mm512_castps512_ps256(whole), (v8)_mm512_extractf32x8_ps(whole, 1));
@@ -142,25 +143,24 @@ inline void multiply(float* scores, const float* scales, int from, int to) {
 }
 
 PENSTOCK_INLINE float highest(const float* scores, int from, int to) {
-    wide found[kParts];
+    wide found[kBlockParts];
     for (wide& part : found) part = all<wide>(-std::numeric_limits<float>::infinity());
     for (int i = from; i < to; i += kBlockTokens)
-        unrolled<kParts>(PENSTOCK_EACH(p) { found[p] = max(found[p], load_as<wide>(scores + i + p * kWide)); });
+        unrolled<kBlockParts>(PENSTOCK_EACH(p) { found[p] = max(found[p], load_as<wide>(scores + i + p * kWide)); });
     return highest_of(fold_halves(found, max));
 }
 
-// Writes exp(score - peak) times the scales as weights, and returns the sum of the exponentials.
+// Writes 2^(score - peak) times the scales as weights, and adds it to the row's sums.
 template <class Operand>
-PENSTOCK_INLINE float weigh(const float* scores, int from, int to, float peak, const float* scales, Operand* weights) {
-    wide sums[kParts] = {};
+PENSTOCK_INLINE void weigh(const float* scores, int from, int to, float peak, const float* scales, Operand* weights,
+                           wide (&sums)[kBlockParts]) {
     for (int i = from; i < to; i += kBlockTokens)
-        unrolled<kParts>(PENSTOCK_EACH(p) {
+        unrolled<kBlockParts>(PENSTOCK_EACH(p) {
             const int at = i + p * kWide;
-            const wide weight = exp_up_to_88(load_as<wide>(scores + at) - all<wide>(peak));
+            const wide weight = exp2(load_as<wide>(scores + at) - all<wide>(peak));
             sums[p] += weight;
             store_operands(weights + at, scales ? weight * load_as<wide>(scales + at) : weight);
         });
-    return sum(fold_halves(sums, plus));
 }
 
 template <class Operand>
@@ -172,7 +172,7 @@ PENSTOCK_INLINE void hide(float* scores, int from, int to) {
     for (int i = from; i < to; i++) scores[i] = -std::numeric_limits<float>::infinity();
 }
 
-// Scores of a span become weights; the row's output so far is scaled to the new maximum. Without scales they are null.
+// Scores of a span become weights; the row's output and sums so far are scaled to the new maximum. Without scales they are null.
 template <class Operand>
 void fold_row(const Rows<Operand>& rows, int row, const SpanTokens& tokens, const SpanScales* scales) {
     float* scores = rows.scores + row * kScoresStride;
@@ -186,18 +186,28 @@ void fold_row(const Rows<Operand>& rows, int row, const SpanTokens& tokens, cons
     hide(scores, low, first);
     hide(scores, limit, high);
     const float before = rows.peak[row], peak = std::max(before, highest(scores, low, high));
-    const float sum = weigh(scores, low, high, peak, scales ? scales->values : nullptr, weights);
+    rows.peak[row] = peak;
+    float* total = rows.total + row * kBlockTokens;
+    wide sums[kBlockParts];
+    unrolled<kBlockParts>(PENSTOCK_EACH(p) { sums[p] = load_as<wide>(total + p * kWide); });
+    if (peak != before) {
+        const float shrink = exp2(splat(before - peak))[0];
+        unrolled<kBlockParts>(PENSTOCK_EACH(p) { sums[p] *= all<wide>(shrink); });
+        float* out = rows.out + row * rows.out_stride;
+        for (int i = 0; i < rows.head_dim; i += kLanes) store(out + i, load(out + i) * splat(shrink));
+    }
+    weigh(scores, low, high, peak, scales ? scales->values : nullptr, weights, sums);
+    unrolled<kBlockParts>(PENSTOCK_EACH(p) { store(total + p * kWide, sums[p]); });
     clear(weights, begin, low);
     clear(weights, high, end);
-    rows.peak[row] = peak;
-    if (peak == before) {
-        rows.total[row] += sum;
-        return;
-    }
-    const float shrink = exp1(before - peak);
-    rows.total[row] = rows.total[row] * shrink + sum;
-    float* out = rows.out + row * rows.out_stride;
-    for (int i = 0; i < rows.head_dim; i += kLanes) store(out + i, load(out + i) * splat(shrink));
+}
+
+// The sum of a row's exponentials.
+template <class Operand>
+float total_of(const Rows<Operand>& rows, int row) {
+    wide sums[kBlockParts];
+    unrolled<kBlockParts>(PENSTOCK_EACH(p) { sums[p] = load_as<wide>(rows.total + row * kBlockTokens + p * kWide); });
+    return sum(fold_halves(sums, plus));
 }
 
 }  // namespace penstock

@@ -30,9 +30,6 @@ constexpr std::array<TileShapes, sizeof...(Heights)> all_tile_shapes(std::index_
 
 inline constexpr auto kTileShapes = all_tile_shapes(std::make_index_sequence<kTileHeight>());
 
-// The shapes for so many rows, in one tile that is lower or in whole ones.
-inline void use_tiles_for(int rows) { use_tiles(rows < kTileHeight ? kTileShapes[rows] : kWholeTiles); }
-
 // C [rows][16 columns] += or = A [rows][32 steps] B [32 steps][16 columns], for some rows and columns.
 struct TileProduct {
     const BFloat* a;
@@ -127,10 +124,12 @@ class TileProducts {
    public:
     using Operand = BFloat;
 
+    // Prepares this thread for so many rows: in one tile that is lower, or in whole ones.
+    static void begin(int rows) { use_tiles(rows < kTileHeight ? kTileShapes[rows] : kWholeTiles); }
+
     static void advance(const Rows<BFloat>& rows, const Span<W>& span, const SpanTokens& tokens,
                         AttentionScratch& scratch) {
         constexpr int kPass = kRowTiles * kTileHeight;
-        use_tiles_for(rows.count);
         const TileProducts products(rows.head_dim, span, tokens, scratch);
         bool has_values = false;
         for (int start = 0; start < rows.count; start += kPass) {

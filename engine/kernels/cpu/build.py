@@ -1,4 +1,5 @@
-"""Builds the C++ sources beside this file with the system's compiler, once per machine, into a cache directory."""
+"""Compiles the C++ sources beside this file with the system's compiler, once per machine and level, into a cache
+directory."""
 
 from __future__ import annotations
 
@@ -9,18 +10,20 @@ import platform
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from engine.kernels.cpu.levels import Level, architecture
+
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native",
     "-ffp-contract=off",  # sums must not depend on what the compiler likes to fuse: see simd.h
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -29,7 +32,6 @@ FLAGS = (
     "-fPIC",
     "-fvisibility=hidden",
 )
-
 
 _NO_ROOM = ("No space left on device", "Disk quota exceeded", "File too large", "File size limit exceeded")
 """What a compiler, an assembler or a linker says when it cannot write as much as it needs."""
@@ -44,8 +46,12 @@ class NativeUnavailable(RuntimeError):
     """The native kernels cannot be had here; the message is one line that says why, and what can be done about it."""
 
 
-def build(say: Callable[[str], None]) -> Path:
-    """Returns the path of the shared library, which is compiled if no earlier call has.
+class LevelUnknown(NativeUnavailable):
+    """The compiler does not know the instructions of a level: it is too old for them."""
+
+
+def build(level: Level, say: Callable[[str], None]) -> Path:
+    """Returns the path of the shared library of a level in the cache, which is compiled if no earlier call has.
 
     Several processes may do this at once: each compiles to a file of its own, and the rename at the end is atomic.
 
@@ -53,15 +59,16 @@ def build(say: Callable[[str], None]) -> Path:
         NativeUnavailable: there is no compiler, it failed, or the cache directory cannot be written.
     """
     compiler = find_compiler()
-    path = cache_directory() / f"native-{_fingerprint(compiler)}.so"
+    key = _digest(fingerprint(level), *compiler, _version(compiler))
+    path = cache_directory() / f"{stem(level)}-{key}.so"
     if path.exists():
         return path
-    say(f"building the CPU kernels with {compiler[0]} (once; about ten seconds)")
+    say(f"building the CPU kernels for {level.name} with {compiler[0]} (once; about twenty seconds)")
     start = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as scratch:
-            _compile(compiler, Path(scratch) / path.name)
+            _compile(compiler, level, Path(scratch) / path.name)
             os.replace(Path(scratch) / path.name, path)
     except OSError as error:
         if error.errno in _NO_ROOM_CODES:
@@ -69,7 +76,7 @@ def build(say: Callable[[str], None]) -> Path:
         raise NativeUnavailable(
             f"cannot write {path}: {error}; XDG_CACHE_HOME can name another folder"
         ) from error
-    say(f"built the CPU kernels in {time.monotonic() - start:.1f} s")
+    say(f"built the CPU kernels for {level.name} in {time.monotonic() - start:.1f} s")
     return path
 
 
@@ -86,8 +93,29 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
-def _compile(compiler: list[str], output: Path) -> None:
-    command = [*compiler, *FLAGS, str(SOURCES / "api.cpp"), "-o", str(output)]
+def stem(level: Level) -> str:
+    """The start of the names of a level's libraries: the system, the architecture and the level."""
+    return f"native-{sys.platform}-{architecture(platform.machine())}-{level.name}"
+
+
+def fingerprint(level: Level) -> str:
+    """A digest of what the library of a level is made from: the sources, and how they are compiled."""
+    sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
+    texts = [text for source in sources for text in (source.name, source.read_text(encoding="utf-8"))]
+    return _digest(*texts, *FLAGS, level.name, *level.flags)
+
+
+def _knows(compiler: list[str]) -> bool:
+    """Whether a compiler understands the flags that it is given."""
+    command = [*compiler, "-E", "-x", "c++", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _compile(compiler: list[str], level: Level, output: Path) -> None:
+    command = [*compiler, *FLAGS, *level.flags, str(SOURCES / "api.cpp"), "-o", str(output)]
     # Temporary files go where the library goes, so that one folder needs room; messages come in the language that
     # _NO_ROOM is in.
     variables = {**os.environ, "TMPDIR": str(output.parent), "LC_ALL": "C"}
@@ -102,6 +130,8 @@ def _compile(compiler: list[str], output: Path) -> None:
     line = _telling_line(done.stderr) or str(done.returncode)
     if any(words in line for words in _NO_ROOM):
         raise _no_room(output.parent.parent, line)
+    if _knows(compiler) and not _knows([*compiler, *level.flags]):
+        raise LevelUnknown(f"{compiler[0]} is too old for {level.name}: {line}")
     raise NativeUnavailable(f"{compiler[0]} failed: {line}")
 
 
@@ -129,13 +159,8 @@ def _free_text(folder: Path) -> str:
     return f"{shutil.disk_usage(existing).free / (1 << 20):.1f} MiB are free"
 
 
-def _fingerprint(compiler: list[str]) -> str:
-    """A digest of all that the library depends on: sources, compiler, flags, and the CPU that it is built for."""
-    digest = hashlib.sha256()
-    for source in sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")]):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
-    digest.update("\0".join([*compiler, *FLAGS, _version(compiler), _cpu()]).encode())
-    return digest.hexdigest()[:16]
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def _version(compiler: list[str]) -> str:
@@ -145,11 +170,3 @@ def _version(compiler: list[str]) -> str:
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"{compiler[0]} did not run: {error}") from error
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine() + platform.processor()
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(("model", "flags", "Features"))))

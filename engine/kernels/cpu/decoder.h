@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "attention.h"
+#include "product.h"
 
 namespace penstock {
 
@@ -122,11 +123,15 @@ class Decoder {
         capacity_ = 0;
         hidden_ = allocate<float>(rows * ld_hidden_);
         sampled_hidden_ = allocate<float>(rows * ld_hidden_);
-        normed_ = allocate<float>(rows * ld_hidden_);
+        int depth = 0;
+        for (const Layer& layer : layers_)
+            for (const Linear* linear : {layer.qkv, layer.o, layer.gate_up, layer.down})
+                depth = std::max(depth, linear->depth);
+        input_.reserve(static_cast<int>(rows), depth);
         qkv_ = allocate<float>(rows * ld_qkv_);
         attended_ = allocate<float>(rows * ld_q_);
         sampled_attended_ = allocate<float>(rows * ld_q_);
-        mlp_ = allocate<float>(rows * ld_mlp_);
+        mlp_ = allocate<float>(round_up(static_cast<int>(rows), 32) * ld_mlp_);
         capacity_ = rows;
     }
 
@@ -136,8 +141,15 @@ class Decoder {
         const float* x;
         const float* weight;
         int rows;
-        float* out;
-        size_t ldo;
+        const Linear* next;  // reads the rows in its form; or null:
+        float* out;          // [rows][hidden]
+    };
+
+    struct Conversion {
+        const float* x;
+        size_t ldx;
+        int rows;
+        const Linear* next;
     };
 
     struct PlannedProduct {
@@ -154,6 +166,7 @@ class Decoder {
         phases_.clear();
         products_.clear();
         norms_.clear();
+        conversions_.clear();
         attentions_.clear();
         const int tokens = step_.tokens, last = model_.num_layers - 1;
         plan_tasks();
@@ -161,8 +174,8 @@ class Decoder {
         for (int i = 0; i <= last; i++) {
             const Layer& layer = layers_[i];
             const bool sampled = i == last;  // of the last layer only those rows are wanted
-            add_norm(hidden_.get(), layer.attention_norm, tokens, normed_.get(), ld_hidden_);
-            add_product(layer.qkv, normed_.get(), ld_hidden_, tokens, qkv_.get(), ld_qkv_, nullptr);
+            add_norm(hidden_.get(), layer.attention_norm, tokens, layer.qkv, nullptr);
+            add_product(layer.qkv, input_.activations(layer.qkv->form), tokens, qkv_.get(), ld_qkv_);
             attentions_.push_back({attention_step(i), sampled ? &sampled_tasks_ : &tasks_});
             add<&Decoder::run_place>(i, divide_up(tokens, kRowsPerChunk));
             add<&Decoder::run_attend>(i, static_cast<int>(attentions_.back().tasks->size()));
@@ -171,27 +184,40 @@ class Decoder {
             } else if (step_.samples > 0) {
                 add<&Decoder::run_gather>(0, divide_up(step_.samples, kRowsPerChunk));
                 add_block(layer, sampled_hidden_.get(), sampled_attended_.get(), step_.samples);
-                add_norm(sampled_hidden_.get(), model_.final_norm, step_.samples, out_, model_.hidden);
+                add_norm(sampled_hidden_.get(), model_.final_norm, step_.samples, nullptr, out_);
             }
         }
     }
 
     void add_block(const Layer& layer, float* hidden, const float* attended, int rows) {
-        add_product(layer.o, attended, ld_q_, rows, hidden, ld_hidden_, hidden);
-        add_norm(hidden, layer.mlp_norm, rows, normed_.get(), ld_hidden_);
-        add_product(layer.gate_up, normed_.get(), ld_hidden_, rows, mlp_.get(), ld_mlp_, nullptr);
-        add_product(layer.down, mlp_.get(), ld_mlp_, rows, hidden, ld_hidden_, hidden);
+        const Activations context = converted(floats(attended, ld_q_), rows, layer.o);
+        add_product(layer.o, context, rows, hidden, ld_hidden_, hidden);
+        add_norm(hidden, layer.mlp_norm, rows, layer.gate_up, nullptr);
+        Activations inner = floats(mlp_.get(), ld_mlp_);
+        if (layer.down->form == Form::bf16 && layer.down->k == layer.down->depth)
+            inner = {Form::bf16, mlp_.get(), 2 * ld_mlp_, nullptr};
+        add_product(layer.gate_up, input_.activations(layer.gate_up->form), rows, mlp_.get(), ld_mlp_, nullptr,
+                    inner.form);
+        add_product(layer.down, converted(inner, rows, layer.down), rows, hidden, ld_hidden_, hidden);
     }
 
-    void add_norm(const float* x, const float* weight, int rows, float* out, size_t ldo) {
-        norms_.push_back({x, weight, rows, out, ldo});
+    void add_norm(const float* x, const float* weight, int rows, const Linear* next, float* out) {
+        norms_.push_back({x, weight, rows, next, out});
         add<&Decoder::run_norm>(static_cast<uint32_t>(norms_.size() - 1), divide_up(rows, kRowsPerChunk));
     }
 
-    void add_product(const Linear* linear, const float* x, size_t ldx, int rows, float* out, size_t ldo,
-                     const float* residual) {
+    // The rows in the form that a linear reads, by a phase of its own where they are not.
+    Activations converted(const Activations& x, int rows, const Linear* next) {
+        if (x.form == next->form) return x;
+        conversions_.push_back({x.row<float>(0), x.stride / sizeof(float), rows, next});
+        add<&Decoder::run_convert>(static_cast<uint32_t>(conversions_.size() - 1), divide_up(rows, kRowsPerChunk));
+        return input_.activations(next->form);
+    }
+
+    void add_product(const Linear* linear, const Activations& x, int rows, void* out, size_t ldo,
+                     const float* residual = nullptr, Form out_form = Form::f32) {
         const Cut by = cut(*linear, rows, team_.size());
-        products_.push_back({{linear, x, ldx, rows, out, ldo, residual, nullptr}, by});
+        products_.push_back({{linear, x, rows, out, ldo, out_form, residual, nullptr}, by});
         if (products_.size() > 1) products_[products_.size() - 2].product.next = linear;
         add<&Decoder::run_product>(static_cast<uint32_t>(products_.size() - 1), static_cast<int>(by.chunks()));
     }
@@ -256,6 +282,8 @@ class Decoder {
     template <class W>
     void embed(int token, float* out) const {
         const int id = step_.token_ids[token];
+        const Linear* linear = model_.embedding_linear;
+        if (model_.embedding == nullptr && is_integer(linear->type)) return linear->unpack_integers(id, out);
         if (model_.embedding == nullptr) return model_.embedding_linear->unpack_row<W>(id, out);
         const W* row = static_cast<const W*>(model_.embedding) + static_cast<size_t>(id) * model_.hidden;
         for (int i = 0; i < model_.hidden; i++) out[i] = to_float(row[i]);
@@ -265,11 +293,20 @@ class Decoder {
         for_rows(chunk, step_.tokens, [&](int t) { (this->*embed_)(t, hidden_.get() + t * ld_hidden_); });
     }
 
-    void run_norm(uint32_t index, int chunk, int) {
+    void run_norm(uint32_t index, int chunk, int worker) {
         const Norm& norm = norms_[index];
+        float* normed = team_.scratch(worker);
         for_rows(chunk, norm.rows, [&](int r) {
-            rms_norm(norm.x + r * ld_hidden_, norm.weight, model_.hidden, model_.eps, norm.out + r * norm.ldo);
+            float* out = norm.next ? normed : norm.out + static_cast<size_t>(r) * model_.hidden;
+            rms_norm(norm.x + r * ld_hidden_, norm.weight, model_.hidden, model_.eps, out);
+            if (norm.next) input_.convert(*norm.next, r, out);
         });
+    }
+
+    void run_convert(uint32_t index, int chunk, int) {
+        const Conversion& conversion = conversions_[index];
+        for_rows(chunk, conversion.rows,
+                 [&](int r) { input_.convert(*conversion.next, r, conversion.x + r * conversion.ldx); });
     }
 
     void run_product(uint32_t index, int chunk, int worker) {
@@ -313,13 +350,15 @@ class Decoder {
     std::vector<int> sequence_of_;
     std::vector<Phase> phases_;
     std::vector<Norm> norms_;
+    std::vector<Conversion> conversions_;
     std::vector<PlannedProduct> products_;
     std::vector<PlannedAttention> attentions_;
     std::vector<Task> tasks_, sampled_tasks_;
 
     size_t capacity_ = 0;  // rows
     size_t ld_hidden_ = 0, ld_qkv_ = 0, ld_q_ = 0, ld_mlp_ = 0;
-    Buffer<float> hidden_, normed_, qkv_, attended_, mlp_, sampled_hidden_, sampled_attended_;
+    Prepared input_;  // of the product that comes next
+    Buffer<float> hidden_, qkv_, attended_, mlp_, sampled_hidden_, sampled_attended_;
 };
 
 }  // namespace penstock

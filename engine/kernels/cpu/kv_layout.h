@@ -207,7 +207,7 @@ void place_token(const AttentionStep& step, const float* q_norm, const float* k_
     const float* cos = shape.cos + static_cast<size_t>(position) * (d / 2);
     const float* sin = shape.sin + static_cast<size_t>(position) * (d / 2);
     float* row = step.qkv + token * step.ld;
-    const v8 scale = splat(1.0f / std::sqrt(static_cast<float>(d)));
+    const v8 scale = splat(1.44269504088896341f / std::sqrt(static_cast<float>(d)));  // softmax is in powers of 2
     for (int h = 0; h < shape.num_heads + shape.num_kv_heads; h++) {
         float* head = row + h * d;
         const bool query = h < shape.num_heads;

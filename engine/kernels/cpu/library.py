@@ -9,14 +9,16 @@ import ctypes
 import functools
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.build import NativeUnavailable, build
+from engine.kernels.cpu import prebuilt
+from engine.kernels.cpu.build import LevelUnknown, NativeUnavailable, build
+from engine.kernels.cpu.levels import Level, Machine, requested, this_machine
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 """The storage types of the kernels."""
@@ -35,11 +37,12 @@ _POINTER = c_void_p
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "penstock_team_new": (_POINTER, (c_int32,)),
     "penstock_team_free": (None, (_POINTER,)),
-    "penstock_linear_new": (_POINTER, (_POINTER, c_int32, c_int32, c_int32, c_int32, _POINTER, _POINTER)),
+    "penstock_linear_new": (_POINTER, (_POINTER, _POINTER)),
     "penstock_linear_free": (None, (_POINTER,)),
     "penstock_linear_bytes": (c_int64, (_POINTER,)),
+    "penstock_linear_form": (c_int32, (_POINTER,)),
     "penstock_linear_unpack": (None, (_POINTER, _POINTER, _POINTER)),
-    "penstock_linear_apply": (None, (_POINTER, _POINTER, _POINTER, c_int64, c_int32, _POINTER)),
+    "penstock_linear_apply": (c_int32, (_POINTER, _POINTER, _POINTER, c_int64, c_int32, _POINTER)),
     "penstock_decoder_new": (_POINTER, (_POINTER, _POINTER)),
     "penstock_decoder_free": (None, (_POINTER,)),
     "penstock_decoder_run": (c_int32, (_POINTER, _POINTER, _POINTER)),
@@ -54,17 +57,18 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 class NativeLibrary:
-    """The compiled kernels."""
+    """The compiled kernels of one level of instruction sets; `level` is its name, `text` says what it is."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, level: Level) -> None:
+        self.path, self.level, self.text = path, level.name, level.text
         try:
             self._dll = ctypes.CDLL(path)
-        except OSError as error:
+            for name, (result, arguments) in SIGNATURES.items():
+                function = getattr(self._dll, name)
+                function.restype = result
+                function.argtypes = arguments
+        except (OSError, AttributeError) as error:
             raise NativeUnavailable(f"cannot load {path}: {error}") from error
-        for name, (result, arguments) in SIGNATURES.items():
-            function = getattr(self._dll, name)
-            function.restype = result
-            function.argtypes = arguments
 
     def call(self, name: str, *arguments: Any) -> Any:
         return getattr(self._dll, name)(*arguments)
@@ -78,18 +82,79 @@ class NativeLibrary:
         return Team(self, num_threads or available_cores())
 
 
-def load_library(say: Callable[[str], None]) -> NativeLibrary:
-    """Loads the library and builds it first if need be; `say` gets a line when that takes a while.
+def load_library(say: Callable[[str], None], level: str = "") -> NativeLibrary:
+    """Loads the library of the best level that this machine can use: a prebuilt one, or one that is compiled first.
+
+    Args:
+        say: is told a line when that takes a while, and when something keeps a better level or a prebuilt library
+            from being used.
+        level: the name of the level to take instead; without it PENSTOCK_CPU_ISA may name one.
 
     Raises:
+        InstructionSetError: there is no level of that name, or this machine cannot use it.
         NativeUnavailable: there is no compiler, or it fails; plain torch can do the same work.
     """
-    return _loaded(str(build(say)))
+    machine = this_machine()
+    if name := level or requested():
+        return _open([machine.named(name)], say)
+    if refusal := _refusal(machine):
+        say(refusal)
+    return _open(machine.usable(), say)
+
+
+def _refusal(machine: Machine) -> str:
+    """The line that says that Linux keeps this process from tiles that the processor has; "" if it does not."""
+    better = machine.better()
+    if better is None or not machine.has(better[0]):
+        return ""
+    return f"CPU kernels for {machine.usable()[0].name} serve in place of {better[0].name}: {better[1]}"
+
+
+def _open(levels: Sequence[Level], say: Callable[[str], None]) -> NativeLibrary:
+    """Opens the first of the levels, the best first, whose library can be had.
+
+    A lower level is taken if the compiler does not know the best, or if there is no compiler and the lower one is
+    prebuilt.
+    """
+    reasons: list[NativeUnavailable] = []
+    for level in levels:
+        try:
+            library = _open_prebuilt(level, say) or _open_built(level, reasons, say)
+        except NativeUnavailable as error:
+            reasons.append(error)
+            continue
+        if reasons:
+            say(f"CPU kernels for {level.name} serve in place of {levels[0].name}: {reasons[0]}")
+        return library
+    raise reasons[0]
+
+
+def _open_prebuilt(level: Level, say: Callable[[str], None]) -> NativeLibrary | None:
+    path = prebuilt.find(level, say)
+    if path is None:
+        return None
+    try:
+        return _loaded(str(path), level)
+    except NativeUnavailable as error:
+        say(f"a prebuilt library of the CPU kernels is ignored: {error}")
+        return None
+
+
+def _open_built(level: Level, reasons: list[NativeUnavailable], say: Callable[[str], None]) -> NativeLibrary:
+    """Opens the library that the compiler makes.
+
+    Args:
+        reasons: why better levels could not be had.
+    """
+    for reason in reasons:
+        if not isinstance(reason, LevelUnknown):
+            raise reason  # what failed once would fail again
+    return _loaded(str(build(level, say)), level)
 
 
 @functools.cache
-def _loaded(path: str) -> NativeLibrary:
-    return NativeLibrary(path)
+def _loaded(path: str, level: Level) -> NativeLibrary:
+    return NativeLibrary(path, level)
 
 
 def available_cores() -> int:

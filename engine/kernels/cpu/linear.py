@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import weakref
+from ctypes import c_int32, c_void_p
 
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.library import DTYPES, Team, created, float32, pointer
+from engine.kernels.cpu.library import DTYPES, Team, check, created, float32, pointer
+
+
+ACTIVATIONS = (torch.float32, torch.bfloat16, torch.int8)
+"""By the number that the kernels have for them."""
+
+
+class _Source(ctypes.Structure):
+    _fields_ = [
+        ("type", c_int32),
+        ("rows", c_int32),
+        ("k", c_int32),
+        ("gated", c_int32),
+        ("group", c_int32),
+        ("weight", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("bias", c_void_p),
+    ]
 
 
 class PackedLinear:
@@ -39,6 +59,11 @@ class PackedLinear:
         weakref.finalize(self, team.library.call, "penstock_linear_free", self.handle)
 
     @property
+    def activation_dtype(self) -> torch.dtype:
+        """What the activations are rounded to before they are multiplied: float32, bfloat16 or int8."""
+        return ACTIVATIONS[self._team.library.call("penstock_linear_form", self.handle)]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the packed weights, padding included."""
         return int(self._team.library.call("penstock_linear_bytes", self.handle))
@@ -50,7 +75,9 @@ class PackedLinear:
         x = x.contiguous()
         num_rows = x.shape[0]
         out = torch.empty((num_rows, self.out_features))
-        self._apply(self._team.handle, self.handle, x.data_ptr(), self.in_features, num_rows, out.data_ptr())
+        check(
+            self._apply(self._team.handle, self.handle, x.data_ptr(), self.in_features, num_rows, out.data_ptr())
+        )
         return out
 
     def dense(self) -> Tensor:
@@ -62,15 +89,15 @@ class PackedLinear:
     def _pack(self, weight: Tensor, bias: Tensor | None) -> int:
         source = weight.detach().to("cpu", self.dtype).contiguous()
         biases = None if bias is None else float32(bias)
+        given = _Source(
+            type=DTYPES[self.dtype],
+            rows=self.num_rows,
+            k=self.in_features,
+            gated=self.gated,
+            group=self.in_features,
+            weight=source.data_ptr(),
+            bias=pointer(biases),
+        )
         return created(
-            self._team.library.call(
-                "penstock_linear_new",
-                self._team.handle,
-                DTYPES[self.dtype],
-                self.num_rows,
-                self.in_features,
-                self.gated,
-                source.data_ptr(),
-                pointer(biases),
-            )
+            self._team.library.call("penstock_linear_new", self._team.handle, ctypes.byref(given))
         )

@@ -1,7 +1,7 @@
 // What the machine can do: the ceilings that `penstock bench` prints beside what the decoder does.
 #pragma once
 
-#include "gemm.h"
+#include "product.h"
 
 namespace penstock {
 
@@ -48,7 +48,10 @@ inline double measure_products(Team& team, const std::vector<const Linear*>& lin
         Team* team;
     };
     const size_t k = linears[0]->k, n = linears[0]->n;
-    std::vector<float> x(rows * (k + 16), 0.5f), out(rows * (n + 16));
+    std::vector<float> row(k, 0.5f), out(rows * (n + 16));
+    Prepared x;
+    x.reserve(rows, linears[0]->depth);
+    for (int r = 0; r < rows; r++) x.convert(*linears[0], r, row.data());
     std::vector<Job> jobs;
     std::vector<Phase> phases;
     for (const Linear* linear : linears) {
@@ -58,7 +61,7 @@ inline double measure_products(Team& team, const std::vector<const Linear*>& lin
             multiply(job.product, job.cut, chunk, job.team->scratch(worker));
         };
         phases.push_back({run, static_cast<uint32_t>(jobs.size()), by.chunks()});
-        jobs.push_back({{linear, x.data(), k + 16, rows, out.data(), n + 16, nullptr, nullptr}, by, &team});
+        jobs.push_back({{linear, x.activations(linear->form), rows, out.data(), n + 16, Form::f32, nullptr, nullptr}, by, &team});
     }
     for (size_t i = 0; i + 1 < jobs.size(); i++) jobs[i].product.next = linears[i + 1];
     double best = 1e30;

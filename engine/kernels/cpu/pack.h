@@ -1,4 +1,11 @@
-// Weights as the kernels want them: panels of 16 outputs, [panel][k][16], padded with zeros.
+// Weights as the kernels want them: panels of 16 outputs, padded with zeros.
+//
+// What lies in a panel depends on the type, so that the product's instruction finds its operands side by side:
+//     float32, float16, bfloat16   [k][16]
+//     bfloat16 for tiles           [k / 2][16][2]
+//     int8                         [k / 4][16][4]
+//     int4                         [k / 8][16][4] bytes, low halves for four k, high halves for the next four
+// The integers have a scale for every output and group of k, int4 a zero point too: [group][16] in each panel.
 //
 // A gated linear (source: I gate rows, then I up rows) interleaves its panels: panel 2j has gates 16j to 16j + 15,
 // panel 2j + 1 the ups of the same indices, so that silu(gate) * up is computed where both were.
@@ -9,6 +16,7 @@
 
 #include "simd.h"
 #include "threads.h"
+#include "tiles.h"
 
 namespace penstock {
 
@@ -16,9 +24,12 @@ constexpr int kPanel = 16;
 
 enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2, int8 = 3, int4 = 4 };
 
+// Of floating-point types.
 inline size_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
-// Calls function with a null pointer of the storage type.
+inline bool is_integer(Type type) { return type == Type::int8 || type == Type::int4; }
+
+// Calls function with a null pointer of the floating-point storage type.
 template <class Function>
 auto with_type(Type type, Function function) {
     if (type == Type::f16) return function(static_cast<Half*>(nullptr));
@@ -27,22 +38,65 @@ auto with_type(Type type, Function function) {
 }
 
 inline int divide_up(int a, int b) { return (a + b - 1) / b; }
+inline int round_up(int a, int b) { return divide_up(a, b) * b; }
+
+// What a product reads its activations as.
+enum class Form { f32, bf16, int8 };
+
+inline size_t size_of(Form form) { return form == Form::f32 ? 4 : form == Form::bf16 ? 2 : 1; }
+
+inline Form form_for([[maybe_unused]] Type type) {
+    if (is_integer(type)) return Form::int8;
+#if PENSTOCK_TILES
+    if (type == Type::bf16) return Form::bf16;
+#endif
+    return Form::f32;
+}
+
+// What a linear is packed from.
+struct LinearSource {
+    int32_t type, rows, k, gated;
+    int32_t group;        // k per scale, of integers: k itself, or a multiple of 32 that divides it
+    const void* weight;   // [rows][k]; int4 as a byte each, 0 to 15
+    const float* scales;  // [rows][k / group], or null
+    const uint8_t* zeros; // the same, or null
+    const float* bias;    // [rows], or null
+};
 
 struct Linear {
     Type type;
-    int n;  // outputs; of a gated one, pairs
+    Form form;  // of its activations
+    int n;      // outputs; of a gated one, pairs
     int k;
+    int depth;  // k with the padding of a panel
+    int group;  // k per scale
     bool gated;
     int panels;
     Buffer<char> data;
-    Buffer<float> bias;  // in panel order, or null
+    Buffer<float> bias;     // in panel order, or null
+    Buffer<float> scales;   // [panel][group][16], or null
+    Buffer<uint8_t> zeros;  // the same, or null
+
+    int groups() const { return divide_up(k, group); }
+    int outputs() const { return gated ? 2 * n : n; }
+
+    size_t panel_bytes() const {
+        const size_t count = static_cast<size_t>(depth) * kPanel;
+        return type == Type::int4 ? count / 2 : type == Type::int8 ? count : count * size_of(type);
+    }
+
+    size_t bytes() const {
+        const size_t factors = static_cast<size_t>(panels) * groups() * kPanel;
+        return panels * panel_bytes() + factors * ((scales ? sizeof(float) : 0) + (zeros ? 1 : 0));
+    }
 
     template <class W>
     const W* panel(int p) const {
-        return reinterpret_cast<const W*>(data.get()) + static_cast<size_t>(p) * k * kPanel;
+        return reinterpret_cast<const W*>(data.get() + p * panel_bytes());
     }
 
-    size_t bytes() const { return static_cast<size_t>(panels) * k * kPanel * size_of(type); }
+    const float* panel_scales(int p) const { return scales.get() + static_cast<size_t>(p) * groups() * kPanel; }
+    const uint8_t* panel_zeros(int p) const { return zeros.get() + static_cast<size_t>(p) * groups() * kPanel; }
 
     // Source row of column c of panel p, -1 in the padding.
     int source_row(int p, int c) const {
@@ -53,55 +107,128 @@ struct Linear {
 
     // The panel that holds a source row; its column there is the output's number modulo kPanel.
     int panel_of(int row) const { return gated ? (row % n) / kPanel * 2 + row / n : row / kPanel; }
+    int column_of(int row) const { return (gated ? row % n : row) % kPanel; }
+
+    // How many neighbours in k lie side by side in a panel.
+    int together() const { return is_integer(type) ? 4 : form == Form::bf16 ? 2 : 1; }
+
+    // Where weight (i, column) lies in a panel, counted in weights; of int4, as if each had a byte.
+    size_t place(int i, int column) const {
+        const int t = together();
+        return (static_cast<size_t>(i / t) * kPanel + column) * t + i % t;
+    }
+
+    // The byte of an int4 panel that holds what would lie at `place`, and whether it is the high half.
+    static std::pair<size_t, bool> nibble(size_t place) {
+        constexpr size_t kQuads = 4 * kPanel;
+        return {place / (2 * kQuads) * kQuads + place % kQuads, place / kQuads % 2 == 1};
+    }
 
     // Writes the weights of one source row, as they were before packing.
     template <class W>
     void unpack_row(int row, float* out) const {
-        const W* w = panel<W>(panel_of(row)) + (gated ? row % n : row) % kPanel;
-        for (int i = 0; i < k; i++) out[i] = to_float(w[static_cast<size_t>(i) * kPanel]);
+        const W* w = panel<W>(panel_of(row));
+        for (int i = 0; i < k; i++) out[i] = to_float(w[place(i, column_of(row))]);
+    }
+
+    void unpack_integers(int row, float* out) const {
+        const int p = panel_of(row), column = column_of(row);
+        for (int i = 0; i < k; i++) {
+            const size_t at = place(i, column), factor = static_cast<size_t>(i / group) * kPanel + column;
+            int w;
+            if (type == Type::int4) {
+                const auto [byte, high] = nibble(at);
+                w = (panel<uint8_t>(p)[byte] >> (high ? 4 : 0) & 15) - panel_zeros(p)[factor];
+            } else {
+                w = panel<int8_t>(p)[at];
+            }
+            out[i] = static_cast<float>(w) * panel_scales(p)[factor];
+        }
     }
 };
 
 // Word: an unsigned integer of the weight's size; packing does not look at the values.
 template <class Word>
 void pack_panel(const Linear& linear, const Word* source, int p) {
-    Word* out = reinterpret_cast<Word*>(linear.data.get()) + static_cast<size_t>(p) * linear.k * kPanel;
+    Word* out = reinterpret_cast<Word*>(linear.data.get() + p * linear.panel_bytes());
+    std::memset(static_cast<void*>(out), 0, linear.panel_bytes());
     for (int c = 0; c < kPanel; c++) {
         const int row = linear.source_row(p, c);
-        const Word* in = row < 0 ? nullptr : source + static_cast<size_t>(row) * linear.k;
-        for (int i = 0; i < linear.k; i++) out[static_cast<size_t>(i) * kPanel + c] = in ? in[i] : Word{0};
+        if (row < 0) continue;
+        const Word* in = source + static_cast<size_t>(row) * linear.k;
+        for (int i = 0; i < linear.k; i++) out[linear.place(i, c)] = in[i];
     }
 }
 
-inline std::unique_ptr<Linear> pack(Team& team, Type type, int rows, int k, bool gated, const void* weight,
-                                    const float* bias) {
-    const int n = gated ? rows / 2 : rows;
-    const int panels = divide_up(n, kPanel) * (gated ? 2 : 1);
-    auto linear = std::make_unique<Linear>(Linear{type, n, k, gated, panels, nullptr, nullptr});
-    linear->data = allocate<char>(linear->bytes());
-    if (bias != nullptr) {
-        linear->bias = allocate<float>(static_cast<size_t>(panels) * kPanel);
-        for (int i = 0; i < panels * kPanel; i++) {
-            const int row = linear->source_row(i / kPanel, i % kPanel);
-            linear->bias[i] = row < 0 ? 0.0f : bias[row];
+inline void pack_nibbles(const Linear& linear, const uint8_t* source, int p) {
+    uint8_t* out = reinterpret_cast<uint8_t*>(linear.data.get() + p * linear.panel_bytes());
+    std::memset(out, 0, linear.panel_bytes());
+    for (int c = 0; c < kPanel; c++) {
+        const int row = linear.source_row(p, c);
+        if (row < 0) continue;
+        const uint8_t* in = source + static_cast<size_t>(row) * linear.k;
+        for (int i = 0; i < linear.k; i++) {
+            const auto [byte, high] = Linear::nibble(linear.place(i, c));
+            out[byte] |= static_cast<uint8_t>((in[i] & 15) << (high ? 4 : 0));
         }
     }
+}
+
+// Factors of every output and group in panel order; `padding` for outputs that are not there.
+template <class T>
+Buffer<T> pack_factors(const Linear& linear, const T* source, int groups, T padding) {
+    Buffer<T> out = allocate<T>(static_cast<size_t>(linear.panels) * groups * kPanel);
+    for (int p = 0; p < linear.panels; p++)
+        for (int g = 0; g < groups; g++)
+            for (int c = 0; c < kPanel; c++) {
+                const int row = linear.source_row(p, c);
+                const T* in = source + static_cast<size_t>(row) * groups + g;
+                out[(static_cast<size_t>(p) * groups + g) * kPanel + c] = row < 0 ? padding : *in;
+            }
+    return out;
+}
+
+// The padding of k that a product's steps need.
+inline int padded_depth(Form form, int k, int group) {
+    if (form == Form::f32) return k;
+    if (form == Form::bf16) return round_up(k, 32);
+    return round_up(k, group % 64 == 0 || group == k ? 64 : 32);
+}
+
+inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
+    const Type type = static_cast<Type>(source.type);
+    const bool gated = source.gated != 0;
+    const int k = source.k, group = is_integer(type) ? source.group : std::max(1, k);
+    if (k % std::max(1, group) || (group != k && group % 32)) return nullptr;
+    const Form form = form_for(type);
+    const int n = gated ? source.rows / 2 : source.rows;
+    const int panels = divide_up(n, kPanel) * (gated ? 2 : 1);
+    auto linear = std::make_unique<Linear>(
+        Linear{type, form, n, k, padded_depth(form, k, group), group, gated, panels, {}, {}, {}, {}});
+    linear->data = allocate<char>(panels * linear->panel_bytes());
+    if (source.bias) linear->bias = pack_factors(*linear, source.bias, 1, 0.0f);
+    if (source.scales) linear->scales = pack_factors(*linear, source.scales, linear->groups(), 0.0f);
+    if (source.zeros) linear->zeros = pack_factors(*linear, source.zeros, linear->groups(), uint8_t{0});
     run_chunks(team, static_cast<uint32_t>(panels), [&](uint32_t p, int) {
-        if (size_of(type) == 4)
-            pack_panel(*linear, static_cast<const uint32_t*>(weight), static_cast<int>(p));
-        else
-            pack_panel(*linear, static_cast<const uint16_t*>(weight), static_cast<int>(p));
+        const int panel = static_cast<int>(p);
+        switch (type) {
+            case Type::f32: return pack_panel(*linear, static_cast<const uint32_t*>(source.weight), panel);
+            case Type::int8: return pack_panel(*linear, static_cast<const uint8_t*>(source.weight), panel);
+            case Type::int4: return pack_nibbles(*linear, static_cast<const uint8_t*>(source.weight), panel);
+            default: return pack_panel(*linear, static_cast<const uint16_t*>(source.weight), panel);
+        }
     });
     return linear;
 }
 
 // Writes all source rows, [rows][k] float32.
 inline void unpack(Team& team, const Linear& linear, float* out) {
-    const int rows = linear.gated ? 2 * linear.n : linear.n;
-    run_chunks(team, static_cast<uint32_t>(rows), [&](uint32_t row, int) {
+    run_chunks(team, static_cast<uint32_t>(linear.outputs()), [&](uint32_t row, int) {
+        float* at = out + static_cast<size_t>(row) * linear.k;
+        if (is_integer(linear.type)) return linear.unpack_integers(static_cast<int>(row), at);
         with_type(linear.type, [&](auto* w) {
             using W = std::remove_pointer_t<decltype(w)>;
-            linear.unpack_row<W>(static_cast<int>(row), out + static_cast<size_t>(row) * linear.k);
+            linear.unpack_row<W>(static_cast<int>(row), at);
         });
     });
 }

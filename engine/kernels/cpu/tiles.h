@@ -41,11 +41,9 @@ constexpr TileShapes kWholeTiles = {
 
 #if PENSTOCK_AMX
 
-// Every thread has tiles of its own; they are undefined after this.
+// Every thread has tiles of its own; they are undefined after this. It is called for every piece of work: other
+// libraries use the tiles of the same thread, and leave them in a state of their own.
 PENSTOCK_INLINE void use_tiles(const TileShapes& shapes) {
-    static thread_local const TileShapes* in_use = nullptr;
-    if (in_use == &shapes) return;
-    in_use = &shapes;
     // Not the compiler's intrinsic: GCC 12's says that it reads 8 bytes, and leaves the others unwritten.
     asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory");
 }

@@ -13,6 +13,7 @@ import torch
 
 from engine.kernels.cpu import build
 from engine.kernels.cpu.build import NativeUnavailable
+from engine.kernels.cpu.levels import this_machine
 from engine.kernels.select import select
 from engine.model.config import LoadOptions
 from engine.model.fields import Fields
@@ -76,7 +77,7 @@ def failing_with(stderr: str) -> str:
 
 def reason() -> str:
     with pytest.raises(NativeUnavailable) as caught:
-        build.build(lambda _: None)
+        build.build(this_machine().usable()[0], lambda _: None)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -184,12 +185,12 @@ def test_the_operator_reads_what_it_means_for_the_users(
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from engine.kernels.cpu import build
+from engine.kernels.cpu import build, levels
 
 build.SOURCES = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
 try:
-    print(build.build(lambda _: None))
+    print(build.build(levels.this_machine().usable()[0], lambda _: None))
 except build.NativeUnavailable as error:
     print("unavailable:", error)
 """

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.cpu.native import NativeChoose, NativeLibrary, NativeUnavailable, load_library
+from engine.kernels.cpu.native import NativeChoose, NativeLibrary
 from engine.sampling import reference
 from engine.sampling.tables import Choose, Filters
+from tests.engine.kernels.levels import FEW_LEVELS
 from tests.engine.kernels.sampling_rows import EVERYTHING, Row, ints, make_tables, num_explained, run
 
 VOCABS = [1, 7, 24, 40, 257, 1000, 32_768 + 3]
@@ -28,12 +29,9 @@ PENALTIES = [
 """Repetition, presence and frequency; some of them overflow, and what they make is clamped."""
 
 
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    try:
-        return load_library(print)
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
+@pytest.fixture(scope="session", params=FEW_LEVELS)
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from engine.kernels.batch import Batch
-from engine.kernels.cpu import build
-from engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, Team, load_library
+from engine.kernels.cpu.native import NativeLibrary, Team
 from tests.engine.kernels.random_model import (
     DTYPES,
     NUM_BLOCKS,
@@ -24,23 +23,10 @@ from tests.engine.kernels.random_model import (
 from tests.engine.shaken import allowed, largest
 
 
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    try:
-        build.find_compiler()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
-    return load_library(print)
-
-
-@pytest.fixture(scope="module")
-def team(library: NativeLibrary) -> Team:
-    return library.start_team(2)
-
-
 def assert_equals_plain(checkpoint: Checkpoint, native: NativeModel, steps: list[Batch]) -> None:
-    """A native model computes in float32; what the dtype of its cache rounds is let pass."""
-    plain, errors = checkpoint.plain(), allowed(checkpoint.decoder, steps, native.kv.data.dtype)
+    """A native model computes in float32; what its cache and its linear maps round is let pass."""
+    plain, read_as = checkpoint.plain(), native.lm_head.activation_dtype
+    errors = allowed(checkpoint.decoder, steps, native.kv.data.dtype, read_as=read_as)
     for batch, error in zip(steps, errors, strict=True):
         found, expected = native(batch), plain(batch)
         assert found.shape == expected.shape

@@ -10,19 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.cpu.native import NativeGather, NativeLibrary, NativeUnavailable, load_library
+from engine.kernels.cpu.native import NativeGather, NativeLibrary
 from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepInputs, StepTokens, gather
+from tests.engine.kernels.levels import FEW_LEVELS
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_BLOCKS = 16, 7
 
 
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    try:
-        return load_library(lambda _: None)
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
+@pytest.fixture(scope="session", params=FEW_LEVELS)
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def ints(values: list[int]) -> Tensor:

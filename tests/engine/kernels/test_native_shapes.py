@@ -13,17 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable, Team, load_library
+from engine.kernels.cpu.native import BLOCK_SIZE, Team
 from tests.engine.kernels.random_model import DTYPES, Checkpoint, Prompts, config, ints
 from tests.engine.kernels.test_native_decoder import assert_equals_plain
-
-
-@pytest.fixture(scope="module")
-def team() -> Team:
-    try:
-        return load_library(lambda _: None).start_team(2)
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
 
 
 @st.composite

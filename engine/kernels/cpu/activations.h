@@ -1,0 +1,113 @@
+// Rows of activations in the form that a product reads: as they are, as bfloat16, or as int8 with a scale per row.
+#pragma once
+
+#include "pack.h"
+
+namespace penstock {
+
+struct Activations {
+    Form form;
+    const void* data;
+    size_t stride;        // bytes between rows
+    const float* scales;  // of the rows, for int8
+
+    template <class T>
+    const T* row(int r) const {
+        return reinterpret_cast<const T*>(static_cast<const char*>(data) + r * stride);
+    }
+
+    Activations from(int r) const { return {form, row<char>(r), stride, scales ? scales + r : nullptr}; }
+};
+
+inline Activations floats(const float* x, size_t ld) { return {Form::f32, x, ld * sizeof(float), nullptr}; }
+
+typedef uint16_t bfloats __attribute__((vector_size(2 * kWide)));
+
+// Rounds to nearest even; a NaN stays one.
+PENSTOCK_INLINE void store_as(BFloat* out, wide x) {
+    const wide_int u = (wide_int)x, odd = (u >> 16) & 1;
+    const wide_int rounded = (u + (odd + 0x7fff)) >> 16;
+    const wide_int kept = (u & 0x7fffffff) > 0x7f800000 ? ((u >> 16) | 0x40) : rounded;
+    const bfloats bits = __builtin_convertvector(kept, bfloats);
+    std::memcpy(out, &bits, sizeof bits);
+}
+
+inline void convert_to_bfloat(const float* x, int n, int depth, BFloat* out) {
+    int i = 0;
+    for (; i + kWide <= n; i += kWide) store_as(out + i, load_as<wide>(x + i));
+    for (; i < depth; i++) out[i] = i < n ? from_float<BFloat>(x[i]) : BFloat{0};
+}
+
+// The largest |x|, or a NaN if there is one: as integers, the bits of both are in order.
+inline float largest(const float* x, int n) {
+    wide_int most{};
+    int32_t rest = 0;
+    int i = 0;
+    for (; i + kWide <= n; i += kWide) {
+        const wide_int bits = (wide_int)load_as<wide>(x + i) & 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    for (; i < n; i++) {
+        int32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        rest = std::max(rest, bits & 0x7fffffff);
+    }
+    for (int j = 0; j < kWide; j++) rest = std::max(rest, most[j]);
+    float found;
+    std::memcpy(&found, &rest, sizeof found);
+    return found;
+}
+
+typedef int8_t bytes_of_wide __attribute__((vector_size(kWide)));
+
+// Rounds x * 127 / max|x| to the nearest integers, halves to even, and returns max|x| / 127. A row without a finite
+// 127 / max|x| becomes zeros; its scale still tells a NaN from a zero.
+inline float convert_to_int8(const float* x, int n, int depth, int8_t* out) {
+    const float most = largest(x, n), factor = 127.0f / most;
+    if (!(factor < std::numeric_limits<float>::infinity())) {
+        std::memset(out, 0, depth);
+        return most / 127.0f;
+    }
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    int i = 0;
+    for (; i + kWide <= n; i += kWide) {
+        const wide_int rounded = (wide_int)(load_as<wide>(x + i) * all<wide>(factor) + all<wide>(magic)) - 0x4b400000;
+        const bytes_of_wide bytes = __builtin_convertvector(rounded, bytes_of_wide);
+        std::memcpy(out + i, &bytes, sizeof bytes);
+    }
+    for (; i < depth; i++) out[i] = i < n ? static_cast<int8_t>(std::nearbyint(x[i] * factor)) : 0;
+    return most / 127.0f;
+}
+
+// Room for rows of activations in the form of any product.
+class Prepared {
+   public:
+    // Rows are padded to whole tiles.
+    void reserve(int rows, int depth) {
+        stride_ = static_cast<size_t>(round_up(depth, 64)) * sizeof(float) + 64;
+        data_ = allocate<char>(static_cast<size_t>(round_up(rows, 32)) * stride_);
+        scales_ = allocate<float>(round_up(rows, 32));
+    }
+
+    Activations activations(Form form) const { return {form, data_.get(), stride(form), scales_.get()}; }
+
+    // Converts row r of a product's activations, k floats.
+    void convert(const Linear& linear, int r, const float* x) const {
+        char* out = data_.get() + r * stride(linear.form);
+        switch (linear.form) {
+            case Form::f32: std::memcpy(out, x, linear.k * sizeof(float)); break;
+            case Form::bf16: convert_to_bfloat(x, linear.k, linear.depth, reinterpret_cast<BFloat*>(out)); break;
+            case Form::int8:
+                scales_[r] = convert_to_int8(x, linear.k, linear.depth, reinterpret_cast<int8_t*>(out));
+        }
+    }
+
+   private:
+    size_t stride(Form form) const { return (stride_ - 64) / sizeof(float) * size_of(form) + 64; }
+
+    size_t stride_ = 0;
+    Buffer<char> data_;
+    Buffer<float> scales_;
+};
+
+}  // namespace penstock

@@ -1,0 +1,173 @@
+"""The instruction set levels that the native kernels are compiled for, and which of them a machine can use.
+
+A level is chosen by the machine that the kernels run on, not by the one that compiles them. So a library depends on
+its level, its sources and its compiler alone, and one that was compiled elsewhere serves here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from engine.errors import InstructionSetError
+
+VARIABLE = "PENSTOCK_CPU_ISA"
+"""Names the level to use in place of the best one."""
+
+_CPUINFO = Path("/proc/cpuinfo")
+_SYS_ARCH_PRCTL = 158
+_ARCH_REQ_XCOMP_PERM = 0x1023
+_XFEATURE_XTILEDATA = 18
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What the compiler may use, and what a processor needs for it."""
+
+    name: str
+    flags: tuple[str, ...]
+    """Of the compiler."""
+    needs: tuple[str, ...]
+    """Flags of /proc/cpuinfo."""
+    text: str
+    """What it is, in one line."""
+
+
+_AVX2_FLAGS = ("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
+_AVX2_NEEDS = ("avx2", "fma", "f16c", "bmi1", "bmi2")
+_AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
+_AVX512_NEEDS = (*_AVX2_NEEDS, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")
+_AMX_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+_AMX_NEEDS = (*_AVX512_NEEDS, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
+
+LEVELS = {
+    "x86_64": (
+        # GCC warns that vectors of 32 bytes are passed differently with AVX; no function of ours is called from outside
+        # with one.
+        Level(
+            "portable", ("-march=x86-64", "-Wno-psabi"), (), "any x86-64 processor, without its vector units"
+        ),
+        Level("avx2", _AVX2_FLAGS, _AVX2_NEEDS, "AVX2 with FMA"),
+        Level("avx512", _AVX512_FLAGS, _AVX512_NEEDS, "AVX-512 with VNNI"),
+        Level("amx", _AMX_FLAGS, _AMX_NEEDS, "AVX-512 and the tiles of AMX"),
+    ),
+    "aarch64": (
+        Level("portable", ("-DPENSTOCK_NO_NEON",), (), "any 64-bit ARM processor, without its vector units"),
+        Level("neon", (), (), "NEON, which every 64-bit ARM processor has"),
+    ),
+}
+"""The levels of each architecture, the slowest first. Another architecture has a portable one alone."""
+
+TILES = "tiles"
+"""The level, for tests, that computes what AMX tiles do without having any; it is never chosen by itself."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A processor and what its operating system permits this process."""
+
+    architecture: str
+    features: frozenset[str]
+    """Flags of /proc/cpuinfo; empty where there is no such file."""
+    request_tiles: Callable[[], str]
+    """Asks for permission to use tiles; returns why it is refused, or ""."""
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        """The levels of the architecture, the slowest first, whether this machine can use them or not."""
+        return LEVELS.get(self.architecture, (Level("portable", (), (), "any processor"),))
+
+    def has(self, level: Level) -> bool:
+        """Whether the processor has the instructions of a level, permitted or not."""
+        return self.features.issuperset(level.needs)
+
+    def obstacle(self, level: Level) -> str:
+        """Says why this machine cannot use a level; "" if it can."""
+        if not self.has(level):
+            return (
+                f"this processor lacks {' '.join(flag for flag in level.needs if flag not in self.features)}"
+            )
+        if "amx_tile" in level.needs and (reason := self.request_tiles()):
+            return f"Linux refuses this process the tiles of AMX ({reason})"
+        return ""
+
+    def usable(self) -> tuple[Level, ...]:
+        """The levels that this machine can use, the best first."""
+        return tuple(level for level in reversed(self.levels) if not self.obstacle(level))
+
+    def better(self) -> tuple[Level, str] | None:
+        """The level above the best usable one, with what stands in its way; None if the best of all can be used."""
+        above = self.levels.index(self.usable()[0]) + 1
+        if above == len(self.levels):
+            return None
+        return self.levels[above], self.obstacle(self.levels[above])
+
+    def named(self, name: str) -> Level:
+        """The level of a name.
+
+        Raises:
+            InstructionSetError: there is no such level, or this machine cannot use it.
+        """
+        if name == TILES:
+            return self._tiles()
+        level = next((level for level in self.levels if level.name == name), None)
+        if level is None:
+            names = ", ".join([*(level.name for level in self.levels), TILES])
+            raise InstructionSetError(
+                f"{VARIABLE}: {self.architecture} has no level {name!r}; it has {names}"
+            )
+        if obstacle := self.obstacle(level):
+            raise InstructionSetError(f"{VARIABLE}: level {name} cannot be used, {obstacle}")
+        return level
+
+    def _tiles(self) -> Level:
+        base = next(level for level in self.usable() if level.name != "amx")
+        text = f"{base.text}, with emulated tiles, for tests"
+        return replace(base, name=TILES, flags=(*base.flags, "-DPENSTOCK_EMULATED_TILES"), text=text)
+
+
+def this_machine() -> Machine:
+    try:
+        cpuinfo = _CPUINFO.read_text(encoding="utf-8")
+    except OSError:  # not on macOS
+        cpuinfo = ""
+    return Machine(architecture(platform.machine()), features(cpuinfo), request_tiles)
+
+
+def architecture(machine: str) -> str:
+    """The usual name of an architecture, from what `platform.machine` calls it."""
+    return {"arm64": "aarch64", "amd64": "x86_64"}.get(machine.lower(), machine)
+
+
+def features(cpuinfo: str) -> frozenset[str]:
+    """The flags that all processors of a /proc/cpuinfo have."""
+    lines = [line.partition(":") for line in cpuinfo.splitlines()]
+    flags = [set(text.split()) for key, _, text in lines if key.strip() in ("flags", "Features")]
+    return frozenset(set.intersection(*flags)) if flags else frozenset()
+
+
+def requested() -> str:
+    """The level that PENSTOCK_CPU_ISA names; "" if it is not set."""
+    return os.environ.get(VARIABLE, "")
+
+
+@functools.cache
+def request_tiles() -> str:
+    """Asks Linux to let this process use AMX tiles; returns why it refuses, or "".
+
+    A process that uses a tile without this permission is killed. It covers all threads, those that start later and
+    those of a forked process, too. (Source: Documentation/arch/x86/xstate.rst of Linux.)
+    """
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "there are none"
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA)
+    if libc.syscall(*map(ctypes.c_long, arguments)) == 0:
+        return ""
+    return os.strerror(ctypes.get_errno())

@@ -1,0 +1,35 @@
+"""The native kernels at every level of instruction sets that this machine has."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, Team, load_library
+from tests.engine.kernels.levels import LEVELS, build_levels
+
+
+@pytest.fixture(scope="session")
+def built(request: pytest.FixtureRequest) -> None:
+    """The libraries of all levels that the session's tests ask for are in the cache."""
+    functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    params = [function.callspec.params for function in functions if hasattr(function, "callspec")]
+    try:
+        build_levels(sorted({str(param["level"]) for param in params if "level" in param}))
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session", params=LEVELS)
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def library(level: str, built: None) -> NativeLibrary:  # noqa: ARG001
+    """The library of each level in turn."""
+    return load_library(print, level)
+
+
+@pytest.fixture(scope="module")
+def team(library: NativeLibrary) -> Team:
+    return library.start_team(2)

@@ -1,0 +1,27 @@
+"""The levels that the native kernels are tested at: all that this machine has, and the one with emulated tiles."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from engine.kernels.cpu.build import build, cache_directory
+from engine.kernels.cpu.levels import TILES, this_machine
+
+LEVELS = (*(level.name for level in this_machine().usable()), TILES)
+FEW_LEVELS = tuple(dict.fromkeys((LEVELS[0], "portable")))
+"""The best level and the portable one: enough for kernels that have no code of their own for the levels between."""
+
+
+def build_levels(names: Iterable[str]) -> None:
+    """Builds what is not in the cache yet, two at a time; of several test processes one does, and the others wait.
+
+    Raises:
+        NativeUnavailable: a level cannot be built.
+    """
+    levels = [this_machine().named(name) for name in names]
+    cache_directory().mkdir(parents=True, exist_ok=True)
+    with open(cache_directory() / "tests.lock", "w") as lock, ThreadPoolExecutor(2) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        list(pool.map(lambda level: build(level, print), levels))
