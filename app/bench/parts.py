@@ -150,7 +150,7 @@ class StepParts:
             "case": case.name,
             "ms": 1000 * sum(part.seconds for part in parts.values()),
             "untimed_ms": 1000 * plain_s,
-            "bytes_per_weight": self.lm_head.dtype.itemsize,
+            "bytes_per_weight": self.lm_head.num_bytes / (self.lm_head.num_rows * self.lm_head.in_features),
             "parts": [
                 {
                     "part": name,
