@@ -209,7 +209,8 @@ def test_a_packed_linear_is_padded_to_16_outputs_and_no_more(
     weight = torch.zeros(2 * rows if gated else rows, columns)
     linear = PackedLinear(team, weight, None, DTYPES[dtype], gated)
     padded = -(-rows // 16) * 16 * (2 if gated else 1)
-    assert linear.num_bytes == padded * columns * DTYPES[dtype].itemsize
+    depth = -(-columns // 32) * 32 if linear.activation_dtype == torch.bfloat16 else columns  # a tile's
+    assert linear.num_bytes == padded * depth * DTYPES[dtype].itemsize
     assert linear.out_features == rows
 
 
