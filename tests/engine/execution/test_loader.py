@@ -60,6 +60,21 @@ def test_a_native_model_keeps_weights_and_cache_in_the_type_asked_for(tmp_path: 
     assert model.kernels.activation_dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    ("block_size", "line"),
+    [
+        (16, "model on 1 threads, native kernels for {} ({}), bfloat16"),
+        (8, "model on cpu, torch kernels, float32"),
+    ],
+)
+def test_what_computes_the_model_is_said(
+    tmp_path: Path, team: native.Team, block_size: int, line: str
+) -> None:
+    said: list[str] = []
+    load(make_checkpoint("llama", tmp_path), said, block_size=block_size, dtype="bfloat16")
+    assert line.format(team.library.level, team.library.text) in said
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 8, 15, 17, 32])
 def test_blocks_of_another_size_are_for_plain_torch(tmp_path: Path, block_size: int) -> None:
     said: list[str] = []
