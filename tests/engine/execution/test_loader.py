@@ -63,7 +63,7 @@ def test_a_native_model_keeps_weights_and_cache_in_the_type_asked_for(tmp_path: 
 @pytest.mark.parametrize(
     ("block_size", "line"),
     [
-        (16, "model on 1 threads, native kernels for {} ({}), bfloat16"),
+        (16, "model on 1 thread, native kernels for {} ({}), bfloat16"),
         (8, "model on cpu, torch kernels, float32"),
     ],
 )
