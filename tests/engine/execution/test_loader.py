@@ -106,6 +106,21 @@ def test_groups_that_do_not_divide_are_refused(tmp_path: Path, options: dict[str
         load(make_checkpoint("llama", tmp_path), **options)
 
 
+@pytest.mark.parametrize(
+    ("block_size", "line"),
+    [
+        (16, "model on 1 thread, native kernels for {} ({}), bfloat16"),
+        (8, "model on cpu, torch kernels, float32"),
+    ],
+)
+def test_what_computes_the_model_is_said(
+    tmp_path: Path, team: native.Team, block_size: int, line: str
+) -> None:
+    said: list[str] = []
+    load(make_checkpoint("llama", tmp_path), said, block_size=block_size, dtype="bfloat16")
+    assert line.format(team.library.level, team.library.text) in said
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 8, 15, 17, 32])
 def test_blocks_of_another_size_are_for_plain_torch(tmp_path: Path, block_size: int) -> None:
     said: list[str] = []
