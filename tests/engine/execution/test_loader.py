@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ def test_the_native_decoder_computes_with_the_integers_of_plain_torch(tmp_path: 
         ({"quantize": "int8", "quantize_group_size": 128}, "quantize int8: groups of 128 do not divide"),
     ],
 )
-def test_groups_that_do_not_divide_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
+def test_groups_that_do_not_divide_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         load(make_checkpoint("llama", tmp_path), **options)
 

@@ -173,9 +173,10 @@ def test_attention_reads_what_an_int8_cache_stands_for(block_size: int) -> None:
     found = []
     for dtype in (torch.int8, torch.float32):
         kv = KVCache(shape, 1 + num_blocks, dtype, CPU)
-        rounded = [scale.unsqueeze(-1) * integers for integers, scale in map(quantize_kv, (keys, values))]
-        written = (keys, values) if dtype == torch.int8 else rounded
-        write_kv(kv.layer(0), *written, slot_mapping(batch, block_size))
+        written = [keys, values]
+        if dtype == torch.float32:
+            written = [scale.unsqueeze(-1) * integers for integers, scale in map(quantize_kv, written)]
+        write_kv(kv.layer(0), written[0], written[1], slot_mapping(batch, block_size))
         found.append(PagedAttention(batch, shape)(queries, kv.layer(0), 0))
     assert torch.equal(*found)
 
