@@ -114,7 +114,7 @@ class Quantization:
         if group_size is None:
             tried = " or ".join(str(size) for size in sorted(allowed))
             raise CheckpointError(
-                f"quantize int{self.bits}: groups of {tried} do not divide a linear map's {in_features} inputs"
+                f"--quantize int{self.bits}: groups of {tried} do not divide a linear map's {in_features} inputs"
             )
         return Integers(self.bits, group_size)
 
