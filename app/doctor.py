@@ -14,8 +14,11 @@ from pathlib import Path
 
 from app.checkpoint import find_checkpoint, is_hub_id
 from app.errors import OperatorError
+from app.kernels import own_level
 from app.listen import bind
 from app.settings import Settings
+from engine.kernels.cpu import prebuilt
+from engine.kernels.cpu.levels import this_machine
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -150,10 +153,17 @@ def _no_gpu(settings: Settings, torch_version: str) -> Check:
 
 def check_compiler() -> Check:
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None and _is_prebuilt():
+        return Check(Level.OK, "compiler", "none, and none is needed: the native kernels are prebuilt")
     if found is None:
         advice = "install g++ to have the fast ones (Debian: apt-get install g++)"
         return Check(Level.WARN, "compiler", "none, native kernels cannot be built", advice)
     return Check(Level.OK, "compiler", found)
+
+
+def _is_prebuilt() -> bool:
+    level = own_level(this_machine())
+    return prebuilt.find(level, lambda _: None) is not None
 
 
 def check_kernels() -> Check:
@@ -174,8 +184,6 @@ def check_kernels() -> Check:
 
 def _better_level() -> list[str]:
     """Says what keeps this machine from the next better level of kernels, if there is one."""
-    from engine.kernels.cpu.levels import this_machine
-
     better = this_machine().better()
     return [] if better is None else [f"no {better[0].name}: {better[1]}"]
 

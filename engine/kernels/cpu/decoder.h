@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "attention.h"
+#include "product.h"
 
 namespace penstock {
 
@@ -30,7 +31,7 @@ struct Model {
     const float* sin;
     int32_t kv_type;
     int32_t num_blocks;
-    void* kv;  // [layers][2][blocks][kv heads * 16 * head_dim]
+    void* kv;  // [layers][2][blocks][bytes of a block]: see kv_layout.h
     const Layer* layers;
 };
 
@@ -65,13 +66,9 @@ class Decoder {
         shape_ = {model.num_heads, model.num_kv_heads, model.head_dim, model.eps, model.cos, model.sin};
         with_type(model.embedding ? static_cast<Type>(model.embedding_type) : model.embedding_linear->type,
                   [&](auto* w) { embed_ = &Decoder::embed<std::remove_pointer_t<decltype(w)>>; });
-        with_type(kv_type(), [&](auto* w) {
-            using W = std::remove_pointer_t<decltype(w)>;
-            attend_ = &attend<W>;
-            place_ = &place_token<W>;
-        });
+        attention_ = attention_over(static_cast<Type>(model.kv_type), shape_);
         use_huge_pages(model.kv, 2 * model.num_layers * half_of_layer());
-        for (int i = 0; i < team.size(); i++) attention_scratch_.emplace_back(shape_);
+        for (int i = 0; i < team.size(); i++) attention_scratch_.emplace_back(shape_, attention_.limits);
     }
 
     // Writes the normed hidden states of the sample rows, [samples][hidden].
@@ -87,11 +84,9 @@ class Decoder {
     }
 
    private:
-    Type kv_type() const { return static_cast<Type>(model_.kv_type); }
-
     // Bytes of the keys, or of the values, of one layer.
     size_t half_of_layer() const {
-        return static_cast<size_t>(model_.num_blocks) * shape_.kv_size() * kBlockTokens * size_of(kv_type());
+        return static_cast<size_t>(model_.num_blocks) * attention_.block_bytes;
     }
 
     int check() {
@@ -175,19 +170,19 @@ class Decoder {
         attentions_.clear();
         const int tokens = step_.tokens, last = model_.num_layers - 1;
         plan_tasks();
-        add<&Decoder::run_embed>(0, divide_up(tokens, kRowsPerChunk));
+        add<&Decoder::run_embed>(0, divide_up(tokens, kRowsPerChunk), Kind::embed);
         for (int i = 0; i <= last; i++) {
             const Layer& layer = layers_[i];
             const bool sampled = i == last;  // of the last layer only those rows are wanted
             add_norm(hidden_.get(), layer.attention_norm, tokens, layer.qkv, nullptr);
-            add_product(layer.qkv, input_.activations(layer.qkv->form), tokens, qkv_.get(), ld_qkv_);
+            add_product(layer.qkv, input_.activations(layer.qkv->form), tokens, qkv_.get(), ld_qkv_, Kind::qkv);
             attentions_.push_back({attention_step(i), sampled ? &sampled_tasks_ : &tasks_});
-            add<&Decoder::run_place>(i, divide_up(tokens, kRowsPerChunk));
-            add<&Decoder::run_attend>(i, static_cast<int>(attentions_.back().tasks->size()));
+            add<&Decoder::run_place>(i, divide_up(tokens, kRowsPerChunk), Kind::place);
+            add<&Decoder::run_attend>(i, static_cast<int>(attentions_.back().tasks->size()), Kind::attention);
             if (!sampled) {
                 add_block(layer, hidden_.get(), attended_.get(), tokens);
             } else if (step_.samples > 0) {
-                add<&Decoder::run_gather>(0, divide_up(step_.samples, kRowsPerChunk));
+                add<&Decoder::run_gather>(0, divide_up(step_.samples, kRowsPerChunk), Kind::gather);
                 add_block(layer, sampled_hidden_.get(), sampled_attended_.get(), step_.samples);
                 add_norm(sampled_hidden_.get(), model_.final_norm, step_.samples, nullptr, out_);
             }
@@ -196,43 +191,46 @@ class Decoder {
 
     void add_block(const Layer& layer, float* hidden, const float* attended, int rows) {
         const Activations context = converted(floats(attended, ld_q_), rows, layer.o);
-        add_product(layer.o, context, rows, hidden, ld_hidden_, hidden);
+        add_product(layer.o, context, rows, hidden, ld_hidden_, Kind::o, hidden);
         add_norm(hidden, layer.mlp_norm, rows, layer.gate_up, nullptr);
         Activations inner = floats(mlp_.get(), ld_mlp_);
         if (layer.down->form == Form::bf16 && layer.down->k == layer.down->depth)
             inner = {Form::bf16, mlp_.get(), 2 * ld_mlp_, nullptr};
-        add_product(layer.gate_up, input_.activations(layer.gate_up->form), rows, mlp_.get(), ld_mlp_, nullptr,
-                    inner.form);
-        add_product(layer.down, converted(inner, rows, layer.down), rows, hidden, ld_hidden_, hidden);
+        add_product(layer.gate_up, input_.activations(layer.gate_up->form), rows, mlp_.get(), ld_mlp_,
+                    Kind::gate_up, nullptr, inner.form);
+        add_product(layer.down, converted(inner, rows, layer.down), rows, hidden, ld_hidden_, Kind::down, hidden);
     }
 
     void add_norm(const float* x, const float* weight, int rows, const Linear* next, float* out) {
         norms_.push_back({x, weight, rows, next, out});
-        add<&Decoder::run_norm>(static_cast<uint32_t>(norms_.size() - 1), divide_up(rows, kRowsPerChunk));
+        const uint32_t index = static_cast<uint32_t>(norms_.size() - 1);
+        add<&Decoder::run_norm>(index, divide_up(rows, kRowsPerChunk), Kind::norm);
     }
 
     // The rows in the form that a linear reads, by a phase of its own where they are not.
     Activations converted(const Activations& x, int rows, const Linear* next) {
         if (x.form == next->form) return x;
         conversions_.push_back({x.row<float>(0), x.stride / sizeof(float), rows, next});
-        add<&Decoder::run_convert>(static_cast<uint32_t>(conversions_.size() - 1), divide_up(rows, kRowsPerChunk));
+        const uint32_t index = static_cast<uint32_t>(conversions_.size() - 1);
+        add<&Decoder::run_convert>(index, divide_up(rows, kRowsPerChunk), Kind::prepare);
         return input_.activations(next->form);
     }
 
     void add_product(const Linear* linear, const Activations& x, int rows, void* out, size_t ldo,
-                     const float* residual = nullptr, Form out_form = Form::f32) {
+                     Kind kind, const float* residual = nullptr, Form out_form = Form::f32) {
         const Cut by = cut(*linear, rows, team_.size());
         products_.push_back({{linear, x, rows, out, ldo, out_form, residual, nullptr}, by});
         if (products_.size() > 1) products_[products_.size() - 2].product.next = linear;
-        add<&Decoder::run_product>(static_cast<uint32_t>(products_.size() - 1), static_cast<int>(by.chunks()));
+        const uint32_t index = static_cast<uint32_t>(products_.size() - 1);
+        add<&Decoder::run_product>(index, static_cast<int>(by.chunks()), kind);
     }
 
     template <void (Decoder::*Method)(uint32_t, int, int)>
-    void add(uint32_t argument, int chunks) {
+    void add(uint32_t argument, int chunks, Kind kind) {
         const auto call = [](void* job, uint32_t arg, uint32_t chunk, int worker) {
             (static_cast<Decoder*>(job)->*Method)(arg, static_cast<int>(chunk), worker);
         };
-        if (chunks > 0) phases_.push_back({call, argument, static_cast<uint32_t>(chunks)});
+        if (chunks > 0) phases_.push_back({call, argument, static_cast<uint32_t>(chunks), kind});
     }
 
     void plan_tasks() {
@@ -256,11 +254,11 @@ class Decoder {
 
     // With work enough for everyone, a task takes as many heads as it has rows for.
     void add_tasks(std::vector<Task>& tasks, int sequence, int from, int to) {
-        const int most = tokens_per_task(shape_), heads = shape_.num_kv_heads;
+        const int most = attention_.limits.tokens_per_task(shape_), heads = shape_.num_kv_heads;
         for (int t = from; t < to; t += most) {
             const int tokens = std::min(most, to - t);
             const bool scarce = step_.sequences < 4 * team_.size();
-            const int together = scarce ? 1 : std::max(1, kAttentionRows / (tokens * shape_.group()));
+            const int together = scarce ? 1 : attention_.limits.heads_per_task(shape_, tokens);
             for (int h = 0; h < heads; h += together) {
                 const int some = std::min(together, heads - h);
                 const int64_t cost = int64_t(tokens) * some * (step_.positions[t + tokens - 1] + 1);
@@ -323,12 +321,12 @@ class Decoder {
         const Layer& layer = layers_[index];
         for_rows(chunk, step_.tokens, [&](int t) {
             const int32_t* table = step_.block_tables + static_cast<size_t>(sequence_of_[t]) * step_.max_blocks;
-            place_(attentions_[index].step, layer.q_norm, layer.k_norm, t, table[step_.positions[t] / kBlockTokens]);
+            attention_.place(attentions_[index].step, layer.q_norm, layer.k_norm, t, table[step_.positions[t] / kBlockTokens]);
         });
     }
 
     void run_attend(uint32_t index, int chunk, int worker) {
-        attend_(attentions_[index].step, (*attentions_[index].tasks)[chunk], attention_scratch_[worker]);
+        attention_.attend(attentions_[index].step, (*attentions_[index].tasks)[chunk], attention_scratch_[worker]);
     }
 
     void run_gather(uint32_t, int chunk, int) {
@@ -346,8 +344,7 @@ class Decoder {
     const std::vector<Layer> layers_;
     Shape shape_;
     void (Decoder::*embed_)(int, float*) const;
-    void (*place_)(const AttentionStep&, const float*, const float*, int, int);
-    void (*attend_)(const AttentionStep&, const Task&, AttentionScratch&);
+    Attention attention_;
 
     std::vector<AttentionScratch> attention_scratch_;  // per worker
 

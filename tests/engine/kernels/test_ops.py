@@ -14,6 +14,7 @@ import torch
 from engine.errors import CheckpointError
 from engine.kernels import select as selecting
 from engine.kernels.cpu import native
+from engine.kernels.cpu.levels import VARIABLE
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import only_what_runs, select, trials, triton_kernels
@@ -227,8 +228,20 @@ def test_what_takes_seconds_is_imported_for_its_own_table_alone(module: str) -> 
         ("bfloat16", "float16", CUDA, torch.bfloat16),
     ],
 )
-def test_dtypes(wanted: str, checkpoint: str, device: torch.device, chosen: torch.dtype) -> None:
+def test_dtypes(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, checkpoint: str, device: torch.device, chosen: torch.dtype
+) -> None:
+    monkeypatch.setenv(VARIABLE, "avx2")
     assert choose_dtype(wanted, replace(CONFIG, dtype=checkpoint), device) == chosen
+
+
+@pytest.mark.parametrize("level", ["amx", "tiles"])
+def test_tiles_multiply_bfloat16(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    monkeypatch.setenv(VARIABLE, level)
+    for checkpoint in ("float32", "float16", "bfloat16"):
+        assert choose_dtype("auto", replace(CONFIG, dtype=checkpoint), CPU) == torch.bfloat16
+    assert choose_dtype("auto", replace(CONFIG, dtype="float16"), CUDA) == torch.float16
+    assert choose_dtype("float16", CONFIG, CPU) == torch.float16
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

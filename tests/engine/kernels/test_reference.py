@@ -174,7 +174,7 @@ def test_attention_reads_what_an_int8_cache_stands_for(block_size: int) -> None:
     for dtype in (torch.int8, torch.float32):
         kv = KVCache(shape, 1 + num_blocks, dtype, CPU)
         written = [keys, values]
-        if dtype == torch.float32:
+        if dtype != torch.int8:
             written = [scale.unsqueeze(-1) * integers for integers, scale in map(quantize_kv, written)]
         write_kv(kv.layer(0), written[0], written[1], slot_mapping(batch, block_size))
         found.append(PagedAttention(batch, shape)(queries, kv.layer(0), 0))

@@ -1,0 +1,103 @@
+"""What the machine can do at most: how fast it reads memory, and how fast each instruction multiplies and adds.
+
+`python -m app.bench.ceilings` takes its arguments as JSON on stdin and writes the Ceilings to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import asdict, dataclass
+
+from app.bench.arithmetic import Arithmetic
+from app.bench.workloads import Workload
+
+FLOAT_INSTRUCTIONS = ("fma8", "fma16")
+BFLOAT_INSTRUCTIONS = ("tile_bf16",)
+INT8_INSTRUCTIONS = ("vnni", "tile_int8")
+LABELS = {
+    "fma8": "float32 FMA, 8 wide",
+    "fma16": "float32 FMA, 16 wide",
+    "vnni": "VNNI, int8",
+    "tile_bf16": "AMX tiles, bfloat16",
+    "tile_int8": "AMX tiles, int8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The rates of all cores together."""
+
+    memory_gb_per_s: float
+    """Reading what no cache holds."""
+    peaks: dict[str, float]
+    """Billions of operations a second of each instruction, from registers or the first cache; 0 where there is none."""
+
+    def or_better(self, other: Ceilings) -> Ceilings:
+        """The higher of two measurements of each rate: other processes only ever make one lower."""
+        peaks = {name: max(peak, other.peaks[name]) for name, peak in self.peaks.items()}
+        return Ceilings(max(self.memory_gb_per_s, other.memory_gb_per_s), peaks)
+
+    def products_per_s(self, bytes_per_weight: float) -> float:
+        """Operations a second of the fastest instruction that loses nothing of weights of this size."""
+        names = list(FLOAT_INSTRUCTIONS)
+        if bytes_per_weight <= 2:
+            names += BFLOAT_INSTRUCTIONS
+        if bytes_per_weight <= 1:
+            names += INT8_INSTRUCTIONS
+        return 1e9 * max((self.peaks[name] for name in names if name in self.peaks), default=math.nan)
+
+    def floor_s(self, flop: float, num_bytes: float, bytes_per_weight: float) -> float:
+        """Seconds that nothing can be quicker than which computes and reads so much, if both overlap entirely."""
+        return max(flop / self.products_per_s(bytes_per_weight), num_bytes / (self.memory_gb_per_s * 1e9))
+
+
+def most_tokens_per_s(
+    workload: Workload, arithmetic: Arithmetic, bytes_per_weight: float, ceilings: Ceilings
+) -> float:
+    """Output tokens a second that no server can exceed on this machine.
+
+    The streams go in step, weights and KV cache are read once a step, the cache has at most 16 bits, and a prefix that
+    is shared is computed once. Attention's arithmetic and what runs beside the streams count as nothing.
+    """
+    steps = workload.rounds * (workload.output_tokens - 1)
+    prompts = workload.streams * workload.rounds * workload.prompt_tokens + workload.shared_tokens
+    outputs = workload.streams * workload.rounds * workload.output_tokens
+    context = workload.shared_tokens + workload.prompt_tokens + workload.output_tokens / 2
+    weights = arithmetic.per_output_token / 2 * bytes_per_weight
+    kv = workload.streams * context * arithmetic.kv * min(2.0, max(1.0, bytes_per_weight))
+    seconds = ceilings.floor_s(
+        arithmetic.total(prompts, outputs) - workload.streams * workload.rounds * arithmetic.body,
+        steps * (weights + kv),
+        bytes_per_weight,
+    )
+    return outputs / seconds
+
+
+def bytes_per_weight(dtype: str, quantize: str | None = None) -> float:
+    """Of the bench's checkpoints, which are bfloat16, in a dtype of `penstock serve`; scales not reckoned with."""
+    if quantize is not None:
+        return {"int8": 1.0, "int4": 0.5}[quantize]
+    return 4 if dtype == "float32" else 2
+
+
+def measure(threads: int) -> Ceilings:
+    """What the native kernels' measuring loops say; nothing is known where there are no native kernels."""
+    # Not above: the figures are read where torch is not needed.
+    from app.bench.measures import INSTRUCTIONS, measure_memory, measure_peak
+    from engine.kernels.cpu.native import NativeUnavailable, load_library
+
+    try:
+        team = load_library(lambda _: None).start_team(threads)
+    except NativeUnavailable:
+        return Ceilings(math.nan, {})
+    return Ceilings(measure_memory(team), {name: measure_peak(team, name) for name in INSTRUCTIONS})
+
+
+def main() -> None:
+    json.dump(asdict(measure(**json.load(sys.stdin))), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
