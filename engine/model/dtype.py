@@ -57,7 +57,7 @@ def choose_kv_dtype(wanted: str, own: torch.dtype, device: torch.device) -> torc
     if device.type == "cuda" and dtype != own:
         own_name = str(own).removeprefix("torch.")
         raise CheckpointError(
-            f"kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}"
+            f"--kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}"
         )
     return dtype
 
@@ -74,6 +74,6 @@ def choose_quantization(
         return None
     if device.type == "cuda":
         raise CheckpointError(
-            f"quantize {wanted} is served on the CPU, and the model runs on CUDA; try device cpu"
+            f"--quantize {wanted} is served on the CPU, and the model runs on CUDA; try --device cpu"
         )
     return Quantization.of(wanted, group_size)

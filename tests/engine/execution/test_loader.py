@@ -97,8 +97,8 @@ def test_the_native_decoder_computes_with_the_integers_of_plain_torch(tmp_path: 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"quantize": "int4"}, "quantize int4: groups of 32 or 64 do not divide .* 112 inputs"),
-        ({"quantize": "int8", "quantize_group_size": 128}, "quantize int8: groups of 128 do not divide"),
+        ({"quantize": "int4"}, "--quantize int4: groups of 32 or 64 do not divide .* 112 inputs"),
+        ({"quantize": "int8", "quantize_group_size": 128}, "--quantize int8: groups of 128 do not divide"),
     ],
 )
 def test_groups_that_do_not_divide_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:

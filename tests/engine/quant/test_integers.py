@@ -131,9 +131,9 @@ def test_the_first_layer_and_the_head_have_8_bits() -> None:
 @pytest.mark.parametrize(
     ("quantization", "in_features", "said"),
     [
-        (Quantization.of("int4"), 100, "quantize int4: groups of 32 or 64 do not divide .* 100 inputs"),
-        (Quantization.of("int4", 128), 576, "quantize int4: groups of 128 do not divide .* 576 inputs"),
-        (Quantization.of("int8", 64), 96, "quantize int8: groups of 64 do not divide .* 96 inputs"),
+        (Quantization.of("int4"), 100, "--quantize int4: groups of 32 or 64 do not divide .* 100 inputs"),
+        (Quantization.of("int4", 128), 576, "--quantize int4: groups of 128 do not divide .* 576 inputs"),
+        (Quantization.of("int8", 64), 96, "--quantize int8: groups of 64 do not divide .* 96 inputs"),
     ],
 )
 def test_groups_that_do_not_divide_are_one_line(
