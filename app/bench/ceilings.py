@@ -39,27 +39,30 @@ class Ceilings:
         peaks = {name: max(peak, other.peaks[name]) for name, peak in self.peaks.items()}
         return Ceilings(max(self.memory_gb_per_s, other.memory_gb_per_s), peaks)
 
-    def products_per_s(self, bytes_per_weight: float) -> float:
-        """Operations a second of the fastest instruction that loses nothing of weights of this size."""
+    def products_per_s(self, factor_bytes: int) -> float:
+        """Operations a second of the fastest instruction that multiplies numbers of this size as they are."""
         names = list(FLOAT_INSTRUCTIONS)
-        if bytes_per_weight <= 2:
+        if factor_bytes <= 2:
             names += BFLOAT_INSTRUCTIONS
-        if bytes_per_weight <= 1:
+        if factor_bytes <= 1:
             names += INT8_INSTRUCTIONS
         return 1e9 * max((self.peaks[name] for name in names if name in self.peaks), default=math.nan)
 
-    def floor_s(self, flop: float, num_bytes: float, bytes_per_weight: float) -> float:
-        """Seconds that nothing can be quicker than which computes and reads so much, if both overlap entirely."""
-        return max(flop / self.products_per_s(bytes_per_weight), num_bytes / (self.memory_gb_per_s * 1e9))
+    def floor_s(self, flop: float, num_bytes: float, factor_bytes: int) -> float:
+        """The least seconds in which so much can be computed and read, if both overlap entirely."""
+        return max(flop / self.products_per_s(factor_bytes), num_bytes / (self.memory_gb_per_s * 1e9))
 
 
 def most_tokens_per_s(
-    workload: Workload, arithmetic: Arithmetic, bytes_per_weight: float, ceilings: Ceilings
+    workload: Workload, arithmetic: Arithmetic, factor_bytes: int, ceilings: Ceilings
 ) -> float:
     """Output tokens a second that no server can exceed on this machine.
 
-    The streams go in step, weights and KV cache are read once a step, both have the same type, and a prefix that is
-    shared is computed once. Attention's arithmetic and what runs beside the streams count as nothing.
+    The streams go in step, weights and KV cache are read once a step, and a prefix that is shared is computed once.
+    Attention's arithmetic and what runs beside the streams count as nothing.
+
+    Args:
+        factor_bytes: of a weight, of what it is multiplied by, and of a number in the KV cache.
     """
     steps = workload.rounds * (workload.output_tokens - 1)
     prompts = workload.streams * workload.rounds * workload.prompt_tokens + workload.shared_tokens
@@ -68,14 +71,14 @@ def most_tokens_per_s(
     read = arithmetic.per_output_token / 2 + workload.streams * context * arithmetic.kv
     seconds = ceilings.floor_s(
         arithmetic.total(prompts, outputs) - workload.streams * workload.rounds * arithmetic.body,
-        steps * read * bytes_per_weight,
-        bytes_per_weight,
+        steps * read * factor_bytes,
+        factor_bytes,
     )
     return outputs / seconds
 
 
-def bytes_per_weight(dtype: str) -> float:
-    """Of the bench's checkpoints, which are bfloat16, in a dtype of `penstock serve`."""
+def factor_bytes(dtype: str) -> int:
+    """Bytes of a weight of the bench's checkpoints, which are bfloat16, in a dtype of `penstock serve`."""
     return 4 if dtype == "float32" else 2
 
 

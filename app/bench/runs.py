@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.arithmetic import Arithmetic, read_arithmetic
-from app.bench.ceilings import Ceilings, bytes_per_weight, most_tokens_per_s
+from app.bench.ceilings import Ceilings, factor_bytes, most_tokens_per_s
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Answer, Job
 from app.bench.planning import measure_planning
@@ -111,7 +111,7 @@ def run_workloads(options: argparse.Namespace) -> Row:
     ceilings = ceilings.or_better(_ceilings())
     for row in rows:
         row["most_tokens_per_s"] = most_tokens_per_s(
-            WORKLOADS[row["workload"]], subject.arithmetic, bytes_per_weight(row["dtype"]), ceilings
+            WORKLOADS[row["workload"]], subject.arithmetic, factor_bytes(row["dtype"]), ceilings
         )
     results: Row = {"machine": _machine(), "ceilings": asdict(ceilings), "http": rows}
     print_workloads(results)
@@ -137,7 +137,7 @@ def _step_parts(subject: Subject, dtype: str, quick: bool) -> list[Row]:
         "model": str(subject.path),
         "dtype": dtype,
         "threads": num_cores(),
-        "most_repeats": 2 if quick else 30,
+        "most_repeats": 2 if quick else 100,
     }
     return [{"model": subject.name, "dtype": dtype, **row} for row in _run_module("parts", job)]
 

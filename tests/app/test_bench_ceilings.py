@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.bench.arithmetic import Arithmetic
-from app.bench.ceilings import LABELS, Ceilings, bytes_per_weight, measure, most_tokens_per_s
+from app.bench.ceilings import LABELS, Ceilings, factor_bytes, measure, most_tokens_per_s
 from app.bench.measures import INSTRUCTIONS
 from app.bench.workloads import Workload
 
@@ -81,7 +81,7 @@ def test_without_a_compiler_nothing_is_measured(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_only_float32_has_four_bytes() -> None:
-    assert [bytes_per_weight(name) for name in ("auto", "bfloat16", "float16", "float32")] == [2, 2, 2, 4]
+    assert [factor_bytes(name) for name in ("auto", "bfloat16", "float16", "float32")] == [2, 2, 2, 4]
 
 
 def test_every_instruction_has_a_label() -> None:

@@ -249,15 +249,15 @@ def test_an_interactive_request_that_was_refused_has_not_failed() -> None:
 
 
 def parts_row(*parts: dict[str, Any]) -> dict[str, Any]:
-    return {"model": "m", "dtype": "auto", "case": "c", "ms": 10.0, "untimed_ms": 9.5, "bytes_per_weight": 2,
-            "parts": parts}  # fmt: skip
+    return {"model": "m", "dtype": "auto", "case": "c", "ms": 10.0, "untimed_ms": 9.5, "parts": parts}
 
 
 def test_parts_stand_beside_the_time_in_which_the_machine_could_do_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    product = {"part": "qkv", "ms": 8.0, "waiting": 0.25, "flop": 8e9, "bytes": 40e6}
-    host = {"part": "host", "ms": 2.0, "waiting": None, "flop": None, "bytes": None}
+    work = {"flop": 8e9, "bytes": 40e6, "factor_bytes": 2}
+    product = {"part": "qkv", "ms": 8.0, "waiting": 0.25, "work": work}
+    host = {"part": "host", "ms": 2.0, "waiting": None, "work": None}
     results = {
         "machine": {"processor": "P", "cores": 2},
         "ceilings": CEILINGS,
