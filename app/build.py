@@ -160,6 +160,9 @@ def load_options(settings: Settings) -> LoadOptions:
     return LoadOptions(
         device=settings.device,
         dtype=settings.dtype,
+        quantize=settings.quantize,
+        quantize_group_size=settings.quantize_group_size,
+        kv_dtype=settings.kv_dtype,
         num_threads=settings.threads,
         max_num_seqs=settings.max_num_seqs,
         max_batch_tokens=settings.max_batch_tokens or 0,

@@ -14,10 +14,14 @@ from pathlib import Path
 
 from app.checkpoint import find_checkpoint, is_hub_id
 from app.errors import OperatorError
+from app.kernels import own_level
 from app.listen import bind
 from app.settings import Settings
+from engine.kernels.cpu import prebuilt
+from engine.kernels.cpu.levels import this_machine
 
 _GIB = 1 << 30
+_MIB = 1 << 20
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 _OLDEST_CAPABILITY = (8, 0)
 
@@ -59,6 +63,7 @@ def checks(settings: Settings) -> Iterator[Check]:
     yield check_compiler()
     yield check_kernels()
     yield check_model(settings)
+    yield from check_types(settings)
     yield check_port(settings)
     yield check_bench()
 
@@ -148,10 +153,17 @@ def _no_gpu(settings: Settings, torch_version: str) -> Check:
 
 def check_compiler() -> Check:
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+    if found is None and _is_prebuilt():
+        return Check(Level.OK, "compiler", "none, and none is needed: the native kernels are prebuilt")
     if found is None:
         advice = "install g++ to have the fast ones (Debian: apt-get install g++)"
         return Check(Level.WARN, "compiler", "none, native kernels cannot be built", advice)
     return Check(Level.OK, "compiler", found)
+
+
+def _is_prebuilt() -> bool:
+    level = own_level(this_machine())
+    return prebuilt.find(level, lambda _: None) is not None
 
 
 def check_kernels() -> Check:
@@ -172,8 +184,6 @@ def check_kernels() -> Check:
 
 def _better_level() -> list[str]:
     """Says what keeps this machine from the next better level of kernels, if there is one."""
-    from engine.kernels.cpu.levels import this_machine
-
     better = this_machine().better()
     return [] if better is None else [f"no {better[0].name}: {better[1]}"]
 
@@ -185,6 +195,30 @@ def check_model(settings: Settings) -> Check:
         return Check(Level.OK, "model", str(find_checkpoint(settings.model)))
     except OperatorError as error:
         return Check(Level.FAIL, "model", str(error))
+
+
+def check_types(settings: Settings) -> Iterator[Check]:
+    """What a model that is on this machine takes with --dtype, --quantize and --kv-dtype, if they can be served."""
+    if settings.model is not None and is_hub_id(settings.model):
+        return
+    try:
+        folder = find_checkpoint(settings.model)
+        from app.build import load_options
+        from engine.errors import CheckpointError
+        from engine.execution.memory import estimate
+        from engine.model.parse import read_config
+    except (OperatorError, ImportError, OSError):  # the checks of the model and of torch say it
+        return
+    try:
+        sizes = estimate(read_config(folder), load_options(settings))
+    except CheckpointError as error:
+        yield Check(Level.FAIL, "types", str(error))
+        return
+    text = (
+        f"weights {settings.quantize or sizes.dtype}, {sizes.weights / _MIB:.1f} MiB; "
+        f"KV cache {sizes.kv_dtype}, {sizes.kv_of_a_token / 1024:.2f} KiB a token"
+    )
+    yield Check(Level.OK, "types", text)
 
 
 def check_port(settings: Settings) -> Check:

@@ -19,7 +19,7 @@ def check_level() -> None:
     Raises:
         OperatorError: it cannot, or there is no such level.
     """
-    _own_level(this_machine())
+    own_level(this_machine())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,10 +46,10 @@ def run(options: argparse.Namespace) -> int:
     if options.action == "list":
         return _list(place)
     machine = this_machine()
-    return _build(machine.levels if options.all else (_own_level(machine),), place)
+    return _build(machine.levels if options.all else (own_level(machine),), place)
 
 
-def _own_level(machine: Machine) -> Level:
+def own_level(machine: Machine) -> Level:
     """The level that this machine uses: the one that PENSTOCK_CPU_ISA names, or the best."""
     try:
         return machine.named(name) if (name := requested()) else machine.usable()[0]
@@ -81,7 +81,7 @@ def _build_one(level: Level, place: Path, count: str) -> bool:
 
 def _list(place: Path) -> int:
     machine = this_machine()
-    own = _own_level(machine)
+    own = own_level(machine)
     others = prebuilt.libraries(place)
     print(f"prebuilt CPU kernels in {place}; this machine uses those marked with *")
     for level in dict.fromkeys((*machine.levels, own)):

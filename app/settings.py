@@ -32,7 +32,7 @@ from pydantic_settings import (
 
 from app.errors import OperatorError
 from engine.kernels.cpu import levels, prebuilt
-from engine.model.config import MAX_THREADS
+from engine.model.config import GROUP_SIZES, MAX_THREADS
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
 ENV_PREFIX = "PENSTOCK_"
@@ -129,6 +129,16 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type the weights are kept in; auto takes what is fastest here without a loss that shows."""
 
+    quantize: Literal["int8", "int4"] | None = None
+    """Round the weights of linear maps to integers as they are loaded, on a CPU: smaller and faster. With int4, the
+    first layer and the output head still have int8. The embedding keeps the type of --dtype."""
+
+    quantize_group_size: int | None = Field(default=None, json_schema_extra={"metavar": "32|64|128"})
+    """Inputs that share a scale with --quantize; without it, 64 or 32 for int4 and a whole row for int8."""
+
+    kv_dtype: Literal["auto", "float16", "bfloat16", "float32", "int8"] = "auto"
+    """Type the KV cache is kept in; auto takes that of --dtype, and int8 holds nearly twice as many tokens."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs."""
 
@@ -186,6 +196,13 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important kind of line in the log."""
 
+    @field_validator("quantize_group_size")
+    @classmethod
+    def _known_group_size(cls, size: int | None) -> int | None:
+        if size not in (None, *GROUP_SIZES):
+            raise ValueError(f"must be {', '.join(map(str, GROUP_SIZES[:-1]))} or {GROUP_SIZES[-1]}")
+        return size
+
     @field_validator("threads")
     @classmethod
     def _threads_for_the_cores(cls, threads: int | None) -> int | None:
@@ -202,6 +219,12 @@ class Settings(BaseSettings):
     def _one_pool_size(self) -> Settings:
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ValueError("num_blocks and kv_memory both set the size of the KV cache; give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_of_integers(self) -> Settings:
+        if self.quantize_group_size is not None and self.quantize is None:
+            raise ValueError(f"quantize_group_size {self.quantize_group_size} needs quantize int8 or int4")
         return self
 
     @property

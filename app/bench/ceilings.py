@@ -53,33 +53,41 @@ class Ceilings:
         return max(flop / self.products_per_s(factor_bytes), num_bytes / (self.memory_gb_per_s * 1e9))
 
 
-def most_tokens_per_s(
-    workload: Workload, arithmetic: Arithmetic, factor_bytes: int, ceilings: Ceilings
-) -> float:
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of the numbers that a server keeps and multiplies."""
+
+    weight: float
+    """Scales of quantized weights are not reckoned with."""
+    kv: int
+    """A number of the KV cache."""
+    factor: int
+    """What weights are multiplied as: 4 for float32."""
+
+    @classmethod
+    def of(cls, dtype: str, quantize: str | None = None, kv_dtype: str | None = None) -> Sizes:
+        """Those of `penstock serve` with these options, for a checkpoint in bfloat16, as the bench's are."""
+        weight = 4 if dtype == "float32" else 2
+        kv = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}.get(kv_dtype or "auto", weight)
+        if quantize is None:
+            return cls(weight, kv, weight)
+        return cls({"int8": 1.0, "int4": 0.5}[quantize], kv, 1)
+
+
+def most_tokens_per_s(workload: Workload, arithmetic: Arithmetic, sizes: Sizes, ceilings: Ceilings) -> float:
     """Output tokens a second that no server can exceed on this machine.
 
     The streams go in step, weights and KV cache are read once a step, and a prefix that is shared is computed once.
     Attention's arithmetic and what runs beside the streams count as nothing.
-
-    Args:
-        factor_bytes: of a weight, of what it is multiplied by, and of a number in the KV cache.
     """
     steps = workload.rounds * (workload.output_tokens - 1)
     prompts = workload.streams * workload.rounds * workload.prompt_tokens + workload.shared_tokens
     outputs = workload.streams * workload.rounds * workload.output_tokens
     context = workload.shared_tokens + workload.prompt_tokens + workload.output_tokens / 2
-    read = arithmetic.per_output_token / 2 + workload.streams * context * arithmetic.kv
-    seconds = ceilings.floor_s(
-        arithmetic.total(prompts, outputs) - workload.streams * workload.rounds * arithmetic.body,
-        steps * read * factor_bytes,
-        factor_bytes,
-    )
-    return outputs / seconds
-
-
-def factor_bytes(dtype: str) -> int:
-    """Bytes of a weight of the bench's checkpoints, which are bfloat16, in a dtype of `penstock serve`."""
-    return 4 if dtype == "float32" else 2
+    weights = arithmetic.per_output_token / 2 * sizes.weight
+    kv = workload.streams * context * arithmetic.kv * sizes.kv
+    flop = arithmetic.total(prompts, outputs) - workload.streams * workload.rounds * arithmetic.body
+    return outputs / ceilings.floor_s(flop, steps * (weights + kv), sizes.factor)
 
 
 def measure(threads: int) -> Ceilings:

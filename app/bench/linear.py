@@ -18,9 +18,10 @@ from app.bench.measures import measure_linear
 from engine.kernels.cpu.native import NativeUnavailable, load_library
 from engine.kernels.linear import DenseLinear
 from engine.model.config import ModelConfig
-from engine.model.dtype import choose_dtype
+from engine.model.dtype import choose_dtype, choose_quantization
 from engine.model.parse import read_config
 from engine.model.weights import linear_specs
+from engine.quant.integers import Integers, Quantization
 
 Size = tuple[int, int]
 """(out, in)"""
@@ -29,20 +30,21 @@ _WALKED_BYTES = 64 << 20
 """More than the caches hold."""
 
 
-def measure(model: str, dtype: str, rows: list[int], threads: int) -> list[float]:
+def measure(
+    model: str, dtype: str, rows: list[int], threads: int, quantize: str | None = None
+) -> list[float]:
     """GFLOP/s of one pass through all linear operators, for each number of rows."""
     torch.set_num_threads(threads)
     config = read_config(Path(model))
     device = torch.device("cpu")
-    rate = _rate_function(choose_dtype(dtype, config, device), threads)
+    quantization = choose_quantization(quantize, None, device)
+    rate = _rate_function(choose_dtype(dtype, config, device), quantization, config, threads)
     return [_mean_rate(linear_sizes(config), n, rate) for n in rows]
 
 
 def linear_sizes(config: ModelConfig) -> Counter[Size]:
     """The linear operators that a decoding token passes, and how many of each there are."""
-    layer = [
-        (sum(rows for _, rows in spec.parts), spec.in_features) for spec in linear_specs(config).values()
-    ]
+    layer = [(spec.out_features, spec.in_features) for spec in linear_specs(config).values()]
     sizes = Counter(layer * config.num_layers)
     sizes[config.vocab_size, config.hidden_size] += 1
     return sizes
@@ -55,12 +57,26 @@ def _mean_rate(sizes: Counter[Size], num_rows: int, rate: Callable[[Size, int], 
     return sum(flop.values()) / seconds / 1e9
 
 
-def _rate_function(dtype: torch.dtype, threads: int) -> Callable[[Size, int], float]:
+def _rate_function(
+    dtype: torch.dtype, quantization: Quantization | None, config: ModelConfig, threads: int
+) -> Callable[[Size, int], float]:
     try:
         team = load_library(lambda _: None).start_team(threads)
     except NativeUnavailable:
         return _torch_rate
-    return lambda size, num_rows: measure_linear(team, size[1], size[0], num_rows, dtype)
+
+    def kept(size: Size) -> torch.dtype | Integers:
+        """What most weights of this size are kept in: those of the last layer."""
+        if quantization is None:
+            return dtype
+        is_head = size == (config.vocab_size, config.hidden_size)
+        return (
+            quantization.head_format(size[1])
+            if is_head
+            else quantization.layer_format(config.num_layers - 1, size[1])
+        )
+
+    return lambda size, num_rows: measure_linear(team, size[1], size[0], num_rows, kept(size))
 
 
 @torch.inference_mode()

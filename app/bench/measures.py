@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.kernels.cpu.library import Team
 from engine.kernels.cpu.linear import PackedLinear
+from engine.quant.integers import Integers
 
 _WALKED_BYTES = 64e6
 """More than the caches hold."""
@@ -23,15 +24,31 @@ fma8, fma16: 8 or 16 float32; vnni: 64 int8 into int32; tile_bf16, tile_int8: AM
 
 
 def measure_linear(
-    team: Team, in_features: int, out_features: int, rows: int, dtype: torch.dtype, repeats: int = 10
+    team: Team,
+    in_features: int,
+    out_features: int,
+    rows: int,
+    kept: torch.dtype | Integers,
+    repeats: int = 10,
 ) -> float:
-    """GFLOP/s of the bare product [rows, in] x [in, out], the weights coming from memory; the best of `repeats`."""
-    copies = max(1, int(_WALKED_BYTES / (in_features * out_features * dtype.itemsize)))
-    weight = torch.full((out_features, in_features), 0.01, dtype=dtype)
-    linears = [PackedLinear(team, weight, None, dtype) for _ in range(copies)]
+    """GFLOP/s of the bare product [rows, in] x [in, out], the weights coming from memory; the best of `repeats`.
+
+    Args:
+        kept: what the weight is kept in.
+    """
+    weight = torch.full((out_features, in_features), 0.01)
+    first = _packed(team, weight, kept)
+    copies = max(1, int(_WALKED_BYTES / first.num_bytes))
+    linears = [first, *(_packed(team, weight, kept) for _ in range(copies - 1))]
     handles = (c_void_p * copies)(*[linear.handle for linear in linears])
     seconds = team.library.call("penstock_measure_products", team.handle, handles, copies, rows, repeats)
     return float(2.0 * rows * in_features * out_features / seconds / 1e9)
+
+
+def _packed(team: Team, weight: Tensor, kept: torch.dtype | Integers) -> PackedLinear:
+    if isinstance(kept, Integers):
+        return PackedLinear.of_integers(team, kept.quantize(weight), kept, None)
+    return PackedLinear(team, weight, None, kept)
 
 
 def measure_fma(team: Team) -> float:

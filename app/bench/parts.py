@@ -172,16 +172,17 @@ def _product(linear: PackedLinear, rows: int) -> Work:
     return Work(flop, linear.num_bytes, linear.activation_dtype.itemsize)
 
 
-def load(model: Path, dtype: str, threads: int) -> LoadedModel:
+def load(model: Path, types: dict[str, Any], threads: int) -> LoadedModel:
+    """Loads the model; `types` are options as `penstock serve` has them: dtype, quantize, kv_dtype."""
     options = LoadOptions(
-        device="cpu", dtype=dtype, num_threads=threads, num_blocks=NUM_BLOCKS, max_num_seqs=_MOST_SEQUENCES
+        device="cpu", num_threads=threads, num_blocks=NUM_BLOCKS, max_num_seqs=_MOST_SEQUENCES, **types
     )
     return load_model(model, options, lambda _: None, lambda *_: None)
 
 
 def main() -> None:
     job = json.load(sys.stdin)
-    steps = StepParts(load(Path(job["model"]), job["dtype"], job["threads"]))
+    steps = StepParts(load(Path(job["model"]), job["types"], job["threads"]))
     json.dump([steps.measure(case, job["most_repeats"]) for case in CASES], sys.stdout)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.arithmetic import Arithmetic, read_arithmetic
-from app.bench.ceilings import Ceilings, factor_bytes, most_tokens_per_s
+from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Answer, Job
 from app.bench.planning import measure_planning
@@ -64,7 +64,7 @@ def run_parts(options: argparse.Namespace) -> Row:
             results["generate"].append(_generate(subject, options.quick))
         for dtype in options.dtype:
             if "linear" in options.only:
-                results["linear"] += _linear(subject, dtype, options.streams)
+                results["linear"] += _linear(subject, dtype, options)
             if {"http", "prefix", "loop"} & set(options.only):
                 _serve_and_measure(subject, dtype, options, results)
     if "plan" in options.only:
@@ -106,12 +106,15 @@ def run_workloads(options: argparse.Namespace) -> Row:
     subject = _subject(ensure_checkpoint(LLAMA_135M))
     ceilings, rows = _ceilings(), list[Row]()
     for dtype in options.dtype:
-        with _server(subject, dtype) as server:
-            rows += [_http(server, subject, dtype, WORKLOADS[name]) for name in options.workload]
+        label = _types_label(dtype, options)
+        with _server(subject, dtype, _type_arguments(options)) as server:
+            for name in options.workload:
+                row = _http(server, subject, label, WORKLOADS[name])
+                rows.append(row | {"sizes": asdict(Sizes.of(dtype, options.quantize, options.kv_dtype))})
     ceilings = ceilings.or_better(_ceilings())
     for row in rows:
         row["most_tokens_per_s"] = most_tokens_per_s(
-            WORKLOADS[row["workload"]], subject.arithmetic, factor_bytes(row["dtype"]), ceilings
+            WORKLOADS[row["workload"]], subject.arithmetic, Sizes(**row["sizes"]), ceilings
         )
     results: Row = {"machine": _machine(), "ceilings": asdict(ceilings), "http": rows}
     print_workloads(results)
@@ -124,22 +127,23 @@ def run_step_parts(options: argparse.Namespace) -> Row:
     for path in map(Path, options.model) if options.model else [ensure_checkpoint(LLAMA_135M)]:
         subject = _subject(path)
         for dtype in options.dtype:
-            parts += _step_parts(subject, dtype, options.quick)
+            parts += _step_parts(subject, dtype, options)
     ceilings = ceilings.or_better(_ceilings())
     results: Row = {"machine": _machine(), "ceilings": asdict(ceilings), "parts": parts}
     print_parts(results)
     return results
 
 
-def _step_parts(subject: Subject, dtype: str, quick: bool) -> list[Row]:
-    _say(f"{subject.name}, {dtype}: the parts of a step")
+def _step_parts(subject: Subject, dtype: str, options: argparse.Namespace) -> list[Row]:
+    label = _types_label(dtype, options)
+    _say(f"{subject.name}, {label}: the parts of a step")
     job = {
         "model": str(subject.path),
-        "dtype": dtype,
+        "types": {"dtype": dtype, "quantize": options.quantize, "kv_dtype": options.kv_dtype or "auto"},
         "threads": num_cores(),
-        "most_repeats": 2 if quick else 100,
+        "most_repeats": 2 if options.quick else 100,
     }
-    return [{"model": subject.name, "dtype": dtype, **row} for row in _run_module("parts", job)]
+    return [{"model": subject.name, "dtype": label, **row} for row in _run_module("parts", job)]
 
 
 def _ceilings() -> Ceilings:
@@ -222,14 +226,32 @@ def _generate(subject: Subject, quick: bool) -> Row:
     return {"model": subject.name, "tokens_per_s": length * len(seconds) / sum(seconds), "seconds": seconds}
 
 
-def _linear(subject: Subject, dtype: str, streams: list[int]) -> list[Row]:
+def _type_arguments(options: argparse.Namespace) -> list[str]:
+    """The arguments of a server for the types that were asked for beside --dtype."""
+    chosen = {"--quantize": options.quantize, "--kv-dtype": options.kv_dtype}
+    return [text for flag, value in chosen.items() if value is not None for text in (flag, value)]
+
+
+def _types_label(dtype: str, options: argparse.Namespace) -> str:
+    """The types of a server as the tables name them: "auto", or "auto --quantize int8"."""
+    return " ".join([dtype, *_type_arguments(options)])
+
+
+def _linear(subject: Subject, dtype: str, options: argparse.Namespace) -> list[Row]:
     """What the linear operators alone reach, with as many rows as there are streams."""
-    _say(f"{subject.name}, {dtype}: the linear operators alone")
-    job = {"model": str(subject.path), "dtype": dtype, "rows": streams, "threads": num_cores()}
+    label = _types_label(dtype, options)
+    _say(f"{subject.name}, {label}: the linear operators alone")
+    job = {
+        "model": str(subject.path),
+        "dtype": dtype,
+        "quantize": options.quantize,
+        "rows": options.streams,
+        "threads": num_cores(),
+    }
     rates = _run_module("linear", job)["gflop_per_s"]
     return [
-        {"model": subject.name, "dtype": dtype, "streams": rows, "gflop_per_s": rate}
-        for rows, rate in zip(streams, rates, strict=True)
+        {"model": subject.name, "dtype": label, "streams": rows, "gflop_per_s": rate}
+        for rows, rate in zip(options.streams, rates, strict=True)
     ]
 
 
@@ -249,13 +271,14 @@ def _server(subject: Subject, dtype: str, more: Sequence[str] = ()) -> ServerPro
 
 
 def _serve_and_measure(subject: Subject, dtype: str, options: argparse.Namespace, results: Row) -> None:
-    with _server(subject, dtype) as server:
+    label = _types_label(dtype, options)
+    with _server(subject, dtype, _type_arguments(options)) as server:
         if "http" in options.only:
             for streams in options.streams:
                 workload = _closed_loop(streams, options.quick)
-                results["http"].append(_http(server, subject, dtype, workload))
+                results["http"].append(_http(server, subject, label, workload))
         elif "loop" in options.only:
-            results["http"].append(_http(server, subject, dtype, _closed_loop(64, options.quick)))
+            results["http"].append(_http(server, subject, label, _closed_loop(64, options.quick)))
         if "prefix" in options.only and dtype == options.dtype[0]:
             results["prefix"].append(_prefix(server, subject, 3 if options.quick else 9))
 
@@ -280,7 +303,7 @@ def _send(server: ServerProcess, workload: Workload, subject: Subject) -> tuple[
 
 
 def _http(server: ServerProcess, subject: Subject, dtype: str, workload: Workload) -> Row:
-    """One workload, with the server's own cost beside it."""
+    """One workload, with the server's own cost beside it; `dtype` is the label of its types."""
     label = f"{workload.name or 'closed loop'}, {workload.streams} streams"
     _say(f"{subject.name}, {dtype}: {label}")
     loop_before = _loop_cpu_s(server.process.pid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,12 +17,12 @@ from engine.kernels.ops import Kernels
 from engine.kernels.select import select
 from engine.kernels.sequence_table import SequenceTable
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.dtype import choose_device, choose_dtype
+from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, choose_quantization
 from engine.model.parameters import Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import ForwardPass, make_decoder
-from engine.model.weights import Progress, check_tensors, load_weights
+from engine.model.weights import Progress, check_quantization, check_tensors, load_weights
 from engine.sampling.reference import most_likely
 from engine.sampling.sampler import MAX_TOP_LOGPROBS, Sampler
 
@@ -61,7 +61,8 @@ def load_model(
         progress: is told bytes read and bytes in all.
 
     Raises:
-        CheckpointError: the checkpoint is missing, broken or not supported, or has fewer positions than asked for.
+        CheckpointError: the checkpoint is missing, broken or not supported, has fewer positions than asked for, or
+            cannot be served with the options.
         NotEnoughMemory: weights and KV cache do not fit.
     """
     config = read_config(folder)
@@ -70,14 +71,17 @@ def load_model(
     max_model_len = _max_model_len(config, options)
     device = choose_device(options.device)
     options = options.for_device(device.type)
+    quantization = choose_quantization(options.quantize, options.quantize_group_size, device)
+    check_quantization(config, quantization)
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
+    kernels = replace(kernels, kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device))
     limits = budget(device, options)
-    memory = plan_memory(config, kernels, options, limits)
+    memory = plan_memory(config, kernels, options, limits, quantization=quantization)
     say(_kernels_text(kernels))
     say(memory.text)
     most = _most_tokens(memory)
     max_model_len = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
-    weights = load_weights(config, files, kernels, progress)
+    weights = load_weights(config, files, kernels, progress, quantization)
     table, sampler, buffers = _tables(config, kernels, options, max_model_len)
     if limits.card is not None:
         memory = _measured_plan(config, weights, kernels, options, limits, max_model_len, say)

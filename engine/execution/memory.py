@@ -19,7 +19,9 @@ from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.kv_cache import KVShape
 from engine.kernels.ops import Kernels
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.weights import expected_shapes
+from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, choose_quantization
+from engine.model.weights import check_quantization, expected_shapes, linear_specs
+from engine.quant.integers import Quantization
 
 GIB = 1 << 30
 
@@ -165,6 +167,7 @@ def plan_memory(
     options: LoadOptions,
     budget: Budget,
     measured: Measured | None = None,
+    quantization: Quantization | None = None,
 ) -> MemoryPlan:
     """Decides how much memory goes where.
 
@@ -178,7 +181,7 @@ def plan_memory(
         NotEnoughMemory: weights and KV cache do not fit; the message has the numbers.
     """
     shape = KVShape.of(config, options.block_size)
-    weights = weight_bytes(config, kernels.embedding_dtype)
+    weights = weight_bytes(config, kernels.embedding_dtype, quantization)
     workspace = measured.workspace if measured else _workspace_bytes(config, options)
     tables = max(0, measured.resident - weights) if measured else 0
     graphs = _graph_bytes(options, workspace) if budget.card is not None and options.cuda_graphs else 0
@@ -209,9 +212,49 @@ def _num_blocks(config: ModelConfig, shape: KVShape, options: LoadOptions, block
     return max(smallest, min(limit // block, 1 + per_sequence * options.max_num_seqs))
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
-    """The bytes of all tensors of a checkpoint if they are kept in `dtype`."""
-    return sum(prod(shape) for shape in expected_shapes(config).values()) * dtype.itemsize
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
+    """The bytes of all weights of a model if they are kept in `dtype`, or the linear maps in packed integers."""
+    elements = sum(prod(shape) for shape in expected_shapes(config).values())
+    if quantization is None:
+        return elements * dtype.itemsize
+    integers = config.vocab_size * config.hidden_size * (not config.tie_word_embeddings)
+    num_bytes = quantization.head_format(config.hidden_size).num_bytes(config.vocab_size, config.hidden_size)
+    for layer in range(config.num_layers):
+        for spec in linear_specs(config).values():
+            rows, format = spec.out_features, quantization.layer_format(layer, spec.in_features)
+            integers += rows * spec.in_features
+            num_bytes += format.num_bytes(rows, spec.in_features)
+    return (elements - integers) * dtype.itemsize + num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a model takes on its device, in bytes, and the types that follow from its options."""
+
+    dtype: str
+    kv_dtype: str
+    weights: int
+    kv_of_a_token: float
+
+
+def estimate(config: ModelConfig, options: LoadOptions) -> Estimate:
+    """The sizes of a model that nothing was loaded of.
+
+    Raises:
+        CheckpointError: the model cannot be served in the types that are asked for.
+    """
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, config, device)
+    kv_dtype = choose_kv_dtype(options.kv_dtype, dtype, device)
+    quantization = choose_quantization(options.quantize, options.quantize_group_size, device)
+    check_quantization(config, quantization)
+    shape = KVShape.of(config, options.block_size)
+    return Estimate(
+        dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=str(kv_dtype).removeprefix("torch."),
+        weights=weight_bytes(config, dtype, quantization),
+        kv_of_a_token=shape.block_bytes(kv_dtype) / shape.block_size,
+    )
 
 
 def available_bytes() -> int:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.quant.formats import Format, NamedTensors
+from engine.quant.integers import Integers
+
+_EXACT_INPUTS = 1024
+"""So many products of 8-bit integers have a sum below 2^24, so that float32 adds them in any order without rounding."""
 
 
 class Linear(Protocol):
@@ -50,3 +55,56 @@ class DenseLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class IntegerLinear:
+    """x [..., in] -> x @ weight.T + bias [..., out] for a weight of integers, by torch.
+
+    This is the specification of the product, which every kernel gives bit for bit: x is quantized row by row (see
+    `quantize_rows`), the products of integers in a group are added exactly, and the sums of the groups are multiplied
+    by their scales and added in float32, one after another.
+    """
+
+    def __init__(self, tensors: NamedTensors, format: Integers, bias: Tensor | None) -> None:
+        self._tensors = tensors
+        self._format = format
+        self._bias = bias
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        integers, row_scale = quantize_rows(x)
+        weight, scale = self._format.centred(self._tensors), self._tensors["scale"]
+        product = x.new_zeros((*x.shape[:-1], scale.shape[0]))
+        for index, group in enumerate(torch.split(integers, self._format.group_size, dim=-1)):
+            product = product + _exact_product(group, weight[:, index]) * scale[:, index]
+        product = product * row_scale
+        return product if self._bias is None else product + self._bias
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds each row of x [..., in] to integers from -127 to 127, half to even.
+
+    A row whose largest magnitude is so small (or 0, or NaN) that 127 / it is not finite becomes zeros.
+
+    Returns:
+        The integers as float32, and the scale [..., 1] of each row, which is its largest magnitude / 127.
+    """
+    largest = x.abs().amax(-1, keepdim=True)
+    factor = (
+        torch.full_like(largest, 127) / largest
+    )  # 127 / largest would be 127 * (1 / largest), rounded twice
+    integers = (x * factor).round_().clamp_(-127, 127).nan_to_num_(nan=0.0)
+    return integers.masked_fill_(~(factor < torch.inf), 0.0), largest / 127
+
+
+def _exact_product(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight.T of integers: the exact sums, rounded to float32 once."""
+    if x.shape[-1] <= _EXACT_INPUTS:
+        return x @ weight.T
+    parts = zip(
+        torch.split(x, _EXACT_INPUTS, dim=-1), torch.split(weight, _EXACT_INPUTS, dim=-1), strict=True
+    )
+    return torch.stack([(part @ rows.T).double() for part, rows in parts]).sum(0).float()

@@ -16,10 +16,11 @@ from engine.kernels import reference, sequence_table
 from engine.kernels.batch import Batch
 from engine.kernels.cpu import native
 from engine.kernels.kv_cache import HasKV, KVShape
-from engine.kernels.linear import DenseLinear, Linear, LinearPacker
+from engine.kernels.linear import DenseLinear, IntegerLinear, Linear, LinearPacker
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.sequence_table import Gather
 from engine.quant.formats import Format, NamedTensors
+from engine.quant.integers import Integers
 from engine.sampling.reference import choose
 from engine.sampling.tables import Choose
 
@@ -128,6 +129,8 @@ def reference_kernels(
         gated: bool = False,  # noqa: ARG001
     ) -> Linear:
         moved = None if bias is None else bias.to(device, dtype)
+        if isinstance(format, Integers):
+            return IntegerLinear(tensors, format, moved)
         return DenseLinear(format.unpack(tensors).to(device, dtype), moved)
 
     return Kernels(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVShape
+from engine.kernels.kv_cache import SCALE_BYTES, KVShape
 
 MAX_TILE_QUERIES = 128
 MAX_GROUP_ELEMENTS = 1 << 25
@@ -80,12 +80,41 @@ def slot_mapping(batch: Batch, block_size: int) -> Tensor:
 def write_kv(layer_kv: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
     """Stores keys and values [T, num_kv_heads, head_dim] of one layer in their slots; rows without one are left out."""
     num_kv_heads, head_dim = keys.shape[1:]
-    blocked = layer_kv.view(2, layer_kv.shape[1], num_kv_heads, -1, head_dim)
-    block_size = blocked.shape[3]
-    stored = slots >= 0
-    blocks, offsets = slots[stored] // block_size, slots[stored] % block_size
-    blocked[0][blocks, :, offsets] = keys[stored].to(layer_kv.dtype)
-    blocked[1][blocks, :, offsets] = values[stored].to(layer_kv.dtype)
+    stored, scales = _split_scales(layer_kv, num_kv_heads, head_dim)
+    block_size = stored.shape[3]
+    written = slots >= 0
+    blocks, offsets = slots[written] // block_size, slots[written] % block_size
+    for index, tensor in enumerate((keys[written], values[written])):
+        if scales is not None:
+            tensor, scale = quantize_kv(tensor)
+            scales[index][blocks, :, offsets] = scale.unsqueeze(-1).view(torch.int8)
+        stored[index][blocks, :, offsets] = tensor.to(layer_kv.dtype)
+
+
+def quantize_kv(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The form of keys or values [T, num_kv_heads, head_dim] in an int8 cache.
+
+    Returns:
+        Integers from -127 to 127 in float32, rounded half to even, and the float32 scale [T, num_kv_heads] of each
+        head of a token: its largest magnitude / 127.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True) / 127
+    integers = (wide / scale).round_().clamp_(-127, 127).nan_to_num_(nan=0.0)
+    return integers, scale.squeeze(-1)
+
+
+def _split_scales(kv: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor | None]:
+    """Views of blocks [..., stored elements of a block]: [..., num_kv_heads, block_size, head_dim], and if they are
+    int8, the bytes of their scales [..., num_kv_heads, block_size, SCALE_BYTES]."""
+    if kv.dtype != torch.int8:
+        return torch.unflatten(kv, -1, (num_kv_heads, -1, head_dim)), None
+    num_integers = kv.shape[-1] // (head_dim + SCALE_BYTES) * head_dim
+    integers, scales = kv[..., :num_integers], kv[..., num_integers:]
+    return (
+        torch.unflatten(integers, -1, (num_kv_heads, -1, head_dim)),
+        torch.unflatten(scales, -1, (num_kv_heads, -1, SCALE_BYTES)),
+    )
 
 
 def rotate_and_write(
@@ -105,7 +134,7 @@ def rotate_and_write(
     Args:
         qkv: [T, (num_heads + 2 num_kv_heads) * head_dim] queries, keys, values.
         q_norm, k_norm: [head_dim], both or neither.
-        layer_kv: [2, num_blocks, num_kv_heads * block_size * head_dim], is written.
+        layer_kv: [2, num_blocks, stored elements of a block], is written.
 
     Returns:
         Queries [T, num_heads, head_dim], contiguous; those of rows without a slot are of no use.
@@ -160,7 +189,7 @@ class PagedAttention:
         """
         Args:
             queries: [T, num_heads, head_dim]
-            layer_kv: [2, num_blocks, num_kv_heads * block_size * head_dim]; the step's own keys are in it already.
+            layer_kv: [2, num_blocks, stored elements of a block]; the step's own keys are in it already.
             window: see ModelConfig.sliding_windows; 0 is none.
 
         Returns:
@@ -175,23 +204,27 @@ class PagedAttention:
         """[G, Q, heads, d] -> [G, Q, heads, d]; query heads of one key-value head are stacked as more queries."""
         num_tiles, num_queries, num_heads, head_dim = queries.shape
         shape = self._shape
-        keys, values = self._gather(layer_kv[0], group), self._gather(layer_kv[1], group)
+        dtype = torch.promote_types(queries.dtype, layer_kv.dtype)
+        keys, values = self._gather(layer_kv[0], group, dtype), self._gather(layer_kv[1], group, dtype)
         stacked = queries.view(num_tiles, num_queries, shape.num_kv_heads, -1, head_dim).permute(
             0, 2, 3, 1, 4
         )
-        scores = stacked.flatten(2, 3).to(keys.dtype) @ keys.transpose(-1, -2)
+        scores = stacked.flatten(2, 3).to(dtype) @ keys.transpose(-1, -2)
         scores = scores.float().mul_(head_dim**-0.5).view(*scores.shape[:2], -1, num_queries, scores.shape[3])
         hidden = ~_visible(group.positions, keys.shape[2], window)
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
-        weights = scores.softmax(-1).flatten(2, 3).to(values.dtype)
+        weights = scores.softmax(-1).flatten(2, 3).to(dtype)
         attended = (weights @ values).view(*scores.shape[:4], head_dim).permute(0, 3, 1, 2, 4)
         return attended.reshape(num_tiles, num_queries, num_heads, head_dim).to(queries.dtype)
 
-    def _gather(self, layer: Tensor, group: _Group) -> Tensor:
-        """[G, num_kv_heads, P * block_size, head_dim]"""
+    def _gather(self, layer: Tensor, group: _Group, dtype: torch.dtype) -> Tensor:
+        """[G, num_kv_heads, P * block_size, head_dim] in a floating-point type"""
         shape = self._shape
-        blocked = layer.view(-1, shape.num_kv_heads, shape.block_size, shape.head_dim)
-        return blocked[group.blocks].transpose(1, 2).flatten(2, 3)
+        stored, scales = _split_scales(layer[group.blocks], shape.num_kv_heads, shape.head_dim)
+        gathered = stored.to(dtype)
+        if scales is not None:
+            gathered = gathered * scales.contiguous().view(torch.float32).to(dtype)
+        return gathered.transpose(1, 2).flatten(2, 3)
 
 
 def _visible(positions: Tensor, num_keys: int, window: int) -> Tensor:

@@ -17,6 +17,7 @@ from engine.kernels.ops import DecoderShape, Kernels, Say, StepLimits, reference
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.sequence_table import SequenceTable, StepTokens
 from engine.quant.formats import Format, NamedTensors
+from engine.quant.integers import Integers
 from engine.sampling.tables import Filters, SamplingTables
 
 LONG_CHUNK = 1024
@@ -50,9 +51,11 @@ def select(
 
 
 def native_kernels(team: native.Team, dtype: torch.dtype) -> Kernels:
-    """C++ for the CPU; activations are float32, weights and KV are `dtype`."""
+    """C++ for the CPU; activations are float32, weights and KV are `dtype`, quantized weights are integers."""
 
     def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:
+        if isinstance(format, Integers):
+            return native.PackedLinear.of_integers(team, tensors, format, bias, gated)
         return native.PackedLinear(team, format.unpack(tensors), bias, dtype, gated)
 
     return replace(

@@ -79,6 +79,9 @@ class GenerationDefaults:
 MAX_THREADS = 1024
 """The most threads that a model may compute with on a CPU."""
 
+GROUP_SIZES = (32, 64, 128)
+"""The numbers of inputs of a quantized row that may share a scale, unless a whole row does."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
@@ -88,6 +91,12 @@ class LoadOptions:
     """The device: "cpu", "cuda", or "auto", which is CUDA where torch sees a GPU."""
     dtype: str = "auto"
     """The type of the weights: "float32", "bfloat16", "float16", or "auto"; see `dtype.choose_dtype`."""
+    quantize: str | None = None
+    """The integers that linear maps are quantized to as they are loaded: "int8", "int4", or None for none."""
+    quantize_group_size: int | None = None
+    """The inputs of a row that share a scale; None stands for a default, see `Quantization.layer_format`."""
+    kv_dtype: str = "auto"
+    """The type of the KV cache: "float32", "bfloat16", "float16", "int8", or "auto", which is that of the weights."""
     num_threads: int | None = None
     """The threads that compute on a CPU; None stands for one for each core that this process may use."""
     block_size: int = 16

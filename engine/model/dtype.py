@@ -6,8 +6,10 @@ import torch
 
 from engine.errors import CheckpointError
 from engine.model.config import ModelConfig
+from engine.quant.integers import Quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = {**DTYPES, "int8": torch.int8}
 
 
 def choose_device(name: str) -> torch.device:
@@ -35,3 +37,39 @@ def choose_dtype(wanted: str, config: ModelConfig, device: torch.device) -> torc
     if config.dtype != "float32":
         return DTYPES[config.dtype]
     return torch.float16 if device.type == "cpu" else torch.bfloat16
+
+
+def choose_kv_dtype(wanted: str, own: torch.dtype, device: torch.device) -> torch.dtype:
+    """The type of the KV cache.
+
+    Args:
+        wanted: a name of KV_DTYPES, or "auto", which is the kernels' own.
+        own: the type that the kernels of the device keep KV in where nobody asks; on CUDA there is no other.
+
+    Raises:
+        CheckpointError: the kernels of the device cannot serve the type.
+    """
+    dtype = own if wanted == "auto" else KV_DTYPES[wanted]
+    if device.type == "cuda" and dtype != own:
+        own_name = str(own).removeprefix("torch.")
+        raise CheckpointError(
+            f"kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}"
+        )
+    return dtype
+
+
+def choose_quantization(
+    wanted: str | None, group_size: int | None, device: torch.device
+) -> Quantization | None:
+    """The quantization that linear maps are loaded with.
+
+    Raises:
+        CheckpointError: a quantization is asked for on CUDA.
+    """
+    if wanted is None:
+        return None
+    if device.type == "cuda":
+        raise CheckpointError(
+            f"quantize {wanted} is served on the CPU, and the model runs on CUDA; try device cpu"
+        )
+    return Quantization.of(wanted, group_size)

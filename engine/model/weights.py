@@ -14,7 +14,8 @@ from engine.kernels.ops import Kernels
 from engine.model.config import ModelConfig
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.safetensors import DTYPES, TensorFiles
-from engine.quant.formats import DENSE, Format
+from engine.quant.formats import DENSE, Format, NamedTensors
+from engine.quant.integers import Integers, Quantization
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""
@@ -31,6 +32,10 @@ class LinearSpec:
     """See LinearPacker."""
     format: Format = DENSE
     """How the checkpoint stores each part."""
+
+    @property
+    def out_features(self) -> int:
+        return sum(rows for _, rows in self.parts)
 
 
 def linear_specs(config: ModelConfig) -> dict[str, LinearSpec]:
@@ -127,26 +132,47 @@ def _layers_said(config: ModelConfig, name: str) -> str:
     return f"; config.json says num_hidden_layers {config.num_layers}" if of_a_layer else ""
 
 
-def load_weights(config: ModelConfig, files: TensorFiles, kernels: Kernels, progress: Progress) -> Weights:
-    """Reads and packs layer by layer, so that at most one layer exists twice.
+def load_weights(
+    config: ModelConfig,
+    files: TensorFiles,
+    kernels: Kernels,
+    progress: Progress,
+    quantization: Quantization | None = None,
+) -> Weights:
+    """Reads, quantizes and packs layer by layer, so that at most one layer exists twice.
+
+    With a quantization, the embedding is a tensor of its own even if the checkpoint ties the output head to it: only
+    the head has integers.
 
     Raises:
-        CheckpointError: see `check_tensors`.
+        CheckpointError: see `check_tensors` and `Quantization.layer_format`.
     """
     check_tensors(config, files)
-    reader = _Reader(files, kernels, progress, sum(_num_bytes(config, files)))
+    check_quantization(config, quantization)
+    reader = _Reader(files, kernels, progress, sum(_num_bytes(config, files)), quantization)
     embedding = reader.tensor("model.embed_tokens.weight", kernels.embedding_dtype)
-    layers = [_load_layer(config, reader, f"model.layers.{i}.") for i in range(config.num_layers)]
+    layers = [_load_layer(config, reader, i) for i in range(config.num_layers)]
     final_norm = reader.tensor("model.norm.weight", kernels.activation_dtype)
-    if config.tie_word_embeddings:
-        lm_head = kernels.linear({"weight": embedding}, DENSE, None)
-    else:
-        lm_head = reader.linear("", LinearSpec((("lm_head", config.vocab_size),), config.hidden_size, False))
-    return Weights(embedding, layers, final_norm, lm_head, is_tied=config.tie_word_embeddings)
+    lm_head = reader.head(config, embedding)
+    is_tied = config.tie_word_embeddings and quantization is None
+    return Weights(embedding, layers, final_norm, lm_head, is_tied=is_tied)
 
 
-def _load_layer(config: ModelConfig, reader: _Reader, prefix: str) -> LayerWeights:
-    linears = {field: reader.linear(prefix, spec) for field, spec in linear_specs(config).items()}
+def check_quantization(config: ModelConfig, quantization: Quantization | None) -> None:
+    """Checks that the groups of a quantization divide the inputs of every linear map.
+
+    Raises:
+        CheckpointError: see `Quantization.layer_format`.
+    """
+    if quantization is not None:
+        for layer in range(config.num_layers):
+            for spec in linear_specs(config).values():
+                quantization.layer_format(layer, spec.in_features)
+
+
+def _load_layer(config: ModelConfig, reader: _Reader, layer: int) -> LayerWeights:
+    prefix = f"model.layers.{layer}."
+    linears = {field: reader.linear(layer, prefix, spec) for field, spec in linear_specs(config).items()}
     norms = {
         field: reader.tensor(f"{prefix}{name}.weight", reader.kernels.activation_dtype)
         for field, (name, _) in norm_shapes(config).items()
@@ -163,10 +189,18 @@ def _load_layer(config: ModelConfig, reader: _Reader, prefix: str) -> LayerWeigh
 
 
 class _Reader:
-    """Takes tensors off the files and counts the bytes."""
+    """Takes tensors off the files, counts the bytes, and packs linear maps, quantized if that is asked for."""
 
-    def __init__(self, files: TensorFiles, kernels: Kernels, progress: Progress, total: int) -> None:
+    def __init__(
+        self,
+        files: TensorFiles,
+        kernels: Kernels,
+        progress: Progress,
+        total: int,
+        quantization: Quantization | None,
+    ) -> None:
         self.kernels = kernels
+        self._quantization = quantization
         self._files = files
         self._progress = progress
         self._done, self._total = 0, total
@@ -175,7 +209,7 @@ class _Reader:
         """A copy of its own, on the device."""
         return self._read(name).to(device=self.kernels.device, dtype=dtype, copy=True)
 
-    def linear(self, prefix: str, spec: LinearSpec) -> Linear:
+    def linear(self, layer: int, prefix: str, spec: LinearSpec) -> Linear:
         parts = [
             {
                 suffix: self._read(f"{prefix}{name}.{suffix}")
@@ -185,7 +219,29 @@ class _Reader:
         ]
         biases = [self._read(f"{prefix}{name}.bias") for name, _ in spec.parts] if spec.bias else []
         bias = torch.cat(biases) if biases else None
-        return self.kernels.linear(spec.format.join(parts), spec.format, bias, gated=spec.gated)
+        quantization = self._quantization
+        integers = None if quantization is None else quantization.layer_format(layer, spec.in_features)
+        return self._pack(spec.format.join(parts), spec.format, integers, bias, gated=spec.gated)
+
+    def head(self, config: ModelConfig, embedding: Tensor) -> Linear:
+        """The output head, whose rows are those of the embedding if the checkpoint ties them."""
+        integers = None if self._quantization is None else self._quantization.head_format(config.hidden_size)
+        if config.tie_word_embeddings:
+            return self._pack({"weight": embedding}, DENSE, integers, None)
+        return self._pack(DENSE.join([{"weight": self._read("lm_head.weight")}]), DENSE, integers, None)
+
+    def _pack(
+        self,
+        tensors: NamedTensors,
+        format: Format,
+        integers: Integers | None,
+        bias: Tensor | None,
+        *,
+        gated: bool = False,
+    ) -> Linear:
+        if integers is not None:
+            tensors, format = integers.quantize(format.unpack(tensors)), integers
+        return self.kernels.linear(tensors, format, bias, gated=gated)
 
     def _read(self, name: str) -> Tensor:
         self._done += self._files.entries[name].num_bytes

@@ -1,1 +1,1 @@
-"""How checkpoints store the weights of linear maps."""
+"""How the weights of linear maps are stored in checkpoints, and how they are quantized."""

@@ -165,7 +165,8 @@ def test_more_blocks_than_there_is_memory_for_is_one_line(tiny_model: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["serve", "--help"], ["doctor", "--help"], ["bench", "--help"]]
+    "arguments",
+    [["--help"], ["serve", "--help"], ["doctor", "--help"], ["kernels", "--help"], ["bench", "--help"]],
 )
 def test_help_is_not_a_mistake(arguments: list[str]) -> None:
     done = penstock(*arguments)

@@ -12,6 +12,7 @@ import pytest
 from app import doctor
 from app.doctor import Check, Level
 from app.settings import Settings
+from tests.engine.checkpoints import make_checkpoint
 
 
 def test_a_check_is_a_line() -> None:
@@ -85,3 +86,19 @@ def test_a_model_of_the_hub_is_not_fetched_for_a_look() -> None:
     check = doctor.check_model(Settings(model="somebody/something"))
     assert check.level is Level.OK
     assert "hub" in check.text
+
+
+def test_the_types_of_a_model_and_what_they_take() -> None:
+    (check,) = doctor.check_types(Settings(device="cpu", quantize="int8", kv_dtype="int8"))
+    assert check.level is Level.OK
+    assert check.text == "weights int8, 4.9 MiB; KV cache int8, 1.06 KiB a token"
+    (check,) = doctor.check_types(Settings(device="cpu"))
+    assert check.text == "weights float16, 6.8 MiB; KV cache float16, 2.00 KiB a token"
+
+
+def test_types_that_cannot_be_served_fail(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path)  # 112 inputs of down_proj
+    (check,) = doctor.check_types(Settings(model=str(tmp_path), device="cpu", quantize="int4"))
+    assert check.level is Level.FAIL
+    assert "quantize int4: groups of 32 or 64 do not divide" in check.text
+    assert list(doctor.check_types(Settings(model="somebody/something"))) == []

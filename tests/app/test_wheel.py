@@ -90,6 +90,18 @@ def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Pat
     assert names_in(build("wheel", source, tmp_path / "wheel")) == names_in(wheel)
 
 
+def test_a_wheel_carries_the_kernels_that_were_built_before_it(tmp_path: Path) -> None:
+    (tmp_path / "sdist").mkdir()
+    with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as packed:
+        packed.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.glob("penstock-*")
+    prebuilt = source / "engine" / "kernels" / "cpu" / "prebuilt"
+    prebuilt.mkdir(exist_ok=True)
+    (prebuilt / "native-linux-x86_64-avx2-0-0.so").write_bytes(b"")
+    name = "penstock/lib/engine/kernels/cpu/prebuilt/native-linux-x86_64-avx2-0-0.so"
+    assert name in names_in(build("wheel", source, tmp_path / "wheel"))
+
+
 @dataclass(frozen=True, slots=True)
 class Installed:
     """A virtual environment with the wheel, and a working folder."""

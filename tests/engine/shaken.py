@@ -68,7 +68,11 @@ class Shaken:
         """What a linear map makes of its activations."""
         if self.read_as == torch.float32:
             return x
-        step = x.abs().amax(-1, keepdim=True) / 254 if self.read_as == torch.int8 else unit_of(self.read_as) * x.abs()
+        step = (
+            x.abs().amax(-1, keepdim=True) / 254
+            if self.read_as == torch.int8
+            else unit_of(self.read_as) * x.abs()
+        )
         return x + step * (2 * torch.rand(x.shape, generator=self.generator) - 1)
 
     def linear(

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "attention.h"
+#include "product.h"
 
 namespace penstock {
 
@@ -30,7 +31,7 @@ struct Model {
     const float* sin;
     int32_t kv_type;
     int32_t num_blocks;
-    void* kv;  // [layers][2][blocks][kv heads * 16 * head_dim]
+    void* kv;  // [layers][2][blocks][bytes of a block]: see kv_layout.h
     const Layer* layers;
 };
 
@@ -65,13 +66,9 @@ class Decoder {
         shape_ = {model.num_heads, model.num_kv_heads, model.head_dim, model.eps, model.cos, model.sin};
         with_type(model.embedding ? static_cast<Type>(model.embedding_type) : model.embedding_linear->type,
                   [&](auto* w) { embed_ = &Decoder::embed<std::remove_pointer_t<decltype(w)>>; });
-        with_type(kv_type(), [&](auto* w) {
-            using W = std::remove_pointer_t<decltype(w)>;
-            attend_ = &attend<W>;
-            place_ = &place_token<W>;
-        });
+        attention_ = attention_over(static_cast<Type>(model.kv_type), shape_);
         use_huge_pages(model.kv, 2 * model.num_layers * half_of_layer());
-        for (int i = 0; i < team.size(); i++) attention_scratch_.emplace_back(shape_);
+        for (int i = 0; i < team.size(); i++) attention_scratch_.emplace_back(shape_, attention_.limits);
     }
 
     // Writes the normed hidden states of the sample rows, [samples][hidden].
@@ -87,11 +84,9 @@ class Decoder {
     }
 
    private:
-    Type kv_type() const { return static_cast<Type>(model_.kv_type); }
-
     // Bytes of the keys, or of the values, of one layer.
     size_t half_of_layer() const {
-        return static_cast<size_t>(model_.num_blocks) * shape_.kv_size() * kBlockTokens * size_of(kv_type());
+        return static_cast<size_t>(model_.num_blocks) * attention_.block_bytes;
     }
 
     int check() {
@@ -259,11 +254,11 @@ class Decoder {
 
     // With work enough for everyone, a task takes as many heads as it has rows for.
     void add_tasks(std::vector<Task>& tasks, int sequence, int from, int to) {
-        const int most = tokens_per_task(shape_), heads = shape_.num_kv_heads;
+        const int most = attention_.limits.tokens_per_task(shape_), heads = shape_.num_kv_heads;
         for (int t = from; t < to; t += most) {
             const int tokens = std::min(most, to - t);
             const bool scarce = step_.sequences < 4 * team_.size();
-            const int together = scarce ? 1 : std::max(1, kAttentionRows / (tokens * shape_.group()));
+            const int together = scarce ? 1 : attention_.limits.heads_per_task(shape_, tokens);
             for (int h = 0; h < heads; h += together) {
                 const int some = std::min(together, heads - h);
                 const int64_t cost = int64_t(tokens) * some * (step_.positions[t + tokens - 1] + 1);
@@ -326,12 +321,12 @@ class Decoder {
         const Layer& layer = layers_[index];
         for_rows(chunk, step_.tokens, [&](int t) {
             const int32_t* table = step_.block_tables + static_cast<size_t>(sequence_of_[t]) * step_.max_blocks;
-            place_(attentions_[index].step, layer.q_norm, layer.k_norm, t, table[step_.positions[t] / kBlockTokens]);
+            attention_.place(attentions_[index].step, layer.q_norm, layer.k_norm, t, table[step_.positions[t] / kBlockTokens]);
         });
     }
 
     void run_attend(uint32_t index, int chunk, int worker) {
-        attend_(attentions_[index].step, (*attentions_[index].tasks)[chunk], attention_scratch_[worker]);
+        attention_.attend(attentions_[index].step, (*attentions_[index].tasks)[chunk], attention_scratch_[worker]);
     }
 
     void run_gather(uint32_t, int chunk, int) {
@@ -349,8 +344,7 @@ class Decoder {
     const std::vector<Layer> layers_;
     Shape shape_;
     void (Decoder::*embed_)(int, float*) const;
-    void (*place_)(const AttentionStep&, const float*, const float*, int, int);
-    void (*attend_)(const AttentionStep&, const Task&, AttentionScratch&);
+    Attention attention_;
 
     std::vector<AttentionScratch> attention_scratch_;  // per worker
 

@@ -21,7 +21,7 @@ from engine.kernels.cpu import prebuilt
 from engine.kernels.cpu.build import LevelUnknown, NativeUnavailable, build
 from engine.kernels.cpu.levels import Level, Machine, requested, this_machine
 
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 """The storage types of the kernels."""
 
 ERRORS = {

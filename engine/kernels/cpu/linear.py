@@ -10,6 +10,11 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.library import DTYPES, Team, check, created, float32, pointer
+from engine.quant.formats import NamedTensors
+from engine.quant.integers import Integers
+
+_INTEGER_TYPES = {8: 3, 4: 4}
+"""The storage types of the kernels for integers, by their bits."""
 
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.int8)
@@ -33,8 +38,9 @@ class _Source(ctypes.Structure):
 class PackedLinear:
     """A linear layer in the layout of the kernels; the tensors it was made from can be freed.
 
-    An output is one chain of fused multiply-adds in float32, so that it does not depend on the other rows or on the
-    number of threads, bit for bit.
+    An output of a floating-point weight is one chain of fused multiply-adds in float32, so that it does not depend on
+    the other rows or on the number of threads, bit for bit. An output of a weight of integers is that of
+    `IntegerLinear`.
 
     Args:
         weight: [rows, in]; it is rounded to `dtype`, float32, float16 or bfloat16.
@@ -45,18 +51,23 @@ class PackedLinear:
     def __init__(
         self, team: Team, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, gated: bool = False
     ) -> None:
-        self.num_rows, self.in_features = weight.shape
-        if gated and self.num_rows % 2:
-            raise ValueError(f"gates and ups must be equally many, not {self.num_rows} together")
-        if bias is not None and bias.shape != (self.num_rows,):
-            raise ValueError(f"a bias of shape {tuple(bias.shape)} for {self.num_rows} outputs")
-        self.out_features = self.num_rows // 2 if gated else self.num_rows
-        self.dtype = dtype
-        self.gated = gated
-        self._team = team
-        self._apply = team.library.function("penstock_linear_apply")
-        self.handle = self._pack(weight, bias)
-        weakref.finalize(self, team.library.call, "penstock_linear_free", self.handle)
+        self._pack(
+            team, DTYPES[dtype], {"weight": weight.detach().to("cpu", dtype)}, weight.shape[1], bias, gated
+        )
+
+    @classmethod
+    def of_integers(
+        cls,
+        team: Team,
+        tensors: NamedTensors,
+        format: Integers,
+        bias: Tensor | None,
+        gated: bool = False,
+    ) -> PackedLinear:
+        """The layer of a weight of integers, given as the tensors of its format."""
+        linear = cls.__new__(cls)
+        linear._pack(team, _INTEGER_TYPES[format.bits], tensors, format.group_size, bias, gated)
+        return linear
 
     @property
     def activation_dtype(self) -> torch.dtype:
@@ -76,28 +87,48 @@ class PackedLinear:
         num_rows = x.shape[0]
         out = torch.empty((num_rows, self.out_features))
         check(
-            self._apply(self._team.handle, self.handle, x.data_ptr(), self.in_features, num_rows, out.data_ptr())
+            self._apply(
+                self._team.handle, self.handle, x.data_ptr(), self.in_features, num_rows, out.data_ptr()
+            )
         )
         return out
 
     def dense(self) -> Tensor:
-        """The weights as they were given, [rows, in], rounded to `dtype` and widened to float32."""
+        """The weights as they are stored, [rows, in], in float32."""
         out = torch.empty((self.num_rows, self.in_features))
         self._team.library.call("penstock_linear_unpack", self._team.handle, self.handle, out.data_ptr())
         return out
 
-    def _pack(self, weight: Tensor, bias: Tensor | None) -> int:
-        source = weight.detach().to("cpu", self.dtype).contiguous()
+    def _pack(
+        self,
+        team: Team,
+        type: int,
+        tensors: NamedTensors,
+        group_size: int,
+        bias: Tensor | None,
+        gated: bool,
+    ) -> None:
+        self.num_rows, self.in_features = tensors["weight"].shape
+        if gated and self.num_rows % 2:
+            raise ValueError(f"gates and ups must be equally many, not {self.num_rows} together")
+        if bias is not None and bias.shape != (self.num_rows,):
+            raise ValueError(f"a bias of shape {tuple(bias.shape)} for {self.num_rows} outputs")
+        self.out_features = self.num_rows // 2 if gated else self.num_rows
+        self.gated = gated
+        self._team = team
+        self._apply = team.library.function("penstock_linear_apply")
+        kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
         biases = None if bias is None else float32(bias)
-        given = _Source(
-            type=DTYPES[self.dtype],
+        source = _Source(
+            type=type,
             rows=self.num_rows,
             k=self.in_features,
-            gated=self.gated,
-            group=self.in_features,
-            weight=source.data_ptr(),
+            gated=gated,
+            group=group_size,
+            weight=kept["weight"].data_ptr(),
+            scales=pointer(kept.get("scale")),
+            zeros=pointer(kept.get("zero")),
             bias=pointer(biases),
         )
-        return created(
-            self._team.library.call("penstock_linear_new", self._team.handle, ctypes.byref(given))
-        )
+        self.handle = created(team.library.call("penstock_linear_new", team.handle, ctypes.byref(source)))
+        weakref.finalize(self, team.library.call, "penstock_linear_free", self.handle)

@@ -50,6 +50,9 @@ struct Half {
 struct BFloat {
     uint16_t bits;
 };
+struct Int8 {
+    int8_t value;
+};
 
 PENSTOCK_INLINE v8 splat(float x) { return v8{x, x, x, x, x, x, x, x}; }
 PENSTOCK_INLINE v8i splat_int(int32_t x) { return v8i{x, x, x, x, x, x, x, x}; }
@@ -89,6 +92,17 @@ PENSTOCK_INLINE v8 load(const BFloat* p) {
     v8h bits;
     std::memcpy(&bits, p, sizeof bits);
     return (v8)(__builtin_convertvector(bits, v8u) << 16);
+#endif
+}
+
+PENSTOCK_INLINE v8 load(const Int8* p) {
+#if PENSTOCK_AVX2
+    const __m128i values = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return (v8)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(values));
+#else
+    v8 x;
+    for (int i = 0; i < kLanes; i++) x[i] = p[i].value;
+    return x;
 #endif
 }
 
@@ -221,7 +235,13 @@ PENSTOCK_INLINE v8 load_or_lowest(const float* in, int count) {
 // ---- reductions, always the same tree --------------------------------------------------------------------------
 
 PENSTOCK_INLINE float sum(v8 x) {
+#if PENSTOCK_AVX2
+    const __m128 fours = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    const __m128 twos = _mm_add_ps(fours, _mm_movehl_ps(fours, fours));
+    return _mm_cvtss_f32(_mm_add_ss(twos, _mm_movehdup_ps(twos)));
+#else
     return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+#endif
 }
 
 // a > b ? a : b, which is b where either is no number.
@@ -268,6 +288,8 @@ PENSTOCK_INLINE unsigned bits_of(v8i mask) {
 PENSTOCK_INLINE wide fma(wide a, wide b, wide c) { return (wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 
 PENSTOCK_INLINE void store(float* p, wide x) { std::memcpy(p, &x, sizeof x); }
+
+PENSTOCK_INLINE wide max(wide a, wide b) { return (wide)_mm512_max_ps((__m512)a, (__m512)b); }
 #endif
 
 // A vector of type V with the same number everywhere.
@@ -287,6 +309,8 @@ PENSTOCK_INLINE V load_as(const W* p) {
     } else if constexpr (std::is_same_v<W, BFloat>) {
         const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
         return (V)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+    } else if constexpr (std::is_same_v<W, Int8>) {
+        return (V)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
 #endif
     } else {
         V x;
@@ -323,6 +347,26 @@ PENSTOCK_INLINE V exp(V x) {
 }
 
 PENSTOCK_INLINE float exp1(float x) { return exp(splat(x))[0]; }
+
+// ---- 2^x up to x = 127, about 2e-7 relative; exp2(0) is exactly 1 ----------------------------------------------
+
+// 2^x = 2^n 2^r with r in [-1/2, 1/2], which is exact, and 2^r by a polynomial of the least relative error (9e-8) among
+// those that are 1 at 0. Below -126, where 2^n leaves the normal numbers, the result is 0.
+template <class V>
+PENSTOCK_INLINE V exp2(V x) {
+    typedef std::conditional_t<sizeof(V) == sizeof(v8), v8i, wide_int> Int;
+    const V magic = all<V>(12582912.0f + 127);  // 1.5 * 2^23 plus the bias: the sum's low bits are 2^n's exponent
+    const V shifted = x + magic;
+    const V r = x - (shifted - magic);
+    V p = all<V>(1.326472062e-03f);
+    p = fma(p, r, all<V>(9.671513598e-03f));
+    p = fma(p, r, all<V>(5.550733770e-02f));
+    p = fma(p, r, all<V>(2.402224207e-01f));
+    p = fma(p, r, all<V>(6.931469776e-01f));
+    p = fma(p, r, all<V>(1.0f));
+    const V result = p * (V)((Int)shifted << 23);
+    return x < all<V>(-126.0f) ? V{} : result;
+}
 
 // ---- log of positive normal numbers, below 1 ulp ---------------------------------------------------------------
 

@@ -12,13 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.errors import NotEnoughMemory
+from engine.errors import CheckpointError, NotEnoughMemory
 from engine.execution.loader import LoadedModel, load_model
 from engine.execution.memory import Budget, plan_memory, weight_bytes
 from engine.kernels import ops, select
+from engine.kernels.batch import blank_batch
 from engine.kernels.cpu import native
 from engine.kernels.cpu.native import NativeDecoder, NativeUnavailable, PackedLinear
-from engine.kernels.linear import DenseLinear, Linear
+from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import Kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.fields import Fields
@@ -27,6 +28,7 @@ from engine.model.parse import parse_config, read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import Decoder
 from engine.model.weights import load_weights
+from engine.quant.integers import Quantization
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config
 
 CPU = torch.device("cpu")
@@ -58,6 +60,49 @@ def test_a_native_model_keeps_weights_and_cache_in_the_type_asked_for(tmp_path: 
     assert model.kernels.embedding_dtype == model.kernels.kv_dtype == DTYPES[dtype]
     assert model.kv.data.dtype == DTYPES[dtype]
     assert model.kernels.activation_dtype == torch.float32
+
+
+@pytest.mark.usefixtures("team")
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_a_quantized_model_has_integers_and_an_embedding_in_16_bits(tmp_path: Path, name: str) -> None:
+    model = load(make_checkpoint("qwen2", tmp_path, intermediate_size=96), quantize=name, kv_dtype="float32")
+    assert isinstance(model.decoder, NativeDecoder)
+    assert isinstance(model.lm_head, PackedLinear)
+    assert model.lm_head.activation_dtype == torch.int8
+    assert model.kernels.embedding_dtype == torch.float16
+    assert model.kv.data.dtype == torch.float32
+    quantization = Quantization.of(name)
+    assert model.memory.weights == weight_bytes(model.config, torch.float16, quantization)
+
+
+@pytest.mark.usefixtures("team")
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_native_decoder_computes_with_the_integers_of_plain_torch(tmp_path: Path, name: str) -> None:
+    """Both have the same integers, so that only a rounding to the next integer here and there tells them apart."""
+    folder = make_checkpoint("llama", tmp_path, intermediate_size=96, dtype="float16")
+    models = [load(folder, quantize=name, dtype="float32", block_size=size) for size in (16, 32)]
+    assert [model.kernels.name for model in models] == ["native", "torch"]
+    logits = []
+    for model in models:
+        batch = blank_batch([40], [40], torch.tensor([[1, 2, 3]], dtype=torch.int32))
+        batch.token_ids = torch.arange(40, dtype=torch.int32) * 7
+        batch.sample_rows = torch.arange(40, dtype=torch.int32)
+        with torch.inference_mode():
+            logits.append(model.lm_head(model.decoder(batch)))
+    error = (logits[0] - logits[1]).square().mean().sqrt() / logits[1].square().mean().sqrt()
+    assert error < 0.02
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"quantize": "int4"}, "quantize int4: groups of 32 or 64 do not divide .* 112 inputs"),
+        ({"quantize": "int8", "quantize_group_size": 128}, "quantize int8: groups of 128 do not divide"),
+    ],
+)
+def test_groups_that_do_not_divide_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        load(make_checkpoint("llama", tmp_path), **options)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8, 15, 17, 32])
@@ -99,7 +144,7 @@ def real_bytes(weights: Weights) -> int:
     storages: dict[int, int] = {}
     packed = 0
     for part in parts(weights):
-        if isinstance(part, PackedLinear):
+        if isinstance(part, PackedLinear | IntegerLinear):
             packed += part.num_bytes
             continue
         tensors = [part] if isinstance(part, Tensor) else []
@@ -110,9 +155,11 @@ def real_bytes(weights: Weights) -> int:
     return packed + sum(storages.values())
 
 
-def weights_of(folder: Path, kernels: Kernels) -> tuple[ModelConfig, Weights]:
+def weights_of(
+    folder: Path, kernels: Kernels, quantization: Quantization | None = None
+) -> tuple[ModelConfig, Weights]:
     config = read_config(folder)
-    return config, load_weights(config, TensorFiles(folder), kernels, lambda *_: None)
+    return config, load_weights(config, TensorFiles(folder), kernels, lambda *_: None, quantization)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,6 +179,25 @@ def test_packed_weights_take_what_was_estimated_and_a_little_for_norms_and_paddi
     config, weights = weights_of(folder, select.native_kernels(team, DTYPES[dtype]))
     estimate = weight_bytes(config, DTYPES[dtype])
     assert 0.98 * estimate <= real_bytes(weights) <= 1.02 * estimate
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_plain_torch_takes_exactly_what_was_estimated_for_8_bits(tmp_path: Path, tied: bool) -> None:
+    folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=tied)
+    quantization = Quantization.of("int8")
+    config, weights = weights_of(folder, ops.reference_kernels(CPU, torch.float32), quantization)
+    assert real_bytes(weights) == weight_bytes(config, torch.float32, quantization)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_packed_integers_take_what_was_estimated_and_a_little_for_padding(
+    team: native.Team, tmp_path: Path, name: str
+) -> None:
+    folder = make_checkpoint("llama", tmp_path, hidden_size=128, intermediate_size=256)
+    quantization = Quantization.of(name)
+    config, weights = weights_of(folder, select.native_kernels(team, torch.float16), quantization)
+    estimate = weight_bytes(config, torch.float16, quantization)
+    assert 0.98 * estimate <= real_bytes(weights) <= 1.05 * estimate
 
 
 @settings(max_examples=40, deadline=None)

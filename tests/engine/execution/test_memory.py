@@ -14,6 +14,7 @@ from engine.execution.memory import (
     Budget,
     MemoryPlan,
     available_bytes,
+    estimate,
     plan_memory,
     weight_bytes,
 )
@@ -21,6 +22,7 @@ from engine.kernels.ops import reference_kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.fields import Fields
 from engine.model.parse import parse_config
+from engine.quant.integers import Quantization
 from tests.engine.checkpoints import make_config, random_tensors
 
 CONFIG = parse_config(Fields("config.json", make_config("llama")))
@@ -40,6 +42,39 @@ def test_weights_take_the_bytes_of_all_their_tensors() -> None:
     elements = sum(tensor.numel() for tensor in random_tensors(make_config("llama"), 0).values())
     assert weight_bytes(CONFIG, torch.float16) == 2 * elements
     assert weight_bytes(CONFIG, torch.float32) == 4 * elements
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_quantized_weights_take_their_integers_scales_and_the_rest_in_16_bits(tied: bool) -> None:
+    config = parse_config(
+        Fields("config.json", make_config("llama", tie_word_embeddings=tied, intermediate_size=96))
+    )
+    hidden, inner, vocab = 64, 96, 512
+    outputs = [(2 * hidden, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
+    eight_bits = sum(rows * (columns + 4) for rows, columns in outputs)
+    four_bits = sum(
+        rows * (columns // 2 + 5 * columns // (32 if columns == 96 else 64)) for rows, columns in outputs
+    )
+    rest = 2 * (vocab * hidden + 7 * hidden) + vocab * (hidden + 4)  # embedding, norms; the head
+    assert weight_bytes(config, torch.float16, Quantization.of("int8")) == rest + 3 * eight_bits
+    assert weight_bytes(config, torch.float16, Quantization.of("int4")) == rest + eight_bits + 2 * four_bits
+
+
+def test_a_plan_reckons_with_the_types_of_weights_and_cache() -> None:
+    kernels = replace(KERNELS, kv_dtype=torch.int8)
+    quantization = Quantization.of("int8")
+    found = plan_memory(
+        CONFIG, kernels, LoadOptions(num_blocks=9), Budget(GIB, 0.25), quantization=quantization
+    )
+    assert found.weights == weight_bytes(CONFIG, torch.float16, quantization)
+    assert found.block == 3 * 2 * 2 * 16 * (16 + 4)
+
+
+def test_an_estimate_needs_no_kernels() -> None:
+    sizes = estimate(CONFIG, LoadOptions(device="cpu", quantize="int8", kv_dtype="int8"))
+    assert (sizes.dtype, sizes.kv_dtype) == ("float16", "int8")
+    assert sizes.weights == weight_bytes(CONFIG, torch.float16, Quantization.of("int8"))
+    assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
 
 
 def test_a_share_of_what_is_left_becomes_kv_cache() -> None:

@@ -33,3 +33,9 @@ def test_no_copies_change_nothing() -> None:
     kv = KVCache(SHAPE, 2, torch.float32, torch.device("cpu"))
     kv.copy_blocks(torch.tensor([], dtype=torch.int32), torch.tensor([], dtype=torch.int32))
     assert not kv.data.any()
+
+
+def test_a_block_of_integers_ends_with_a_scale_for_each_head_of_each_token() -> None:
+    kv = KVCache(SHAPE, 10, torch.int8, torch.device("cpu"))
+    assert kv.data.shape == (3, 2, 10, 2 * 4 * 8 + 4 * 2 * 4)
+    assert kv.data.nbytes == 10 * SHAPE.block_bytes(torch.int8)

@@ -18,9 +18,10 @@ from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import only_what_runs, select, trials, triton_kernels
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.dtype import choose_device, choose_dtype
+from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, choose_quantization
 from engine.model.fields import Fields
 from engine.model.parse import parse_config
+from engine.quant.integers import Quantization
 from tests.engine import needs
 from tests.engine.checkpoints import make_config
 
@@ -237,3 +238,28 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("auto") == choose_device("cuda") == CUDA
+
+
+@pytest.mark.parametrize(
+    ("wanted", "own", "device", "chosen"),
+    [
+        ("auto", torch.float16, CPU, torch.float16),
+        ("auto", torch.bfloat16, CUDA, torch.bfloat16),
+        ("bfloat16", torch.bfloat16, CUDA, torch.bfloat16),
+        ("int8", torch.float16, CPU, torch.int8),
+        ("float32", torch.float16, CPU, torch.float32),
+    ],
+)
+def test_types_of_the_kv_cache(
+    wanted: str, own: torch.dtype, device: torch.device, chosen: torch.dtype
+) -> None:
+    assert choose_kv_dtype(wanted, own, device) == chosen
+
+
+def test_what_is_served_on_the_cpu_alone_is_one_line_on_cuda() -> None:
+    with pytest.raises(CheckpointError, match=r"^kv-dtype int8 is served on the CPU; .* bfloat16$"):
+        choose_kv_dtype("int8", torch.bfloat16, CUDA)
+    with pytest.raises(CheckpointError, match=r"^quantize int4 is served on the CPU"):
+        choose_quantization("int4", None, CUDA)
+    assert choose_quantization(None, None, CUDA) is None
+    assert choose_quantization("int4", 32, CPU) == Quantization(4, 32)

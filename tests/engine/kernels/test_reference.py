@@ -14,6 +14,7 @@ from engine.kernels.reference import (
     PagedAttention,
     TokenPlaces,
     add_rms_norm,
+    quantize_kv,
     rms_norm,
     rotary,
     rotate_and_write,
@@ -130,6 +131,53 @@ def test_keys_and_values_land_in_their_slots_and_nowhere_else() -> None:
         assert torch.equal(blocks[1, block, :, offset], values[row])
         blocks[:, block, :, offset] = 0
     assert not blocks.any()
+
+
+def test_integers_land_in_their_slots_and_their_scales_behind_them() -> None:
+    """The layout of an int8 cache, byte by byte: [heads, tokens, head_dim] integers, then [heads, tokens] float32."""
+    kv = KVCache(SHAPE, 4, torch.int8, CPU)
+    keys, values = torch.randn(2, 3, KV_HEADS, HEAD_DIM)
+    keys[1, 0] = 0
+    write_kv(kv.layer(0), keys, values, torch.tensor([5, -1, 15]))
+    num_integers = KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    for side, written in enumerate((keys, values)):
+        expected = torch.zeros(4, kv.data.shape[-1], dtype=torch.int8).numpy()
+        for row, block, offset in [(0, 1, 1), (2, 3, 3)]:
+            integers = expected[block, :num_integers].reshape(KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+            scales = expected[block, num_integers:].view("float32").reshape(KV_HEADS, BLOCK_SIZE)
+            for head in range(KV_HEADS):
+                x = written[row, head].numpy()
+                scales[head, offset] = abs(x).max() / 127
+                integers[head, offset] = (x / scales[head, offset]).round()
+        assert torch.equal(kv.data[0, side], torch.from_numpy(expected))
+
+
+def test_a_head_of_zeros_has_no_scale_and_what_is_no_number_stays_none() -> None:
+    x = torch.zeros(2, 1, HEAD_DIM)
+    x[1, 0, 3] = torch.nan
+    integers, scale = quantize_kv(x)
+    assert not integers.any()
+    assert scale[0] == 0
+    assert scale[1].isnan()
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+def test_attention_reads_what_an_int8_cache_stands_for(block_size: int) -> None:
+    shape = KVShape(num_layers=1, num_kv_heads=1, head_dim=6, block_size=block_size)
+    num_tokens = 5
+    keys, values = torch.randn(2, num_tokens, 1, 6)
+    queries = torch.randn(num_tokens, 2, 6)
+    num_blocks = -(-num_tokens // block_size)
+    batch = make_batch([(0, num_tokens)])
+    batch.block_tables = torch.arange(1, 1 + num_blocks, dtype=torch.int32).unsqueeze(0)
+    found = []
+    for dtype in (torch.int8, torch.float32):
+        kv = KVCache(shape, 1 + num_blocks, dtype, CPU)
+        rounded = [scale.unsqueeze(-1) * integers for integers, scale in map(quantize_kv, (keys, values))]
+        written = (keys, values) if dtype == torch.int8 else rounded
+        write_kv(kv.layer(0), *written, slot_mapping(batch, block_size))
+        found.append(PagedAttention(batch, shape)(queries, kv.layer(0), 0))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("norms", [False, True])

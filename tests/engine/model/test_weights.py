@@ -11,23 +11,32 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.execution.loader import load_model
-from engine.kernels.linear import DenseLinear, Linear
+from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import reference_kernels
 from engine.model.config import LoadOptions
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.weights import check_tensors, load_weights
+from engine.quant.integers import Quantization
 from tests.engine.checkpoints import Config, make_checkpoint, make_config, random_tensors, save_tensors
 
 CPU = torch.device("cpu")
 
 
-def load(folder: Path, progress: list[tuple[int, int]] | None = None) -> Weights:
+def load(
+    folder: Path,
+    progress: list[tuple[int, int]] | None = None,
+    quantization: Quantization | None = None,
+) -> Weights:
     told = [] if progress is None else progress
     kernels = reference_kernels(CPU, torch.float32)
     return load_weights(
-        read_config(folder), TensorFiles(folder), kernels, lambda done, total: told.append((done, total))
+        read_config(folder),
+        TensorFiles(folder),
+        kernels,
+        lambda done, total: told.append((done, total)),
+        quantization,
     )
 
 
@@ -233,3 +242,42 @@ def test_more_positions_than_the_model_has_are_refused(tmp_path: Path) -> None:
     folder = make_checkpoint("llama", tmp_path)
     with pytest.raises(CheckpointError, match="max_model_len 513 is more than the 512 positions"):
         load_model(folder, LoadOptions(max_model_len=513), lambda _: None, lambda *_: None)
+
+
+def assert_quantized(linear: Linear, weight: Tensor, bias: Tensor | None, layer: int | None) -> None:
+    """The linear map multiplies by the integers of the weight, in the format of its place; None is the head."""
+    quantization = Quantization.of("int4")
+    columns = weight.shape[1]
+    format = quantization.head_format(columns) if layer is None else quantization.layer_format(layer, columns)
+    assert isinstance(linear, IntegerLinear)
+    x = torch.randn(3, columns, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(linear(x), IntegerLinear(format.quantize(weight), format, bias)(x))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_linear_maps_are_quantized_as_they_are_loaded(tmp_path: Path, tied: bool) -> None:
+    make_checkpoint("qwen2", tmp_path, tie_word_embeddings=tied, intermediate_size=96)
+    tensors = load_file(tmp_path / "model.safetensors")
+    weights = load(tmp_path, quantization=Quantization.of("int4"))
+    for i, layer in enumerate(weights.layers):
+        own = {name.removeprefix(f"model.layers.{i}."): t for name, t in tensors.items()}
+        qkv, biases = (
+            torch.cat([own[f"self_attn.{part}_proj.{kind}"] for part in "qkv"]) for kind in ("weight", "bias")
+        )
+        gate_up = torch.cat([own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]])
+        assert_quantized(layer.qkv, qkv, biases, i)
+        assert_quantized(layer.o, own["self_attn.o_proj.weight"], None, i)
+        assert_quantized(mlp(layer).gate_up, gate_up, None, i)
+        assert_quantized(mlp(layer).down, own["mlp.down_proj.weight"], None, i)
+    head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
+    assert_quantized(weights.lm_head, head, None, None)
+    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"])
+    assert not weights.is_tied, "the embedding must not be read out of the head's integers"
+
+
+def test_groups_that_do_not_divide_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    make_checkpoint("llama", tmp_path)  # 112 inputs of down_proj
+    with pytest.raises(CheckpointError, match=r"quantize int4: groups of 64 do not divide .* 112 inputs"):
+        load(tmp_path, told, Quantization.of("int4", 64))
+    assert told == []

@@ -1,0 +1,115 @@
+"""Measures what each type of weights and KV cache costs: `python -m app.demo.perplexity`.
+
+The demo model reads held-out conversations on the CPU, loaded as `penstock serve` loads it, once for every choice of
+--dtype, --quantize and --kv-dtype. Only what the assistant says counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+
+from app.checkpoint import DEMO_MODEL
+from app.demo.corpus import conversation
+from app.demo.tokenizer import encode_conversation
+from engine.execution.loader import LoadedModel, load_model
+from engine.kernels.batch import Batch, blank_batch
+from engine.model.config import LoadOptions
+
+SEED = "held out"  # training seeds are numbers
+MAX_TOKENS = 500
+
+Talk = tuple[list[int], list[bool]]
+"""The token ids of a conversation, and which of them the assistant says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One choice of types."""
+
+    name: str
+    options: dict[str, Any]
+
+
+CASES = (
+    Case("float32", {"dtype": "float32"}),
+    Case("auto", {}),
+    Case("float16", {"dtype": "float16"}),
+    Case("bfloat16", {"dtype": "bfloat16"}),
+    Case("int8", {"quantize": "int8"}),
+    Case("int4, groups of 32", {"quantize": "int4", "quantize_group_size": 32}),
+    Case("int4, groups of 64", {"quantize": "int4", "quantize_group_size": 64}),
+    Case("int4, groups of 128", {"quantize": "int4", "quantize_group_size": 128}),
+    Case("auto, KV cache int8", {"kv_dtype": "int8"}),
+    Case("int8, KV cache int8", {"quantize": "int8", "kv_dtype": "int8"}),
+    Case("int4, KV cache int8", {"quantize": "int4", "kv_dtype": "int8"}),
+)
+"""The first is what the others are compared with."""
+
+
+def held_out(tokenizer: Tokenizer, count: int) -> list[Talk]:
+    rng = Random(SEED)
+    return [encode_conversation(tokenizer, conversation(rng, MAX_TOKENS)) for _ in range(count)]
+
+
+def load(folder: Path, **options: Any) -> LoadedModel:
+    """Loads a checkpoint with a KV cache for one conversation at a time."""
+    wanted = LoadOptions(device="cpu", max_num_seqs=1, max_model_len=2 * MAX_TOKENS, **options)
+    return load_model(folder, wanted, lambda _: None, lambda *_: None)
+
+
+def perplexity(model: LoadedModel, talks: Sequence[Talk]) -> float:
+    """e to the mean negative log likelihood of a token that the assistant says."""
+    total, count = 0.0, 0
+    for ids, said in talks:
+        batch = _whole(ids, model.options.block_size)
+        with torch.inference_mode():
+            logits = model.lm_head(model.decoder(batch)).float()
+        targets = torch.tensor(ids[1:]).where(torch.tensor(said[1:]), -100)
+        total += float(F.cross_entropy(logits[:-1].double(), targets, ignore_index=-100, reduction="sum"))
+        count += sum(said[1:])
+    return math.exp(total / count)
+
+
+def _whole(ids: list[int], block_size: int) -> Batch:
+    """A step that computes a whole sequence and wants the hidden states of all its tokens."""
+    blocks = torch.arange(1, 1 - (-len(ids) // block_size), dtype=torch.int32)
+    batch = blank_batch([len(ids)], [len(ids)], blocks.unsqueeze(0))
+    batch.token_ids = torch.tensor(ids, dtype=torch.int32)
+    batch.sample_rows = torch.arange(len(ids), dtype=torch.int32)
+    return batch
+
+
+def table(folder: Path, talks: Sequence[Talk], cases: Sequence[Case] = CASES) -> Iterator[str]:
+    """The lines of a Markdown table, each as soon as it is known."""
+    yield "| weights | perplexity | against float32 | weight bytes |"
+    yield "|---|---|---|---|"
+    first: float | None = None
+    for case in cases:
+        model = load(folder, **case.options)
+        found = perplexity(model, talks)
+        first = first or found
+        change = f"{100 * (found / first - 1):+.3f} %"
+        yield f"| {case.name} | {found:.5f} | {change} | {model.memory.weights:,} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m app.demo.perplexity", description=__doc__)
+    parser.add_argument("--count", type=int, default=180, help="conversations")
+    arguments = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
+    for line in table(DEMO_MODEL, held_out(tokenizer, arguments.count)):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

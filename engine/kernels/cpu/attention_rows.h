@@ -1,0 +1,213 @@
+// The rows of attention, and the softmax that folds one span of tokens after another into them.
+#pragma once
+
+#include "kv_layout.h"
+
+namespace penstock {
+
+constexpr int kSpan = 128;  // tokens per fold
+constexpr int kSpanBlocks = kSpan / kBlockTokens;
+constexpr int kScoresStride = kSpan + 16;  // a power of 2 would put the rows of a tile into the same cache sets
+constexpr size_t kCacheLine = 64;
+
+// ---- rows ------------------------------------------------------------------------------------------------------
+
+// The query heads of some tokens that read the same kv heads.
+struct Task {
+    int sequence;
+    int token;  // first one
+    int tokens;
+    int kv_head;  // first one
+    int kv_heads;
+    int64_t cost;
+};
+
+// The rows of one kv head in a task: its query heads of each token. Operand is what both products multiply: float32,
+// or bfloat16 with tiles.
+template <class Operand>
+struct Rows {
+    int count;
+    int head_dim;
+    size_t q_stride, out_stride;  // between rows: head_dim with padding for tiles
+    Operand* q;
+    float* out;
+    float* scores;  // [count][kScoresStride]; nothing of them outlasts a span
+    float* peak;
+    float* total;            // [count][16]
+    int32_t *first, *limit;  // the tokens that a row sees
+
+    Rows part(int from, int rows) const {
+        return {rows,   head_dim,    q_stride,     out_stride,   q + from * q_stride, out + from * out_stride,
+                scores, peak + from, total + from * 16, first + from, limit + from};
+    }
+
+    // A row's weights take the place of its scores.
+    Operand* weights(int row) const { return reinterpret_cast<Operand*>(scores + row * kScoresStride); }
+};
+
+// The tokens [from, to) of the span that starts at token `start`.
+struct SpanTokens {
+    int start, from, to;
+
+    int column() const { return from - start; }
+    int blocks() const { return divide_up(to - from, kBlockTokens); }
+
+    // Without the blocks at both ends that none of the rows sees.
+    template <class Operand>
+    SpanTokens seen_by(const Rows<Operand>& rows) const {
+        const int first = rows.first[0] / kBlockTokens * kBlockTokens;
+        return {start, std::max(from, first), std::min(to, rows.limit[rows.count - 1])};
+    }
+};
+
+// The scales of a span's keys and values, by their place in the span; a value that is not there has scale 0.
+struct SpanScales {
+    alignas(64) float keys[kSpan];
+    alignas(64) float values[kSpan];
+};
+
+// How many rows a task may have, and how many the buffers hold for as many.
+struct RowLimits {
+    int rows;  // where one token's heads are not more
+    int unit;  // more rows than this are padded to a multiple of it
+
+    int padded(int count) const { return count <= unit ? count : divide_up(count, unit) * unit; }
+    int tokens_per_task(const Shape& shape) const { return std::max(1, rows / shape.group()); }
+    int heads_per_task(const Shape& shape, int tokens) const {
+        return std::max(1, rows / padded(tokens * shape.group()));
+    }
+};
+
+template <class W>
+constexpr RowLimits kRowLimits = kIsTiled<W> ? RowLimits{96, 16} : RowLimits{48, 1};
+
+// What a worker needs for a task.
+struct AttentionScratch {
+    size_t depth;  // head_dim as tiles of it need it
+    Buffer<float> q, out, scores, peak, total;
+    Buffer<int32_t> first, limit;
+    Buffer<BFloat> blocks;  // keys and values of a span
+    Buffer<SpanScales> scales;
+
+    AttentionScratch(const Shape& shape, const RowLimits& limits) {
+        const size_t rows = std::max(limits.rows, limits.padded(shape.group())) + limits.unit;
+        depth = divide_up(shape.head_dim, 32) * 32;
+        q = allocate<float>(rows * depth);
+        out = allocate<float>(rows * depth);
+        scores = allocate<float>(rows * kScoresStride);
+        peak = allocate<float>(rows);
+        total = allocate<float>(rows * 16);
+        first = allocate<int32_t>(rows);
+        limit = allocate<int32_t>(rows);
+        blocks = allocate<BFloat>(2 * kSpan * depth);
+        scales = allocate<SpanScales>(1);
+    }
+
+    template <class Operand>
+    Rows<Operand> rows(int head_dim) const {
+        return {0,         head_dim,     depth,      depth,       reinterpret_cast<Operand*>(q.get()),
+                out.get(), scores.get(), peak.get(), total.get(), first.get(),
+                limit.get()};
+    }
+};
+
+// ---- the softmax of a span -------------------------------------------------------------------------------------
+
+// Sixteen floats are one register or two. Sums over them have eight lanes whichever it is.
+constexpr int kBlockParts = kBlockTokens / kWide;
+
+PENSTOCK_INLINE v8 fold_halves(const wide (&x)[kBlockParts], v8 (*combine)(v8, v8)) {
+#if PENSTOCK_AVX512
+    const __m512 whole = (__m512)x[0];
+    return combine((v8)_mm512_castps512_ps256(whole), (v8)_mm512_extractf32x8_ps(whole, 1));
+#else
+    return combine(x[0], x[1]);
+#endif
+}
+
+PENSTOCK_INLINE v8 plus(v8 a, v8 b) { return a + b; }
+
+// The largest lane.
+PENSTOCK_INLINE float highest_of(v8 x) {
+#if PENSTOCK_AVX2
+    const __m128 fours = _mm_max_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    const __m128 twos = _mm_max_ps(fours, _mm_movehl_ps(fours, fours));
+    return _mm_cvtss_f32(_mm_max_ss(twos, _mm_movehdup_ps(twos)));
+#else
+    return max(x);
+#endif
+}
+
+inline void multiply(float* scores, const float* scales, int from, int to) {
+    for (int i = from; i < to; i += kWide) store(scores + i, load_as<wide>(scores + i) * load_as<wide>(scales + i));
+}
+
+PENSTOCK_INLINE float highest(const float* scores, int from, int to) {
+    wide found[kBlockParts];
+    for (wide& part : found) part = all<wide>(-std::numeric_limits<float>::infinity());
+    for (int i = from; i < to; i += kBlockTokens)
+        unrolled<kBlockParts>(PENSTOCK_EACH(p) { found[p] = max(found[p], load_as<wide>(scores + i + p * kWide)); });
+    return highest_of(fold_halves(found, max));
+}
+
+// Writes 2^(score - peak) times the scales as weights, and adds it to the row's sums.
+template <class Operand>
+PENSTOCK_INLINE void weigh(const float* scores, int from, int to, float peak, const float* scales, Operand* weights,
+                           wide (&sums)[kBlockParts]) {
+    for (int i = from; i < to; i += kBlockTokens)
+        unrolled<kBlockParts>(PENSTOCK_EACH(p) {
+            const int at = i + p * kWide;
+            const wide weight = exp2(load_as<wide>(scores + at) - all<wide>(peak));
+            sums[p] += weight;
+            store_operands(weights + at, scales ? weight * load_as<wide>(scales + at) : weight);
+        });
+}
+
+template <class Operand>
+void clear(Operand* weights, int from, int to) {
+    if (from < to) std::memset(static_cast<void*>(weights + from), 0, (to - from) * sizeof(Operand));
+}
+
+PENSTOCK_INLINE void hide(float* scores, int from, int to) {
+    for (int i = from; i < to; i++) scores[i] = -std::numeric_limits<float>::infinity();
+}
+
+// Scores of a span become weights; the row's output and sums so far are scaled to the new maximum. Without scales they are null.
+template <class Operand>
+void fold_row(const Rows<Operand>& rows, int row, const SpanTokens& tokens, const SpanScales* scales) {
+    float* scores = rows.scores + row * kScoresStride;
+    Operand* weights = rows.weights(row);
+    const int begin = tokens.column() / 32 * 32, end = divide_up(tokens.to - tokens.start, 32) * 32;
+    const int first = std::max(rows.first[row], tokens.from) - tokens.start;
+    const int limit = std::min(rows.limit[row], tokens.to) - tokens.start;
+    if (first >= limit) return clear(weights, begin, end);
+    const int low = first / kBlockTokens * kBlockTokens, high = divide_up(limit, kBlockTokens) * kBlockTokens;
+    if (scales) multiply(scores, scales->keys, low, high);
+    hide(scores, low, first);
+    hide(scores, limit, high);
+    const float before = rows.peak[row], peak = std::max(before, highest(scores, low, high));
+    rows.peak[row] = peak;
+    float* total = rows.total + row * kBlockTokens;
+    wide sums[kBlockParts];
+    unrolled<kBlockParts>(PENSTOCK_EACH(p) { sums[p] = load_as<wide>(total + p * kWide); });
+    if (peak != before) {
+        const float shrink = exp2(splat(before - peak))[0];
+        unrolled<kBlockParts>(PENSTOCK_EACH(p) { sums[p] *= all<wide>(shrink); });
+        float* out = rows.out + row * rows.out_stride;
+        for (int i = 0; i < rows.head_dim; i += kLanes) store(out + i, load(out + i) * splat(shrink));
+    }
+    weigh(scores, low, high, peak, scales ? scales->values : nullptr, weights, sums);
+    unrolled<kBlockParts>(PENSTOCK_EACH(p) { store(total + p * kWide, sums[p]); });
+    clear(weights, begin, low);
+    clear(weights, high, end);
+}
+
+// The sum of a row's exponentials.
+template <class Operand>
+float total_of(const Rows<Operand>& rows, int row) {
+    wide sums[kBlockParts];
+    unrolled<kBlockParts>(PENSTOCK_EACH(p) { sums[p] = load_as<wide>(rows.total + row * kBlockTokens + p * kWide); });
+    return sum(fold_halves(sums, plus));
+}
+
+}  // namespace penstock

@@ -1,0 +1,228 @@
+// The paged KV cache: what a block holds, and how a token's keys and values get there.
+//
+// A block of the cache holds 16 tokens of one layer, keys and values apart. Its layout lets both products of attention
+// read it as the weights that they multiply with, without a conversion:
+//
+//                              keys, per kv head               values, per kv head
+//     products in float32      [head_dim][16 tokens]           [16 tokens][head_dim]
+//     products of tiles        [head_dim / 2][16 tokens][2]    [8 pairs of tokens][head_dim][2]
+//
+// bfloat16 and int8 are multiplied by tiles where the build has them. In int8, the integers of all kv heads are followed
+// by float32 scales [kv head][16 tokens]: a number is its integer times the scale of its token and head.
+#pragma once
+
+#include <limits>
+
+#include "gemm.h"
+#include "tiles.h"
+
+namespace penstock {
+
+constexpr int kBlockTokens = 16;
+
+struct Shape {
+    int num_heads, num_kv_heads, head_dim;
+    float eps;
+    const float* cos;  // [max position][head_dim / 2]
+    const float* sin;
+
+    int group() const { return num_heads / num_kv_heads; }
+    int q_size() const { return num_heads * head_dim; }
+    int kv_size() const { return num_kv_heads * head_dim; }
+    size_t head_elements() const { return static_cast<size_t>(head_dim) * kBlockTokens; }  // of a block
+};
+
+#if PENSTOCK_TILES
+constexpr bool kHasTiles = true;
+#else
+constexpr bool kHasTiles = false;
+#endif
+
+// Whether a storage type of the cache comes with scales, and whether it is multiplied by tiles.
+template <class W>
+constexpr bool kIsScaled = std::is_same_v<W, Int8>;
+template <class W>
+constexpr bool kIsTiled = kHasTiles && (std::is_same_v<W, BFloat> || std::is_same_v<W, Int8>);
+
+// Calls function with a null pointer of a storage type of the cache.
+template <class Function>
+auto with_kv_type(Type type, Function function) {
+    if (type == Type::int8) return function(static_cast<Int8*>(nullptr));
+    return with_type(type, function);
+}
+
+// Bytes of one layer's keys, or values, in one block.
+template <class W>
+size_t block_bytes(const Shape& shape) {
+    const size_t scales = kIsScaled<W> ? shape.num_kv_heads * kBlockTokens * sizeof(float) : 0;
+    return shape.num_kv_heads * shape.head_elements() * sizeof(W) + scales;
+}
+
+// What one kv head has in a block, keys or values.
+template <class W>
+struct HeadInBlock {
+    W* elements;
+    float* scales;  // of the 16 tokens, where the type has them
+
+    // `half` has the keys, or the values, of one layer.
+    HeadInBlock(const char* half, const Shape& shape, size_t block, int kv_head) {
+        char* start = const_cast<char*>(half) + block * block_bytes<W>(shape);
+        elements = reinterpret_cast<W*>(start) + kv_head * shape.head_elements();
+        W* end = reinterpret_cast<W*>(start) + shape.num_kv_heads * shape.head_elements();
+        scales = reinterpret_cast<float*>(end) + kv_head * kBlockTokens;
+    }
+};
+
+// The place of element i of the token in a slot.
+template <class W>
+PENSTOCK_INLINE int key_place(int i, int slot) {
+    return kIsTiled<W> ? i / 2 * 2 * kBlockTokens + 2 * slot + i % 2 : i * kBlockTokens + slot;
+}
+
+template <class W>
+PENSTOCK_INLINE int value_place(int i, int slot, int head_dim) {
+    return kIsTiled<W> ? slot / 2 * 2 * head_dim + 2 * i + slot % 2 : slot * head_dim + i;
+}
+
+// A number as tiles multiply it: rounded to nearest even, and 0 where it is denormal, which is what the tiles would make
+// of it. A NaN stays one.
+PENSTOCK_INLINE BFloat tile_operand(float x) {
+    const uint16_t bits = to_bfloat_bits(x);
+    return BFloat{std::fabs(x) < std::numeric_limits<float>::min() ? uint16_t(bits & 0x8000u) : bits};
+}
+
+// As tile_operand, element by element.
+template <class V>
+PENSTOCK_INLINE void store_operands(BFloat* out, V x) {
+#if PENSTOCK_AVX512 && defined(__AVX512BF16__)
+    if constexpr (sizeof(V) == 64) {
+        const __m256bh bits = _mm512_cvtneps_pbh((__m512)x);
+        std::memcpy(out, &bits, sizeof bits);
+    } else {
+        const __m128bh bits = _mm256_cvtneps_pbh((__m256)x);
+        std::memcpy(out, &bits, sizeof bits);
+    }
+#else
+    typedef std::conditional_t<sizeof(V) == sizeof(v8), v8i, wide_int> Int;
+    typedef uint16_t Narrow __attribute__((vector_size(sizeof(V) / 2)));
+    const Int u = (Int)x, magnitude = u & 0x7fffffff;
+    const Int rounded = u + ((u >> 16 & 1) + 0x7fff);
+    const Int number = magnitude > 0x7f800000 ? u | 0x400000 : rounded;
+    const Int kept = magnitude < 0x800000 ? u - magnitude : number;
+    const Narrow bits = __builtin_convertvector(kept >> 16, Narrow);
+    std::memcpy(out, &bits, sizeof bits);
+#endif
+}
+
+template <class V>
+PENSTOCK_INLINE void store_operands(float* out, V x) {
+    store(out, x);
+}
+
+// Eight numbers as the cache holds them.
+template <class W>
+PENSTOCK_INLINE void store_in_cache(const float* x, W* out) {
+    if constexpr (kIsTiled<W>)
+        store_operands(out, load(x));
+    else
+        for (int i = 0; i < kLanes; i++) out[i] = from_float<W>(x[i]);
+}
+
+// What attention needs to know of a step and a layer.
+struct AttentionStep {
+    const Shape* shape;
+    const int32_t* positions;
+    const int32_t* block_tables;
+    size_t max_blocks;
+    int window;
+    char* keys;  // of this layer
+    char* values;
+    float* qkv;  // [T][ld]: queries, keys, values; the queries ready and scaled
+    size_t ld;
+    float* out;  // [T][ldo]
+    size_t ldo;
+};
+
+// x / rms(x) * weight; `out` may be `x`.
+inline void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
+    v8 squares = splat(0.0f);
+    for (int i = 0; i < n; i += kLanes) {
+        const v8 part = load_first(x + i, n - i);
+        squares = fma(part, part, squares);
+    }
+    const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + eps);
+    for (int i = 0; i < n; i += kLanes) {
+        const v8 y = load_first(x + i, n - i) * splat(scale) * load_first(weight + i, n - i);
+        store_first(out + i, y, n - i);
+    }
+}
+
+inline void rotate(float* head, const float* cos, const float* sin, int head_dim) {
+    const int half = head_dim / 2;
+    for (int i = 0; i < half; i += kLanes) {
+        const v8 a = load_first(head + i, half - i), b = load_first(head + half + i, half - i);
+        const v8 c = load_first(cos + i, half - i), s = load_first(sin + i, half - i);
+        store_first(head + half + i, b * c + a * s, half - i);
+        store_first(head + i, a * c - b * s, half - i);
+    }
+}
+
+// The largest |x|, or a NaN if there is one: as integers, the bits of both are in order.
+inline float largest_magnitude(const float* x, int n) {
+    int32_t most = 0;
+    for (int i = 0; i < n; i++) {
+        int32_t bits;
+        std::memcpy(&bits, x + i, sizeof bits);
+        most = std::max(most, bits & 0x7fffffff);
+    }
+    float found;
+    std::memcpy(&found, &most, sizeof found);
+    return found;
+}
+
+// Writes the keys or values of one head of a token; place(i) is where element i goes.
+template <class W, class Place>
+void write_head(const float* x, int head_dim, const HeadInBlock<W>& head, int slot, Place place) {
+    if constexpr (kIsScaled<W>) {
+        const float scale = largest_magnitude(x, head_dim) / 127.0f;
+        for (int i = 0; i < head_dim; i++) {
+            const float integer = scale > 0.0f ? std::nearbyint(x[i] / scale) : 0.0f;
+            head.elements[place(i)].value = static_cast<int8_t>(std::min(std::max(-127.0f, integer), 127.0f));
+        }
+        head.scales[slot] = scale;
+    } else {
+        for (int i = 0; i < head_dim; i += kLanes) {
+            W part[kLanes];
+            store_in_cache(x + i, part);
+            for (int j = 0; j < kLanes; j++) head.elements[place(i + j)] = part[j];
+        }
+    }
+}
+
+// One token's queries in place (normalised, rotated, scaled), its keys and values into the cache.
+template <class W>
+void place_token(const AttentionStep& step, const float* q_norm, const float* k_norm, int token, int block) {
+    const Shape& shape = *step.shape;
+    const int d = shape.head_dim, position = step.positions[token], slot = position % kBlockTokens;
+    const float* cos = shape.cos + static_cast<size_t>(position) * (d / 2);
+    const float* sin = shape.sin + static_cast<size_t>(position) * (d / 2);
+    float* row = step.qkv + token * step.ld;
+    const v8 scale = splat(1.44269504088896341f / std::sqrt(static_cast<float>(d)));  // softmax is in powers of 2
+    for (int h = 0; h < shape.num_heads + shape.num_kv_heads; h++) {
+        float* head = row + h * d;
+        const bool query = h < shape.num_heads;
+        if (q_norm) rms_norm(head, query ? q_norm : k_norm, d, shape.eps, head);
+        rotate(head, cos, sin, d);
+        if (query)
+            for (int i = 0; i < d; i += kLanes) store(head + i, load(head + i) * scale);
+    }
+    const float* keys = row + shape.q_size();
+    const float* values = keys + shape.kv_size();
+    for (int h = 0; h < shape.num_kv_heads; h++) {
+        const HeadInBlock<W> k(step.keys, shape, block, h), v(step.values, shape, block, h);
+        write_head(keys + h * d, d, k, slot, [&](int i) { return key_place<W>(i, slot); });
+        write_head(values + h * d, d, v, slot, [&](int i) { return value_place<W>(i, slot, d); });
+    }
+}
+
+}  // namespace penstock

@@ -1,0 +1,44 @@
+"""The table of what each type costs, on a few conversations."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from app.checkpoint import DEMO_MODEL
+from app.demo.perplexity import CASES, Case, Talk, held_out, load, perplexity, table
+from app.demo.score import Talker
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def talks() -> list[Talk]:
+    return held_out(Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")), 4)
+
+
+def test_it_is_the_perplexity_of_transformers(talks: list[Talk]) -> None:
+    model = Talker(DEMO_MODEL).model
+    total, count = 0.0, 0
+    for ids, said in talks:
+        with torch.no_grad():
+            likelihoods = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        for place in range(1, len(ids)):
+            if said[place]:
+                total -= float(likelihoods[place - 1, ids[place]])
+                count += 1
+    found = perplexity(load(DEMO_MODEL, dtype="float32"), talks)
+    assert found == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+def test_every_case_is_held_against_the_first(talks: list[Talk]) -> None:
+    lines = list(table(DEMO_MODEL, talks, [CASES[0], Case("int8", {"quantize": "int8"})]))
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+    assert [row[0] for row in cells] == ["float32", "int8"]
+    assert cells[0][2] == "+0.000 %"
+    change = float(cells[1][1]) / float(cells[0][1]) - 1
+    assert float(cells[1][2].removesuffix(" %")) == pytest.approx(100 * change, abs=2e-3)
+    assert cells[1][2] != "+0.000 %"

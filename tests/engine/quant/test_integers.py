@@ -1,0 +1,144 @@
+"""Rounding weights to integers: what each bit and group size may cost, and that nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.quant import integers as module
+from engine.quant.formats import NamedTensors
+from engine.quant.integers import Integers, Quantization
+
+FORMATS = st.sampled_from(
+    [Integers(8, 7), Integers(8, 64), Integers(8, 1), Integers(4, 32), Integers(4, 64), Integers(4, 128)]
+)
+SCALES = st.sampled_from([1e-38, 1e-20, 0.02, 1.0, 3e4])
+
+
+def random_weight(rows: int, columns: int, scale: float, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator) * scale
+    weight[torch.rand(rows, columns, generator=generator) < 0.1] = 0
+    return weight + scale * torch.randn(rows, 1, generator=generator)
+
+
+def assert_within_format(format: Integers, tensors: NamedTensors, rows: int, columns: int) -> None:
+    assert {name: tensor.shape for name, tensor in tensors.items()} == dict(format.shapes(rows, columns))
+    low, high, dtype = (0, 15, torch.uint8) if format.bits == 4 else (-127, 127, torch.int8)
+    weight = tensors["weight"]
+    assert weight.dtype == dtype
+    assert low <= int(weight.min()) <= int(weight.max()) <= high
+    assert tensors["scale"].dtype == torch.float32
+    assert bool(tensors["scale"].isfinite().all())
+    if format.bits == 4:
+        assert tensors["zero"].dtype == torch.uint8
+        assert int(tensors["zero"].max()) <= 15
+
+
+@settings(max_examples=60)
+@given(FORMATS, st.integers(1, 9), st.integers(1, 5), SCALES, st.integers(0, 1000))
+def test_a_weight_is_rounded_by_less_than_a_step(
+    format: Integers, rows: int, num_groups: int, scale: float, seed: int
+) -> None:
+    columns = num_groups * format.group_size
+    weight = random_weight(rows, columns, scale, seed)
+    tensors = format.quantize(weight)
+    assert_within_format(format, tensors, rows, columns)
+    groups = weight.view(rows, num_groups, -1)
+    if format.bits == 8:
+        step = groups.abs().amax(-1, keepdim=True) / 127
+        bound = step * 0.50001
+    else:  # a quarter of the range may be clipped
+        step = (groups.amax(-1, keepdim=True).clamp(min=0) - groups.amin(-1, keepdim=True).clamp(max=0)) / 15
+        bound = step * 4
+    error = (format.unpack(tensors).view_as(groups) - groups).abs()
+    assert bool((error <= bound + module._SMALLEST).all())
+
+
+@settings(max_examples=40)
+@given(st.sampled_from([32, 64, 128]), st.integers(0, 1000))
+def test_four_bits_are_at_least_as_good_as_sixteen_even_steps_of_the_range(
+    group_size: int, seed: int
+) -> None:
+    weight = random_weight(4, 2 * group_size, 1.0, seed)
+    format = Integers(4, group_size)
+    groups = weight.view(4, 2, group_size)
+    low = groups.amin(-1, keepdim=True).clamp(max=0)
+    step = (groups.amax(-1, keepdim=True).clamp(min=0) - low) / 15
+    zero = (-low / step).round()
+    plain = ((groups / step).round().clamp(-zero, 15 - zero)) * step
+    found = format.unpack(format.quantize(weight)).view_as(groups)
+    errors = [(some - groups).square().sum(-1) for some in (found, plain)]
+    assert bool((errors[0] <= errors[1] * 1.0001).all())
+
+
+def test_values_that_integers_can_stand_for_come_back() -> None:
+    grid = torch.arange(-127, 128).float().repeat(2, 1) * torch.tensor([[0.5], [4.0]])
+    eight = Integers(8, 255)
+    assert torch.equal(eight.unpack(eight.quantize(grid)), grid)
+    four = Integers(4, 32)
+    steps = (torch.arange(32) % 16 - 5).float().repeat(2, 1) * torch.tensor([[0.5], [4.0]])
+    assert torch.equal(four.unpack(four.quantize(steps)), steps)
+
+
+@pytest.mark.parametrize("format", [Integers(8, 64), Integers(4, 64)])
+def test_zeros_stay_zeros(format: Integers) -> None:
+    assert not format.unpack(format.quantize(torch.zeros(3, 128))).any()
+
+
+@pytest.mark.parametrize("format", [Integers(8, 64), Integers(4, 32)])
+def test_a_row_is_rounded_alone(monkeypatch: pytest.MonkeyPatch, format: Integers) -> None:
+    weight = random_weight(11, 64, 1.0, 0)
+    whole = format.quantize(weight)
+    monkeypatch.setattr(module, "_ELEMENTS_AT_A_TIME", 130)
+    in_pieces = format.quantize(weight)
+    joined = format.join([format.quantize(weight[:3]), format.quantize(weight[3:])])
+    for name, tensor in whole.items():
+        assert torch.equal(in_pieces[name], tensor)
+        assert torch.equal(joined[name], tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_weight_of_16_bits_is_rounded_as_if_it_were_float32(dtype: torch.dtype) -> None:
+    weight = random_weight(5, 64, 0.02, 0).to(dtype)
+    for name, tensor in Integers(4, 64).quantize(weight).items():
+        assert torch.equal(tensor, Integers(4, 64).quantize(weight.float())[name])
+
+
+def test_the_bytes_of_a_packed_weight() -> None:
+    assert Integers(8, 256).num_bytes(10, 256) == 10 * 256 + 10 * 4
+    assert Integers(4, 64).num_bytes(10, 256) == 10 * 128 + 10 * 4 * 5
+
+
+def test_groups_are_whole_rows_for_8_bits_and_what_divides_for_4() -> None:
+    assert Quantization.of("int8").layer_format(3, 100) == Integers(8, 100)
+    assert Quantization.of("int8", 32).layer_format(0, 96) == Integers(8, 32)
+    assert Quantization.of("int4").layer_format(1, 576) == Integers(4, 64)
+    assert Quantization.of("int4").layer_format(1, 96) == Integers(4, 32)
+    assert Quantization.of("int4", 128).layer_format(1, 256) == Integers(4, 128)
+
+
+def test_the_first_layer_and_the_head_have_8_bits() -> None:
+    for name in ("int8", "int4"):
+        assert Quantization.of(name).layer_format(0, 96) == Integers(8, 96)
+        assert Quantization.of(name).head_format(96) == Integers(8, 96)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "in_features", "said"),
+    [
+        (Quantization.of("int4"), 100, "quantize int4: groups of 32 or 64 do not divide .* 100 inputs"),
+        (Quantization.of("int4", 128), 576, "quantize int4: groups of 128 do not divide .* 576 inputs"),
+        (Quantization.of("int8", 64), 96, "quantize int8: groups of 64 do not divide .* 96 inputs"),
+    ],
+)
+def test_groups_that_do_not_divide_are_one_line(
+    quantization: Quantization, in_features: int, said: str
+) -> None:
+    with pytest.raises(CheckpointError, match=said) as caught:
+        quantization.layer_format(1, in_features)
+    assert "\n" not in str(caught.value)
