@@ -143,22 +143,30 @@ def capped(scores: Range, softcap: float) -> Range:
     return Range(*ends).widened(0, softcap * gamma(FUNCTION + 8))
 
 
-def attend(scores: Range, values: Range, dtype: torch.dtype = torch.float32) -> Range:
+def attend(
+    scores: Range,
+    values: Range,
+    dtype: torch.dtype = torch.float32,
+    weights_dtype: torch.dtype | None = None,
+) -> Range:
     """softmax(scores [m, n]) @ values [n, d]; a score that is not seen is -inf at both ends.
 
     The softmax may be computed tile by tile, from 16 keys on, and what was summed up is scaled whenever a tile brings a
-    larger score. Weights are rounded to `dtype` before they are multiplied with the values, and so is the result.
+    larger score. Weights are rounded to `weights_dtype`, or else `dtype`, before they are multiplied with the values, and
+    the result to `dtype`.
     """
     seen = scores.low.isfinite()
     largest = scores.middle.abs().where(seen, 0.0).amax(-1, keepdim=True)
     shift = scores.radius.where(seen, 0.0) + 4 * UNIT * largest
     roundings = scores.low.shape[-1] + (FUNCTION + 1) * (math.ceil(scores.low.shape[-1] / 16) + 2)
     relative = torch.expm1(shift) + gamma(roundings)
-    narrow = dtype != torch.float32
-    stored = relative + narrow * torch.finfo(dtype).eps / 2
+    weights_dtype = weights_dtype or dtype
+    narrow = weights_dtype != torch.float32
+    stored = relative + narrow * torch.finfo(weights_dtype).eps / 2
     weights = scores.middle.masked_fill(~seen, -torch.inf).softmax(-1)
     above = (weights * stored) @ values.middle.abs() + (weights * (1 + stored)) @ values.radius
-    above = above + narrow * torch.finfo(dtype).tiny * torch.finfo(dtype).eps * values.middle.abs().sum(-2)
+    smallest = torch.finfo(weights_dtype).tiny * torch.finfo(weights_dtype).eps
+    above = above + narrow * smallest * values.middle.abs().sum(-2)
     below = (weights * relative).sum(-1, keepdim=True)
     result = weights @ values.middle
     error = (above + result.abs() * below) / (1 - below)
