@@ -74,7 +74,7 @@ def dense_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int) 
     return concatenated(rows, 0)
 
 
-@pytest.mark.parametrize("bound", [1, reference.MAX_GROUP_ELEMENTS])
+@pytest.mark.parametrize("bound", [1, reference.MAX_TILE_ELEMENTS])
 @given(sequences=SEQUENCES, window=st.sampled_from([0, 1, 3, 7]), seed=st.integers(0, 1000))
 @settings(max_examples=60)
 def test_paged_attention_is_dense_attention(
@@ -84,8 +84,8 @@ def test_paged_attention_is_dense_attention(
     batch, kv = make_batch(sequences), KVCache(SHAPE, 1001, torch.float32, CPU)
     kv.data.uniform_(-50, 50, generator=generator)  # what nobody wrote must not matter
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "MAX_GROUP_ELEMENTS", bound)
-        patch.setattr(reference, "MAX_TILE_QUERIES", 4)
+        patch.setattr(reference, "MAX_TILE_ELEMENTS", bound)
+        patch.setattr(reference, "MAX_QUERIES", 4)
         attention = PagedAttention(batch, SHAPE)
     expected, queries = [], torch.randn(len(batch.positions), HEADS, HEAD_DIM, generator=generator)
     for row, (done, new) in enumerate(sequences):
