@@ -168,8 +168,9 @@ class PagedAttention:
         stacked = queries.view(num_sequences, num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
         scores = (stacked.flatten(2, 3).to(keys.dtype) @ keys.mT).float().mul_(head_dim**-0.5)
         hidden = ~_visible(tile.positions, keys.shape[2], window)[:, None, None]
-        scores = scores.unflatten(2, (-1, num_queries)).masked_fill_(hidden, -torch.inf)
-        attended = scores.softmax(-1).flatten(2, 3).to(values.dtype) @ values
+        scores = scores.view(*scores.shape[:2], -1, num_queries, scores.shape[3])
+        scores.masked_fill_(hidden, -torch.inf)
+        attended: Tensor = scores.softmax(-1).flatten(2, 3).to(values.dtype) @ values
         attended = attended.view(num_sequences, num_heads, num_queries, head_dim).transpose(1, 2)
         return attended.to(queries.dtype)
 

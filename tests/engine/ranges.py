@@ -165,6 +165,35 @@ def attend(scores: Range, values: Range, dtype: torch.dtype = torch.float32) -> 
     return Range(result - error, result + error).widened(2 * UNIT).rounded(dtype)
 
 
+def attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    window: int = 0,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+) -> Range:
+    """What queries [n, num_heads, d] of the last n tokens see of keys and values [context, num_kv_heads, d].
+
+    Returns:
+        [n, num_heads * d], rounded to the queries' dtype.
+    """
+    (num_queries, _, head_dim), (context, num_kv_heads, _) = queries.shape, keys.shape
+    places = torch.arange(context, device=keys.device)
+    positions = places[context - num_queries :, None]
+    hidden = (places > positions) | (places <= positions - (window or context))
+    groups = []
+    for head in range(num_kv_heads):
+        group = queries.reshape(num_queries, num_kv_heads, -1, head_dim)[:, head].transpose(0, 1)
+        scores = dot(exactly(group), exactly(keys[:, head]).mT)
+        scores = scores.scaled(head_dim**-0.5 if scale is None else scale)
+        scores = capped(scores, softcap) if softcap else scores
+        groups.append(attend(scores.masked(hidden), exactly(values[:, head]), queries.dtype))
+    attended = concatenated(groups, 0)
+    return Range(attended.low.transpose(0, 1).flatten(1), attended.high.transpose(0, 1).flatten(1))
+
+
 def assert_within(found: Tensor, expected: Range, what: str = "result") -> None:
     """No element is outside its range."""
     number = found.double().to(expected.low.device)

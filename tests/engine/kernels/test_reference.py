@@ -22,7 +22,7 @@ from engine.kernels.reference import (
     write_kv,
 )
 from tests.engine import ranges
-from tests.engine.ranges import Range, assert_within, attend, concatenated, dot, exactly
+from tests.engine.ranges import assert_within, concatenated, exactly
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 8, 4
@@ -57,23 +57,6 @@ def make_batch(sequences: list[tuple[int, int]]) -> Batch:
     )
 
 
-def dense_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Range:
-    """The last tokens of one sequence, query by query: softmax(q k / sqrt(d)) v over what each one sees."""
-    num_queries, context = queries.shape[0], keys.shape[0]
-    rows = []
-    for i in range(num_queries):
-        position = context - num_queries + i
-        first = max(0, position - window + 1) if window else 0
-        heads = []
-        for head in range(HEADS):
-            shared = head * KV_HEADS // HEADS
-            seen = slice(first, position + 1), shared
-            scores = dot(exactly(queries[i : i + 1, head]), exactly(keys[seen]).mT).scaled(HEAD_DIM**-0.5)
-            heads.append(attend(scores, exactly(values[seen])))
-        rows.append(concatenated(heads, -1))
-    return concatenated(rows, 0)
-
-
 @pytest.mark.parametrize("bound", [1, reference.MAX_TILE_ELEMENTS])
 @given(sequences=SEQUENCES, window=st.sampled_from([0, 1, 3, 7]), seed=st.integers(0, 1000))
 @settings(max_examples=60)
@@ -92,7 +75,7 @@ def test_paged_attention_is_dense_attention(
         keys, values = torch.randn(2, done + new, KV_HEADS, HEAD_DIM, generator=generator)
         write_kv(kv.layer(0), keys, values, own_slots(batch, row, done + new))
         start = int(batch.query_starts[row])
-        expected.append(dense_attention(queries[start : start + new], keys, values, window))
+        expected.append(ranges.attention(queries[start : start + new], keys, values, window))
     found = attention(queries, kv.layer(0), window)
     assert_within(found, concatenated(expected, 0))
 

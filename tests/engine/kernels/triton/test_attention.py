@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,18 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import KVShape
 from engine.kernels.reference import PagedAttention, write_kv
 from engine.kernels.triton import attention_segments as segmenting
 from engine.kernels.triton import attention_tiling as tilings
 from engine.kernels.triton.attention import TritonAttention, Workspace
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
-from tests.engine.ranges import Range, assert_within, attend, capped, concatenated, dot, exactly
+from tests.engine.kernels import scenes
+from tests.engine.kernels.scenes import Lengths, int32
+from tests.engine.ranges import assert_within
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 """The interpreter computes bfloat16 wrongly."""
-Lengths = list[tuple[int, int]]
-"""Of each sequence: (tokens computed before, tokens of this step)."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,63 +39,8 @@ def _small_tiles() -> Iterator[None]:
         yield
 
 
-@dataclass(kw_only=True)
-class Scene:
-    """A step, its KV, and what attention makes of it; what nobody wrote is not a number."""
-
-    lengths: Lengths
-    device: torch.device
-    group: int = 2
-    num_kv_heads: int = 2
-    head_dim: int = 16
-    block_size: int = 16
-    dtype: torch.dtype = torch.float32
-    window: int = 0
-    scale: float | None = None
-    softcap: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator).to(self.dtype)
-
-        self.shape = KVShape(
-            num_layers=1,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            block_size=self.block_size,
-        )
-        num_blocks = 1 + sum(self._num_blocks(row) for row in range(len(self.lengths)))
-        free = (1 + torch.randperm(num_blocks - 1, generator=generator)).tolist()
-        width = max(self._num_blocks(row) for row in range(len(self.lengths))) + 2
-        kv = KVCache(self.shape, num_blocks, self.dtype, torch.device("cpu"))
-        kv.data.fill_(math.nan)
-        self.keys, self.values = [], []
-        starts, tables = [0], torch.zeros(len(self.lengths), width, dtype=torch.int32)
-        for row, (done, new) in enumerate(self.lengths):
-            keys, values = normal(2, done + new, self.num_kv_heads, self.head_dim)
-            blocks = torch.tensor([free.pop() for _ in range(self._num_blocks(row))], dtype=torch.int32)
-            tables[row, : len(blocks)] = blocks
-            places = torch.arange(done + new)
-            write_kv(kv.layer(0), keys, values, self._slots(tables[row], places))
-            if self.window:  # blocks that no query sees any more may be anyone's
-                tables[row, : max(0, done - self.window + 1) // self.block_size] = 0
-            self.keys.append(keys.float())
-            self.values.append(values.float())
-            starts.append(starts[-1] + new)
-        self.queries = normal(starts[-1], self.num_kv_heads * self.group, self.head_dim)
-        positions = [done + i for done, new in self.lengths for i in range(new)]
-        self.layer_kv = kv.layer(0).to(self.device)
-        self.batch = Batch(
-            token_ids=int32(positions),
-            positions=int32(positions),
-            query_starts=int32(starts),
-            context_lens=int32([done + new for done, new in self.lengths]),
-            block_tables=tables,
-            sample_rows=int32([]),
-        ).to(self.device)
+class Scene(scenes.Scene):
+    """A scene that Triton's kernels attend."""
 
     def workspace(self, **changes: Any) -> Workspace:
         options: dict[str, Any] = {"windows": (self.window,), "chip": Chip(num_sms=8)}
@@ -113,42 +57,8 @@ class Scene:
         )
         return attend(self.queries.to(self.device), self.layer_kv, self.window).cpu()
 
-    def expected(self) -> Range:
-        """[T, heads * d]: softmax(score) v of every query and head, over what each one sees."""
-        rows, first = [], 0
-        for row, (_, new) in enumerate(self.lengths):
-            heads = [self._attended(row, slice(first, first + new), head) for head in range(self.num_heads)]
-            rows.append(concatenated(heads, -1))
-            first += new
-        return concatenated(rows, 0)
-
-    def _attended(self, row: int, queries: slice, head: int) -> Range:
-        """[T, d]: one sequence's queries of one head."""
-        keys, values = (exactly(kv[row][:, head // self.group]) for kv in (self.keys, self.values))
-        scores = dot(exactly(self.queries[queries, head]), keys.mT)
-        scores = scores.scaled(self.head_dim**-0.5 if self.scale is None else self.scale)
-        scores = capped(scores, self.softcap) if self.softcap else scores
-        places = torch.arange(sum(self.lengths[row]))
-        positions = places[self.lengths[row][0] :, None]
-        hidden = (places > positions) | (places <= positions - (self.window or len(places)))
-        return attend(scores.masked(hidden), values, self.dtype)
-
     def check(self, workspace: Workspace | None = None, max_queries: int | None = None) -> None:
         assert_within(self.attend(workspace, max_queries), self.expected())
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_kv_heads * self.group
-
-    def _num_blocks(self, row: int) -> int:
-        return -(-sum(self.lengths[row]) // self.block_size)
-
-    def _slots(self, table: Tensor, places: Tensor) -> Tensor:
-        return table[places // self.block_size].long() * self.block_size + places % self.block_size
-
-
-def int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 MIXED: Lengths = [(0, 5), (37, 1), (9, 11), (40, 2), (0, 1)]

@@ -19,8 +19,9 @@ from engine.kernels.reference import PagedAttention
 from engine.kernels.triton import attention
 from engine.kernels.triton.attention import TritonAttention
 from tests.engine.kernels.random_model import Checkpoint, Prompts
+from tests.engine.kernels.scenes import Lengths, int32
 from tests.engine.kernels.test_gathered import lower_right
-from tests.engine.kernels.triton.test_attention import DTYPES, Lengths, Scene, int32
+from tests.engine.kernels.triton.test_attention import DTYPES, Scene
 from tests.engine.kernels.triton.test_table import WAITING, Recorder, small, table
 from tests.engine.ranges import assert_within
 from tests.engine.shaken import allowed, largest
