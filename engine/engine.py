@@ -344,7 +344,7 @@ class Engine:
             now = self._clock()
             outputs = self._undelivered + scheduler.fail_all("the engine failed", now)
             try:
-                self._deliver(_last_report(outputs, now, self.error))
+                self._deliver(StepReport(outputs=outputs, started_s=now, error=self.error))
             except Exception:
                 log.exception("nobody takes the last outputs")
         self._become(EngineState.FAILED)
@@ -379,21 +379,3 @@ def launch_fitting(runner: Runner, scheduler: Scheduler, plan: Plan) -> StepInFl
                 plan.num_tokens,
                 error,
             )
-
-
-def _last_report(outputs: list[Output], now: float, error: str) -> StepReport:
-    return StepReport(
-        outputs=outputs,
-        started_s=now,
-        duration_s=0.0,
-        num_prefill_tokens=0,
-        num_decode_tokens=0,
-        num_running=0,
-        num_waiting=0,
-        num_blocks=0,
-        num_free_blocks=0,
-        num_preemptions=0,
-        num_prefix_query_tokens=0,
-        num_prefix_hit_tokens=0,
-        error=error,
-    )

@@ -137,12 +137,6 @@ def rotary(x: Range, cos: Tensor, sin: Tensor, dtype: torch.dtype = torch.float3
     return concatenated(parts, -1).rounded(dtype)
 
 
-def capped(scores: Range, softcap: float) -> Range:
-    """softcap * tanh(scores / softcap), where tanh may be made of an exponential: it is 1 minus a quotient."""
-    ends = [softcap * torch.tanh(end / softcap) for end in (scores.low, scores.high)]
-    return Range(*ends).widened(0, softcap * gamma(FUNCTION + 8))
-
-
 def attend(scores: Range, values: Range, dtype: torch.dtype = torch.float32) -> Range:
     """softmax(scores [m, n]) @ values [n, d]; a score that is not seen is -inf at both ends.
 
@@ -165,15 +159,7 @@ def attend(scores: Range, values: Range, dtype: torch.dtype = torch.float32) -> 
     return Range(result - error, result + error).widened(2 * UNIT).rounded(dtype)
 
 
-def attention(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    window: int = 0,
-    *,
-    scale: float | None = None,
-    softcap: float = 0.0,
-) -> Range:
+def attention(queries: Tensor, keys: Tensor, values: Tensor, window: int = 0) -> Range:
     """What queries [n, num_heads, d] of the last n tokens see of keys and values [context, num_kv_heads, d].
 
     Returns:
@@ -186,9 +172,7 @@ def attention(
     groups = []
     for head in range(num_kv_heads):
         group = queries.reshape(num_queries, num_kv_heads, -1, head_dim)[:, head].transpose(0, 1)
-        scores = dot(exactly(group), exactly(keys[:, head]).mT)
-        scores = scores.scaled(head_dim**-0.5 if scale is None else scale)
-        scores = capped(scores, softcap) if softcap else scores
+        scores = dot(exactly(group), exactly(keys[:, head]).mT).scaled(head_dim**-0.5)
         groups.append(attend(scores.masked(hidden), exactly(values[:, head]), queries.dtype))
     attended = concatenated(groups, 0)
     return Range(attended.low.transpose(0, 1).flatten(1), attended.high.transpose(0, 1).flatten(1))

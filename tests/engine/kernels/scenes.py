@@ -142,8 +142,6 @@ class Scene:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     window: int = 0
-    scale: float | None = None
-    softcap: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -198,8 +196,6 @@ class Scene:
                     self.keys[row].to(self.device),
                     self.values[row].to(self.device),
                     self.window,
-                    scale=self.scale,
-                    softcap=self.softcap,
                 )
                 for row, (start, (_, new)) in enumerate(zip(starts, self.lengths, strict=False))
             ],
