@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import PoolViolation
@@ -67,21 +68,9 @@ class _Flight:
     """A step that was launched and not waited for."""
 
     plan: Plan
-    step: StepInFlight
+    wait: Callable[[], StepResult]
+    """Waits for what the step brings; raises what its launch failed with, if it did."""
     started_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _NeverRan:
-    """A step whose launch failed."""
-
-    error: Exception
-
-    def choose(self) -> None:
-        raise self.error
-
-    def wait(self) -> StepResult:
-        raise self.error
 
 
 class Engine:
@@ -241,22 +230,22 @@ class Engine:
         """Returns False if the launch failed; the step is in flight all the same, and waiting for it says why."""
         self._num_steps += 1
         self._proven = False
-        step: StepInFlight
         try:
             step = launch_fitting(self._runner, scheduler, plan)
         except DeviceError:
             raise
         except Exception as error:
-            step = _NeverRan(error)
-        self._flights.append(_Flight(plan, step, now))
-        return not isinstance(step, _NeverRan)
+            self._flights.append(_Flight(plan, partial(_raise, error), now))
+            return False
+        self._flights.append(_Flight(plan, step.wait, now))
+        return True
 
     def _land(self, scheduler: Scheduler) -> None:
         """Waits for the oldest step and commits it; a fault ends the sequences of this step, and no others."""
         flight = self._flights.popleft()
         plan, error = flight.plan, None
         try:
-            result = flight.step.wait()
+            result = flight.wait()
         except DeviceError:
             raise
         except Exception as fault:
@@ -355,6 +344,10 @@ class Engine:
             self._on_state(state)
         except Exception:
             log.exception("whoever is told of the state raised; going on")
+
+
+def _raise(error: Exception) -> StepResult:
+    raise error
 
 
 def launch_fitting(runner: Runner, scheduler: Scheduler, plan: Plan) -> StepInFlight:
