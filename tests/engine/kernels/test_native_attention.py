@@ -71,7 +71,9 @@ class Layer:
     attention is added to the zeros. The cache starts as NaN, so nothing may be read that was not written.
     """
 
-    def __init__(self, shape: Shape, team: Team, dtype: torch.dtype, *, embedding: Tensor | None = None) -> None:
+    def __init__(
+        self, shape: Shape, team: Team, dtype: torch.dtype, *, embedding: Tensor | None = None
+    ) -> None:
         self.shape = shape
         self.embedding = made_up(shape) if embedding is None else embedding
         hidden = shape.qkv_size + shape.q_size
@@ -110,7 +112,8 @@ class Layer:
 
     def __call__(self, batch: Batch) -> Tensor:
         """[tokens, heads, head_dim]"""
-        return self.decoder(batch)[:, self.shape.qkv_size :].unflatten(1, (-1, self.shape.head_dim))
+        attended = self.decoder(batch)[:, self.shape.qkv_size :]
+        return attended.view(len(attended), -1, self.shape.head_dim)
 
 
 def made_up(shape: Shape, seed: int = 0) -> Tensor:
@@ -141,7 +144,7 @@ def stored(x: Range, dtype: torch.dtype) -> Range:
 def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, tiles: bool) -> Range:
     """The attention of a whole sequence, [tokens, heads, head_dim]."""
     shape, half = layer.shape, layer.shape.head_dim // 2
-    heads = layer.embedding[tokens].unflatten(1, (-1, shape.head_dim))
+    heads = layer.embedding[tokens].view(len(tokens), -1, shape.head_dim)
     queries, keys, values = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
     cos, sin = COS[: len(tokens), :half], SIN[: len(tokens), :half]
     turned = ranges.rotary(exactly(queries), cos, sin).scaled(math.log2(math.e) * shape.head_dim**-0.5)
@@ -180,7 +183,9 @@ def test_attention_is_within_what_its_formats_round(team: Team, shape: Shape, dt
 
 @pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_decoded_token_has_the_bits_of_one_in_a_prompt(team: Team, shape: Shape, dtype: torch.dtype) -> None:
+def test_a_decoded_token_has_the_bits_of_one_in_a_prompt(
+    team: Team, shape: Shape, dtype: torch.dtype
+) -> None:
     prompts = Prompts(VOCAB, [300])
     whole = Layer(shape, team, dtype)(prompts.batch({0: (0, 300)}))
     layer, cuts = Layer(shape, team, dtype), [0, 1, 2, 33, 34, 129, 250, 299, 300]
