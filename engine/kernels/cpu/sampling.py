@@ -92,4 +92,3 @@ class NativeChoose:
         arguments.num_slots, arguments.max_biases = tables.biases.shape[:2]
         arguments.vocab = tables.vocab_size
         self._tables = tables
-
