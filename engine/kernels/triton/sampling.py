@@ -3,11 +3,10 @@
 A row of logits is cut into tiles, and a program works on one tile of one row. A launch that reads a row is a pass:
 
     prepare    biases, penalties and the sums of the log probability; scores of a row without filters
-    histogram  tokens and masses by the upper 11 bits of their level, then by the lower 11 in the bin of top-k's cut (of
-               top-p's without top-k), then in the bin of top-p's cut among what top-k keeps
+    histogram  tokens and masses by their levels, twice for top-k and twice for top-p: see `sampling_filters`
     choose     scores of the tokens that the filters keep
 
-A row without filters is read once, one with min-p alone twice, one with top-k or top-p four times, one with both five
+A row without filters is read once, one with min-p alone twice, one with top-k or top-p four times, one with both six
 times. Of the small kernels, `bound` limits the first histogram to tokens that can still be kept, and `finish` takes the
 best token of the tiles. A row's token depends on nothing but the row: floats are only compared, and what is added up
 in an order that may differ is integers.
@@ -15,7 +14,6 @@ in an order that may differ is integers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,49 +23,31 @@ from torch import Tensor
 
 from engine.kernels.triton.sampling_filters import (
     BINS,
-    NUM_COUNTS,
-    NUM_MASSES,
+    GROUPS,
+    NUM_STAGES,
     SEARCH_SIZE,
     bound_kernel,
     histogram_kernel,
     last_kept_level,
     levels_of,
+    tile_peak,
 )
 from engine.kernels.triton.sampling_rows import (
-    AT_COUNTS_ROW,
-    AT_MIN_P_DEPTH,
-    AT_STATE,
+    COUNTS_ROW_AT,
     INFINITY,
-    LONGS,
+    MIN_P_DEPTH_AT,
     WORDS,
     filters_of,
     gumbel_noise,
     processed_logits,
+    real_at,
+    rows_of,
     store_processed_logits,
 )
 from engine.sampling.tables import Filters, SamplingTables
 
-GROUPS = 32
-"""Parts of a tile; their largest logits bound top-k's cut."""
 OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": False}
 """Products and sums are rounded one by one, as torch rounds them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The arguments of a call."""
-
-    logits: Tensor
-    tables: SamplingTables
-    slots: Tensor
-    numbers: Tensor
-    filters: Filters
-
-    @property
-    def row(self) -> tuple[Any, ...]:
-        """What every kernel that reads rows takes first; `words` and `reals` are the slots' parameters."""
-        views = (self.tables.view(torch.int32), self.tables.view(torch.float32))
-        return (self.logits, self.logits.stride(0), self.slots, *views)
 
 
 class TritonChoose:
@@ -81,20 +61,18 @@ class TritonChoose:
         self._tile = tile
         self._num_tiles = num_tiles = triton.cdiv(vocab_size, tile)
         self._groups = min(GROUPS, tile)
-        self._stride = triton.cdiv(vocab_size, 16) * 16
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
-        self._values = empty(max_rows, self._stride)
+        self._values = empty(max_rows, triton.cdiv(vocab_size, 16) * 16)
         """Logits of the rows with biases or penalties; what is not changed is read where it is."""
-        self._peaks = empty(max_rows)
         self._maxima = empty(max_rows, num_tiles * self._groups)
-        self._floats = empty(max_rows, 4, num_tiles)
+        self._peaks = empty(max_rows)
+        self._floats = empty(max_rows, 3, num_tiles)
         self._ints = empty(max_rows, 2, num_tiles, dtype=torch.int32)
-        self._searches = empty(max_rows, SEARCH_SIZE, dtype=torch.int64)
-        self._counts = empty(max_rows, NUM_COUNTS, BINS, dtype=torch.int32)
-        self._masses = empty(max_rows, NUM_MASSES, BINS, dtype=torch.int64)
+        self._searches = empty(max_rows, NUM_STAGES, SEARCH_SIZE, dtype=torch.int64)
+        self._histograms = empty(max_rows, NUM_STAGES, BINS, dtype=torch.int64)
 
     @property
     def num_bytes(self) -> int:
@@ -110,79 +88,49 @@ class TritonChoose:
         logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
         if num_rows:
             logits = logits if logits.stride(1) == 1 else logits.contiguous()
-            step = _Step(logits, tables, slots, numbers, filters)
-            self._prepare(step)
-            if filters.top_k or filters.top_p:
-                self._filter(step)
-            self._finish(step, token_ids, logprobs)
+            self._launch(logits, tables, slots, numbers, filters, token_ids, logprobs)
         return token_ids, logprobs
 
-    def _prepare(self, step: _Step) -> None:
-        tables = step.tables
-        prepare_kernel[(step.logits.shape[0], self._num_tiles)](
-            *step.row,
-            step.numbers,
-            tables.view(torch.int64),
-            tables.biases,
-            tables.biases.view(torch.float32),
+    def _launch(
+        self,
+        logits: Tensor,
+        tables: SamplingTables,
+        slots: Tensor,
+        numbers: Tensor,
+        filters: Filters,
+        token_ids: Tensor,
+        logprobs: Tensor,
+    ) -> None:
+        grid = (logits.shape[0], self._num_tiles)
+        words = tables.view(torch.int32)
+        rows = (logits, logits.stride(0), slots, words)
+        tiles = (*rows, self._values, self._maxima)
+        found = (self._floats, self._ints)
+        kinds = {"TOP_K": filters.top_k, "TOP_P": filters.top_p, "VOCAB": self._vocab_size, **OPTIONS}
+        tiled = {"GROUPS": self._groups, "TILE": self._tile, **kinds}
+        sizes = {"MAX_BIASES": tables.biases.shape[1], "LOGPROBS": filters.logprobs}
+        prepare_kernel[grid](*tiles, numbers, tables.biases, tables.counts, *found, **sizes, **tiled)
+        if filters.top_k or filters.top_p:
+            search = (self._peaks, self._searches, self._histograms)
+            num_maxima = self._maxima.shape[1]
+            maxima = {"MAXIMA": triton.next_power_of_2(num_maxima), "NUM_MAXIMA": num_maxima}
+            bound_kernel[grid[:1]](slots, words, self._maxima, *search, **maxima, **kinds)
+            for stage in (0, 1) * filters.top_k + (2, 3) * filters.top_p:
+                histogram_kernel[grid](*tiles, *search, STAGE=stage, **tiled)
+            choose_kernel[grid](*tiles, *search, numbers, *found, **tiled)
+        finish_kernel[grid[:1]](
+            *rows,
             tables.counts,
-            self._values,
-            self._maxima,
-            self._floats,
-            self._ints,
-            MAX_BIASES=tables.biases.shape[1],
-            LOGPROBS=step.filters.logprobs,
-            GROUPS=self._groups,
-            **self._tiled(step),
-        )
-
-    def _filter(self, step: _Step) -> None:
-        """Scores the rows that have filters."""
-        tiled = self._tiled(step)
-        num_rows = step.logits.shape[0]
-        search = (self._floats, self._peaks, self._searches, self._counts, self._masses)
-        bound_kernel[(num_rows,)](
-            *step.row[2:],
-            *search,
-            self._maxima,
-            MAXIMA=triton.next_power_of_2(self._maxima.shape[1]),
-            TILES=triton.next_power_of_2(self._num_tiles),
-            GROUPS=self._groups,
-            **self._shape(step),
-        )
-        grid = (num_rows, self._num_tiles)
-        for stage in range(3 if step.filters.top_k and step.filters.top_p else 2):
-            histogram_kernel[grid](*step.row, self._values, *search, STAGE=stage, **tiled)
-        longs = step.tables.view(torch.int64)
-        choose_kernel[grid](*step.row, self._values, *search, step.numbers, longs, self._ints, **tiled)
-
-    def _finish(self, step: _Step, token_ids: Tensor, logprobs: Tensor) -> None:
-        finish_kernel[(step.logits.shape[0],)](
-            *step.row[:-1],
-            step.tables.counts,
-            self._floats,
-            self._ints,
+            *found,
             token_ids,
             logprobs,
-            LOGPROBS=step.filters.logprobs,
+            LOGPROBS=filters.logprobs,
             VOCAB=self._vocab_size,
             NUM_TILES=self._num_tiles,
             TILES=triton.next_power_of_2(self._num_tiles),
             num_warps=1,
             enable_fp_fusion=False,
         )
-
-    def _shape(self, step: _Step) -> dict[str, Any]:
-        return {
-            "TOP_K": step.filters.top_k,
-            "TOP_P": step.filters.top_p,
-            "VOCAB": self._vocab_size,
-            "NUM_TILES": self._num_tiles,
-            **OPTIONS,
-        }
-
-    def _tiled(self, step: _Step) -> dict[str, Any]:
-        return self._shape(step) | {"STRIDE": self._stride, "TILE": self._tile}
 
 
 @triton.jit
@@ -191,14 +139,11 @@ def prepare_kernel(
     logits_stride: tl.tensor,
     slots: tl.tensor,
     words: tl.tensor,
-    reals: tl.tensor,
-    numbers: tl.tensor,
-    longs: tl.tensor,
-    bias_codes: tl.tensor,
-    bias_values: tl.tensor,
-    counts: tl.tensor,
     values: tl.tensor,
     maxima: tl.tensor,
+    numbers: tl.tensor,
+    biases: tl.tensor,
+    counts: tl.tensor,
     floats: tl.tensor,
     ints: tl.tensor,
     MAX_BIASES: tl.constexpr,
@@ -207,62 +152,43 @@ def prepare_kernel(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     VOCAB: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     """Applies biases and penalties to one tile of one row and finds its largest logits, or scores if nothing filters.
 
-    `floats` has four rows for each row of logits, with a number of each tile: its largest logit, its best score, the
-    largest raw logit, and the sum of exponentials relative to that. `ints` has two: the best token, and whether a raw
-    logit is not finite.
+    `floats` has three rows for each row of logits, with a number of each tile: its best score, the largest raw logit,
+    and the sum of exponentials relative to that. `ints` has two: the best token, and whether a raw logit is not finite.
     """
-    row, tile = tl.program_id(0), tl.program_id(1)
+    row, tile, num_tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
         return
     words += slot * WORDS
-    reals += slot * WORDS
     number = tl.load(numbers + row)
     ids = tile * TILE + tl.arange(0, TILE)
     inside = ids < VOCAB
-    floats += row * 4 * NUM_TILES + tile
-    ints += row * 2 * NUM_TILES + tile
-    logits_row = logits + row.to(tl.int64) * logits_stride
+    floats += row * 3 * num_tiles + tile
+    ints += row * 2 * num_tiles + tile
+    logits_row, values_row = rows_of(logits, logits_stride, values, row, VOCAB)
     raw = tl.load(logits_row + ids, mask=inside, other=0.0).to(tl.float32)
-    tl.store(ints + NUM_TILES, tl.max((inside & ((tl.abs(raw) < INFINITY) == 0)).to(tl.int32)))
+    tl.store(ints + num_tiles, tl.max((inside & ((tl.abs(raw) < INFINITY) == 0)).to(tl.int32)))
     if LOGPROBS:
         largest_raw = tl.max(tl.where(inside, raw, -INFINITY))
-        tl.store(floats + 2 * NUM_TILES, largest_raw)
-        tl.store(floats + 3 * NUM_TILES, tl.sum(tl.where(inside, tl.exp(raw - largest_raw), 0.0)))
+        tl.store(floats + num_tiles, largest_raw)
+        tl.store(floats + 2 * num_tiles, tl.sum(tl.where(inside, tl.exp(raw - largest_raw), 0.0)))
 
-    biases = slot * MAX_BIASES * 2
-    values_row = values + row.to(tl.int64) * STRIDE
-    store_processed_logits(
-        logits_row,
-        words,
-        reals,
-        number,
-        bias_codes + biases,
-        bias_values + biases,
-        counts,
-        values_row,
-        tile,
-        VOCAB,
-        TILE,
-    )
-    processed = processed_logits(logits, logits_stride, words, values, row, ids, VOCAB, STRIDE)
-    temperature, _, _, is_filtered = filters_of(words, reals, TOP_K, TOP_P, VOCAB)
+    biases += slot * MAX_BIASES * 2
+    store_processed_logits(logits_row, words, number, biases, counts, values_row, tile * TILE, VOCAB, TILE)
+    processed = processed_logits(logits_row, words, values_row, ids, VOCAB)
+    temperature, _, _, is_filtered = filters_of(words, TOP_K, TOP_P, VOCAB)
     if is_filtered:
-        tl.store(floats, tl.max(processed))
-        if TOP_K:
-            largest = tl.max(tl.reshape(processed, (GROUPS, TILE // GROUPS)), 1)
-            tl.store(maxima + (row * NUM_TILES + tile).to(tl.int64) * GROUPS + tl.arange(0, GROUPS), largest)
+        largest = tl.max(tl.reshape(processed, (GROUPS, TILE // GROUPS)), 1)
+        tl.store(maxima + (row * num_tiles + tile).to(tl.int64) * GROUPS + tl.arange(0, GROUPS), largest)
     else:
         scores = processed
         if temperature > 0:
-            scores += temperature * gumbel_noise(tl.load(longs + slot * LONGS + AT_STATE), number, ids)
-        tl.store(floats + NUM_TILES, tl.max(scores))
+            scores += temperature * gumbel_noise(words, number, ids)
+        tl.store(floats, tl.max(scores))
         tl.store(ints, tile * TILE + tl.argmax(scores, 0, tie_break_left=True))
 
 
@@ -272,52 +198,47 @@ def choose_kernel(
     logits_stride: tl.tensor,
     slots: tl.tensor,
     words: tl.tensor,
-    reals: tl.tensor,
     values: tl.tensor,
-    floats: tl.tensor,
+    maxima: tl.tensor,
     peaks: tl.tensor,
     searches: tl.tensor,
-    counts: tl.tensor,
-    masses: tl.tensor,
+    histograms: tl.tensor,
     numbers: tl.tensor,
-    longs: tl.tensor,
+    floats: tl.tensor,
     ints: tl.tensor,
+    GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     VOCAB: tl.constexpr,
-    NUM_TILES: tl.constexpr,
-    STRIDE: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
     """Finds the best score in one tile of one row among the tokens that the filters keep."""
-    row, tile = tl.program_id(0), tl.program_id(1)
+    row, tile, num_tiles = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
         return
     words += slot * WORDS
-    reals += slot * WORDS
-    temperature, top_k, has_top_p, is_filtered = filters_of(words, reals, TOP_K, TOP_P, VOCAB)
+    temperature, top_k, has_top_p, is_filtered = filters_of(words, TOP_K, TOP_P, VOCAB)
     if is_filtered:
         peak = tl.load(peaks + row)
-        floats += row * 4 * NUM_TILES + tile
-        smallest_depth = peak - tl.load(floats)
+        smallest_depth = peak - tile_peak(maxima, row, tile, GROUPS)
         best_level = levels_of(smallest_depth, temperature)
-        cut = last_kept_level(searches, counts, masses, row, best_level, top_k, has_top_p)
-        deepest = tl.load(reals + AT_MIN_P_DEPTH) * temperature
+        cut = last_kept_level(searches, histograms, words, row, best_level, top_k, has_top_p)
+        deepest = real_at(words, MIN_P_DEPTH_AT) * temperature
         best = tl.full((), -INFINITY, tl.float32)
         best_id = tl.zeros((), tl.int32)
         if (best_level <= cut) & (smallest_depth <= deepest):
             ids = tile * TILE + tl.arange(0, TILE)
-            processed = processed_logits(logits, logits_stride, words, values, row, ids, VOCAB, STRIDE)
+            logits_row, values_row = rows_of(logits, logits_stride, values, row, VOCAB)
+            processed = processed_logits(logits_row, words, values_row, ids, VOCAB)
             depths = peak - processed
             kept = (levels_of(depths, temperature) <= cut) & (depths <= deepest)
-            state = tl.load(longs + slot * LONGS + AT_STATE)
             scores = tl.where(kept, processed, -INFINITY)
-            scores += temperature * gumbel_noise(state, tl.load(numbers + row), ids)
+            scores += temperature * gumbel_noise(words, tl.load(numbers + row), ids)
             best = tl.max(scores)
             best_id = tile * TILE + tl.argmax(scores, 0, tie_break_left=True)
-        tl.store(floats + NUM_TILES, best)
-        tl.store(ints + row * 2 * NUM_TILES + tile, best_id)
+        tl.store(floats + row * 3 * num_tiles + tile, best)
+        tl.store(ints + row * 2 * num_tiles + tile, best_id)
 
 
 @triton.jit
@@ -345,21 +266,21 @@ def finish_kernel(
         return
     tiles = tl.arange(0, TILES)
     exists = tiles < NUM_TILES
-    floats += row * 4 * NUM_TILES + tiles
+    floats += row * 3 * NUM_TILES + tiles
     ints += row * 2 * NUM_TILES
-    scores = tl.load(floats + NUM_TILES, mask=exists, other=-INFINITY)
+    scores = tl.load(floats, mask=exists, other=-INFINITY)
     bad = tl.max(tl.load(ints + NUM_TILES + tiles, mask=exists, other=0))
     usable = (bad == 0) & (tl.max(scores) > -INFINITY)
     token_id = tl.minimum(tl.load(ints + tl.argmax(scores, 0, tie_break_left=True)), VOCAB - 1)
     logprob = tl.load(logits + row.to(tl.int64) * logits_stride + token_id).to(tl.float32)
     if LOGPROBS:
-        largests = tl.load(floats + 2 * NUM_TILES, mask=exists, other=-INFINITY)
+        largests = tl.load(floats + NUM_TILES, mask=exists, other=-INFINITY)
         largest = tl.max(largests)
-        totals = tl.load(floats + 3 * NUM_TILES, mask=exists, other=0.0)
+        totals = tl.load(floats + 2 * NUM_TILES, mask=exists, other=0.0)
         logprob = logprob - largest - tl.log(tl.sum(totals * tl.exp(largests - largest)))
     tl.store(token_ids + row, tl.where(usable, token_id, -1))
     tl.store(logprobs + row, tl.where(usable, logprob, float("nan")))
-    counts_row = tl.load(words + slot * WORDS + AT_COUNTS_ROW).to(tl.int64)
+    counts_row = tl.load(words + slot * WORDS + COUNTS_ROW_AT).to(tl.int64)
     if usable & (counts_row >= 0):
         place = counts + counts_row * VOCAB + token_id
         tl.store(place, tl.load(place) + 2)

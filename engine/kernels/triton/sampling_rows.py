@@ -16,30 +16,33 @@ def _place(name: str) -> tl.constexpr:
 
 
 WORDS = tl.constexpr(ROW.itemsize // 4)
-"""Of a slot's parameters, when they are read as int32 (`words`) or as float32 (`reals`)."""
-LONGS = tl.constexpr(ROW.itemsize // 8)
-AT_STATE, AT_MIN_P_DEPTH = _place("state"), _place("min_p_depth")
-_TEMPERATURE, AT_TOP_P, _TOP_K = _place("temperature"), _place("top_p"), _place("top_k")
-_MIN_TOKENS, _NUM_BIASES, AT_COUNTS_ROW = _place("min_tokens"), _place("num_biases"), _place("counts_row")
-INFINITY = tl.constexpr(float("inf"))
+"""The int32 numbers of a slot's parameters."""
+TOP_P_AT, MIN_P_DEPTH_AT, COUNTS_ROW_AT = _place("top_p"), _place("min_p_depth"), _place("counts_row")
+_TEMPERATURE, _TOP_K, _MIN_TOKENS = _place("temperature"), _place("top_k"), _place("min_tokens")
+_REPETITION, _PRESENCE, _FREQUENCY = _place("repetition"), _place("presence"), _place("frequency")
+_NUM_BIASES = _place("num_biases")
 _BIASES = tl.constexpr(128)
 """Biased tokens that a program reads at a time."""
-_REPETITION, _PRESENCE, _FREQUENCY = _place("repetition"), _place("presence"), _place("frequency")
+INFINITY = tl.constexpr(float("inf"))
 _LARGEST = tl.constexpr(reference.LARGEST)
 _GAMMA, _MIX_1, _MIX_2 = (tl.constexpr(n) for n in (noise.GAMMA, noise.MIX_1, noise.MIX_2))
 _HASH_1, _HASH_2 = tl.constexpr(noise.HASH_1), tl.constexpr(noise.HASH_2)
 
 
 @triton.jit
-def filters_of(
-    words: tl.tensor, reals: tl.tensor, TOP_K: tl.constexpr, TOP_P: tl.constexpr, VOCAB: tl.constexpr
-) -> tl.tensor:
+def real_at(words: tl.tensor, AT: tl.constexpr) -> tl.tensor:
+    """The float32 parameter at a place of the slot that is pointed to."""
+    return tl.load(words + AT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def filters_of(words: tl.tensor, TOP_K: tl.constexpr, TOP_P: tl.constexpr, VOCAB: tl.constexpr) -> tl.tensor:
     """(temperature, top_k or 0 if it keeps everything, has top-p, has any filter) of the slot that is pointed to."""
-    temperature = tl.load(reals + _TEMPERATURE)
+    temperature = real_at(words, _TEMPERATURE)
     top_k = tl.load(words + _TOP_K)
     top_k = tl.where((temperature > 0) & (top_k < VOCAB) & TOP_K, tl.maximum(top_k, 0), 0)
-    has_top_p = (temperature > 0) & (tl.load(reals + AT_TOP_P) < 1) & TOP_P
-    has_min_p = (temperature > 0) & (tl.load(reals + AT_MIN_P_DEPTH) < INFINITY) & (TOP_K | TOP_P)
+    has_top_p = (temperature > 0) & (real_at(words, TOP_P_AT) < 1) & TOP_P
+    has_min_p = (temperature > 0) & (real_at(words, MIN_P_DEPTH_AT) < INFINITY) & (TOP_K | TOP_P)
     return temperature, top_k, has_top_p, (top_k > 0) | has_top_p | has_min_p
 
 
@@ -47,75 +50,73 @@ def filters_of(
 def store_processed_logits(
     logits_row: tl.tensor,
     words: tl.tensor,
-    reals: tl.tensor,
     number: tl.tensor,
-    bias_codes: tl.tensor,
-    bias_values: tl.tensor,
+    biases: tl.tensor,
     counts: tl.tensor,
     values_row: tl.tensor,
-    tile: tl.tensor,
+    first: tl.tensor,
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Writes one tile of a row after biases and penalties to `values_row`, if the row has any.
-
-    A token with a bias is written twice, the second time with its bias.
-    """
-    counts_row = tl.load(words + AT_COUNTS_ROW).to(tl.int64)
+    """Writes one tile of a row after biases and penalties to `values_row`, if the row has any."""
+    counts_row = tl.load(words + COUNTS_ROW_AT).to(tl.int64)
     num_biases = tl.load(words + _NUM_BIASES)
     if (counts_row >= 0) | (num_biases > 0):
-        for start in range(tile * TILE, (tile + 1) * TILE, TILE // 4):  # in parts: fewer registers
-            ids = start + tl.arange(0, TILE // 4)
-            values = tl.load(logits_row + ids, mask=ids < VOCAB, other=0.0).to(tl.float32)
-            if counts_row >= 0:
-                codes = tl.load(counts + counts_row * VOCAB + ids, mask=ids < VOCAB, other=0)
-                values = _penalised(values, codes, reals)
-            tl.store(values_row + ids, values, mask=ids < VOCAB)
+        ids = first + tl.arange(0, TILE)
+        raw = tl.load(logits_row + ids, mask=ids < VOCAB, other=0.0).to(tl.float32)
+        tl.store(values_row + ids, raw, mask=ids < VOCAB)
         is_early = number < tl.load(words + _MIN_TOKENS)
         tl.debug_barrier()
         for start in range(0, num_biases, _BIASES):
             places = start + tl.arange(0, _BIASES)
-            code = tl.load(bias_codes + 2 * places, mask=places < num_biases, other=VOCAB)
-            bias = tl.load(bias_values + 2 * places + 1, mask=places < num_biases, other=0.0)
+            code = tl.load(biases + 2 * places, mask=places < num_biases, other=VOCAB)
+            value = tl.load(biases + 2 * places + 1, mask=places < num_biases, other=0)
             at = tl.where(code < 0, -1 - code, code)
-            here = (at >= tile * TILE) & (at < tile * TILE + TILE) & (at < VOCAB)
-            bias = tl.where((code < 0) & is_early, -INFINITY, bias)
-            biased = tl.load(logits_row + at, mask=here, other=0.0).to(tl.float32) + bias
-            if counts_row >= 0:
-                codes = tl.load(counts + counts_row * VOCAB + at, mask=here, other=0)
-                biased = _penalised(biased, codes, reals)
-            tl.store(values_row + at, biased, mask=here)
+            here = (at >= first) & (at < first + TILE) & (at < VOCAB)
+            bias = tl.where((code < 0) & is_early, -INFINITY, value.to(tl.float32, bitcast=True))
+            unbiased = tl.load(logits_row + at, mask=here, other=0.0).to(tl.float32)
+            tl.store(values_row + at, unbiased + bias, mask=here)
         tl.debug_barrier()
+        if counts_row >= 0:
+            codes = tl.load(counts + counts_row * VOCAB + ids, mask=ids < VOCAB, other=0)
+            biased = tl.load(values_row + ids, mask=ids < VOCAB, other=0.0)
+            tl.store(values_row + ids, _penalised(biased, codes, words), mask=ids < VOCAB)
+            tl.debug_barrier()
+
+
+@triton.jit
+def rows_of(
+    logits: tl.tensor, logits_stride: tl.tensor, values: tl.tensor, row: tl.tensor, VOCAB: tl.constexpr
+) -> tl.tensor:
+    """(a row of logits, where it stands after biases and penalties)."""
+    row = row.to(tl.int64)
+    return logits + row * logits_stride, values + row * ((VOCAB + 15) // 16 * 16)
 
 
 @triton.jit
 def processed_logits(
-    logits: tl.tensor,
-    logits_stride: tl.tensor,
-    words: tl.tensor,
-    values: tl.tensor,
-    row: tl.tensor,
-    ids: tl.tensor,
-    VOCAB: tl.constexpr,
-    STRIDE: tl.constexpr,
+    logits_row: tl.tensor, words: tl.tensor, values_row: tl.tensor, ids: tl.tensor, VOCAB: tl.constexpr
 ) -> tl.tensor:
     """Logits after biases and penalties, minus infinity beyond the vocabulary; `words` points to the slot's row."""
-    if (tl.load(words + AT_COUNTS_ROW) >= 0) | (tl.load(words + _NUM_BIASES) > 0):
-        loaded = tl.load(values + row.to(tl.int64) * STRIDE + ids, mask=ids < VOCAB, other=-INFINITY)
+    if (tl.load(words + COUNTS_ROW_AT) >= 0) | (tl.load(words + _NUM_BIASES) > 0):
+        loaded = tl.load(values_row + ids, mask=ids < VOCAB, other=-INFINITY)
     else:
-        places = logits + row.to(tl.int64) * logits_stride + ids
-        loaded = tl.load(places, mask=ids < VOCAB, other=-INFINITY).to(tl.float32)
+        loaded = tl.load(logits_row + ids, mask=ids < VOCAB, other=-INFINITY).to(tl.float32)
     return loaded
 
 
 @triton.jit
-def gumbel_noise(state: tl.tensor, number: tl.tensor, ids: tl.tensor) -> tl.tensor:
-    """`noise.gumbel` of the hashes of token ids, under noise key `number` of a sequence's generator.
+def gumbel_noise(words: tl.tensor, number: tl.tensor, ids: tl.tensor) -> tl.tensor:
+    """`noise.gumbel` of the hashes of token ids, under noise key `number` of the slot that is pointed to.
+
+    The generator's state comes first in a slot's parameters.
 
     log(1 - u) is log(y) + r, where r is what was lost when 1 - u was rounded to y: this is exact within half a unit in
     the last place of the result, and saves the reference's division.
     """
-    key = state.to(tl.uint64, bitcast=True) + (number.to(tl.uint64) + 1) * _GAMMA
+    state = tl.load(words).to(tl.uint32, bitcast=True).to(tl.uint64)
+    state |= tl.load(words + 1).to(tl.uint32, bitcast=True).to(tl.uint64) << 32
+    key = state + (number.to(tl.uint64) + 1) * _GAMMA
     key = (key ^ (key >> 30)) * _MIX_1
     key = (key ^ (key >> 27)) * _MIX_2
     key = key ^ (key >> 31)
@@ -129,14 +130,13 @@ def gumbel_noise(state: tl.tensor, number: tl.tensor, ids: tl.tensor) -> tl.tens
 
 
 @triton.jit
-def _penalised(values: tl.tensor, codes: tl.tensor, reals: tl.tensor) -> tl.tensor:
-    """`codes` are as in SamplingTables.counts; `reals` points to the slot's row."""
+def _penalised(values: tl.tensor, codes: tl.tensor, words: tl.tensor) -> tl.tensor:
+    """`codes` are as in SamplingTables.counts; `words` points to the slot's row."""
     counts = codes >> 1
-    repetition = tl.load(reals + _REPETITION)
+    repetition = real_at(words, _REPETITION)
     result = tl.where(values > 0, tl.div_rn(values, repetition), values * repetition)
-    result -= tl.load(reals + _FREQUENCY) * counts.to(tl.float32) + tl.where(
-        counts > 0, tl.load(reals + _PRESENCE), 0.0
-    )
+    presence = tl.where(counts > 0, real_at(words, _PRESENCE), 0.0)
+    result -= real_at(words, _FREQUENCY) * counts.to(tl.float32) + presence
     result = tl.minimum(tl.maximum(result, -_LARGEST), _LARGEST)
     return tl.where((codes > 0) & (values > -INFINITY), result, values)
 

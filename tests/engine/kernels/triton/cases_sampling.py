@@ -9,19 +9,13 @@ from engine.kernels.triton import sampling, sampling_filters
 from tests.engine.kernels.triton.compiling import Case
 
 TILE = 4096
-_SLOTS = {"slots": "*i32", "words": "*i32", "reals": "*fp32"}
-_SEARCH = {
-    **{"floats": "*fp32", "peaks": "*fp32", "searches": "*i64", "counts": "*i32", "masses": "*i64"},
-}
-_PREPARE = {
-    **{"numbers": "*i32", "longs": "*i64", "bias_codes": "*i32", "bias_values": "*fp32", "counts": "*i32"},
-    **{"values": "*fp32", "maxima": "*fp32", "floats": "*fp32", "ints": "*i32"},
-}
-_CHOOSE = {"values": "*fp32", **_SEARCH, "numbers": "*i32", "longs": "*i64", "ints": "*i32"}
-_FINISH = {
-    **{"slots": "*i32", "words": "*i32", "counts": "*i32", "floats": "*fp32", "ints": "*i32"},
-    **{"token_ids": "*i32", "logprobs": "*fp32"},
-}
+_ROWS = {"slots": "*i32", "words": "*i32"}
+_FOUND = {"floats": "*fp32", "ints": "*i32"}
+_TILES = {"values": "*fp32", "maxima": "*fp32"}
+_SEARCH = {"peaks": "*fp32", "searches": "*i64", "histograms": "*i64"}
+_PREPARE = {**_ROWS, **_TILES, "numbers": "*i32", "biases": "*i32", "counts": "*i32", **_FOUND}
+_CHOOSE = {**_ROWS, **_TILES, **_SEARCH, "numbers": "*i32", **_FOUND}
+_FINISH = {**_ROWS, "counts": "*i32", **_FOUND, "token_ids": "*i32", "logprobs": "*fp32"}
 
 
 def _power_of_2(size: int) -> int:
@@ -31,35 +25,36 @@ def _power_of_2(size: int) -> int:
 def _cases(vocab: int, dtype: str, top_k: bool, top_p: bool) -> Iterator[Case]:
     """The launches of a step, in their order."""
     num_tiles = -(-vocab // TILE)
-    filters = {"TOP_K": top_k, "TOP_P": top_p, "VOCAB": vocab, "NUM_TILES": num_tiles}
-    tiled = filters | {"STRIDE": -(-vocab // 16) * 16, "TILE": TILE}
-    sizes = {"MAXIMA": _power_of_2(num_tiles * sampling.GROUPS), "TILES": _power_of_2(num_tiles)}
+    num_maxima = num_tiles * sampling_filters.GROUPS
+    filters = {"TOP_K": top_k, "TOP_P": top_p, "VOCAB": vocab}
+    tiled = filters | {"GROUPS": sampling_filters.GROUPS, "TILE": TILE}
     name = f"{'k' * top_k}{'p' * top_p}-{vocab}-{dtype}"
 
     def case(launch: str, kernel: Any, arguments: dict[str, str], constexprs: dict[str, Any]) -> Case:
+        logits = {} if launch == "bound" else {"logits": f"*{dtype}", "logits_stride": "i32"}
         return Case(
             name=f"sampling-{launch}-{name}",
             kernel=kernel,
-            arguments={"logits": f"*{dtype}", "logits_stride": "i32"} | _SLOTS | arguments,
+            arguments=logits | arguments,
             constexprs=constexprs,
-            aligned=("logits_stride",) if vocab % 16 == 0 else (),
+            aligned=("logits_stride",) if logits and vocab % 16 == 0 else (),
             num_warps=1 if launch == "finish" else 4,
             options={"enable_fp_fusion": False} if launch == "finish" else sampling.OPTIONS,
         )
 
-    prepared = {"MAX_BIASES": 1152, "GROUPS": sampling.GROUPS}
-    yield case("prepare", sampling.prepare_kernel, _PREPARE, tiled | prepared | {"LOGPROBS": True})
+    prepared = {"MAX_BIASES": 1152, "LOGPROBS": True}
+    yield case("prepare", sampling.prepare_kernel, _PREPARE, tiled | prepared)
     if top_k or top_p:
-        bound = filters | sizes | {"GROUPS": sampling.GROUPS}
-        yield case("bound", sampling_filters.bound_kernel, _SEARCH | {"maxima": "*fp32"}, bound)
-        for stage in range(3 if top_k and top_p else 2):
-            searched = {"values": "*fp32", **_SEARCH}
-            stages = tiled | {"STAGE": stage}
-            yield case(f"histogram-{stage}", sampling_filters.histogram_kernel, searched, stages)
+        bound = filters | {"MAXIMA": _power_of_2(num_maxima), "NUM_MAXIMA": num_maxima}
+        yield case("bound", sampling_filters.bound_kernel, {**_ROWS, "maxima": "*fp32", **_SEARCH}, bound)
+        for stage in (0, 1) * top_k + (2, 3) * top_p:
+            searched = {**_ROWS, **_TILES, **_SEARCH}
+            yield case(
+                f"histogram-{stage}", sampling_filters.histogram_kernel, searched, tiled | {"STAGE": stage}
+            )
         yield case("choose", sampling.choose_kernel, _CHOOSE, tiled)
     if not top_k and not top_p:
-        finish = {name: filters[name] for name in ("VOCAB", "NUM_TILES")}
-        finish |= {"TILES": sizes["TILES"], "LOGPROBS": True}
+        finish = {"VOCAB": vocab, "NUM_TILES": num_tiles, "TILES": _power_of_2(num_tiles), "LOGPROBS": True}
         yield case("finish", sampling.finish_kernel, _FINISH, finish)
 
 
