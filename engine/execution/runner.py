@@ -172,9 +172,7 @@ class Steps:
         """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before."""
         model = self.model
         inputs = model.kernels.gather(model.table, placed.tokens)
-        if (
-            placed.tokens.max_query_len > 1
-        ):  # only long chunks are attended by what the host knows of their lengths
+        if placed.tokens.max_query_len > 1:  # attention of long chunks asks the host for their lengths
             inputs.batch.host_lengths = [(c.num_tokens, c.start + c.num_tokens) for c in plan.chunks]
         return model.lm_head(model.decoder(inputs.batch)), inputs.numbers
 

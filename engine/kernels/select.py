@@ -141,9 +141,8 @@ def only_what_runs(kernels: Kernels, plain: Kernels, tried: dict[str, Trial], sa
             )
     if len(failed) == len(tried):
         return plain
-    if (
-        "attention" in failed
-    ):  # plain attention reads whole block tables, of which Triton's gather sets what is used
+    if "attention" in failed:
+        # Plain attention reads whole block tables, of which Triton's gather sets what is used.
         failed["gather"] = plain.gather
     # The plain forms of these two look at the batch on the host.
     is_static = kernels.is_static and not failed.keys() & {"attention", "rotate_and_write"}
