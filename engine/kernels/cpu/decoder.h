@@ -53,11 +53,8 @@ enum Status : int {
 
 constexpr int kRowsPerChunk = 8;  // of the cheap phases
 
-// A row length that does not put the rows of a tile into the same cache set.
-inline size_t padded(size_t n) {
-    n = (n + 15) / 16 * 16;
-    return n % 256 == 0 ? n + 16 : n;
-}
+// A row length of an odd number of cache lines, so that the rows of a tile do not fall into the same cache sets.
+inline size_t padded(size_t n) { return ((n + 15) / 16 | 1) * 16; }
 
 class Decoder {
    public:
