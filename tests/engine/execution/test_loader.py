@@ -176,7 +176,8 @@ def test_plain_torch_takes_exactly_what_was_estimated(tmp_path: Path, family: st
 def test_packed_weights_take_what_was_estimated_and_a_little_for_norms_and_padding(
     team: native.Team, tmp_path: Path, family: str, dtype: str
 ) -> None:
-    folder = make_checkpoint(family, tmp_path, tie_word_embeddings=False)
+    # 96 is a multiple of 32, to which tiles pad the inputs.
+    folder = make_checkpoint(family, tmp_path, tie_word_embeddings=False, intermediate_size=96)
     config, weights = weights_of(folder, select.native_kernels(team, DTYPES[dtype]))
     estimate = weight_bytes(config, DTYPES[dtype])
     assert 0.98 * estimate <= real_bytes(weights) <= 1.02 * estimate
@@ -203,13 +204,14 @@ def test_packed_integers_take_what_was_estimated_and_a_little_for_padding(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(sorted(DTYPES)), st.booleans())
-def test_a_packed_linear_is_padded_to_16_outputs_and_no_more(
+def test_a_packed_linear_is_padded_to_16_outputs_and_for_tiles_to_32_inputs_and_no_more(
     team: native.Team, rows: int, columns: int, dtype: str, gated: bool
 ) -> None:
     weight = torch.zeros(2 * rows if gated else rows, columns)
     linear = PackedLinear(team, weight, None, DTYPES[dtype], gated)
     padded = -(-rows // 16) * 16 * (2 if gated else 1)
-    assert linear.num_bytes == padded * columns * DTYPES[dtype].itemsize
+    depth = -(-columns // 32) * 32 if linear.activation_dtype == torch.bfloat16 else columns
+    assert linear.num_bytes == padded * depth * DTYPES[dtype].itemsize
     assert linear.out_features == rows
 
 
