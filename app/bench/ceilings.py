@@ -39,47 +39,55 @@ class Ceilings:
         peaks = {name: max(peak, other.peaks[name]) for name, peak in self.peaks.items()}
         return Ceilings(max(self.memory_gb_per_s, other.memory_gb_per_s), peaks)
 
-    def products_per_s(self, bytes_per_weight: float) -> float:
-        """Operations a second of the fastest instruction that loses nothing of weights of this size."""
+    def products_per_s(self, factor_bytes: int) -> float:
+        """Operations a second of the fastest instruction that multiplies numbers of this size as they are."""
         names = list(FLOAT_INSTRUCTIONS)
-        if bytes_per_weight <= 2:
+        if factor_bytes <= 2:
             names += BFLOAT_INSTRUCTIONS
-        if bytes_per_weight <= 1:
+        if factor_bytes <= 1:
             names += INT8_INSTRUCTIONS
         return 1e9 * max((self.peaks[name] for name in names if name in self.peaks), default=math.nan)
 
-    def floor_s(self, flop: float, num_bytes: float, bytes_per_weight: float) -> float:
-        """Seconds that nothing can be quicker than which computes and reads so much, if both overlap entirely."""
-        return max(flop / self.products_per_s(bytes_per_weight), num_bytes / (self.memory_gb_per_s * 1e9))
+    def floor_s(self, flop: float, num_bytes: float, factor_bytes: int) -> float:
+        """The least seconds in which so much can be computed and read, if both overlap entirely."""
+        return max(flop / self.products_per_s(factor_bytes), num_bytes / (self.memory_gb_per_s * 1e9))
 
 
-def most_tokens_per_s(
-    workload: Workload, arithmetic: Arithmetic, bytes_per_weight: float, ceilings: Ceilings
-) -> float:
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Bytes of the numbers that a server keeps and multiplies."""
+
+    weight: float
+    """Scales of quantized weights are not reckoned with."""
+    kv: int
+    """A number of the KV cache."""
+    factor: int
+    """What weights are multiplied as: 4 for float32."""
+
+    @classmethod
+    def of(cls, dtype: str, quantize: str | None = None, kv_dtype: str | None = None) -> Sizes:
+        """Those of `penstock serve` with these options, for a checkpoint in bfloat16, as the bench's are."""
+        weight = 4 if dtype == "float32" else 2
+        kv = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}.get(kv_dtype or "auto", weight)
+        if quantize is None:
+            return cls(weight, kv, weight)
+        return cls({"int8": 1.0, "int4": 0.5}[quantize], kv, 1)
+
+
+def most_tokens_per_s(workload: Workload, arithmetic: Arithmetic, sizes: Sizes, ceilings: Ceilings) -> float:
     """Output tokens a second that no server can exceed on this machine.
 
-    The streams go in step, weights and KV cache are read once a step, the cache has at most 16 bits, and a prefix that
-    is shared is computed once. Attention's arithmetic and what runs beside the streams count as nothing.
+    The streams go in step, weights and KV cache are read once a step, and a prefix that is shared is computed once.
+    Attention's arithmetic and what runs beside the streams count as nothing.
     """
     steps = workload.rounds * (workload.output_tokens - 1)
     prompts = workload.streams * workload.rounds * workload.prompt_tokens + workload.shared_tokens
     outputs = workload.streams * workload.rounds * workload.output_tokens
     context = workload.shared_tokens + workload.prompt_tokens + workload.output_tokens / 2
-    weights = arithmetic.per_output_token / 2 * bytes_per_weight
-    kv = workload.streams * context * arithmetic.kv * min(2.0, max(1.0, bytes_per_weight))
-    seconds = ceilings.floor_s(
-        arithmetic.total(prompts, outputs) - workload.streams * workload.rounds * arithmetic.body,
-        steps * (weights + kv),
-        bytes_per_weight,
-    )
-    return outputs / seconds
-
-
-def bytes_per_weight(dtype: str, quantize: str | None = None) -> float:
-    """Of the bench's checkpoints, which are bfloat16, in a dtype of `penstock serve`; scales not reckoned with."""
-    if quantize is not None:
-        return {"int8": 1.0, "int4": 0.5}[quantize]
-    return 4 if dtype == "float32" else 2
+    weights = arithmetic.per_output_token / 2 * sizes.weight
+    kv = workload.streams * context * arithmetic.kv * sizes.kv
+    flop = arithmetic.total(prompts, outputs) - workload.streams * workload.rounds * arithmetic.body
+    return outputs / ceilings.floor_s(flop, steps * (weights + kv), sizes.factor)
 
 
 def measure(threads: int) -> Ceilings:

@@ -13,8 +13,8 @@ from engine.quant.integers import Integers
 
 _WALKED_BYTES = 64e6
 """More than the caches hold."""
-_READ_BYTES = 512 << 20
-"""More than the last-level cache of a large server holds, several times over."""
+_READ_BYTES, _PIECE_BYTES = 512 << 20, 16 << 20
+"""In all, several times what the last-level cache of a large server holds; at once, about a millisecond's reading."""
 
 INSTRUCTIONS = ("fma8", "fma16", "vnni", "tile_bf16", "tile_int8")
 """Instructions that multiply and add; measure.h has the same order.
@@ -62,10 +62,11 @@ def measure_peak(team: Team, instruction: str) -> float:
     return float(team.library.call("penstock_measure_peak", team.handle, number))
 
 
-def measure_memory(team: Team, repeats: int = 20) -> float:
-    """GB/s at which the team reads memory that no cache holds."""
-    rows = torch.ones(_READ_BYTES >> 20, (1 << 20) // 4)
-    return rows.nbytes / measure_reading(team, rows, repeats) / 1e9
+def measure_memory(team: Team, rounds: int = 10) -> float:
+    """GB/s at which the team reads memory that no cache holds: the best of short pieces, each read once a round."""
+    pieces = torch.ones(_READ_BYTES // _PIECE_BYTES, _PIECE_BYTES >> 18, 1 << 16)
+    seconds = min(measure_reading(team, piece, 1) for _ in range(rounds) for piece in pieces)
+    return _PIECE_BYTES / seconds / 1e9
 
 
 def measure_reading(team: Team, rows: Tensor, repeats: int = 50) -> float:

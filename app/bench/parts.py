@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ CASES = (
     Case("decode, 64 sequences of 256", 64, 1, 256),
     Case("prefill, 512 tokens", 1, 512, 0),
 )
-ENOUGH_S = 2.0
+ENOUGH_S = 3.0
 """Of one case."""
 _MOST_SEQUENCES = 64
 _LINEARS = ("qkv", "o", "gate_up", "down")
@@ -53,6 +53,8 @@ class Work:
 
     flop: float
     bytes: float
+    factor_bytes: int
+    """Of the numbers that are multiplied: 4 for float32."""
 
 
 class NoNativeDecoder(RuntimeError):
@@ -125,7 +127,9 @@ class StepParts:
                 _product(getattr(layer, name), self._rows(case, name, i))
                 for i, layer in enumerate(self.layers)
             ]
-            found[name] = Work(sum(work.flop for work in some), sum(work.bytes for work in some))
+            found[name] = Work(
+                sum(work.flop for work in some), sum(work.bytes for work in some), some[-1].factor_bytes
+            )
         return found
 
     def _rows(self, case: Case, name: str, layer: int) -> int:
@@ -137,7 +141,8 @@ class StepParts:
         seen = case.queries * (case.context + (case.queries + 1) / 2)  # of all tokens of a sequence together
         pairs = case.sequences * ((config.num_layers - 1) * seen + end)
         numbers = 2 * config.num_layers * config.kv_size * case.sequences * end
-        return Work(4 * config.q_size * pairs, numbers * self.model.kv.data.dtype.itemsize)
+        size = self.model.kv.data.dtype.itemsize
+        return Work(4 * config.q_size * pairs, numbers * size, size)
 
     def _choose(self, logits: torch.Tensor) -> None:
         slots = torch.arange(logits.shape[0], dtype=torch.int32)
@@ -150,14 +155,12 @@ class StepParts:
             "case": case.name,
             "ms": 1000 * sum(part.seconds for part in parts.values()),
             "untimed_ms": 1000 * plain_s,
-            "bytes_per_weight": self.lm_head.num_bytes / (self.lm_head.num_rows * self.lm_head.in_features),
             "parts": [
                 {
                     "part": name,
                     "ms": 1000 * part.seconds,
                     "waiting": part.waiting,
-                    "flop": work[name].flop if name in work else None,
-                    "bytes": work[name].bytes if name in work else None,
+                    "work": asdict(work[name]) if name in work else None,
                 }
                 for name, part in parts.items()
             ],
@@ -165,19 +168,21 @@ class StepParts:
 
 
 def _product(linear: PackedLinear, rows: int) -> Work:
-    return Work(2.0 * rows * linear.num_rows * linear.in_features, linear.num_bytes)
+    flop = 2.0 * rows * linear.num_rows * linear.in_features
+    return Work(flop, linear.num_bytes, linear.activation_dtype.itemsize)
 
 
-def load(model: Path, dtype: str, threads: int) -> LoadedModel:
+def load(model: Path, types: dict[str, Any], threads: int) -> LoadedModel:
+    """Loads the model; `types` are options as `penstock serve` has them: dtype, quantize, kv_dtype."""
     options = LoadOptions(
-        device="cpu", dtype=dtype, num_threads=threads, num_blocks=NUM_BLOCKS, max_num_seqs=_MOST_SEQUENCES
+        device="cpu", num_threads=threads, num_blocks=NUM_BLOCKS, max_num_seqs=_MOST_SEQUENCES, **types
     )
     return load_model(model, options, lambda _: None, lambda *_: None)
 
 
 def main() -> None:
     job = json.load(sys.stdin)
-    steps = StepParts(load(Path(job["model"]), job["dtype"], job["threads"]))
+    steps = StepParts(load(Path(job["model"]), job["types"], job["threads"]))
     json.dump([steps.measure(case, job["most_repeats"]) for case in CASES], sys.stdout)
 
 

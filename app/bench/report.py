@@ -133,7 +133,7 @@ def print_parts(results: Row) -> None:
         name = f"{case['model']}, {case['dtype']}: {case['case']}"
         parts = sorted(case["parts"], key=lambda part: -float(part["ms"]))
         rows = [_part_row(part, case, ceilings) for part in parts]
-        floor_ms = sum(_floor_ms(part, case, ceilings) for part in parts if part["flop"])
+        floor_ms = sum(_floor_ms(part["work"], ceilings) for part in parts if part["work"])
         rows.append(["all", number(case["ms"]), "", "", "", "", number(floor_ms)])
         print(table([name, *head], rows))
         print(f"a whole step that is not timed: {number(case['untimed_ms'])} ms", end="\n\n")
@@ -142,14 +142,14 @@ def print_parts(results: Row) -> None:
 def _part_row(part: Row, case: Row, ceilings: Ceilings) -> list[str]:
     waiting = "-" if part["waiting"] is None else f"{part['waiting']:.0%}"
     cells = [part["part"], number(part["ms"]), f"{part['ms'] / case['ms']:.1%}", waiting]
-    if part["flop"] is None:
+    if part["work"] is None:
         return [*cells, "-", "-", "-"]
-    rates = [part["flop"] / part["ms"] / 1e6, part["bytes"] / part["ms"] / 1e6]
-    return [*cells, *map(number, rates), number(_floor_ms(part, case, ceilings))]
+    rates = [part["work"][what] / part["ms"] / 1e6 for what in ("flop", "bytes")]
+    return [*cells, *map(number, rates), number(_floor_ms(part["work"], ceilings))]
 
 
-def _floor_ms(part: Row, case: Row, ceilings: Ceilings) -> float:
-    return 1000 * ceilings.floor_s(part["flop"], part["bytes"], case["bytes_per_weight"])
+def _floor_ms(work: Row, ceilings: Ceilings) -> float:
+    return 1000 * ceilings.floor_s(work["flop"], work["bytes"], work["factor_bytes"])
 
 
 def _print_ceilings(results: Row) -> None:

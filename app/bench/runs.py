@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.arithmetic import Arithmetic, read_arithmetic
-from app.bench.ceilings import Ceilings, bytes_per_weight, most_tokens_per_s
+from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Answer, Job
 from app.bench.planning import measure_planning
@@ -110,11 +110,11 @@ def run_workloads(options: argparse.Namespace) -> Row:
         with _server(subject, dtype, _type_arguments(options)) as server:
             for name in options.workload:
                 row = _http(server, subject, label, WORKLOADS[name])
-                rows.append(row | {"bytes_per_weight": bytes_per_weight(dtype, options.quantize)})
+                rows.append(row | {"sizes": asdict(Sizes.of(dtype, options.quantize, options.kv_dtype))})
     ceilings = ceilings.or_better(_ceilings())
     for row in rows:
         row["most_tokens_per_s"] = most_tokens_per_s(
-            WORKLOADS[row["workload"]], subject.arithmetic, row["bytes_per_weight"], ceilings
+            WORKLOADS[row["workload"]], subject.arithmetic, Sizes(**row["sizes"]), ceilings
         )
     results: Row = {"machine": _machine(), "ceilings": asdict(ceilings), "http": rows}
     print_workloads(results)
@@ -127,22 +127,23 @@ def run_step_parts(options: argparse.Namespace) -> Row:
     for path in map(Path, options.model) if options.model else [ensure_checkpoint(LLAMA_135M)]:
         subject = _subject(path)
         for dtype in options.dtype:
-            parts += _step_parts(subject, dtype, options.quick)
+            parts += _step_parts(subject, dtype, options)
     ceilings = ceilings.or_better(_ceilings())
     results: Row = {"machine": _machine(), "ceilings": asdict(ceilings), "parts": parts}
     print_parts(results)
     return results
 
 
-def _step_parts(subject: Subject, dtype: str, quick: bool) -> list[Row]:
-    _say(f"{subject.name}, {dtype}: the parts of a step")
+def _step_parts(subject: Subject, dtype: str, options: argparse.Namespace) -> list[Row]:
+    label = _types_label(dtype, options)
+    _say(f"{subject.name}, {label}: the parts of a step")
     job = {
         "model": str(subject.path),
-        "dtype": dtype,
+        "types": {"dtype": dtype, "quantize": options.quantize, "kv_dtype": options.kv_dtype or "auto"},
         "threads": num_cores(),
-        "most_repeats": 2 if quick else 30,
+        "most_repeats": 2 if options.quick else 100,
     }
-    return [{"model": subject.name, "dtype": dtype, **row} for row in _run_module("parts", job)]
+    return [{"model": subject.name, "dtype": label, **row} for row in _run_module("parts", job)]
 
 
 def _ceilings() -> Ceilings:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.bench.arithmetic import Arithmetic
-from app.bench.ceilings import LABELS, Ceilings, bytes_per_weight, measure, most_tokens_per_s
+from app.bench.ceilings import LABELS, Ceilings, Sizes, measure, most_tokens_per_s
 from app.bench.measures import INSTRUCTIONS
 from app.bench.workloads import Workload
 
@@ -38,18 +38,20 @@ def test_a_floor_is_the_slower_of_reading_and_multiplying() -> None:
 
 def test_with_free_products_a_step_takes_as_long_as_its_reading() -> None:
     # 110 weights of 2 bytes, and the keys and values of 12.5 tokens on the way; the first token needs no step.
-    most = most_tokens_per_s(workload(), ARITHMETIC, 2, FREE_PRODUCTS)
+    most = most_tokens_per_s(workload(), ARITHMETIC, Sizes(2, 2, 2), FREE_PRODUCTS)
     assert most == pytest.approx(5 / (4 * (220 + 12.5 * 3 * 2)))
 
 
 def test_with_free_reading_every_token_costs_its_arithmetic() -> None:
     # 10 prompt tokens and 4 more through the layers, 5 through the head.
-    most = most_tokens_per_s(workload(), ARITHMETIC, 4, FREE_READING)
+    most = most_tokens_per_s(workload(), ARITHMETIC, Sizes(4, 4, 4), FREE_READING)
     assert most == pytest.approx(5 / ((14 * 200 + 5 * 20) / 200e9))
 
 
 def test_a_shared_prefix_is_computed_once() -> None:
-    shared = most_tokens_per_s(workload(streams=4, shared_tokens=100), ARITHMETIC, 4, FREE_READING)
+    shared = most_tokens_per_s(
+        workload(streams=4, shared_tokens=100), ARITHMETIC, Sizes(4, 4, 4), FREE_READING
+    )
     assert shared == pytest.approx(20 / (((100 + 4 * 14) * 200 + 20 * 20) / 200e9))
 
 
@@ -57,13 +59,15 @@ def test_a_shared_prefix_is_computed_once() -> None:
 def test_a_better_machine_can_never_do_less(streams: int, rounds: int, memory: float, peak: float) -> None:
     ceilings = Ceilings(memory, {"fma8": peak})
     some = workload(streams=streams, rounds=rounds)
-    most = most_tokens_per_s(some, ARITHMETIC, 4, ceilings)
+    most = most_tokens_per_s(some, ARITHMETIC, Sizes(4, 4, 4), ceilings)
     assert most > 0
-    assert most <= most_tokens_per_s(some, ARITHMETIC, 4, replace(ceilings, memory_gb_per_s=memory * 2)) * (
-        1 + 1e-9
-    )
-    assert most <= most_tokens_per_s(some, ARITHMETIC, 4, Ceilings(memory, {"fma8": peak * 2})) * (1 + 1e-9)
-    assert most <= most_tokens_per_s(some, ARITHMETIC, 2, ceilings) * (1 + 1e-9)
+    assert most <= most_tokens_per_s(
+        some, ARITHMETIC, Sizes(4, 4, 4), replace(ceilings, memory_gb_per_s=memory * 2)
+    ) * (1 + 1e-9)
+    assert most <= most_tokens_per_s(
+        some, ARITHMETIC, Sizes(4, 4, 4), Ceilings(memory, {"fma8": peak * 2})
+    ) * (1 + 1e-9)
+    assert most <= most_tokens_per_s(some, ARITHMETIC, Sizes(2, 2, 2), ceilings) * (1 + 1e-9)
 
 
 def test_of_two_measurements_the_higher_rate_counts() -> None:
@@ -72,7 +76,7 @@ def test_of_two_measurements_the_higher_rate_counts() -> None:
 
 
 def test_nothing_is_known_of_a_machine_that_was_not_measured() -> None:
-    assert math.isnan(most_tokens_per_s(workload(), ARITHMETIC, 2, Ceilings(math.nan, {})))
+    assert math.isnan(most_tokens_per_s(workload(), ARITHMETIC, Sizes(2, 2, 2), Ceilings(math.nan, {})))
 
 
 def test_without_a_compiler_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +84,24 @@ def test_without_a_compiler_nothing_is_measured(monkeypatch: pytest.MonkeyPatch)
     assert measure(1).peaks == {}
 
 
-def test_only_float32_has_four_bytes() -> None:
-    assert [bytes_per_weight(name) for name in ("auto", "bfloat16", "float16", "float32")] == [2, 2, 2, 4]
+def test_with_free_products_small_weights_leave_the_cache_to_be_read() -> None:
+    most = most_tokens_per_s(workload(), ARITHMETIC, Sizes(0.5, 2, 1), FREE_PRODUCTS)
+    assert most == pytest.approx(5 / (4 * (110 * 0.5 + 12.5 * 3 * 2)))
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        (("auto",), Sizes(2, 2, 2)),
+        (("bfloat16", None, "auto"), Sizes(2, 2, 2)),
+        (("float32",), Sizes(4, 4, 4)),
+        (("float32", None, "bfloat16"), Sizes(4, 2, 4)),
+        (("auto", "int8"), Sizes(1, 2, 1)),
+        (("auto", "int4", "int8"), Sizes(0.5, 1, 1)),
+    ],
+)
+def test_sizes_are_those_of_the_options(options: tuple[str, ...], sizes: Sizes) -> None:
+    assert Sizes.of(*options) == sizes
 
 
 def test_every_instruction_has_a_label() -> None:

@@ -22,7 +22,7 @@ def team() -> Team:
 
 def test_measurements_are_numbers(team: Team) -> None:
     assert measure_fma(team) > 0
-    assert measure_memory(team, repeats=1) > 0
+    assert measure_memory(team, rounds=1) > 0
     assert measure_linear(team, 64, 64, 4, torch.float16, repeats=1) > 0
 
 

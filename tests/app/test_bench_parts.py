@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def steps(model: Path) -> StepParts:
     try:
-        return StepParts(parts.load(model, "auto", 2))
+        return StepParts(parts.load(model, {}, 2))
     except NoNativeDecoder as error:
         pytest.skip(str(error))
 
@@ -67,7 +67,16 @@ def test_attention_counts_every_pair_of_tokens_once(steps: StepParts) -> None:
     )
 
 
+def test_quantized_weights_read_fewer_bytes_and_are_multiplied_as_int8(steps: StepParts, model: Path) -> None:
+    whole = steps.work(CASE)
+    quantized = StepParts(parts.load(model, {"quantize": "int8", "kv_dtype": "int8"}, 1)).work(CASE)
+    for name in ("qkv", "gate_up", "attention"):
+        assert quantized[name].flop == whole[name].flop
+        assert quantized[name].bytes < whole[name].bytes
+        assert quantized[name].factor_bytes == 1
+
+
 def test_plain_torch_has_no_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(NoNativeDecoder, match="native CPU kernels"):
-        StepParts(parts.load(model, "auto", 1))
+        StepParts(parts.load(model, {}, 1))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from app.bench import command, runs
 from app.bench.arithmetic import Arithmetic
-from app.bench.ceilings import Ceilings, most_tokens_per_s
+from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.client import Answer
 from app.bench.report import print_parts, print_report, print_workloads
 from app.bench.statistics import Figures, number, percentile, summarise, table
@@ -219,7 +219,7 @@ def workloads_report(capsys: pytest.CaptureFixture[str], *rows: dict[str, Any]) 
 def test_a_workload_that_reaches_what_the_machine_can_do_reaches_all_of_it(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    most = most_tokens_per_s(WORKLOADS[name], ARITHMETIC, 2, Ceilings(**CEILINGS))
+    most = most_tokens_per_s(WORKLOADS[name], ARITHMETIC, Sizes(2, 2, 2), Ceilings(**CEILINGS))
     lines = workloads_report(capsys, http_row(workload=name, tokens_per_s=most, most_tokens_per_s=most))
     (line,) = (line for line in lines if line.startswith(f"{name}, auto"))
     assert line.endswith("100%")
@@ -249,15 +249,15 @@ def test_an_interactive_request_that_was_refused_has_not_failed() -> None:
 
 
 def parts_row(*parts: dict[str, Any]) -> dict[str, Any]:
-    return {"model": "m", "dtype": "auto", "case": "c", "ms": 10.0, "untimed_ms": 9.5, "bytes_per_weight": 2,
-            "parts": parts}  # fmt: skip
+    return {"model": "m", "dtype": "auto", "case": "c", "ms": 10.0, "untimed_ms": 9.5, "parts": parts}
 
 
 def test_parts_stand_beside_the_time_in_which_the_machine_could_do_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    product = {"part": "qkv", "ms": 8.0, "waiting": 0.25, "flop": 8e9, "bytes": 40e6}
-    host = {"part": "host", "ms": 2.0, "waiting": None, "flop": None, "bytes": None}
+    work = {"flop": 8e9, "bytes": 40e6, "factor_bytes": 2}
+    product = {"part": "qkv", "ms": 8.0, "waiting": 0.25, "work": work}
+    host = {"part": "host", "ms": 2.0, "waiting": None, "work": None}
     results = {
         "machine": {"processor": "P", "cores": 2},
         "ceilings": CEILINGS,

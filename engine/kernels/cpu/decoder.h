@@ -121,17 +121,17 @@ class Decoder {
         ld_mlp_ = padded(model_.intermediate);
         if (rows <= capacity_) return;
         capacity_ = 0;
-        hidden_ = allocate<float>(rows * ld_hidden_);
-        sampled_hidden_ = allocate<float>(rows * ld_hidden_);
+        hidden_ = allocate_hot<float>(rows * ld_hidden_);
+        sampled_hidden_ = allocate_hot<float>(rows * ld_hidden_);
         int depth = 0;
         for (const Layer& layer : layers_)
             for (const Linear* linear : {layer.qkv, layer.o, layer.gate_up, layer.down})
                 depth = std::max(depth, linear->depth);
         input_.reserve(static_cast<int>(rows), depth);
-        qkv_ = allocate<float>(rows * ld_qkv_);
-        attended_ = allocate<float>(rows * ld_q_);
-        sampled_attended_ = allocate<float>(rows * ld_q_);
-        mlp_ = allocate<float>(round_up(static_cast<int>(rows), 32) * ld_mlp_);
+        qkv_ = allocate_hot<float>(rows * ld_qkv_);
+        attended_ = allocate_hot<float>(rows * ld_q_);
+        sampled_attended_ = allocate_hot<float>(rows * ld_q_);
+        mlp_ = allocate_hot<float>(round_up(static_cast<int>(rows), 32) * ld_mlp_);
         capacity_ = rows;
     }
 

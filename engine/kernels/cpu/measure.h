@@ -112,29 +112,29 @@ using RunProducts = double (*)(int rounds, float* sink);
 
 struct Loop {
     RunProducts run;  // null where the library was not built for the instruction, or may not use it
-    int rounds;       // some milliseconds
+    int rounds;       // less than a millisecond: seldom cut by another process
 };
 
 inline Loop loop_of(Instruction instruction) {
     switch (instruction) {
-        case Instruction::fma8: return {run_fma8, 2'000'000};
+        case Instruction::fma8: return {run_fma8, 200'000};
 #if defined(__AVX512F__)
-        case Instruction::fma16: return {run_fma16, 2'000'000};
+        case Instruction::fma16: return {run_fma16, 200'000};
 #endif
 #if defined(__AVX512VNNI__)
-        case Instruction::vnni: return {run_vnni, 2'000'000};
+        case Instruction::vnni: return {run_vnni, 200'000};
 #endif
 #if defined(__linux__) && defined(__AMX_BF16__)
-        case Instruction::tile_bf16: return {may_use_tiles() ? run_tiles<false> : nullptr, 100'000};
+        case Instruction::tile_bf16: return {may_use_tiles() ? run_tiles<false> : nullptr, 10'000};
 #endif
 #if defined(__linux__) && defined(__AMX_INT8__)
-        case Instruction::tile_int8: return {may_use_tiles() ? run_tiles<true> : nullptr, 100'000};
+        case Instruction::tile_int8: return {may_use_tiles() ? run_tiles<true> : nullptr, 10'000};
 #endif
         default: return {nullptr, 0};
     }
 }
 
-// Billions of multiplications and additions a second of all threads together, the best of a few short runs; 0 where
+// Billions of multiplications and additions a second of all threads together, the best of many short runs; 0 where
 // there is no such instruction.
 inline double measure_peak(Team& team, Instruction instruction) {
     const Loop loop = loop_of(instruction);
@@ -143,7 +143,7 @@ inline double measure_peak(Team& team, Instruction instruction) {
     const uint32_t chunks = static_cast<uint32_t>(team.size() * 2);
     std::vector<double> operations(chunks * 8);
     double best = 0.0;
-    for (int repeat = 0; repeat < 20; repeat++) {
+    for (int repeat = 0; repeat < 200; repeat++) {
         const double start = now();
         run_chunks(team, chunks, [&](uint32_t chunk, int worker) {
             operations[chunk * 8] = loop.run(loop.rounds, &sinks[worker * 64]);

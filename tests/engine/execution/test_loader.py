@@ -106,6 +106,21 @@ def test_groups_that_do_not_divide_are_refused(tmp_path: Path, options: dict[str
         load(make_checkpoint("llama", tmp_path), **options)
 
 
+@pytest.mark.parametrize(
+    ("block_size", "line"),
+    [
+        (16, "model on 1 thread, native kernels for {} ({}), bfloat16"),
+        (8, "model on cpu, torch kernels, float32"),
+    ],
+)
+def test_what_computes_the_model_is_said(
+    tmp_path: Path, team: native.Team, block_size: int, line: str
+) -> None:
+    said: list[str] = []
+    load(make_checkpoint("llama", tmp_path), said, block_size=block_size, dtype="bfloat16")
+    assert line.format(team.library.level, team.library.text) in said
+
+
 @pytest.mark.parametrize("block_size", [1, 4, 8, 15, 17, 32])
 def test_blocks_of_another_size_are_for_plain_torch(tmp_path: Path, block_size: int) -> None:
     said: list[str] = []
@@ -176,8 +191,7 @@ def test_plain_torch_takes_exactly_what_was_estimated(tmp_path: Path, family: st
 def test_packed_weights_take_what_was_estimated_and_a_little_for_norms_and_padding(
     team: native.Team, tmp_path: Path, family: str, dtype: str
 ) -> None:
-    # 96 is a multiple of 32, to which tiles pad the inputs.
-    folder = make_checkpoint(family, tmp_path, tie_word_embeddings=False, intermediate_size=96)
+    folder = make_checkpoint(family, tmp_path, tie_word_embeddings=False)
     config, weights = weights_of(folder, select.native_kernels(team, DTYPES[dtype]))
     estimate = weight_bytes(config, DTYPES[dtype])
     assert 0.98 * estimate <= real_bytes(weights) <= 1.02 * estimate
@@ -204,13 +218,13 @@ def test_packed_integers_take_what_was_estimated_and_a_little_for_padding(
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(sorted(DTYPES)), st.booleans())
-def test_a_packed_linear_is_padded_to_16_outputs_and_for_tiles_to_32_inputs_and_no_more(
+def test_a_packed_linear_is_padded_to_16_outputs_and_no_more(
     team: native.Team, rows: int, columns: int, dtype: str, gated: bool
 ) -> None:
     weight = torch.zeros(2 * rows if gated else rows, columns)
     linear = PackedLinear(team, weight, None, DTYPES[dtype], gated)
     padded = -(-rows // 16) * 16 * (2 if gated else 1)
-    depth = -(-columns // 32) * 32 if linear.activation_dtype == torch.bfloat16 else columns
+    depth = -(-columns // 32) * 32 if linear.activation_dtype == torch.bfloat16 else columns  # a tile's
     assert linear.num_bytes == padded * depth * DTYPES[dtype].itemsize
     assert linear.out_features == rows
 

@@ -56,7 +56,7 @@ def test_a_weight_is_rounded_by_less_than_a_step(
         step = (groups.amax(-1, keepdim=True).clamp(min=0) - groups.amin(-1, keepdim=True).clamp(max=0)) / 15
         bound = step * 4
     error = (format.unpack(tensors).view_as(groups) - groups).abs()
-    assert bool((error <= bound + module._SMALLEST).all())
+    assert bool((error <= bound + float(module._SMALLEST)).all())
 
 
 @settings(max_examples=40)

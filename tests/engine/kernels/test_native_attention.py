@@ -1,0 +1,235 @@
+"""The native attention alone: within what its formats round, and the same bits in any batch, on any level."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.kernels.batch import Batch
+from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, NativeLayer, PackedLinear, Team, load_library
+from engine.kernels.kv_cache import KVCache, KVShape
+from tests.engine import ranges
+from tests.engine.kernels.levels import LEVELS, build_levels
+from tests.engine.kernels.random_model import CPU, MAX_POSITION, NUM_BLOCKS, Prompts
+from tests.engine.ranges import UNIT, Range, assert_within, concatenated, dot, exactly
+
+KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
+TILED = {torch.bfloat16, torch.int8}
+WITH_TILES = {"amx", "tiles"}
+VOCAB = 300
+EXACT = 2.0**20
+"""With a weight of this and its square as epsilon, RMSNorm returns what it is given, bit for bit."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The heads of a layer, and how many tokens a token sees (0: all before it)."""
+
+    head_dim: int
+    num_kv_heads: int
+    group: int
+    window: int = 0
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_kv_heads * self.group
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+SHAPES = [
+    Shape(8, 2, 1),
+    Shape(8, 1, 53, 40),
+    Shape(24, 1, 4, 7),
+    Shape(40, 2, 3, 20),
+    Shape(64, 3, 3),
+    Shape(80, 1, 4, 130),
+    Shape(128, 2, 7),
+    Shape(128, 1, 1, 16),
+]
+COS, SIN = (
+    getattr(torch.outer(torch.arange(MAX_POSITION).float(), torch.linspace(1, 0.01, 64)), name)()
+    for name in ("cos", "sin")
+)
+
+
+class Layer:
+    """A decoder of one layer that returns what its attention makes of given queries, keys and values.
+
+    The embedding has queries, keys and values of each token, and zeros. Norms and linear maps copy them; the output of
+    attention is added to the zeros. The cache starts as NaN, so nothing may be read that was not written.
+    """
+
+    def __init__(
+        self, shape: Shape, team: Team, dtype: torch.dtype, *, embedding: Tensor | None = None
+    ) -> None:
+        self.shape = shape
+        self.embedding = made_up(shape) if embedding is None else embedding
+        hidden = shape.qkv_size + shape.q_size
+        kv_shape = KVShape(
+            num_layers=1, num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim, block_size=BLOCK_SIZE
+        )
+        self.kv = KVCache(kv_shape, NUM_BLOCKS, dtype, CPU)
+        self.kv.data.fill_(-1 if dtype == torch.int8 else torch.nan)  # four bytes of -1 are a NaN
+
+        def linear(weight: Tensor, *, gated: bool = False) -> PackedLinear:
+            return PackedLinear(team, weight, None, torch.float32, gated)
+
+        norm = torch.full((hidden,), EXACT)
+        half = shape.head_dim // 2
+        layer = NativeLayer(
+            attention_norm=norm,
+            qkv=linear(torch.eye(shape.qkv_size, hidden)),
+            q_norm=None,
+            k_norm=None,
+            o=linear(torch.eye(hidden).narrow(1, shape.qkv_size, shape.q_size)),
+            mlp_norm=norm,
+            gate_up=linear(torch.zeros(2, hidden), gated=True),
+            down=linear(torch.zeros(hidden, 1)),
+            window=shape.window,
+        )
+        self.decoder = NativeDecoder(
+            team,
+            self.kv,
+            [layer],
+            embedding=torch.nn.functional.pad(self.embedding, (0, shape.q_size)),
+            final_norm=norm,
+            eps=EXACT**2,
+            cos=COS[:, :half].contiguous(),
+            sin=SIN[:, :half].contiguous(),
+        )
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """[tokens, heads, head_dim]"""
+        attended = self.decoder(batch)[:, self.shape.qkv_size :]
+        return attended.view(len(attended), -1, self.shape.head_dim)
+
+
+def made_up(shape: Shape, seed: int = 0) -> Tensor:
+    """Queries, keys and values of every token, of many magnitudes; one token's are all 0."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(VOCAB, shape.qkv_size, generator=generator)
+    numbers *= torch.exp2(torch.randint(-3, 2, (VOCAB, 1), generator=generator))
+    numbers[7] = 0
+    return numbers
+
+
+# What the formats allow
+
+
+def quantized(x: Range) -> Range:
+    """What an int8 cache makes of keys or values [T, heads, head_dim]."""
+    largest = torch.maximum(x.low.abs(), x.high.abs()).amax(-1, keepdim=True)
+    scale = Range(largest, largest).widened(4 * UNIT).scaled(1 / 127)
+    quotients = torch.stack([a / b for a in (x.low, x.high) for b in (scale.low, scale.high)]).nan_to_num(0)
+    integers = Range(quotients.amin(0), quotients.amax(0)).widened(2 * UNIT)
+    return Range(integers.low.round(), integers.high.round()) * scale
+
+
+def stored(x: Range, dtype: torch.dtype) -> Range:
+    return quantized(x) if dtype == torch.int8 else x.rounded(dtype)
+
+
+def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, tiles: bool) -> Range:
+    """The attention of a whole sequence, [tokens, heads, head_dim]."""
+    shape, half = layer.shape, layer.shape.head_dim // 2
+    heads = layer.embedding[tokens].view(len(tokens), -1, shape.head_dim)
+    queries, keys, values = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
+    cos, sin = COS[: len(tokens), :half], SIN[: len(tokens), :half]
+    turned = ranges.rotary(exactly(queries), cos, sin).scaled(math.log2(math.e) * shape.head_dim**-0.5)
+    turned = turned.widened(2 * UNIT)
+    if tiles:
+        turned = turned.rounded(torch.bfloat16)
+    keys, values = (stored(x, dtype) for x in (ranges.rotary(exactly(keys), cos, sin), exactly(values)))
+    places = torch.arange(len(tokens))
+    distance = places[:, None] - places
+    hidden = (distance < 0) | (distance >= (shape.window or MAX_POSITION))
+    by_head = []
+    for head in range(shape.num_heads):
+        k, v = keys[:, head // shape.group], values[:, head // shape.group]
+        scores = dot(turned[:, head], k.mT).widened(2 * UNIT).scaled(math.log(2)).masked(hidden)
+        narrow = torch.bfloat16 if tiles else torch.float32
+        by_head.append(ranges.attend(scores, v, weights_dtype=narrow)[:, None])
+    return concatenated(by_head, 1)
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention_is_within_what_its_formats_round(team: Team, shape: Shape, dtype: torch.dtype) -> None:
+    layer, prompts = Layer(shape, team, dtype), Prompts(VOCAB, [150, 17, 1])
+    tiles = dtype in TILED and team.library.level in WITH_TILES
+    wanted = [expected(layer, tokens, dtype, tiles=tiles) for tokens in prompts.tokens]
+    done = [0, 0, 0]
+    for ends in ([63, 16, 0], [149, 17, 1], [150, 17, 1]):
+        cut = {i: (done[i], end) for i, end in enumerate(ends) if done[i] < end}
+        parts = [wanted[i][start:end] for i, (start, end) in cut.items()]
+        assert_within(layer(prompts.batch(cut)), concatenated(parts, 0), "attention")
+        done = ends
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_decoded_token_has_the_bits_of_one_in_a_prompt(
+    team: Team, shape: Shape, dtype: torch.dtype
+) -> None:
+    prompts = Prompts(VOCAB, [300])
+    whole = Layer(shape, team, dtype)(prompts.batch({0: (0, 300)}))
+    layer, cuts = Layer(shape, team, dtype), [0, 1, 2, 33, 34, 129, 250, 299, 300]
+    parts = [layer(prompts.batch({0: cut})) for cut in pairwise(cuts)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[4]], ids=str)
+def test_neither_company_nor_threads_change_a_bit(team: Team, shape: Shape, dtype: torch.dtype) -> None:
+    lengths = [64, 130, 31, 31, 5, 257, 1, 77]
+    prompts = Prompts(VOCAB, lengths)
+    alone = [Layer(shape, team, dtype)(prompts.batch({i: (0, n)})) for i, n in enumerate(lengths)]
+    for num_threads in (1, 2, 64):
+        many = team.library.start_team(num_threads)
+        layer = Layer(shape, many, dtype)
+        first = layer(prompts.batch({i: (0, n - 1) for i, n in enumerate(lengths) if n > 1}))
+        last = layer(prompts.batch({i: (n - 1, n) for i, n in enumerate(lengths)}))
+        assert torch.equal(first, torch.cat([rows[:-1] for rows in alone]))
+        assert torch.equal(last, torch.cat([rows[-1:] for rows in alone]))
+        many.close()
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_levels_with_the_same_order_of_sums_have_the_same_bits(shape: Shape, dtype: torch.dtype) -> None:
+    """Emulated tiles have the bits of real ones, and wide registers those of narrow ones."""
+    build_levels(LEVELS)
+    prompts, found = Prompts(VOCAB, [200]), dict[str, Tensor]()
+    for level in LEVELS:
+        team = load_library(print, level).start_team(1)
+        found[level] = Layer(shape, team, dtype)(prompts.batch({0: (0, 200)}))
+        team.close()
+    tiled = {level for level in found if level in WITH_TILES and dtype in TILED}
+    fused = {level for level in found if level != "portable"} - tiled
+    for levels in (tiled, fused):
+        for one, other in pairwise(sorted(levels)):
+            assert torch.equal(found[one], found[other]), (one, other)
+
+
+def test_what_a_block_held_before_is_not_read(team: Team) -> None:
+    """Infinities and NaN that an earlier sequence left in a block stay without effect."""
+    shape, prompts = SHAPES[4], Prompts(VOCAB, [21])
+    for dtype in KV_DTYPES:
+        clean, used = Layer(shape, team, dtype), Layer(shape, team, dtype)
+        clean.kv.data.fill_(0)
+        assert torch.equal(*(layer(prompts.batch({0: (0, 21)})) for layer in (clean, used)))
