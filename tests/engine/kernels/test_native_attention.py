@@ -145,7 +145,7 @@ def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, tiles: bool
     """The attention of a whole sequence, [tokens, heads, head_dim]."""
     shape, half = layer.shape, layer.shape.head_dim // 2
     heads = layer.embedding[tokens].view(len(tokens), -1, shape.head_dim)
-    queries, keys, values = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
+    queries, keys, values = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
     cos, sin = COS[: len(tokens), :half], SIN[: len(tokens), :half]
     turned = ranges.rotary(exactly(queries), cos, sin).scaled(math.log2(math.e) * shape.head_dim**-0.5)
     turned = turned.widened(2 * UNIT)
