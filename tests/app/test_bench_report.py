@@ -349,3 +349,13 @@ def test_a_mistake_in_the_options_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("penstock: ")
     assert named in line
+
+
+def test_the_types_of_a_run_go_to_its_server_and_into_its_label() -> None:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    plain = parser.parse_args([])
+    assert (runs._type_arguments(plain), runs._types_label("auto", plain)) == ([], "auto")
+    chosen = parser.parse_args(["--quantize", "int4", "--kv-dtype", "int8"])
+    assert runs._type_arguments(chosen) == ["--quantize", "int4", "--kv-dtype", "int8"]
+    assert runs._types_label("auto", chosen) == "auto --quantize int4 --kv-dtype int8"

@@ -92,7 +92,7 @@ def test_the_types_of_a_model_and_what_they_take() -> None:
     (check,) = doctor.check_types(Settings(device="cpu", quantize="int8", kv_dtype="int8"))
     assert check.level is Level.OK
     assert check.text == "weights int8, 4.9 MiB; KV cache int8, 1.06 KiB a token"
-    (check,) = doctor.check_types(Settings(device="cpu"))
+    (check,) = doctor.check_types(Settings(device="cpu", dtype="float16"))
     assert check.text == "weights float16, 6.8 MiB; KV cache float16, 2.00 KiB a token"
 
 
