@@ -152,8 +152,8 @@ def attend(
     """softmax(scores [m, n]) @ values [n, d]; a score that is not seen is -inf at both ends.
 
     The softmax may be computed tile by tile, from 16 keys on, and what was summed up is scaled whenever a tile brings a
-    larger score. Weights are rounded to `weights_dtype`, or else `dtype`, before they are multiplied with the values, and
-    the result to `dtype`.
+    larger score. Weights are rounded to `weights_dtype` (else to `dtype`) before they are multiplied with the values,
+    and the result to `dtype`.
     """
     seen = scores.low.isfinite()
     largest = scores.middle.abs().where(seen, 0.0).amax(-1, keepdim=True)

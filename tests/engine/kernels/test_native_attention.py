@@ -15,12 +15,11 @@ from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, NativeLayer, Pa
 from engine.kernels.kv_cache import KVCache, KVShape
 from tests.engine import ranges
 from tests.engine.kernels.levels import LEVELS, build_levels
-from tests.engine.kernels.random_model import CPU, MAX_POSITION, NUM_BLOCKS, Prompts
+from tests.engine.kernels.random_model import CPU, MAX_POSITION, NUM_BLOCKS, WITH_TILES, Prompts
 from tests.engine.ranges import UNIT, Range, assert_within, concatenated, dot, exactly
 
 KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
 TILED = {torch.bfloat16, torch.int8}
-WITH_TILES = {"amx", "tiles"}
 VOCAB = 300
 EXACT = 2.0**20
 """With a weight of this and its square as epsilon, RMSNorm returns what it is given, bit for bit."""
@@ -71,7 +70,9 @@ class Layer:
     attention is added to the zeros. The cache starts as NaN, so nothing may be read that was not written.
     """
 
-    def __init__(self, shape: Shape, team: Team, dtype: torch.dtype, *, embedding: Tensor | None = None) -> None:
+    def __init__(
+        self, shape: Shape, team: Team, dtype: torch.dtype, *, embedding: Tensor | None = None
+    ) -> None:
         self.shape = shape
         self.embedding = made_up(shape) if embedding is None else embedding
         hidden = shape.qkv_size + shape.q_size
@@ -180,7 +181,9 @@ def test_attention_is_within_what_its_formats_round(team: Team, shape: Shape, dt
 
 @pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_decoded_token_has_the_bits_of_one_in_a_prompt(team: Team, shape: Shape, dtype: torch.dtype) -> None:
+def test_a_decoded_token_has_the_bits_of_one_in_a_prompt(
+    team: Team, shape: Shape, dtype: torch.dtype
+) -> None:
     prompts = Prompts(VOCAB, [300])
     whole = Layer(shape, team, dtype)(prompts.batch({0: (0, 300)}))
     layer, cuts = Layer(shape, team, dtype), [0, 1, 2, 33, 34, 129, 250, 299, 300]
