@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import PoolViolation
@@ -67,21 +68,9 @@ class _Flight:
     """A step that was launched and not waited for."""
 
     plan: Plan
-    step: StepInFlight
+    wait: Callable[[], StepResult]
+    """Waits for what the step brings; raises what its launch failed with, if it did."""
     started_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _NeverRan:
-    """A step whose launch failed."""
-
-    error: Exception
-
-    def choose(self) -> None:
-        raise self.error
-
-    def wait(self) -> StepResult:
-        raise self.error
 
 
 class Engine:
@@ -241,22 +230,22 @@ class Engine:
         """Returns False if the launch failed; the step is in flight all the same, and waiting for it says why."""
         self._num_steps += 1
         self._proven = False
-        step: StepInFlight
         try:
             step = launch_fitting(self._runner, scheduler, plan)
         except DeviceError:
             raise
         except Exception as error:
-            step = _NeverRan(error)
-        self._flights.append(_Flight(plan, step, now))
-        return not isinstance(step, _NeverRan)
+            self._flights.append(_Flight(plan, partial(_raise, error), now))
+            return False
+        self._flights.append(_Flight(plan, step.wait, now))
+        return True
 
     def _land(self, scheduler: Scheduler) -> None:
         """Waits for the oldest step and commits it; a fault ends the sequences of this step, and no others."""
         flight = self._flights.popleft()
         plan, error = flight.plan, None
         try:
-            result = flight.step.wait()
+            result = flight.wait()
         except DeviceError:
             raise
         except Exception as fault:
@@ -344,7 +333,7 @@ class Engine:
             now = self._clock()
             outputs = self._undelivered + scheduler.fail_all("the engine failed", now)
             try:
-                self._deliver(_last_report(outputs, now, self.error))
+                self._deliver(StepReport(outputs=outputs, started_s=now, error=self.error))
             except Exception:
                 log.exception("nobody takes the last outputs")
         self._become(EngineState.FAILED)
@@ -355,6 +344,10 @@ class Engine:
             self._on_state(state)
         except Exception:
             log.exception("whoever is told of the state raised; going on")
+
+
+def _raise(error: Exception) -> StepResult:
+    raise error
 
 
 def launch_fitting(runner: Runner, scheduler: Scheduler, plan: Plan) -> StepInFlight:
@@ -379,21 +372,3 @@ def launch_fitting(runner: Runner, scheduler: Scheduler, plan: Plan) -> StepInFl
                 plan.num_tokens,
                 error,
             )
-
-
-def _last_report(outputs: list[Output], now: float, error: str) -> StepReport:
-    return StepReport(
-        outputs=outputs,
-        started_s=now,
-        duration_s=0.0,
-        num_prefill_tokens=0,
-        num_decode_tokens=0,
-        num_running=0,
-        num_waiting=0,
-        num_blocks=0,
-        num_free_blocks=0,
-        num_preemptions=0,
-        num_prefix_query_tokens=0,
-        num_prefix_hit_tokens=0,
-        error=error,
-    )

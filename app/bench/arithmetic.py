@@ -16,6 +16,8 @@ class Arithmetic:
     head: int
     """A token's logits, computed only where one is sampled."""
     vocabulary: int
+    kv: int
+    """Numbers that a token leaves in the KV cache."""
 
     def total(self, num_prompt_tokens: int, num_output_tokens: int) -> int:
         """Of requests with so many tokens in all; that nothing follows the last token of each is ignored."""
@@ -37,4 +39,5 @@ def read_arithmetic(model: Path) -> Arithmetic:
         body=2 * config["num_hidden_layers"] * (attention + mlp),
         head=2 * hidden * config["vocab_size"],
         vocabulary=config["vocab_size"],
+        kv=2 * config["num_hidden_layers"] * kv_heads * head_dim,
     )

@@ -53,6 +53,11 @@ class Answer:
     predicted_ttft_s: float | None = None
 
     @property
+    def was_refused(self) -> bool:
+        """Whether the server had no room for the request: 429 is the tenant's limit, 503 the server's."""
+        return self.status in (429, 503)
+
+    @property
     def ttft_s(self) -> float:
         return self.token_times_s[0] - self.started_s
 

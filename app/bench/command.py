@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         choices=("int8", "int4"),
-        help="as of `penstock serve`, for linear, http, prefix, loop, workloads",
+        help="as of `penstock serve`, for linear, http, prefix, loop, workloads and parts",
     )
     parser.add_argument(
         "--kv-dtype",
         choices=("auto", "float16", "bfloat16", "float32", "int8"),
-        help="as of `penstock serve`, for http, prefix, loop, workloads",
+        help="as of `penstock serve`, for http, prefix, loop, workloads and parts",
     )
     parser.add_argument(
         "--only",
@@ -46,9 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--workload",
-        choices=sorted(WORKLOADS),
-        action="append",
-        help="a fixed workload of 135 M; no other part",
+        type=_workloads,
+        action="extend",
+        metavar="NAME,NAME",
+        help=f"fixed workloads of 135 M, of {','.join(WORKLOADS)}, or all; no other part",
+    )
+    parser.add_argument(
+        "--parts",
+        action="store_true",
+        help="where a step of 135 M on the CPU spends its time, beside what the machine can do; no other part",
     )
     parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, once")
     parser.add_argument(
@@ -61,13 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from app.bench.runs import run_parts, run_workloads
+    from app.bench.runs import run_parts, run_step_parts, run_workloads
 
     for flag, path in (("--json", options.json), ("--cost", options.cost)):
         check_output(flag, path)
-    if options.cost is not None and (options.workload or "promise" not in options.only):
+    if options.workload and options.parts:
+        raise OperatorError("--workload and --parts are two runs; give one of them")
+    if options.cost is not None and (options.workload or options.parts or "promise" not in options.only):
         raise OperatorError("--cost needs the part promise")
-    results = run_workloads(options) if options.workload else run_parts(options)
+    if options.parts:
+        results = run_step_parts(options)
+    else:
+        results = run_workloads(options) if options.workload else run_parts(options)
     if options.cost is not None:
         cost = results["promise"]["replay"]["machine"]
         options.cost.write_text(json.dumps(cost, indent=1) + "\n", encoding="utf-8")
@@ -87,6 +98,14 @@ def _numbers(text: str) -> list[int]:
 
 def _names(text: str) -> list[str]:
     return text.split(",")
+
+
+def _workloads(text: str) -> list[str]:
+    names = list(WORKLOADS) if text == "all" else text.split(",")
+    for name in names:
+        if name not in WORKLOADS:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(WORKLOADS)}, all")
+    return names
 
 
 def _parts(text: str) -> list[str]:

@@ -13,6 +13,14 @@ from engine.quant.integers import Integers
 
 _WALKED_BYTES = 64e6
 """More than the caches hold."""
+_READ_BYTES, _PIECE_BYTES = 512 << 20, 16 << 20
+"""In all, several times what the last-level cache of a large server holds; at once, about a millisecond's reading."""
+
+INSTRUCTIONS = ("fma8", "fma16", "vnni", "tile_bf16", "tile_int8")
+"""Instructions that multiply and add; measure.h has the same order.
+
+fma8, fma16: 8 or 16 float32; vnni: 64 int8 into int32; tile_bf16, tile_int8: AMX.
+"""
 
 
 def measure_linear(
@@ -44,8 +52,21 @@ def _packed(team: Team, weight: Tensor, kept: torch.dtype | Integers) -> PackedL
 
 
 def measure_fma(team: Team) -> float:
-    """GFLOP/s of multiply-adds that never leave the registers, which no product can exceed."""
-    return float(team.library.call("penstock_measure_fma", team.handle))
+    """GFLOP/s of multiply-adds of eight floats that never leave the registers."""
+    return measure_peak(team, "fma8")
+
+
+def measure_peak(team: Team, instruction: str) -> float:
+    """Billions of operations a second of one of INSTRUCTIONS, from registers or the first cache; 0 if there is none."""
+    number = INSTRUCTIONS.index(instruction)
+    return float(team.library.call("penstock_measure_peak", team.handle, number))
+
+
+def measure_memory(team: Team, rounds: int = 10) -> float:
+    """GB/s at which the team reads memory that no cache holds: the best of short pieces, each read once a round."""
+    pieces = torch.ones(_READ_BYTES // _PIECE_BYTES, _PIECE_BYTES >> 18, 1 << 16)
+    seconds = min(measure_reading(team, piece, 1) for _ in range(rounds) for piece in pieces)
+    return _PIECE_BYTES / seconds / 1e9
 
 
 def measure_reading(team: Team, rows: Tensor, repeats: int = 50) -> float:

@@ -141,7 +141,7 @@ class PromiseBench:
 
     def _figures(self, answers: list[Answer]) -> Row:
         done = [a for a in answers if not a.error]
-        refused = [a for a in answers if a.status in (429, 503)]
+        refused = [a for a in answers if a.was_refused]
         failed = [a.error for a in answers if a.error and a not in refused]
         for error in failed[:3]:
             print(f"bench: {error}", file=sys.stderr)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from app.bench.ceilings import LABELS, Ceilings
 from app.bench.promise import PROMISE_S
 from app.bench.statistics import number, table
 from app.bench.store import RATE, STREAMS
-from app.bench.workloads import WORKLOADS
 
 Row = dict[str, Any]
 
@@ -106,14 +106,58 @@ def _store_row(row: Row) -> list[str]:
 
 
 def print_workloads(results: Row) -> None:
-    head = ["workload, dtype", *_STREAM_HEAD, "target tok/s", "reached"]
+    _print_ceilings(results)
+    head = ["workload, dtype", *_STREAM_HEAD, "refused", "at most tok/s", "reached"]
     rows = []
     for row in results["http"]:
-        target = WORKLOADS[row["workload"]].target_tokens_per_s or math.nan
-        share = f"{row['tokens_per_s'] / target:.0%}"
-        rows.append([f"{row['workload']}, {row['dtype']}", *_stream_cells(row), number(target), share])
-    print("\n" + table(head, rows))
+        most, label = row["most_tokens_per_s"], f"{row['workload']}, {row['dtype']}"
+        share = f"{row['tokens_per_s'] / most:.0%}"
+        rows.append([label, *_stream_cells(row), str(row["refused"]), number(most), share])
+        if "interactive" in row:
+            beside = row["interactive"] | {"gflop_per_s": math.nan}
+            refused = f"{beside['refused']} of {beside['requests']}"
+            rows.append([f"{label}, interactive", *_stream_cells(beside), refused, "-", "-"])
+    print(table(head, rows))
+    print(
+        "\nat most: the arithmetic and the bytes of the workload at the rates above, whichever takes longer"
+    )
     _print_failures(results)
+
+
+def print_parts(results: Row) -> None:
+    """A table for each case: what every part takes, and below which no machine with these rates could come."""
+    _print_ceilings(results)
+    ceilings = Ceilings(**results["ceilings"])
+    head = ["ms", "share", "waiting", "GFLOP/s", "GB/s", "floor ms"]
+    for case in results["parts"]:
+        name = f"{case['model']}, {case['dtype']}: {case['case']}"
+        parts = sorted(case["parts"], key=lambda part: -float(part["ms"]))
+        rows = [_part_row(part, case, ceilings) for part in parts]
+        floor_ms = sum(_floor_ms(part["work"], ceilings) for part in parts if part["work"])
+        rows.append(["all", number(case["ms"]), "", "", "", "", number(floor_ms)])
+        print(table([name, *head], rows))
+        print(f"a whole step that is not timed: {number(case['untimed_ms'])} ms", end="\n\n")
+
+
+def _part_row(part: Row, case: Row, ceilings: Ceilings) -> list[str]:
+    waiting = "-" if part["waiting"] is None else f"{part['waiting']:.0%}"
+    cells = [part["part"], number(part["ms"]), f"{part['ms'] / case['ms']:.1%}", waiting]
+    if part["work"] is None:
+        return [*cells, "-", "-", "-"]
+    rates = [part["work"][what] / part["ms"] / 1e6 for what in ("flop", "bytes")]
+    return [*cells, *map(number, rates), number(_floor_ms(part["work"], ceilings))]
+
+
+def _floor_ms(work: Row, ceilings: Ceilings) -> float:
+    return 1000 * ceilings.floor_s(work["flop"], work["bytes"], work["factor_bytes"])
+
+
+def _print_ceilings(results: Row) -> None:
+    machine, ceilings = results["machine"], results["ceilings"]
+    print(f"\n{machine['processor']}, {machine['cores']} cores\n")
+    rows = [["reading memory", f"{number(ceilings['memory_gb_per_s'])} GB/s"]]
+    rows += [[LABELS[name], f"{number(peak)} G/s"] for name, peak in ceilings["peaks"].items() if peak]
+    print(table(["what all cores can do", "rate"], rows), end="\n\n")
 
 
 def _name(row: Row) -> str:

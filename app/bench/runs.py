@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.arithmetic import Arithmetic, read_arithmetic
+from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Answer, Job
 from app.bench.planning import measure_planning
 from app.bench.promise import SECONDS, PromiseBench
 from app.bench.redis_process import RedisProcess, find_redis
-from app.bench.report import print_report, print_workloads
+from app.bench.report import print_parts, print_report, print_workloads
 from app.bench.server_process import ServerFailed, ServerProcess
-from app.bench.statistics import number, percentile, summarise
+from app.bench.statistics import number, percentile, rate_until, summarise
 from app.bench.store import StoreBench
 from app.bench.workloads import WORKLOADS, Workload
 from app.checkpoint import DEMO_MODEL
@@ -103,14 +104,51 @@ def _store(subjects: list[Subject], quick: bool) -> Row:
 def run_workloads(options: argparse.Namespace) -> Row:
     """The fixed workloads on the 135 M shape, each dtype on a server of its own."""
     subject = _subject(ensure_checkpoint(LLAMA_135M))
-    results: Row = {"machine": _machine(), "http": []}
+    ceilings, rows = _ceilings(), list[Row]()
     for dtype in options.dtype:
+        label = _types_label(dtype, options)
         with _server(subject, dtype, _type_arguments(options)) as server:
             for name in options.workload:
-                label = _types_label(dtype, options)
-                results["http"].append(_http(server, subject, label, WORKLOADS[name]))
+                row = _http(server, subject, label, WORKLOADS[name])
+                rows.append(row | {"sizes": asdict(Sizes.of(dtype, options.quantize, options.kv_dtype))})
+    ceilings = ceilings.or_better(_ceilings())
+    for row in rows:
+        row["most_tokens_per_s"] = most_tokens_per_s(
+            WORKLOADS[row["workload"]], subject.arithmetic, Sizes(**row["sizes"]), ceilings
+        )
+    results: Row = {"machine": _machine(), "ceilings": asdict(ceilings), "http": rows}
     print_workloads(results)
     return results
+
+
+def run_step_parts(options: argparse.Namespace) -> Row:
+    """Where steps of each model and dtype spend their time, in a process of its own; prints the tables."""
+    ceilings, parts = _ceilings(), list[Row]()
+    for path in map(Path, options.model) if options.model else [ensure_checkpoint(LLAMA_135M)]:
+        subject = _subject(path)
+        for dtype in options.dtype:
+            parts += _step_parts(subject, dtype, options)
+    ceilings = ceilings.or_better(_ceilings())
+    results: Row = {"machine": _machine(), "ceilings": asdict(ceilings), "parts": parts}
+    print_parts(results)
+    return results
+
+
+def _step_parts(subject: Subject, dtype: str, options: argparse.Namespace) -> list[Row]:
+    label = _types_label(dtype, options)
+    _say(f"{subject.name}, {label}: the parts of a step")
+    job = {
+        "model": str(subject.path),
+        "types": {"dtype": dtype, "quantize": options.quantize, "kv_dtype": options.kv_dtype or "auto"},
+        "threads": num_cores(),
+        "most_repeats": 2 if options.quick else 100,
+    }
+    return [{"model": subject.name, "dtype": label, **row} for row in _run_module("parts", job)]
+
+
+def _ceilings() -> Ceilings:
+    _say("what the machine can do")
+    return Ceilings(**_run_module("ceilings", {"threads": num_cores()}))
 
 
 def _say(text: str) -> None:
@@ -255,8 +293,12 @@ def _closed_loop(streams: int, quick: bool) -> Workload:
 
 def _send(server: ServerProcess, workload: Workload, subject: Subject) -> tuple[list[Answer], float]:
     """Runs a workload from a client process: its answers, and the client's CPU seconds."""
-    bodies = workload.bodies("bench", subject.token_ids, subject.seeds())
-    result = _run_module("client", asdict(Job(server.host, server.port, "/v1/completions", bodies)))
+    seed = subject.seeds()
+    bodies = workload.bodies("bench", subject.token_ids, seed)
+    bodies += workload.interactive_bodies("bench", subject.token_ids, seed)
+    starts_s = [0.0] * workload.streams + workload.interactive_starts_s()
+    job = Job(server.host, server.port, "/v1/completions", bodies, starts_s, workload.seconds)
+    result = _run_module("client", asdict(job))
     return [Answer(**answer) for answer in result["answers"]], result["cpu_s"]
 
 
@@ -267,19 +309,38 @@ def _http(server: ServerProcess, subject: Subject, dtype: str, workload: Workloa
     loop_before = _loop_cpu_s(server.process.pid)
     answers, client_cpu_s = _send(server, workload, subject)
     loop_cpu_s = _loop_cpu_s(server.process.pid) - loop_before
-    figures = asdict(summarise(answers, workload.streams))
-    _say(f"{subject.name}, {dtype}: {number(figures['tokens_per_s'])} tokens/s")
-    computed = figures["prompt_tokens"] - figures["cached_tokens"]
-    flop = subject.arithmetic.total(computed, figures["output_tokens"])
+    row = _figures(answers, workload)
+    _say(f"{subject.name}, {dtype}: {number(row['tokens_per_s'])} tokens/s")
+    everything = summarise(answers, workload.streams)
+    computed = everything.prompt_tokens - everything.cached_tokens
+    flop = subject.arithmetic.total(computed, everything.output_tokens)
     return {
         "model": subject.name,
         "dtype": dtype,
         "workload": workload.name,
-        **figures,
-        "gflop_per_s": flop / figures["duration_s"] / 1e9,
-        "loop_cpu_us_per_token": loop_cpu_s * 1e6 / max(1, figures["output_tokens"]),
+        **row,
+        "gflop_per_s": flop / everything.duration_s / 1e9,
+        "loop_cpu_us_per_token": loop_cpu_s * 1e6 / max(1, everything.output_tokens),
         "client_cpu_s": client_cpu_s,
     }
+
+
+def _figures(answers: list[Answer], workload: Workload) -> Row:
+    """The figures of a workload's streams, and under "interactive" those of the requests beside them.
+
+    An interactive request that was refused has not failed: the lane refuses what it could not answer in time.
+    """
+    streams = [answer for answer in answers if answer.stream < workload.streams]
+    row = asdict(summarise(streams, workload.streams))
+    if workload.seconds is not None:
+        row["tokens_per_s"] = rate_until(streams, workload.seconds)
+    if workload.interactive is not None:
+        beside = [answer for answer in answers if answer.stream >= workload.streams]
+        row["interactive"] = figures = asdict(summarise(beside, 1))
+        row["failed"] += figures["failed"] - figures["refused"]
+        errors = (answer.error for answer in beside if not answer.was_refused)
+        row["first_error"] = row["first_error"] or next(filter(None, errors), None)
+    return row
 
 
 def _loop_cpu_s(pid: int) -> float:

@@ -16,6 +16,9 @@ class Figures:
     streams: int
     requests: int
     failed: int
+    """Requests that were not answered whole, refused ones included."""
+    refused: int
+    """Requests that the server had no room for (429 or 503)."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -53,6 +56,7 @@ def summarise(answers: Sequence[Answer], streams: int) -> Figures:
         streams=streams,
         requests=len(answers),
         failed=len(failed),
+        refused=sum(answer.was_refused for answer in failed),
         prompt_tokens=sum(answer.num_prompt_tokens for answer in whole),
         cached_tokens=sum(answer.num_cached_tokens for answer in whole),
         output_tokens=output_tokens,
@@ -64,6 +68,21 @@ def summarise(answers: Sequence[Answer], streams: int) -> Figures:
         itl_p99_ms=percentile(gaps_ms, 99),
         tokens_per_frame=output_tokens / num_frames if num_frames else math.nan,
         first_error=next((answer.error or "no text came" for answer in failed), None),
+    )
+
+
+def rate_until(answers: Sequence[Answer], seconds: float) -> float:
+    """Output tokens a second in the first `seconds` of streams; a request's frames carry equally many tokens each."""
+    end_s = min(answer.started_s for answer in answers) + seconds
+    return (
+        sum(
+            answer.num_output_tokens
+            * sum(at <= end_s for at in answer.token_times_s)
+            / len(answer.token_times_s)
+            for answer in answers
+            if answer.error is None and answer.token_times_s
+        )
+        / seconds
     )
 
 

@@ -8,8 +8,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Interactive:
+    """Interactive requests beside a workload: one every `every_s`, whether or not the ones before are answered."""
+
+    every_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Streams that start together; each sends `rounds` requests, one after another.
+    """Streams that start together; each sends `rounds` requests of the batch lane, one after another.
 
     A prompt is `shared_tokens` that all have in common and `prompt_tokens` of its own, all random.
     """
@@ -20,7 +29,9 @@ class Workload:
     output_tokens: int
     shared_tokens: int = 0
     rounds: int = 1
-    target_tokens_per_s: float | None = None
+    seconds: float | None = None
+    """If given, no stream begins a request after so long, and the rate is that of the tokens that came until then."""
+    interactive: Interactive | None = None
 
     def bodies(self, model: str, token_ids: Sequence[int], seed: int) -> list[list[dict[str, object]]]:
         """`bodies[i]` are the requests of stream i."""
@@ -29,6 +40,26 @@ class Workload:
             [completion(model, next(prompts), self.output_tokens) for _ in range(self.rounds)]
             for _ in range(self.streams)
         ]
+
+    def interactive_bodies(
+        self, model: str, token_ids: Sequence[int], seed: int
+    ) -> list[list[dict[str, object]]]:
+        """The interactive requests, each a stream of its own, in the order in which they come."""
+        if self.interactive is None:
+            return []
+        source = random.Random(f"interactive {seed}")
+        prompt_tokens, output_tokens = self.interactive.prompt_tokens, self.interactive.output_tokens
+        return [
+            [completion(model, source.choices(token_ids, k=prompt_tokens), output_tokens, "priority")]
+            for _ in self.interactive_starts_s()
+        ]
+
+    def interactive_starts_s(self) -> list[float]:
+        """When the interactive requests come, in seconds from the start of the streams."""
+        if self.interactive is None or self.seconds is None:
+            return []
+        every_s = self.interactive.every_s
+        return [i * every_s for i in range(int(self.seconds / every_s))]
 
     def _prompts(self, token_ids: Sequence[int], source: random.Random) -> Iterator[list[int]]:
         shared = source.choices(token_ids, k=self.shared_tokens)
@@ -55,18 +86,18 @@ def completion(
 WORKLOADS = {
     workload.name: workload
     for workload in (
+        Workload(name="W1", streams=1, prompt_tokens=128, output_tokens=128, rounds=3),
+        Workload(name="W2", streams=16, prompt_tokens=256, output_tokens=128),
+        Workload(name="W3", streams=16, prompt_tokens=32, shared_tokens=512, output_tokens=64),
         Workload(
-            name="W1", streams=1, prompt_tokens=128, output_tokens=128, rounds=3, target_tokens_per_s=51
+            name="W4",
+            streams=8,
+            prompt_tokens=512,
+            output_tokens=128,
+            rounds=200,  # more than fit into the time
+            seconds=45.0,
+            interactive=Interactive(every_s=1.0, prompt_tokens=64, output_tokens=32),
         ),
-        Workload(name="W2", streams=16, prompt_tokens=256, output_tokens=128, target_tokens_per_s=154),
-        Workload(
-            name="W3",
-            streams=16,
-            prompt_tokens=32,
-            shared_tokens=512,
-            output_tokens=64,
-            target_tokens_per_s=191,
-        ),
-        Workload(name="W5", streams=64, prompt_tokens=128, output_tokens=64, target_tokens_per_s=186),
+        Workload(name="W5", streams=64, prompt_tokens=128, output_tokens=64),
     )
 }

@@ -108,10 +108,8 @@ def _kernels_text(kernels: Kernels) -> str:
     dtype = str(kernels.embedding_dtype).removeprefix("torch.")
     if (team := kernels.team) is None:
         return f"model on {kernels.device.type}, {kernels.name} kernels, {dtype}"
-    library = team.library
-    return (
-        f"model on {team.num_threads} threads, native kernels for {library.level} ({library.text}), {dtype}"
-    )
+    library, threads = team.library, "1 thread" if team.num_threads == 1 else f"{team.num_threads} threads"
+    return f"model on {threads}, native kernels for {library.level} ({library.text}), {dtype}"
 
 
 def _most_tokens(memory: MemoryPlan) -> int:

@@ -108,20 +108,16 @@ class MemoryPlan:
     @property
     def text(self) -> str:
         """One line for the operator."""
-        more = "".join(
-            f"{name} {_size(size)}, "
-            for name, size in (("tables", self.tables), ("graphs", self.graphs))
-            if size
-        )
-        card = (
-            ""
-            if self.card is None
-            else f" (of the GPU's {_size(self.card.total)}, {_size(self.card.used)} in use)"
-        )
-        return (
-            f"weights {_size(self.weights)}, KV cache {_size(self.kv)} ({self.num_tokens} tokens), "
-            f"workspace {_size(self.workspace)}, {more}of {_size(self.available)} available{card}"
-        )
+        found_later = (("tables", self.tables), ("graphs", self.graphs))
+        kept = [
+            f"weights {_size(self.weights)}",
+            f"KV cache {_size(self.kv)} ({self.num_tokens} tokens)",
+            f"workspace {_size(self.workspace)}",
+            *(f"{name} {_size(size)}" for name, size in found_later if size),
+        ]
+        card = self.card
+        whole = f" (of the GPU's {_size(card.total)}, {_size(card.used)} in use)" if card else ""
+        return f"{', '.join(kept)}, of {_size(self.available)} available{whole}"
 
     @property
     def rows(self) -> list[tuple[str, int, str]]:

@@ -59,26 +59,10 @@ class StepLimits(Protocol):
     def num_threads(self) -> int | None: ...
 
 
-class Attention(Protocol):
-    """One step's attention: (queries [T, heads, d], one layer's KV, window) -> [T, heads * d]."""
-
-    def __call__(self, queries: Tensor, layer_kv: Tensor, window: int, /) -> Tensor: ...
-
-
-class RotateAndWrite(Protocol):
-    """See `reference.rotate_and_write`."""
-
-    def __call__(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        places: TokenPlaces,
-        layer_kv: Tensor,
-        shape: KVShape,
-        /,
-    ) -> Tensor: ...
+Attention = Callable[[Tensor, Tensor, int], Tensor]
+"""One step's attention: (queries [T, heads, d], one layer's KV, window) -> [T, heads * d]."""
+RotateAndWrite = Callable[[Tensor, Tensor | None, Tensor | None, float, TokenPlaces, Tensor, KVShape], Tensor]
+"""See `reference.rotate_and_write`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

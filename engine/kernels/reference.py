@@ -12,9 +12,10 @@ from torch import Tensor
 from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import SCALE_BYTES, KVShape
 
-MAX_TILE_QUERIES = 128
-MAX_GROUP_ELEMENTS = 1 << 25
-"""Bounds what attention gathers and scores at a time; a single tile may be larger."""
+MAX_QUERIES = 128
+"""Queries of one sequence that attention scores at a time."""
+MAX_TILE_ELEMENTS = 1 << 25
+"""Bounds what attention gathers and scores at a time; a single piece of a sequence may be larger."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -150,23 +151,12 @@ def rotate_and_write(
     return rotary(queries, cos, sin)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Tile:
-    """Consecutive queries of one sequence."""
-
-    sequence: int
-    first_row: int
-    num_queries: int
-    context: int
-    """Tokens up to the last query, itself included."""
-
-
-@dataclass(slots=True)
-class _Group:
-    """Tiles of similar size, padded to the largest, computed together."""
+    """G pieces of sequences, of Q consecutive rows each, that are attended together."""
 
     rows: Tensor
-    """[G, Q] rows of the batch; a shorter tile repeats its last one."""
+    """[G, Q]"""
     positions: Tensor
     """[G, Q]"""
     blocks: Tensor
@@ -177,13 +167,12 @@ class PagedAttention:
     """Causal attention of one step over block tables; made once per step, called once per layer.
 
     Every sequence's tokens see the KV of their own sequence up to themselves, at most `window` of it. Query heads share
-    key-value heads in groups (GQA). Softmax is in float32.
+    key-value heads in groups (GQA). Softmax is in float32. The rows of a sequence without context become 0.
     """
 
     def __init__(self, batch: Batch, shape: KVShape) -> None:
         self._shape = shape
-        tiles = _tiles(batch.query_starts.tolist(), batch.context_lens.tolist())
-        self._groups = [_group(batch, tiles, shape.block_size) for tiles in _grouped(tiles, shape)]
+        self._tiles = list(_tiles(batch, shape))
 
     def __call__(self, queries: Tensor, layer_kv: Tensor, window: int) -> Tensor:
         """
@@ -195,32 +184,30 @@ class PagedAttention:
         Returns:
             [T, num_heads * head_dim]
         """
-        attended = torch.empty_like(queries)
-        for group in self._groups:
-            attended[group.rows] = self._attend(queries[group.rows], layer_kv, group, window)
+        attended = torch.zeros_like(queries)
+        for tile in self._tiles:
+            attended[tile.rows] = self._attend(queries[tile.rows], layer_kv, tile, window)
         return attended.flatten(1)
 
-    def _attend(self, queries: Tensor, layer_kv: Tensor, group: _Group, window: int) -> Tensor:
+    def _attend(self, queries: Tensor, layer_kv: Tensor, tile: _Tile, window: int) -> Tensor:
         """[G, Q, heads, d] -> [G, Q, heads, d]; query heads of one key-value head are stacked as more queries."""
-        num_tiles, num_queries, num_heads, head_dim = queries.shape
-        shape = self._shape
+        num_sequences, num_queries, num_heads, head_dim = queries.shape
+        num_kv_heads = self._shape.num_kv_heads
         dtype = torch.promote_types(queries.dtype, layer_kv.dtype)
-        keys, values = self._gather(layer_kv[0], group, dtype), self._gather(layer_kv[1], group, dtype)
-        stacked = queries.view(num_tiles, num_queries, shape.num_kv_heads, -1, head_dim).permute(
-            0, 2, 3, 1, 4
-        )
-        scores = stacked.flatten(2, 3).to(dtype) @ keys.transpose(-1, -2)
-        scores = scores.float().mul_(head_dim**-0.5).view(*scores.shape[:2], -1, num_queries, scores.shape[3])
-        hidden = ~_visible(group.positions, keys.shape[2], window)
-        scores.masked_fill_(hidden[:, None, None], -torch.inf)
-        weights = scores.softmax(-1).flatten(2, 3).to(dtype)
-        attended = (weights @ values).view(*scores.shape[:4], head_dim).permute(0, 3, 1, 2, 4)
-        return attended.reshape(num_tiles, num_queries, num_heads, head_dim).to(queries.dtype)
+        keys, values = (self._gather(half, tile.blocks, dtype) for half in layer_kv.unbind())
+        stacked = queries.view(num_sequences, num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+        scores = (stacked.flatten(2, 3).to(dtype) @ keys.mT).float().mul_(head_dim**-0.5)
+        hidden = ~_visible(tile.positions, keys.shape[2], window)[:, None, None]
+        scores = scores.view(*scores.shape[:2], -1, num_queries, scores.shape[3])
+        scores.masked_fill_(hidden, -torch.inf)
+        attended: Tensor = scores.softmax(-1).flatten(2, 3).to(dtype) @ values
+        attended = attended.view(num_sequences, num_heads, num_queries, head_dim).transpose(1, 2)
+        return attended.to(queries.dtype)
 
-    def _gather(self, layer: Tensor, group: _Group, dtype: torch.dtype) -> Tensor:
+    def _gather(self, layer: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
         """[G, num_kv_heads, P * block_size, head_dim] in a floating-point type"""
         shape = self._shape
-        stored, scales = _split_scales(layer[group.blocks], shape.num_kv_heads, shape.head_dim)
+        stored, scales = _split_scales(layer[blocks], shape.num_kv_heads, shape.head_dim)
         gathered = stored.to(dtype)
         if scales is not None:
             gathered = gathered * scales.contiguous().view(torch.float32).to(dtype)
@@ -235,35 +222,35 @@ def _visible(positions: Tensor, num_keys: int, window: int) -> Tensor:
     return causal & (keys > queries - window) if window else causal
 
 
-def _tiles(query_starts: list[int], context_lens: list[int]) -> list[_Tile]:
-    tiles: list[_Tile] = []
-    for sequence, context in enumerate(context_lens):
-        start, end = query_starts[sequence], query_starts[sequence + 1]
-        for first in range(start, end, MAX_TILE_QUERIES):
-            last = min(first + MAX_TILE_QUERIES, end)
-            tiles.append(_Tile(sequence, first, last - first, context - (end - last)))
-    return tiles
-
-
-def _grouped(tiles: list[_Tile], shape: KVShape) -> Iterator[list[_Tile]]:
-    """Tiles of about the same number of queries, as many as fit the bound; neighbours have similar contexts."""
-    group: list[_Tile] = []
-    for tile in sorted(tiles, key=lambda tile: (tile.num_queries.bit_length(), tile.context)):
-        size = 4 * tile.context * shape.num_kv_heads * (shape.head_dim + tile.num_queries)
-        same_size = not group or group[0].num_queries.bit_length() == tile.num_queries.bit_length()
-        if group and (not same_size or size * (len(group) + 1) > MAX_GROUP_ELEMENTS):
-            yield group
+def _tiles(batch: Batch, shape: KVShape) -> Iterator[_Tile]:
+    """Pieces of equal length and similar contexts together, as many as fit the bound."""
+    group: list[tuple[int, int, int, int]] = []
+    for piece in sorted(_pieces(batch)):
+        num_queries, context, *_ = piece
+        size = 4 * context * shape.num_kv_heads * (shape.head_dim + num_queries)
+        if group and (group[0][0] != num_queries or size * (len(group) + 1) > MAX_TILE_ELEMENTS):
+            yield _tile(batch, shape.block_size, group)
             group = []
-        group.append(tile)
+        group.append(piece)
     if group:
-        yield group
+        yield _tile(batch, shape.block_size, group)
 
 
-def _group(batch: Batch, tiles: list[_Tile], block_size: int) -> _Group:
-    device = batch.token_ids.device
-    facts = torch.tensor([(t.sequence, t.first_row, t.num_queries) for t in tiles], device=device)
-    sequences, first_rows, num_queries = facts.unbind(1)
-    steps = torch.arange(max(tile.num_queries for tile in tiles), device=device)
-    rows = first_rows[:, None] + torch.minimum(steps, num_queries[:, None] - 1)
-    num_blocks = -(-max(tile.context for tile in tiles) // block_size)
-    return _Group(rows, batch.positions[rows], batch.block_tables[sequences, :num_blocks].long())
+def _pieces(batch: Batch) -> Iterator[tuple[int, int, int, int]]:
+    """(queries, tokens up to the last of them, sequence, first row) of pieces of at most MAX_QUERIES queries."""
+    starts = batch.query_starts.tolist()
+    for sequence, context in enumerate(batch.context_lens.tolist()):
+        for first in range(starts[sequence], starts[sequence + 1] if context else 0, MAX_QUERIES):
+            last = min(first + MAX_QUERIES, starts[sequence + 1])
+            yield last - first, context - (starts[sequence + 1] - last), sequence, first
+
+
+def _tile(batch: Batch, block_size: int, pieces: list[tuple[int, int, int, int]]) -> _Tile:
+    num_queries, context, *_ = pieces[-1]
+    sequences, first_rows = torch.tensor(
+        [piece[2:] for piece in pieces], device=batch.positions.device
+    ).unbind(1)
+    rows = first_rows[:, None] + torch.arange(num_queries, device=batch.positions.device)
+    return _Tile(
+        rows, batch.positions[rows], batch.block_tables[sequences, : -(-context // block_size)].long()
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,7 +23,9 @@ from engine.quant.integers import Integers
 from engine.sampling.tables import Filters, SamplingTables
 
 LONG_CHUNK = 1024
-"""Tokens of a chunk from which on torch's attention is worth a try: in shorter ones the linear maps are nearly all."""
+"""Tokens of a chunk from which on torch's attention has it: in shorter ones the linear maps are nearly all."""
+_NOT_OFFERED = ("No available kernel", "No viable backend")
+"""So torch begins to say that it has no such kernel for this card, dtype or head_dim."""
 
 PREFILLED = 160
 """Tokens of a prompt that is attended on trial: more than a decode kernel ever has of one sequence."""
@@ -36,11 +40,11 @@ def select(
     """The fastest table for a model on a device.
 
     Args:
-        say: is told, in one line each, why a table is slower than it could be, and what was measured to choose.
+        say: is told, in one line each, why a table is slower than it could be.
     """
     if device.type == "cuda":
         kernels = _with_triton(model, device, dtype, limits, say)
-        return _with_fastest_prefill(kernels, model, limits, say)
+        return _with_long_prefill(kernels, model, limits, say)
     try:
         _check_native(model, limits.block_size)
         team = native.load_library(say).start_team(limits.num_threads)
@@ -126,17 +130,11 @@ def only_what_runs(kernels: Kernels, plain: Kernels, tried: dict[str, Trial], sa
     """The table with the operations of `plain` in the place of those that fail when they are tried.
 
     A kernel may fail where others run: for want of a C compiler, of registers, of shared memory.
-
-    Raises:
-        torch.AcceleratorError: the device is lost.
     """
     failed: dict[str, object] = {}
     for name, trial in tried.items():
-        try:
-            trial()
-        except torch.AcceleratorError:
-            raise
-        except Exception as error:
+        error = _failure(trial)
+        if error is not None:
             failed[name] = getattr(plain, name)
             say(
                 f"the Triton kernel {name} does not run here ({_reason(error)}); plain torch serves instead, slower"
@@ -195,28 +193,52 @@ def trials(kernels: Kernels, model: DecoderShape, limits: StepLimits) -> dict[st
     }
 
 
-def _with_fastest_prefill(kernels: Kernels, model: DecoderShape, limits: StepLimits, say: Say) -> Kernels:
-    """The same kernels, with torch's attention for long chunks where the card is faster at it."""
+def _with_long_prefill(kernels: Kernels, model: DecoderShape, limits: StepLimits, say: Say) -> Kernels:
+    """The same kernels, with torch's attention for long chunks, by those of its backends that run here."""
     has_windows = any(model.window(layer) for layer in range(model.num_layers))
-    if not kernels.is_static or has_windows or limits.max_batch_tokens < LONG_CHUNK:
+    longest = min(limits.max_batch_tokens, limits.max_model_len or model.max_position)
+    if not kernels.is_static or has_windows or longest < LONG_CHUNK:
         return kernels
     # Not above: importing it takes seconds, for a part of torch that nothing else here needs.
-    from engine.kernels import gathered, prefill_choice
+    from engine.kernels import gathered
 
-    asked = prefill_choice.Model(
-        shape=KVShape.of(model, limits.block_size),
-        num_heads=model.num_heads,
-        dtype=kernels.kv_dtype,
-        device=kernels.device,
-        max_position=limits.max_model_len or model.max_position,
-        min_queries=LONG_CHUNK,
-        max_queries=limits.max_batch_tokens,
-    )
-    backends = prefill_choice.choose(asked, kernels.attention, prefill_choice.seconds_on_card, say)
-    if backends.first_chunk is None and backends.later_chunk is None:
+    major, _ = torch.cuda.get_device_capability(kernels.device)
+    backends = []
+    for backend in gathered.backends_for(major, longest):
+        error = _failure(partial(backend.warm_up, LONG_CHUNK, longest, model, kernels))
+        if error is None:
+            backends.append(backend)
+        elif not isinstance(error, torch.OutOfMemoryError) and not str(error).startswith(_NOT_OFFERED):
+            say(f"long prefills are not attended by {backend.name}, which fails here ({_reason(error)})")
+    del error
+    gc.collect()  # an error that is part of a reference cycle keeps the tensors of the frames that it came through
+    torch.cuda.empty_cache()
+    if not backends:
         return kernels
-    attention = partial(gathered.prepare_attention, prepare_paged=kernels.attention, backends=backends)
+    attention = partial(
+        gathered.prepare_attention,
+        prepare_paged=kernels.attention,
+        backends=backends,
+        min_queries=LONG_CHUNK,
+    )
     return replace(kernels, attention=attention)
+
+
+def _failure(trial: Trial) -> Exception | None:
+    """The error that a trial ends with, which may be any: Triton has errors of its own, and asserts.
+
+    Raises:
+        torch.AcceleratorError: the device is lost.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch tells at length why it has no kernel for something
+            trial()
+    except torch.AcceleratorError:
+        raise
+    except Exception as error:
+        return error
+    return None
 
 
 def _check_native(model: DecoderShape, block_size: int) -> None:

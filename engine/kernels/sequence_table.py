@@ -6,8 +6,8 @@ size of a graph, reads and writes that row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -63,10 +63,8 @@ class StepInputs:
     """[S] int32 output tokens that there are before the one that a sequence's last row chooses."""
 
 
-class Gather(Protocol):
-    """An implementation of `gather`."""
-
-    def __call__(self, table: SequenceTable, step: StepTokens, /) -> StepInputs: ...
+Gather = Callable[[SequenceTable, StepTokens], StepInputs]
+"""An implementation of `gather`."""
 
 
 def gather(table: SequenceTable, step: StepTokens) -> StepInputs:

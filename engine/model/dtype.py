@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.errors import CheckpointError
+from engine.kernels.cpu.levels import has_tiles
 from engine.model.config import ModelConfig
 from engine.quant.integers import Quantization
 
@@ -28,12 +29,15 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(wanted: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The type of the weights.
 
-    "auto" never takes more than 16 bits. A checkpoint of 16 bits keeps its type. A checkpoint in float32 becomes
+    "auto" never takes more than 16 bits. On a CPU with tiles it is bfloat16, which they multiply many times quicker
+    than anything else in 16 bits. Elsewhere a checkpoint of 16 bits keeps its type. A checkpoint in float32 becomes
     float16 on a CPU, where activations are float32 and only the weights are rounded, and bfloat16 on a GPU, where
     activations have the type of the weights and may be too large for float16.
     """
     if wanted != "auto":
         return DTYPES[wanted]
+    if device.type == "cpu" and has_tiles():
+        return torch.bfloat16
     if config.dtype != "float32":
         return DTYPES[config.dtype]
     return torch.float16 if device.type == "cpu" else torch.bfloat16
@@ -53,7 +57,7 @@ def choose_kv_dtype(wanted: str, own: torch.dtype, device: torch.device) -> torc
     if device.type == "cuda" and dtype != own:
         own_name = str(own).removeprefix("torch.")
         raise CheckpointError(
-            f"kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}"
+            f"--kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}"
         )
     return dtype
 
@@ -70,6 +74,6 @@ def choose_quantization(
         return None
     if device.type == "cuda":
         raise CheckpointError(
-            f"quantize {wanted} is served on the CPU, and the model runs on CUDA; try device cpu"
+            f"--quantize {wanted} is served on the CPU, and the model runs on CUDA; try --device cpu"
         )
     return Quantization.of(wanted, group_size)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from engine.errors import CheckpointError
 
+T = TypeVar("T")
 _LARGEST = 1e300
 _LARGEST_SIZE = (1 << 31) - 1  # kernels keep sizes in 32 bits, with a sign
 
@@ -50,14 +51,10 @@ class Fields:
         return self._values.get(name) is not None
 
     def integer(self, name: str, default: int | None = None) -> int:
-        value = self._values.get(name)
-        if value is None:
-            value = default
+        value = self._values.get(name, default)
         if isinstance(value, float) and value.is_integer():
-            value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self._fault(name, "a whole number")
-        return value
+            return int(value)
+        return self._typed(name, int, "a whole number", default)
 
     def size(self, name: str, default: int | None = None, *, most: int = _LARGEST_SIZE) -> int:
         """The entry as a whole number from 1 to `most`."""
@@ -68,8 +65,10 @@ class Fields:
 
     def within(self, name: str, least: float, most: float) -> float | None:
         """The entry as a number from `least` to `most`, or None if it is missing."""
-        value = self.optional_number(name)
-        if value is not None and not least <= value <= most:
+        if not self.has(name):
+            return None
+        value = self.number(name)
+        if not least <= value <= most:
             raise self._fault(name, f"between {least:g} and {most:g}")
         return value
 
@@ -86,39 +85,22 @@ class Fields:
         return self.integer(name) if self.has(name) else None
 
     def number(self, name: str, default: float | None = None) -> float:
-        value = self._values.get(name)
-        if value is None:
-            value = default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) <= _LARGEST:
+        value = self._typed(name, (int, float), "a number", default)
+        if not abs(value) <= _LARGEST:
             raise self._fault(name, "a number")
         return float(value)
 
-    def optional_number(self, name: str) -> float | None:
-        return self.number(name) if self.has(name) else None
-
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self._values.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self._fault(name, "true or false")
-        return value
+        return self._typed(name, bool, "true or false", default)
 
     def text(self, name: str, default: str | None = None) -> str:
-        value = self._values.get(name)
-        if value is None:
-            value = default
-        if not isinstance(value, str):
-            raise self._fault(name, "a string")
-        return value
+        return self._typed(name, str, "a string", default)
 
     def strings(self, name: str) -> list[str]:
-        value = self._values.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        value = self._typed(name, list, "a list of strings", [])
+        if not all(isinstance(item, str) for item in value):
             raise self._fault(name, "a list of strings")
-        return cast("list[str]", value)
+        return value
 
     def integers(self, name: str) -> tuple[int, ...]:
         """The entry as a tuple; in the file it is a whole number or a list of them."""
@@ -130,12 +112,7 @@ class Fields:
 
     def nested(self, name: str) -> Fields:
         """The entry as an object; a missing one is empty."""
-        value = self._values.get(name)
-        if value is None:
-            value = {}
-        if not isinstance(value, dict):
-            raise self._fault(name, "an object")
-        return Fields(f"{self.source}: {name}", cast("dict[str, object]", value))
+        return Fields(f"{self.source}: {name}", self._typed(name, dict, "an object", {}))
 
     def string_values(self) -> list[str]:
         """The values of all entries, which must be strings."""
@@ -143,8 +120,14 @@ class Fields:
             self.text(name)
         return cast("list[str]", list(self._values.values()))
 
-    def raw(self, name: str) -> object:
-        return self._values.get(name)
+    def _typed(
+        self, name: str, kind: type[T] | tuple[type[T], ...], wanted: str, default: T | None = None
+    ) -> T:
+        value = self._values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+            raise self._fault(name, wanted)
+        return value
 
     def _fault(self, name: str, wanted: str) -> CheckpointError:
         value = self._values.get(name)

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from engine.kernels.linear import Linear
 
 
-class FeedForward(Protocol):
-    """The part of a layer after attention: [T, hidden] -> [T, hidden]."""
-
-    def __call__(self, x: Tensor, /) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(silu(gate) * up): the dense feed-forward part."""
+    """down(silu(gate) * up): the part of a layer after attention, [T, hidden] -> [T, hidden]."""
 
     gate_up: Linear
     """hidden -> gate, up, one after the other."""
@@ -41,7 +34,7 @@ class LayerWeights:
     k_norm: Tensor | None
     o: Linear
     post_norm: Tensor
-    feed_forward: FeedForward
+    feed_forward: GatedMlp
 
 
 @dataclass(slots=True)

@@ -6,13 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import CheckpointError
-from engine.model.architectures import ARCHITECTURES, num_layers
+from engine.model.architectures import ARCHITECTURES
 from engine.model.config import GenerationDefaults, ModelConfig, RopeConfig
 from engine.model.fields import Fields
 
 _ROPE_SCALINGS = ("default", "linear", "llama3")
 _DTYPES = ("float32", "bfloat16", "float16")
 
+MAX_LAYERS = 4096
+"""No model has more layers. Lists with an entry for each layer are made before the tensors prove that the layers are
+there."""
 MAX_POSITIONS = 1 << 24
 """More than any model has: no tensor backs this number, and the tables of the rotary embedding have a row for each."""
 
@@ -54,7 +57,6 @@ def parse_config(fields: Fields) -> ModelConfig:
     """
     architecture = _architecture(fields)
     _refuse_the_unsupported(fields)
-    traits = ARCHITECTURES[architecture](fields)
     hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     num_kv_heads = fields.size("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
@@ -63,38 +65,30 @@ def parse_config(fields: Fields) -> ModelConfig:
             "(num_attention_heads, num_key_value_heads)"
         )
     max_position = fields.size("max_position_embeddings", most=MAX_POSITIONS)
-    return ModelConfig(
+    config = ModelConfig(
         architecture=architecture,
         vocab_size=fields.size("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=num_layers(fields),
+        num_layers=fields.size("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=_head_dim(fields, traits.head_dim or max(1, hidden_size // num_heads)),
+        head_dim=fields.size("head_dim", max(1, hidden_size // num_heads)),
         intermediate_size=fields.size("intermediate_size"),
         rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         max_position=max_position,
         rope=_rope(fields, max_position),
         tie_word_embeddings=fields.flag("tie_word_embeddings"),
-        qkv_bias=traits.qkv_bias,
-        o_bias=traits.o_bias,
-        mlp_bias=traits.mlp_bias,
-        qk_norm=traits.qk_norm,
-        sliding_windows=traits.sliding_windows,
         bos_token_id=next(iter(fields.integers("bos_token_id")), None),
         eos_token_ids=fields.integers("eos_token_id"),
         dtype=_dtype(fields),
     )
-
-
-def _head_dim(fields: Fields, default: int) -> int:
-    head_dim = fields.size("head_dim", default)
-    if head_dim % 2:
+    config = ARCHITECTURES[architecture](fields, config)
+    if config.head_dim % 2:
         raise CheckpointError(
-            f"{fields.source}: head_dim (hidden_size / num_attention_heads if it is left out) is {head_dim}, "
+            f"{fields.source}: head_dim (hidden_size / num_attention_heads if it is left out) is {config.head_dim}, "
             "and the rotary embedding needs an even one"
         )
-    return head_dim
+    return config
 
 
 def _architecture(fields: Fields) -> str:

@@ -197,18 +197,18 @@ class StepReport:
 
     outputs: list[Output]
     started_s: float
-    duration_s: float
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    num_running: int
-    num_waiting: int
+    duration_s: float = 0.0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
     """Sequences that were preempted, or that wait for a prefix that another sequence computes."""
-    num_blocks: int
-    num_free_blocks: int
+    num_blocks: int = 0
+    num_free_blocks: int = 0
     """Evictable cached blocks included."""
-    num_preemptions: int
-    num_prefix_query_tokens: int
-    num_prefix_hit_tokens: int
+    num_preemptions: int = 0
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
     prefix_events: Iterable[PrefixEvent] = ()
     """What became of cached blocks since the report before."""
     error: str | None = None

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.quant.formats import NamedTensors
+
+_Floats = npt.NDArray[np.float32]
 
 _DEFAULT_SIZES = (64, 32)
 """The group sizes for 4 bits where nobody asks; the first that divides the inputs is taken."""
@@ -20,10 +26,10 @@ _LAYERS_OF_8_BITS = 1
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """The shares of a group's range that the 4-bit integers may span; what lies outside is clipped."""
 
-_SMALLEST = 1e-30
+_SMALLEST = np.float32(1e-30)
 """Stands in for a range of 0, so that nothing is divided by 0."""
 
-_ELEMENTS_AT_A_TIME = 1 << 18
+_ELEMENTS_AT_A_TIME = 1 << 16
 """Rounding works on so many weights at a time, because its temporaries then stay in the cache."""
 
 
@@ -74,14 +80,22 @@ class Integers:
         return out_features * in_features * self.bits // 8 + num_groups * (5 if self.has_zeros else 4)
 
     def quantize(self, weight: Tensor) -> NamedTensors:
-        """The tensors of a float weight [out, in], whose inputs the group size divides."""
-        round_group = _round_4_bits if self.bits == 4 else _round_8_bits
+        """The tensors of a float weight [out, in], whose inputs the group size divides.
+
+        Every operation on the way rounds as IEEE 754 says, one by one and in a fixed order, so that all machines get
+        the same integers. The threads run numpy: they have no use for torch's own, which wait for each other.
+        """
+        round_groups = _round_4_bits if self.bits == 4 else _round_8_bits
+        groups = weight.detach().float().numpy().reshape(weight.shape[0], -1, self.group_size)
         rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
-        chunks = [
-            round_group(torch.unflatten(chunk.float(), 1, (-1, self.group_size)))
-            for chunk in torch.split(weight, rows_at_a_time)
-        ]
-        return self.join(chunks)
+        starts = range(0, len(groups), rows_at_a_time)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            chunks = list(
+                pool.map(lambda start: round_groups(groups[start : start + rows_at_a_time]), starts)
+            )
+        return {
+            name: torch.from_numpy(np.concatenate([chunk[name] for chunk in chunks])) for name in chunks[0]
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +128,7 @@ class Quantization:
         if group_size is None:
             tried = " or ".join(str(size) for size in sorted(allowed))
             raise CheckpointError(
-                f"quantize int{self.bits}: groups of {tried} do not divide a linear map's {in_features} inputs"
+                f"--quantize int{self.bits}: groups of {tried} do not divide a linear map's {in_features} inputs"
             )
         return Integers(self.bits, group_size)
 
@@ -123,34 +137,55 @@ class Quantization:
         return Integers(8, in_features)
 
 
-def _round_8_bits(groups: Tensor) -> NamedTensors:
+def _round_8_bits(groups: _Floats) -> dict[str, np.ndarray]:
     """Rounds [rows, groups, group_size] to the nearest multiples of a 127th of each group's largest magnitude."""
-    scale = (groups.abs().amax(-1, keepdim=True) / 127).clamp_min_(_SMALLEST)
-    integers = (groups / scale).round_().clamp_(-127, 127)
-    return {"weight": integers.to(torch.int8).flatten(1), "scale": scale.squeeze(-1)}
+    scale = np.maximum(np.abs(groups).max(-1, keepdims=True) / np.float32(127), _SMALLEST)
+    integers = np.clip(np.rint(groups / scale), -127, 127)
+    return {"weight": integers.astype(np.int8).reshape(len(groups), -1), "scale": scale[..., 0]}
 
 
-def _round_4_bits(groups: Tensor) -> NamedTensors:
+def _round_4_bits(groups: _Floats) -> dict[str, np.ndarray]:
     """Rounds [rows, groups, group_size] to 16 steps that span each group's range, or a share of it, and 0.
 
     Of several shares, a group takes the one with the smallest squared error. For given steps d = integer - zero, the
     best scale is <w, d> / <d, d>, and it leaves the error <w, w> - <w, d>^2 / <d, d>.
     """
-    low = groups.amin(-1, keepdim=True).clamp_(max=0)
-    span = (groups.amax(-1, keepdim=True).clamp_(min=0) - low).clamp_min_(_SMALLEST)
-    zero = (low * -15 / span).round_()
-    best = torch.full_like(span, -1.0)
-    scale, steps = torch.zeros_like(span), torch.zeros_like(groups)
+    rows = len(groups)
+    columns = np.ascontiguousarray(
+        groups.reshape(-1, groups.shape[-1]).T
+    )  # a column is a group: long inner loops
+    low = np.minimum(columns.min(0), 0)
+    span = np.maximum(np.maximum(columns.max(0), 0) - low, _SMALLEST)
+    zero = np.rint(low * np.float32(-15) / span)
+    most, factor, scale = np.full_like(span, -1), np.zeros_like(span), np.zeros_like(span)
     for shrink in _SHRINKS:
-        tried = (groups * (15 / shrink / span)).round_().clamp_(-zero, 15 - zero)
-        product = (groups * tried).sum(-1, keepdim=True)
-        fitted = product / tried.square().sum(-1, keepdim=True).clamp_min_(1)
-        is_better = product * fitted > best
-        best = torch.where(is_better, product * fitted, best)
-        scale = torch.where(is_better, fitted, scale)
-        steps = torch.where(is_better, tried, steps)
+        tried = np.float32(15 / shrink) / span
+        steps = _steps(columns, tried, zero)
+        product = _sum_of_rows(columns * steps)
+        fitted = product / np.maximum(_sum_of_rows(steps * steps), 1)
+        is_better = product * fitted > most
+        most = np.where(is_better, product * fitted, most)
+        factor = np.where(is_better, tried, factor)
+        scale = np.where(is_better, fitted, scale)
+    integers = (_steps(columns, factor, zero) + zero).astype(np.uint8)
     return {
-        "weight": (steps + zero).to(torch.uint8).flatten(1),
-        "scale": scale.squeeze(-1),
-        "zero": zero.to(torch.uint8).squeeze(-1),
+        "weight": np.ascontiguousarray(integers.T).reshape(rows, -1),
+        "scale": scale.reshape(rows, -1),
+        "zero": zero.astype(np.uint8).reshape(rows, -1),
     }
+
+
+def _steps(columns: _Floats, factor: _Floats, zero: _Floats) -> _Floats:
+    steps = columns * factor
+    np.rint(steps, out=steps)
+    np.maximum(steps, -zero, out=steps)
+    np.minimum(steps, 15 - zero, out=steps)
+    return steps
+
+
+def _sum_of_rows(x: _Floats) -> _Floats:
+    """The sum of rows, a power of 2 of them, halves added to halves: sum() has an order of its own choice."""
+    while len(x) > 1:
+        x = x[: len(x) // 2] + x[len(x) // 2 :]
+    total: _Floats = x[0]
+    return total

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels import gathered, ops
 from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.gathered import ContiguousBackend, LongPrefillBackends
+from engine.kernels.gathered import ContiguousBackend
 from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.ops import Kernels
 from engine.kernels.reference import TokenPlaces
@@ -199,14 +199,14 @@ def _decode_seconds(bench: Bench, num_sequences: int, context: int, num_layers: 
 
 
 def prefill(bench: Bench) -> None:
-    """Attention of a chunk by all backends that a server chooses from; only arithmetic that is needed counts.
+    """Attention of a chunk by the backends of every card, and by Triton; only arithmetic that is needed counts.
 
     Those of torch have gathered keys and values first, which is in their time.
     """
     for num_tokens, context in bench.sizes.prefill:
         of = "tokens" if num_tokens == context else f"after {context - num_tokens:,}"
         for backend in (None, *gathered.BACKENDS):
-            if backend is None or backend.takes_later_chunks or num_tokens == context:
+            if backend is None or backend.takes(num_tokens, context):
                 _prefill(bench, num_tokens, context, backend, f"attention prefill, {num_tokens:,} {of}")
 
 
@@ -217,9 +217,14 @@ def _prefill(
         name = f"{name}, {backend.name}"
     shape, heads = bench.shape(1), bench.config.num_heads
     batch, kv = _scattered(bench, shape, 1, context, num_tokens=num_tokens)
-    backends = LongPrefillBackends(min_queries=1, first_chunk=backend, later_chunk=backend)
+    if backend is None:
+        batch.host_lengths = None  # the server's own table may have backends for long chunks, too
     attend = gathered.prepare_attention(
-        batch, shape, prepare_paged=bench.kernels.attention, backends=backends
+        batch,
+        shape,
+        prepare_paged=bench.kernels.attention,
+        backends=[backend] if backend else [],
+        min_queries=1,
     )
     queries = bench.random(num_tokens, heads, shape.head_dim)
     try:

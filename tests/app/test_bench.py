@@ -14,9 +14,11 @@ import pytest
 
 from app.bench import runs
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from app.bench.parts import CASES
 from app.bench.report import print_report, print_workloads
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import Figures
+from app.bench.workloads import Interactive, Workload
 from app.cli import main
 from app.errors import OperatorError
 
@@ -92,6 +94,44 @@ def test_a_client_that_fails_leaves_no_server_behind(
     assert (status, capsys.readouterr().err.splitlines()[-1]) == (2, "penstock: client failed")
 
 
+def test_streams_are_kept_full_beside_interactive_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    workload = Workload(
+        name="W4",
+        streams=2,
+        prompt_tokens=40,
+        output_tokens=4,
+        rounds=1000,
+        seconds=1.0,
+        interactive=Interactive(every_s=0.25, prompt_tokens=8, output_tokens=3),
+    )
+    monkeypatch.setattr(runs, "WORKLOADS", {"W4": workload})
+    monkeypatch.setattr(runs, "ensure_checkpoint", lambda _: ensure_checkpoint(LLAMA_TINY, tmp_path))
+    path = tmp_path / "figures.json"
+    assert main(["bench", "--workload", "W4", "--dtype", "float32", "--json", str(path)]) == 0
+    (figures,) = json.loads(path.read_text())["http"]
+    beside = figures["interactive"]
+    assert 2 <= figures["requests"] < 2000
+    assert figures["output_tokens"] == 4 * figures["requests"]
+    assert 0 < figures["tokens_per_s"] <= figures["output_tokens"]  # in the first second
+    assert beside["requests"] == 4
+    assert beside["output_tokens"] == 3 * (4 - beside["refused"])
+    assert "W4, float32, interactive" in capsys.readouterr().out
+
+
+def test_the_parts_of_a_step_stand_beside_the_ceilings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, path = ensure_checkpoint(LLAMA_TINY, tmp_path), tmp_path / "figures.json"
+    options = ["--model", str(model), "--dtype", "float32", "--quick", "--json", str(path)]
+    assert main(["bench", "--parts", *options]) == 0
+    figures = json.loads(path.read_text())
+    assert [row["case"] for row in figures["parts"]] == [case.name for case in CASES]
+    assert figures["ceilings"]["memory_gb_per_s"] > 0
+    assert "llama-tiny, float32: prefill, 512 tokens" in capsys.readouterr().out
+
+
 def row(**values: object) -> dict[str, Any]:
     figures = dict.fromkeys(Figures.__dataclass_fields__, 1.0)
     rest = {"gflop_per_s": 50.0, "loop_cpu_us_per_token": 9.0, "failed": 0, "workload": ""}
@@ -117,10 +157,18 @@ def test_what_was_not_measured_is_a_dash(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.splitlines()[-2].split()[-3:] == ["-", "-", "9"]
 
 
-def test_a_workload_stands_beside_its_target(capsys: pytest.CaptureFixture[str]) -> None:
-    print_workloads(
-        {"http": [row(workload="W2", tokens_per_s=308.0), row(workload="W5", failed=1, first_error="e")]}
-    )
+def test_a_workload_stands_beside_what_the_machine_could_do(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [row(workload="W2", tokens_per_s=308.0, most_tokens_per_s=1540.0, refused=2)]
+    rows += [row(workload="W5", failed=1, first_error="e", most_tokens_per_s=2.0)]
+    machine = {"processor": "P", "cores": 2}
+    ceilings = {"memory_gb_per_s": 23.4, "peaks": {"fma8": 130.0, "fma16": 0.0, "tile_bf16": 2700.0}}
+    print_workloads({"machine": machine, "ceilings": ceilings, "http": rows})
     lines = capsys.readouterr().out.splitlines()
-    assert lines[3].split()[-2:] == ["154", "200%"]
+    (line,) = (line for line in lines if line.startswith("W2, auto"))
+    assert line.split()[-3:] == ["2", "1,540", "20%"]
     assert "1 of 1" in lines[-1]
+    assert [line.split()[-2:] for line in lines if line.endswith("/s")] == [
+        ["23.4", "GB/s"],
+        ["130", "G/s"],
+        ["2,700", "G/s"],
+    ]

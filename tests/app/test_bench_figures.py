@@ -15,8 +15,8 @@ from app.bench.arithmetic import read_arithmetic
 from app.bench.checkpoint import LLAMA_135M, LLAMA_TINY, ensure_checkpoint, letter_token_ids
 from app.bench.client import Answer
 from app.bench.planning import measure_planning
-from app.bench.statistics import number, percentile, summarise, table
-from app.bench.workloads import WORKLOADS, Workload
+from app.bench.statistics import number, percentile, rate_until, summarise, table
+from app.bench.workloads import WORKLOADS, Interactive, Workload
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 100))
@@ -48,6 +48,18 @@ def test_a_summary_counts_whole_answers_over_all_of_the_time() -> None:
     assert figures.itl_p50_ms == pytest.approx(300)
 
 
+def test_a_rate_until_a_time_counts_the_tokens_that_came_by_then() -> None:
+    # Of the first answer 2 of 3 frames in time, of the second none, the third failed.
+    answers = [answer(0.0, 1.0, 1.5, 3.0), answer(2.0, 4.0, 5.0), answer(0.0, 1.0, error="x")]
+    assert rate_until(answers, 2.0) == pytest.approx(4 / 2.0)
+
+
+def test_refused_requests_are_counted_among_the_failed_ones() -> None:
+    refused = [Answer(0.0, 1.0, error="busy", status=status) for status in (429, 503, 500)]
+    figures = summarise([answer(0.0, 1.0), *refused], 1)
+    assert (figures.failed, figures.refused) == (3, 2)
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(math.nan, "-"), (0.12345, "0.123"), (19.04, "19"), (1234.5, "1,234"), (99.96, "100")]
 )
@@ -76,7 +88,32 @@ def test_the_workloads_are_those_of_the_published_figures() -> None:
     shapes = {
         w.name: (w.streams, w.shared_tokens + w.prompt_tokens, w.output_tokens) for w in WORKLOADS.values()
     }
-    assert shapes == {"W1": (1, 128, 128), "W2": (16, 256, 128), "W3": (16, 544, 64), "W5": (64, 128, 64)}
+    assert shapes == {
+        "W1": (1, 128, 128),
+        "W2": (16, 256, 128),
+        "W3": (16, 544, 64),
+        "W4": (8, 512, 128),
+        "W5": (64, 128, 64),
+    }
+    assert WORKLOADS["W4"].seconds == 45
+    assert WORKLOADS["W4"].interactive == Interactive(every_s=1, prompt_tokens=64, output_tokens=32)
+
+
+def test_interactive_requests_come_one_by_one_with_prompts_of_their_own() -> None:
+    workload = Workload(
+        name="",
+        streams=1,
+        prompt_tokens=4,
+        output_tokens=5,
+        seconds=3,
+        interactive=Interactive(every_s=0.5, prompt_tokens=6, output_tokens=7),
+    )
+    assert workload.interactive_starts_s() == [0, 0.5, 1, 1.5, 2, 2.5]
+    bodies = workload.interactive_bodies("m", range(1000), seed=1)
+    assert [len(stream) for stream in bodies] == [1] * 6
+    assert len({str(body["prompt"]) for (body,) in bodies}) == 6
+    assert {(body["max_tokens"], body["service_tier"]) for (body,) in bodies} == {(7, "priority")}
+    assert WORKLOADS["W2"].interactive_bodies("m", range(1000), seed=1) == []
 
 
 def test_prompts_share_what_they_should_and_nothing_else() -> None:

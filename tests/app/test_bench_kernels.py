@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from app.bench import kernels
-from app.bench.measures import measure_fma, measure_linear
+from app.bench.measures import INSTRUCTIONS, measure_fma, measure_linear, measure_memory, measure_peak
 from engine.kernels.cpu.native import NativeUnavailable, Team, load_library
 
 
@@ -20,7 +22,25 @@ def team() -> Team:
 
 def test_measurements_are_numbers(team: Team) -> None:
     assert measure_fma(team) > 0
+    assert measure_memory(team, rounds=1) > 0
     assert measure_linear(team, 64, 64, 4, torch.float16, repeats=1) > 0
+
+
+def test_an_instruction_that_the_processor_lacks_has_no_rate(team: Team) -> None:
+    flags = {"fma16": "avx512f", "vnni": "avx512_vnni", "tile_bf16": "amx_bf16", "tile_int8": "amx_int8"}
+    there = {instruction for instruction in INSTRUCTIONS if measure_peak(team, instruction) > 0}
+    assert "fma8" in there
+    assert {flags[instruction] for instruction in there - {"fma8"}} <= _processor_flags()
+    if "tile_bf16" in there:  # a library that has tiles has all
+        assert there == set(INSTRUCTIONS)
+
+
+def _processor_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
 
 
 def test_every_case_runs(team: Team) -> None:

@@ -17,12 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.bench import command, runs
+from app.bench.arithmetic import Arithmetic
+from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.client import Answer
-from app.bench.report import print_report, print_workloads
+from app.bench.report import print_parts, print_report, print_workloads
 from app.bench.statistics import Figures, number, percentile, summarise, table
 from app.bench.workloads import WORKLOADS
 from app.cli import main
 from app.errors import OperatorError
+
+CEILINGS: dict[str, Any] = {"memory_gb_per_s": 20.0, "peaks": {"fma8": 100.0, "tile_bf16": 2000.0}}
+ARITHMETIC = Arithmetic(body=200_000_000, head=20_000_000, vocabulary=16_384, kv=11_520)
 
 seconds = st.floats(0, 100, allow_nan=False)
 cells = st.text(st.characters(codec="ascii", categories=("L", "N", "P")), max_size=9)
@@ -205,12 +210,68 @@ def test_what_failed_while_redis_was_in_trouble_is_told(capsys: pytest.CaptureFi
     ]
 
 
+def workloads_report(capsys: pytest.CaptureFixture[str], *rows: dict[str, Any]) -> list[str]:
+    print_workloads({"machine": {"processor": "P", "cores": 2}, "ceilings": CEILINGS, "http": rows})
+    return capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.parametrize("name", sorted(WORKLOADS))
-def test_a_workload_that_reaches_its_target_reaches_all_of_it(
+def test_a_workload_that_reaches_what_the_machine_can_do_reaches_all_of_it(
     capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    print_workloads({"http": [http_row(workload=name, tokens_per_s=WORKLOADS[name].target_tokens_per_s)]})
-    assert capsys.readouterr().out.splitlines()[-1].endswith("100%")
+    most = most_tokens_per_s(WORKLOADS[name], ARITHMETIC, Sizes(2, 2, 2), Ceilings(**CEILINGS))
+    lines = workloads_report(capsys, http_row(workload=name, tokens_per_s=most, most_tokens_per_s=most))
+    (line,) = (line for line in lines if line.startswith(f"{name}, auto"))
+    assert line.endswith("100%")
+
+
+def test_interactive_requests_have_a_line_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    beside = dict.fromkeys(Figures.__dataclass_fields__, 7) | {"refused": 3, "requests": 45}
+    row = http_row(workload="W4", tokens_per_s=50.0, most_tokens_per_s=100.0, interactive=beside)
+    lines = [line for line in workloads_report(capsys, row) if line.startswith("W4, auto")]
+    assert lines[0].split()[-1] == "50%"
+    assert lines[1].split()[2:] == ["interactive", "7", "7", "7", "7", "7", "-", "3", "of", "45", "-", "-"]
+
+
+def test_an_interactive_request_that_was_refused_has_not_failed() -> None:
+    workload = WORKLOADS["W4"]
+    whole = [Answer(0.0, 2.0, [1.0, 2.0], 5, 0, 2, stream=stream) for stream in range(9)]
+    refused = Answer(0.0, 1.0, error="busy", status=503, stream=9)
+    broken = Answer(0.0, 1.0, error="cut", status=200, stream=10)
+    row = runs._figures([*whole, refused], workload)
+    assert (row["requests"], row["output_tokens"], row["failed"]) == (8, 16, 0)
+    assert row["tokens_per_s"] == pytest.approx(16 / 45)
+    assert (row["interactive"]["requests"], row["interactive"]["refused"]) == (2, 1)
+    row = runs._figures([*whole, refused, broken], workload)
+    assert (row["failed"], row["first_error"]) == (1, "cut")
+    failed_stream = Answer(0.0, 1.0, error="busy", status=503, stream=0)
+    assert runs._figures([*whole, failed_stream], workload)["failed"] == 1
+
+
+def parts_row(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"model": "m", "dtype": "auto", "case": "c", "ms": 10.0, "untimed_ms": 9.5, "parts": parts}
+
+
+def test_parts_stand_beside_the_time_in_which_the_machine_could_do_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    work = {"flop": 8e9, "bytes": 40e6, "factor_bytes": 2}
+    product = {"part": "qkv", "ms": 8.0, "waiting": 0.25, "work": work}
+    host = {"part": "host", "ms": 2.0, "waiting": None, "work": None}
+    results = {
+        "machine": {"processor": "P", "cores": 2},
+        "ceilings": CEILINGS,
+        "parts": [parts_row(host, product)],
+    }
+    print_parts(results)
+    lines = capsys.readouterr().out.splitlines()
+    at = lines.index(next(line for line in lines if line.startswith("m, auto: c")))
+    assert [line.split() for line in lines[at + 2 : at + 5]] == [
+        ["qkv", "8", "80.0%", "25%", "1,000", "5", "4"],  # the larger of 8 / 2000 and 0.04 / 20 s
+        ["host", "2", "20.0%", "-", "-", "-", "-"],
+        ["all", "10", "4"],
+    ]
+    assert lines[at + 5] == "a whole step that is not timed: 9.5 ms"
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -232,6 +293,8 @@ def test_the_status_says_whether_requests_failed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(runs, "run_workloads", lambda _: {"http": [http_row()]})
     assert command.run(options()) == 1
     assert command.run(options("--workload", "W1")) == 0
+    monkeypatch.setattr(runs, "run_step_parts", lambda _: {"parts": []})
+    assert command.run(options("--parts")) == 0
     for part, status in ((store_part(), 0), (store_part(failed=1), 1)):
         monkeypatch.setattr(runs, "run_parts", lambda _, part=part: {"http": [], "store": part})
         assert command.run(options("--only", "store")) == status
@@ -261,6 +324,8 @@ def test_without_redis_server_the_part_store_measures_nothing(
 def test_options_of_a_bench_are_lists_with_commas() -> None:
     chosen = options("--streams", "1,8", "--dtype", "float32", "--only", "http,plan", "--workload", "W2")
     assert (chosen.streams, chosen.dtype, chosen.only) == ([1, 8], ["float32"], ["http", "plan"])
+    assert options("--workload", "W2,W4", "--workload", "W1").workload == ["W2", "W4", "W1"]
+    assert options("--workload", "all").workload == ["W1", "W2", "W3", "W4", "W5"]
     assert options().only == [part for part in command.PARTS if part != "store"]
 
 
@@ -268,7 +333,10 @@ def test_options_of_a_bench_are_lists_with_commas() -> None:
     ("arguments", "named"),
     [
         (["--only", "http,speed"], "'speed' is none of"),
-        (["--workload", "W4"], "W4"),
+        (["--workload", "W6"], "W6"),
+        (["--workload", "W1,w2"], "'w2' is none of"),
+        (["--workload", "W1", "--parts"], "--parts"),
+        (["--parts", "--cost", "here.json"], "--cost needs"),
         (["--streams", "1,,2"], "--streams"),
         (["--strems", "1"], "did you mean --streams?"),
         (["fast"], "fast"),

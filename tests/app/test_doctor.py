@@ -100,5 +100,5 @@ def test_types_that_cannot_be_served_fail(tmp_path: Path) -> None:
     make_checkpoint("llama", tmp_path)  # 112 inputs of down_proj
     (check,) = doctor.check_types(Settings(model=str(tmp_path), device="cpu", quantize="int4"))
     assert check.level is Level.FAIL
-    assert "quantize int4: groups of 32 or 64 do not divide" in check.text
+    assert "--quantize int4: groups of 32 or 64 do not divide" in check.text
     assert list(doctor.check_types(Settings(model="somebody/something"))) == []

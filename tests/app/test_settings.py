@@ -80,7 +80,7 @@ def test_sizes_can_have_units() -> None:
         ({"quantize": "int3"}, "--quantize: input should be 'int8' or 'int4', not 'int3'"),
         (
             {"quantize": "int4", "quantize_group_size": "48"},
-            "--quantize-group-size: must be 32, 64 or 128, not 48",
+            "--quantize-group-size: must be 32, 64 or 128, not '48'",
         ),
         ({"quantize_group_size": "64"}, "quantize_group_size 64 needs quantize int8 or int4"),
         ({"kv_dtype": "fp8"}, "--kv-dtype: input should be 'auto', "),

@@ -137,12 +137,6 @@ def rotary(x: Range, cos: Tensor, sin: Tensor, dtype: torch.dtype = torch.float3
     return concatenated(parts, -1).rounded(dtype)
 
 
-def capped(scores: Range, softcap: float) -> Range:
-    """softcap * tanh(scores / softcap), where tanh may be made of an exponential: it is 1 minus a quotient."""
-    ends = [softcap * torch.tanh(end / softcap) for end in (scores.low, scores.high)]
-    return Range(*ends).widened(0, softcap * gamma(FUNCTION + 8))
-
-
 def attend(
     scores: Range,
     values: Range,
@@ -152,7 +146,7 @@ def attend(
     """softmax(scores [m, n]) @ values [n, d]; a score that is not seen is -inf at both ends.
 
     The softmax may be computed tile by tile, from 16 keys on, and what was summed up is scaled whenever a tile brings a
-    larger score. Weights are rounded to `weights_dtype` (else to `dtype`) before they are multiplied with the values,
+    larger score. Weights are rounded to `weights_dtype`, or else `dtype`, before they are multiplied with the values,
     and the result to `dtype`.
     """
     seen = scores.low.isfinite()
@@ -171,6 +165,25 @@ def attend(
     result = weights @ values.middle
     error = (above + result.abs() * below) / (1 - below)
     return Range(result - error, result + error).widened(2 * UNIT).rounded(dtype)
+
+
+def attention(queries: Tensor, keys: Tensor, values: Tensor, window: int = 0) -> Range:
+    """What queries [n, num_heads, d] of the last n tokens see of keys and values [context, num_kv_heads, d].
+
+    Returns:
+        [n, num_heads * d], rounded to the queries' dtype.
+    """
+    (num_queries, _, head_dim), (context, num_kv_heads, _) = queries.shape, keys.shape
+    places = torch.arange(context, device=keys.device)
+    positions = places[context - num_queries :, None]
+    hidden = (places > positions) | (places <= positions - (window or context))
+    groups = []
+    for head in range(num_kv_heads):
+        group = queries.reshape(num_queries, num_kv_heads, -1, head_dim)[:, head].transpose(0, 1)
+        scores = dot(exactly(group), exactly(keys[:, head]).mT).scaled(head_dim**-0.5)
+        groups.append(attend(scores.masked(hidden), exactly(values[:, head]), queries.dtype))
+    attended = concatenated(groups, 0)
+    return Range(attended.low.transpose(0, 1).flatten(1), attended.high.transpose(0, 1).flatten(1))
 
 
 def assert_within(found: Tensor, expected: Range, what: str = "result") -> None:

@@ -10,16 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVShape
+from engine.kernels.batch import Batch, blank_batch
+from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Attention, Kernels, reference_kernels
 from engine.kernels.reference import TokenPlaces
+from engine.model.parse import read_config
+from engine.model.safetensors import TensorFiles
+from engine.model.transformer import Decoder
+from engine.model.weights import load_weights
+from engine.planning.request import TokenLogprobs
 from engine.quant.formats import Format, NamedTensors
 from tests.engine.ranges import FUNCTION, UNIT
 
@@ -164,6 +171,41 @@ def allowed(
         for i, step in enumerate(steps):
             worst[i] = max(worst[i], largest(decode(step) - expected[i]))
     return [MARGIN * each for each in worst]
+
+
+def error_of(
+    path: Path,
+    token_ids: Ids[int],
+    kv_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float32,
+    hidden: bool = False,
+) -> float:
+    """What two decoders of a checkpoint may be apart of which each is as far off as its roundings bring it.
+
+    Args:
+        hidden: of the last hidden states, not of the logits.
+    """
+    config = read_config(path)
+    kv = KVCache(KVShape.of(config, 8), 64, torch.float32, torch.device("cpu"))
+    length = len(token_ids)
+    batch = blank_batch([length], [length], torch.arange(-(-length // 8), dtype=torch.int32)[None])
+    batch.token_ids, batch.sample_rows = torch.tensor(token_ids), torch.arange(length)
+
+    def make(kernels: Kernels) -> Decode:
+        weights = load_weights(config, TensorFiles(path), kernels, lambda *_: None)
+        decoder = Decoder(config, weights, kernels, kv, 512)
+        return decoder if hidden else lambda batch: weights.lm_head(decoder(batch))
+
+    with torch.inference_mode():
+        return 2 * allowed(make, [batch], kv_dtype, dtype)[0]
+
+
+def check_logprobs(found: TokenLogprobs, logits: Tensor, error: float) -> None:
+    """Checks the most likely tokens' log probabilities, which logits that are off by `error` put off by twice that."""
+    expected = logits.double().log_softmax(-1)
+    assert found.top
+    for token_id, logprob in found.top:
+        assert abs(logprob - float(expected[token_id])) <= 2 * error
 
 
 def largest(difference: Tensor) -> float:

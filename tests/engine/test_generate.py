@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine.planning.request import Request, SamplingParams
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.driver import Driver
+from tests.engine.shaken import check_logprobs, error_of
 
 MAX_TOKENS = 12
 
@@ -138,3 +139,21 @@ def test_seeded_sampling_is_the_same_alone_and_in_any_company(oracle: Oracle) ->
         runs.append([oracle.driver.tokens("seeded", index) for index in range(2)])
     assert runs[0] == runs[1] == runs[2]
     assert runs[0][0] != runs[0][1]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_as_far_off_as_its_roundings(dtype: str, tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    driver = Driver(folder, dtype=dtype)
+    sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, num_logprobs=5)
+    for length in (3, 17, 90):
+        prompt = tuple((7 * i) % 390 for i in range(length))
+        driver.run(Request(request_id=str(length), prompt_token_ids=prompt, sampling=sampling))
+        first = driver.outputs[str(length), 0][0].logprobs
+        assert first is not None
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt])).logits[0, -1]
+        kernels = driver.runner.model.kernels
+        error = error_of(folder, prompt, kernels.kv_dtype, kernels.activation_dtype)
+        check_logprobs(first[0], logits, error)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from engine.kernels.ops import Kernels, reference_kernels
+from engine.kernels.ops import Kernels
 from engine.kernels.select import triton_kernels
-from engine.model.config import LoadOptions, ModelConfig
+from engine.model.config import LoadOptions, ModelConfig, RopeConfig
 
 DEVICE = torch.device("cuda", 0)
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -21,31 +20,24 @@ needs_cuda = [
     ),
 ]
 
-_ERRORS = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-5}
-"""Allowed in the mean, relative to the expected values: a few units in the last place."""
+
+def config_of(num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 64, window: int = 0) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=512,
+        hidden_size=64,
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        intermediate_size=64,
+        rms_norm_eps=1e-5,
+        max_position=4096,
+        rope=RopeConfig(),
+        sliding_windows=(window,),
+    )
 
 
-def both(
-    config: ModelConfig, dtype: torch.dtype, block_size: int = 16, max_num_seqs: int = 256
-) -> tuple[Kernels, Kernels]:
-    """The table under test, and the reference's on the same device in float32."""
-    options = LoadOptions(block_size=block_size, max_num_seqs=max_num_seqs)
-    kernels = triton_kernels(config, DEVICE, dtype, options)
-    return kernels, reference_kernels(DEVICE, torch.float32)
-
-
-def assert_close(found: Tensor, expected: Tensor, dtype: torch.dtype, times: float = 1) -> None:
-    """By the root of the mean square of the error, and with no element far off.
-
-    Args:
-        times: more than the usual error is fine, where more is rounded on the way.
-    """
-    allowed = times * _ERRORS[dtype]
-    found, expected = found.float(), expected.float()
-    assert found.shape == expected.shape
-    assert found.isfinite().all()
-    scale = expected.square().mean().sqrt().clamp(min=1e-9)
-    error = (found - expected).square().mean().sqrt() / scale
-    assert error.item() < allowed, f"error of {error:.2e}"
-    worst = ((found - expected).abs() / (scale + expected.abs())).max()
-    assert worst.item() < 12 * allowed, f"an error of {worst:.2e} in one element"
+def table(config: ModelConfig, dtype: torch.dtype, block_size: int = 16) -> Kernels:
+    """The table under test."""
+    return triton_kernels(config, DEVICE, dtype, LoadOptions(block_size=block_size))

@@ -85,7 +85,7 @@ class Prepared {
     // Rows are padded to whole tiles.
     void reserve(int rows, int depth) {
         stride_ = static_cast<size_t>(round_up(depth, 64)) * sizeof(float) + 64;
-        data_ = allocate<char>(static_cast<size_t>(round_up(rows, 32)) * stride_);
+        data_ = allocate_hot<char>(static_cast<size_t>(round_up(rows, 32)) * stride_);
         scales_ = allocate<float>(round_up(rows, 32));
     }
 

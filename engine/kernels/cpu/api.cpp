@@ -30,6 +30,10 @@ void penstock_team_free(Team* team) {
     if (team->is_whole()) delete team;
 }
 
+void penstock_team_time(Team* team, int32_t on) { team->time(on != 0); }
+
+void penstock_team_times(Team* team, KindTime* out) { team->times(out); }
+
 Linear* penstock_linear_new(Team* team, const LinearSource* source) {
     return guarded([&] { return pack(*team, *source).release(); });
 }
@@ -90,8 +94,8 @@ int32_t penstock_gather(const GatherArgs* args) {
     }
 }
 
-double penstock_measure_fma(Team* team) {
-    return guarded([&] { return measure_fma(*team); });
+double penstock_measure_peak(Team* team, int32_t instruction) {
+    return guarded([&] { return measure_peak(*team, static_cast<Instruction>(instruction)); });
 }
 
 double penstock_measure_reading(Team* team, const float* x, int64_t n, int32_t rows, int32_t repeats) {

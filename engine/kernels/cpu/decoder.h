@@ -121,17 +121,17 @@ class Decoder {
         ld_mlp_ = padded(model_.intermediate);
         if (rows <= capacity_) return;
         capacity_ = 0;
-        hidden_ = allocate<float>(rows * ld_hidden_);
-        sampled_hidden_ = allocate<float>(rows * ld_hidden_);
+        hidden_ = allocate_hot<float>(rows * ld_hidden_);
+        sampled_hidden_ = allocate_hot<float>(rows * ld_hidden_);
         int depth = 0;
         for (const Layer& layer : layers_)
             for (const Linear* linear : {layer.qkv, layer.o, layer.gate_up, layer.down})
                 depth = std::max(depth, linear->depth);
         input_.reserve(static_cast<int>(rows), depth);
-        qkv_ = allocate<float>(rows * ld_qkv_);
-        attended_ = allocate<float>(rows * ld_q_);
-        sampled_attended_ = allocate<float>(rows * ld_q_);
-        mlp_ = allocate<float>(round_up(static_cast<int>(rows), 32) * ld_mlp_);
+        qkv_ = allocate_hot<float>(rows * ld_qkv_);
+        attended_ = allocate_hot<float>(rows * ld_q_);
+        sampled_attended_ = allocate_hot<float>(rows * ld_q_);
+        mlp_ = allocate_hot<float>(round_up(static_cast<int>(rows), 32) * ld_mlp_);
         capacity_ = rows;
     }
 
@@ -170,19 +170,19 @@ class Decoder {
         attentions_.clear();
         const int tokens = step_.tokens, last = model_.num_layers - 1;
         plan_tasks();
-        add<&Decoder::run_embed>(0, divide_up(tokens, kRowsPerChunk));
+        add<&Decoder::run_embed>(0, divide_up(tokens, kRowsPerChunk), Kind::embed);
         for (int i = 0; i <= last; i++) {
             const Layer& layer = layers_[i];
             const bool sampled = i == last;  // of the last layer only those rows are wanted
             add_norm(hidden_.get(), layer.attention_norm, tokens, layer.qkv, nullptr);
-            add_product(layer.qkv, input_.activations(layer.qkv->form), tokens, qkv_.get(), ld_qkv_);
+            add_product(layer.qkv, input_.activations(layer.qkv->form), tokens, qkv_.get(), ld_qkv_, Kind::qkv);
             attentions_.push_back({attention_step(i), sampled ? &sampled_tasks_ : &tasks_});
-            add<&Decoder::run_place>(i, divide_up(tokens, kRowsPerChunk));
-            add<&Decoder::run_attend>(i, static_cast<int>(attentions_.back().tasks->size()));
+            add<&Decoder::run_place>(i, divide_up(tokens, kRowsPerChunk), Kind::place);
+            add<&Decoder::run_attend>(i, static_cast<int>(attentions_.back().tasks->size()), Kind::attention);
             if (!sampled) {
                 add_block(layer, hidden_.get(), attended_.get(), tokens);
             } else if (step_.samples > 0) {
-                add<&Decoder::run_gather>(0, divide_up(step_.samples, kRowsPerChunk));
+                add<&Decoder::run_gather>(0, divide_up(step_.samples, kRowsPerChunk), Kind::gather);
                 add_block(layer, sampled_hidden_.get(), sampled_attended_.get(), step_.samples);
                 add_norm(sampled_hidden_.get(), model_.final_norm, step_.samples, nullptr, out_);
             }
@@ -191,43 +191,46 @@ class Decoder {
 
     void add_block(const Layer& layer, float* hidden, const float* attended, int rows) {
         const Activations context = converted(floats(attended, ld_q_), rows, layer.o);
-        add_product(layer.o, context, rows, hidden, ld_hidden_, hidden);
+        add_product(layer.o, context, rows, hidden, ld_hidden_, Kind::o, hidden);
         add_norm(hidden, layer.mlp_norm, rows, layer.gate_up, nullptr);
         Activations inner = floats(mlp_.get(), ld_mlp_);
         if (layer.down->form == Form::bf16 && layer.down->k == layer.down->depth)
             inner = {Form::bf16, mlp_.get(), 2 * ld_mlp_, nullptr};
-        add_product(layer.gate_up, input_.activations(layer.gate_up->form), rows, mlp_.get(), ld_mlp_, nullptr,
-                    inner.form);
-        add_product(layer.down, converted(inner, rows, layer.down), rows, hidden, ld_hidden_, hidden);
+        add_product(layer.gate_up, input_.activations(layer.gate_up->form), rows, mlp_.get(), ld_mlp_,
+                    Kind::gate_up, nullptr, inner.form);
+        add_product(layer.down, converted(inner, rows, layer.down), rows, hidden, ld_hidden_, Kind::down, hidden);
     }
 
     void add_norm(const float* x, const float* weight, int rows, const Linear* next, float* out) {
         norms_.push_back({x, weight, rows, next, out});
-        add<&Decoder::run_norm>(static_cast<uint32_t>(norms_.size() - 1), divide_up(rows, kRowsPerChunk));
+        const uint32_t index = static_cast<uint32_t>(norms_.size() - 1);
+        add<&Decoder::run_norm>(index, divide_up(rows, kRowsPerChunk), Kind::norm);
     }
 
     // The rows in the form that a linear reads, by a phase of its own where they are not.
     Activations converted(const Activations& x, int rows, const Linear* next) {
         if (x.form == next->form) return x;
         conversions_.push_back({x.row<float>(0), x.stride / sizeof(float), rows, next});
-        add<&Decoder::run_convert>(static_cast<uint32_t>(conversions_.size() - 1), divide_up(rows, kRowsPerChunk));
+        const uint32_t index = static_cast<uint32_t>(conversions_.size() - 1);
+        add<&Decoder::run_convert>(index, divide_up(rows, kRowsPerChunk), Kind::prepare);
         return input_.activations(next->form);
     }
 
     void add_product(const Linear* linear, const Activations& x, int rows, void* out, size_t ldo,
-                     const float* residual = nullptr, Form out_form = Form::f32) {
+                     Kind kind, const float* residual = nullptr, Form out_form = Form::f32) {
         const Cut by = cut(*linear, rows, team_.size());
         products_.push_back({{linear, x, rows, out, ldo, out_form, residual, nullptr}, by});
         if (products_.size() > 1) products_[products_.size() - 2].product.next = linear;
-        add<&Decoder::run_product>(static_cast<uint32_t>(products_.size() - 1), static_cast<int>(by.chunks()));
+        const uint32_t index = static_cast<uint32_t>(products_.size() - 1);
+        add<&Decoder::run_product>(index, static_cast<int>(by.chunks()), kind);
     }
 
     template <void (Decoder::*Method)(uint32_t, int, int)>
-    void add(uint32_t argument, int chunks) {
+    void add(uint32_t argument, int chunks, Kind kind) {
         const auto call = [](void* job, uint32_t arg, uint32_t chunk, int worker) {
             (static_cast<Decoder*>(job)->*Method)(arg, static_cast<int>(chunk), worker);
         };
-        if (chunks > 0) phases_.push_back({call, argument, static_cast<uint32_t>(chunks)});
+        if (chunks > 0) phases_.push_back({call, argument, static_cast<uint32_t>(chunks), kind});
     }
 
     void plan_tasks() {

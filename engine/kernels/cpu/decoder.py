@@ -124,7 +124,8 @@ class NativeDecoder:
         sin: Tensor,
     ) -> None:
         self.hidden_size = final_norm.shape[0]
-        self._kept: list[object] = [team, kv, *layers]
+        self.layers = tuple(layers)
+        self._kept: list[object] = [team, kv]
         _check_kv(kv, len(layers))
         for index, layer in enumerate(layers):
             _check_layer(index, layer, kv, self.hidden_size)

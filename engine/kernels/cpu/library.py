@@ -11,6 +11,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,10 +34,28 @@ ERRORS = {
 }
 NO_MEMORY = 6
 
+KINDS = (
+    "other",
+    "embed",
+    "norm",
+    "prepare",
+    "qkv",
+    "place",
+    "attention",
+    "o",
+    "gate_up",
+    "down",
+    "gather",
+    "head",
+)
+"""What a phase of a team's work is a part of; threads.h has the same order."""
+
 _POINTER = c_void_p
 SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "penstock_team_new": (_POINTER, (c_int32,)),
     "penstock_team_free": (None, (_POINTER,)),
+    "penstock_team_time": (None, (_POINTER, c_int32)),
+    "penstock_team_times": (None, (_POINTER, _POINTER)),
     "penstock_linear_new": (_POINTER, (_POINTER, _POINTER)),
     "penstock_linear_free": (None, (_POINTER,)),
     "penstock_linear_bytes": (c_int64, (_POINTER,)),
@@ -50,7 +69,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "penstock_chooser_free": (None, (_POINTER,)),
     "penstock_choose": (c_int32, (_POINTER, _POINTER)),
     "penstock_gather": (c_int32, (_POINTER,)),
-    "penstock_measure_fma": (c_double, (_POINTER,)),
+    "penstock_measure_peak": (c_double, (_POINTER, c_int32)),
     "penstock_measure_reading": (c_double, (_POINTER, _POINTER, c_int64, c_int32, c_int32)),
     "penstock_measure_products": (c_double, (_POINTER, _POINTER, c_int32, c_int32, c_int32)),
 }
@@ -164,6 +183,17 @@ def available_cores() -> int:
         return os.cpu_count() or 1
 
 
+@dataclass(frozen=True, slots=True)
+class KindTime:
+    """What the phases of one kind took together."""
+
+    open_ns: int
+    """From the opening of each phase to the opening of the next; all kinds together are what the programs took."""
+    busy_ns: int
+    """In their chunks, summed over the threads; the rest of threads * open_ns was waiting."""
+    num_phases: int
+
+
 class Team:
     """Threads that work on one call at a time, the caller as one of them, and sleep in between.
 
@@ -177,6 +207,19 @@ class Team:
         self.num_threads = num_threads
         self.handle = created(library.call("penstock_team_new", num_threads))
         self._close = weakref.finalize(self, library.call, "penstock_team_free", self.handle)
+
+    def time(self, on: bool) -> None:
+        """Begins to time the phases of what the team runs, from 0, or stops.
+
+        A team that is not timed, as at first, reads no clock.
+        """
+        self.library.call("penstock_team_time", self.handle, on)
+
+    def times(self) -> dict[str, KindTime]:
+        """What the phases took since the timing began, by the kinds of KINDS."""
+        numbers = (c_int64 * (3 * len(KINDS)))()
+        self.library.call("penstock_team_times", self.handle, numbers)
+        return {kind: KindTime(*numbers[3 * i : 3 * i + 3]) for i, kind in enumerate(KINDS)}
 
     def close(self) -> None:
         """Joins the threads; nothing may use the team any more."""

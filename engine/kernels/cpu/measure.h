@@ -3,39 +3,152 @@
 
 #include "product.h"
 
+#if defined(__linux__) && defined(__AMX_TILE__)
+#include <sys/syscall.h>
+#endif
+
 namespace penstock {
 
 inline double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Flop of `rounds` turns of twelve independent chains that never leave the registers.
-inline double multiply_add(int rounds, float* sink) {
-    v8 sums[12];
-    unrolled<12>(PENSTOCK_EACH(i) { sums[i] = splat(1.0f + i); });
+// ---- the rate that each product instruction reaches alone -------------------------------------------------------
+
+// measures.py has the names in the same order.
+enum class Instruction : int32_t { fma8, fma16, vnni, tile_bf16, tile_int8 };
+
+// `rounds` turns of loops whose operands are in registers, of tiles in the first-level cache; each returns how many
+// multiplications and additions that was. The products go into `kChains` sums, which hides the latency.
+constexpr int kChains = 12;
+
+inline double run_fma8(int rounds, float* sink) {
+    v8 sums[kChains];
+    unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = splat(1.0f + i); });
     v8 factor = splat(0.999f), term = splat(1e-3f);
     for (int round = 0; round < rounds; round++) {
-        unrolled<12>(PENSTOCK_EACH(i) { sums[i] = fma(sums[i], factor, term); });
+        unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = fma(sums[i], factor, term); });
 #if PENSTOCK_AVX2
         asm volatile("" : "+x"(factor), "+x"(term));  // or the compiler works it out beforehand
 #endif
     }
     v8 total = splat(0.0f);
-    unrolled<12>(PENSTOCK_EACH(i) { total += sums[i]; });
+    unrolled<kChains>(PENSTOCK_EACH(i) { total += sums[i]; });
     *sink = sum(total);
-    return 2.0 * kLanes * 12 * rounds;
+    return 2.0 * kLanes * kChains * rounds;
 }
 
-// GFLOP/s of all threads together, the best of a few short runs.
-inline double measure_fma(Team& team) {
-    constexpr int kRounds = 2'000'000;
-    std::vector<float> sink(team.size() * 64);
+#if defined(__AVX512F__)
+inline double run_fma16(int rounds, float*) {
+    __m512 sums[kChains], operand = _mm512_set1_ps(0.5f);
+    unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = operand; });
+    for (int round = 0; round < rounds; round++)
+        unrolled<kChains>(PENSTOCK_EACH(i) {
+            asm volatile("vfmadd231ps %1, %1, %0" : "+v"(sums[i]) : "v"(operand));
+        });
+    return 2.0 * 16 * kChains * rounds;
+}
+#endif
+
+#if defined(__AVX512VNNI__)
+inline double run_vnni(int rounds, float*) {
+    __m512i sums[kChains], operand = _mm512_set1_epi8(1);
+    unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = operand; });
+    for (int round = 0; round < rounds; round++)
+        unrolled<kChains>(PENSTOCK_EACH(i) {
+            asm volatile("vpdpbusd %1, %1, %0" : "+v"(sums[i]) : "v"(operand));
+        });
+    return 2.0 * 64 * kChains * rounds;
+}
+#endif
+
+#if defined(__linux__) && defined(__AMX_TILE__)
+// Linux makes a process ask for the tiles (arch_prctl, ARCH_REQ_XCOMP_PERM of XTILEDATA); asking twice is no error.
+inline bool may_use_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
+
+// Gives the thread eight tiles of 16 rows of 64 bytes, and afterwards those that it had before.
+template <class Function>
+void with_tiles(Function function) {
+    struct alignas(64) Shapes {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    } whole, before;
+    // Not the compiler's intrinsics: GCC 12 believes that they touch 8 of the 64 bytes.
+    asm volatile("sttilecfg %0" : "=m"(before) : : "memory");
+    asm volatile("ldtilecfg %0" : : "m"(whole) : "memory");
+    function();
+    asm volatile("ldtilecfg %0" : : "m"(before) : "memory");
+}
+
+// A turn loads two tiles of rows and two of weights, and multiplies each with each.
+template <bool IsInt8>
+double run_tiles(int rounds, float*) {
+    constexpr size_t kTile = 1024, kTurn = 4 * kTile, kTurns = 8, kStride = 64;
+    const auto data = allocate<char>(kTurns * kTurn);
+    std::memset(data.get(), 0x3c, kTurns * kTurn);
+    with_tiles([&] {
+        for (int turn = 0; turn < rounds; turn++) {
+            const char* from = data.get() + turn % kTurns * kTurn;
+            asm volatile("tileloadd (%0,%1,1), %%tmm4" : : "r"(from), "r"(kStride) : "memory");
+            asm volatile("tileloadd (%0,%1,1), %%tmm5" : : "r"(from + kTile), "r"(kStride) : "memory");
+            asm volatile("tileloadd (%0,%1,1), %%tmm6" : : "r"(from + 2 * kTile), "r"(kStride) : "memory");
+            asm volatile("tileloadd (%0,%1,1), %%tmm7" : : "r"(from + 3 * kTile), "r"(kStride) : "memory");
+            if constexpr (IsInt8)
+                asm volatile(
+                    "tdpbssd %tmm6, %tmm4, %tmm0; tdpbssd %tmm7, %tmm4, %tmm1;"
+                    "tdpbssd %tmm6, %tmm5, %tmm2; tdpbssd %tmm7, %tmm5, %tmm3");
+            else
+                asm volatile(
+                    "tdpbf16ps %tmm6, %tmm4, %tmm0; tdpbf16ps %tmm7, %tmm4, %tmm1;"
+                    "tdpbf16ps %tmm6, %tmm5, %tmm2; tdpbf16ps %tmm7, %tmm5, %tmm3");
+        }
+    });
+    return 4 * 2.0 * 16 * 16 * (IsInt8 ? 64 : 32) * rounds;
+}
+#endif
+
+using RunProducts = double (*)(int rounds, float* sink);
+
+struct Loop {
+    RunProducts run;  // null where the library was not built for the instruction, or may not use it
+    int rounds;       // less than a millisecond: seldom cut by another process
+};
+
+inline Loop loop_of(Instruction instruction) {
+    switch (instruction) {
+        case Instruction::fma8: return {run_fma8, 200'000};
+#if defined(__AVX512F__)
+        case Instruction::fma16: return {run_fma16, 200'000};
+#endif
+#if defined(__AVX512VNNI__)
+        case Instruction::vnni: return {run_vnni, 200'000};
+#endif
+#if defined(__linux__) && defined(__AMX_BF16__)
+        case Instruction::tile_bf16: return {may_use_tiles() ? run_tiles<false> : nullptr, 10'000};
+#endif
+#if defined(__linux__) && defined(__AMX_INT8__)
+        case Instruction::tile_int8: return {may_use_tiles() ? run_tiles<true> : nullptr, 10'000};
+#endif
+        default: return {nullptr, 0};
+    }
+}
+
+// Billions of multiplications and additions a second of all threads together, the best of many short runs; 0 where
+// there is no such instruction.
+inline double measure_peak(Team& team, Instruction instruction) {
+    const Loop loop = loop_of(instruction);
+    if (loop.run == nullptr) return 0.0;
+    std::vector<float> sinks(team.size() * 64);
+    const uint32_t chunks = static_cast<uint32_t>(team.size() * 2);
+    std::vector<double> operations(chunks * 8);
     double best = 0.0;
-    for (int repeat = 0; repeat < 20; repeat++) {
+    for (int repeat = 0; repeat < 200; repeat++) {
         const double start = now();
-        run_chunks(team, static_cast<uint32_t>(team.size() * 2),
-                   [&](uint32_t, int worker) { multiply_add(kRounds, &sink[worker * 64]); });
-        best = std::max(best, 2.0 * kLanes * 12 * kRounds * team.size() * 2 / (now() - start) / 1e9);
+        run_chunks(team, chunks, [&](uint32_t chunk, int worker) {
+            operations[chunk * 8] = loop.run(loop.rounds, &sinks[worker * 64]);
+        });
+        best = std::max(best, operations[0] * chunks / (now() - start) / 1e9);
     }
     return best;
 }

@@ -28,15 +28,10 @@ PENSTOCK_INLINE v8u hashes(v8i ids, uint64_t key) {
     return finalized(finalized((v8u)ids ^ low) ^ high);
 }
 
-// u, or 1 - u in the upper half of the bits, where `low` is not set: exact in the bits, and never above 1/2.
-PENSTOCK_INLINE v8 folded(v8u bits, v8i low) {
-    const v8i magnitude = low ? (v8i)bits : (v8i)~bits;
-    return (__builtin_convertvector(magnitude, v8) + splat(0.5f)) * splat(2.3283064365386963e-10f);  // 2^-32
-}
-
+// u = (bits + 1/2) / 2^32, or 1 - u where u is above 1/2: exact in the bits, and never above 1/2.
 PENSTOCK_INLINE v8 gumbel(v8u bits) {
-    const v8i low = (v8i)bits >= splat_int(0);
-    const v8 u = folded(bits, low), one = splat(1.0f);
+    const v8i low = (v8i)bits >= splat_int(0), magnitude = low ? (v8i)bits : (v8i)~bits;
+    const v8 one = splat(1.0f), u = (__builtin_convertvector(magnitude, v8) + splat(0.5f)) * splat(0x1p-32f);
     const v8 y = low ? one - u : u;
     const v8 log_y = log(y);
     // Where y is 1 the quotient is not a number, and not used.
@@ -44,13 +39,10 @@ PENSTOCK_INLINE v8 gumbel(v8u bits) {
     return -log(low ? corrected : -log_y);
 }
 
-// At least the noise, without a logarithm. E >= u, and log2 lies above the chord between two powers of two, which is
-// the float's bits read as a number; in the upper half of the bits E >= ln 2. The slack is for all the rounding.
-PENSTOCK_INLINE v8 gumbel_bound(v8u bits) {
-    const v8i low = (v8i)bits >= splat_int(0);
-    const v8 log2_u = __builtin_convertvector((v8i)folded(bits, low) - splat_int(127 << 23), v8);
-    const v8 bound = log2_u * splat(-0.693148f / (1 << 23)) + splat(1e-3f);
-    return low ? bound : splat(0.368f);
+// The random bits above which no noise is larger than `needed`: the noise is -log(u) at most. The slack is for rounding.
+inline uint32_t bits_for(float needed) {
+    const float slacked = needed - 2e-3f;
+    return slacked > 0.0f ? static_cast<uint32_t>(exp1(-slacked) * 4294967040.0f) : 0xffffffffu;
 }
 
 }  // namespace penstock

@@ -143,14 +143,14 @@ inline void apply(Team& team, const Linear& linear, const float* x, size_t ldx, 
     Activations activations = floats(x, ldx);
     if (linear.form != Form::f32) {
         prepared.reserve(rows, linear.depth);
-        run_chunks(team, static_cast<uint32_t>(rows),
-                   [&](uint32_t r, int) { prepared.convert(linear, static_cast<int>(r), x + r * ldx); });
+        const auto convert = [&](uint32_t r, int) { prepared.convert(linear, static_cast<int>(r), x + r * ldx); };
+        run_chunks(team, static_cast<uint32_t>(rows), convert, Kind::prepare);
         activations = prepared.activations(linear.form);
     }
     const Product job{&linear, activations, rows, out, static_cast<size_t>(linear.n), Form::f32, nullptr, nullptr};
     const Cut by = cut(linear, rows, team.size());
-    run_chunks(team, by.chunks(),
-               [&](uint32_t chunk, int worker) { multiply(job, by, chunk, team.scratch(worker)); });
+    const auto work = [&](uint32_t chunk, int worker) { multiply(job, by, chunk, team.scratch(worker)); };
+    run_chunks(team, by.chunks(), work, Kind::head);
 }
 
 }  // namespace penstock

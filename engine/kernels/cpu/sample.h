@@ -1,29 +1,16 @@
 // One token from each row of logits; the rule is that of engine/sampling/reference.py, its tables are those of
 // engine/sampling/tables.py.
 //
-// A row is read once: for the largest logit of every run where it is greedy or has filters, else for the largest sum
-// of logit and noise at once. With fewer rows than threads a row is cut into pieces; what a piece finds does not
-// depend on the others, and of equals the lowest id wins, so that the cut cannot be seen in the result.
+// A first pass finds the largest logits of a row; they rule out most of it for the second one, which finds the best sum
+// of logit and noise among the logits that are kept. With fewer rows than threads a row is cut into pieces. What a piece
+// finds does not depend on the others, and of equals the lowest id wins, so that the cut cannot be seen in the result.
 #pragma once
-
-#include <cstddef>
 
 #include "noise.h"
 #include "select.h"
 #include "threads.h"
 
 namespace penstock {
-
-// A row of SamplingTables.rows.
-struct SamplingRow {
-    uint64_t state;
-    float temperature, top_p, min_p_depth, repetition, presence, frequency;
-    int32_t top_k, min_tokens, num_biases, counts_row;
-};
-
-static_assert(sizeof(SamplingRow) == 48, "ROW of tables.py");
-static_assert(offsetof(SamplingRow, temperature) == 8 && offsetof(SamplingRow, frequency) == 28, "ROW of tables.py");
-static_assert(offsetof(SamplingRow, top_k) == 32 && offsetof(SamplingRow, counts_row) == 44, "ROW of tables.py");
 
 struct ChooseArgs {
     const float* logits;  // [num_rows][vocab]
@@ -48,135 +35,71 @@ struct Best {
     }
 };
 
-struct Piece {
-    Best best;
-    bool finite;
-};
-
-struct RowScratch {
-    Buffer<float> logits;  // with biases and penalties
-    Buffer<float> maxima;
-    Candidates candidates;
-    Bins bins;
-};
-
 // ---- passes over a row -----------------------------------------------------------------------------------------
 
-// x * 0 is 0 for a finite x, NaN for any other, and stays NaN in a sum. Four sums hide each other's latency.
-struct FiniteCheck {
-    v8 zeros[4] = {};
-
-    PENSTOCK_INLINE void add(int turn, v8 x) { zeros[turn] = fma(x, splat(0.0f), zeros[turn]); }
-
-    bool holds() const { return sum((zeros[0] + zeros[1]) + (zeros[2] + zeros[3])) == 0.0f; }
-};
-
-// The largest of each lane of a block, which is all there.
-PENSTOCK_INLINE v8 largest_of_block(const float* x, FiniteCheck& check) {
-    v8 most[4];
-    for (int j = 0; j < 4; j++) {
-        most[j] = load(x + j * kLanes);
-        check.add(j, most[j]);
+// Finds the largest logit of the blocks, and of each lane of a block. x * 0 is 0 for a finite x, NaN for any other, and
+// stays NaN in a sum. Four sums hide each other's latency.
+inline float scan(const Row& row, int from, int to, bool& finite) {
+    v8 zeros[4] = {}, peaks = splat(-kInfinity);
+    for (int b = from; b < to; b++) {
+        const float* x = row.block(b);
+        v8 most[4];
+        for (int j = 0; j < 4; j++) most[j] = splat(-kInfinity);
+        for (int i = 0; i < kBlock; i += 4 * kLanes)
+            for (int j = 0; j < 4; j++) {
+                const v8 y = load(x + i + j * kLanes);
+                zeros[j] = fma(y, splat(0.0f), zeros[j]);
+                most[j] = max(y, most[j]);
+            }
+        const v8 largest = max(max(most[0], most[1]), max(most[2], most[3]));
+        store(row.maxima + b * kLanes, largest);
+        peaks = max(peaks, largest);
     }
-    for (int i = 4 * kLanes; i < kBlock; i += 4 * kLanes)
-        for (int j = 0; j < 4; j++) {
-            const v8 y = load(x + i + j * kLanes);
-            check.add(j, y);
-            most[j] = max(most[j], y);
-        }
-    return max(max(most[0], most[1]), max(most[2], most[3]));
+    finite = sum((zeros[0] + zeros[1]) + (zeros[2] + zeros[3])) == 0.0f;
+    return max(peaks);
 }
 
-inline bool all_finite(const float* x, int from, int to) {
-    FiniteCheck check;
-    int i = from;
-    for (; i + kBlock <= to; i += kBlock) largest_of_block(x + i, check);
-    for (; i < to; i += kLanes) check.add(0, load_first(x + i, to - i));
-    return check.holds();
-}
+const v8i kEach = {0, 1, 2, 3, 4, 5, 6, 7};
 
-inline float highest(const float* x, int n) {
-    v8 most = splat(-kInfinity);
-    for (int i = 0; i < n; i += kLanes) most = max(most, load_or_lowest(x + i, n - i));
-    return max(most);
-}
-
-// The last block may lack some.
-inline v8 largest_of_rest(const float* x, int count) {
-    v8 most = splat(-kInfinity);
-    for (int i = 0; i < count; i += kLanes) most = max(most, load_or_lowest(x + i, count - i));
-    return most;
-}
-
-inline bool scan_maxima(const float* x, int from, int to, float* maxima) {
-    FiniteCheck check;
-    int i = from;
-    for (; i + kBlock <= to; i += kBlock) store(maxima + i / kRunLength, largest_of_block(x + i, check));
-    if (i < to) store(maxima + i / kRunLength, largest_of_rest(x + i, to - i));
-    return check.holds() && all_finite(x, i, to);
-}
-
-// Keeps the best of eight tokens; those whose noise cannot lift them above the best so far cost no logarithm.
 PENSTOCK_INLINE void take_noisy(Best& best, v8i ids, v8 x, float temperature, uint64_t key) {
-    const v8 least = splat(best.score), t = splat(temperature);
-    if (!any(x + splat(temperature * kMostNoise) > least)) return;
-    const v8u bits = hashes(ids, key);
-    if (!any(x + t * gumbel_bound(bits) > least)) return;
-    const v8 scores = x + t * gumbel(bits);
+    const v8 scores = x + splat(temperature) * gumbel(hashes(ids, key));
     for (int lane = 0; lane < kLanes; lane++) best.take({scores[lane], ids[lane]});
 }
 
-// The random bits above which no noise lifts a logit of at most `peak` over the best: noise <= -log(u).
-inline uint32_t most_bits(const Best& best, float peak, float temperature) {
-    const float needed = (best.score - peak) / temperature - 2e-3f;  // less than all the rounding
-    return needed > 0.0f ? static_cast<uint32_t>(exp1(-needed) * 4294967040.0f) : 0xffffffffu;
-}
-
-// A block whose largest logit is `peak`, of which hardly a token needs more than its random bits.
-inline void take_block(Best& best, const float* x, int first, float peak, float temperature, uint64_t key) {
+// The best of some blocks, of which hardly a token needs more than its random bits to be ruled out.
+inline Best best_of(const Row& row, int from, int to, float temperature, uint64_t key) {
     constexpr int kTogether = 4;
-    if (!(peak + temperature * kMostNoise > best.score)) return;
-    const v8u most = splat_bits(most_bits(best, peak, temperature));
-    const v8i lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-    for (int i = 0; i < kBlock; i += kTogether * kLanes) {
-        v8u bits[kTogether];
-        for (int j = 0; j < kTogether; j++) bits[j] = hashes(lanes + splat_int(first + i + j * kLanes), key);
-        if (!any((bits[0] <= most) | (bits[1] <= most) | (bits[2] <= most) | (bits[3] <= most))) continue;
-        for (int j = 0; j < kTogether; j++)
-            take_noisy(best, lanes + splat_int(first + i + j * kLanes), load(x + i + j * kLanes), temperature, key);
-    }
-}
-
-inline Best scan_noisy(const float* x, int from, int to, float temperature, uint64_t key, bool& finite) {
     Best best;
-    FiniteCheck check;
-    const v8i lanes = {0, 1, 2, 3, 4, 5, 6, 7};
-    int i = from;
-    for (; i + kBlock <= to; i += kBlock)
-        take_block(best, x + i, i, max(largest_of_block(x + i, check)), temperature, key);
-    finite = check.holds() && all_finite(x, i, to);
-    for (; i < to; i += kLanes)
-        take_noisy(best, lanes + splat_int(i), load_or_lowest(x + i, to - i), temperature, key);
+    for (int b = from; b < to; b++) {
+        const float peak = max(row.largest(b));
+        if (!(peak + temperature * kMostNoise > best.score)) continue;
+        const v8u most = splat_bits(bits_for((best.score - peak) / temperature));
+        for (int i = 0; i < kBlock; i += kTogether * kLanes) {
+            v8i hits[kTogether];
+            for (int j = 0; j < kTogether; j++)
+                hits[j] = hashes(kEach + splat_int(b * kBlock + i + j * kLanes), key) <= most;
+            if (!any((hits[0] | hits[1]) | (hits[2] | hits[3]))) continue;
+            for (int j = i; j < i + kTogether * kLanes; j += kLanes)
+                take_noisy(best, kEach + splat_int(b * kBlock + j), load(row.block(b) + j), temperature, key);
+        }
+    }
     return best;
 }
 
-inline Best best_of(const Candidates& some, float temperature, uint64_t key) {
+// The best of the candidates with a logit of at least `least`; greedy where the temperature is 0.
+inline Best best_of(const Candidates& some, float least, float peak, float temperature, uint64_t key) {
     Best best;
+    v8u most = splat_bits(0xffffffffu);
     for (int i = 0; i < some.count; i += kLanes) {
         v8i ids;
         std::memcpy(&ids, &some.ids[i], sizeof ids);
-        take_noisy(best, ids, load(&some.values[i]), temperature, key);
+        const v8 x = load(&some.logits[i]);
+        const v8i kept = x >= splat(least);
+        if (!any(kept & (hashes(ids, key) <= most))) continue;
+        take_noisy(best, ids, kept ? x : splat(-kInfinity), temperature, key);
+        most = splat_bits(bits_for((best.score - peak) / temperature));
     }
     return best;
-}
-
-inline int first_largest(const Scanned& row) {
-    for (int block = 0; block < blocks_of(row.n); block++) {
-        if (!any(load(row.maxima + block * kLanes) == splat(row.peak))) continue;
-        for (int i = block * kBlock; i < row.n; i++)
-            if (row.x[i] == row.peak) return i;
-    }
-    return -1;
 }
 
 // ---- biases and penalties --------------------------------------------------------------------------------------
@@ -190,17 +113,16 @@ inline float penalised(const SamplingRow& row, float value, int code) {
 }
 
 inline void penalise(const SamplingRow& row, const int32_t* codes, int from, int to, float* x) {
-    const auto one = [&](int i) {
+    for (int i = from; i < to;) {
+        v8i some = splat_int(1);
+        if (i + kLanes <= to) std::memcpy(&some, codes + i, sizeof some);
+        if (!any(some > splat_int(0))) {
+            i += kLanes;
+            continue;
+        }
         if (codes[i] > 0) x[i] = penalised(row, x[i], codes[i]);
-    };
-    int i = from;
-    for (; i + kLanes <= to; i += kLanes) {
-        v8i some;
-        std::memcpy(&some, codes + i, sizeof some);
-        if (!any(some > splat_int(0))) continue;
-        for (int lane = 0; lane < kLanes; lane++) one(i + lane);
+        i++;
     }
-    for (; i < to; i++) one(i);
 }
 
 // `pairs`: see SamplingTables.biases.
@@ -216,6 +138,30 @@ inline void add_biases(const SamplingRow& row, const int32_t* pairs, int count, 
 
 // ---- the program -----------------------------------------------------------------------------------------------
 
+// What a row's blocks, or some of them, have told.
+struct Piece {
+    Best best;                                       // without filters
+    float raw_peak = -kInfinity, peak = -kInfinity;  // before and after biases and penalties
+    bool finite = true;
+
+    void join(const Piece& other) {
+        best.take(other.best);
+        raw_peak = std::max(raw_peak, other.raw_peak);
+        peak = std::max(peak, other.peak);
+        finite = finite && other.finite;
+    }
+};
+
+// What a row needs while it is worked on; `left` counts the pieces that are not scanned.
+struct RowScratch {
+    Buffer<float> logits;  // with biases and penalties
+    Buffer<float> maxima;
+    float last[kBlock];
+    Candidates candidates;
+    std::vector<Piece> pieces;
+    std::atomic<int> left;
+};
+
 class Chooser {
    public:
     explicit Chooser(Team& team) : team_(team), scratch_(team.size()) {}
@@ -225,44 +171,46 @@ class Chooser {
         for (int row = 0; row < args.num_rows; row++)
             if (args.slots[row] >= args.num_slots) return false;
         args_ = &args;
+        num_blocks_ = blocks_of(args.vocab);
         reserve();
         const int most = args.num_rows < team_.size() ? team_.size() : 1;
-        num_pieces_ = std::clamp(args.vocab / kSmallestPiece, 1, most);
-        piece_size_ = (blocks_of(args.vocab) + num_pieces_ - 1) / num_pieces_ * kBlock;
-        const uint32_t rows = static_cast<uint32_t>(args.num_rows);
-        if (num_pieces_ == 1) {
-            run_chunks(team_, rows, [this](uint32_t row, int worker) { whole(static_cast<int>(row), worker); });
-        } else {
-            pieces_.resize(static_cast<size_t>(rows) * num_pieces_);
-            run_chunks(team_, rows * num_pieces_, [this](uint32_t at, int) {
-                const int row = static_cast<int>(at) / num_pieces_;
-                pieces_[at] = scan(row, static_cast<int>(at) % num_pieces_, scratch_[row]);
-            });
-            run_chunks(team_, rows, [this](uint32_t row, int) {
-                finish(static_cast<int>(row), &pieces_[row * num_pieces_], scratch_[row]);
-            });
-        }
+        num_pieces_ = std::clamp(num_blocks_ / kSmallestPiece, 1, most);
+        for (RowScratch& scratch : scratch_) scratch.left = num_pieces_;
+        run_chunks(team_, static_cast<uint32_t>(args.num_rows * num_pieces_), [this](uint32_t at, int worker) {
+            const int row = static_cast<int>(at) / num_pieces_;
+            RowScratch& scratch = scratch_[num_pieces_ > 1 ? row : worker];
+            scan_piece(row, static_cast<int>(at) % num_pieces_, scratch);
+            if (scratch.left.fetch_sub(1) == 1) finish(row, scratch);
+        });
         return true;
     }
 
    private:
-    static constexpr int kSmallestPiece = 16384;
+    static constexpr int kSmallestPiece = 64;  // blocks
 
     // Touched only by the rows that need it.
     void reserve() {
-        if (args_->vocab <= reserved_) return;
+        if (num_blocks_ <= reserved_) return;
         reserved_ = 0;
         for (RowScratch& scratch : scratch_) {
-            scratch.logits = allocate<float>(args_->vocab);
-            scratch.maxima = allocate<float>(blocks_of(args_->vocab) * kLanes);
-            scratch.candidates.reserve(std::max(args_->vocab, blocks_of(args_->vocab) * kLanes));
+            scratch.logits = allocate<float>(num_blocks_ * kBlock);
+            scratch.maxima = allocate<float>(num_blocks_ * kLanes);
+            scratch.candidates.reserve(num_blocks_ * kBlock);
+            scratch.pieces.resize(team_.size());
         }
-        reserved_ = args_->vocab;
+        reserved_ = num_blocks_;
     }
 
     const float* raw(int row) const { return args_->logits + static_cast<size_t>(row) * args_->vocab; }
-    const SamplingRow& settings(int row) const { return args_->table[args_->slots[row]]; }
-    uint64_t key(int row) const { return noise_key(settings(row).state, args_->numbers[row]); }
+
+    // Without the filters that this step leaves out.
+    SamplingRow settings(int row) const {
+        SamplingRow s = args_->table[args_->slots[row]];
+        if (!args_->top_k || s.top_k >= args_->vocab) s.top_k = 0;
+        if (!args_->top_p) s.top_p = 1.0f;
+        if (!args_->top_k && !args_->top_p) s.min_p_depth = kInfinity;
+        return s;
+    }
 
     int32_t* counts(int row) const {
         const int at = settings(row).counts_row;
@@ -271,79 +219,66 @@ class Chooser {
 
     bool is_adjusted(int row) const { return settings(row).num_biases > 0 || counts(row) != nullptr; }
 
-    Settings filters(int row) const {
-        const SamplingRow& s = settings(row);
-        return {s.temperature, args_->top_k && s.top_k < args_->vocab ? s.top_k : 0, args_->top_p ? s.top_p : 1.0f,
-                args_->top_k || args_->top_p ? s.min_p_depth : kInfinity};
-    }
+    // Whether the token can be found without knowing the row's largest logit.
+    bool is_unfiltered(int row) const { return !settings(row).is_greedy() && !settings(row).has_filters(); }
 
-    bool is_greedy(int row) const { return !(settings(row).temperature > 0.0f); }
-
-    bool is_noisy(int row) const {
-        const Settings by = filters(row);
-        return !is_greedy(row) && by.top_k <= 0 && !(by.top_p < 1.0f) && !(by.min_p_depth < kInfinity);
-    }
-
-    void whole(int row, int worker) {
-        const Piece piece = scan(row, 0, scratch_[worker]);
-        finish(row, &piece, scratch_[worker]);
-    }
-
-    const float* adjusted(int row, int from, int to, RowScratch& scratch) const {
-        const SamplingRow& s = settings(row);
+    // The logits that the token is chosen from.
+    Row chosen_from(int row, RowScratch& scratch) const {
         float* x = scratch.logits.get();
-        std::memcpy(x + from, raw(row) + from, static_cast<size_t>(to - from) * sizeof(float));
+        if (is_adjusted(row)) return {x, x + (num_blocks_ - 1) * kBlock, num_blocks_, scratch.maxima.get()};
+        return {raw(row), scratch.last, num_blocks_, scratch.maxima.get()};
+    }
+
+    uint64_t key(int row) const { return noise_key(settings(row).state, args_->numbers[row]); }
+
+    void scan_piece(int row, int number, RowScratch& scratch) const {
+        Piece& piece = scratch.pieces[number] = {};
+        piece.finite = args_->slots[row] >= 0;
+        if (!piece.finite) return;
+        const int from = number * num_blocks_ / num_pieces_, to = (number + 1) * num_blocks_ / num_pieces_;
+        if (to == num_blocks_) {  // filled up with what is finite, and larger than no logit
+            std::fill_n(scratch.last, kBlock, -FLT_MAX);
+            std::copy(raw(row) + (to - 1) * kBlock, raw(row) + args_->vocab, scratch.last);
+        }
+        const Row adjusted = chosen_from(row, scratch);
+        piece.peak = piece.raw_peak = scan({raw(row), scratch.last, num_blocks_, adjusted.maxima}, from, to, piece.finite);
+        if (is_adjusted(row)) {
+            adjust(row, from * kBlock, std::min(to * kBlock, args_->vocab), scratch.logits.get());
+            bool ignored;  // a ban is infinite
+            piece.peak = scan(adjusted, from, to, ignored);
+        }
+        if (is_unfiltered(row)) piece.best = best_of(adjusted, from, to, settings(row).temperature, key(row));
+    }
+
+    void adjust(int row, int from, int to, float* x) const {
+        const SamplingRow s = settings(row);
         const int32_t* biases = args_->biases + 2 * static_cast<size_t>(args_->slots[row]) * args_->max_biases;
+        std::copy(raw(row) + from, raw(row) + to, x + from);
+        if (to == args_->vocab) std::fill(x + to, x + num_blocks_ * kBlock, -kInfinity);
         add_biases(s, biases, std::min(s.num_biases, args_->max_biases), args_->numbers[row], from, to, x);
         if (const int32_t* codes = counts(row)) penalise(s, codes, from, to, x);
-        return x;
     }
 
-    Piece scan(int row, int number, RowScratch& scratch) const {
-        if (args_->slots[row] < 0) return {{}, false};
-        const int from = std::min(number * piece_size_, args_->vocab), to = std::min(from + piece_size_, args_->vocab);
-        const bool changes = is_adjusted(row);
-        const bool was_finite = !changes || all_finite(raw(row), from, to);
-        const float* x = changes ? adjusted(row, from, to, scratch) : raw(row);
-        Piece piece;
-        if (is_noisy(row))
-            piece.best = scan_noisy(x, from, to, settings(row).temperature, key(row), piece.finite);
-        else
-            piece.finite = scan_maxima(x, from, to, scratch.maxima.get());
-        if (changes) piece.finite = was_finite;  // a ban is infinite
-        return piece;
-    }
-
-    void finish(int row, const Piece* pieces, RowScratch& scratch) const {
-        Best best;
-        bool finite = true;
-        for (int i = 0; i < num_pieces_; i++) {
-            best.take(pieces[i].best);
-            finite = finite && pieces[i].finite;
-        }
-        int id = -1;
-        if (finite) id = is_noisy(row) ? best.id : pick(row, scratch);
+    void finish(int row, RowScratch& scratch) const {
+        Piece all;
+        for (int i = 0; i < num_pieces_; i++) all.join(scratch.pieces[i]);
+        scratch.left = num_pieces_;
+        if (all.finite && !is_unfiltered(row)) all.best = best_filtered(row, all.peak, scratch);
+        const int id = all.finite ? all.best.id : -1;
         args_->token_ids[row] = id;
         if (args_->logprobs != nullptr)
-            args_->logprobs[row] = id >= 0 ? logprob(row, id) : std::numeric_limits<float>::quiet_NaN();
-        if (id < 0) return;
-        if (int32_t* codes = counts(row)) codes[id] += 2;
+            args_->logprobs[row] = id >= 0 ? logprob(row, id, all.raw_peak) : std::numeric_limits<float>::quiet_NaN();
+        if (int32_t* codes = id >= 0 ? counts(row) : nullptr) codes[id] += 2;
     }
 
-    // Of a greedy row or one with filters.
-    int pick(int row, RowScratch& scratch) const {
-        const int n = args_->vocab;
-        const float peak = highest(scratch.maxima.get(), blocks_of(n) * kLanes);
-        if (!(peak > -kInfinity)) return -1;
-        const Scanned scanned{is_adjusted(row) ? scratch.logits.get() : raw(row), n, scratch.maxima.get(), peak};
-        if (is_greedy(row)) return first_largest(scanned);
-        select(scanned, filters(row), scratch.candidates, scratch.bins);
-        return best_of(scratch.candidates, settings(row).temperature, key(row)).id;
+    Best best_filtered(int row, float peak, RowScratch& scratch) const {
+        if (!(peak > -kInfinity)) return {};
+        const float least = select(chosen_from(row, scratch), peak, settings(row), scratch.candidates);
+        return best_of(scratch.candidates, least, peak, settings(row).temperature, key(row));
     }
 
-    float logprob(int row, int id) const {
+    float logprob(int row, int id, float peak) const {
         const float* x = raw(row);
-        const float peak = highest(x, args_->vocab);
         double total = 0.0;
         for (int from = 0; from < args_->vocab; from += kBlock) {
             v8 sums = splat(0.0f);
@@ -356,9 +291,8 @@ class Chooser {
 
     Team& team_;
     std::vector<RowScratch> scratch_;  // per worker, or per row where rows are cut into pieces
-    std::vector<Piece> pieces_;
     const ChooseArgs* args_ = nullptr;
-    int num_pieces_ = 1, piece_size_ = 0, reserved_ = 0;
+    int num_blocks_ = 0, num_pieces_ = 1, reserved_ = 0;
 };
 
 }  // namespace penstock

@@ -59,8 +59,11 @@ class NativeChoose:
         """
         if tables is not self._tables:
             self._read(tables)
-        logits = _rows(logits, tables.vocab_size)
         num_rows = logits.shape[0]
+        if logits.shape != (num_rows, tables.vocab_size):
+            raise ValueError(f"logits {(num_rows, tables.vocab_size)} expected, not {tuple(logits.shape)}")
+        if logits.dtype != torch.float32 or not logits.is_contiguous():
+            logits = logits.float().contiguous()
         expect_ints("slots", slots, (num_rows,))
         expect_ints("numbers", numbers, (num_rows,))
         token_ids = torch.empty(num_rows, dtype=torch.int32)
@@ -89,9 +92,3 @@ class NativeChoose:
         arguments.num_slots, arguments.max_biases = tables.biases.shape[:2]
         arguments.vocab = tables.vocab_size
         self._tables = tables
-
-
-def _rows(logits: Tensor, vocab_size: int) -> Tensor:
-    if logits.dim() != 2 or logits.shape[1] != vocab_size:
-        raise ValueError(f"logits [R, {vocab_size}] expected, not {tuple(logits.shape)}")
-    return logits.float().contiguous()

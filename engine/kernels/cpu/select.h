@@ -1,11 +1,13 @@
 // Which tokens top-k, top-p and min-p keep: step 4 of the rule in engine/sampling/reference.py.
 //
-// A pass over the row has left the largest logit of every run of kRunLength. Most tokens are then ruled out by whole
-// runs; what is left are candidates, in order of id, and everything exact is computed of these alone.
+// A token's level never falls as its logit does, so that what a row keeps is told by one number: the smallest logit
+// that is kept. Bounds rule out most tokens by whole blocks; what is left are candidates, and everything exact is
+// computed of these alone.
 #pragma once
 
 #include <algorithm>
 #include <cfloat>
+#include <cstddef>
 #include <limits>
 
 #include "memory.h"
@@ -13,7 +15,7 @@
 
 namespace penstock {
 
-constexpr int kRunLength = 32;              // each lane of a block is a run
+constexpr int kRunLength = 32;
 constexpr int kBlock = kRunLength * kLanes;
 constexpr int kLevels = 1 << 22;
 constexpr float kLevelsPerNat = 1 << 17;
@@ -21,239 +23,196 @@ constexpr float kMassUnit = 17179869184.0f;  // 2^34
 constexpr float kMassless = 24.0f;           // nats; from 23.6 on a mass is cut to 0
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+// A row of SamplingTables.rows.
+struct SamplingRow {
+    uint64_t state;
+    float temperature, top_p, min_p_depth, repetition, presence, frequency;
+    int32_t top_k, min_tokens, num_biases, counts_row;
+
+    bool is_greedy() const { return !(temperature > 0.0f); }
+    bool has_filters() const { return top_k > 0 || top_p < 1.0f || min_p_depth < kInfinity; }
+};
+
+static_assert(sizeof(SamplingRow) == 48, "ROW of tables.py");
+static_assert(offsetof(SamplingRow, temperature) == 8 && offsetof(SamplingRow, frequency) == 28, "ROW of tables.py");
+static_assert(offsetof(SamplingRow, top_k) == 32 && offsetof(SamplingRow, counts_row) == 44, "ROW of tables.py");
+
 inline int blocks_of(int n) { return (n + kBlock - 1) / kBlock; }
 
-struct Settings {
-    float temperature;
-    int top_k;          // 0 is off
-    float top_p;        // 1 is off
-    float min_p_depth;  // nats; infinite is off
+// A row of logits in blocks, the last of which is a copy that minus infinity fills up.
+struct Row {
+    const float* x;
+    const float* last;
+    int num_blocks;
+    float* maxima;  // [num_blocks][kLanes]: the largest logit of each lane of a block
+
+    const float* block(int b) const { return b + 1 < num_blocks ? x + b * kBlock : last; }
+    v8 largest(int b) const { return load(maxima + b * kLanes); }
 };
 
+// Tokens that may be kept, in order of id; minus infinity fills up the last vector.
 struct Candidates {
     int count = 0;
-    Buffer<int32_t> ids, levels, scratch;
-    Buffer<float> values, masses;
+    Buffer<int32_t> ids;
+    Buffer<float> logits, masses;
 
-    void reserve(int n) {
-        const size_t size = static_cast<size_t>(n) + kLanes;
-        ids = allocate<int32_t>(size);
-        levels = allocate<int32_t>(size);
-        scratch = allocate<int32_t>(size);
-        values = allocate<float>(size);
-        masses = allocate<float>(size);
-    }
-
-    void add(int id, float value) {
-        ids[count] = id;
-        values[count++] = value;
-    }
-
-    // Fills the last vector with tokens that nothing chooses.
-    void pad() {
-        for (int i = count; i < count + kLanes; i++) {
-            ids[i] = 0;
-            values[i] = -kInfinity;
-        }
+    void reserve(size_t n) {
+        ids = allocate<int32_t>(n + kLanes);
+        logits = allocate<float>(n + kLanes);
+        masses = allocate<float>(n + kLanes);
     }
 };
 
-// A row's logits and what is known of them.
-struct Scanned {
-    const float* x;
-    int n;
-    const float* maxima;  // [blocks][kLanes]
-    float peak;
-};
-
+// Depths below a row's largest logit, as the reference has them.
 struct Scale {
-    float temperature, levels;  // levels per unit of logit
+    float peak, temperature, levels;  // levels per unit of logit
 
-    explicit Scale(float t) : temperature(t > 0.0f ? t : 1.0f), levels(std::min(kLevelsPerNat / temperature, FLT_MAX)) {}
+    Scale(float row_peak, float t)
+        : peak(row_peak), temperature(t > 0.0f ? t : 1.0f), levels(std::min(kLevelsPerNat / temperature, FLT_MAX)) {}
 
-    PENSTOCK_INLINE v8i level(v8 depth) const {
-        const v8 most = splat(kLevels - 1.0f), scaled = depth * splat(levels);
+    PENSTOCK_INLINE v8i level(v8 x) const {
+        const v8 scaled = (splat(peak) - x) * splat(levels), most = splat(kLevels - 1.0f);
         return __builtin_convertvector(scaled < most ? scaled : most, v8i);
     }
 
-    int level1(float depth) const { return static_cast<int>(std::min(depth * levels, kLevels - 1.0f)); }
+    int level_at(float depth) const { return static_cast<int>(std::min(depth * levels, kLevels - 1.0f)); }
 
-    // No token of this level or a smaller one is deeper.
-    float deepest(int level) const {
-        return level >= kLevels - 1 ? kInfinity : (level + 1.0f) / levels * 1.000001f + FLT_MIN;
-    }
-
-    PENSTOCK_INLINE v8 mass(v8 depth) const {
-        const v8 scaled = exp(-(depth / splat(temperature))) * splat(kMassUnit);
+    PENSTOCK_INLINE v8 mass(v8 x) const {
+        const v8 scaled = exp(-((splat(peak) - x) / splat(temperature))) * splat(kMassUnit);
         const v8 cut = __builtin_convertvector(__builtin_convertvector(scaled, v8i), v8);
         return scaled < splat(1 << 24) ? cut : scaled;  // above, a float is an integer
     }
-};
 
-// A sum of masses: integers up to 2^34, whose sum is exact in a double for up to 2^19 tokens.
-struct MassSum {
-    typedef double v8d __attribute__((vector_size(64)));
-    v8d lanes = {};
+    // No logit that lies no deeper is smaller, however both are rounded.
+    float at_depth(float depth) const { return peak - (depth * 1.000001f + FLT_MIN); }
 
-    PENSTOCK_INLINE void add(v8 masses) { lanes += __builtin_convertvector(masses, v8d); }
-
-    double total() const {
-        double all = 0.0;
-        for (int i = 0; i < kLanes; i++) all += lanes[i];
-        return all;
+    // No logit that shares a level with one of this depth is smaller.
+    float level_end(float depth) const {
+        const int level = level_at(depth);
+        return level < kLevels - 1 ? at_depth((level + 1.0f) / levels) : -kInfinity;
     }
 };
 
-// At least k logits are as large as this; fewer runs than k say nothing.
-inline float floor_of_largest(const Scanned& row, int k, float* scratch) {
-    const int blocks = blocks_of(row.n), wanted = std::max(8, k);  // blocks of runs: eight runs for each of the k
-    const int rest = std::min(blocks, wanted);
+// Calls function(first id, logits) for every vector that has a logit of at least `least`.
+template <class Function>
+PENSTOCK_INLINE void for_largest(const Row& row, float least, Function function) {
+    for (int b = 0; b < row.num_blocks; b++) {
+        if (!any(row.largest(b) >= splat(least))) continue;
+        const float* x = row.block(b);
+        for (int i = 0; i < kBlock; i += kLanes)
+            if (any(load(x + i) >= splat(least))) function(b * kBlock + i, load(x + i));
+    }
+}
+
+// At least k logits are as large as this; fewer runs than k say nothing. The runs' maxima are taken together until there
+// are eight for each of the k.
+inline float floor_of_largest(const Row& row, int k, float* scratch) {
+    const int rest = std::min(row.num_blocks, std::max(8, k));
     if (k > rest * kLanes) return -kInfinity;
     for (int b = 0; b < rest; b++) {
-        v8 largest = load(row.maxima + b * kLanes);
-        for (int other = b + rest; other < blocks; other += rest)
-            largest = max(largest, load(row.maxima + other * kLanes));
+        v8 largest = row.largest(b);
+        for (int other = b + rest; other < row.num_blocks; other += rest) largest = max(largest, row.largest(other));
         store(scratch + b * kLanes, largest);
     }
     std::nth_element(scratch, scratch + (k - 1), scratch + rest * kLanes, std::greater<float>());
     return scratch[k - 1];
 }
 
-// Calls function(first id, logits, lanes within the limit) for every vector with such a lane.
-template <class Function>
-PENSTOCK_INLINE void for_depths(const Scanned& row, float limit, Function function) {
-    const v8 peak = splat(row.peak), most = splat(limit);
-    for (int block = 0, i = 0; i < row.n; block++, i += kBlock) {
-        if (!any(peak - load(row.maxima + block * kLanes) <= most)) continue;
-        for (int at = i; at < std::min(i + kBlock, row.n); at += kLanes) {
-            const v8 x = load_or_lowest(row.x + at, row.n - at);
-            const v8i within = peak - x <= most;
-            if (any(within)) function(at, x, within);
-        }
-    }
-}
+// A sum that is exact for up to 2^19 integers up to 2^34. Vectors of eight doubles would wake the wide units of some CPUs
+// for microseconds.
+struct DoubleSum {
+    typedef float v4 __attribute__((vector_size(16)));
+    typedef double v4d __attribute__((vector_size(32)));
+    v4d low = {}, high = {};
 
-inline void collect(const Scanned& row, float limit, Candidates& found) {
-    found.count = 0;
-    for_depths(row, limit, [&](int at, v8 x, v8i within) {
-        unsigned bits = bits_of(within);
-        if (row.n - at < kLanes) bits &= (1u << (row.n - at)) - 1;
-        for (; bits != 0; bits &= bits - 1) {
-            const int lane = __builtin_ctz(bits);
-            found.add(at + lane, x[lane]);
+    PENSTOCK_INLINE void add(v8 x) {
+        v4 halves[2];
+        std::memcpy(halves, &x, sizeof x);
+        low += __builtin_convertvector(halves[0], v4d);
+        high += __builtin_convertvector(halves[1], v4d);
+    }
+
+    double total() const {
+        const v4d sums = low + high;
+        return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    }
+};
+
+// Finds every token with a logit of at least `least`. Returns the mass of all that are `massive` at least.
+inline double collect(const Row& row, const Scale& scale, float least, float massive, Candidates& some) {
+    DoubleSum sum;
+    some.count = 0;
+    for_largest(row, std::min(least, massive), [&](int first, v8 x) {
+        if (massive < kInfinity) sum.add(scale.mass(x));
+        for (unsigned bits = bits_of(x >= splat(least)); bits != 0; bits &= bits - 1) {
+            some.ids[some.count] = first + __builtin_ctz(bits);
+            some.logits[some.count++] = x[__builtin_ctz(bits)];
         }
     });
-}
-
-inline double mass_of_all(const Scanned& row, const Scale& scale) {
-    MassSum sum;
-    const float limit = scale.temperature * kMassless;
-    for_depths(row, limit, [&](int, v8 x, v8i) { sum.add(scale.mass(splat(row.peak) - x)); });
+    store(&some.logits[some.count], splat(-kInfinity));
     return sum.total();
 }
 
-// Tokens deeper than this have less mass together than top-p leaves out, so that none of them is kept for it.
-inline float deepest_of_nucleus(const Scanned& row, const Scale& scale, double total, float top_p) {
-    const double mass = 0.99 * (1.0 - top_p) * total / row.n;  // a token with less is not needed
-    const double nats = mass > 1.0 ? std::log(kMassUnit / mass) : kMassless;
-    const float depth = static_cast<float>(std::min<double>(nats, kMassless)) * scale.temperature;
-    return scale.deepest(scale.level1(depth));
+inline float kth_largest(const Candidates& some, int k) {
+    float* scratch = some.masses.get();
+    std::copy_n(some.logits.get(), some.count, scratch);
+    std::nth_element(scratch, scratch + (k - 1), scratch + some.count, std::greater<float>());
+    return scratch[k - 1];
 }
 
-inline int kth_level(Candidates& some, int k) {
-    if (k > some.count) return kLevels - 1;
-    int32_t* levels = some.scratch.get();
-    std::copy_n(some.levels.get(), some.count, levels);
-    std::nth_element(levels, levels + (k - 1), levels + some.count);
-    return levels[k - 1];
-}
-
-// ---- top-p -----------------------------------------------------------------------------------------------------
-
-constexpr int kBinShift = 10;
-constexpr int kBins = kLevels >> kBinShift;
-constexpr int kFewCandidates = 256;
-
-struct Bins {
-    double mass[kBins];
-};
-
-// The last level that less than `target` of mass lies above, among the candidates `wanted`, which have `above` over
-// them; sorts these few.
-template <class Wanted>
-int crossing_level(Candidates& some, double above, double target, Wanted wanted) {
-    int32_t* order = some.scratch.get();
-    int count = 0;
-    for (int i = 0; i < some.count; i++)
-        if (wanted(some.levels[i])) order[count++] = i;
-    const int32_t* levels = some.levels.get();
-    std::sort(order, order + count, [levels](int a, int b) { return levels[a] < levels[b]; });
-    int cut = 0;
-    for (int i = 0; i < count && above < target;) {
-        cut = levels[order[i]];
-        for (; i < count && levels[order[i]] == cut; i++) above += some.masses[order[i]];
-    }
-    return cut;
-}
-
-// Many candidates are summed up in bins of levels first, and only the bin of the crossing is sorted.
-inline int nucleus_level(Candidates& some, int cut, double target, Bins& bins) {
-    if (some.count <= kFewCandidates)
-        return crossing_level(some, 0.0, target, [cut](int level) { return level <= cut; });
-    std::fill_n(bins.mass, kBins, 0.0);
-    for (int i = 0; i < some.count; i++)
-        if (some.levels[i] <= cut) bins.mass[some.levels[i] >> kBinShift] += some.masses[i];
-    int bin = 0;
-    double above = 0.0;
-    while (bin < kBins - 1 && above + bins.mass[bin] < target) above += bins.mass[bin++];
-    return crossing_level(some, above, target, [=](int level) { return level <= cut && level >> kBinShift == bin; });
-}
-
-inline double mass_up_to(const Candidates& some, int cut) {
-    double total = 0.0;
-    for (int i = 0; i < some.count; i++)
-        if (some.levels[i] <= cut) total += some.masses[i];
-    return total;
-}
-
-// ---- all filters -----------------------------------------------------------------------------------------------
-
-inline void weigh(Candidates& some, const Scanned& row, const Scale& scale, bool with_masses) {
-    some.pad();
+inline double mass_up_to(const Candidates& some, const Scale& scale, int level) {
+    DoubleSum sum;
     for (int i = 0; i < some.count; i += kLanes) {
-        const v8 depth = splat(row.peak) - load(&some.values[i]);
-        const v8i levels = scale.level(depth);
-        std::memcpy(&some.levels[i], &levels, sizeof levels);
-        if (with_masses) store(&some.masses[i], scale.mass(depth));
+        const v8i counted = scale.level(load(&some.logits[i])) <= splat_int(level);
+        sum.add(counted ? load(&some.masses[i]) : splat(0.0f));
     }
+    return sum.total();
 }
 
-// Leaves the tokens that are kept, in order of id.
-inline void select(const Scanned& row, const Settings& by, Candidates& some, Bins& bins) {
-    const Scale scale(by.temperature);
-    const bool has_top_p = by.top_p < 1.0f;
-    const float least_likely = by.min_p_depth * scale.temperature;
-    float limit = has_top_p ? kInfinity : least_likely;
-    double total = 0.0;
-    if (by.top_k > 0) {
-        const float floor = floor_of_largest(row, by.top_k, some.masses.get());
-        limit = scale.deepest(scale.level1(row.peak - floor));
-    } else if (has_top_p) {
-        total = mass_of_all(row, scale);
-        limit = deepest_of_nucleus(row, scale, total, by.top_p);
+// The last level that less than `target` of the mass lies above; it is `last` at most.
+inline int nucleus_level(const Candidates& some, const Scale& scale, double target, int last) {
+    int first = 0;
+    while (first < last) {
+        const int middle = (first + last) / 2;
+        if (mass_up_to(some, scale, middle) >= target)
+            last = middle;
+        else
+            first = middle + 1;
     }
-    collect(row, limit, some);
-    weigh(some, row, scale, has_top_p);
-    int cut = by.top_k > 0 ? kth_level(some, by.top_k) : kLevels - 1;
+    return first;
+}
+
+inline float smallest_of(const Candidates& some, const Scale& scale, int level, float depth) {
+    v8 smallest = splat(scale.peak);
+    for (int i = 0; i < some.count; i += kLanes) {
+        const v8 x = load(&some.logits[i]);
+        const v8i kept = (scale.level(x) <= splat_int(level)) & (splat(scale.peak) - x <= splat(depth));
+        smallest = kept & (x < smallest) ? x : smallest;
+    }
+    return -max(-smallest);
+}
+
+// Finds the candidates, and returns the smallest logit that is kept.
+inline float select(const Row& row, float peak, const SamplingRow& by, Candidates& some) {
+    const Scale scale(peak, by.temperature);
+    const float deepest = by.is_greedy() ? 0.0f : by.min_p_depth * scale.temperature;
+    const bool has_top_k = by.top_k > 0 && !by.is_greedy(), has_top_p = by.top_p < 1.0f && !by.is_greedy();
+    float least = scale.at_depth(deepest), massive = kInfinity;
+    if (has_top_k) {
+        least = scale.level_end(peak - floor_of_largest(row, by.top_k, some.masses.get()));
+    } else if (has_top_p) {  // n tokens at this depth or below have together less than 1 - top_p of the peak's mass
+        const float nats = std::log(static_cast<float>(row.num_blocks * kBlock) / (1.0f - by.top_p)) + 0.05f;
+        least = scale.level_end(std::min(nats, kMassless) * scale.temperature);
+        massive = scale.at_depth(kMassless * scale.temperature);
+    }
+    double total = collect(row, scale, least, massive, some);
+    int last = has_top_k ? scale.level_at(peak - kth_largest(some, by.top_k)) : kLevels - 1;
     if (has_top_p) {
-        if (by.top_k > 0) total = mass_up_to(some, cut);
-        cut = std::min(cut, nucleus_level(some, cut, static_cast<double>(by.top_p) * total, bins));
+        for (int i = 0; i < some.count; i += kLanes) store(&some.masses[i], scale.mass(load(&some.logits[i])));
+        if (has_top_k) total = mass_up_to(some, scale, last);
+        last = nucleus_level(some, scale, static_cast<double>(by.top_p) * total, last);
     }
-    const int all = some.count;
-    some.count = 0;
-    for (int i = 0; i < all; i++)
-        if (some.levels[i] <= cut && row.peak - some.values[i] <= least_likely) some.add(some.ids[i], some.values[i]);
-    some.pad();
+    return smallest_of(some, scale, last, deepest);
 }
 
 }  // namespace penstock

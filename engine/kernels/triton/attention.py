@@ -46,7 +46,6 @@ class Workspace:
         *,
         windows: Iterable[int] = (0,),
         max_decode_queries: int = 1,
-        batch_invariant: bool = False,
         chip: Chip | None = None,
     ) -> None:
         """
@@ -54,12 +53,10 @@ class Workspace:
             windows: The sliding windows of all layers; 0 is none.
             max_decode_queries: A sequence with at most so many queries decodes: 1, or a token and the drafts behind it.
                 The workspace has at most 16, and fewer where these fill more than 128 rows.
-            batch_invariant: A sequence's result has the same bits whatever else is in the batch; decode is slower.
             chip: None asks the device.
         """
         self.shape = shape
         self.max_sequences = max_sequences
-        self.batch_invariant = batch_invariant
         self.group = num_heads // shape.num_kv_heads
         self.max_decode_queries = max(1, min(max_decode_queries, 16, tilings.MAX_DECODE_ROWS // self.group))
         self.block_d = max(16, triton.next_power_of_2(shape.head_dim))
@@ -84,20 +81,15 @@ class Workspace:
 
         So a long context among short ones is cut as finely as the whole device can use.
         """
-        if self.batch_invariant:
-            return num_sequences * segmenting.MAX_FIXED_SEGMENTS
         programs = tilings.PROGRAMS_PER_SM * self._chip.num_sms
         return num_sequences + max(2, programs // self.shape.num_kv_heads)
 
     def decode_tiling(self, max_query_len: int) -> Tiling:
         """The tiling of decode, in a step where no sequence has more queries than `max_query_len`."""
-        if self.batch_invariant or max_query_len > self.max_decode_queries:
-            max_query_len = self.max_decode_queries
-        return tilings.decode_tiling(self._head, max_query_len, self._chip)
+        return tilings.decode_tiling(self._head, min(max_query_len, self.max_decode_queries), self._chip)
 
     def prefill_tiling(self, num_tokens: int) -> Tiling:
         """The tiling of prefill, in a step of `num_tokens`."""
-        num_tokens = tilings.PREFILL_TOKENS if self.batch_invariant else num_tokens
         return tilings.prefill_tiling(self._head, num_tokens, self._chip)
 
 
@@ -107,20 +99,10 @@ class TritonAttention:
     The rows of a sequence without context (an unused place of a graph) become 0, and so do those of no sequence.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        shape: KVShape,
-        workspace: Workspace,
-        *,
-        scale: float | None = None,
-        softcap: float = 0.0,
-    ) -> None:
+    def __init__(self, batch: Batch, shape: KVShape, workspace: Workspace) -> None:
         """
         Args:
             batch: Its `max_query_len` may exceed all numbers of queries; None is the largest possible.
-            scale: The factor of the scores; None is head_dim ** -0.5.
-            softcap: c in c * tanh(score / c); 0 is none.
         """
         self._num_sequences, self._num_tokens = batch.context_lens.numel(), batch.positions.numel()
         if self._num_sequences > workspace.max_sequences:
@@ -141,8 +123,7 @@ class TritonAttention:
             "enable_fp_fusion": True,
         }
         self._scoring: dict[str, Any] = {
-            "SCALE": shape.head_dim**-0.5 if scale is None else scale,
-            "SOFTCAP": softcap,
+            "SCALE": shape.head_dim**-0.5,
             "BLOCK_SIZE": shape.block_size,
         }
         for window in workspace.segments:
@@ -177,8 +158,6 @@ class TritonAttention:
             MAX_DECODE_QUERIES=self._max_decode_queries,
             TILE=self._decode.tile,
             MIN_TILES=segmenting.MIN_SEGMENT_TILES,
-            FIXED_TILES=segmenting.FIXED_SEGMENT_TILES if workspace.batch_invariant else 0,
-            MAX_FIXED=segmenting.MAX_FIXED_SEGMENTS,
             BLOCK_S=triton.next_power_of_2(workspace.max_sequences),
             ITEMS=segmenting.PLANNED_ITEMS,
         )

@@ -34,7 +34,6 @@ def decode_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
@@ -81,7 +80,6 @@ def decode_attention_kernel(
         context,
         window,
         SCALE,
-        SOFTCAP,
         NUM_KV_HEADS,
         BLOCK_SIZE,
         HEAD_DIM,
@@ -120,7 +118,6 @@ def prefill_attention_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
@@ -155,57 +152,32 @@ def prefill_attention_kernel(
     keys = layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
     values = keys + values_offset
     table = block_tables + sequence.to(tl.int64) * table_stride
-    full_tiles = first_tile
-    if not WINDOWED:
-        full_tiles = tl.maximum(first_position + 1, 0) // TILE
-        summed, top, total = _fold_tiles(
-            summed,
-            top,
-            total,
-            query,
-            positions,
-            keys,
-            values,
-            table,
-            first_tile,
-            full_tiles,
-            first_position,
-            end,
-            window,
-            SCALE,
-            SOFTCAP,
-            NUM_KV_HEADS,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            BLOCK_D,
-            TILE,
-            WINDOWED,
-            False,
-        )
-    summed, top, total = _fold_tiles(
-        summed,
-        top,
-        total,
-        query,
-        positions,
-        keys,
-        values,
-        table,
-        full_tiles,
-        end_tile,
-        first_position,
-        end,
-        window,
-        SCALE,
-        SOFTCAP,
-        NUM_KV_HEADS,
-        BLOCK_SIZE,
-        HEAD_DIM,
-        BLOCK_D,
-        TILE,
-        WINDOWED,
-        True,
-    )
+    full_tiles = first_tile if WINDOWED else tl.maximum(first_position + 1, 0) // TILE
+    for masked in tl.static_range(2):
+        if masked or not WINDOWED:
+            summed, top, total = _fold_tiles(
+                summed,
+                top,
+                total,
+                query,
+                positions,
+                keys,
+                values,
+                table,
+                full_tiles if masked else first_tile,
+                end_tile if masked else full_tiles,
+                first_position,
+                end,
+                window,
+                SCALE,
+                NUM_KV_HEADS,
+                BLOCK_SIZE,
+                HEAD_DIM,
+                BLOCK_D,
+                TILE,
+                WINDOWED,
+                masked == 1,
+            )
     # Read again: what the places of the queries were computed from would stay in registers until here, and some spill.
     first_row = tl.load(query_starts + sequence, volatile=True) + first_query
     _store_rows(
@@ -229,7 +201,6 @@ def _fold_tiles(
     end: tl.tensor,
     window: tl.tensor,
     SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -246,7 +217,8 @@ def _fold_tiles(
     This is the only place that knows what keys and values look like. KV of 8 bits becomes the queries' type where it
     is loaded; the scale of each key then multiplies its column of `scores`, that of each value its column of `weights`.
     """
-    LOG2_E: tl.constexpr = 1.4426950408889634
+    # The unit of scores as a power of 2: it is multiplied with where they become exponents.
+    UNIT: tl.constexpr = SCALE * 1.4426950408889634
     dims = tl.arange(0, BLOCK_D)[None, :]
     for tile in range(first_tile, end_tile):
         tokens = tile * TILE + tl.arange(0, TILE)
@@ -269,19 +241,14 @@ def _fold_tiles(
         else:
             key, value = tl.load(keys + places), tl.load(values + places)
         scores = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee")
-        unit = SCALE * LOG2_E  # of scores, as a power of 2; it is multiplied with where they become exponents
-        if SOFTCAP > 0:
-            doubled = tl.exp2(scores * (2 * LOG2_E * SCALE / SOFTCAP))
-            scores = 1 - 2 / (doubled + 1)
-            unit = SOFTCAP * LOG2_E
         if MASKED:
             visible = tokens[None, :] <= positions[:, None]
             if WINDOWED:
                 visible &= tokens[None, :] > positions[:, None] - window
             scores = tl.where(visible, scores, -float("inf"))
-        higher = tl.maximum(top, tl.max(scores, 1) * unit)
+        higher = tl.maximum(top, tl.max(scores, 1) * UNIT)
         base = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher
-        weights, fade = tl.exp2(scores * unit - base[:, None]), tl.exp2(top - base)
+        weights, fade = tl.exp2(scores * UNIT - base[:, None]), tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
         summed = tl.dot(weights.to(value.dtype), value, summed * fade[:, None], input_precision="ieee")
         top = higher

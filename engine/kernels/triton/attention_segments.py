@@ -16,8 +16,6 @@ from torch import Tensor
 
 MIN_SEGMENT_TILES = 2
 """A segment of fewer tiles costs more to reduce than it saves."""
-FIXED_SEGMENT_TILES, MAX_FIXED_SEGMENTS = 4, 8
-"""Tiles in each segment of a batch-invariant sequence, and its most segments, for the workspace grows with them."""
 PLANNED_ITEMS = 16
 """Work items that one program of the plan deals out."""
 REDUCED_ELEMENTS = 8192
@@ -66,16 +64,14 @@ def plan_segments_kernel(
     MAX_DECODE_QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
-    FIXED_TILES: tl.constexpr,
-    MAX_FIXED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     ITEMS: tl.constexpr,
 ) -> None:
     """Cuts what the decoding sequences see into segments of about equal length, at most as many as there are items.
 
     The budget is the number of items beyond one for each sequence. If everything that is seen, `total`, is cut into
-    lengths of total / budget, there are at most budget full segments, and one more for each sequence. With FIXED_TILES
-    the segments of a sequence follow from its own length alone. Sequences without queries have no items.
+    lengths of total / budget, there are at most budget full segments, and one more for each sequence. Sequences without
+    queries have no items.
     """
     rows = tl.arange(0, BLOCK_S)
     known = rows < num_sequences
@@ -85,11 +81,8 @@ def plan_segments_kernel(
     decodes = (num_queries > 0) & (num_queries <= MAX_DECODE_QUERIES)
     first_tiles, end_tiles = visible_tiles(contexts - num_queries, contexts, window, TILE)
     tiles = tl.where(decodes, end_tiles - first_tiles, 0)
-    if FIXED_TILES > 0:
-        segments = tl.minimum(tl.cdiv(tiles, FIXED_TILES), MAX_FIXED)
-    else:
-        budget = num_items - num_sequences
-        segments = tl.cdiv(tiles, tl.maximum(tl.cdiv(tl.sum(tiles), budget), MIN_TILES))
+    budget = num_items - num_sequences
+    segments = tl.cdiv(tiles, tl.maximum(tl.cdiv(tl.sum(tiles), budget), MIN_TILES))
     ends = tl.cumsum(tl.where(decodes, tl.maximum(segments, 1), 0), 0)
     if tl.program_id(0) == 0:
         tl.store(first_items + rows + 1, ends, mask=known)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_a_quantized_model_has_integers_and_an_embedding_in_16_bits(tmp_path: Pa
     assert isinstance(model.decoder, NativeDecoder)
     assert isinstance(model.lm_head, PackedLinear)
     assert model.lm_head.activation_dtype == torch.int8
-    assert model.kernels.embedding_dtype == torch.float16
+    assert model.kernels.embedding_dtype.itemsize == 2
     assert model.kv.data.dtype == torch.float32
     quantization = Quantization.of(name)
     assert model.memory.weights == weight_bytes(model.config, torch.float16, quantization)
@@ -96,13 +97,28 @@ def test_the_native_decoder_computes_with_the_integers_of_plain_torch(tmp_path: 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"quantize": "int4"}, "quantize int4: groups of 32 or 64 do not divide .* 112 inputs"),
-        ({"quantize": "int8", "quantize_group_size": 128}, "quantize int8: groups of 128 do not divide"),
+        ({"quantize": "int4"}, "--quantize int4: groups of 32 or 64 do not divide .* 112 inputs"),
+        ({"quantize": "int8", "quantize_group_size": 128}, "--quantize int8: groups of 128 do not divide"),
     ],
 )
-def test_groups_that_do_not_divide_are_refused(tmp_path: Path, options: dict[str, object], said: str) -> None:
+def test_groups_that_do_not_divide_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         load(make_checkpoint("llama", tmp_path), **options)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "line"),
+    [
+        (16, "model on 1 thread, native kernels for {} ({}), bfloat16"),
+        (8, "model on cpu, torch kernels, float32"),
+    ],
+)
+def test_what_computes_the_model_is_said(
+    tmp_path: Path, team: native.Team, block_size: int, line: str
+) -> None:
+    said: list[str] = []
+    load(make_checkpoint("llama", tmp_path), said, block_size=block_size, dtype="bfloat16")
+    assert line.format(team.library.level, team.library.text) in said
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8, 15, 17, 32])
@@ -208,7 +224,8 @@ def test_a_packed_linear_is_padded_to_16_outputs_and_no_more(
     weight = torch.zeros(2 * rows if gated else rows, columns)
     linear = PackedLinear(team, weight, None, DTYPES[dtype], gated)
     padded = -(-rows // 16) * 16 * (2 if gated else 1)
-    assert linear.num_bytes == padded * columns * DTYPES[dtype].itemsize
+    depth = -(-columns // 32) * 32 if linear.activation_dtype == torch.bfloat16 else columns  # a tile's
+    assert linear.num_bytes == padded * depth * DTYPES[dtype].itemsize
     assert linear.out_features == rows
 
 

@@ -23,9 +23,9 @@ from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.execution.seats import StepShape
 from engine.kernels import gathered
 from engine.kernels.batch import Batch
-from engine.kernels.gathered import FLASH, Attend, LongPrefillBackends
+from engine.kernels.gathered import FLASH
 from engine.kernels.kv_cache import KVShape
-from engine.kernels.ops import Kernels, reference_kernels
+from engine.kernels.ops import Attention, Kernels, reference_kernels
 from engine.kernels.reference import PagedAttention
 from engine.model.config import LoadOptions
 from engine.planning.block_tables import BlockTables
@@ -384,10 +384,11 @@ def test_long_chunks_by_torch_change_no_answer(
 ) -> None:
     """What the step says of its lengths is what they are."""
     made: list[gathered.GatheredAttention] = []
-    backends = LongPrefillBackends(min_queries=8, first_chunk=FLASH, later_chunk=FLASH)
 
-    def attention(batch: Batch, shape: KVShape) -> Attend:
-        attend = gathered.prepare_attention(batch, shape, prepare_paged=PagedAttention, backends=backends)
+    def attention(batch: Batch, shape: KVShape) -> Attention:
+        attend = gathered.prepare_attention(
+            batch, shape, prepare_paged=PagedAttention, backends=[FLASH], min_queries=8
+        )
         made.extend([attend] if isinstance(attend, gathered.GatheredAttention) else [])
         return attend
 

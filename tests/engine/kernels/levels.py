@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import gettempdir
 
-from engine.kernels.cpu.build import build, cache_directory
+from engine.kernels.cpu.build import build, fingerprint
 from engine.kernels.cpu.levels import TILES, this_machine
 
 LEVELS = (*(level.name for level in this_machine().usable()), TILES)
@@ -21,7 +23,8 @@ def build_levels(names: Iterable[str]) -> None:
         NativeUnavailable: a level cannot be built.
     """
     levels = [this_machine().named(name) for name in names]
-    cache_directory().mkdir(parents=True, exist_ok=True)
-    with open(cache_directory() / "tests.lock", "w") as lock, ThreadPoolExecutor(2) as pool:
+    # One lock for each state of the sources: a checkout does not wait for another one.
+    path = Path(gettempdir()) / f"penstock-{fingerprint(this_machine().usable()[0])}.lock"
+    with path.open("w") as lock, ThreadPoolExecutor(2) as pool:
         fcntl.flock(lock, fcntl.LOCK_EX)
         list(pool.map(lambda level: build(level, print), levels))

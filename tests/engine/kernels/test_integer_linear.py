@@ -14,18 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels import linear as module
-from engine.kernels.cpu.native import NativeUnavailable, PackedLinear, Team, load_library
+from engine.kernels.cpu.native import PackedLinear, Team
 from engine.kernels.linear import IntegerLinear, quantize_rows
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
-
-
-@pytest.fixture(scope="module")
-def team() -> Team:
-    try:
-        return load_library(lambda _: None).start_team(2)
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
 
 
 @st.composite
@@ -119,7 +111,7 @@ def test_leading_dimensions_are_kept() -> None:
     assert linear.num_bytes == 5 * 64 + 5 * 2 * 5
 
 
-# ---- native ----
+# ---- native, at every level ----
 
 
 @settings(max_examples=60)

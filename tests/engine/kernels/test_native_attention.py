@@ -111,7 +111,8 @@ class Layer:
 
     def __call__(self, batch: Batch) -> Tensor:
         """[tokens, heads, head_dim]"""
-        return self.decoder(batch)[:, self.shape.qkv_size :].unflatten(1, (-1, self.shape.head_dim))
+        attended = self.decoder(batch)[:, self.shape.qkv_size :]
+        return attended.view(len(attended), -1, self.shape.head_dim)
 
 
 def made_up(shape: Shape, seed: int = 0) -> Tensor:
@@ -142,8 +143,8 @@ def stored(x: Range, dtype: torch.dtype) -> Range:
 def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, tiles: bool) -> Range:
     """The attention of a whole sequence, [tokens, heads, head_dim]."""
     shape, half = layer.shape, layer.shape.head_dim // 2
-    heads = layer.embedding[tokens].unflatten(1, (-1, shape.head_dim))
-    queries, keys, values = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
+    heads = layer.embedding[tokens].view(len(tokens), -1, shape.head_dim)
+    queries, keys, values = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
     cos, sin = COS[: len(tokens), :half], SIN[: len(tokens), :half]
     turned = ranges.rotary(exactly(queries), cos, sin).scaled(math.log2(math.e) * shape.head_dim**-0.5)
     turned = turned.widened(2 * UNIT)

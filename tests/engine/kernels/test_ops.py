@@ -14,6 +14,7 @@ import torch
 from engine.errors import CheckpointError
 from engine.kernels import select as selecting
 from engine.kernels.cpu import native
+from engine.kernels.cpu.levels import VARIABLE
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import only_what_runs, select, trials, triton_kernels
@@ -227,8 +228,20 @@ def test_what_takes_seconds_is_imported_for_its_own_table_alone(module: str) -> 
         ("bfloat16", "float16", CUDA, torch.bfloat16),
     ],
 )
-def test_dtypes(wanted: str, checkpoint: str, device: torch.device, chosen: torch.dtype) -> None:
+def test_dtypes(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, checkpoint: str, device: torch.device, chosen: torch.dtype
+) -> None:
+    monkeypatch.setenv(VARIABLE, "avx2")
     assert choose_dtype(wanted, replace(CONFIG, dtype=checkpoint), device) == chosen
+
+
+@pytest.mark.parametrize("level", ["amx", "tiles"])
+def test_tiles_multiply_bfloat16(monkeypatch: pytest.MonkeyPatch, level: str) -> None:
+    monkeypatch.setenv(VARIABLE, level)
+    for checkpoint in ("float32", "float16", "bfloat16"):
+        assert choose_dtype("auto", replace(CONFIG, dtype=checkpoint), CPU) == torch.bfloat16
+    assert choose_dtype("auto", replace(CONFIG, dtype="float16"), CUDA) == torch.float16
+    assert choose_dtype("float16", CONFIG, CPU) == torch.float16
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,9 +270,9 @@ def test_types_of_the_kv_cache(
 
 
 def test_what_is_served_on_the_cpu_alone_is_one_line_on_cuda() -> None:
-    with pytest.raises(CheckpointError, match=r"^kv-dtype int8 is served on the CPU; .* bfloat16$"):
+    with pytest.raises(CheckpointError, match=r"^--kv-dtype int8 is served on the CPU; .* bfloat16$"):
         choose_kv_dtype("int8", torch.bfloat16, CUDA)
-    with pytest.raises(CheckpointError, match=r"^quantize int4 is served on the CPU"):
+    with pytest.raises(CheckpointError, match=r"^--quantize int4 is served on the CPU"):
         choose_quantization("int4", None, CUDA)
     assert choose_quantization(None, None, CUDA) is None
     assert choose_quantization("int4", 32, CPU) == Quantization(4, 32)

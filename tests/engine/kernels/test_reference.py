@@ -23,7 +23,7 @@ from engine.kernels.reference import (
     write_kv,
 )
 from tests.engine import ranges
-from tests.engine.ranges import Range, assert_within, attend, concatenated, dot, exactly
+from tests.engine.ranges import assert_within, concatenated, exactly
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 8, 4
@@ -58,24 +58,7 @@ def make_batch(sequences: list[tuple[int, int]]) -> Batch:
     )
 
 
-def dense_attention(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Range:
-    """The last tokens of one sequence, query by query: softmax(q k / sqrt(d)) v over what each one sees."""
-    num_queries, context = queries.shape[0], keys.shape[0]
-    rows = []
-    for i in range(num_queries):
-        position = context - num_queries + i
-        first = max(0, position - window + 1) if window else 0
-        heads = []
-        for head in range(HEADS):
-            shared = head * KV_HEADS // HEADS
-            seen = slice(first, position + 1), shared
-            scores = dot(exactly(queries[i : i + 1, head]), exactly(keys[seen]).mT).scaled(HEAD_DIM**-0.5)
-            heads.append(attend(scores, exactly(values[seen])))
-        rows.append(concatenated(heads, -1))
-    return concatenated(rows, 0)
-
-
-@pytest.mark.parametrize("bound", [1, reference.MAX_GROUP_ELEMENTS])
+@pytest.mark.parametrize("bound", [1, reference.MAX_TILE_ELEMENTS])
 @given(sequences=SEQUENCES, window=st.sampled_from([0, 1, 3, 7]), seed=st.integers(0, 1000))
 @settings(max_examples=60)
 def test_paged_attention_is_dense_attention(
@@ -85,15 +68,15 @@ def test_paged_attention_is_dense_attention(
     batch, kv = make_batch(sequences), KVCache(SHAPE, 1001, torch.float32, CPU)
     kv.data.uniform_(-50, 50, generator=generator)  # what nobody wrote must not matter
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "MAX_GROUP_ELEMENTS", bound)
-        patch.setattr(reference, "MAX_TILE_QUERIES", 4)
+        patch.setattr(reference, "MAX_TILE_ELEMENTS", bound)
+        patch.setattr(reference, "MAX_QUERIES", 4)
         attention = PagedAttention(batch, SHAPE)
     expected, queries = [], torch.randn(len(batch.positions), HEADS, HEAD_DIM, generator=generator)
     for row, (done, new) in enumerate(sequences):
         keys, values = torch.randn(2, done + new, KV_HEADS, HEAD_DIM, generator=generator)
         write_kv(kv.layer(0), keys, values, own_slots(batch, row, done + new))
         start = int(batch.query_starts[row])
-        expected.append(dense_attention(queries[start : start + new], keys, values, window))
+        expected.append(ranges.attention(queries[start : start + new], keys, values, window))
     found = attention(queries, kv.layer(0), window)
     assert_within(found, concatenated(expected, 0))
 
@@ -173,9 +156,10 @@ def test_attention_reads_what_an_int8_cache_stands_for(block_size: int) -> None:
     found = []
     for dtype in (torch.int8, torch.float32):
         kv = KVCache(shape, 1 + num_blocks, dtype, CPU)
-        rounded = [scale.unsqueeze(-1) * integers for integers, scale in map(quantize_kv, (keys, values))]
-        written = (keys, values) if dtype == torch.int8 else rounded
-        write_kv(kv.layer(0), *written, slot_mapping(batch, block_size))
+        written = [keys, values]
+        if dtype != torch.int8:
+            written = [scale.unsqueeze(-1) * integers for integers, scale in map(quantize_kv, written)]
+        write_kv(kv.layer(0), written[0], written[1], slot_mapping(batch, block_size))
         found.append(PagedAttention(batch, shape)(queries, kv.layer(0), 0))
     assert torch.equal(*found)
 

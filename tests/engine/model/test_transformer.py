@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,15 +15,10 @@ from torch import Tensor
 from engine.execution.loader import LoadedModel, load_model
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import NativeUnavailable, load_library
-from engine.kernels.kv_cache import KVCache, KVShape
-from engine.kernels.ops import Kernels
 from engine.model.config import LoadOptions, RopeConfig
-from engine.model.parse import read_config
-from engine.model.safetensors import TensorFiles
-from engine.model.transformer import Decoder, inverse_frequencies
-from engine.model.weights import load_weights
+from engine.model.transformer import inverse_frequencies
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
-from tests.engine.shaken import allowed, largest
+from tests.engine.shaken import error_of, largest
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
@@ -123,30 +118,6 @@ def test_a_pass_hands_out_the_last_hidden_states(tmp_path: Path, table: str) -> 
         found = model.decoder(make_batch([(token_ids, 0)]).to(model.device))
     assert found.shape == expected.shape
     assert largest(found.cpu() - expected) <= error_of(tmp_path, token_ids, hidden=True)
-
-
-def error_of(
-    path: Path,
-    token_ids: list[int],
-    kv_dtype: torch.dtype = torch.float32,
-    dtype: torch.dtype = torch.float32,
-    hidden: bool = False,
-) -> float:
-    """What two decoders may be apart of which each is as far off as its roundings bring it.
-
-    Args:
-        hidden: of the last hidden states, not of the logits.
-    """
-    config = read_config(path)
-    kv = KVCache(KVShape.of(config, 8), 64, torch.float32, torch.device("cpu"))
-
-    def make(kernels: Kernels) -> Callable[[Batch], Tensor]:
-        weights = load_weights(config, TensorFiles(path), kernels, lambda *_: None)
-        decoder = Decoder(config, weights, kernels, kv, 512)
-        return decoder if hidden else lambda batch: weights.lm_head(decoder(batch))
-
-    with torch.inference_mode():
-        return 2 * allowed(make, [make_batch([(token_ids, 0)])], kv_dtype, dtype)[0]
 
 
 def make_batch(parts: list[tuple[list[int], int]], first_block: int = 1) -> Batch:

@@ -278,6 +278,6 @@ def test_linear_maps_are_quantized_as_they_are_loaded(tmp_path: Path, tied: bool
 def test_groups_that_do_not_divide_are_refused_before_anything_is_read(tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     make_checkpoint("llama", tmp_path)  # 112 inputs of down_proj
-    with pytest.raises(CheckpointError, match=r"quantize int4: groups of 64 do not divide .* 112 inputs"):
+    with pytest.raises(CheckpointError, match=r"--quantize int4: groups of 64 do not divide .* 112 inputs"):
         load(tmp_path, told, Quantization.of("int4", 64))
     assert told == []

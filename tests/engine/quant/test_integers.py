@@ -56,7 +56,7 @@ def test_a_weight_is_rounded_by_less_than_a_step(
         step = (groups.amax(-1, keepdim=True).clamp(min=0) - groups.amin(-1, keepdim=True).clamp(max=0)) / 15
         bound = step * 4
     error = (format.unpack(tensors).view_as(groups) - groups).abs()
-    assert bool((error <= bound + module._SMALLEST).all())
+    assert bool((error <= bound + float(module._SMALLEST)).all())
 
 
 @settings(max_examples=40)
@@ -131,9 +131,9 @@ def test_the_first_layer_and_the_head_have_8_bits() -> None:
 @pytest.mark.parametrize(
     ("quantization", "in_features", "said"),
     [
-        (Quantization.of("int4"), 100, "quantize int4: groups of 32 or 64 do not divide .* 100 inputs"),
-        (Quantization.of("int4", 128), 576, "quantize int4: groups of 128 do not divide .* 576 inputs"),
-        (Quantization.of("int8", 64), 96, "quantize int8: groups of 64 do not divide .* 96 inputs"),
+        (Quantization.of("int4"), 100, "--quantize int4: groups of 32 or 64 do not divide .* 100 inputs"),
+        (Quantization.of("int4", 128), 576, "--quantize int4: groups of 128 do not divide .* 576 inputs"),
+        (Quantization.of("int8", 64), 96, "--quantize int8: groups of 64 do not divide .* 96 inputs"),
     ],
 )
 def test_groups_that_do_not_divide_are_one_line(

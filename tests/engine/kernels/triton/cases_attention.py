@@ -35,7 +35,6 @@ def _cases(
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
     windowed: bool = False,
-    softcap: float = 0.0,
     max_query_len: int = 1,
     num_tokens: int = 8192,
 ) -> dict[str, Case]:
@@ -59,7 +58,6 @@ def _cases(
     }
     scoring = {
         "SCALE": head_dim**-0.5,
-        "SOFTCAP": softcap,
         "BLOCK_SIZE": 16,
         "WINDOWED": windowed,
     }
@@ -129,8 +127,6 @@ _PLAN = Case(
         "MAX_DECODE_QUERIES": 4,
         "TILE": 64,
         "MIN_TILES": segmenting.MIN_SEGMENT_TILES,
-        "FIXED_TILES": 0,
-        "MAX_FIXED": segmenting.MAX_FIXED_SEGMENTS,
         "BLOCK_S": 512,
         "ITEMS": segmenting.PLANNED_ITEMS,
     },
@@ -146,9 +142,7 @@ _ODD = _cases("phi-hopper", _HOPPER, group=1, num_kv_heads=32, head_dim=96, dtyp
 _EXACT_GEMMA = _cases("exact-256", _HOPPER, head_dim=256, group=2, dtype=torch.float32)
 _QWEN = _cases("qwen-drafts", _A100, group=7, num_kv_heads=4, max_query_len=5)
 _GEMMA = {
-    architecture: _cases(
-        f"gemma-{architecture}", architecture, group=2, head_dim=256, windowed=True, softcap=50.0
-    )
+    architecture: _cases(f"gemma-{architecture}", architecture, group=2, head_dim=256, windowed=True)
     for architecture in (_A10, _HOPPER, _RTX50)
 }
 _PHI = _cases("phi", _A100, group=1, num_kv_heads=32, head_dim=96, dtype=torch.float16)

@@ -4,21 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.triton.activation import BLOCK, silu_mul
-from tests.engine import ranges
+from tests.engine.kernels.scenes import check_silu_mul
 from tests.engine.kernels.triton.agreement import DTYPES
-from tests.engine.ranges import Range, assert_within, exactly
 
 # exp(100) is infinite in float32, as it should be: the gate is closed.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
-
-
-def expected(gate_up: Tensor) -> Range:
-    gate, up = map(exactly, gate_up.chunk(2, -1))
-    return ranges.silu_mul(gate, up, gate_up.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -34,10 +27,8 @@ def test_it_is_the_reference(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     gate_up = (scale * torch.randn(num_rows, 2 * size, generator=generator)).to(device, dtype)
-    found = silu_mul(gate_up)
-    assert found.shape == (num_rows, size)
-    for each in (found, reference.silu_mul(gate_up)):
-        assert_within(each, expected(gate_up))
+    for function in (silu_mul, reference.silu_mul):
+        check_silu_mul(function, gate_up)
 
 
 def test_closed_and_open_gates(device: torch.device) -> None:
@@ -48,4 +39,4 @@ def test_closed_and_open_gates(device: torch.device) -> None:
 
 def test_other_dimensions_are_kept(device: torch.device) -> None:
     gate_up = torch.randn(2, 3, 10, device=device)
-    assert_within(silu_mul(gate_up), expected(gate_up))
+    check_silu_mul(silu_mul, gate_up)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,18 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVCache, KVShape
-from engine.kernels.reference import PagedAttention, write_kv
+from engine.kernels.kv_cache import KVShape
+from engine.kernels.reference import PagedAttention
 from engine.kernels.triton import attention_segments as segmenting
 from engine.kernels.triton import attention_tiling as tilings
 from engine.kernels.triton.attention import TritonAttention, Workspace
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
-from tests.engine.ranges import Range, assert_within, attend, capped, concatenated, dot, exactly
+from tests.engine.kernels import scenes
+from tests.engine.kernels.scenes import Lengths, int32
+from tests.engine.ranges import assert_within
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 """The interpreter computes bfloat16 wrongly."""
-Lengths = list[tuple[int, int]]
-"""Of each sequence: (tokens computed before, tokens of this step)."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,68 +34,12 @@ def _small_tiles() -> Iterator[None]:
         patch.setattr(tilings, "TILE_BYTES", 1)
         patch.setattr(tilings, "PREFILL_ROWS", 32)
         patch.setattr(segmenting, "MIN_SEGMENT_TILES", 1)
-        patch.setattr(segmenting, "FIXED_SEGMENT_TILES", 1)
         patch.setattr(segmenting, "REDUCED_ELEMENTS", 1)
         yield
 
 
-@dataclass(kw_only=True)
-class Scene:
-    """A step, its KV, and what attention makes of it; what nobody wrote is not a number."""
-
-    lengths: Lengths
-    device: torch.device
-    group: int = 2
-    num_kv_heads: int = 2
-    head_dim: int = 16
-    block_size: int = 16
-    dtype: torch.dtype = torch.float32
-    window: int = 0
-    scale: float | None = None
-    softcap: float = 0.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(self.seed)
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(size, generator=generator).to(self.dtype)
-
-        self.shape = KVShape(
-            num_layers=1,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            block_size=self.block_size,
-        )
-        num_blocks = 1 + sum(self._num_blocks(row) for row in range(len(self.lengths)))
-        free = (1 + torch.randperm(num_blocks - 1, generator=generator)).tolist()
-        width = max(self._num_blocks(row) for row in range(len(self.lengths))) + 2
-        kv = KVCache(self.shape, num_blocks, self.dtype, torch.device("cpu"))
-        kv.data.fill_(math.nan)
-        self.keys, self.values = [], []
-        starts, tables = [0], torch.zeros(len(self.lengths), width, dtype=torch.int32)
-        for row, (done, new) in enumerate(self.lengths):
-            keys, values = normal(2, done + new, self.num_kv_heads, self.head_dim)
-            blocks = torch.tensor([free.pop() for _ in range(self._num_blocks(row))], dtype=torch.int32)
-            tables[row, : len(blocks)] = blocks
-            places = torch.arange(done + new)
-            write_kv(kv.layer(0), keys, values, self._slots(tables[row], places))
-            if self.window:  # blocks that no query sees any more may be anyone's
-                tables[row, : max(0, done - self.window + 1) // self.block_size] = 0
-            self.keys.append(keys.float())
-            self.values.append(values.float())
-            starts.append(starts[-1] + new)
-        self.queries = normal(starts[-1], self.num_kv_heads * self.group, self.head_dim)
-        positions = [done + i for done, new in self.lengths for i in range(new)]
-        self.layer_kv = kv.layer(0).to(self.device)
-        self.batch = Batch(
-            token_ids=int32(positions),
-            positions=int32(positions),
-            query_starts=int32(starts),
-            context_lens=int32([done + new for done, new in self.lengths]),
-            block_tables=tables,
-            sample_rows=int32([]),
-        ).to(self.device)
+class Scene(scenes.Scene):
+    """A scene that Triton's kernels attend."""
 
     def workspace(self, **changes: Any) -> Workspace:
         options: dict[str, Any] = {"windows": (self.window,), "chip": Chip(num_sms=8)}
@@ -108,47 +51,11 @@ class Scene:
             replace(self.batch, max_query_len=max_queries),
             self.shape,
             workspace or self.workspace(),
-            scale=self.scale,
-            softcap=self.softcap,
         )
         return attend(self.queries.to(self.device), self.layer_kv, self.window).cpu()
 
-    def expected(self) -> Range:
-        """[T, heads * d]: softmax(score) v of every query and head, over what each one sees."""
-        rows, first = [], 0
-        for row, (_, new) in enumerate(self.lengths):
-            heads = [self._attended(row, slice(first, first + new), head) for head in range(self.num_heads)]
-            rows.append(concatenated(heads, -1))
-            first += new
-        return concatenated(rows, 0)
-
-    def _attended(self, row: int, queries: slice, head: int) -> Range:
-        """[T, d]: one sequence's queries of one head."""
-        keys, values = (exactly(kv[row][:, head // self.group]) for kv in (self.keys, self.values))
-        scores = dot(exactly(self.queries[queries, head]), keys.mT)
-        scores = scores.scaled(self.head_dim**-0.5 if self.scale is None else self.scale)
-        scores = capped(scores, self.softcap) if self.softcap else scores
-        places = torch.arange(sum(self.lengths[row]))
-        positions = places[self.lengths[row][0] :, None]
-        hidden = (places > positions) | (places <= positions - (self.window or len(places)))
-        return attend(scores.masked(hidden), values, self.dtype)
-
     def check(self, workspace: Workspace | None = None, max_queries: int | None = None) -> None:
         assert_within(self.attend(workspace, max_queries), self.expected())
-
-    @property
-    def num_heads(self) -> int:
-        return self.num_kv_heads * self.group
-
-    def _num_blocks(self, row: int) -> int:
-        return -(-sum(self.lengths[row]) // self.block_size)
-
-    def _slots(self, table: Tensor, places: Tensor) -> Tensor:
-        return table[places // self.block_size].long() * self.block_size + places % self.block_size
-
-
-def int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 MIXED: Lengths = [(0, 5), (37, 1), (9, 11), (40, 2), (0, 1)]
@@ -198,22 +105,6 @@ def test_hopper_has_wider_tiles_of_keys(device: torch.device, monkeypatch: pytes
     scene.check(workspace)
 
 
-@pytest.mark.parametrize(("scale", "softcap"), [(0.5, 0.0), (None, 1.5), (3.0, 20.0)])
-@pytest.mark.parametrize("window", [0, 20])
-def test_scores_are_scaled_and_capped(
-    scale: float | None, softcap: float, window: int, device: torch.device
-) -> None:
-    scene = Scene(
-        lengths=[(9, 19), (60, 2)],
-        scale=scale,
-        softcap=softcap,
-        window=window,
-        num_kv_heads=1,
-        device=device,
-    )
-    scene.check()
-
-
 @pytest.mark.parametrize("block_size", [16, 32, 48])
 def test_blocks_need_not_be_tiles(block_size: int, device: torch.device) -> None:
     Scene(lengths=[(50, 12), (100, 1)], block_size=block_size, num_kv_heads=1, device=device).check()
@@ -249,9 +140,7 @@ def test_it_agrees_with_the_reference(device: torch.device) -> None:
     lengths=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=3),
     group=st.sampled_from([1, 3, 4]),
     window=st.sampled_from([0, 0, 5, 18]),
-    softcap=st.sampled_from([0.0, 0.0, 4.0]),
     max_decode_queries=st.integers(1, 16),
-    batch_invariant=st.booleans(),
     num_sms=st.sampled_from([1, 3, 20]),
     seed=st.integers(0, 99),
 )
@@ -259,9 +148,7 @@ def test_any_step(
     lengths: Lengths,
     group: int,
     window: int,
-    softcap: float,
     max_decode_queries: int,
-    batch_invariant: bool,
     num_sms: int,
     seed: int,
     device: torch.device,
@@ -271,13 +158,11 @@ def test_any_step(
         group=group,
         num_kv_heads=1,
         window=window,
-        softcap=softcap,
         seed=seed,
         device=device,
     )
     workspace = scene.workspace(
         max_decode_queries=max_decode_queries,
-        batch_invariant=batch_invariant,
         chip=Chip(num_sms),
     )
     scene.check(workspace)
@@ -324,44 +209,7 @@ def test_queries_may_lie_between_keys_and_values(device: torch.device) -> None:
     assert_within(scene.attend(), expected)
 
 
-COMPANY: Lengths = [(500, 1), (0, 20), (33, 4)]
-
-
-@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 0), (torch.float16, 30)])
-@pytest.mark.parametrize("mine", [(43, 1), (25, 3), (9, 18)], ids=["decode", "drafts", "prefill"])
-def test_a_batch_invariant_result_does_not_depend_on_its_company(
-    mine: tuple[int, int], dtype: torch.dtype, window: int, device: torch.device
-) -> None:
-    """Bit for bit: alone, before the others and among them."""
-    results = []
-    for company, place in [([], 0), (COMPANY, 0), (COMPANY, 2)]:
-        lengths = [*company[:place], mine, *company[place:]]
-        scene = Scene(lengths=lengths, num_kv_heads=1, dtype=dtype, window=window, device=device)
-        start = sum(new for _, new in lengths[:place])
-        scene = with_known_sequence(scene, place, start)
-        workspace = scene.workspace(batch_invariant=True, max_decode_queries=3, chip=Chip(2))
-        results.append(scene.attend(workspace)[start : start + mine[1]])
-    assert results[0].any()
-    assert torch.equal(results[1], results[0])
-    assert torch.equal(results[2], results[0])
-
-
-def with_known_sequence(scene: Scene, row: int, start: int) -> Scene:
-    """The scene with contents of one sequence that depend on its length only."""
-    generator = torch.Generator().manual_seed(7)
-    num_tokens, new = sum(scene.lengths[row]), scene.lengths[row][1]
-    kv = torch.randn(2, num_tokens, scene.num_kv_heads, scene.head_dim, generator=generator)
-    queries = torch.randn(new, *scene.queries.shape[1:], generator=generator)
-    scene.queries[start : start + new] = queries.to(scene.dtype)
-    first = max(0, scene.lengths[row][0] - scene.window + 1) // scene.block_size if scene.window else 0
-    places = torch.arange(first * scene.block_size, num_tokens)
-    slots = scene._slots(scene.batch.block_tables[row].cpu(), places).to(scene.device)
-    keys, values = kv[:, places].to(scene.device, scene.dtype)
-    write_kv(scene.layer_kv, keys, values, slots)
-    return scene
-
-
-def test_without_batch_invariance_segments_do_depend_on_it(device: torch.device) -> None:
+def test_fewer_sequences_are_cut_into_more_segments(device: torch.device) -> None:
     alone = Scene(lengths=[(90, 1)], num_kv_heads=1, device=device)
     crowd = Scene(lengths=[(90, 1)] * 9, num_kv_heads=1, device=device)
     counts = []
@@ -376,11 +224,10 @@ def test_without_batch_invariance_segments_do_depend_on_it(device: torch.device)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 6)), min_size=1, max_size=40),
     window=st.sampled_from([0, 100]),
-    batch_invariant=st.booleans(),
     num_sms=st.integers(1, 132),
 )
 def test_every_sequence_has_its_segments_and_no_item_is_dealt_twice(
-    lengths: Lengths, window: int, batch_invariant: bool, num_sms: int, device: torch.device
+    lengths: Lengths, window: int, num_sms: int, device: torch.device
 ) -> None:
     shape = KVShape(num_layers=1, num_kv_heads=2, head_dim=16, block_size=16)
     workspace = Workspace(
@@ -390,7 +237,6 @@ def test_every_sequence_has_its_segments_and_no_item_is_dealt_twice(
         40,
         device,
         windows=(window,),
-        batch_invariant=batch_invariant,
         chip=Chip(num_sms),
     )
     starts = [sum(new for _, new in lengths[:row]) for row in range(len(lengths) + 1)]

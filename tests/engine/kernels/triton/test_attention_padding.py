@@ -23,12 +23,13 @@ from engine.kernels.triton import attention_tiling as tilings
 from engine.kernels.triton.attention import TritonAttention, Workspace
 from engine.kernels.triton.attention_tiling import Chip
 from engine.kernels.triton.rotary import rotate_and_write, slot_mapping
+from tests.engine import ranges
+from tests.engine.kernels.scenes import Lengths, int32
+from tests.engine.ranges import assert_within, exactly
 
 BLOCK_SIZE, WIDTH = 16, 4
 SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, block_size=BLOCK_SIZE)
 NUM_HEADS, MAX_SEQUENCES = 2, 12
-Lengths = list[tuple[int, int]]
-"""Of each sequence: (tokens computed before, tokens of this step)."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,6 +47,17 @@ def _small_tiles() -> Iterator[None]:
     torch.use_deterministic_algorithms(deterministic)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a layer made of a step."""
+
+    slots: Tensor
+    queries: Tensor
+    attended: Tensor
+    kv: Tensor
+    """The cache after the step."""
+
+
 @dataclass(kw_only=True)
 class Step:
     """A batch, the projections of its tokens, and the cache before it."""
@@ -54,15 +66,11 @@ class Step:
     qkv: Tensor
     kv: Tensor
 
-    def run(
-        self, max_query_len: int | None, max_decode_queries: int, window: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(slots, what is attended, the cache after it), as a layer does it."""
+    def run(self, max_query_len: int | None, max_decode_queries: int, window: int) -> Found:
         device = self.qkv.device
         batch, kv = replace(self.batch, max_query_len=max_query_len), self.kv.clone()
         slots = slot_mapping(batch, BLOCK_SIZE)
-        angles = torch.outer(torch.arange(WIDTH * BLOCK_SIZE), torch.rand(8, generator=seeded(1)))
-        places = TokenPlaces(batch.positions, slots, angles.cos().to(device), angles.sin().to(device))
+        places = TokenPlaces(batch.positions, slots, *rotary_tables(device))
         queries = rotate_and_write(self.qkv, None, None, 1e-6, places, kv, SHAPE)
         workspace = Workspace(
             SHAPE,
@@ -74,7 +82,13 @@ class Step:
             max_decode_queries=max_decode_queries,
             chip=Chip(2),
         )
-        return slots, TritonAttention(batch, SHAPE, workspace)(queries, kv, window), kv
+        attended = TritonAttention(batch, SHAPE, workspace)(queries, kv, window)
+        return Found(slots=slots, queries=queries, attended=attended, kv=kv)
+
+
+def rotary_tables(device: torch.device) -> tuple[Tensor, Tensor]:
+    angles = torch.outer(torch.arange(WIDTH * BLOCK_SIZE), torch.rand(8, generator=seeded(1)))
+    return angles.cos().to(device), angles.sin().to(device)
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -99,10 +113,6 @@ def step_of(lengths: Lengths, device: torch.device) -> Step:
     )
     qkv = torch.randn(num_tokens, (NUM_HEADS + 2) * SHAPE.head_dim, generator=seeded(3))
     return Step(batch=batch.to(device), qkv=qkv.to(device), kv=kv.to(device))
-
-
-def int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def padded(step: Step, places: list[int], num_rows: int) -> Step:
@@ -143,33 +153,50 @@ def check(
     max_decode_queries: int = 1,
     window: int = 0,
 ) -> None:
-    """Without padding the reference says what is right; with padding, the step without it says it bit by bit."""
+    """Arithmetic says what is right without padding; with padding, the step without it says so bit by bit."""
     plain = step_of(lengths, device)
     longest = max_query_len or plain.qkv.shape[0]
-    slots, attended, kv = plain.run(longest, max_decode_queries, window)
-    full = padded(plain, places, num_rows)
-    found_slots, found, found_kv = full.run(max_query_len, max_decode_queries, window)
-    num_tokens = len(slots)
-    assert found_slots[:num_tokens].tolist() == slots.tolist()
-    assert found_slots[num_tokens:].eq(-1).all()
-    assert torch.equal(found[:num_tokens], attended)
-    assert not found[num_tokens:].any()  # not a number counts as something
-    assert torch.equal(found_kv.view(torch.int32), kv.view(torch.int32))
-    check_against_reference(plain, slots, attended, kv, window)
+    expected = plain.run(longest, max_decode_queries, window)
+    found = padded(plain, places, num_rows).run(max_query_len, max_decode_queries, window)
+    num_tokens = len(expected.slots)
+    assert found.slots[:num_tokens].tolist() == expected.slots.tolist()
+    assert found.slots[num_tokens:].eq(-1).all()
+    assert torch.equal(found.attended[:num_tokens], expected.attended)
+    assert not found.attended[num_tokens:].any()  # not a number counts as something
+    assert torch.equal(found.kv.view(torch.int32), expected.kv.view(torch.int32))
+    check_layer(plain, expected, window)
 
 
-def check_against_reference(step: Step, slots: Tensor, attended: Tensor, kv: Tensor, window: int) -> None:
+def check_layer(step: Step, found: Found, window: int) -> None:
+    """The slots are the reference's, queries and keys are rotated, and attention sees what is in the cache by now."""
+    slots = found.slots
     assert slots.tolist() == reference.slot_mapping(step.batch, BLOCK_SIZE).tolist()
     if not len(slots):
         return
-    angles = torch.outer(torch.arange(WIDTH * BLOCK_SIZE), torch.rand(8, generator=seeded(1)))
-    cos, sin = angles.cos().to(kv.device), angles.sin().to(kv.device)
-    expected_kv = step.kv.clone()
-    places = TokenPlaces(step.batch.positions, slots, cos, sin)
-    queries = reference.rotate_and_write(step.qkv, None, None, 1e-6, places, expected_kv, SHAPE)
-    expected = reference.PagedAttention(step.batch, SHAPE)(queries, expected_kv, window)
-    torch.testing.assert_close(kv, expected_kv, atol=1e-5, rtol=1e-5, equal_nan=True)
-    torch.testing.assert_close(attended, expected, atol=1e-5, rtol=1e-5)
+    cos, sin = (table[step.batch.positions] for table in rotary_tables(slots.device))
+    queries, keys, values = torch.split(step.qkv.view(len(slots), -1, SHAPE.head_dim), [NUM_HEADS, 1, 1], 1)
+    assert_within(found.queries, ranges.rotary(exactly(queries), cos, sin), "queries")
+    stored, before = by_slot(found.kv), by_slot(step.kv)
+    assert_within(stored[0, slots], ranges.rotary(exactly(keys), cos, sin)[:, 0], "keys")
+    assert torch.equal(stored[1, slots], values[:, 0])
+    stored[:, slots] = before[:, slots]
+    assert torch.equal(stored.view(torch.int32), before.view(torch.int32)), "nothing else is written"
+    check_attention(step, found, window)
+
+
+def check_attention(step: Step, found: Found, window: int) -> None:
+    starts, stored = step.batch.query_starts.tolist(), by_slot(found.kv)
+    for row, context in enumerate(step.batch.context_lens.tolist()):
+        rows = slice(starts[row], starts[row + 1])
+        places = torch.arange(context, device=stored.device)
+        slots = step.batch.block_tables[row][places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
+        keys, values = stored[:, slots.long(), None]
+        assert_within(found.attended[rows], ranges.attention(found.queries[rows], keys, values, window))
+
+
+def by_slot(kv: Tensor) -> Tensor:
+    """[2, slots, head_dim] A copy of the keys and values of the one head."""
+    return kv.view(2, -1, SHAPE.head_dim).clone()
 
 
 MIXED: Lengths = [(37, 1), (0, 13), (30, 3), (5, 12)]

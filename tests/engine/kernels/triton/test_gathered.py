@@ -13,24 +13,24 @@ from torch.nn.attention import SDPBackend
 
 from engine.kernels import gathered
 from engine.kernels.batch import Batch
-from engine.kernels.gathered import CUDNN, FLASH, ContiguousBackend, LongPrefillBackends, PrepareAttention
+from engine.kernels.gathered import CUDNN, FLASH, ContiguousBackend, PrepareAttention
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.reference import PagedAttention
 from engine.kernels.triton import attention
 from engine.kernels.triton.attention import TritonAttention
 from tests.engine.kernels.random_model import Checkpoint, Prompts
-from tests.engine.kernels.test_prefill_choice import lower_right
-from tests.engine.kernels.triton.test_attention import DTYPES, Lengths, Scene, int32
+from tests.engine.kernels.scenes import Lengths, int32
+from tests.engine.kernels.test_gathered import lower_right
+from tests.engine.kernels.triton.test_attention import DTYPES, Scene
 from tests.engine.kernels.triton.test_table import WAITING, Recorder, small, table
 from tests.engine.ranges import assert_within
 from tests.engine.shaken import allowed, largest
 
 ON_GPU = torch.cuda.is_available()
 PADDED = replace(CUDNN, backend=CUDNN.backend if ON_GPU else SDPBackend.MATH, length_multiple=32)
-BACKENDS = {
-    "flash": LongPrefillBackends(min_queries=20, first_chunk=FLASH, later_chunk=FLASH),
-    "whole contexts padded": LongPrefillBackends(min_queries=20, first_chunk=PADDED),
-}
+Backends = list[ContiguousBackend]
+BACKENDS: dict[str, Backends] = {"flash": [FLASH], "whole contexts padded": [PADDED]}
+MIN_QUERIES = 20
 STEPS: dict[str, Lengths] = {
     "a whole context": [(0, 37)],
     "a context of whole blocks": [(0, 32)],
@@ -43,17 +43,17 @@ STEPS: dict[str, Lengths] = {
 }
 
 
-def mixed(
-    scene: Scene, backends: LongPrefillBackends, prepare_paged: PrepareAttention | None = None
-) -> Tensor:
+def mixed(scene: Scene, backends: Backends, prepare_paged: PrepareAttention | None = None) -> Tensor:
     """[T, heads * d]"""
     prepare_paged = prepare_paged or partial(TritonAttention, workspace=scene.workspace())
     batch = replace(scene.batch, host_lengths=[(new, done + new) for done, new in scene.lengths])
-    attend = gathered.prepare_attention(batch, scene.shape, prepare_paged=prepare_paged, backends=backends)
+    attend = gathered.prepare_attention(
+        batch, scene.shape, prepare_paged=prepare_paged, backends=backends, min_queries=MIN_QUERIES
+    )
     return attend(scene.queries.to(scene.device), scene.layer_kv, 0).cpu()
 
 
-def check(scene: Scene, backends: LongPrefillBackends) -> None:
+def check(scene: Scene, backends: Backends) -> None:
     """What nobody wrote is not a number, and must not matter."""
     assert_within(mixed(scene, backends), scene.expected())
 
@@ -64,9 +64,7 @@ needs_half = pytest.mark.skipif(ON_GPU, reason="on a GPU torch's kernels are for
 @needs_half
 @pytest.mark.parametrize("backends", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
-def test_every_sequence_gets_its_own(
-    lengths: Lengths, backends: LongPrefillBackends, device: torch.device
-) -> None:
+def test_every_sequence_gets_its_own(lengths: Lengths, backends: Backends, device: torch.device) -> None:
     check(Scene(lengths=lengths, device=device), backends)
 
 
@@ -74,7 +72,7 @@ def test_every_sequence_gets_its_own(
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("backends", BACKENDS.values(), ids=BACKENDS)
 def test_heads_share_keys_and_values_in_groups(
-    backends: LongPrefillBackends, group: int, dtype: torch.dtype, device: torch.device
+    backends: Backends, group: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     lengths = [(40, 1), (0, 37), (19, 25)]
     check(Scene(lengths=lengths, group=group, dtype=dtype, device=device), backends)
@@ -84,7 +82,7 @@ def test_heads_share_keys_and_values_in_groups(
 @pytest.mark.parametrize(("head_dim", "block_size"), [(8, 16), (80, 32), (12, 48)])
 @pytest.mark.parametrize("backends", BACKENDS.values(), ids=BACKENDS)
 def test_heads_and_blocks_of_all_sizes(
-    backends: LongPrefillBackends, head_dim: int, block_size: int, device: torch.device
+    backends: Backends, head_dim: int, block_size: int, device: torch.device
 ) -> None:
     lengths = [(0, 37), (7, 1), (50, 50)]
     check(Scene(lengths=lengths, head_dim=head_dim, block_size=block_size, device=device), backends)
@@ -120,25 +118,23 @@ def test_decodes_beside_a_long_chunk_need_no_kernel_for_many_queries(
 
 
 @needs_half
-def test_the_others_are_a_batch_of_their_own(device: torch.device) -> None:
+def test_paged_attention_sees_no_context_of_what_it_does_not_attend(device: torch.device) -> None:
     scene = Scene(lengths=STEPS["between others"], device=device)
     others = Others(scene)
     mixed(scene, BACKENDS["flash"], others)
     (batch,) = others.batches  # one for all of them
-    rest = [row for row, (_, new) in enumerate(scene.lengths) if new < 20]
-    assert batch.query_starts.tolist() == [0, 1, 2, 6, 15, 16]
-    assert batch.context_lens.tolist() == [sum(scene.lengths[row]) for row in rest]
-    assert torch.equal(batch.block_tables, scene.batch.block_tables[rest])
-    assert batch.positions.tolist() == [
-        done + i for row in rest for done, new in [scene.lengths[row]] for i in range(new)
-    ]
+    contexts = [0 if new >= MIN_QUERIES else done + new for done, new in scene.lengths]
+    assert batch.context_lens.tolist() == contexts
+    assert batch.max_query_len == 9
+    assert batch.host_lengths is None
 
 
-def test_neighbours_are_moved_together() -> None:
-    lengths = [(1, 9)] * 100 + [(30, 40)] + [(1, 9)] * 100
-    spans = gathered._spans(lengths, BACKENDS["flash"])
-    assert [span.sequences for span in spans] == [slice(0, 100), slice(100, 101), slice(101, 201)]
-    assert [span.rows for span in spans] == [slice(0, 100), slice(100, 130), slice(130, 230)]
+@needs_half
+def test_a_step_of_long_chunks_alone_needs_no_paged_attention(device: torch.device) -> None:
+    scene = Scene(lengths=STEPS["two"], device=device)
+    others = Others(scene)
+    assert_within(mixed(scene, BACKENDS["flash"], others), scene.expected())
+    assert others.batches == []
 
 
 @pytest.mark.parametrize(
@@ -154,7 +150,7 @@ def test_a_step_without_long_chunks_is_left_as_it_is(
     host_lengths = [(new, done + new) for done, new in lengths] if told else None
     batch = replace(scene.batch, host_lengths=host_lengths)
     attend = gathered.prepare_attention(
-        batch, scene.shape, prepare_paged=others, backends=replace(BACKENDS["flash"], later_chunk=None)
+        batch, scene.shape, prepare_paged=others, backends=[PADDED], min_queries=MIN_QUERIES
     )
     assert isinstance(attend, TritonAttention)
     assert others.batches[0] is batch
@@ -171,12 +167,11 @@ def test_nothing_waits_for_the_device(device: torch.device, monkeypatch: pytest.
     assert not set(recorder.names) & WAITING
 
 
-def with_backends(kernels: Kernels, first: ContiguousBackend, later: ContiguousBackend | None) -> Kernels:
-    backends = LongPrefillBackends(min_queries=6, first_chunk=first, later_chunk=later)
-    return replace(
-        kernels,
-        attention=partial(gathered.prepare_attention, prepare_paged=kernels.attention, backends=backends),
+def with_backends(kernels: Kernels, backends: Backends) -> Kernels:
+    prepare = partial(
+        gathered.prepare_attention, prepare_paged=kernels.attention, backends=backends, min_queries=6
     )
+    return replace(kernels, attention=prepare)
 
 
 def batch_of(prompts: Prompts, ranges: dict[int, tuple[int, int]]) -> Batch:
@@ -186,17 +181,17 @@ def batch_of(prompts: Prompts, ranges: dict[int, tuple[int, int]]) -> Batch:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[ON_GPU:])
-@pytest.mark.parametrize("backends", [(FLASH, FLASH), (PADDED, None)], ids=["flash", "padded"])
+@pytest.mark.parametrize("backends", [[FLASH], [PADDED], [PADDED, FLASH]], ids=["flash", "padded", "both"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_logits_are_those_of_plain_torch(
     name: str,
-    backends: tuple[ContiguousBackend, ContiguousBackend | None],
+    backends: Backends,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
     """Prefill in chunks beside another's decode, with blocks that are not a number where nobody wrote."""
     checkpoint = Checkpoint(small(name), dtype)
-    decoder = checkpoint.decoder(with_backends(table(checkpoint.config, dtype, device), *backends))
+    decoder = checkpoint.decoder(with_backends(table(checkpoint.config, dtype, device), backends))
     reference = checkpoint.decoder(reference_kernels(torch.device("cpu"), torch.float32))
     decoder.kv.data.fill_(torch.nan)
     prompts = Prompts(checkpoint.config.vocab_size, [40, 9])

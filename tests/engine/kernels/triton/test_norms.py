@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.triton.norms import add_rms_norm, num_warps, rms_norm
 from tests.engine import ranges
+from tests.engine.kernels.scenes import check_norms
 from tests.engine.kernels.triton.agreement import DTYPES
 from tests.engine.ranges import assert_within, exactly
 
@@ -34,23 +35,16 @@ def test_it_is_the_reference(
 ) -> None:
     hidden, delta = random(2, num_rows, size, dtype=dtype, device=device, seed=seed, scale=scale)
     weight = random(size, dtype=dtype, device=device, seed=seed + 1)
-    before = hidden.clone(), delta.clone()
-    for found in (rms_norm(hidden, weight, eps), reference.rms_norm(hidden, weight, eps)):
-        assert_within(found, ranges.rms_norm(exactly(hidden), weight, eps, dtype))
-    total, normed = add_rms_norm(hidden, delta, weight, eps)
-    assert torch.equal(total, hidden + delta)
-    assert_within(normed, ranges.rms_norm(exactly(total), weight, eps, dtype))
-    assert torch.equal(hidden, before[0])
-    assert torch.equal(delta, before[1])
+    check_norms(rms_norm, add_rms_norm, hidden, delta, weight, eps)
+    check_norms(reference.rms_norm, reference.add_rms_norm, hidden, delta, weight, eps)
 
 
 @pytest.mark.parametrize("size", [4096, 5000])
 def test_it_is_the_reference_on_rows_of_a_real_size(size: int, device: torch.device) -> None:
     hidden, delta = random(2, 2, size, dtype=torch.float16, device=device)
     weight = random(size, dtype=torch.float16, device=device, seed=1)
-    for total, normed in (f(hidden, delta, weight, 1e-5) for f in (add_rms_norm, reference.add_rms_norm)):
-        assert torch.equal(total, hidden + delta)
-        assert_within(normed, ranges.rms_norm(exactly(total), weight, 1e-5, torch.float16))
+    check_norms(rms_norm, add_rms_norm, hidden, delta, weight, 1e-5)
+    check_norms(reference.rms_norm, reference.add_rms_norm, hidden, delta, weight, 1e-5)
 
 
 def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:

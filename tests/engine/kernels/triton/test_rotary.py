@@ -1,43 +1,20 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVCache, KVShape
-from engine.kernels.ops import RotateAndWrite
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.triton import rotary
 from engine.kernels.triton.rotary import rotate_and_write, slot_mapping
-from tests.engine import ranges
+from tests.engine.kernels.scenes import EPS, Layer, Rotation
 from tests.engine.kernels.test_reference import BLOCK_SIZE, SEQUENCES, make_batch
 from tests.engine.kernels.triton.agreement import DTYPES
-from tests.engine.ranges import Range, assert_within, exactly
 
-NUM_BLOCKS, NUM_POSITIONS, EPS = 9, 50, 1e-5
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Sizes of one layer's heads."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    norms: bool
-
-    @property
-    def shape(self) -> KVShape:
-        return KVShape(
-            num_layers=1, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, block_size=self.block_size
-        )
+NUM_BLOCKS = 9
 
 
 @st.composite
@@ -52,65 +29,6 @@ def layers(draw: st.DrawFn) -> Layer:
     )
 
 
-class Step:
-    """The projection of some tokens, at random positions, with random slots; some have none."""
-
-    def __init__(self, layer: Layer, num_tokens: int, dtype: torch.dtype, device: torch.device, seed: int):
-        generator = torch.Generator().manual_seed(seed)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(device, dtype)
-
-        width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim
-        self.layer, self.qkv = layer, random(num_tokens, width)
-        self.q_norm, self.k_norm = (random(layer.head_dim) if layer.norms else None for _ in range(2))
-        angles = torch.rand(NUM_POSITIONS, layer.head_dim // 2, generator=generator).to(device) * 6.3
-        positions = torch.randint(NUM_POSITIONS, (num_tokens,), generator=generator, dtype=torch.int32)
-        slots = torch.randperm(NUM_BLOCKS * layer.block_size, generator=generator)[:num_tokens]
-        padding = torch.rand(num_tokens, generator=generator) < 0.2
-        self.places = TokenPlaces(
-            positions.masked_fill(padding, -1).to(device),
-            slots.masked_fill(padding, -1).to(device),
-            angles.cos(),
-            angles.sin(),
-        )
-
-    def kv(self, dtype: torch.dtype) -> Tensor:
-        """One layer's cache, full of what others wrote."""
-        device = self.qkv.device
-        cache = KVCache(self.layer.shape, NUM_BLOCKS, dtype, device)
-        return cache.data.copy_(torch.arange(cache.data.numel(), device=device).view_as(cache.data) % 251)[0]
-
-    def run(self, function: RotateAndWrite, kv: Tensor) -> Tensor:
-        """The queries of the rows that have a slot."""
-        queries = function(self.qkv, self.q_norm, self.k_norm, EPS, self.places, kv, self.layer.shape)
-        assert queries.is_contiguous()
-        return queries[self.places.slots >= 0]
-
-    def check(self, function: RotateAndWrite, kv_dtype: torch.dtype) -> None:
-        """Queries and keys are normed and rotated, keys and values in their slots, all others as they were."""
-        kv, before = self.kv(kv_dtype), self.kv(kv_dtype)
-        queries = self.run(function, kv)
-        layer, stored = self.layer, self.places.slots >= 0
-        sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
-        heads = self.qkv[stored].view(-1, sum(sizes), layer.head_dim)
-        q, k, v = torch.split(heads, sizes, 1)
-        assert_within(queries, self._turned(q, self.q_norm, stored), "queries")
-        view = (2, NUM_BLOCKS, layer.num_kv_heads, layer.block_size, layer.head_dim)
-        by_slot, untouched = (each.view(view).transpose(2, 3).flatten(1, 2) for each in (kv, before))
-        slots = self.places.slots[stored]
-        assert_within(by_slot[0, slots], self._turned(k, self.k_norm, stored).rounded(kv_dtype), "keys")
-        assert torch.equal(by_slot[1, slots], v.to(kv_dtype))
-        others = torch.ones(len(by_slot[0]), dtype=torch.bool, device=slots.device)
-        others[slots] = False
-        assert torch.equal(by_slot[:, others], untouched[:, others])
-
-    def _turned(self, heads: Tensor, norm: Tensor | None, rows: Tensor) -> Range:
-        x, positions = exactly(heads), self.places.positions[rows]
-        x = x if norm is None else ranges.rms_norm(x, norm, EPS, heads.dtype)
-        return ranges.rotary(x, self.places.cos[positions], self.places.sin[positions], heads.dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(layer=layers(), num_tokens=st.integers(0, 9), seed=st.integers(0, 1000))
 @settings(max_examples=25, deadline=None)
@@ -118,13 +36,13 @@ def test_it_is_the_reference(
     dtype: torch.dtype, layer: Layer, num_tokens: int, seed: int, device: torch.device
 ) -> None:
     num_tokens = min(num_tokens, NUM_BLOCKS * layer.block_size)
-    step = Step(layer, num_tokens, dtype, device, seed)
+    step = Rotation(layer, num_tokens, dtype, device, seed)
     for function in (rotate_and_write, reference.rotate_and_write):
         step.check(function, dtype)
 
 
 def test_the_cache_may_be_of_another_dtype(device: torch.device) -> None:
-    step = Step(Layer(4, 2, 16, 4, norms=True), 7, torch.float32, device, seed=2)
+    step = Rotation(Layer(4, 2, 16, 4, norms=True), 7, torch.float32, device, seed=2)
     for function in (rotate_and_write, reference.rotate_and_write):
         step.check(function, torch.float16)
 
@@ -134,7 +52,7 @@ def test_the_cache_may_be_of_another_dtype(device: torch.device) -> None:
 )  # they are rotated, for nothing
 def test_values_are_stored_as_they_are(device: torch.device) -> None:
     layer = Layer(1, 1, 4, 4, norms=True)
-    step = Step(layer, 1, torch.float16, device, seed=0)
+    step = Rotation(layer, 1, torch.float16, device, seed=0)
     values = torch.tensor([torch.inf, -torch.inf, 6e-8, -0.0], dtype=torch.float16, device=device)
     step.qkv[0, 8:] = values
     kv = step.kv(torch.float16)
@@ -144,7 +62,7 @@ def test_values_are_stored_as_they_are(device: torch.device) -> None:
 
 
 def test_rows_without_a_slot_write_nothing(device: torch.device) -> None:
-    step = Step(Layer(4, 2, 16, 4, norms=False), 5, torch.float32, device, seed=1)
+    step = Rotation(Layer(4, 2, 16, 4, norms=False), 5, torch.float32, device, seed=1)
     step.places.slots.fill_(-1)
     kv = step.kv(torch.float32)
     step.run(rotate_and_write, kv)
@@ -152,7 +70,7 @@ def test_rows_without_a_slot_write_nothing(device: torch.device) -> None:
 
 
 def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
-    step = Step(Layer(6, 3, 16, 4, norms=True), 8, torch.float16, device, seed=3)
+    step = Rotation(Layer(6, 3, 16, 4, norms=True), 8, torch.float16, device, seed=3)
     step.places.slots.copy_(torch.arange(8))
     step.places.positions.copy_(torch.arange(8))
     together, alone = step.kv(torch.float16), step.kv(torch.float16)
