@@ -40,13 +40,15 @@ class Shaken:
 
     Attributes:
         unit: of the dtype in which activations are kept.
-        kv_unit: of that in which keys and values are.
+        kv_dtype: that in which keys and values are; int8 with a scale for every head of a token.
         read_as: the dtype to which linear maps round what they are given; int8 with a scale for every row.
+        attends_in: the dtype to which attention rounds queries and weights.
     """
 
     unit: float
-    kv_unit: float
+    kv_dtype: torch.dtype
     read_as: torch.dtype
+    attends_in: torch.dtype
     generator: torch.Generator
 
     def kernels(self) -> Kernels:
@@ -71,16 +73,15 @@ class Shaken:
         summed = math.sqrt(length) * UNIT * x.square().mean(-1, keepdim=True).sqrt()
         return x + (rounded + summed) * (2 * torch.rand(x.shape, generator=self.generator) - 1)
 
+    def stored(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """What a rounding to a dtype makes of x; int8 has a scale for every row."""
+        is_integer = dtype == torch.int8
+        step = x.abs().amax(-1, keepdim=True) / 254 if is_integer else unit_of(dtype) * x.abs()
+        return x + step * (2 * torch.rand(x.shape, generator=self.generator) - 1)
+
     def read(self, x: Tensor) -> Tensor:
         """What a linear map makes of its activations."""
-        if self.read_as == torch.float32:
-            return x
-        step = (
-            x.abs().amax(-1, keepdim=True) / 254
-            if self.read_as == torch.int8
-            else unit_of(self.read_as) * x.abs()
-        )
-        return x + step * (2 * torch.rand(x.shape, generator=self.generator) - 1)
+        return x if self.read_as == torch.float32 else self.stored(x, self.read_as)
 
     def linear(
         self, tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False
@@ -108,7 +109,8 @@ class Shaken:
     ) -> Tensor:
         heads = qkv.view(len(qkv), -1, shape.head_dim)
         stored = 2 * shape.num_kv_heads
-        moved = torch.cat((heads[:, :-stored], self.moved(heads[:, -stored:], 1, unit=self.kv_unit)), 1)
+        keys_and_values = self.moved(self.stored(heads[:, -stored:], self.kv_dtype), 0)
+        moved = torch.cat((heads[:, :-stored], keys_and_values), 1)
         queries = self.reference.rotate_and_write(
             moved.flatten(1), q_norm, k_norm, eps, places, layer_kv, shape
         )
@@ -116,9 +118,16 @@ class Shaken:
 
     def attention(self, batch: Batch, shape: KVShape) -> Attention:
         attend, context = self.reference.attention(batch, shape), int(batch.context_lens.max())
-        return lambda queries, layer_kv, window: self.moved(
-            attend(queries, layer_kv, window), 2, context + shape.head_dim
-        )
+
+        def attention(queries: Tensor, layer_kv: Tensor, window: int) -> Tensor:
+            if self.attends_in == torch.float32:
+                return self.moved(attend(queries, layer_kv, window), 2, context + shape.head_dim)
+            attended = attend(self.stored(queries, self.attends_in), layer_kv, window)
+            # What rounded weights do is relative to what they add up, as with a sum.
+            length = context + shape.head_dim + (unit_of(self.attends_in) / UNIT) ** 2
+            return self.moved(attended, 2, length)
+
+        return attention
 
 
 @dataclass
@@ -144,18 +153,20 @@ def allowed(
     kv_dtype: torch.dtype,
     dtype: torch.dtype = torch.float32,
     read_as: torch.dtype = torch.float32,
+    attends_in: torch.dtype = torch.float32,
 ) -> list[float]:
     """For each step, how far the worst of its logits may be off.
 
     Args:
         decoder: makes one over a kernel table.
         dtype: of activations.
-        read_as: see Shaken.
+        read_as, attends_in: see Shaken.
     """
     steps, plain = list(steps), decoder(reference_kernels(torch.device("cpu"), torch.float32))
     expected, worst = [plain(step) for step in steps], [0.0] * len(steps)
     for seed in range(RUNS):
-        shaken = Shaken(unit_of(dtype), unit_of(kv_dtype), read_as, torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        shaken = Shaken(unit_of(dtype), kv_dtype, read_as, attends_in, generator)
         decode = decoder(shaken.kernels())
         for i, step in enumerate(steps):
             worst[i] = max(worst[i], largest(decode(step) - expected[i]))

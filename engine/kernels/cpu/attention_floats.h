@@ -51,7 +51,8 @@ struct FloatProducts {
         });
     }
 
-    static void advance(const Rows<float>& rows, const Span<W>& span, const SpanTokens& tokens, AttentionScratch& scratch) {
+    static void advance(const Rows<float>& rows, const Span<W>& span, const SpanTokens& tokens,
+                        AttentionScratch& scratch) {
         const SpanScales* scales = gather_scales(span, tokens, scratch);
         score(rows, span, tokens.column());
         for (int r = 0; r < rows.count; r++) fold_row(rows, r, tokens, scales);

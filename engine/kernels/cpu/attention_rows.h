@@ -33,12 +33,19 @@ struct Rows {
     float* out;
     float* scores;  // [count][kScoresStride]; nothing of them outlasts a span
     float* peak;
-    float* total;            // [count][16]
+    float* total;            // [count][16 lanes]
     int32_t *first, *limit;  // the tokens that a row sees
 
     Rows part(int from, int rows) const {
-        return {rows,   head_dim,    q_stride,     out_stride,   q + from * q_stride, out + from * out_stride,
-                scores, peak + from, total + from * 16, first + from, limit + from};
+        Rows some = *this;
+        some.count = rows;
+        some.q += from * q_stride;
+        some.out += from * out_stride;
+        some.peak += from;
+        some.total += from * kBlockTokens;
+        some.first += from;
+        some.limit += from;
+        return some;
     }
 
     // A row's weights take the place of its scores.
@@ -96,7 +103,7 @@ struct AttentionScratch {
         out = allocate<float>(rows * depth);
         scores = allocate<float>(rows * kScoresStride);
         peak = allocate<float>(rows);
-        total = allocate<float>(rows * 16);
+        total = allocate<float>(rows * kBlockTokens);
         first = allocate<int32_t>(rows);
         limit = allocate<int32_t>(rows);
         blocks = allocate<BFloat>(2 * kSpan * depth);
@@ -172,7 +179,8 @@ PENSTOCK_INLINE void hide(float* scores, int from, int to) {
     for (int i = from; i < to; i++) scores[i] = -std::numeric_limits<float>::infinity();
 }
 
-// Scores of a span become weights; the row's output and sums so far are scaled to the new maximum. Without scales they are null.
+// Scores of a span become weights; the row's output and sums so far are scaled to the new maximum. `scales` is null for
+// a type without any.
 template <class Operand>
 void fold_row(const Rows<Operand>& rows, int row, const SpanTokens& tokens, const SpanScales* scales) {
     float* scores = rows.scores + row * kScoresStride;

@@ -1,7 +1,7 @@
 // The blocks of a span: where they lie, and what is to be fetched while they are read.
 //
-// Blocks lie scattered, so the processor cannot guess what comes next: the product with a span's keys fetches the span's
-// values on the way, the product with its values the keys that are read next.
+// Blocks lie scattered, so the processor cannot guess what comes next: work on a span's keys fetches the span's values
+// on the way, work on its values the keys that are read next.
 #pragma once
 
 #include "attention_rows.h"

@@ -1,8 +1,8 @@
 // Both products of attention by tiles: bfloat16 times bfloat16, summed in float32.
 //
-// A score is a sum over head_dim in steps of 32. An output takes up the tokens of a span in steps of 32, from token 0 of
-// the span on. Depths that are no multiple are padded with zeros, which change no sum. Decoding and prompts go through
-// the same steps, so a token has the same bits in both.
+// A score is a sum over head_dim in steps of 32. An output takes up the tokens of a span in steps of 32, from token 0
+// of the span on. Depths that are no multiple are padded with zeros, which change no sum. Decoding and prompts go
+// through the same steps, so a token has the same bits in both.
 #pragma once
 
 #include <array>
@@ -74,8 +74,8 @@ PENSTOCK_INLINE void multiply_tiles(const TileProduct& p, int column) {
     });
 }
 
-// The same with a depth of two steps for two whole tiles of rows. These stay in four tiles, because loads cost more than
-// products do.
+// The same with a depth of two steps for two whole tiles of rows. These stay in four tiles: where two threads share a
+// core, a load costs more than a product.
 PENSTOCK_INLINE void multiply_kept_rows(const TileProduct& p, int columns) {
     const auto row = [&](int r, int step) { return p.a + r * kTileHeight * p.a_stride + step * kTileDepth; };
     unrolled<2>(PENSTOCK_EACH(r) {
@@ -153,7 +153,8 @@ class TileProducts {
           columns_(divide_up(head_dim, kTileHeight)),
           scales_(gather_scales(span, tokens, scratch)),
           values_(scratch.blocks.get() + kSpan * depth_) {
-        for (int b = 0; b < span.blocks; b++) keys_[b] = bring_keys(b, scratch.blocks.get() + b * kBlockTokens * depth_);
+        for (int b = 0; b < span.blocks; b++)
+            keys_[b] = bring_keys(b, scratch.blocks.get() + b * kBlockTokens * depth_);
     }
 
     // The keys of a block where they are, or if they need a conversion or padding, in the scratch.
@@ -165,8 +166,8 @@ class TileProducts {
         return to;
     }
 
-    // Copies the values of the span, [64 pairs of tokens][columns][2]. What is not there or not written yet is 0, because
-    // a number left there could be a NaN; a copy is read in steps of two blocks, which may lie far apart.
+    // Copies the values of the span, [64 pairs of tokens][columns][2]: a step reads two blocks, which may lie far apart.
+    // What is not there or not written yet is 0, because what an earlier sequence left there could be a NaN.
     void bring_values() const {
         const int end = divide_up(tokens_.to - tokens_.start, kTileDepth) * kTileDepth;
         for (int at = tokens_.column() / kTileDepth * kTileDepth; at < end; at += 2) bring_pair(at);

@@ -318,7 +318,8 @@ class Decoder {
         const Layer& layer = layers_[index];
         for_rows(chunk, step_.tokens, [&](int t) {
             const int32_t* table = step_.block_tables + static_cast<size_t>(sequence_of_[t]) * step_.max_blocks;
-            attention_.place(attentions_[index].step, layer.q_norm, layer.k_norm, t, table[step_.positions[t] / kBlockTokens]);
+            const int block = table[step_.positions[t] / kBlockTokens];
+            attention_.place(attentions_[index].step, layer.q_norm, layer.k_norm, t, block);
         });
     }
 

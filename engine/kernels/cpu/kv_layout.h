@@ -7,12 +7,13 @@
 //     products in float32      [head_dim][16 tokens]           [16 tokens][head_dim]
 //     products of tiles        [head_dim / 2][16 tokens][2]    [8 pairs of tokens][head_dim][2]
 //
-// bfloat16 and int8 are multiplied by tiles where the build has them. In int8, the integers of all kv heads are followed
-// by float32 scales [kv head][16 tokens]: a number is its integer times the scale of its token and head.
+// bfloat16 and int8 are multiplied by tiles where the build has them. In int8, the integers of all kv heads are
+// followed by float32 scales [kv head][16 tokens]: a number is its integer times the scale of its token and head.
 #pragma once
 
 #include <limits>
 
+#include "activations.h"
 #include "gemm.h"
 #include "tiles.h"
 
@@ -84,8 +85,8 @@ PENSTOCK_INLINE int value_place(int i, int slot, int head_dim) {
     return kIsTiled<W> ? slot / 2 * 2 * head_dim + 2 * i + slot % 2 : slot * head_dim + i;
 }
 
-// A number as tiles multiply it: rounded to nearest even, and 0 where it is denormal, which is what the tiles would make
-// of it. A NaN stays one.
+// A number as tiles multiply it: rounded to nearest even, and 0 where it is denormal, which is what tiles would make of
+// it. A NaN stays one.
 PENSTOCK_INLINE BFloat tile_operand(float x) {
     const uint16_t bits = to_bfloat_bits(x);
     return BFloat{std::fabs(x) < std::numeric_limits<float>::min() ? uint16_t(bits & 0x8000u) : bits};
@@ -167,24 +168,11 @@ inline void rotate(float* head, const float* cos, const float* sin, int head_dim
     }
 }
 
-// The largest |x|, or a NaN if there is one: as integers, the bits of both are in order.
-inline float largest_magnitude(const float* x, int n) {
-    int32_t most = 0;
-    for (int i = 0; i < n; i++) {
-        int32_t bits;
-        std::memcpy(&bits, x + i, sizeof bits);
-        most = std::max(most, bits & 0x7fffffff);
-    }
-    float found;
-    std::memcpy(&found, &most, sizeof found);
-    return found;
-}
-
 // Writes the keys or values of one head of a token; place(i) is where element i goes.
 template <class W, class Place>
 void write_head(const float* x, int head_dim, const HeadInBlock<W>& head, int slot, Place place) {
     if constexpr (kIsScaled<W>) {
-        const float scale = largest_magnitude(x, head_dim) / 127.0f;
+        const float scale = largest(x, head_dim) / 127.0f;
         for (int i = 0; i < head_dim; i++) {
             const float integer = scale > 0.0f ? std::nearbyint(x[i] / scale) : 0.0f;
             head.elements[place(i)].value = static_cast<int8_t>(std::min(std::max(-127.0f, integer), 127.0f));

@@ -24,6 +24,8 @@ MAX_POSITION = 512
 NUM_BLOCKS = 96
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CPU = torch.device("cpu")
+WITH_TILES = ("amx", "tiles")
+"""The levels at which caches of bfloat16 and int8 are multiplied by tiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,9 @@ class NativeModel:
         is_tied = config.tie_word_embeddings or types.embedding is None
         self.lm_head = packed(checkpoint.lm_head)
         self.kv = checkpoint.kv(types.kv)
-        self.kv.data.fill_(torch.nan)
+        self.kv.data.fill_(-1 if types.kv == torch.int8 else torch.nan)  # four bytes of -1 are a NaN
+        by_tiles = team.library.level in WITH_TILES and types.kv in (torch.bfloat16, torch.int8)
+        self.attends_in = torch.bfloat16 if by_tiles else torch.float32
         cos, sin = rotary_tables(config)
         self.decoder = NativeDecoder(
             team,

@@ -15,12 +15,11 @@ from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, NativeLayer, Pa
 from engine.kernels.kv_cache import KVCache, KVShape
 from tests.engine import ranges
 from tests.engine.kernels.levels import LEVELS, build_levels
-from tests.engine.kernels.random_model import CPU, MAX_POSITION, NUM_BLOCKS, Prompts
+from tests.engine.kernels.random_model import CPU, MAX_POSITION, NUM_BLOCKS, WITH_TILES, Prompts
 from tests.engine.ranges import UNIT, Range, assert_within, concatenated, dot, exactly
 
 KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
 TILED = {torch.bfloat16, torch.int8}
-WITH_TILES = {"amx", "tiles"}
 VOCAB = 300
 EXACT = 2.0**20
 """With a weight of this and its square as epsilon, RMSNorm returns what it is given, bit for bit."""

@@ -26,7 +26,8 @@ from tests.engine.shaken import allowed, largest
 def assert_equals_plain(checkpoint: Checkpoint, native: NativeModel, steps: list[Batch]) -> None:
     """A native model computes in float32; what its cache and its linear maps round is let pass."""
     plain, read_as = checkpoint.plain(), native.lm_head.activation_dtype
-    errors = allowed(checkpoint.decoder, steps, native.kv.data.dtype, read_as=read_as)
+    kv_dtype = native.kv.data.dtype
+    errors = allowed(checkpoint.decoder, steps, kv_dtype, read_as=read_as, attends_in=native.attends_in)
     for batch, error in zip(steps, errors, strict=True):
         found, expected = native(batch), plain(batch)
         assert found.shape == expected.shape
@@ -194,6 +195,8 @@ MIXED = [
     Types(linear=torch.bfloat16, embedding=None, kv=torch.float16),
     Types(linear=torch.float32, embedding=None, kv=torch.float16),
     Types(linear=torch.float16, embedding=torch.bfloat16, kv=torch.bfloat16),
+    Types(linear=torch.float32, embedding=None, kv=torch.int8),
+    Types(linear=torch.bfloat16, embedding=torch.bfloat16, kv=torch.int8),
 ]
 
 
