@@ -144,13 +144,14 @@ def expected(layer: Layer, tokens: list[int], dtype: torch.dtype, *, tiles: bool
     """The attention of a whole sequence, [tokens, heads, head_dim]."""
     shape, half = layer.shape, layer.shape.head_dim // 2
     heads = layer.embedding[tokens].view(len(tokens), -1, shape.head_dim)
-    queries, keys, values = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
+    queries, *written = torch.split(heads, [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads], 1)
     cos, sin = COS[: len(tokens), :half], SIN[: len(tokens), :half]
     turned = ranges.rotary(exactly(queries), cos, sin).scaled(math.log2(math.e) * shape.head_dim**-0.5)
     turned = turned.widened(2 * UNIT)
     if tiles:
         turned = turned.rounded(torch.bfloat16)
-    keys, values = (stored(x, dtype) for x in (ranges.rotary(exactly(keys), cos, sin), exactly(values)))
+    keys = stored(ranges.rotary(exactly(written[0]), cos, sin), dtype)
+    values = stored(exactly(written[1]), dtype)
     places = torch.arange(len(tokens))
     distance = places[:, None] - places
     hidden = (distance < 0) | (distance >= (shape.window or MAX_POSITION))
