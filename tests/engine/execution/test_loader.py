@@ -194,7 +194,7 @@ def test_packed_weights_take_what_was_estimated_and_a_little_for_norms_and_paddi
     folder = make_checkpoint(family, tmp_path, tie_word_embeddings=False)
     config, weights = weights_of(folder, select.native_kernels(team, DTYPES[dtype]))
     estimate = weight_bytes(config, DTYPES[dtype])
-    assert 0.98 * estimate <= real_bytes(weights) <= 1.02 * estimate
+    assert 0.98 * estimate <= real_bytes(weights) <= 1.05 * estimate
 
 
 @pytest.mark.parametrize("tied", [True, False])

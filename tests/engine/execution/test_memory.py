@@ -71,7 +71,7 @@ def test_a_plan_reckons_with_the_types_of_weights_and_cache() -> None:
 
 
 def test_an_estimate_needs_no_kernels() -> None:
-    sizes = estimate(CONFIG, LoadOptions(device="cpu", quantize="int8", kv_dtype="int8"))
+    sizes = estimate(CONFIG, LoadOptions(device="cpu", dtype="float16", quantize="int8", kv_dtype="int8"))
     assert (sizes.dtype, sizes.kv_dtype) == ("float16", "int8")
     assert sizes.weights == weight_bytes(CONFIG, torch.float16, Quantization.of("int8"))
     assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)

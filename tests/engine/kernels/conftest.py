@@ -11,7 +11,8 @@ from tests.engine.kernels.levels import LEVELS, build_levels
 @pytest.fixture(scope="session")
 def built(request: pytest.FixtureRequest) -> None:
     """The libraries of all levels that the session's tests ask for are in the cache."""
-    functions = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    functions = [item for item in items if "built" in item.fixturenames]
     params = [function.callspec.params for function in functions if hasattr(function, "callspec")]
     try:
         build_levels(sorted({str(param["level"]) for param in params if "level" in param}))
