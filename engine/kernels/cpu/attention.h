@@ -89,9 +89,9 @@ void attend(const AttentionStep& step, const Task& task, AttentionScratch& scrat
         if (task.tokens * step.shape->group() <= kFewRows)
             return attend_by<W, VectorProducts<W>>(step, task, scratch);
         return attend_by<W, TileProducts<W>>(step, task, scratch);
-    }
+    } else
 #endif
-    attend_by<W, FloatProducts<W>>(step, task, scratch);
+        attend_by<W, FloatProducts<W>>(step, task, scratch);
 }
 
 // What a decoder does with a cache of one storage type.
