@@ -5,11 +5,12 @@
 // nothing, so neither the batch nor the cut of a prompt into chunks changes a bit.
 //
 // The products are those of floats or of tiles. Which it is depends on the build and the type of the cache, and never
-// on the step, because their orders of sums differ.
+// on the step, because their orders of sums differ. Vectors that give the bits of tiles stand in for these where rows
+// are few.
 #pragma once
 
 #include "attention_floats.h"
-#include "attention_tiles.h"
+#include "attention_vectors.h"
 
 namespace penstock {
 
@@ -20,6 +21,12 @@ inline void to_operands(const float* x, int n, int depth, BFloat* out) {
     for (; i + kWide <= n; i += kWide) store_operands(out + i, load_as<wide>(x + i));
     for (; i < depth; i++) out[i] = tile_operand(i < n ? x[i] : 0.0f);
 }
+
+#if PENSTOCK_TILES
+inline void to_operands(const float* x, int n, int, WideOperand* out) {
+    for (int i = 0; i < n; i += kLanes) store_operands(out + i, load(x + i));
+}
+#endif
 
 // Copies the queries of one kv head in and says what each row sees.
 template <class Operand>
@@ -47,18 +54,9 @@ void finish_rows(const AttentionStep& step, const Task& task, int kv_head, const
     }
 }
 
-#if PENSTOCK_TILES
-template <class W>
-using ProductsOf = std::conditional_t<kIsTiled<W>, TileProducts<W>, FloatProducts<W>>;
-#else
-template <class W>
-using ProductsOf = FloatProducts<W>;
-#endif
-
 // Several heads of a task advance together, span by span: their parts of a block are neighbours in memory.
-template <class W>
-void attend(const AttentionStep& step, const Task& task, AttentionScratch& scratch) {
-    using Products = ProductsOf<W>;
+template <class W, class Products>
+void attend_by(const AttentionStep& step, const Task& task, AttentionScratch& scratch) {
     const Shape& shape = *step.shape;
     const int count = task.tokens * shape.group(), padded = kRowLimits<W>.padded(count);
     const int first = step.positions[task.token], end = step.positions[task.token + task.tokens - 1] + 1;
@@ -81,6 +79,19 @@ void attend(const AttentionStep& step, const Task& task, AttentionScratch& scrat
         }
     }
     for (int head = 0; head < task.kv_heads; head++) finish_rows(step, task, task.kv_head + head, rows(head));
+}
+
+template <class W>
+void attend(const AttentionStep& step, const Task& task, AttentionScratch& scratch) {
+#if PENSTOCK_TILES
+    if constexpr (kIsTiled<W>) {
+        const FlushedDenormals flushed;  // by tiles and by vectors alike
+        if (task.tokens * step.shape->group() <= kFewRows)
+            return attend_by<W, VectorProducts<W>>(step, task, scratch);
+        return attend_by<W, TileProducts<W>>(step, task, scratch);
+    } else
+#endif
+        attend_by<W, FloatProducts<W>>(step, task, scratch);
 }
 
 // What a decoder does with a cache of one storage type.

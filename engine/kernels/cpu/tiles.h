@@ -53,6 +53,24 @@ PENSTOCK_INLINE void tile_zero() {
     asm volatile("tilezero %%tmm%c0" ::"i"(T));
 }
 
+// While it lives, this thread's vectors flush denormal numbers as tiles do, operands and results. It takes time, so it
+// is for a whole piece of work. What it is to hold for must be read from memory and written back in that time, or the
+// compiler may move it out.
+class FlushedDenormals {
+   public:
+    FlushedDenormals() {
+        asm volatile("stmxcsr %0" : "=m"(before_));
+        control(before_ | 0x8040);
+    }
+    FlushedDenormals(const FlushedDenormals&) = delete;
+    ~FlushedDenormals() { control(before_); }
+
+   private:
+    static void control(uint32_t bits) { asm volatile("ldmxcsr %0" ::"m"(bits) : "memory"); }
+
+    uint32_t before_;
+};
+
 // The stride is in bytes.
 template <int T>
 PENSTOCK_INLINE void tile_load(const void* from, size_t stride) {
@@ -87,6 +105,10 @@ inline EmulatedTiles& emulated_tiles() {
 }
 
 inline void use_tiles(const TileShapes& shapes) { emulated_tiles().shapes = &shapes; }
+
+struct FlushedDenormals {
+    FlushedDenormals() {}  // the double flushes none
+};
 
 template <int T>
 void tile_zero() {

@@ -186,11 +186,26 @@ def test_attention_is_within_what_its_formats_round(team: Team, shape: Shape, dt
 def test_a_decoded_token_has_the_bits_of_one_in_a_prompt(
     team: Team, shape: Shape, dtype: torch.dtype
 ) -> None:
+    assert_cuts_change_no_bit(shape, team, dtype, made_up(shape))
+
+
+def test_denormal_sums_are_the_same_in_a_prompt_and_decoded(team: Team) -> None:
+    """Real tiles flush denormal numbers, so the vectors that stand in for them have to."""
+    shape = SHAPES[4]
+    embedding = made_up(shape)
+    embedding[:, -shape.num_kv_heads * shape.head_dim :] *= 2.0**-124
+    attended = assert_cuts_change_no_bit(shape, team, torch.bfloat16, embedding)
+    assert 0 < attended.abs().max() < 2.0**-120
+
+
+def assert_cuts_change_no_bit(shape: Shape, team: Team, dtype: torch.dtype, embedding: Tensor) -> Tensor:
+    """Computes a sequence as one prompt and in parts, some of them one token; returns its attention."""
     prompts = Prompts(VOCAB, [300])
-    whole = Layer(shape, team, dtype)(prompts.batch({0: (0, 300)}))
-    layer, cuts = Layer(shape, team, dtype), [0, 1, 2, 33, 34, 129, 250, 299, 300]
+    whole = Layer(shape, team, dtype, embedding=embedding)(prompts.batch({0: (0, 300)}))
+    layer, cuts = Layer(shape, team, dtype, embedding=embedding), [0, 1, 2, 4, 33, 34, 37, 129, 250, 299, 300]
     parts = [layer(prompts.batch({0: cut})) for cut in pairwise(cuts)]
     assert torch.equal(torch.cat(parts), whole)
+    return whole
 
 
 @pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
