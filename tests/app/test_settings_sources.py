@@ -49,11 +49,18 @@ VALUES: dict[str, tuple[str, str, str]] = {
 }
 
 
+NEEDED = {"quantize_group_size": ("PENSTOCK_QUANTIZE", "int8")}
+"""The variable without which a setting is refused."""
+
+
 @pytest.fixture(autouse=True)
-def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def _only_needed_variables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.upper().startswith("PENSTOCK_"):
             monkeypatch.delenv(name)
+    params = getattr(request.node, "callspec", None)
+    if params is not None and (needed := NEEDED.get(params.params.get("name", ""))):
+        monkeypatch.setenv(*needed)
 
 
 @pytest.fixture
