@@ -158,6 +158,12 @@ PENSTOCK_INLINE IntegerSums widened(const uint8_t* zeros) {
     return x;
 }
 
+// What folds a group of a panel that comes soon: too little in one place for the processor to see it coming.
+PENSTOCK_INLINE void fetch_factors(const Linear& linear, int panel, int group) {
+    __builtin_prefetch(linear.panel_scales(panel) + group * kPanel);
+    if (linear.zeros) __builtin_prefetch(linear.panel_zeros(panel) + group * kPanel);
+}
+
 // Rows x Panels sums of 16 outputs, by vectors.
 template <bool kInt4, int Rows, int Panels>
 void integer_block(const Linear& linear, int panel, const Activations& x, float* sums, size_t by_panel) {
@@ -166,6 +172,7 @@ void integer_block(const Linear& linear, int panel, const Activations& x, float*
     constexpr int kStep = kInt4 ? 8 : 4;
     const uint8_t* w = linear.panel<uint8_t>(panel);
     for (int g = 0; g < groups; g++) {
+        unrolled<Panels>(PENSTOCK_EACH(p) { fetch_factors(linear, panel + Panels + p, g); });
         IntegerSums parts[Rows][Panels] = {};
         for (int k = g * length; k < (g + 1) * length; k += kStep, w += kQuad)
             unrolled<Panels>(PENSTOCK_EACH(p) {
