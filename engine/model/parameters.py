@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
 from engine.kernels.linear import Linear
 
 
+class FeedForward(Protocol):
+    """The part of a layer after attention: [T, hidden] -> [T, hidden]."""
+
+    def __call__(self, x: Tensor, /) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class GatedMlp:
-    """down(silu(gate) * up): the part of a layer after attention, [T, hidden] -> [T, hidden]."""
+    """down(silu(gate) * up): the dense feed-forward part."""
 
     gate_up: Linear
     """hidden -> gate, up, one after the other."""
@@ -34,7 +41,7 @@ class LayerWeights:
     k_norm: Tensor | None
     o: Linear
     post_norm: Tensor
-    feed_forward: GatedMlp
+    feed_forward: FeedForward
 
 
 @dataclass(slots=True)

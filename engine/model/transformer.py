@@ -16,7 +16,7 @@ from engine.kernels.linear import Linear
 from engine.kernels.ops import Attention, Kernels
 from engine.kernels.reference import TokenPlaces
 from engine.model.config import ModelConfig, RopeConfig
-from engine.model.parameters import LayerWeights, Weights
+from engine.model.parameters import GatedMlp, LayerWeights, Weights
 
 ForwardPass = Callable[[Batch], Tensor]
 """The layers of a decoder: batch -> hidden states [R, hidden] of its sample rows after the final norm.
@@ -49,6 +49,7 @@ def make_decoder(
 
 
 def _native_layer(layer: LayerWeights, window: int) -> native.NativeLayer:
+    assert isinstance(layer.feed_forward, GatedMlp)
     return native.NativeLayer(
         attention_norm=layer.input_norm,
         qkv=_packed(layer.qkv),
