@@ -186,6 +186,36 @@ def attention(queries: Tensor, keys: Tensor, values: Tensor, window: int = 0) ->
     return Range(attended.low.transpose(0, 1).flatten(1), attended.high.transpose(0, 1).flatten(1))
 
 
+def log_softmax(logits: Tensor) -> Range:
+    """The log probabilities of rows of logits [..., n]; -inf is a logit that has none.
+
+    They are differences of a logit, the largest, and the logarithm of a sum of exponentials, or of a logit and the sum
+    of the other two. What is off in the argument of an exponential counts as much as that term does in the sum.
+    """
+    wide = logits.double()
+    top = wide.amax(-1, keepdim=True)
+    shifted = wide - top
+    depth = shifted.abs().masked_fill(shifted.isinf(), 0)
+    total = shifted.logsumexp(-1, keepdim=True)
+    of_sum = gamma(logits.shape[-1] + FUNCTION) + 2 * UNIT * (shifted.softmax(-1) * depth).sum(
+        -1, keepdim=True
+    )
+    error = of_sum + UNIT * (
+        (FUNCTION + 2) * total.abs() + 2 * depth + top.abs() + wide.masked_fill(wide.isinf(), 0).abs()
+    )
+    return Range(shifted - total - error, shifted - total + error)
+
+
+def assert_logprobs(found: Tensor, logits: Tensor, token_ids: Tensor) -> None:
+    """They are the log probabilities of tokens [R] under rows of logits [R, n], and NaN where there is no token."""
+    known = token_ids >= 0
+    assert found[~known].isnan().all()
+    places = token_ids[known, None].long()
+    expected = log_softmax(logits[known])
+    chosen = Range(expected.low.gather(1, places)[:, 0], expected.high.gather(1, places)[:, 0])
+    assert_within(found[known], chosen, "log probability")
+
+
 def assert_within(found: Tensor, expected: Range, what: str = "result") -> None:
     """No element is outside its range."""
     number = found.double().to(expected.low.device)

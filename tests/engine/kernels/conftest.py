@@ -20,12 +20,13 @@ def built(request: pytest.FixtureRequest) -> None:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="session", params=LEVELS)
+@pytest.fixture(scope="module", params=LEVELS)
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="session")
+# Of a module, as levels are: one of the session would stay as it is where a module has levels of its own.
+@pytest.fixture(scope="module")
 def library(level: str, built: None) -> NativeLibrary:  # noqa: ARG001
     """The library of each level in turn."""
     return load_library(print, level)

@@ -8,7 +8,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +17,8 @@ from engine.kernels.cpu.native import PackedLinear, Team
 from engine.kernels.linear import IntegerLinear, quantize_rows
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
+from tests.engine import ranges
+from tests.engine.ranges import assert_within
 
 
 @st.composite
@@ -138,7 +139,7 @@ def test_a_gated_native_linear_gates_the_same_products(team: Team, format: Integ
     x = torch.randn(9, 96, generator=generator)
     found = PackedLinear.of_integers(team, tensors, format, None, gated=True)(x)
     gate, up = IntegerLinear(tensors, format, None)(x).chunk(2, dim=-1)
-    torch.testing.assert_close(found, F.silu(gate) * up, rtol=1e-6, atol=1e-6)
+    assert_within(found, ranges.silu_mul(ranges.exactly(gate), ranges.exactly(up)))
 
 
 def test_native_rows_that_cannot_be_scaled_are_zeros_or_not_numbers(team: Team) -> None:

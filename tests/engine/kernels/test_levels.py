@@ -14,6 +14,8 @@ from engine.errors import InstructionSetError
 from engine.kernels.cpu import build, levels
 from engine.kernels.cpu.levels import LEVELS, TILES, Machine, features, this_machine
 from engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, PackedLinear, load_library
+from tests.engine import ranges
+from tests.engine.ranges import assert_within
 
 COMMON = "fpu sse sse2 ssse3 sse4_1 sse4_2 movbe popcnt avx f16c abm fma bmi1 bmi2 avx2"
 ICE_LAKE = f"{COMMON} avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni"
@@ -161,7 +163,7 @@ def test_each_library_knows_its_level_and_computes(library: NativeLibrary, level
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(70, 129, generator=generator), torch.randn(9, 129, generator=generator)
     linear = PackedLinear(library.start_team(2), weight, None, torch.float32)
-    torch.testing.assert_close(linear(x).double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-4)
+    assert_within(linear(x), ranges.linear(ranges.exactly(x), weight))
 
 
 def test_the_variable_names_the_level(library: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_BLOCKS = 16, 7
 
 
-@pytest.fixture(scope="session", params=FEW_LEVELS)
+@pytest.fixture(scope="module", params=FEW_LEVELS)
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

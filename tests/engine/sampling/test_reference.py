@@ -18,6 +18,7 @@ from engine.sampling.reference import LEVELS_PER_NAT, MASS_UNIT, most_likely
 from engine.sampling.sampler import Sampler
 from engine.sampling.tables import Filters
 from tests.engine.fake_cuda import CudaGraph, patched
+from tests.engine.ranges import assert_logprobs
 from tests.engine.sampling import by_hand
 from tests.engine.sampling.cases import (
     EOS,
@@ -213,7 +214,9 @@ def test_a_row_does_not_depend_on_the_rows_around_it(rows: list[Any], seed: int,
     for row, sequence in enumerate(sequences):
         alone = sample(holding([sequence]), logits[row : row + 1], {0: sequence}, Filters(logprobs=True))
         assert alone[0] == [token_ids[row]]
-        torch.testing.assert_close(alone[1], logprobs[row : row + 1], rtol=0, atol=1e-6, equal_nan=True)
+        assert alone[1].isnan().tolist() == logprobs[row : row + 1].isnan().tolist()
+        for found in (alone[1], logprobs[row : row + 1]):
+            assert_logprobs(found, logits[row : row + 1], torch.tensor(alone[0]))
 
 
 @given(st.lists(ROWS, min_size=1, max_size=4), st.integers(0, 2**32 - 1), st.tuples(*[st.booleans()] * 3))
@@ -335,14 +338,15 @@ def test_log_probabilities_are_those_of_the_untouched_logits(seed: int, num: int
     params = {"temperature": 0.0, "logit_bias": {4: 90.0}, "num_logprobs": 0}
     sequences = dict(enumerate(make_sequence(params, [4]) for _ in range(2)))
     token_ids, logprobs = sample(holding(list(sequences.values())), logits, sequences)
-    expected = logits.log_softmax(-1)
+    expected = logits.double().log_softmax(-1)
     assert token_ids == [4, 4]
-    torch.testing.assert_close(logprobs, expected[:, 4])
+    assert_logprobs(logprobs, logits, torch.tensor(token_ids))
     top_ids, top_logprobs = most_likely(logits, num)
     assert top_ids.dtype == torch.int32
     best = expected.sort(-1, descending=True).values[:, :num]
-    torch.testing.assert_close(top_logprobs, best)
-    torch.testing.assert_close(expected.gather(1, top_ids.long()), top_logprobs)
+    assert torch.equal(expected.gather(1, top_ids.long()), best)
+    for column in range(top_ids.shape[1]):
+        assert_logprobs(top_logprobs[:, column], logits, top_ids[:, column])
 
 
 def test_the_most_likely_tokens_stand_best_first() -> None:

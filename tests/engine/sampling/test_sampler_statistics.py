@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.sampling.tables import Choose, Filters
+from tests.engine.ranges import assert_logprobs
 from tests.engine.sampling.by_hand import F64
 from tests.engine.sampling.cases import choose_next, draws, holding, make_sequence, sample, states
 from tests.engine.sampling.frequencies import assert_frequencies, assert_independent, bound, chi_square
@@ -215,8 +216,7 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits_at_the_chosen_token(
     sequences = [make_sequence({**params, "seed": i}, [1], [2, 2]) for i in range(count)]
     sampler = holding(sequences, vocab=VOCAB, eos=EOS, choose=choose)
     token_ids, logprobs = sample(sampler, logits, dict(enumerate(sequences)))
-    wanted = logits.double().log_softmax(-1).numpy()[np.arange(count), token_ids]
-    np.testing.assert_allclose(logprobs, wanted, atol=1e-5)
+    assert_logprobs(torch.as_tensor(logprobs), logits, torch.tensor(token_ids))
 
 
 @settings(max_examples=30)

@@ -11,6 +11,7 @@ from engine.sampling import reference
 from engine.sampling.noise import gumbel, hashes, noise_keys
 from engine.sampling.sampler import Sampler
 from engine.sampling.tables import Filters, SamplingTables
+from tests.engine.ranges import assert_logprobs
 
 ULPS = 4
 """Two scores may change places if they differ by less, in units in the last place of their logit and their noise."""
@@ -35,9 +36,7 @@ def checked_sample(
     allowed = _nearly_best(logits, tables, slots, numbers, filters).gather(1, places).squeeze(1)
     assert ((token_ids == expected) | allowed).all(), (token_ids, expected)
     if filters.logprobs:
-        of_tokens = logits.float().log_softmax(-1).gather(1, places).squeeze(1)
-        of_tokens = torch.where(expected < 0, torch.nan, of_tokens)
-        torch.testing.assert_close(logprobs, of_tokens, atol=1e-5, rtol=1e-5, equal_nan=True)
+        assert_logprobs(logprobs, logits, token_ids)
     for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
         if slot >= 0 and token_id >= 0 and tables.column("counts_row")[slot] >= 0:
             before[slot, token_id] += 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,6 +16,7 @@ from engine.kernels.triton import attention_segments as segmenting
 from engine.kernels.triton.attention import TritonAttention, Workspace
 from engine.kernels.triton.attention_segments import reduce_segments_kernel
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
+from tests.engine.ranges import FUNCTION, Range, assert_within, gamma
 
 H100 = Chip(132, TensorCores.WGMMA, 227 << 10)
 WAVE = 2 * 132 // 8
@@ -104,16 +107,28 @@ def int32(values: list[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def _rows_of(x: Tensor, group: int, num_queries: int) -> Tensor:
+    """[queries, kv heads * group * d]"""
+    split = x.view(x.shape[0], 3, group, x.shape[-1])
+    return split[:, :num_queries].transpose(0, 1).flatten(1)
+
+
 @pytest.mark.parametrize("group", [1, 3, 4])
 def test_segments_are_weighted_by_their_scores(group: int, device: torch.device) -> None:
     """One sequence has five segments, one none, one an only one, and one has two; two rows are nobody's."""
     found, outputs, scales = reduced([0, 5, 5, 6, 8], [0, 2, 2, 5, 6], 8, group, device)
     for first, end, start, num_queries in ((0, 5, 0, 2), (6, 8, 5, 1)):
-        tops, totals = scales[first:end].unbind(-1)
+        tops, totals = scales[first:end].double().unbind(-1)
         weights = (tops - tops.max(0).values).exp2()
-        expected = (outputs[first:end] * weights[..., None]).sum(0) / (totals * weights).sum(0)[..., None]
-        split = expected.view(expected.shape[0], 3, group, expected.shape[-1])
-        rows = split[:, :num_queries].transpose(0, 1)  # [queries, kv heads, group, d]
-        torch.testing.assert_close(found[start : start + num_queries], rows.flatten(1))
+        parts, total = outputs[first:end].double() * weights[..., None], (totals * weights).sum(0)[..., None]
+        expected = parts.sum(0) / total
+        # Every term has a rounded exponential of a rounded argument, above and below.
+        relative = 2 * gamma(2 * FUNCTION + 4 + end - first) * (1 + (tops.max(0).values - tops).max())
+        error = relative * parts.abs().sum(0) / total
+
+        rows = partial(_rows_of, group=group, num_queries=num_queries)
+        assert_within(
+            found[start : start + num_queries], Range(rows(expected - error), rows(expected + error))
+        )
     assert found[2:5].isnan().all()
     assert not found[6:].any()
