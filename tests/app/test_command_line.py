@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from tests.app.command import penstock
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -33,18 +32,6 @@ def broken_model(tiny_model: Path, tmp_path: Path) -> Path:
 def taken_port() -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
-
-
-def penstock(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "penstock", *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env={**os.environ, **variables},
-    )
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *named: str) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,20 +17,9 @@ from engine.kernels.cpu.levels import TILES, Machine, this_machine
 from engine.kernels.select import select
 from engine.model.config import LoadOptions
 from engine.model.parse import read_config
+from tests.app.command import penstock
 
 BEST = this_machine().usable()[0].name
-
-
-def penstock(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "penstock", *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, **variables},
-    )
 
 
 def of_doctor(name: str, **variables: str) -> str:

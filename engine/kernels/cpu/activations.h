@@ -1,6 +1,8 @@
 // Rows of activations in the form that a product reads: as they are, as bfloat16, or as int8 with a scale per row.
 #pragma once
 
+#include <limits>
+
 #include "pack.h"
 
 namespace penstock {
@@ -21,21 +23,41 @@ struct Activations {
 
 inline Activations floats(const float* x, size_t ld) { return {Form::f32, x, ld * sizeof(float), nullptr}; }
 
-typedef uint16_t bfloats __attribute__((vector_size(2 * kWide)));
-
-// Rounds to nearest even; a NaN stays one.
-PENSTOCK_INLINE void store_as(BFloat* out, wide x) {
-    const wide_int u = (wide_int)x, odd = (u >> 16) & 1;
-    const wide_int rounded = (u + (odd + 0x7fff)) >> 16;
-    const wide_int kept = (u & 0x7fffffff) > 0x7f800000 ? ((u >> 16) | 0x40) : rounded;
-    const bfloats bits = __builtin_convertvector(kept, bfloats);
-    std::memcpy(out, &bits, sizeof bits);
+// A number as tiles multiply it: rounded to nearest even, and 0 where it is denormal, which is what tiles would make of
+// it. A NaN stays one.
+PENSTOCK_INLINE BFloat tile_operand(float x) {
+    const uint16_t bits = to_bfloat_bits(x);
+    return BFloat{std::fabs(x) < std::numeric_limits<float>::min() ? uint16_t(bits & 0x8000u) : bits};
 }
 
-inline void convert_to_bfloat(const float* x, int n, int depth, BFloat* out) {
+// As tile_operand, element by element.
+template <class V>
+PENSTOCK_INLINE void store_operands(BFloat* out, V x) {
+#if PENSTOCK_AVX512 && defined(__AVX512BF16__)
+    if constexpr (sizeof(V) == 64) {
+        const __m256bh bits = _mm512_cvtneps_pbh((__m512)x);
+        std::memcpy(out, &bits, sizeof bits);
+    } else {
+        const __m128bh bits = _mm256_cvtneps_pbh((__m256)x);
+        std::memcpy(out, &bits, sizeof bits);
+    }
+#else
+    typedef std::conditional_t<sizeof(V) == sizeof(v8), v8i, wide_int> Int;
+    typedef uint16_t Narrow __attribute__((vector_size(sizeof(V) / 2)));
+    const Int u = (Int)x, magnitude = u & 0x7fffffff;
+    const Int rounded = u + ((u >> 16 & 1) + 0x7fff);
+    const Int number = magnitude > 0x7f800000 ? u | 0x400000 : rounded;
+    const Int kept = magnitude < 0x800000 ? u - magnitude : number;
+    const Narrow bits = __builtin_convertvector(kept >> 16, Narrow);
+    std::memcpy(out, &bits, sizeof bits);
+#endif
+}
+
+// A row of n floats as the operands of tiles, padded with zeros.
+inline void to_operands(const float* x, int n, int depth, BFloat* out) {
     int i = 0;
-    for (; i + kWide <= n; i += kWide) store_as(out + i, load_as<wide>(x + i));
-    for (; i < depth; i++) out[i] = i < n ? from_float<BFloat>(x[i]) : BFloat{0};
+    for (; i + kWide <= n; i += kWide) store_operands(out + i, load_as<wide>(x + i));
+    for (; i < depth; i++) out[i] = tile_operand(i < n ? x[i] : 0.0f);
 }
 
 // The largest |x|, or a NaN if there is one: as integers, the bits of both are in order.
@@ -96,7 +118,7 @@ class Prepared {
         char* out = data_.get() + r * stride(linear.form);
         switch (linear.form) {
             case Form::f32: std::memcpy(out, x, linear.k * sizeof(float)); break;
-            case Form::bf16: convert_to_bfloat(x, linear.k, linear.depth, reinterpret_cast<BFloat*>(out)); break;
+            case Form::bf16: to_operands(x, linear.k, linear.depth, reinterpret_cast<BFloat*>(out)); break;
             case Form::int8:
                 scales_[r] = convert_to_int8(x, linear.k, linear.depth, reinterpret_cast<int8_t*>(out));
         }

@@ -16,12 +16,6 @@ namespace penstock {
 
 inline void to_operands(const float* x, int n, int, float* out) { std::memcpy(out, x, n * sizeof(float)); }
 
-inline void to_operands(const float* x, int n, int depth, BFloat* out) {
-    int i = 0;
-    for (; i + kWide <= n; i += kWide) store_operands(out + i, load_as<wide>(x + i));
-    for (; i < depth; i++) out[i] = tile_operand(i < n ? x[i] : 0.0f);
-}
-
 #if PENSTOCK_TILES
 inline void to_operands(const float* x, int n, int, WideOperand* out) {
     for (int i = 0; i < n; i += kLanes) store_operands(out + i, load(x + i));

@@ -85,36 +85,6 @@ PENSTOCK_INLINE int value_place(int i, int slot, int head_dim) {
     return kIsTiled<W> ? slot / 2 * 2 * head_dim + 2 * i + slot % 2 : slot * head_dim + i;
 }
 
-// A number as tiles multiply it: rounded to nearest even, and 0 where it is denormal, which is what tiles would make of
-// it. A NaN stays one.
-PENSTOCK_INLINE BFloat tile_operand(float x) {
-    const uint16_t bits = to_bfloat_bits(x);
-    return BFloat{std::fabs(x) < std::numeric_limits<float>::min() ? uint16_t(bits & 0x8000u) : bits};
-}
-
-// As tile_operand, element by element.
-template <class V>
-PENSTOCK_INLINE void store_operands(BFloat* out, V x) {
-#if PENSTOCK_AVX512 && defined(__AVX512BF16__)
-    if constexpr (sizeof(V) == 64) {
-        const __m256bh bits = _mm512_cvtneps_pbh((__m512)x);
-        std::memcpy(out, &bits, sizeof bits);
-    } else {
-        const __m128bh bits = _mm256_cvtneps_pbh((__m256)x);
-        std::memcpy(out, &bits, sizeof bits);
-    }
-#else
-    typedef std::conditional_t<sizeof(V) == sizeof(v8), v8i, wide_int> Int;
-    typedef uint16_t Narrow __attribute__((vector_size(sizeof(V) / 2)));
-    const Int u = (Int)x, magnitude = u & 0x7fffffff;
-    const Int rounded = u + ((u >> 16 & 1) + 0x7fff);
-    const Int number = magnitude > 0x7f800000 ? u | 0x400000 : rounded;
-    const Int kept = magnitude < 0x800000 ? u - magnitude : number;
-    const Narrow bits = __builtin_convertvector(kept >> 16, Narrow);
-    std::memcpy(out, &bits, sizeof bits);
-#endif
-}
-
 template <class V>
 PENSTOCK_INLINE void store_operands(float* out, V x) {
     store(out, x);

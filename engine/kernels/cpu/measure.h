@@ -3,10 +3,6 @@
 
 #include "product.h"
 
-#if defined(__linux__) && defined(__AMX_TILE__)
-#include <sys/syscall.h>
-#endif
-
 namespace penstock {
 
 inline double now() {
@@ -62,48 +58,19 @@ inline double run_vnni(int rounds, float*) {
 }
 #endif
 
-#if defined(__linux__) && defined(__AMX_TILE__)
-// Linux makes a process ask for the tiles (arch_prctl, ARCH_REQ_XCOMP_PERM of XTILEDATA); asking twice is no error.
-inline bool may_use_tiles() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
-
-// Gives the thread eight tiles of 16 rows of 64 bytes, and afterwards those that it had before.
-template <class Function>
-void with_tiles(Function function) {
-    struct alignas(64) Shapes {
-        uint8_t palette = 1, start_row = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-    } whole, before;
-    // Not the compiler's intrinsics: GCC 12 believes that they touch 8 of the 64 bytes.
-    asm volatile("sttilecfg %0" : "=m"(before) : : "memory");
-    asm volatile("ldtilecfg %0" : : "m"(whole) : "memory");
-    function();
-    asm volatile("ldtilecfg %0" : : "m"(before) : "memory");
-}
-
+#if PENSTOCK_AMX
 // A turn loads two tiles of rows and two of weights, and multiplies each with each.
 template <bool IsInt8>
 double run_tiles(int rounds, float*) {
-    constexpr size_t kTile = 1024, kTurn = 4 * kTile, kTurns = 8, kStride = 64;
+    constexpr size_t kTile = kTileHeight * kTileBytes, kTurn = 4 * kTile, kTurns = 8;
     const auto data = allocate<char>(kTurns * kTurn);
     std::memset(data.get(), 0x3c, kTurns * kTurn);
-    with_tiles([&] {
-        for (int turn = 0; turn < rounds; turn++) {
-            const char* from = data.get() + turn % kTurns * kTurn;
-            asm volatile("tileloadd (%0,%1,1), %%tmm4" : : "r"(from), "r"(kStride) : "memory");
-            asm volatile("tileloadd (%0,%1,1), %%tmm5" : : "r"(from + kTile), "r"(kStride) : "memory");
-            asm volatile("tileloadd (%0,%1,1), %%tmm6" : : "r"(from + 2 * kTile), "r"(kStride) : "memory");
-            asm volatile("tileloadd (%0,%1,1), %%tmm7" : : "r"(from + 3 * kTile), "r"(kStride) : "memory");
-            if constexpr (IsInt8)
-                asm volatile(
-                    "tdpbssd %tmm6, %tmm4, %tmm0; tdpbssd %tmm7, %tmm4, %tmm1;"
-                    "tdpbssd %tmm6, %tmm5, %tmm2; tdpbssd %tmm7, %tmm5, %tmm3");
-            else
-                asm volatile(
-                    "tdpbf16ps %tmm6, %tmm4, %tmm0; tdpbf16ps %tmm7, %tmm4, %tmm1;"
-                    "tdpbf16ps %tmm6, %tmm5, %tmm2; tdpbf16ps %tmm7, %tmm5, %tmm3");
-        }
-    });
+    use_tiles(kWholeTiles);
+    for (int turn = 0; turn < rounds; turn++) {
+        const char* from = data.get() + turn % kTurns * kTurn;
+        unrolled<4>(PENSTOCK_EACH(i) { tile_load<4 + i>(from + i * kTile, kTileBytes); });
+        unrolled<4>(PENSTOCK_EACH(i) { tile_dot<IsInt8, i, 4 + i / 2, 6 + i % 2>(); });
+    }
     return 4 * 2.0 * 16 * 16 * (IsInt8 ? 64 : 32) * rounds;
 }
 #endif
@@ -111,7 +78,7 @@ double run_tiles(int rounds, float*) {
 using RunProducts = double (*)(int rounds, float* sink);
 
 struct Loop {
-    RunProducts run;  // null where the library was not built for the instruction, or may not use it
+    RunProducts run;  // null where the library was not built for the instruction
     int rounds;       // less than a millisecond: seldom cut by another process
 };
 
@@ -124,11 +91,9 @@ inline Loop loop_of(Instruction instruction) {
 #if defined(__AVX512VNNI__)
         case Instruction::vnni: return {run_vnni, 200'000};
 #endif
-#if defined(__linux__) && defined(__AMX_BF16__)
-        case Instruction::tile_bf16: return {may_use_tiles() ? run_tiles<false> : nullptr, 10'000};
-#endif
-#if defined(__linux__) && defined(__AMX_INT8__)
-        case Instruction::tile_int8: return {may_use_tiles() ? run_tiles<true> : nullptr, 10'000};
+#if PENSTOCK_AMX
+        case Instruction::tile_bf16: return {run_tiles<false>, 10'000};
+        case Instruction::tile_int8: return {run_tiles<true>, 10'000};
 #endif
         default: return {nullptr, 0};
     }

@@ -67,13 +67,13 @@ PENSTOCK_INLINE wide silu(wide x) {
 PENSTOCK_INLINE void put(const Product& job, size_t place, wide y, int count) {
     if (count >= kWide) {
         if (job.residual) y += load_as<wide>(job.residual + place);
-        if (job.out_form == Form::bf16) return store_as(static_cast<BFloat*>(job.out) + place, y);
+        if (job.out_form == Form::bf16) return store_operands(static_cast<BFloat*>(job.out) + place, y);
         return store(static_cast<float*>(job.out) + place, y);
     }
     for (int i = 0; i < count; i++) {
         const float sum = job.residual ? job.residual[place + i] + y[i] : y[i];
         if (job.out_form == Form::bf16)
-            static_cast<BFloat*>(job.out)[place + i] = from_float<BFloat>(sum);
+            static_cast<BFloat*>(job.out)[place + i] = tile_operand(sum);
         else
             static_cast<float*>(job.out)[place + i] = sum;
     }
