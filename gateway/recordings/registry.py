@@ -60,6 +60,8 @@ class Host(Protocol):
     @property
     def engine_state(self) -> EngineState: ...
 
+    def check_open(self) -> None: ...
+
     @property
     def context_length(self) -> int: ...
 
@@ -143,11 +145,19 @@ class Recordings:
         return recording
 
     async def find(self, tenant: str, recording_id: str) -> Recording | None:
-        """One of the tenant's own that runs or has ended lately, wherever it ran."""
+        """One of the tenant's own that runs or has ended lately, wherever it ran.
+
+        Raises:
+            StoreUnavailable: nobody can say now whether there is one.
+            ApiError: 503, for the same reason: what was interrupted is known when the engine is ready.
+        """
         found = self._all.get(recording_id)
         if found is None and self._store.durable:
+            found = await self._read_ended(recording_id)
+        if found is None and self._store.durable:
+            self._host.check_open()
             await self._claim()
-            found = self._all.get(recording_id) or await self._read_ended(recording_id)
+            found = self._all.get(recording_id)
         return found if found is not None and found.tenant == tenant else None
 
     def cancel(self, recording: Recording) -> None:
@@ -184,8 +194,9 @@ class Recordings:
             await asyncio.sleep(self.keeping.flush_s)
             try:
                 await self._flush()
-                if self._clock() - self._claimed_s >= self.keeping.claim_s:
-                    await self._claim()
+                if self._may_claim and self._clock() - self._claimed_s >= self.keeping.claim_s:
+                    with contextlib.suppress(StoreUnavailable):
+                        await self._claim()
             except Exception:
                 log.exception("writing the journal failed; going on")
 
@@ -309,23 +320,30 @@ class Recordings:
 
     # Taking over
 
+    @property
+    def _may_claim(self) -> bool:
+        return (
+            self._store.durable and not self._host.draining and self._host.engine_state is EngineState.READY
+        )
+
     async def _claim(self) -> None:
-        """Goes on with the streams of processes that are gone."""
-        if not self._store.durable or self._host.draining or self._host.engine_state is not EngineState.READY:
-            return
+        """Goes on with the streams of processes that are gone.
+
+        What is claimed and not taken over, because the store went away between the two, is told again next time.
+        """
         async with self._claiming:
-            try:
-                for recording_id in await self._store.claim_orphans():
-                    if recording_id not in self._all:
-                        await self._take_over(recording_id)
-            except StoreUnavailable:
-                return
+            for recording_id in await self._store.claim():
+                if recording_id not in self._all and recording_id not in self._doomed:
+                    await self._take_over(recording_id)
             self._claimed_s = self._clock()
 
     async def _take_over(self, recording_id: str) -> None:
         journal = await self._store.read_journal(recording_id)
-        recording = journal and self._load(journal)
-        if not recording or recording.id in self._all:
+        if journal is None or recording_id in self._all:
+            return
+        recording = self._load(journal)
+        if recording is None:
+            self._doomed[recording_id] = None
             return
         self.on_resume()
         self._enter(recording)

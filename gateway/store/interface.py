@@ -172,8 +172,11 @@ class Store(Protocol):
 
     async def delete_journals(self, stream_ids: Sequence[str]) -> None: ...
 
-    async def claim_orphans(self) -> Sequence[str]:
-        """Ids of streams that have no end and whose process is gone; from now on they are this one's."""
+    async def claim(self) -> Sequence[str]:
+        """Makes streams whose process is gone this one's; the ids of all that are this one's and have no end.
+
+        Those that it had before are told again: the answer that named them first may have been lost.
+        """
 
     # Quotas
 

@@ -200,9 +200,9 @@ class MemoryStore:
         for stream_id in stream_ids:
             self._journals.pop(stream_id)
 
-    async def claim_orphans(self) -> Sequence[str]:
-        """None: streams of another process were never here."""
-        return []
+    async def claim(self) -> Sequence[str]:
+        """Its own: streams of another process were never here."""
+        return [stream_id for stream_id, entry in self._journals.items() if entry.value.end is None]
 
     async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
         return self.quotas.reserve(tenant, quota, num_tokens, lease_id)

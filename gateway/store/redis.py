@@ -231,13 +231,13 @@ class RedisStore:
             commands.append(Command("ZREM", unfinished, stream_id))
         await self._all(commands, unfinished)
 
-    async def claim_orphans(self) -> Sequence[str]:
+    async def claim(self) -> Sequence[str]:
         await self._ensure_beat()
         keys = [self._key("unfinished"), self._key("replicas"), self._key("since")]
         alive_us = int(ALIVE_S * SECOND_US)
         arguments = (self._owner, self._name, alive_us, self._key("journal", ""), MAX_CLAIMED)
-        claimed = await self._one(self._call(scripts.CLAIM_ORPHANS, keys, *arguments), *keys)
-        return [stream_id.decode(errors="replace") for stream_id in claimed]
+        own = await self._one(self._call(scripts.CLAIM, keys, *arguments), *keys)
+        return [stream_id.decode(errors="replace") for stream_id in own]
 
     def _journal_keys(self, stream_id: str) -> tuple[str, str]:
         return self._key("journal", stream_id), self._key("tokens", stream_id)

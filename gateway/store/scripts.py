@@ -86,6 +86,8 @@ if not known[2] then
     count = 0
 elseif known[2] ~= ARGV[2] then
     return 'foreign'
+elseif ARGV[3] ~= '' then
+    redis.call('HSET', KEYS[1], 'header', ARGV[3])
 end
 local offset = tonumber(ARGV[4])
 if offset > count then return 'gap' end
@@ -113,7 +115,7 @@ return {known[1], known[2], known[3], type(tokens) == 'table' and 'corrupt' or t
 """
 )
 
-CLAIM_ORPHANS = Script(
+CLAIM = Script(
     _NOW
     + """
 -- KEYS unfinished, replicas, since  ARGV now, owner, owner up to its epoch, alive_us, prefix of journals, most
@@ -127,20 +129,20 @@ if not lives(ARGV[2]) then return {} end
 local since = tonumber(redis.call('GET', KEYS[3]) or '')
 local too_early = not since or now - since < alive_us
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-local claimed = {}
+local own = {}
 for _, stream in ipairs(redis.call('ZRANGE', KEYS[1], 0, ARGV[6] - 1)) do
     local owner = redis.pcall('HGET', ARGV[5] .. stream, 'owner')
     if type(owner) ~= 'string' then
         redis.call('ZREM', KEYS[1], stream)
-    elseif owner ~= ARGV[2] then
+    else
         local same_name = string.sub(owner, 1, #ARGV[3]) == ARGV[3]
         if same_name or not (too_early or lives(owner)) then
-            redis.call('HSET', ARGV[5] .. stream, 'owner', ARGV[2])
-            claimed[#claimed + 1] = stream
+            if owner ~= ARGV[2] then redis.call('HSET', ARGV[5] .. stream, 'owner', ARGV[2]) end
+            own[#own + 1] = stream
         end
     end
 end
-return claimed
+return own
 """
 )
 

@@ -240,8 +240,8 @@ class SharedStore:
     async def delete_journals(self, stream_ids: Sequence[str]) -> None:
         await self.remote.delete_journals(stream_ids)
 
-    async def claim_orphans(self) -> Sequence[str]:
-        return await self.remote.claim_orphans()
+    async def claim(self) -> Sequence[str]:
+        return await self.remote.claim()
 
     # Quotas
 

@@ -16,7 +16,9 @@ class SurvivingStore(MemoryStore):
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
         self.away = False
-        self._known: dict[str, None] = {}
+        self.loses_answers = False
+        """It does what it is asked to, and nobody hears of it."""
+        self._own: dict[str, None] = {}
         self._orphaned: set[str] = set()
 
     @property
@@ -26,11 +28,12 @@ class SurvivingStore(MemoryStore):
 
     def orphan(self) -> None:
         """The process that wrote is gone."""
-        self._orphaned.update(self._known)
+        self._orphaned.update(self._own)
+        self._own.clear()
 
     async def write_journals(self, changes: Sequence[JournalChange]) -> None:
         self._check()
-        self._known.update(dict.fromkeys(change.stream_id for change in changes))
+        self._own.update(dict.fromkeys(change.stream_id for change in changes))
         await super().write_journals(changes)
 
     async def read_journal(self, stream_id: str) -> Journal | None:
@@ -41,11 +44,13 @@ class SurvivingStore(MemoryStore):
         self._check()
         await super().delete_journals(stream_ids)
 
-    async def claim_orphans(self) -> Sequence[str]:
+    async def claim(self) -> Sequence[str]:
         self._check()
-        orphaned, self._orphaned = sorted(self._orphaned), set()
-        journals = [await super(SurvivingStore, self).read_journal(stream_id) for stream_id in orphaned]
-        return [journal.stream_id for journal in journals if journal is not None and journal.end is None]
+        self._own.update(dict.fromkeys(sorted(self._orphaned)))
+        self._orphaned.clear()
+        if self.loses_answers:
+            raise StoreUnavailable("its answer is lost")
+        return [stream_id for stream_id in await super().claim() if stream_id in self._own]
 
     async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
         self._check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from gateway.access import Client
 from gateway.errors import ApiError
 from gateway.recordings.chat import ChatFormat
 from gateway.recordings.recording import Reader, Recording
-from gateway.store.interface import Quota
+from gateway.store.interface import Quota, StoreUnavailable
 from priority.lanes import Tenant
 from tests.gateway.desk import Clock, Desk
 from tests.gateway.desk import settled as turns
@@ -46,7 +47,8 @@ class Life(RuleBasedStateMachine):
         async def enter() -> None:
             self.desk = Desk(store=self.store, clock=self.clock)
             self.recordings = self.desk.service.recordings
-            await self.recordings._claim()
+            with contextlib.suppress(StoreUnavailable):
+                await self.recordings._claim()
 
         self.run(enter())
 

@@ -8,10 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from engine.engine import EngineState
 from engine.planning.request import FinishReason, Request
+from gateway.errors import ApiError
 from gateway.recordings.recording import Recording
 from gateway.recordings.registry import MAX_ATTEMPTS
-from gateway.store.interface import JournalChange
+from gateway.store.interface import JournalChange, StoreUnavailable
 from tests.gateway.desk import Clock, Desk, make_timings, make_tokenizer
 from tests.gateway.recordings.paper import PaperReader, make_recording, make_request
 from tests.gateway.recordings.surviving import SurvivingStore
@@ -181,6 +183,29 @@ async def test_one_that_was_cancelled_is_over() -> None:
         assert not any(desk.queue.depths().values())
 
 
+async def test_nobody_says_that_there_is_none_before_it_can_be_known() -> None:
+    store = SurvivingStore(Clock())
+    async with serving(store) as desk:
+        engine_brings(desk, await begun(desk), 0, 4)
+    store.orphan()
+    async with serving(store) as desk:
+        find = desk.service.recordings.find
+        desk.engine.state = EngineState.STARTING
+        with pytest.raises(ApiError) as refused:
+            await find("ann", ID)
+        assert refused.value.code == "model_loading"
+        desk.engine.state = EngineState.READY
+        store.away = True
+        with pytest.raises(StoreUnavailable):
+            await find("ann", ID)
+        store.away = False
+        store.loses_answers = True
+        with pytest.raises(StoreUnavailable):
+            await find("ann", ID)
+        store.loses_answers = False
+        assert (await begun_again(desk)).request.output_token_ids == tuple(TOKENS[:4])
+
+
 async def test_nobody_else_finds_it() -> None:
     store = SurvivingStore(Clock())
     async with serving(store) as desk:
@@ -209,7 +234,7 @@ async def test_a_request_that_kills_every_server_fails_in_the_end() -> None:
         assert recording.error.status == 500
         assert not any(desk.queue.depths().values())
     store.orphan()
-    assert await store.claim_orphans() == []
+    assert await store.claim() == []
 
 
 @pytest.mark.parametrize("header", [b"", b"{}", b"\xff", b'{"kind": 1}'])

@@ -162,13 +162,23 @@ async def test_a_deleted_journal_is_gone(store: Store) -> None:
     await store.write_journals([change(0, (1,), header=b"h")])
     await store.delete_journals(["s", "unknown"])
     assert await store.read_journal("s") is None
-    assert list(await store.claim_orphans()) == []
+    assert list(await store.claim()) == []
 
 
-async def test_streams_of_this_process_are_no_orphans(store: Store) -> None:
+async def test_streams_of_this_process_are_its_own_until_they_end(store: Store) -> None:
     await store.write_journals([change(0, (1,), header=b"h")])
     await store.beat()
-    assert list(await store.claim_orphans()) == []
+    assert list(await store.claim()) == ["s"]
+    await store.write_journals([change(1, (), end=b"stop")])
+    assert list(await store.claim()) == []
+
+
+async def test_a_new_header_takes_the_place_of_the_old_one(store: Store) -> None:
+    await store.write_journals([change(0, (1, 2), header=b"h")])
+    await store.write_journals([change(0, (1, 2), header=b"tried again")])
+    journal = await store.read_journal("s")
+    assert journal is not None
+    assert (journal.header, journal.token_ids) == (b"tried again", (1, 2))
 
 
 # Quotas

@@ -36,7 +36,7 @@ CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "write_journals": lambda store: store.write_journals([JOURNAL]),
     "read_journal": lambda store: store.read_journal("s"),
     "delete_journals": lambda store: store.delete_journals(["s"]),
-    "claim_orphans": lambda store: store.claim_orphans(),
+    "claim": lambda store: store.claim(),
     "reserve": lambda store: store.reserve("t", NO_BOUNDS, 1, "l"),
     "settle": lambda store: store.settle("t", NO_BOUNDS, 1),
     "renew": lambda store: store.renew([("t", "l")]),
@@ -378,14 +378,14 @@ READS: dict[str, tuple[Callable[[RedisStore], Awaitable[object]], object]] = {
     "records": (lambda store: store.list("response", "t", 10), []),
     "journal": (lambda store: store.read_journal("s"), None),
     "tokens": (lambda store: store.read_journal("s"), None),
-    "unfinished": (lambda store: store.claim_orphans(), []),
+    "unfinished": (lambda store: store.claim(), []),
     "used": (lambda store: store.settle("t", NO_BOUNDS, 1), None),
     "leases": (lambda store: store.renew([("t", "m")]), None),
     "prefix": (lambda store: store.hottest(10), []),
     "hot": (lambda store: store.hottest(10), []),
     "resident": (lambda store: store.write_prefixes([block("b")]), None),
     "replicas": (lambda store: store.locate([b"a"]), {}),
-    "since": (lambda store: store.claim_orphans(), []),
+    "since": (lambda store: store.claim(), ["s"]),
 }
 GARBAGE: dict[str, list[tuple[str | bytes, ...]]] = {
     "record": [

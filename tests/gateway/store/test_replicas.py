@@ -33,8 +33,9 @@ async def test_a_restarted_server_claims_its_own_streams_at_once(server: RedisSe
     old = redis_store(server, replica="h:8000", clock=clock)
     await old.write_journals([BEGUN, replace(BEGUN, stream_id="ended", end=b"stop")])
     new = redis_store(server, replica="h:8000", clock=clock)
-    assert list(await new.claim_orphans()) == ["s"]
-    assert list(await new.claim_orphans()) == []
+    assert list(await new.claim()) == ["s"]
+    assert list(await new.claim()) == ["s"]
+    assert list(await old.claim()) == []
 
 
 async def test_a_restarted_server_claims_its_own_streams_after_a_long_time_too(
@@ -43,7 +44,7 @@ async def test_a_restarted_server_claims_its_own_streams_after_a_long_time_too(
     await redis_store(server, clock=clock).write_journals([BEGUN])
     clock.now += 500
     server.call("DEL", "penstock:{test}:replicas", "penstock:{test}:since")
-    assert list(await redis_store(server, clock=clock).claim_orphans()) == ["s"]
+    assert list(await redis_store(server, clock=clock).claim()) == ["s"]
 
 
 async def test_only_a_dead_server_loses_its_streams_and_to_one_other(
@@ -52,10 +53,10 @@ async def test_only_a_dead_server_loses_its_streams_and_to_one_other(
     a, b, c = (redis_store(server, replica=name, clock=clock) for name in "abc")
     await a.write_journals([BEGUN])
     await beat_for(ALIVE_S * 2, clock, a, b, c)
-    assert list(await b.claim_orphans()) == []
+    assert list(await b.claim()) == []
     await beat_for(ALIVE_S, clock, b, c)
-    assert list(await b.claim_orphans()) == ["s"]
-    assert list(await c.claim_orphans()) == []
+    assert list(await b.claim()) == ["s"]
+    assert list(await c.claim()) == []
 
 
 async def test_nobody_is_dead_soon_after_redis_forgot_who_lives(server: RedisServer, clock: Clock) -> None:
@@ -64,15 +65,15 @@ async def test_nobody_is_dead_soon_after_redis_forgot_who_lives(server: RedisSer
     await beat_for(ALIVE_S * 2, clock, a, b)
     server.call("DEL", "penstock:{test}:replicas", "penstock:{test}:since")
     await b.beat()
-    assert list(await b.claim_orphans()) == []
+    assert list(await b.claim()) == []
     await beat_for(ALIVE_S, clock, b)
-    assert list(await b.claim_orphans()) == ["s"]
+    assert list(await b.claim()) == ["s"]
 
 
 async def test_who_lost_a_stream_no_longer_writes_to_it(server: RedisServer, clock: Clock) -> None:
     old, new = redis_store(server, clock=clock), redis_store(server, clock=clock)
     await old.write_journals([BEGUN])
-    await new.claim_orphans()
+    await new.claim()
     await old.write_journals([JournalChange("s", None, 1, (7, 8), 60, b"late")])
     await new.write_journals([JournalChange("s", None, 1, (2,), 60)])
     journal = await new.read_journal("s")
@@ -86,9 +87,9 @@ async def test_who_was_replaced_does_not_come_back(server: RedisServer, clock: C
     new = redis_store(server, clock=clock)
     await new.write_journals([BEGUN])
     await old.beat()
-    assert list(await old.claim_orphans()) == []
+    assert list(await old.claim()) == []
     await beat_for(ALIVE_S * 3, clock, new, old)
-    assert list(await old.claim_orphans()) == []
+    assert list(await old.claim()) == []
 
 
 async def test_a_server_that_ends_well_is_gone_at_once(server: RedisServer, clock: Clock) -> None:
@@ -99,7 +100,7 @@ async def test_a_server_that_ends_well_is_gone_at_once(server: RedisServer, cloc
         await a.write_prefixes([block("x")])
         assert await b.locate([b"x"]) == {"a": 1}
     assert await b.locate([b"x"]) == {}
-    assert list(await b.claim_orphans()) == ["s"]
+    assert list(await b.claim()) == ["s"]
 
 
 async def test_only_living_replicas_hold_blocks(server: RedisServer, clock: Clock) -> None:
@@ -165,7 +166,7 @@ async def test_namespaces_know_nothing_of_each_other(server: RedisServer) -> Non
     await one.write_journals([BEGUN])
     assert await other.get(record()) is None
     assert await other.read_journal("s") is None
-    assert list(await other.claim_orphans()) == []
+    assert list(await other.claim()) == []
 
 
 async def test_a_url_that_is_none_is_refused() -> None:
