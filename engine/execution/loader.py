@@ -17,12 +17,12 @@ from engine.kernels.ops import Kernels
 from engine.kernels.select import select
 from engine.kernels.sequence_table import SequenceTable
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, choose_quantization
+from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from engine.model.parameters import Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import ForwardPass, make_decoder
-from engine.model.weights import Progress, check_quantization, check_tensors, load_weights
+from engine.model.weights import Progress, Recipe, check_tensors, load_weights, make_recipe
 from engine.sampling.reference import most_likely
 from engine.sampling.sampler import MAX_TOP_LOGPROBS, Sampler
 
@@ -67,24 +67,23 @@ def load_model(
     """
     config = read_config(folder)
     files = TensorFiles(folder)
-    check_tensors(config, files)
-    max_model_len = _max_model_len(config, options)
     device = choose_device(options.device)
+    recipe = make_recipe(config, options, device)
+    check_tensors(config, files, recipe)
+    max_model_len = _max_model_len(config, options)
     options = options.for_device(device.type)
-    quantization = choose_quantization(options.quantize, options.quantize_group_size, device)
-    check_quantization(config, quantization)
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
     kernels = replace(kernels, kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device))
     limits = budget(device, options)
-    memory = plan_memory(config, kernels, options, limits, quantization=quantization)
+    memory = plan_memory(config, kernels, options, limits, recipe=recipe)
     say(_kernels_text(kernels))
     say(memory.text)
     most = _most_tokens(memory)
     max_model_len = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
-    weights = load_weights(config, files, kernels, progress, quantization)
+    weights = load_weights(config, files, kernels, progress, recipe)
     table, sampler, buffers = _tables(config, kernels, options, max_model_len)
     if limits.card is not None:
-        memory = _measured_plan(config, weights, kernels, options, limits, max_model_len, say)
+        memory = _measured_plan(config, recipe, weights, kernels, options, limits, max_model_len, say)
     shape = KVShape.of(config, options.block_size)
     kv = KVCache(shape, memory.num_blocks, kernels.kv_dtype, device)
     return LoadedModel(
@@ -138,6 +137,7 @@ def _tables(
 
 def _measured_plan(
     config: ModelConfig,
+    recipe: Recipe,
     weights: Weights,
     kernels: Kernels,
     options: LoadOptions,
@@ -158,7 +158,7 @@ def _measured_plan(
 
     assert limits.card is not None
     measured = measure_steps(kernels.device, limits.card, steps)
-    memory = plan_memory(config, kernels, options, limits, measured)
+    memory = plan_memory(config, kernels, options, limits, measured, recipe)
     for line in memory.table:
         say(line)
     return memory

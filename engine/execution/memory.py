@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -19,9 +18,19 @@ from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.kv_cache import KVShape
 from engine.kernels.ops import Kernels
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, choose_quantization
-from engine.model.weights import check_quantization, expected_shapes, linear_specs
-from engine.quant.integers import Quantization
+from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
+from engine.model.weights import (
+    AS_IT_IS,
+    LinearSpec,
+    Recipe,
+    check_recipe,
+    head_spec,
+    linear_specs,
+    make_recipe,
+    norm_shapes,
+)
+from engine.quant.formats import DENSE, Format
+from engine.quant.integers import Integers
 
 GIB = 1 << 30
 
@@ -163,7 +172,7 @@ def plan_memory(
     options: LoadOptions,
     budget: Budget,
     measured: Measured | None = None,
-    quantization: Quantization | None = None,
+    recipe: Recipe = AS_IT_IS,
 ) -> MemoryPlan:
     """Decides how much memory goes where.
 
@@ -177,7 +186,7 @@ def plan_memory(
         NotEnoughMemory: weights and KV cache do not fit; the message has the numbers.
     """
     shape = KVShape.of(config, options.block_size)
-    weights = weight_bytes(config, kernels.embedding_dtype, quantization)
+    weights = weight_bytes(config, kernels.embedding_dtype, recipe, kernels.packs)
     workspace = measured.workspace if measured else _workspace_bytes(config, options)
     tables = max(0, measured.resident - weights) if measured else 0
     graphs = _graph_bytes(options, workspace) if budget.card is not None and options.cuda_graphs else 0
@@ -208,19 +217,34 @@ def _num_blocks(config: ModelConfig, shape: KVShape, options: LoadOptions, block
     return max(smallest, min(limit // block, 1 + per_sequence * options.max_num_seqs))
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: Quantization | None = None) -> int:
-    """The bytes of all weights of a model if they are kept in `dtype`, or the linear maps in packed integers."""
-    elements = sum(prod(shape) for shape in expected_shapes(config).values())
-    if quantization is None:
-        return elements * dtype.itemsize
-    integers = config.vocab_size * config.hidden_size * (not config.tie_word_embeddings)
-    num_bytes = quantization.head_format(config.hidden_size).num_bytes(config.vocab_size, config.hidden_size)
+def weight_bytes(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    recipe: Recipe = AS_IT_IS,
+    packs: tuple[type[Format], ...] = (Integers,),
+) -> int:
+    """The bytes of all weights of a model.
+
+    Args:
+        dtype: the type of those in floating point.
+        packs: the formats that the kernels keep as they are; they unpack the others. See `Kernels.packs`.
+    """
+
+    def packed(spec: LinearSpec) -> int:
+        format = spec.format if isinstance(spec.format, packs) else DENSE
+        return format.num_bytes(spec.out_features, spec.in_features, dtype) + bias_bytes(spec)
+
+    def bias_bytes(spec: LinearSpec) -> int:
+        return spec.out_features * dtype.itemsize if spec.bias else 0
+
+    norms = config.hidden_size + config.num_layers * sum(size for _, size in norm_shapes(config).values())
+    head, embedding = head_spec(config, recipe), config.vocab_size * config.hidden_size * dtype.itemsize
+    total = norms * dtype.itemsize + embedding
+    if not (config.tie_word_embeddings and head.format == DENSE):
+        total += packed(head)
     for layer in range(config.num_layers):
-        for spec in linear_specs(config).values():
-            rows, format = spec.out_features, quantization.layer_format(layer, spec.in_features)
-            integers += rows * spec.in_features
-            num_bytes += format.num_bytes(rows, spec.in_features)
-    return (elements - integers) * dtype.itemsize + num_bytes
+        total += sum(packed(spec) for spec in linear_specs(config, layer, recipe).values())
+    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,13 +266,13 @@ def estimate(config: ModelConfig, options: LoadOptions) -> Estimate:
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, config, device)
     kv_dtype = choose_kv_dtype(options.kv_dtype, dtype, device)
-    quantization = choose_quantization(options.quantize, options.quantize_group_size, device)
-    check_quantization(config, quantization)
+    recipe = make_recipe(config, options, device)
+    check_recipe(config, recipe)
     shape = KVShape.of(config, options.block_size)
     return Estimate(
         dtype=str(dtype).removeprefix("torch."),
         kv_dtype=str(kv_dtype).removeprefix("torch."),
-        weights=weight_bytes(config, dtype, quantization),
+        weights=weight_bytes(config, dtype, recipe),
         kv_of_a_token=shape.block_bytes(kv_dtype) / shape.block_size,
     )
 

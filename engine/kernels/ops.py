@@ -89,6 +89,8 @@ class Kernels:
     """Prepares one step's attention, which every layer then calls."""
     gather: Gather
     choose: Choose
+    packs: tuple[type[Format], ...] = (Integers,)
+    """The formats, beside weights in floating point, that linear maps keep as they are; others are unpacked."""
     is_static: bool = False
     """No operation looks at a batch on the host, so that a graph can hold a whole step."""
     team: native.Team | None = None

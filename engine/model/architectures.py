@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine.errors import CheckpointError
+from engine.fields import Fields
 from engine.model.config import ModelConfig
-from engine.model.fields import Fields
 
 
 def llama(fields: Fields, config: ModelConfig) -> ModelConfig:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from engine.fields import Fields
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
@@ -46,6 +48,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = "float32"
     """The type that the checkpoint says it was saved in."""
+    quantization: Fields | None = None
+    """How its linear maps are quantized, as quantization_config says; None if they are not."""
 
     @property
     def q_size(self) -> int:
@@ -78,6 +82,9 @@ class GenerationDefaults:
 
 MAX_THREADS = 1024
 """The most threads that a model may compute with on a CPU."""
+
+QUANT_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "torchao")
+"""What `quant_method` of a quantization_config may be."""
 
 GROUP_SIZES = (32, 64, 128)
 """The numbers of inputs of a quantized row that may share a scale, unless a whole row does."""

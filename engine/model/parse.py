@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.errors import CheckpointError
+from engine.fields import Fields
 from engine.model.architectures import ARCHITECTURES
-from engine.model.config import GenerationDefaults, ModelConfig, RopeConfig
-from engine.model.fields import Fields
+from engine.model.config import QUANT_METHODS, GenerationDefaults, ModelConfig, RopeConfig
 
 _ROPE_SCALINGS = ("default", "linear", "llama3")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -81,6 +81,7 @@ def parse_config(fields: Fields) -> ModelConfig:
         bos_token_id=next(iter(fields.integers("bos_token_id")), None),
         eos_token_ids=fields.integers("eos_token_id"),
         dtype=_dtype(fields),
+        quantization=_quantization(fields),
     )
     config = ARCHITECTURES[architecture](fields, config)
     if config.head_dim % 2:
@@ -103,15 +104,22 @@ def _architecture(fields: Fields) -> str:
 
 
 def _refuse_the_unsupported(fields: Fields) -> None:
-    if fields.has("quantization_config"):
-        method = fields.nested("quantization_config").text("quant_method", "unknown")
-        raise CheckpointError(
-            f"{fields.source}: quantization_config ({method}) is not supported; "
-            f"weights must be {', '.join(_DTYPES)}"
-        )
     activation = fields.text("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise CheckpointError(f"{fields.source}: hidden_act {activation} is not supported; only silu is")
+
+
+def _quantization(fields: Fields) -> Fields | None:
+    """The entries of quantization_config, whose method is one that is supported."""
+    if not fields.has("quantization_config"):
+        return None
+    quantization = fields.nested("quantization_config")
+    method = quantization.text("quant_method")
+    if method not in QUANT_METHODS:
+        raise CheckpointError(
+            f"{quantization.source}: quant_method {method} is not supported; supported are {', '.join(QUANT_METHODS)}"
+        )
+    return quantization
 
 
 def _rope(fields: Fields, max_position: int) -> RopeConfig:

@@ -16,12 +16,24 @@ import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.model.fields import Fields
+from engine.fields import Fields
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""The types that weights may have, by their names in a safetensors header."""
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The types that tensors may have, by their names in a safetensors header."""
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000

@@ -11,48 +11,139 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
-from engine.model.config import ModelConfig
+from engine.model.config import LoadOptions, ModelConfig
+from engine.model.dtype import choose_quantization
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
-from engine.model.safetensors import DTYPES, TensorFiles
+from engine.model.safetensors import TensorFiles
+from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors
 from engine.quant.integers import Integers, Quantization
+from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""
 
+EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What becomes of the linear maps of a checkpoint: how they are stored, and what they are quantized to at load."""
+
+    storages: Storages = lambda _: PLAIN
+    quantization: Quantization | None = None
+
+
+AS_IT_IS = Recipe()
+"""Of a checkpoint in floating point that stays so."""
+
+
+def make_recipe(config: ModelConfig, options: LoadOptions, device: torch.device) -> Recipe:
+    """The recipe of a checkpoint that is loaded with these options.
+
+    Raises:
+        CheckpointError: what quantization_config says is not supported, or what the options ask for cannot be done.
+    """
+    storages = storages_of(config.quantization)
+    quantization = choose_quantization(options.quantize, options.quantize_group_size, device)
+    if quantization is not None and config.quantization is not None:
+        method = config.quantization.text("quant_method")
+        raise CheckpointError(
+            f"--quantize {options.quantize}: the checkpoint is quantized already, quant_method {method}"
+        )
+    return Recipe(storages, quantization)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the checkpoint's linear maps that are fused into one."""
+
+    name: str
+    """The full one: "model.layers.0.self_attn.q_proj"."""
+    rows: int
+    storage: Storage = PLAIN
+
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """One linear map of a layer, fused of the checkpoint's `parts` (name, rows)."""
+    """One linear map of a layer, fused of the checkpoint's `parts`."""
 
-    parts: tuple[tuple[str, int], ...]
+    parts: tuple[Part, ...]
     in_features: int
-    bias: bool
+    bias: bool = False
     gated: bool = False
     """See LinearPacker."""
-    format: Format = DENSE
-    """How the checkpoint stores each part."""
+    quantized: Integers | None = None
+    """What it is quantized to as it is loaded, if it is."""
 
     @property
     def out_features(self) -> int:
-        return sum(rows for _, rows in self.parts)
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def stored(self) -> Format:
+        """The format that the parts have in common, once they are repacked.
+
+        Raises:
+            CheckpointError: they have none.
+        """
+        formats = [part.storage.format(part.rows, self.in_features) for part in self.parts]
+        for part, format in zip(self.parts, formats, strict=True):
+            if format != formats[0]:
+                raise CheckpointError(
+                    f"{part.name} is stored as {part.storage.name} and {self.parts[0].name} as "
+                    f"{self.parts[0].storage.name}, which no kernel multiplies together"
+                )
+        return formats[0]
+
+    @property
+    def format(self) -> Format:
+        """What the kernels are given."""
+        return self.quantized or self.stored
 
 
-def linear_specs(config: ModelConfig) -> dict[str, LinearSpec]:
-    """The linear maps of one layer, by their field of LayerWeights."""
+def linear_specs(config: ModelConfig, layer: int = 0, recipe: Recipe = AS_IT_IS) -> dict[str, LinearSpec]:
+    """The linear maps of one layer, by their field of LayerWeights or of its feed-forward part.
+
+    Raises:
+        CheckpointError: see `Quantization.layer_format`.
+    """
     hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
+
+    def spec(names: dict[str, int], in_features: int, bias: bool, gated: bool = False) -> LinearSpec:
+        parts = tuple(Part(name, rows, recipe.storages(name)) for name, rows in names.items())
+        quantization = recipe.quantization
+        quantized = None if quantization is None else quantization.layer_format(layer, in_features)
+        return LinearSpec(parts, in_features, bias, gated, quantized)
+
     return {
-        "qkv": LinearSpec(
-            (("self_attn.q_proj", q), ("self_attn.k_proj", kv), ("self_attn.v_proj", kv)),
+        "qkv": spec(
+            {f"{attention}q_proj": q, f"{attention}k_proj": kv, f"{attention}v_proj": kv},
             hidden,
             config.qkv_bias,
         ),
-        "o": LinearSpec((("self_attn.o_proj", hidden),), q, config.o_bias),
-        "gate_up": LinearSpec(
-            (("mlp.gate_proj", inner), ("mlp.up_proj", inner)), hidden, config.mlp_bias, gated=True
+        "o": spec({f"{attention}o_proj": hidden}, q, config.o_bias),
+        "gate_up": spec(
+            {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, hidden, config.mlp_bias, gated=True
         ),
-        "down": LinearSpec((("mlp.down_proj", hidden),), inner, config.mlp_bias),
+        "down": spec({f"{mlp}down_proj": hidden}, inner, config.mlp_bias),
     }
+
+
+def head_spec(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec:
+    """The output head, whose rows are those of the embedding if the checkpoint ties them."""
+    name = EMBEDDING if config.tie_word_embeddings else LM_HEAD
+    quantization = recipe.quantization
+    quantized = None if quantization is None else quantization.head_format(config.hidden_size)
+    part = Part(name, config.vocab_size, recipe.storages(name))
+    return LinearSpec((part,), config.hidden_size, quantized=quantized)
+
+
+def embedding_spec(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec:
+    """The embedding, as if it were a linear map: it can be stored like one."""
+    part = Part(EMBEDDING, config.vocab_size, recipe.storages(EMBEDDING))
+    return LinearSpec((part,), config.hidden_size)
 
 
 def norm_shapes(config: ModelConfig) -> dict[str, tuple[str, int]]:
@@ -68,41 +159,66 @@ def norm_shapes(config: ModelConfig) -> dict[str, tuple[str, int]]:
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this config must have."""
-    return dict(_expected_shapes(config))
+    """Every tensor that a checkpoint of this config must have if it is not quantized."""
+    return {name: tensor.shape for name, tensor in _expected_tensors(config, AS_IT_IS)}
 
 
-def _expected_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield "model.embed_tokens.weight", (config.vocab_size, config.hidden_size)
-    for i in range(config.num_layers):
-        for name, shape in _layer_shapes(config):
-            yield f"model.layers.{i}.{name}", shape
-    yield "model.norm.weight", (config.hidden_size,)
+def _expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
+    """Every tensor that a checkpoint must have, by its full name."""
+    yield from _tensors_of(embedding_spec(config, recipe))
+    for layer in range(config.num_layers):
+        for name, length in norm_shapes(config).values():
+            yield f"model.layers.{layer}.{name}.weight", StoredTensor("weight", (length,))
+        for spec in linear_specs(config, layer, recipe).values():
+            yield from _tensors_of(spec)
+    yield f"{FINAL_NORM}.weight", StoredTensor("weight", (config.hidden_size,))
     if not config.tie_word_embeddings:
-        yield "lm_head.weight", (config.vocab_size, config.hidden_size)
+        yield from _tensors_of(head_spec(config, recipe))
 
 
-def check_tensors(config: ModelConfig, files: TensorFiles) -> None:
+def _tensors_of(spec: LinearSpec) -> Iterator[tuple[str, StoredTensor]]:
+    for part in spec.parts:
+        for tensor in part.storage.tensors(part.rows, spec.in_features):
+            yield f"{part.name}.{tensor.suffix}", tensor
+        if spec.bias:
+            yield f"{part.name}.bias", StoredTensor("bias", (part.rows,))
+
+
+def check_tensors(config: ModelConfig, files: TensorFiles, recipe: Recipe = AS_IT_IS) -> None:
     """Compares the tensors of the files with those that the config needs; the files may have more.
 
     The check ends at the first tensor that is wrong, so that a config.json with absurd sizes costs nothing.
 
     Raises:
-        CheckpointError: naming the first tensor that is missing, or has a wrong shape or an unsupported dtype.
+        CheckpointError: naming the first tensor that is missing, or has a wrong shape or an unsupported dtype, or the
+            first linear map that cannot be served in its format.
     """
-    for name, shape in _expected_shapes(config):
+    for name, tensor in _expected_tensors(config, recipe):
         entry = files.entries.get(name)
         if entry is None:
             raise CheckpointError(f"{files.folder}: tensor {name} is missing{_layers_said(config, name)}")
-        if entry.shape != shape:
+        if entry.shape != tensor.shape:
             raise CheckpointError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, "
-                f"and config.json says {list(shape)} ({_size_fields(name)})"
+                f"and config.json says {list(tensor.shape)} ({_size_fields(name)})"
             )
-        if entry.dtype not in DTYPES:
+        if entry.dtype not in tensor.dtypes:
             raise CheckpointError(
-                f"{entry.file}: {name} is {entry.dtype}, which is not supported; only {', '.join(DTYPES)} are"
+                f"{entry.file}: {name} is {entry.dtype}, which is not supported; only {', '.join(tensor.dtypes)} are"
             )
+    check_recipe(config, recipe)
+
+
+def check_recipe(config: ModelConfig, recipe: Recipe) -> None:
+    """Checks that every linear map has a format that kernels can be given.
+
+    Raises:
+        CheckpointError: see `LinearSpec.stored` and `Quantization.layer_format`.
+    """
+    for layer in range(config.num_layers):
+        for spec in linear_specs(config, layer, recipe).values():
+            _ = spec.format
+    _ = head_spec(config, recipe).format
 
 
 _SIZE_FIELDS = {
@@ -137,44 +253,36 @@ def load_weights(
     files: TensorFiles,
     kernels: Kernels,
     progress: Progress,
-    quantization: Quantization | None = None,
+    recipe: Recipe = AS_IT_IS,
 ) -> Weights:
-    """Reads, quantizes and packs layer by layer, so that at most one layer exists twice.
+    """Reads, repacks or quantizes, and packs layer by layer, so that at most one layer exists twice.
 
-    With a quantization, the embedding is a tensor of its own even if the checkpoint ties the output head to it: only
-    the head has integers.
-
-    Raises:
-        CheckpointError: see `check_tensors` and `Quantization.layer_format`.
-    """
-    check_tensors(config, files)
-    check_quantization(config, quantization)
-    reader = _Reader(files, kernels, progress, sum(_num_bytes(config, files)), quantization)
-    embedding = reader.tensor("model.embed_tokens.weight", kernels.embedding_dtype)
-    layers = [_load_layer(config, reader, i) for i in range(config.num_layers)]
-    final_norm = reader.tensor("model.norm.weight", kernels.activation_dtype)
-    lm_head = reader.head(config, embedding)
-    is_tied = config.tie_word_embeddings and quantization is None
-    return Weights(embedding, layers, final_norm, lm_head, is_tied=is_tied)
-
-
-def check_quantization(config: ModelConfig, quantization: Quantization | None) -> None:
-    """Checks that the groups of a quantization divide the inputs of every linear map.
+    If the output head has integers, the embedding is a tensor of its own even if the checkpoint ties them.
 
     Raises:
-        CheckpointError: see `Quantization.layer_format`.
+        CheckpointError: see `check_tensors`.
     """
-    if quantization is not None:
-        for layer in range(config.num_layers):
-            for spec in linear_specs(config).values():
-                quantization.layer_format(layer, spec.in_features)
+    check_tensors(config, files, recipe)
+    total = sum(files.entries[name].num_bytes for name, _ in _expected_tensors(config, recipe))
+    reader = _Reader(files, kernels, progress, total)
+    head, stored = head_spec(config, recipe), reader.parts(embedding_spec(config, recipe))
+    embedding = reader.embedding(embedding_spec(config, recipe), stored)
+    tied_head = None
+    if config.tie_word_embeddings:
+        tied_head = reader.pack(head, {"weight": embedding} if head.stored == DENSE else stored)
+    del stored
+    layers = [_load_layer(config, reader, i, recipe) for i in range(config.num_layers)]
+    final_norm = reader.tensor(FINAL_NORM, kernels.activation_dtype)
+    lm_head = tied_head or reader.linear(head)
+    return Weights(
+        embedding, layers, final_norm, lm_head, is_tied=tied_head is not None and head.format == DENSE
+    )
 
 
-def _load_layer(config: ModelConfig, reader: _Reader, layer: int) -> LayerWeights:
-    prefix = f"model.layers.{layer}."
-    linears = {field: reader.linear(layer, prefix, spec) for field, spec in linear_specs(config).items()}
+def _load_layer(config: ModelConfig, reader: _Reader, layer: int, recipe: Recipe) -> LayerWeights:
+    linears = {field: reader.linear(spec) for field, spec in linear_specs(config, layer, recipe).items()}
     norms = {
-        field: reader.tensor(f"{prefix}{name}.weight", reader.kernels.activation_dtype)
+        field: reader.tensor(f"model.layers.{layer}.{name}", reader.kernels.activation_dtype)
         for field, (name, _) in norm_shapes(config).items()
     }
     return LayerWeights(
@@ -189,76 +297,54 @@ def _load_layer(config: ModelConfig, reader: _Reader, layer: int) -> LayerWeight
 
 
 class _Reader:
-    """Takes tensors off the files, counts the bytes, and packs linear maps, quantized if that is asked for."""
+    """Takes tensors off the files, counts the bytes, and packs linear maps."""
 
-    def __init__(
-        self,
-        files: TensorFiles,
-        kernels: Kernels,
-        progress: Progress,
-        total: int,
-        quantization: Quantization | None,
-    ) -> None:
+    def __init__(self, files: TensorFiles, kernels: Kernels, progress: Progress, total: int) -> None:
         self.kernels = kernels
-        self._quantization = quantization
         self._files = files
         self._progress = progress
         self._done, self._total = 0, total
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The weight of a norm: a copy of its own, on the device."""
+        return self._read(f"{name}.weight").to(device=self.kernels.device, dtype=dtype, copy=True)
+
+    def embedding(self, spec: LinearSpec, tensors: NamedTensors) -> Tensor:
         """A copy of its own, on the device."""
-        return self._read(name).to(device=self.kernels.device, dtype=dtype, copy=True)
+        weight = spec.stored.unpack(tensors)
+        return weight.to(device=self.kernels.device, dtype=self.kernels.embedding_dtype, copy=True)
 
-    def linear(self, layer: int, prefix: str, spec: LinearSpec) -> Linear:
-        parts = [
-            {
-                suffix: self._read(f"{prefix}{name}.{suffix}")
-                for suffix, _ in spec.format.shapes(rows, spec.in_features)
-            }
-            for name, rows in spec.parts
-        ]
-        biases = [self._read(f"{prefix}{name}.bias") for name, _ in spec.parts] if spec.bias else []
-        bias = torch.cat(biases) if biases else None
-        quantization = self._quantization
-        integers = None if quantization is None else quantization.layer_format(layer, spec.in_features)
-        return self._pack(spec.format.join(parts), spec.format, integers, bias, gated=spec.gated)
+    def linear(self, spec: LinearSpec) -> Linear:
+        biases = [self._read(f"{part.name}.bias") for part in spec.parts] if spec.bias else []
+        return self.pack(spec, self.parts(spec), torch.cat(biases) if biases else None)
 
-    def head(self, config: ModelConfig, embedding: Tensor) -> Linear:
-        """The output head, whose rows are those of the embedding if the checkpoint ties them."""
-        integers = None if self._quantization is None else self._quantization.head_format(config.hidden_size)
-        if config.tie_word_embeddings:
-            return self._pack({"weight": embedding}, DENSE, integers, None)
-        return self._pack(DENSE.join([{"weight": self._read("lm_head.weight")}]), DENSE, integers, None)
+    def pack(self, spec: LinearSpec, tensors: NamedTensors, bias: Tensor | None = None) -> Linear:
+        """The linear map of tensors in its stored format."""
+        if spec.quantized is not None:
+            tensors = spec.quantized.quantize(spec.stored.unpack(tensors))
+        return self.kernels.linear(tensors, spec.format, bias, gated=spec.gated)
 
-    def _pack(
-        self,
-        tensors: NamedTensors,
-        format: Format,
-        integers: Integers | None,
-        bias: Tensor | None,
-        *,
-        gated: bool = False,
-    ) -> Linear:
-        if integers is not None:
-            tensors, format = integers.quantize(format.unpack(tensors)), integers
-        return self.kernels.linear(tensors, format, bias, gated=gated)
+    def parts(self, spec: LinearSpec) -> NamedTensors:
+        """Its parts in its stored format, joined: a copy."""
+        return spec.stored.join([self._part(part, spec.in_features) for part in spec.parts])
+
+    def _part(self, part: Part, in_features: int) -> NamedTensors:
+        """The tensors of a part, repacked.
+
+        Raises:
+            CheckpointError: one has values that it cannot have.
+        """
+        stored = {
+            tensor.suffix: self._read(f"{part.name}.{tensor.suffix}")
+            for tensor in part.storage.tensors(part.rows, in_features)
+        }
+        try:
+            return part.storage.repack(stored)
+        except BadTensor as bad:
+            name = f"{part.name}.{bad.suffix}"
+            raise CheckpointError(f"{self._files.entries[name].file}: {name} {bad.fault}") from None
 
     def _read(self, name: str) -> Tensor:
         self._done += self._files.entries[name].num_bytes
         self._progress(self._done, self._total)
         return self._files.read(name)
-
-
-def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, length in norm_shapes(config).values():
-        yield f"{name}.weight", (length,)
-    for spec in linear_specs(config).values():
-        for name, rows in spec.parts:
-            for suffix, shape in spec.format.shapes(rows, spec.in_features):
-                yield f"{name}.{suffix}", shape
-            if spec.bias:
-                yield f"{name}.bias", (rows,)
-
-
-def _num_bytes(config: ModelConfig, files: TensorFiles) -> Iterator[int]:
-    return (files.entries[name].num_bytes for name, _ in _expected_shapes(config))

@@ -1,4 +1,4 @@
-"""The formats in which a checkpoint stores a linear map: which tensors it has, and what they stand for."""
+"""The formats of weights that kernels are given: which tensors a linear map has, and what they stand for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import torch
 from torch import Tensor
 
 NamedTensors = Mapping[str, Tensor]
-"""The tensors of one linear map by the last part of their names: "weight", "bias", ..."""
+"""The tensors of one linear map by the last part of their names: "weight", "scale", ..."""
 
 
 class Format(Protocol):
-    """One way to store the weight of a linear map in named tensors."""
+    """The weight of a linear map as named tensors. Two formats are equal if the same kernel reads both."""
+
+    @property
+    def name(self) -> str:
+        """What an operator calls it: "int4", say."""
 
     def shapes(self, out_features: int, in_features: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The names and shapes of the tensors that the weight is stored in."""
+        """The names and shapes of the tensors."""
 
     def join(self, parts: Sequence[NamedTensors]) -> NamedTensors:
         """A copy of the linear map whose output features are those of all the parts, one after another."""
@@ -24,9 +28,14 @@ class Format(Protocol):
     def unpack(self, tensors: NamedTensors) -> Tensor:
         """The weight [out, in] in a floating-point type."""
 
+    def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+        """The bytes of a packed weight; `dtype` is that of weights in floating point."""
+
 
 class Dense:
     """The weight itself, [out, in], in a floating-point type."""
+
+    name = "dense"
 
     def shapes(self, out_features: int, in_features: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "weight", (out_features, in_features)
@@ -36,6 +45,9 @@ class Dense:
 
     def unpack(self, tensors: NamedTensors) -> Tensor:
         return tensors["weight"]
+
+    def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:
+        return out_features * in_features * dtype.itemsize
 
 
 DENSE = Dense()

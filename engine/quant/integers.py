@@ -74,7 +74,7 @@ class Integers:
         grouped = torch.unflatten(tensors["weight"], 1, (-1, self.group_size)).float()
         return grouped - tensors["zero"].unsqueeze(-1) if self.has_zeros else grouped
 
-    def num_bytes(self, out_features: int, in_features: int) -> int:
+    def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype = torch.float32) -> int:  # noqa: ARG002
         """The bytes of a packed weight: the integers, a float32 for each group, and a byte for each zero."""
         num_groups = out_features * (in_features // self.group_size)
         return out_features * in_features * self.bits // 8 + num_groups * (5 if self.has_zeros else 4)

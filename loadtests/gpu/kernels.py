@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from engine.fields import Fields
 from engine.kernels import gathered, ops
 from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.gathered import ContiguousBackend
@@ -22,7 +23,6 @@ from engine.kernels.ops import Kernels
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.select import select
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.fields import Fields
 from engine.model.parse import parse_config
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.quant.formats import DENSE

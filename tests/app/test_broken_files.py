@@ -88,8 +88,8 @@ def write_tensors(folder: Path, header: dict[str, object], content: bytes = b"")
             "GPT2LMHeadModel is not supported; supported are LlamaForCausalLM",
         ),
         (
-            lambda folder: change_config(folder, quantization_config={"quant_method": "awq"}),
-            "quantization_config (awq) is not supported",
+            lambda folder: change_config(folder, quantization_config={"quant_method": "aqlm"}),
+            "quant_method aqlm is not supported",
         ),
         (
             lambda folder: change_config(folder, rope_scaling={"rope_type": "yarn", "factor": 2.0}),

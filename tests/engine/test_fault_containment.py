@@ -11,7 +11,7 @@ import pytest
 
 from engine.engine import EngineState
 from engine.errors import CheckpointError
-from engine.model.fields import Fields
+from engine.fields import Fields
 from engine.model.parse import parse_config, read_generation_defaults
 from engine.model.safetensors import TensorFiles
 from engine.planning.request import FinishReason

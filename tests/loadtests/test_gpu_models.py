@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.execution.memory import weight_bytes
-from engine.model.fields import Fields
+from engine.fields import Fields
 from engine.model.parse import parse_config
 from engine.planning.tokenizer import Tokenizer
 from loadtests.gpu.checkpoints import token_ids, write_checkpoint

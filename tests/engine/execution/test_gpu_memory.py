@@ -26,12 +26,12 @@ from engine.execution.memory import (
     measure_steps,
     plan_memory,
 )
+from engine.fields import Fields
 from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import select
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.fields import Fields
 from engine.model.parse import parse_config, read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import Decoder

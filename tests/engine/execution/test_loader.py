@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.errors import CheckpointError, NotEnoughMemory
 from engine.execution.loader import LoadedModel, load_model
 from engine.execution.memory import Budget, plan_memory, weight_bytes
+from engine.fields import Fields
 from engine.kernels import ops, select
 from engine.kernels.batch import blank_batch
 from engine.kernels.cpu import native
@@ -23,12 +24,11 @@ from engine.kernels.cpu.native import NativeDecoder, NativeUnavailable, PackedLi
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import Kernels
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.fields import Fields
 from engine.model.parameters import GatedMlp, Weights
 from engine.model.parse import parse_config, read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import Decoder
-from engine.model.weights import load_weights
+from engine.model.weights import Recipe, load_weights
 from engine.quant.integers import Quantization
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config
 
@@ -73,7 +73,9 @@ def test_a_quantized_model_has_integers_and_an_embedding_in_16_bits(tmp_path: Pa
     assert model.kernels.embedding_dtype.itemsize == 2
     assert model.kv.data.dtype == torch.float32
     quantization = Quantization.of(name)
-    assert model.memory.weights == weight_bytes(model.config, torch.float16, quantization)
+    assert model.memory.weights == weight_bytes(
+        model.config, torch.float16, Recipe(quantization=quantization)
+    )
 
 
 @pytest.mark.usefixtures("team")
@@ -175,7 +177,9 @@ def weights_of(
     folder: Path, kernels: Kernels, quantization: Quantization | None = None
 ) -> tuple[ModelConfig, Weights]:
     config = read_config(folder)
-    return config, load_weights(config, TensorFiles(folder), kernels, lambda *_: None, quantization)
+    return config, load_weights(
+        config, TensorFiles(folder), kernels, lambda *_: None, Recipe(quantization=quantization)
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -202,7 +206,7 @@ def test_plain_torch_takes_exactly_what_was_estimated_for_8_bits(tmp_path: Path,
     folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=tied)
     quantization = Quantization.of("int8")
     config, weights = weights_of(folder, ops.reference_kernels(CPU, torch.float32), quantization)
-    assert real_bytes(weights) == weight_bytes(config, torch.float32, quantization)
+    assert real_bytes(weights) == weight_bytes(config, torch.float32, Recipe(quantization=quantization))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -212,7 +216,7 @@ def test_packed_integers_take_what_was_estimated_and_a_little_for_padding(
     folder = make_checkpoint("llama", tmp_path, hidden_size=128, intermediate_size=256)
     quantization = Quantization.of(name)
     config, weights = weights_of(folder, select.native_kernels(team, torch.float16), quantization)
-    estimate = weight_bytes(config, torch.float16, quantization)
+    estimate = weight_bytes(config, torch.float16, Recipe(quantization=quantization))
     assert 0.98 * estimate <= real_bytes(weights) <= 1.05 * estimate
 
 

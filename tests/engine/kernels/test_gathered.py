@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.execution.memory import largest_batches
+from engine.fields import Fields
 from engine.kernels import gathered
 from engine.kernels import select as selecting
 from engine.kernels.batch import Batch, blank_batch
@@ -28,7 +29,6 @@ from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.reference import PagedAttention
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.fields import Fields
 from engine.model.parse import parse_config, read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import Decoder

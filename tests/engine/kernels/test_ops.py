@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from engine.errors import CheckpointError
+from engine.fields import Fields
 from engine.kernels import select as selecting
 from engine.kernels.cpu import native
 from engine.kernels.cpu.levels import VARIABLE
@@ -20,7 +21,6 @@ from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import only_what_runs, select, trials, triton_kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, choose_quantization
-from engine.model.fields import Fields
 from engine.model.parse import parse_config
 from engine.quant.integers import Quantization
 from tests.engine import needs

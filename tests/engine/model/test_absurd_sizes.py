@@ -12,8 +12,8 @@ import pytest
 from engine.errors import CheckpointError, NotEnoughMemory
 from engine.execution import loader
 from engine.execution.loader import MAX_WINDOWED_TOKENS, LoadedModel, load_model
+from engine.fields import Fields
 from engine.model.config import LoadOptions
-from engine.model.fields import Fields
 from engine.model.parse import MAX_POSITIONS, parse_config, read_config
 from engine.model.safetensors import TensorEntry, TensorFiles
 from engine.model.transformer import Decoder

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import CheckpointError
+from engine.fields import Fields
 from engine.model.config import ModelConfig, RopeConfig
-from engine.model.fields import Fields
 from engine.model.parse import parse_config, read_config, read_generation_defaults
 from tests.engine.checkpoints import FAMILIES, make_config
 

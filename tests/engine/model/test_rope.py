@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from engine.fields import Fields
 from engine.kernels.reference import rotary
 from engine.model.config import ModelConfig, RopeConfig
-from engine.model.fields import Fields
 from engine.model.parse import parse_config
 from engine.model.transformer import inverse_frequencies, rotary_tables
 from tests.engine.checkpoints import make_config

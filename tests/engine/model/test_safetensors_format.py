@@ -51,15 +51,13 @@ def refused(folder: Path, content: bytes) -> str:
 
 @pytest.mark.parametrize("name", DTYPES)
 def test_values_come_back_bit_for_bit(tmp_path: Path, name: str) -> None:
-    """All 65,536 patterns of the 16-bit types, NaN payloads and subnormals included; as many of float32."""
+    """All patterns of the 8-bit and 16-bit types, NaN payloads and subnormals included; as many of wider ones."""
     dtype = DTYPES[name]
-    if dtype.itemsize == 2:
-        tensor = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(dtype)
-    else:
-        tensor = (torch.arange(1 << 16) * 65_537).to(torch.int32).view(dtype)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    patterns = torch.arange(1 << 16) * 65_537
+    tensor = (patterns % 2 if dtype == torch.bool else patterns).to(bits).view(dtype)
     save_file({"all": tensor.view(256, -1)}, tmp_path / SINGLE)
     found = TensorFiles(tmp_path).read("all")
-    bits = torch.int16 if dtype.itemsize == 2 else torch.int32
     assert found.dtype == dtype
     assert found.shape == (256, 256)
     assert torch.equal(found.view(bits), tensor.view(256, -1).view(bits))

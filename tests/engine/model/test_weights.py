@@ -17,7 +17,7 @@ from engine.model.config import LoadOptions
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
-from engine.model.weights import check_tensors, load_weights
+from engine.model.weights import Recipe, check_tensors, load_weights
 from engine.quant.integers import Quantization
 from tests.engine.checkpoints import Config, make_checkpoint, make_config, random_tensors, save_tensors
 
@@ -36,7 +36,7 @@ def load(
         TensorFiles(folder),
         kernels,
         lambda done, total: told.append((done, total)),
-        quantization,
+        Recipe(quantization=quantization),
     )
 
 
