@@ -41,11 +41,10 @@ class Codebook:
         table = torch.tensor(self.table, device=places.device)
         weight = torch.empty(places.shape, device=places.device)
         rows = max(1, _ELEMENTS_AT_A_TIME // places.shape[1])
-        for part, some, factors in zip(
-            weight.split(rows), places.split(rows), scale.split(rows), strict=True
-        ):
-            grouped = table[some.int()].unflatten(1, (-1, self.group_size)) * factors.unsqueeze(-1)
-            part.copy_(grouped.flatten(1))
+        for start in range(0, len(weight), rows):
+            some = slice(start, start + rows)
+            numbers = torch.unflatten(table[places[some].int()], 1, (-1, self.group_size))
+            weight[some] = (numbers * scale[some].unsqueeze(-1)).flatten(1)
         return weight
 
     def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:  # noqa: ARG002

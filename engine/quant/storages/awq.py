@@ -77,5 +77,5 @@ def awq_storages(fields: Fields) -> Storages:
 
 def _in_order(words: Tensor) -> Tensor:
     """Words [n, out / 8] as integers [out, n]."""
-    nibbles = unpack_words(words, _BITS).unflatten(1, (-1, 8))
-    return nibbles[..., torch.tensor(_NIBBLES)].flatten(1).T.contiguous()
+    nibbles = torch.unflatten(unpack_words(words, _BITS), 1, (-1, 8))
+    return nibbles.index_select(2, torch.tensor(_NIBBLES)).flatten(1).T.contiguous()

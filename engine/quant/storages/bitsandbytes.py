@@ -105,7 +105,7 @@ class Bnb4:
             raise BadTensor(
                 "weight", f"has {len(numbers)} bytes, which is not the size of {list(state.shape)}"
             )
-        places = unpack_nibbles(numbers).unflatten(0, (-1, 2)).flip(-1).flatten()[:count]
+        places = torch.unflatten(unpack_nibbles(numbers), 0, (-1, 2)).flip(-1).flatten()[:count]
         absmax = self._absmax(tensors, state)
         if block % _BLOCK or len(absmax) != -(-count // block):
             raise BadTensor(

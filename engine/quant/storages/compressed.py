@@ -190,7 +190,7 @@ class CompressedMxFloat8:
 
     def repack(self, tensors: NamedTensors) -> NamedTensors:
         weight, scale = finite(tensors, "weight"), powers_of_two(tensors, "weight_scale")
-        groups = weight.unflatten(1, (-1, self._group_size))
+        groups = torch.unflatten(weight, 1, (-1, self._group_size))
         return {"weight": (groups * scale.unsqueeze(-1)).flatten(1)}
 
 
@@ -207,7 +207,7 @@ def powers_of_two(tensors: NamedTensors, suffix: str) -> torch.Tensor:
 
 
 def compressed_storages(fields: Fields) -> Storages:
-    """The storages of `quant_method` compressed-tensors: each group of `config_groups` names linear maps as its targets.
+    """The storages of `quant_method` compressed-tensors: the groups of `config_groups` have names as targets.
 
     Activations are quantized row by row as they come, so that scales stored for them are not read.
 
@@ -278,7 +278,7 @@ def _storage(group: Fields, default_format: str) -> Storage:
         case "float", "mxfp8-quantized" if bits == 8:
             return CompressedMxFloat8()
     raise CheckpointError(
-        f"{group.source}: format {format or 'null'} of {kind} weights with {bits} bits is not supported"
+        f"{group.source}: format {format or 'null'} with weights of type {kind}, {bits} bits, is not supported"
     )
 
 

@@ -24,8 +24,9 @@ def all_but(storage: Storage, is_excluded: IsMeant) -> Storages:
 def excluded(fields: Fields, *lists: str) -> IsMeant:
     """The linear maps that the first list that is there excludes; without one, that is the output head.
 
-    An embedding is excluded in any case. The meaning of an entry differs between the programs that write it; it counts
-    as all of them take it: a regular expression that the name starts with, an end of the name, or some of its components.
+    An embedding is excluded in any case. The meaning of an entry differs between the programs that write it, and
+    it counts as each of them takes it: a regular expression that the name starts with, an end of the name, or some of
+    its components.
 
     Raises:
         CheckpointError: an entry is no regular expression.
