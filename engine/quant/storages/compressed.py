@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.fields import Fields
@@ -194,7 +195,7 @@ class CompressedMxFloat8:
         return {"weight": (groups * scale.unsqueeze(-1)).flatten(1)}
 
 
-def powers_of_two(tensors: NamedTensors, suffix: str) -> torch.Tensor:
+def powers_of_two(tensors: NamedTensors, suffix: str) -> Tensor:
     """The float32 numbers of bytes in E8M0.
 
     Raises:
@@ -203,7 +204,8 @@ def powers_of_two(tensors: NamedTensors, suffix: str) -> torch.Tensor:
     exponents = tensors[suffix]
     if bool((exponents == _NOT_A_SCALE).any()):
         raise BadTensor(suffix, "has values that are not finite")
-    return torch.ldexp(torch.ones(()), exponents.int() - 127)
+    # The byte is the exponent of a float32, too, except that 2^-127 is denormal there.
+    return torch.where(exponents == 0, 1 << 22, exponents.int() << 23).view(torch.float32)
 
 
 def compressed_storages(fields: Fields) -> Storages:
