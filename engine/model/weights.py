@@ -13,8 +13,8 @@ from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_quantization
+from engine.model.files import Files
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
-from engine.model.safetensors import TensorFiles
 from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors
 from engine.quant.integers import Integers, Quantization
@@ -184,7 +184,7 @@ def _tensors_of(spec: LinearSpec) -> Iterator[tuple[str, StoredTensor]]:
             yield f"{part.name}.bias", StoredTensor("bias", (part.rows,))
 
 
-def check_tensors(config: ModelConfig, files: TensorFiles, recipe: Recipe = AS_IT_IS) -> None:
+def check_tensors(config: ModelConfig, files: Files, recipe: Recipe = AS_IT_IS) -> None:
     """Compares the tensors of the files with those that the config needs; the files may have more.
 
     The check ends at the first tensor that is wrong, so that a config.json with absurd sizes costs nothing.
@@ -196,15 +196,18 @@ def check_tensors(config: ModelConfig, files: TensorFiles, recipe: Recipe = AS_I
     for name, tensor in _expected_tensors(config, recipe):
         entry = files.entries.get(name)
         if entry is None:
-            raise CheckpointError(f"{files.folder}: tensor {name} is missing{_layers_said(config, name)}")
+            raise CheckpointError(
+                f"{files.path}: tensor {files.own_name(name)} is missing{_layers_said(config, files, name)}"
+            )
         if entry.shape != tensor.shape:
             raise CheckpointError(
-                f"{entry.file}: {name} has shape {list(entry.shape)}, "
-                f"and config.json says {list(tensor.shape)} ({_size_fields(name)})"
+                f"{entry.file}: {files.own_name(name)} has shape {list(entry.shape)}, "
+                f"and {files.config} says {list(tensor.shape)} ({_size_fields(name)})"
             )
         if entry.dtype not in tensor.dtypes:
             raise CheckpointError(
-                f"{entry.file}: {name} is {entry.dtype}, which is not supported; only {', '.join(tensor.dtypes)} are"
+                f"{entry.file}: {files.own_name(name)} is {entry.dtype}, which is not supported; "
+                f"only {', '.join(tensor.dtypes)} are"
             )
     check_recipe(config, recipe)
 
@@ -243,14 +246,14 @@ def _size_fields(name: str) -> str:
     return sizes.partition(",")[0] if kind == "bias" else sizes
 
 
-def _layers_said(config: ModelConfig, name: str) -> str:
+def _layers_said(config: ModelConfig, files: Files, name: str) -> str:
     of_a_layer = name.startswith("model.layers.")
-    return f"; config.json says num_hidden_layers {config.num_layers}" if of_a_layer else ""
+    return f"; {files.config} says num_hidden_layers {config.num_layers}" if of_a_layer else ""
 
 
 def load_weights(
     config: ModelConfig,
-    files: TensorFiles,
+    files: Files,
     kernels: Kernels,
     progress: Progress,
     recipe: Recipe = AS_IT_IS,
@@ -299,7 +302,7 @@ def _load_layer(config: ModelConfig, reader: _Reader, layer: int, recipe: Recipe
 class _Reader:
     """Takes tensors off the files, counts the bytes, and packs linear maps."""
 
-    def __init__(self, files: TensorFiles, kernels: Kernels, progress: Progress, total: int) -> None:
+    def __init__(self, files: Files, kernels: Kernels, progress: Progress, total: int) -> None:
         self.kernels = kernels
         self._files = files
         self._progress = progress
@@ -342,7 +345,8 @@ class _Reader:
             return part.storage.repack(stored)
         except BadTensor as bad:
             name = f"{part.name}.{bad.suffix}"
-            raise CheckpointError(f"{self._files.entries[name].file}: {name} {bad.fault}") from None
+            file, own_name = self._files.entries[name].file, self._files.own_name(name)
+            raise CheckpointError(f"{file}: {own_name} {bad.fault}") from None
 
     def _read(self, name: str) -> Tensor:
         self._done += self._files.entries[name].num_bytes

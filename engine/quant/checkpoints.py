@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.fields import Fields
+from engine.quant.gguf import gguf_storages
 from engine.quant.storage import PLAIN, Storages
 
-METHODS: dict[str, Callable[[Fields], Storages]] = {}
+METHODS: dict[str, Callable[[Fields], Storages]] = {"gguf": gguf_storages}
 """By `quant_method`: reads the other fields of quantization_config."""
 
 
