@@ -85,7 +85,9 @@ def _identity(checkpoint: Path) -> Iterator[tuple[Path, int]]:
     if is_gguf(checkpoint):
         header = read_header(checkpoint)
         yield checkpoint, header.num_bytes
-        yield from ((path, 0) for path in sorted({tensor.file for tensor in header.tensors.values()} - {checkpoint}))
+        yield from (
+            (path, 0) for path in sorted({tensor.file for tensor in header.tensors.values()} - {checkpoint})
+        )
         return
     for pattern in _NEEDED:
         for path in sorted(checkpoint.glob(pattern)):

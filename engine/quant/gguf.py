@@ -58,7 +58,7 @@ class Blocks:
             blocks = rows[start : start + step].reshape(-1, self.num_bytes)
             for name, part in zip(("weight", "scale", "offset"), self.unpack(blocks), strict=True):
                 if part is not None:
-                    packed[name][start : start + step] = part.view(-1, packed[name].shape[1])
+                    packed[name][start : start + step] = part.reshape(-1, packed[name].shape[1])
         for name in ("scale", "offset"):
             if name in packed and not packed[name].isfinite().all():
                 raise BadTensor("weight", f"has {name}s that are not finite")
@@ -119,7 +119,7 @@ def _q5_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, None]:
     """2 x 64 bytes of lower halves, 2 x 32 bytes of upper two bits, 16 scales in 8 bits, and d."""
-    upper = _shifted(blocks[:, 128:192].unflatten(1, (2, 32)), (0, 2, 4, 6)) & 3
+    upper = _shifted(torch.unflatten(blocks[:, 128:192], 1, (2, 32)), (0, 2, 4, 6)) & 3
     integers = _nibbles(blocks[:, :128], 64) | (upper << 4).flatten(1)
     scales = _halves(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8).float()
     return integers.view(torch.int8) - 32, scales, None
@@ -144,7 +144,7 @@ def _halves(two_bytes: Tensor) -> Tensor:
 
 def _nibbles(packed: Tensor, width: int) -> Tensor:
     """Of each `width` bytes the lower halves, then the upper ones: [n, bytes] to [n, 2 * bytes]."""
-    runs = packed.unflatten(1, (-1, width))
+    runs = torch.unflatten(packed, 1, (-1, width))
     return torch.stack([runs & 15, runs >> 4], 2).flatten(1)
 
 

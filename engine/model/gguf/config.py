@@ -73,7 +73,10 @@ def config_of(header: Header) -> ModelConfig:
             f"supported are {', '.join(ARCHITECTURES)}"
         )
     _refuse_the_unsupported(fields, kind)
-    hidden_size, num_heads = fields.size(f"{kind}.embedding_length"), fields.size(f"{kind}.attention.head_count")
+    hidden_size, num_heads = (
+        fields.size(f"{kind}.embedding_length"),
+        fields.size(f"{kind}.attention.head_count"),
+    )
     num_kv_heads = fields.size(f"{kind}.attention.head_count_kv", num_heads)
     head_dim = fields.size(f"{kind}.attention.key_length", max(1, hidden_size // num_heads))
     check_heads(fields.source, num_heads, num_kv_heads, head_dim)
@@ -153,7 +156,9 @@ def _factors(tensor: GgufTensor, count: int) -> tuple[float, ...]:
         )
     factors = struct.unpack(f"<{count}f", read_bytes(tensor))
     if not all(0 < factor < float("inf") for factor in factors):
-        raise CheckpointError(f"{tensor.file}: {tensor.name} has a factor that is not finite and greater than 0")
+        raise CheckpointError(
+            f"{tensor.file}: {tensor.name} has a factor that is not finite and greater than 0"
+        )
     return factors
 
 

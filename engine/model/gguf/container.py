@@ -181,7 +181,9 @@ def _place(path: Path, info: _Info, first: int, alignment: int, size: int) -> Gg
     """Where a tensor lies in a file of `size` bytes, whose data begin at `first`."""
     tensor = GgufTensor(info.name, path, info.type, info.shape, first + info.offset)
     if info.offset % alignment:
-        raise CheckpointError(f"{path}: {info.name} begins at {info.offset}, which is no multiple of {alignment}")
+        raise CheckpointError(
+            f"{path}: {info.name} begins at {info.offset}, which is no multiple of {alignment}"
+        )
     if info.shape[-1] % info.type.block:
         raise CheckpointError(
             f"{path}: {info.name} has rows of {info.shape[-1]}, and {info.type.name} comes in blocks of "
@@ -277,8 +279,10 @@ class _Cursor:
             length = int.from_bytes(data[at:start], "little")
             at = start + length
             if at > size or length > most:
-                raise self._too_short(start) if length <= most else self.malformed(
-                    f"it says that a string of {length} bytes follows at byte {start}"
+                raise (
+                    self._too_short(start)
+                    if length <= most
+                    else self.malformed(f"it says that a string of {length} bytes follows at byte {start}")
                 )
             try:
                 found.append(data[start:at].decode())

@@ -74,4 +74,4 @@ def _entry(tensor: GgufTensor) -> TensorEntry:
 
 def _halves_apart(tensor: Tensor, num_heads: int) -> Tensor:
     """A copy, whose rows 2i and 2i + 1 of each head have become rows i and i + head_dim / 2."""
-    return tensor.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+    return torch.unflatten(tensor, 0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -68,7 +68,9 @@ _TEKKEN = Splitting(
 SPLITTINGS = {
     "default": _DEFAULT,
     **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt"), _PLAIN),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS
+    ),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
     "qwen2": replace(_QWEN2, is_composed=True),
     **dict.fromkeys(("deepseek-r1-qwen", "megrez"), _QWEN2),
@@ -166,7 +168,9 @@ def _byte_level(fields: Fields, vocabulary: _Vocabulary) -> Json:
 def _two_parts(fields: Fields, merge: str) -> tuple[str, str]:
     space = merge.find(" ", 1)
     if space < 0:
-        raise CheckpointError(f"{fields.source}: tokenizer.ggml.merges has {merge!r:.80}, which are not two tokens")
+        raise CheckpointError(
+            f"{fields.source}: tokenizer.ggml.merges has {merge!r:.80}, which are not two tokens"
+        )
     return merge[:space], merge[space + 1 :]
 
 
@@ -201,7 +205,9 @@ def _sentence_piece(fields: Fields, vocabulary: _Vocabulary) -> Json:
 def _scores(fields: Fields, count: int) -> list[float]:
     scores = fields.numbers("tokenizer.ggml.scores")
     if len(scores) != count:
-        raise CheckpointError(f"{fields.source}: tokenizer.ggml.scores has {len(scores)} entries for {count} tokens")
+        raise CheckpointError(
+            f"{fields.source}: tokenizer.ggml.scores has {len(scores)} entries for {count} tokens"
+        )
     return scores
 
 
@@ -216,7 +222,8 @@ def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str,
         (-scores[i], left, right, token[:cut], token[cut:])
         for token, i in ordinary.items()
         for cut in range(1, len(token))
-        if (left := ordinary.get(token[:cut])) is not None and (right := ordinary.get(token[cut:])) is not None
+        if (left := ordinary.get(token[:cut])) is not None
+        and (right := ordinary.get(token[cut:])) is not None
     ]
     return [(left, right) for *_, left, right in sorted(found)]
 
@@ -283,14 +290,19 @@ def _around(fields: Fields, vocabulary: _Vocabulary, adds_bos: bool) -> Json:
             )
     texts = {name: str(vocabulary.named[name]) for name in wanted}
     special = {name: {"SpecialToken": {"id": text, "type_id": 0}} for name, text in texts.items()}
-    before, after = [special[n] for n in wanted if n == "bos_token"], [special[n] for n in wanted if n == "eos_token"]
+    before, after = (
+        [special[n] for n in wanted if n == "bos_token"],
+        [special[n] for n in wanted if n == "eos_token"],
+    )
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     ids = vocabulary.ids
     return {
         "type": "TemplateProcessing",
         "single": [*before, first, *after],
         "pair": [*before, first, second, *after],
-        "special_tokens": {text: {"id": text, "ids": [ids[text]], "tokens": [text]} for text in texts.values()},
+        "special_tokens": {
+            text: {"id": text, "ids": [ids[text]], "tokens": [text]} for text in texts.values()
+        },
     }
 
 
