@@ -17,7 +17,7 @@ from engine.model.files import Files
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors
-from engine.quant.integers import Integers, Quantization
+from engine.quant.integers import Integers, Quantization, common_format, widen
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
 
 Progress = Callable[[int, int], None]
@@ -82,12 +82,15 @@ class LinearSpec:
 
     @property
     def stored(self) -> Format:
-        """The format that the parts have in common, once they are repacked.
+        """The format that the parts have in common, once they are repacked and widened to it.
 
         Raises:
             CheckpointError: they have none.
         """
         formats = [part.storage.format(part.rows, self.in_features) for part in self.parts]
+        integers = [format for format in formats if isinstance(format, Integers)]
+        if len(integers) == len(formats):
+            return common_format(integers)
         for part, format in zip(self.parts, formats, strict=True):
             if format != formats[0]:
                 raise CheckpointError(
@@ -329,10 +332,11 @@ class _Reader:
 
     def parts(self, spec: LinearSpec) -> NamedTensors:
         """Its parts in its stored format, joined: a copy."""
-        return spec.stored.join([self._part(part, spec.in_features) for part in spec.parts])
+        stored = spec.stored
+        return stored.join([self._part(part, spec.in_features, stored) for part in spec.parts])
 
-    def _part(self, part: Part, in_features: int) -> NamedTensors:
-        """The tensors of a part, repacked.
+    def _part(self, part: Part, in_features: int, wanted: Format) -> NamedTensors:
+        """The tensors of a part, repacked into the format that it and others are wanted in.
 
         Raises:
             CheckpointError: one has values that it cannot have.
@@ -342,11 +346,15 @@ class _Reader:
             for tensor in part.storage.tensors(part.rows, in_features)
         }
         try:
-            return part.storage.repack(stored)
+            repacked = part.storage.repack(stored)
         except BadTensor as bad:
             name = f"{part.name}.{bad.suffix}"
             file, own_name = self._files.entries[name].file, self._files.own_name(name)
             raise CheckpointError(f"{file}: {own_name} {bad.fault}") from None
+        format = part.storage.format(part.rows, in_features)
+        if isinstance(format, Integers) and isinstance(wanted, Integers):
+            return widen(repacked, format, wanted)
+        return repacked
 
     def _read(self, name: str) -> Tensor:
         self._done += self._files.entries[name].num_bytes
