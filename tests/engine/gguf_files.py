@@ -62,14 +62,17 @@ def same(type: str) -> Types:
     return lambda _: type
 
 
+FLOAT32 = same("F32")
+
+
 def write_gguf(
     folder: Path,
     path: Path,
-    types: Types = same("F32"),
+    types: Types = FLOAT32,
     *,
     num_parts: int = 1,
     pre: str = "gpt-2",
-    **metadata: object,
+    **metadata: Any,
 ) -> Path:
     """Writes a checkpoint's directory as a GGUF file, and returns it: the first one, if there are several parts.
 
@@ -80,7 +83,9 @@ def write_gguf(
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = {
-        name: tensor for part in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(part).items()
+        name: tensor
+        for part in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(part).items()
     }
     entries = {**model_metadata(config), **tokenizer_metadata(folder, pre)}
     entries |= {name.replace("__", "."): value for name, value in metadata.items()}
@@ -147,7 +152,9 @@ def k_blocks(array: Array, type: Type, seed: int = 0) -> Array:
     blocks = rng.integers(0, 256, (len(array), array.shape[1] // block, size), dtype=np.uint8)
     spread = float(array.std())
     if type == Type.Q6_K:
-        blocks[..., -2:] = _halves(spread / 32 / 74, blocks)  # the deviations of the integers and of the scales
+        blocks[..., -2:] = _halves(
+            spread / 32 / 74, blocks
+        )  # the deviations of the integers and of the scales
         return blocks.reshape(len(array), -1)
     steps = 15 if type == Type.Q4_K else 31
     blocks[..., :2] = _halves(spread / steps * 3 / 32, blocks)
@@ -174,12 +181,12 @@ def model_metadata(config: dict[str, Any]) -> dict[str, object]:
     return {**entries, f"{kind}.rope.dimension_count": known["head_dim"]}
 
 
-def tokenizer_metadata(folder: Path, pre: str) -> dict[str, object]:
+def tokenizer_metadata(folder: Path, pre: str | None) -> dict[str, object]:
     """What the tokenizer of a directory is in a file."""
     content = json.loads((folder / "tokenizer.json").read_text())
     config = json.loads((folder / "tokenizer_config.json").read_text())
     made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    texts = [made.id_to_token(i) for i in range(made.get_vocab_size())]
+    texts = [str(made.id_to_token(i)) for i in range(made.get_vocab_size())]
     num_rows = json.loads((folder / "config.json").read_text())["vocab_size"]
     padding = [f"[PAD{i}]" for i in range(len(texts), num_rows)]
     special = {token["content"] for token in content["added_tokens"]}
@@ -189,7 +196,10 @@ def tokenizer_metadata(folder: Path, pre: str) -> dict[str, object]:
         for text in texts
     ] + [UNUSED] * len(padding)
     texts += padding
-    merges = [tuple(merge) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in content["model"]["merges"]]
+    merges = [
+        tuple(merge) if isinstance(merge, list) else tuple(merge.split(" "))
+        for merge in content["model"]["merges"]
+    ]
     entries: dict[str, object] = {
         "tokenizer.ggml.tokens": texts,
         "tokenizer.ggml.token_type": types,

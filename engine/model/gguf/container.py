@@ -237,8 +237,10 @@ class _Cursor:
     def count(self) -> int:
         """How many of something follow."""
         value = self.number("Q")
-        if value > min(_MAX_ITEMS, self.size - self.at):
-            raise self.malformed(f"it says that {value} items follow at byte {self.at} of {self.size}")
+        if value > _MAX_ITEMS:
+            raise self.malformed(f"it says that {value} items follow at byte {self.at}")
+        if value > self.size - self.at:
+            raise self._too_short(self.at)
         return value
 
     def text(self, most: int) -> str:
