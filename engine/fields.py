@@ -122,6 +122,15 @@ class Fields:
             raise self._fault(name, "a whole number or a list of them")
         return tuple(cast("list[int]", items))
 
+    def numbers(self, name: str) -> list[float]:
+        """The entry as a list of finite numbers."""
+        value = self._typed(name, list, "a list of numbers", [])
+        for item in value:
+            is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
+            if not (is_number and abs(item) <= _LARGEST):
+                raise self._fault(name, "a list of numbers")
+        return value
+
     def nested(self, name: str) -> Fields:
         """The entry as an object; a missing one is empty."""
         return Fields(f"{self.source}: {name}", self._typed(name, dict, "an object", {}))

@@ -13,11 +13,13 @@ class RopeConfig:
 
     theta: float = 10_000.0
     scaling: str = "default"
-    """The way frequencies are scaled: "default" (not at all), "linear" or "llama3"."""
+    """The way frequencies are scaled: "default" (not at all), "linear", "llama3", or "factors"."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8_192
+    factors: tuple[float, ...] = ()
+    """What each of the head_dim / 2 frequencies is divided by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

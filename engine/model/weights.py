@@ -14,8 +14,8 @@ from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_quantization
+from engine.model.files import Files
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
-from engine.model.safetensors import TensorFiles
 from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors
 from engine.quant.integers import Integers, Quantization, common_format, widen
@@ -208,7 +208,7 @@ def _tensors_of(spec: LinearSpec) -> Iterator[tuple[str, StoredTensor]]:
             yield f"{part.name}.bias", StoredTensor("bias", (part.rows,))
 
 
-def check_tensors(config: ModelConfig, files: TensorFiles, recipe: Recipe = AS_IT_IS) -> None:
+def check_tensors(config: ModelConfig, files: Files, recipe: Recipe = AS_IT_IS) -> None:
     """Compares the tensors of the files with those that the config needs; the files may have more.
 
     The check ends at the first tensor that is wrong, so that a config.json with absurd sizes costs nothing.
@@ -223,15 +223,16 @@ def check_tensors(config: ModelConfig, files: TensorFiles, recipe: Recipe = AS_I
             continue
         if entry is None:
             hint = _hint(config, files, name.removesuffix(f".{tensor.suffix}"))
-            raise CheckpointError(f"{files.folder}: tensor {name} is missing{hint}")
+            raise CheckpointError(f"{files.path}: tensor {files.own_name(name)} is missing{hint}")
         if not tensor.fits(entry.shape):
             raise CheckpointError(
-                f"{entry.file}: {name} has shape {list(entry.shape)}, "
-                f"and config.json says {tensor.shape_text} ({_size_fields(name)})"
+                f"{entry.file}: {files.own_name(name)} has shape {list(entry.shape)}, "
+                f"and {files.config} says {tensor.shape_text} ({_size_fields(name)})"
             )
         if entry.dtype not in tensor.dtypes:
             raise CheckpointError(
-                f"{entry.file}: {name} is {entry.dtype}, which is not supported; only {', '.join(tensor.dtypes)} are"
+                f"{entry.file}: {files.own_name(name)} is {entry.dtype}, which is not supported; "
+                f"only {', '.join(tensor.dtypes)} are"
             )
     check_recipe(config, recipe)
 
@@ -270,19 +271,19 @@ def _size_fields(name: str) -> str:
     return sizes.partition(",")[0] if kind == "bias" else sizes
 
 
-def _hint(config: ModelConfig, files: TensorFiles, module: str) -> str:
+def _hint(config: ModelConfig, files: Files, module: str) -> str:
     """What may be the cause of a missing tensor of a module."""
     if not module.startswith("model.layers."):
         return ""
     other = next((other for other in files.entries if other.startswith(f"{module}.")), None)
     if other is not None and config.quantization is not None:
-        return f"; {other} is there, which is not what quantization_config in config.json says"
-    return f"; config.json says num_hidden_layers {config.num_layers}"
+        return f"; {other} is there, which is not what quantization_config in {files.config} says"
+    return f"; {files.config} says num_hidden_layers {config.num_layers}"
 
 
 def load_weights(
     config: ModelConfig,
-    files: TensorFiles,
+    files: Files,
     kernels: Kernels,
     progress: Progress,
     recipe: Recipe = AS_IT_IS,
@@ -332,7 +333,7 @@ def _load_layer(config: ModelConfig, reader: _Reader, layer: int, recipe: Recipe
 class _Reader:
     """Takes tensors off the files, counts the bytes, and packs linear maps."""
 
-    def __init__(self, files: TensorFiles, kernels: Kernels, progress: Progress, total: int) -> None:
+    def __init__(self, files: Files, kernels: Kernels, progress: Progress, total: int) -> None:
         self.kernels = kernels
         self._files = files
         self._progress = progress
@@ -376,13 +377,14 @@ class _Reader:
             repacked = part.storage.repack(stored)
         except BadTensor as bad:
             name = f"{part.name}.{bad.suffix}"
-            raise CheckpointError(f"{self._files.entries[name].file}: {name} {bad.fault}") from None
+            file, own_name = self._files.entries[name].file, self._files.own_name(name)
+            raise CheckpointError(f"{file}: {own_name} {bad.fault}") from None
         format = part.storage.format(part.rows, in_features)
         for name, shape in format.shapes(part.rows, in_features):
             if repacked[name].shape != shape:
                 raise CheckpointError(
-                    f"{self._files.folder}: {part.name} is stored with a {name} of {list(repacked[name].shape)}, "
-                    f"and config.json says {list(shape)}"
+                    f"{self._files.path}: {part.name} is stored with a {name} of {list(repacked[name].shape)}, "
+                    f"and {self._files.config} says {list(shape)}"
                 )
         if isinstance(format, Integers) and isinstance(wanted, Integers):
             return widen(repacked, format, wanted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.fields import Fields
+from engine.quant.gguf import gguf_storages
 from engine.quant.storage import PLAIN, Storages
 from engine.quant.storages.awq import awq_storages
 from engine.quant.storages.bitsandbytes import bnb_storages
@@ -20,6 +21,7 @@ METHODS: dict[str, Callable[[Fields], Storages]] = {
     "fp8": float8_storages,
     "bitsandbytes": bnb_storages,
     "torchao": torchao_storages,
+    "gguf": gguf_storages,
 }
 """By `quant_method`: reads the other fields of quantization_config."""
 
