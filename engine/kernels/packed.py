@@ -68,10 +68,10 @@ class PackedWeight:
             zero = _zeros(scale, offset.float())
         return cls(
             code=code,
-            codes=_padded(weight) if code is Code.INT8 else _pack_nibbles(weight + 8 * (code is Code.INT4)),
-            scale=_narrow(scale).T.contiguous(),
+            codes=padded(weight) if code is Code.INT8 else pack_nibbles(weight + 8 * (code is Code.INT4)),
+            scale=narrowest(scale).T.contiguous(),
             zero=None if zero is None else zero.to(torch.int8).T.contiguous(),
-            offset=None if zero is not None or offset is None else _narrow(offset.float()).T.contiguous(),
+            offset=None if zero is not None or offset is None else narrowest(offset.float()).T.contiguous(),
             in_features=weight.shape[1],
             group_size=format.group_size,
             permutation=tensors.get("permutation"),
@@ -83,8 +83,8 @@ class PackedWeight:
         weight, scale = tensors["weight"], format.row_scales(tensors)
         return cls(
             code=Code.FLOAT8,
-            codes=_padded(weight.view(torch.uint8)),
-            scale=_narrow(scale.float()).T.contiguous(),
+            codes=padded(weight.view(torch.uint8)),
+            scale=narrowest(scale.float()).T.contiguous(),
             zero=None,
             offset=None,
             in_features=weight.shape[1],
@@ -188,17 +188,17 @@ def _zeros(scale: Tensor, offset: Tensor) -> Tensor | None:
     return zero.to(torch.int8) if bool(is_exact.all()) else None
 
 
-def _narrow(floats: Tensor) -> Tensor:
+def narrowest(floats: Tensor) -> Tensor:
     """Floats in the narrowest type that holds them all without rounding."""
     narrow = (floats.to(dtype) for dtype in (torch.float16, torch.bfloat16))
     return next((each for each in narrow if torch.equal(each.float(), floats)), floats)
 
 
-def _padded(codes: Tensor) -> Tensor:
+def padded(codes: Tensor) -> Tensor:
     return F.pad(codes, (0, -codes.shape[1] % UNIT)).contiguous()
 
 
-def _pack_nibbles(integers: Tensor) -> Tensor:
+def pack_nibbles(integers: Tensor) -> Tensor:
     """[out, in] -> [out, padded in / 2]"""
-    units = _padded(integers.to(torch.uint8)).view(len(integers), -1, 2, _HALF)
+    units = padded(integers.to(torch.uint8)).view(len(integers), -1, 2, _HALF)
     return (units[:, :, 0] | units[:, :, 1] << 4).flatten(1)

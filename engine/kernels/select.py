@@ -129,9 +129,7 @@ def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> Linear
     from engine.kernels.triton.tiles import ROW_CLASSES, Card
 
     dense = reference_kernels(device, dtype, dtype).linear
-    choose = packed_linear.PackedLinears(
-        Card.of(device), dtype, packed_linear.multiplies_float8(device, dtype)
-    )
+    choose = packed_linear.PackedLinears(Card.of(device), packed_linear.multiplies_float8(device, dtype))
     errors: dict[Hashable, Exception | None] = {}
 
     def tried(chosen: packed_linear.PackedLinear) -> Exception | None:

@@ -159,24 +159,28 @@ def quantize_rows_kernel(
     What enters the rounding has the bits of `kernels.linear.quantize_rows`.
     """
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    values = tl.load(x + row * SIZE + columns, mask=inside, other=0.0).to(tl.float32)
-    largest = tl.max(tl.abs(values))
-    is_nan = tl.max((values != values).to(tl.int32)) > 0
-    largest = tl.where(is_nan, float("nan"), largest)
+    first = x + row * SIZE
+    magnitudes, nans = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, SIZE, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        values = tl.load(first + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+        magnitudes = tl.maximum(magnitudes, tl.abs(values))
+        nans = tl.maximum(nans, (values != values).to(tl.int32))
+    largest = tl.where(tl.max(nans) > 0, float("nan"), tl.max(magnitudes))
     most = tl.full([], LARGEST, tl.float32)
     factor = tl.div_rn(most, largest)
-    scaled = values * factor
-    scaled = tl.where(scaled == scaled, tl.where(factor < float("inf"), scaled, 0.0), 0.0)
-    magnitude = tl.minimum(tl.abs(scaled), LARGEST)
-    if numbers.dtype.element_ty == tl.int8:
-        rounded = _nearest_integer(magnitude).to(tl.int32)
-        rounded = tl.where(scaled < 0, -rounded, rounded)
-    else:
-        rounded = _bits_of_e4m3(magnitude) + tl.where(scaled < 0, 128, 0)
-    tl.store(numbers + row * SIZE + columns, rounded.to(numbers.dtype.element_ty), mask=inside)
     tl.store(row_scale + row, tl.div_rn(largest, most))
+    for start in range(0, SIZE, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        scaled = tl.load(first + columns, mask=columns < SIZE, other=0.0).to(tl.float32) * factor
+        scaled = tl.where(scaled == scaled, tl.where(factor < float("inf"), scaled, 0.0), 0.0)
+        magnitude = tl.minimum(tl.abs(scaled), LARGEST)
+        if numbers.dtype.element_ty == tl.int8:
+            rounded = _nearest_integer(magnitude).to(tl.int32)
+            rounded = tl.where(scaled < 0, -rounded, rounded)
+        else:
+            rounded = _bits_of_e4m3(magnitude) + tl.where(scaled < 0, 128, 0)
+        tl.store(numbers + row * SIZE + columns, rounded.to(numbers.dtype.element_ty), mask=columns < SIZE)
 
 
 @triton.jit

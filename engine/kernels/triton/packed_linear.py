@@ -11,7 +11,6 @@ import triton
 from torch import Tensor
 
 from engine.kernels.packed import UNIT, Code, PackedWeight, permuted
-from engine.kernels.triton.norms import num_warps
 from engine.kernels.triton.packed_kernels import (
     add_parts_kernel,
     packed_linear_kernel,
@@ -27,7 +26,7 @@ SCRATCH_BYTES = 64 << 20
 """Of unpacked weights at a time: about what a large card's second-level cache holds."""
 MIN_SCALED_ROWS = 65
 """From so many rows on, x is rounded to 8 bits where the card multiplies e4m3: fewer wait for the weights only."""
-UNPACK_BLOCK, ADD_BLOCK = 2048, 512
+UNPACK_BLOCK, ADD_BLOCK, ROUND_BLOCK = 2048, 512, 4096
 ONE_GROUP = 1 << 30
 """Stands for the size of a group that has all inputs, whatever their number."""
 
@@ -56,7 +55,7 @@ class PackedLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = permuted(x.reshape(-1, self.weight.in_features), self.weight).contiguous()
-        return self._product(rows).view(*x.shape[:-1], -1)
+        return self._product(rows).view(*x.shape[:-1], self.weight.out_features)
 
     def _product(self, rows: Tensor) -> Tensor:
         """Of rows [M, in], in the order of the weight's inputs."""
@@ -116,8 +115,6 @@ class PackedLinears:
     """Chooses the linear map for a packed weight on one card."""
 
     card: Card
-    dtype: torch.dtype
-    """The type of x."""
     scales_float8: bool
     """torch multiplies e4m3 here: see `multiplies_float8`."""
 
@@ -259,15 +256,14 @@ def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     numbers = torch.empty_like(x, dtype=torch.int8 if is_int8 else torch.uint8)
     row_scale = x.new_empty(len(x), dtype=torch.float32)
     if len(x):
-        block = triton.next_power_of_2(x.shape[1])
         quantize_rows_kernel[(len(x),)](
             x,
             numbers,
             row_scale,
             SIZE=x.shape[1],
-            BLOCK=block,
+            BLOCK=min(triton.next_power_of_2(x.shape[1]), ROUND_BLOCK),
             LARGEST=127.0 if is_int8 else LARGEST,
-            num_warps=num_warps(block),
+            num_warps=8,
             enable_fp_fusion=False,
         )
     return numbers.view(dtype), row_scale

@@ -7,7 +7,7 @@ never depends on the rows beside it while their number stays in the class.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from engine.kernels.packed import UNIT, Code, PackedWeight
-from engine.kernels.triton.attention_tiling import Chip
+from engine.kernels.triton.attention_tiling import Chip, TensorCores
 
 FILE = Path(__file__).with_suffix(".json")
 """{device name or "sm_<capability>": {class of code: {most rows of a class: fields of Tiling}}}"""
@@ -95,18 +95,34 @@ def by_rule(code: Code, dtype: torch.dtype, most_rows: int, chip: Chip) -> Tilin
     elif most_rows == ROW_CLASSES[0]:
         block_m, block_n, block_k, num_warps = 16, 64, 128, 4
     else:
-        block_m, block_n, block_k, num_warps = (64, 128, 128, 8) if most_rows == 64 else (128, 128, 64, 8)
+        block_m, block_n, num_warps = min(most_rows + 1, 128) // 64 * 64, 128, 8
+        block_k = 128 if block_m == 64 and (code.bits == 4 or dtype == torch.int8) else 64
     few = most_rows == ROW_CLASSES[0]
-    stage_bytes = block_k * (block_n * code.bits // 8 + block_m * dtype.itemsize)
-    room = chip.decode_bytes if few else chip.shared_bytes
-    return Tiling(
+    tiling = Tiling(
         block_m=block_m,
         block_n=block_n,
         block_k=block_k,
         num_warps=num_warps,
-        num_stages=max(2, min(5 if few else 4, room // (2 * stage_bytes) + 1)),
+        num_stages=5 if few else 4,
         programs_per_sm=3 if few else 1,
     )
+    room = chip.decode_bytes if few else chip.shared_bytes
+    while shared_bytes(tiling, code, dtype, chip.tensor_cores) > room and tiling.num_stages > 2:
+        tiling = replace(tiling, num_stages=tiling.num_stages - 1)
+    return tiling
+
+
+def shared_bytes(tiling: Tiling, code: Code, dtype: torch.dtype, cores: TensorCores) -> int:
+    """The most shared memory of the product, as Triton compiles it for these tensor cores.
+
+    It holds the loads of all stages, of which mma.sync needs one less, and unpacked weights of one step where they
+    change hands on their way to the tensor cores. At the end it serves the sums on their way to memory.
+    """
+    tiles = tiling.block_n * code.bits // 8 + tiling.block_m * dtype.itemsize
+    in_flight = tiling.num_stages - (cores is TensorCores.MMA_SYNC)
+    weights = tiling.block_n * dtype.itemsize * code.bits // 8
+    loop_bytes = tiling.block_k * (in_flight * tiles + weights)
+    return max(loop_bytes, 4 * tiling.block_m * tiling.block_n) + 1024
 
 
 def step_inputs(weight: PackedWeight, tiling: Tiling, *, in_groups: bool) -> int:
