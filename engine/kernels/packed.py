@@ -61,17 +61,15 @@ class PackedWeight:
     @classmethod
     def of_integers(cls, tensors: NamedTensors, format: Integers) -> PackedWeight:
         """Packs the tensors of a weight of integers."""
-        weight, scale, offset = tensors["weight"], tensors["scale"].float(), tensors.get("offset")
-        zero = tensors.get("zero")
-        code = Code.INT8 if format.bits == 8 else Code.INT4 if offset is zero is None else Code.UINT4
-        if offset is not None:
-            zero = _zeros(scale, offset.float())
+        weight, scale, offset = tensors["weight"], tensors["scale"], tensors.get("offset")
+        code = Code.INT8 if format.bits == 8 else Code.INT4 if offset is None else Code.UINT4
+        zero = None if offset is None else _zeros(scale, offset)
         return cls(
             code=code,
-            codes=padded(weight) if code is Code.INT8 else pack_nibbles(weight + 8 * (code is Code.INT4)),
+            codes=padded(weight) if code is Code.INT8 else pack_nibbles(weight - format.lowest),
             scale=narrowest(scale).T.contiguous(),
-            zero=None if zero is None else zero.to(torch.int8).T.contiguous(),
-            offset=None if zero is not None or offset is None else narrowest(offset.float()).T.contiguous(),
+            zero=None if zero is None else zero.T.contiguous(),
+            offset=None if zero is not None or offset is None else narrowest(offset).T.contiguous(),
             in_features=weight.shape[1],
             group_size=format.group_size,
             permutation=tensors.get("permutation"),
@@ -84,7 +82,7 @@ class PackedWeight:
         return cls(
             code=Code.FLOAT8,
             codes=padded(weight.view(torch.uint8)),
-            scale=narrowest(scale.float()).T.contiguous(),
+            scale=narrowest(scale).T.contiguous(),
             zero=None,
             offset=None,
             in_features=weight.shape[1],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from engine.kernels import linear as specification
 from engine.kernels.linear import IntegerLinear
 from engine.kernels.packed import Code, UnpackedLinear
 from engine.kernels.triton import packed_linear, tiles
-from engine.kernels.triton.attention_tiling import Chip
+from engine.kernels.triton.attention_tiling import Chip, TensorCores
 from engine.kernels.triton.packed_linear import (
     MIN_SCALED_ROWS,
     MIN_UNPACKED_ROWS,
@@ -230,8 +232,8 @@ def test_unpacked_linears_are_the_product(device: torch.device) -> None:
 CHIPS = {
     "a small one": Chip(4),
     "A100": Chip(108, shared_bytes=163 << 10),
-    "H100": Chip(132, tiles.TensorCores.WGMMA, 227 << 10),
-    "B200": Chip(148, tiles.TensorCores.TCGEN05, 227 << 10),
+    "H100": Chip(132, TensorCores.WGMMA, 227 << 10),
+    "B200": Chip(148, TensorCores.TCGEN05, 227 << 10),
 }
 
 
@@ -259,7 +261,7 @@ def test_a_file_of_tiles_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -
     rule = tiles.by_rule(Code.INT4, torch.bfloat16, 16, CHIPS["H100"])
 
     def fields(warps: int) -> dict[str, int]:
-        return {**tiles.asdict(rule), "num_warps": warps}
+        return {**asdict(rule), "num_warps": warps}
 
     key = tiles.tiling_key(Code.INT4, torch.bfloat16)
     assert key == "int4 x bfloat16"
@@ -285,5 +287,5 @@ def test_the_file_of_tiles_is_one() -> None:
             for most_rows, fields in of_code.items():
                 assert int(most_rows) in ROW_CLASSES
                 assert tiles.shared_bytes(
-                    tiles.Tiling(**fields), Code(code), getattr(torch, dtype), tiles.TensorCores.WGMMA
+                    tiles.Tiling(**fields), Code(code), getattr(torch, dtype), TensorCores.WGMMA
                 ) < (227 << 10)
