@@ -37,7 +37,7 @@ def measure(
     torch.set_num_threads(threads)
     config = read_config(Path(model))
     device = torch.device("cpu")
-    quantization = choose_quantization(quantize, None, device)
+    quantization = choose_quantization(quantize, None)
     rate = _rate_function(choose_dtype(dtype, config, device), quantization, config, threads)
     return [_mean_rate(linear_sizes(config), n, rate) for n in rows]
 

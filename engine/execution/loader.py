@@ -68,7 +68,7 @@ def load_model(
     config = read_config(folder)
     files = open_files(folder)
     device = choose_device(options.device)
-    recipe = make_recipe(config, options, device)
+    recipe = make_recipe(config, options)
     check_tensors(config, files, recipe)
     max_model_len = _max_model_len(config, options)
     options = options.for_device(device.type)

@@ -266,7 +266,7 @@ def estimate(config: ModelConfig, options: LoadOptions) -> Estimate:
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, config, device)
     kv_dtype = choose_kv_dtype(options.kv_dtype, dtype, device)
-    recipe = make_recipe(config, options, device)
+    recipe = make_recipe(config, options)
     check_recipe(config, recipe)
     shape = KVShape.of(config, options.block_size)
     return Estimate(

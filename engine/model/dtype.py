@@ -62,18 +62,6 @@ def choose_kv_dtype(wanted: str, own: torch.dtype, device: torch.device) -> torc
     return dtype
 
 
-def choose_quantization(
-    wanted: str | None, group_size: int | None, device: torch.device
-) -> Quantization | None:
-    """The quantization that linear maps are loaded with.
-
-    Raises:
-        CheckpointError: a quantization is asked for on CUDA.
-    """
-    if wanted is None:
-        return None
-    if device.type == "cuda":
-        raise CheckpointError(
-            f"--quantize {wanted} is served on the CPU, and the model runs on CUDA; try --device cpu"
-        )
-    return Quantization.of(wanted, group_size)
+def choose_quantization(wanted: str | None, group_size: int | None) -> Quantization | None:
+    """The quantization that linear maps are loaded with."""
+    return None if wanted is None else Quantization.of(wanted, group_size)

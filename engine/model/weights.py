@@ -40,14 +40,14 @@ AS_IT_IS = Recipe()
 """Of a checkpoint in floating point that stays so."""
 
 
-def make_recipe(config: ModelConfig, options: LoadOptions, device: torch.device) -> Recipe:
+def make_recipe(config: ModelConfig, options: LoadOptions) -> Recipe:
     """The recipe of a checkpoint that is loaded with these options.
 
     Raises:
         CheckpointError: what quantization_config says is not supported, or what the options ask for cannot be done.
     """
     storages = storages_of(config.quantization)
-    quantization = choose_quantization(options.quantize, options.quantize_group_size, device)
+    quantization = choose_quantization(options.quantize, options.quantize_group_size)
     if quantization is not None and config.quantization is not None:
         method = config.quantization.text("quant_method")
         raise CheckpointError(

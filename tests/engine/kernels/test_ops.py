@@ -272,7 +272,8 @@ def test_types_of_the_kv_cache(
 def test_what_is_served_on_the_cpu_alone_is_one_line_on_cuda() -> None:
     with pytest.raises(CheckpointError, match=r"^--kv-dtype int8 is served on the CPU; .* bfloat16$"):
         choose_kv_dtype("int8", torch.bfloat16, CUDA)
-    with pytest.raises(CheckpointError, match=r"^--quantize int4 is served on the CPU"):
-        choose_quantization("int4", None, CUDA)
-    assert choose_quantization(None, None, CUDA) is None
-    assert choose_quantization("int4", 32, CPU) == Quantization(4, 32)
+
+
+def test_quantizations() -> None:
+    assert choose_quantization(None, None) is None
+    assert choose_quantization("int4", 32) == Quantization(4, 32)
