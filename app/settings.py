@@ -136,6 +136,9 @@ class Settings(BaseSettings):
     quantize_group_size: int | None = Field(default=None, json_schema_extra={"metavar": "32|64|128"})
     """Inputs that share a scale with --quantize; without it, 64 or 32 for int4 and a whole row for int8."""
 
+    no_quantize_cache: bool = False
+    """With --quantize, quantize at every start, and keep nothing of it in the cache folder."""
+
     kv_dtype: Literal["auto", "float16", "bfloat16", "float32", "int8"] = "auto"
     """Type the KV cache is kept in; auto takes that of --dtype, and int8 holds nearly twice as many tokens."""
 

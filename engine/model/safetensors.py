@@ -5,6 +5,7 @@ Format: https://huggingface.co/docs/safetensors (8 bytes length, a JSON header, 
 
 from __future__ import annotations
 
+import copy
 import json
 import mmap
 from dataclasses import dataclass
@@ -77,6 +78,17 @@ class TensorFiles:
         return torch.frombuffer(self._map(entry.file), dtype=dtype, count=count, offset=entry.start).view(
             entry.shape
         )
+
+    def overlaid(self, file: Path) -> TensorFiles:
+        """These tensors and those of one more file, which count where both have one of a name.
+
+        Raises:
+            CheckpointError: the file is truncated or malformed.
+        """
+        found = copy.copy(self)
+        found.entries = self.entries | _read_header(file)
+        found._maps = dict(self._maps)
+        return found
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
