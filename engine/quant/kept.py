@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
@@ -20,7 +19,7 @@ _DTYPES = ("I8", "U8", "I32", "F32")
 class Kept:
     """The tensors of a format of integers as they are, except that two integers of 4 bits share a byte.
 
-    Byte j of a row has integer 2j in its low half and integer 2j + 1 in its high half.
+    The low half of byte j of a row has integer 2j, the high half integer 2j + 1, both less `Integers.lowest`.
     """
 
     integers: Integers
@@ -41,23 +40,13 @@ class Kept:
         """The tensors of the format as they are stored."""
         if self.integers.bits == 8:
             return tensors
-        return {**tensors, "weight": _pack(tensors["weight"])}
+        halves = (tensors["weight"] - self.integers.lowest).view(torch.uint8)
+        return {**tensors, "weight": halves[:, ::2] | halves[:, 1::2] << 4}
 
     def repack(self, tensors: NamedTensors) -> NamedTensors:
         if self.integers.bits == 8:
             return tensors
-        return {**tensors, "weight": _unpack(tensors["weight"])}
-
-
-def _pack(integers: Tensor) -> Tensor:
-    """[out, in] from 0 to 15 -> [out, in / 2] uint8"""
-    pairs = integers.view(torch.uint8)
-    return pairs[:, ::2] | pairs[:, 1::2] << 4
-
-
-def _unpack(packed: Tensor) -> Tensor:
-    """[out, in / 2] -> [out, in]"""
-    pairs = (
-        packed.short()
-    )  # the low byte of a pair is the first: memory is little-endian, as it is in safetensors
-    return pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.uint8)
+        # The low byte of a pair is the first: memory is little-endian, as it is in safetensors.
+        pairs = tensors["weight"].short()
+        halves = pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.int8)
+        return {**tensors, "weight": halves.add_(self.integers.lowest)}

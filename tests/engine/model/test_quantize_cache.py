@@ -125,7 +125,9 @@ def test_it_is_a_file_that_the_safetensors_library_reads(folder: Path, cache: Pa
         packed = file.get_tensor("model.layers.1.mlp.down_proj.weight")
         head = file.get_tensor("lm_head.weight")
     weights = load_file(folder / "model.safetensors")
-    wanted = Integers(4, 32).quantize(weights["model.layers.1.mlp.down_proj.weight"])["weight"]
+    wanted = Integers(4, 32, has_offset=True).quantize(weights["model.layers.1.mlp.down_proj.weight"])[
+        "weight"
+    ]
     assert torch.equal(packed & 15, wanted[:, ::2].to(torch.uint8))
     assert torch.equal(packed >> 4, wanted[:, 1::2].to(torch.uint8))
     assert torch.equal(head, Integers(8, 64).quantize(weights["lm_head.weight"])["weight"])
