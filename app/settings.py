@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     BeforeValidator,
@@ -278,6 +278,13 @@ def default_text(value: object) -> str:
         return str(value)
     values = ((name, getattr(value, attribute)) for name, attribute in _POLICY_KEYS.items())
     return ",".join(f"{name}={'none' if number == inf else f'{number:.10g}'}" for name, number in values)
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The words that a setting may be."""
+    annotation = Settings.model_fields[name].annotation
+    literals = [annotation, *get_args(annotation)]
+    return next(get_args(literal) for literal in literals if get_origin(literal) is Literal)
 
 
 def flag(name: str) -> str:

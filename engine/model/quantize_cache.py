@@ -209,7 +209,7 @@ def _laid_over(checkpoint: Checkpoint, linears: list[_Linear], path: Path) -> Ch
     own = checkpoint.recipe.storages
     found = Checkpoint(
         replace(checkpoint.config, tie_word_embeddings=False),
-        checkpoint.files.overlaid(path),
+        TensorFiles(checkpoint.files.folder, checkpoint.files.entries | safetensors.read_header(path)),
         Recipe(lambda name: storages.get(name) or own(name)),
     )
     check_tensors(found.config, found.files, found.recipe)

@@ -5,9 +5,9 @@ Format: https://huggingface.co/docs/safetensors (8 bytes length, a JSON header, 
 
 from __future__ import annotations
 
-import copy
 import json
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -56,8 +56,11 @@ class TensorEntry:
 class TensorFiles:
     """The tensors of a checkpoint by name. Their bytes are read from disk when what `read` returned is used."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, entries: Mapping[str, TensorEntry] | None = None) -> None:
         """Reads the headers of all files, and checks that each file is as long as its header says.
+
+        Args:
+            entries: of the tensors, if it is known where they are.
 
         Raises:
             CheckpointError: a file is missing, truncated or malformed.
@@ -65,8 +68,11 @@ class TensorFiles:
         self.folder = folder
         self.entries: dict[str, TensorEntry] = {}
         self._maps: dict[Path, mmap.mmap] = {}
+        if entries is not None:
+            self.entries.update(entries)
+            return
         for file in _files(folder):
-            self.entries.update(_read_header(file))
+            self.entries.update(read_header(file))
 
     def read(self, name: str) -> Tensor:
         """Maps a tensor, whose type must be one of DTYPES. Its memory is that of the mapped file: nothing is copied."""
@@ -78,17 +84,6 @@ class TensorFiles:
         return torch.frombuffer(self._map(entry.file), dtype=dtype, count=count, offset=entry.start).view(
             entry.shape
         )
-
-    def overlaid(self, file: Path) -> TensorFiles:
-        """These tensors and those of one more file, which count where both have one of a name.
-
-        Raises:
-            CheckpointError: the file is truncated or malformed.
-        """
-        found = copy.copy(self)
-        found.entries = self.entries | _read_header(file)
-        found._maps = dict(self._maps)
-        return found
 
     def _map(self, file: Path) -> mmap.mmap:
         if file not in self._maps:
@@ -119,7 +114,12 @@ def _missing(folder: Path, file: Path) -> str:
     return f"{folder} holds neither {SINGLE} nor {INDEX}{hint}"
 
 
-def _read_header(file: Path) -> dict[str, TensorEntry]:
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one file.
+
+    Raises:
+        CheckpointError: it is truncated or malformed.
+    """
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
