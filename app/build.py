@@ -161,6 +161,7 @@ def load_options(settings: Settings) -> LoadOptions:
         dtype=settings.dtype,
         quantize=settings.quantize,
         quantize_group_size=settings.quantize_group_size,
+        keep_quantized=not settings.no_quantize_cache,
         kv_dtype=settings.kv_dtype,
         num_threads=settings.threads,
         max_num_seqs=settings.max_num_seqs,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     BeforeValidator,
@@ -135,6 +135,9 @@ class Settings(BaseSettings):
 
     quantize_group_size: int | None = Field(default=None, json_schema_extra={"metavar": "32|64|128"})
     """Inputs that share a scale with --quantize; without it, 64 or 32 for int4 and a whole row for int8."""
+
+    no_quantize_cache: bool = False
+    """With --quantize, quantize at every start, and keep nothing of it in the cache folder."""
 
     kv_dtype: Literal["auto", "float16", "bfloat16", "float32", "int8"] = "auto"
     """Type the KV cache is kept in; auto takes that of --dtype, and int8 holds nearly twice as many tokens."""
@@ -275,6 +278,13 @@ def default_text(value: object) -> str:
         return str(value)
     values = ((name, getattr(value, attribute)) for name, attribute in _POLICY_KEYS.items())
     return ",".join(f"{name}={'none' if number == inf else f'{number:.10g}'}" for name, number in values)
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The words that a setting may be."""
+    annotation = Settings.model_fields[name].annotation
+    literals = [annotation, *get_args(annotation)]
+    return next(get_args(literal) for literal in literals if get_origin(literal) is Literal)
 
 
 def flag(name: str) -> str:

@@ -21,6 +21,7 @@ from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from engine.model.files import open_files
 from engine.model.parameters import Weights
+from engine.model.quantize_cache import Checkpoint, quantized
 from engine.model.transformer import ForwardPass, make_decoder
 from engine.model.weights import Progress, Recipe, check_tensors, load_weights, make_recipe
 from engine.sampling.reference import most_likely
@@ -80,7 +81,10 @@ def load_model(
     say(memory.text)
     most = _most_tokens(memory)
     max_model_len = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
-    weights = load_weights(config, files, kernels, progress, recipe)
+    source = Checkpoint(config, files, recipe)
+    if options.keep_quantized:
+        source = quantized(source, say, progress)
+    weights = load_weights(source.config, source.files, kernels, progress, source.recipe)
     table, sampler, buffers = _tables(config, kernels, options, max_model_len)
     if limits.card is not None:
         memory = _measured_plan(config, recipe, weights, kernels, options, limits, max_model_len, say)

@@ -104,6 +104,8 @@ class LoadOptions:
     """The integers that linear maps are quantized to as they are loaded: "int8", "int4", or None for none."""
     quantize_group_size: int | None = None
     """The inputs of a row that share a scale; None stands for a default, see `Quantization.layer_format`."""
+    keep_quantized: bool = False
+    """Whether what `quantize` makes is kept in the cache folder for the next start."""
     kv_dtype: str = "auto"
     """The type of the KV cache: "float32", "bfloat16", "float16", "int8", or "auto", which is that of the weights."""
     num_threads: int | None = None

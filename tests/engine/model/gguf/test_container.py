@@ -199,7 +199,7 @@ def survives(content: bytes) -> bool:
         try:
             config = read_config(path)
             files = open_files(path)
-            check_tensors(config, files, make_recipe(config, LoadOptions(), CPU))
+            check_tensors(config, files, make_recipe(config, LoadOptions()))
             read_generation_defaults(path)
             tokenizer = read_tokenizer(path)
         except CheckpointError as error:

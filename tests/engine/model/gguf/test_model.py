@@ -206,8 +206,8 @@ def test_what_is_quantized_is_not_quantized_again(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="--quantize int8: the checkpoint is quantized already, quant_method gguf"
     ):
-        make_recipe(quantized, options, CPU)
-    assert make_recipe(read_config(write_gguf(folder, tmp_path / "model.gguf")), options, CPU).quantization
+        make_recipe(quantized, options)
+    assert make_recipe(read_config(write_gguf(folder, tmp_path / "model.gguf")), options).quantization
 
 
 # Weights
@@ -258,7 +258,7 @@ def test_logits_are_those_of_transformers_on_the_dequantised_weights(
 def test_a_tied_head_multiplies_with_the_integers_of_the_embedding(tmp_path: Path) -> None:
     path = write_gguf(make_checkpoint("qwen2", tmp_path, **WIDE), tmp_path / "model.gguf", like_q4_k_m)
     config, files = read_config(path), open_files(path)
-    recipe = make_recipe(config, LoadOptions(), CPU)
+    recipe = make_recipe(config, LoadOptions())
     weights = load_weights(config, files, make_kernels(unpacked=False), lambda *_: None, recipe)
     assert isinstance(weights.lm_head, IntegerLinear)
     assert not weights.is_tied
@@ -279,7 +279,7 @@ def test_parts_of_different_types_are_fused_in_their_common_format(tmp_path: Pat
         formats.append(format)
         return kernels.linear(tensors, format, bias, gated=gated)
 
-    recipe = make_recipe(config, LoadOptions(), CPU)
+    recipe = make_recipe(config, LoadOptions())
     weights = load_weights(config, files, replace(kernels, linear=linear), lambda *_: None, recipe)
     head, qkv, o, gate_up, down = formats[:5]
     assert qkv == Integers(8, 16, has_offset=True)
@@ -310,7 +310,7 @@ def _as_torch(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
 
 def _logits(path: Path, ids: Tensor, *, unpacked: bool) -> Tensor:
     config, kernels = read_config(path), make_kernels(unpacked=unpacked)
-    recipe = make_recipe(config, LoadOptions(), CPU)
+    recipe = make_recipe(config, LoadOptions())
     weights = load_weights(config, open_files(path), kernels, lambda *_: None, recipe)
     kv = KVCache(KVShape.of(config, 16), 8, torch.float32, CPU)
     with torch.inference_mode():

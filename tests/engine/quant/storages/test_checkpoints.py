@@ -65,7 +65,7 @@ def unpacking(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gat
 def loaded_weights(folder: Path) -> Weights:
     config = read_config(folder)
     kernels = replace(reference_kernels(CPU, torch.float32), linear=unpacking)
-    recipe = make_recipe(config, LoadOptions(device="cpu"), CPU)
+    recipe = make_recipe(config, LoadOptions(device="cpu"))
     return load_weights(config, TensorFiles(folder), kernels, lambda *_: None, recipe)
 
 
