@@ -157,7 +157,7 @@ def test_every_number_of_16_bits_is_what_it_is_to_torch(team: Team, dtype: torch
     linear = PackedLinear(team, weight, None, dtype)
     product = weight
     if linear.activation_dtype == torch.bfloat16:  # its instructions take denormal numbers for zeros
-        product = weight.where(weight.abs() >= torch.finfo(torch.float32).tiny, 0)
+        product = torch.where(weight.abs() < torch.finfo(torch.float32).tiny, 0, weight)
     for found, wanted in ((linear.dense(), weight), (linear(torch.ones(1, 1)).T, product)):
         assert torch.equal(found.isnan(), wanted.isnan())
         assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
