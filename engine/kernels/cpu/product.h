@@ -137,10 +137,10 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
 #endif
     } else {
         by_panel = static_cast<size_t>(rows) * kPanel;
-        with_type(linear.type, [&](auto* w) {
+        with_weights(linear, [&](auto* w) {
             using W = std::remove_pointer_t<decltype(w)>;
-            multiply_floats<W>(linear, panel, panels, x.row<float>(0), x.stride / sizeof(float), rows, sums,
-                               guess_next(job, by, panel));
+            multiply_floats<W>(linear, panel, panels, x.row<Activation<W>>(0), x.stride / sizeof(Activation<W>), rows,
+                               sums, guess_next(job, by, panel));
         });
     }
     finish(job, panel, panels, row, rows, sums, by_panel);
