@@ -24,7 +24,7 @@ from app.settings import Settings
 from app.store import make_store
 from engine.engine import Engine, EngineState
 from engine.errors import CheckpointError
-from engine.model.config import LoadOptions, ModelConfig
+from engine.model.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from engine.model.parse import read_config, read_generation_defaults
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
@@ -171,6 +171,7 @@ def load_options(settings: Settings) -> LoadOptions:
         kv_bytes=settings.kv_memory,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=not settings.no_cuda_graphs,
+        max_drafts=0 if settings.no_speculation else MAX_DRAFTS,
     )
 
 

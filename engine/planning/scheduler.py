@@ -19,7 +19,8 @@ from itertools import groupby
 from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
-from engine.planning.chunks import cut, withdraw
+from engine.planning.chunks import cut, drop_drafts, withdraw
+from engine.planning.drafting import Drafting
 from engine.planning.request import FinishReason, Output, Request, Sequence
 from engine.planning.sequence_store import Counters, SequenceStore
 from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepResult
@@ -69,12 +70,18 @@ class Scheduler(SequenceStore):
     """
 
     def __init__(
-        self, queue: RequestQueue, tables: BlockTables, sink: TokenSink, limits: SchedulerLimits
+        self,
+        queue: RequestQueue,
+        tables: BlockTables,
+        sink: TokenSink,
+        limits: SchedulerLimits,
+        drafting: Drafting | None = None,
     ) -> None:
         super().__init__(queue, tables)
         tables.limit_chunks(limits.max_batch_tokens)
         self.sink = sink
         self.limits = limits
+        self.drafting = drafting
         self.max_len = min(limits.max_model_len, tables.max_tokens)
         self._step_limit = StepLimit(limits.max_batch_tokens)
         self._tokens_left = 0
@@ -112,6 +119,8 @@ class Scheduler(SequenceStore):
             self._admit_queued(plan, now)
         self._resume_waiting(plan, now)
         self._admit_queued(plan, now)
+        if self.drafting is not None:
+            self.drafting.extend(plan, tables=self.tables, num_tokens=self.most_tokens)
         if plan.chunks:
             plan.number = self.tables.begin_step(plan.copies)
         return plan
@@ -130,11 +139,12 @@ class Scheduler(SequenceStore):
             if sequence.finish_reason is not None:  # it ended while this step was in flight
                 continue
             if chunk.incarnation == sequence.num_preemptions:  # else the blocks written are no longer its own
-                tables.commit(sequence, start + num_tokens)
+                tables.commit(sequence, start + num_tokens - len(chunk.drafts))
             num_prompt, num_output = sequence.num_prompt_tokens - start, 0
             if brought is not None:
-                num_output = len(brought.token_ids)
-                outputs.append(self._apply(sequence, brought, now))
+                brought_outputs = self._apply(chunk, brought, now)
+                num_output = len(brought_outputs)
+                outputs += brought_outputs
             work.append((sequence.request, min(num_prompt, num_tokens) if num_prompt > 0 else 0, num_output))
         self.queue.charge(work, now)
         self._settle(now)
@@ -157,6 +167,7 @@ class Scheduler(SequenceStore):
         num_over = plan.num_tokens // 2
         if not num_over:
             return False
+        num_over -= drop_drafts(plan)
         order = sorted(plan.chunks, key=lambda chunk: (chunk.num_tokens > 1, _urgency(chunk.sequence)))
         while num_over > 0:
             chunk = order.pop()
@@ -390,42 +401,54 @@ class Scheduler(SequenceStore):
 
     # Committing
 
-    def _apply(self, sequence: Sequence, sampled: Sampled, now: float) -> Output:
+    def _apply(self, chunk: Chunk, sampled: Sampled, now: float) -> list[Output]:
         """Appends the tokens that a step brought for a sequence, and ends the sequence where its text ends.
 
         A fault in the text of one sequence ends that sequence, and no other.
         """
+        sequence = chunk.sequence
         sequence.num_pending -= 1
-        request = sequence.request
-        if request.n > 1:
+        if sequence.request.n > 1:
             self._fork_if_due(sequence)
         if sampled.error is not None:
-            return self._finish(sequence, FinishReason.FAILED, sampled.error, now)
+            return [self._finish(sequence, FinishReason.FAILED, sampled.error, now)]
         if sequence.first_token_s < 0:
             sequence.first_token_s = now
-        num_known = len(sequence.token_ids)
+        outputs: list[Output] = []
         try:
-            text, reason = self._append(sequence, sampled.token_ids)
+            reason = self._append(sequence, sampled, outputs)
         except Exception:
             log.exception("the text of %r failed; it ends with an error", sequence)
-            return self._finish(sequence, FinishReason.FAILED, "the output could not be decoded", now)
-        token_ids, logprobs = sequence.token_ids[num_known:], sampled.logprobs
-        if logprobs is not None:
-            logprobs = logprobs[: len(token_ids)]
-        output = Output(request.request_id, sequence.index, token_ids, text, logprobs)
-        return output if reason is None else self._finish(sequence, reason, None, now, output)
+            error = "the output could not be decoded"
+            return [*outputs, self._finish(sequence, FinishReason.FAILED, error, now)]
+        if chunk.drafts:
+            self._keep_accepted(chunk, len(outputs))
+        if reason is not None:
+            self._finish(sequence, reason, None, now, outputs[-1])
+        return outputs
 
-    def _append(self, sequence: Sequence, token_ids: list[int]) -> tuple[str, FinishReason | None]:
-        """Appends tokens up to the one with which the sequence ends; returns their text and why it ends."""
-        known, max_len, accept = sequence.token_ids, sequence.max_len, self.sink.accept
-        text, reason = "", None
-        for token_id in token_ids:
+    def _append(self, sequence: Sequence, sampled: Sampled, outputs: list[Output]) -> FinishReason | None:
+        """Appends tokens up to the one with which the sequence ends, an output for each; returns why it ends."""
+        known, max_len, request = sequence.token_ids, sequence.max_len, sequence.request
+        logprobs = sampled.logprobs
+        for number, token_id in enumerate(sampled.token_ids):
             known.append(token_id)
-            piece, reason = accept(sequence, token_id, len(known) >= max_len)
-            text += piece
+            text, reason = self.sink.accept(sequence, token_id, len(known) >= max_len)
+            told = None if logprobs is None else logprobs[number : number + 1]
+            outputs.append(Output(request.request_id, sequence.index, [token_id], text, told))
             if reason is not None:
-                break
-        return text, reason
+                return reason
+        return None
+
+    def _keep_accepted(self, chunk: Chunk, num_brought: int) -> None:
+        """Keeps the KV of the drafts that were right; that of the others is overwritten by the steps to come."""
+        sequence = chunk.sequence
+        if chunk.incarnation == sequence.num_preemptions:
+            sequence.num_computed = chunk.start + num_brought
+            self.tables.commit(sequence, sequence.num_computed)
+        if self.drafting is not None:
+            self.drafting.note(chunk, num_brought)
+            self.counters.num_accepted_tokens += num_brought - 1
 
     def _fork_if_due(self, parent: Sequence) -> None:
         """Starts the other choices of a request, which share its blocks, once its prompt is computed."""
