@@ -33,6 +33,9 @@ _LEARNING = 0.15
 """The weight of the latest draft in that share."""
 _PROBE_STEPS = 32
 """A sequence whose drafts do not pay has one drafted after so many steps, to see whether that has changed."""
+_FALLING, _RISING = 0.3, 0.03
+"""The weights of a step that was quicker, or slower, than those before it."""
+_STALE_STEPS = 256
 _FREE_TOKENS = 32.0
 """Before it is measured, so many tokens more are supposed to take as long again."""
 
@@ -49,20 +52,40 @@ class Proposer(Protocol):
         """The sequence ended."""
 
 
+@dataclass(slots=True)
+class _Cost:
+    """Steps of about the same number of tokens."""
+
+    num_tokens: float
+    seconds: float
+    seen: int
+    """The number of the last one."""
+
+
 class StepCosts:
-    """What steps take by their number of tokens: a fading mean for each power of two, and straight lines between."""
+    """What steps take by their number of tokens: an estimate for each power of two, and straight lines between.
+
+    Whatever disturbs a step makes it longer, so an estimate falls quickly and rises slowly. One that is old is given
+    up: what is supposed in its place is cheap enough to be tried again.
+    """
 
     def __init__(self) -> None:
-        self._means: dict[int, tuple[float, float]] = {}
-        """By bit length of the number: mean number of tokens and mean seconds."""
+        self._costs: dict[int, _Cost] = {}
+        """By bit length of the number of tokens."""
+        self._num_steps = 0
         self._line: list[tuple[float, float]] = []
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        key = num_tokens.bit_length()
-        tokens, mean = self._means.get(key, (float(num_tokens), seconds))
-        seconds = min(seconds, 4 * mean)  # a pause of the machine is no news of the model
-        self._means[key] = tokens + 0.05 * (num_tokens - tokens), mean + 0.05 * (seconds - mean)
+        self._num_steps += 1
         self._line = []
+        cost = self._costs.get(num_tokens.bit_length())
+        if cost is None or self._num_steps - cost.seen > _STALE_STEPS:
+            self._costs[num_tokens.bit_length()] = _Cost(num_tokens, seconds, self._num_steps)
+            return
+        cost.seen = self._num_steps
+        weight = _FALLING if seconds < cost.seconds else _RISING
+        cost.seconds += weight * (seconds - cost.seconds)
+        cost.num_tokens += weight * (num_tokens - cost.num_tokens)
 
     def seconds(self, num_tokens: int) -> float:
         """An estimate that never falls as the number grows; 0 while nothing is known."""
@@ -77,9 +100,11 @@ class StepCosts:
         return seconds * (1 + max(0.0, num_tokens - tokens) / max(_FREE_TOKENS, tokens))
 
     def _monotone(self) -> list[tuple[float, float]]:
-        means = [self._means[key] for key in sorted(self._means)]
-        highest = accumulate((seconds for _, seconds in means), max)
-        return [(tokens, seconds) for (tokens, _), seconds in zip(means, highest, strict=True)]
+        fresh = [
+            cost for _, cost in sorted(self._costs.items()) if self._num_steps - cost.seen <= _STALE_STEPS
+        ]
+        highest = accumulate((cost.seconds for cost in fresh), max)
+        return [(cost.num_tokens, seconds) for cost, seconds in zip(fresh, highest, strict=True)]
 
 
 @dataclass(slots=True)
