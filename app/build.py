@@ -25,7 +25,7 @@ from app.store import make_store
 from engine.engine import Engine, EngineState
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
-from engine.model.config import LoadOptions, ModelConfig
+from engine.model.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
@@ -171,6 +171,7 @@ def load_options(settings: Settings) -> LoadOptions:
         kv_bytes=settings.kv_memory,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=not settings.no_cuda_graphs,
+        max_drafts=0 if settings.no_speculation else MAX_DRAFTS,
     )
 
 

@@ -88,6 +88,9 @@ MAX_THREADS = 1024
 QUANT_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "torchao")
 """What `quant_method` of a quantization_config may be."""
 
+MAX_DRAFTS = 8
+"""The drafts of a sequence in a step: more are hardly ever all right."""
+
 GROUP_SIZES = (32, 64, 128)
 """The numbers of inputs of a quantized row that may share a scale, unless a whole row does."""
 
@@ -126,6 +129,8 @@ class LoadOptions:
     """The share of a GPU's memory that may be in use once the KV cache is allocated, other processes included."""
     cuda_graphs: bool = True
     """Whether steps on a GPU are captured as CUDA graphs once and replayed."""
+    max_drafts: int = MAX_DRAFTS
+    """The most drafts of each sequence in a step, where the kernels can verify any; 0 stands for none."""
     max_query_len: int = 1
     """The most tokens of each sequence in a captured step; more than 1 is for verifying drafts."""
 
