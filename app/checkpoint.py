@@ -30,8 +30,11 @@ def is_hub_id(model: str) -> bool:
     return _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
 
 
-def find_checkpoint(model: str | None) -> Path:
+def find_checkpoint(model: str | None, argument: str = "--model") -> Path:
     """The checkpoint's directory, fetched from the hub if it has to be.
+
+    Args:
+        argument: what names the model on the command line.
 
     Raises:
         OperatorError: there is none, or it lacks a file.
@@ -39,8 +42,8 @@ def find_checkpoint(model: str | None) -> Path:
     if model is None:
         return check_files(DEMO_MODEL, "the demo model")
     if is_hub_id(model):
-        return check_files(_fetch(model), f"--model {model}")
-    return check_files(Path(model).expanduser(), f"--model {model}")
+        return check_files(_fetch(model, argument), f"{argument} {model}")
+    return check_files(Path(model).expanduser(), f"{argument} {model}")
 
 
 def check_files(folder: Path, name: str) -> Path:
@@ -63,11 +66,11 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _fetch(hub_id: str) -> Path:
+def _fetch(hub_id: str, argument: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_FETCHED)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise OperatorError(f"--model {hub_id}: no such directory, and the hub says: {error}") from None
+        raise OperatorError(f"{argument} {hub_id}: no such directory, and the hub says: {error}") from None
