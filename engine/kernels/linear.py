@@ -60,9 +60,10 @@ class DenseLinear:
 class IntegerLinear:
     """x [..., in] -> x @ weight.T + bias [..., out] for a weight of integers, by torch.
 
-    This is the specification of the product, which every kernel gives bit for bit: x is quantized row by row (see
-    `quantize_rows`), the products of integers in a group are added exactly, and the sums of the groups are multiplied
-    by their scales and added in float32, one after another.
+    This is the specification of the product, which every kernel gives bit for bit. x is quantized row by row (see
+    `quantize_rows`). Group after group, two exact sums of integers, each rounded to float32 once, join an output by
+    fused multiply-adds: those of x * weight times the scale of the group, then those of x times its offset. At the end,
+    the output is multiplied by the scale of the row.
     """
 
     def __init__(self, tensors: NamedTensors, format: Integers, bias: Tensor | None) -> None:
@@ -76,10 +77,19 @@ class IntegerLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         integers, row_scale = quantize_rows(x)
-        weight, scale = self._format.centred(self._tensors), self._tensors["scale"]
+        if self._format.is_permuted:
+            integers = integers[..., self._tensors["permutation"].long()]
+        weight, scale, offset = (
+            self._format.grouped(self._tensors),
+            self._tensors["scale"],
+            self._tensors.get("offset"),
+        )
         product = x.new_zeros((*x.shape[:-1], scale.shape[0]))
         for index, group in enumerate(torch.split(integers, self._format.group_size, dim=-1)):
-            product = product + _exact_product(group, weight[:, index]) * scale[:, index]
+            product = fused_multiply_add(_exact_product(group, weight[:, index]), scale[:, index], product)
+            if offset is not None:
+                total = group.double().sum(-1, keepdim=True).float()
+                product = fused_multiply_add(total, offset[:, index], product)
         product = product * row_scale
         return product if self._bias is None else product + self._bias
 
@@ -98,6 +108,24 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     )  # 127 / largest would be 127 * (1 / largest), rounded twice
     integers = (x * factor).round_().clamp_(-127, 127).nan_to_num_(nan=0.0)
     return integers.masked_fill_(~(factor < torch.inf), 0.0), largest / 127
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """a * b + c of float32 tensors, rounded once.
+
+    a * b is exact in float64. The sum is rounded to odd there: where it is not exact, to the neighbour whose last bit
+    is 1, which no later rounding to float32 mistakes for a tie. (Boldo and Melquiond, Emulation of a FMA and correctly
+    rounded sums: proved algorithms using rounding to odd, 2008; the error of a sum is Knuth's TwoSum.)
+    """
+    product, term = a.double() * b.double(), c.double()
+    total = product + term
+    added = total - product
+    error = (product - (total - added)) + (term - added)
+    bits = total.view(torch.int64)
+    outwards = (error > 0) == (total > 0)
+    to_odd = torch.where(outwards, 1, -1) * ((error.abs() > 0) & (bits & 1 == 0))
+    odd: Tensor = (bits + to_odd).view(torch.float64)
+    return odd.float()
 
 
 def _exact_product(x: Tensor, weight: Tensor) -> Tensor:

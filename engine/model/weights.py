@@ -19,11 +19,12 @@ from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors
 from engine.quant.integers import Integers, Quantization
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
+from engine.quant.storages.names import EMBEDDING, LM_HEAD
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""
 
-EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
+FINAL_NORM = "model.norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,8 @@ def norm_shapes(config: ModelConfig) -> dict[str, tuple[str, int]]:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config must have if it is not quantized."""
-    return {name: tensor.shape for name, tensor in _expected_tensors(config, AS_IT_IS)}
+    tensors = _expected_tensors(config, AS_IT_IS)
+    return {name: tuple(size for size in tensor.shape if size is not None) for name, tensor in tensors}
 
 
 def _expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
@@ -195,12 +197,15 @@ def check_tensors(config: ModelConfig, files: TensorFiles, recipe: Recipe = AS_I
     """
     for name, tensor in _expected_tensors(config, recipe):
         entry = files.entries.get(name)
+        if entry is None and tensor.optional:
+            continue
         if entry is None:
-            raise CheckpointError(f"{files.folder}: tensor {name} is missing{_layers_said(config, name)}")
-        if entry.shape != tensor.shape:
+            hint = _hint(config, files, name.removesuffix(f".{tensor.suffix}"))
+            raise CheckpointError(f"{files.folder}: tensor {name} is missing{hint}")
+        if not tensor.fits(entry.shape):
             raise CheckpointError(
                 f"{entry.file}: {name} has shape {list(entry.shape)}, "
-                f"and config.json says {list(tensor.shape)} ({_size_fields(name)})"
+                f"and config.json says {tensor.shape_text} ({_size_fields(name)})"
             )
         if entry.dtype not in tensor.dtypes:
             raise CheckpointError(
@@ -243,9 +248,14 @@ def _size_fields(name: str) -> str:
     return sizes.partition(",")[0] if kind == "bias" else sizes
 
 
-def _layers_said(config: ModelConfig, name: str) -> str:
-    of_a_layer = name.startswith("model.layers.")
-    return f"; config.json says num_hidden_layers {config.num_layers}" if of_a_layer else ""
+def _hint(config: ModelConfig, files: TensorFiles, module: str) -> str:
+    """What may be the cause of a missing tensor of a module."""
+    if not module.startswith("model.layers."):
+        return ""
+    other = next((other for other in files.entries if other.startswith(f"{module}.")), None)
+    if other is not None and config.quantization is not None:
+        return f"; {other} is there, which is not what quantization_config in config.json says"
+    return f"; config.json says num_hidden_layers {config.num_layers}"
 
 
 def load_weights(
@@ -263,7 +273,8 @@ def load_weights(
         CheckpointError: see `check_tensors`.
     """
     check_tensors(config, files, recipe)
-    total = sum(files.entries[name].num_bytes for name, _ in _expected_tensors(config, recipe))
+    names = [name for name, _ in _expected_tensors(config, recipe) if name in files.entries]
+    total = sum(files.entries[name].num_bytes for name in names)
     reader = _Reader(files, kernels, progress, total)
     head, stored = head_spec(config, recipe), reader.parts(embedding_spec(config, recipe))
     embedding = reader.embedding(embedding_spec(config, recipe), stored)
@@ -337,12 +348,20 @@ class _Reader:
         stored = {
             tensor.suffix: self._read(f"{part.name}.{tensor.suffix}")
             for tensor in part.storage.tensors(part.rows, in_features)
+            if not tensor.optional or f"{part.name}.{tensor.suffix}" in self._files.entries
         }
         try:
-            return part.storage.repack(stored)
+            repacked = part.storage.repack(stored)
         except BadTensor as bad:
             name = f"{part.name}.{bad.suffix}"
             raise CheckpointError(f"{self._files.entries[name].file}: {name} {bad.fault}") from None
+        for name, shape in part.storage.format(part.rows, in_features).shapes(part.rows, in_features):
+            if repacked[name].shape != shape:
+                raise CheckpointError(
+                    f"{self._files.folder}: {part.name} is stored with {name} {list(repacked[name].shape)}, "
+                    f"and config.json says {list(shape)}"
+                )
+        return repacked
 
     def _read(self, name: str) -> Tensor:
         self._done += self._files.entries[name].num_bytes

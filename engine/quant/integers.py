@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,54 +38,79 @@ _ELEMENTS_AT_A_TIME = 1 << 16
 class Integers:
     """A weight of integers with `bits` bits; each group of `group_size` inputs of a row has a scale of its own.
 
-    The weight stands for (integer - zero) * scale. Its tensors are:
-        weight: [out, in], one integer per byte. 8 bits: int8 from -127 to 127. 4 bits: uint8 from 0 to 15.
+    The weight stands for integer * scale, or for integer * scale + offset where groups have offsets, too. A group is a
+    whole row, or a multiple of 16 inputs that divides the row. The tensors are:
+        weight: [out, in] int8. 8 bits: from -128 to 127. 4 bits: from -8 to 7, and from 0 to 15 with offsets.
         scale: [out, in / group_size] float32
-        zero: [out, in / group_size] uint8 from 0 to 15. Only a weight of 4 bits has it; with 8 bits, zero is 0.
+        offset: [out, in / group_size] float32, if has_offset
+        permutation: [in] int32, if is_permuted: column i of the weight multiplies input permutation[i].
     """
 
     bits: int
     group_size: int
+    has_offset: bool = False
+    is_permuted: bool = False
 
     @property
     def name(self) -> str:
         return f"int{self.bits}"
 
     @property
-    def has_zeros(self) -> bool:
-        return self.bits == 4
+    def lowest(self) -> int:
+        """The least integer; there are 2^bits of them."""
+        return 0 if self.bits == 4 and self.has_offset else -(1 << (self.bits - 1))
 
     def shapes(self, out_features: int, in_features: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         num_groups = in_features // self.group_size
         yield "weight", (out_features, in_features)
         yield "scale", (out_features, num_groups)
-        if self.has_zeros:
-            yield "zero", (out_features, num_groups)
+        if self.has_offset:
+            yield "offset", (out_features, num_groups)
+        if self.is_permuted:
+            yield "permutation", (in_features,)
 
     def join(self, parts: Sequence[NamedTensors]) -> NamedTensors:
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        """A copy of the linear map with the output features of all parts, one part after another.
+
+        Raises:
+            CheckpointError: the parts have their inputs in different orders.
+        """
+        names = [name for name in parts[0] if name != "permutation"]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in names}
+        if self.is_permuted:
+            joined["permutation"] = _common_permutation(parts)
+        return joined
 
     def unpack(self, tensors: NamedTensors) -> Tensor:
-        """The weight [out, in] that the integers stand for, in float32."""
-        grouped = self.centred(tensors) * tensors["scale"].unsqueeze(-1)
-        return grouped.flatten(1)
+        """The weight [out, in] that the integers stand for, in float32, in the order of the inputs."""
+        grouped = self.grouped(tensors) * tensors["scale"].unsqueeze(-1)
+        if self.has_offset:
+            grouped += tensors["offset"].unsqueeze(-1)
+        weight = grouped.flatten(1)
+        if not self.is_permuted:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, tensors["permutation"].long(), weight)
 
-    def centred(self, tensors: NamedTensors) -> Tensor:
-        """integer - zero, [out, groups, group_size] in float32."""
-        grouped = torch.unflatten(tensors["weight"], 1, (-1, self.group_size)).float()
-        return grouped - tensors["zero"].unsqueeze(-1) if self.has_zeros else grouped
+    def grouped(self, tensors: NamedTensors) -> Tensor:
+        """The integers, [out, groups, group_size] in float32."""
+        return torch.unflatten(tensors["weight"], 1, (-1, self.group_size)).float()
 
     def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype = torch.float32) -> int:  # noqa: ARG002
-        """The bytes of a packed weight: the integers, a float32 for each group, and a byte for each zero."""
+        """The bytes of a packed weight: the integers, and a float32 for each scale and each offset."""
         num_groups = out_features * (in_features // self.group_size)
-        return out_features * in_features * self.bits // 8 + num_groups * (5 if self.has_zeros else 4)
+        factors = 4 * num_groups * (2 if self.has_offset else 1)
+        return out_features * in_features * self.bits // 8 + factors + 4 * in_features * self.is_permuted
 
     def quantize(self, weight: Tensor) -> NamedTensors:
         """The tensors of a float weight [out, in], whose inputs the group size divides.
 
+        Weights are rounded to 8 bits without offsets, and to 4 bits with them.
+
         Every operation on the way rounds as IEEE 754 says, one by one and in a fixed order, so that all machines get
         the same integers. The threads run numpy: they have no use for torch's own, which wait for each other.
         """
+        assert self.has_offset == (self.bits == 4)
+        assert not self.is_permuted
         round_groups = _round_4_bits if self.bits == 4 else _round_8_bits
         groups = weight.detach().float().numpy().reshape(weight.shape[0], -1, self.group_size)
         rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
@@ -96,6 +122,39 @@ class Integers:
         return {
             name: torch.from_numpy(np.concatenate([chunk[name] for chunk in chunks])) for name in chunks[0]
         }
+
+
+def common_format(formats: Sequence[Integers]) -> Integers:
+    """The format that linear maps of the same inputs can all be widened to: the finest groups, the most bits.
+
+    Raises:
+        CheckpointError: some have their inputs permuted, and some do not.
+    """
+    if len({format.is_permuted for format in formats}) > 1:
+        raise CheckpointError("only some of the weights that are multiplied together have permuted inputs")
+    return Integers(
+        bits=max(format.bits for format in formats),
+        group_size=math.gcd(*(format.group_size for format in formats)),
+        has_offset=any(format.has_offset for format in formats),
+        is_permuted=formats[0].is_permuted,
+    )
+
+
+def widen(tensors: NamedTensors, format: Integers, to: Integers) -> NamedTensors:
+    """The tensors of `format` as those of `to`, a common format of it and others. They stand for the same numbers."""
+    if format == to:
+        return tensors
+    parts = format.group_size // to.group_size
+    weight, scale = tensors["weight"], tensors["scale"]
+    offset = tensors["offset"] if format.has_offset else torch.zeros_like(scale)
+    if raised := max(to.lowest - format.lowest, 0):  # 4 bits get offsets
+        weight, offset = weight + raised, -raised * scale
+    widened = {"weight": weight, "scale": scale.repeat_interleave(parts, 1)}
+    if to.has_offset:
+        widened["offset"] = offset.repeat_interleave(parts, 1)
+    if to.is_permuted:
+        widened["permutation"] = tensors["permutation"]
+    return widened
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +189,20 @@ class Quantization:
             raise CheckpointError(
                 f"--quantize int{self.bits}: groups of {tried} do not divide a linear map's {in_features} inputs"
             )
-        return Integers(self.bits, group_size)
+        return Integers(self.bits, group_size, has_offset=self.bits == 4)
 
     def head_format(self, in_features: int) -> Integers:
         """The format of the output head."""
         return Integers(8, in_features)
+
+
+def _common_permutation(parts: Sequence[NamedTensors]) -> Tensor:
+    first = parts[0]["permutation"]
+    if not all(torch.equal(part["permutation"], first) for part in parts):
+        raise CheckpointError(
+            "weights that are multiplied together have their inputs permuted in different ways"
+        )
+    return first
 
 
 def _round_8_bits(groups: _Floats) -> dict[str, np.ndarray]:
@@ -146,6 +214,8 @@ def _round_8_bits(groups: _Floats) -> dict[str, np.ndarray]:
 
 def _round_4_bits(groups: _Floats) -> dict[str, np.ndarray]:
     """Rounds [rows, groups, group_size] to 16 steps that span each group's range, or a share of it, and 0.
+
+    A step of 0 stands for 0 exactly: its offset is what undoes zero * scale.
 
     Of several shares, a group takes the one with the smallest squared error. For given steps d = integer - zero, the
     best scale is <w, d> / <d, d>, and it leaves the error <w, w> - <w, d>^2 / <d, d>.
@@ -167,11 +237,11 @@ def _round_4_bits(groups: _Floats) -> dict[str, np.ndarray]:
         most = np.where(is_better, product * fitted, most)
         factor = np.where(is_better, tried, factor)
         scale = np.where(is_better, fitted, scale)
-    integers = (_steps(columns, factor, zero) + zero).astype(np.uint8)
+    integers = (_steps(columns, factor, zero) + zero).astype(np.int8)
     return {
         "weight": np.ascontiguousarray(integers.T).reshape(rows, -1),
         "scale": scale.reshape(rows, -1),
-        "zero": zero.astype(np.uint8).reshape(rows, -1),
+        "offset": (-zero * scale).reshape(rows, -1),
     }
 
 

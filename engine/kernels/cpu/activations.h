@@ -11,14 +11,18 @@ struct Activations {
     Form form;
     const void* data;
     size_t stride;        // bytes between rows
-    const float* scales;  // of the rows, for int8
+    const float* scales;          // of the rows, for int8
+    const float* sums = nullptr;  // [rows][groups of the linear], for int8: exact
+    size_t groups = 0;            // between rows of sums
 
     template <class T>
     const T* row(int r) const {
         return reinterpret_cast<const T*>(static_cast<const char*>(data) + r * stride);
     }
 
-    Activations from(int r) const { return {form, row<char>(r), stride, scales ? scales + r : nullptr}; }
+    Activations from(int r) const {
+        return {form, row<char>(r), stride, scales ? scales + r : nullptr, sums ? sums + r * groups : nullptr, groups};
+    }
 };
 
 inline Activations floats(const float* x, size_t ld) { return {Form::f32, x, ld * sizeof(float), nullptr}; }
@@ -82,9 +86,16 @@ inline float largest(const float* x, int n) {
 
 typedef int8_t bytes_of_wide __attribute__((vector_size(kWide)));
 
+PENSTOCK_INLINE wide gathered(const float* x, const int32_t* indices) {
+    wide y;
+    for (int j = 0; j < kWide; j++) y[j] = x[indices[j]];
+    return y;
+}
+
 // Rounds x * 127 / max|x| to the nearest integers, halves to even, and returns max|x| / 127. A row without a finite
-// 127 / max|x| becomes zeros; its scale still tells a NaN from a zero.
-inline float convert_to_int8(const float* x, int n, int depth, int8_t* out) {
+// 127 / max|x| becomes zeros; its scale still tells a NaN from a zero. Integer i is that of x[order[i]], if there is
+// an order.
+inline float convert_to_int8(const float* x, const int32_t* order, int n, int depth, int8_t* out) {
     const float most = largest(x, n), factor = 127.0f / most;
     if (!(factor < std::numeric_limits<float>::infinity())) {
         std::memset(out, 0, depth);
@@ -93,12 +104,23 @@ inline float convert_to_int8(const float* x, int n, int depth, int8_t* out) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     int i = 0;
     for (; i + kWide <= n; i += kWide) {
-        const wide_int rounded = (wide_int)(load_as<wide>(x + i) * all<wide>(factor) + all<wide>(magic)) - 0x4b400000;
+        const wide y = order ? gathered(x, order + i) : load_as<wide>(x + i);
+        const wide_int rounded = (wide_int)(y * all<wide>(factor) + all<wide>(magic)) - 0x4b400000;
         const bytes_of_wide bytes = __builtin_convertvector(rounded, bytes_of_wide);
         std::memcpy(out + i, &bytes, sizeof bytes);
     }
-    for (; i < depth; i++) out[i] = i < n ? static_cast<int8_t>(std::nearbyint(x[i] * factor)) : 0;
+    for (; i < n; i++) out[i] = static_cast<int8_t>(std::nearbyint(x[order ? order[i] : i] * factor));
+    std::memset(out + n, 0, depth - n);
     return most / 127.0f;
+}
+
+// The exact sum of each group of a linear.
+inline void sum_groups(const Linear& linear, const int8_t* x, float* out) {
+    for (int g = 0; g < linear.groups(); g++, x += linear.group) {
+        int32_t sum = 0;
+        for (int i = 0; i < linear.group; i++) sum += x[i];
+        out[g] = static_cast<float>(sum);
+    }
 }
 
 // Room for rows of activations in the form of any product.
@@ -109,9 +131,13 @@ class Prepared {
         stride_ = static_cast<size_t>(round_up(depth, 64)) * sizeof(float) + 64;
         data_ = allocate_hot<char>(static_cast<size_t>(round_up(rows, 32)) * stride_);
         scales_ = allocate<float>(round_up(rows, 32));
+        groups_ = divide_up(depth, kLeastGroup);
+        sums_ = allocate<float>(round_up(rows, 32) * groups_);
     }
 
-    Activations activations(Form form) const { return {form, data_.get(), stride(form), scales_.get()}; }
+    Activations activations(Form form) const {
+        return {form, data_.get(), stride(form), scales_.get(), sums_.get(), groups_};
+    }
 
     // Converts row r of a product's activations, k floats.
     void convert(const Linear& linear, int r, const float* x) const {
@@ -120,16 +146,18 @@ class Prepared {
             case Form::f32: std::memcpy(out, x, linear.k * sizeof(float)); break;
             case Form::bf16: to_operands(x, linear.k, linear.depth, reinterpret_cast<BFloat*>(out)); break;
             case Form::int8:
-                scales_[r] = convert_to_int8(x, linear.k, linear.depth, reinterpret_cast<int8_t*>(out));
+                const auto integers = reinterpret_cast<int8_t*>(out);
+                scales_[r] = convert_to_int8(x, linear.permutation.get(), linear.k, linear.depth, integers);
+                sum_groups(linear, integers, sums_.get() + r * groups_);
         }
     }
 
    private:
     size_t stride(Form form) const { return (stride_ - 64) / sizeof(float) * size_of(form) + 64; }
 
-    size_t stride_ = 0;
+    size_t stride_ = 0, groups_ = 0;
     Buffer<char> data_;
-    Buffer<float> scales_;
+    Buffer<float> scales_, sums_;
 };
 
 }  // namespace penstock

@@ -1,11 +1,12 @@
 // Products of integers: rows of int8 activations times panels of int8 or int4 weights.
 //
-// For each group of k: the exact sum of a * (w - zero) in int32, as a float32 times the group's scale, added to the
-// output's sum, groups ascending. Nothing else is rounded, so that every instruction set gives the same bits.
+// For each group of k, ascending: the exact sum of a * w in int32, as a float32 times the group's scale, then the exact
+// sum of a times the group's offset, are added to the output's sum by fused multiply-adds. Nothing else is rounded, so
+// that every instruction set gives the same bits.
 //
 // Instructions that multiply bytes want one side unsigned. AVX-512 adds 128 to int8 weights, AVX2 moves the sign of a
-// weight to the activation; int4 weights are unsigned as they are. What was added, zero points included, is taken off
-// with the sum of the group's activations.
+// weight to the activation; the halves of the bytes of int4 are unsigned as they are. What they are above the weights
+// is taken off with the sum of the group's activations.
 #pragma once
 
 #include "gemm_tiles.h"
@@ -131,37 +132,57 @@ PENSTOCK_INLINE int32_t four_of(const int8_t* a) {
     return x;
 }
 
-inline int32_t sum_of(const int8_t* a, int count) {
-    int32_t sum = 0;
-    for (int i = 0; i < count; i++) sum += a[i];
-    return sum;
+// a * b + c, rounded once: at this width by float64 where there is no such instruction. The sum is rounded to odd, as in
+// fused_multiply_add of linear.py.
+PENSTOCK_INLINE wide fused(wide a, wide b, wide c) {
+#if PENSTOCK_AVX2 || PENSTOCK_NEON
+    return fma(a, b, c);
+#else
+    wide y;
+    for (int i = 0; i < kWide; i++) {
+        const double product = double(a[i]) * b[i], total = product + c[i], added = total - product;
+        const double error = (product - (total - added)) + (c[i] - added);
+        int64_t bits;
+        std::memcpy(&bits, &total, sizeof bits);
+        const bool is_odd = bits & 1, outwards = (error > 0) == (total > 0);
+        if (std::fabs(error) > 0 && !is_odd) bits += outwards ? 1 : -1;
+        double odd;
+        std::memcpy(&odd, &bits, sizeof odd);
+        y[i] = static_cast<float>(odd);
+    }
+    return y;
+#endif
 }
 
-// The sums of a group, `taken_off` from each, times the scales: added to out, or set where it is the first group.
-PENSTOCK_INLINE void fold(const IntegerSums& sums, const IntegerSums& taken_off, const float* scales, float* out,
+// What a group of a panel adds to its 16 outputs.
+struct Factors {
+    const float* scales;
+    const float* offsets;  // or null
+};
+
+PENSTOCK_INLINE Factors factors_of(const Linear& linear, int panel, int group) {
+    const size_t at = static_cast<size_t>(group) * kPanel;
+    return {linear.panel_scales(panel) + at, linear.offsets ? linear.panel_offsets(panel) + at : nullptr};
+}
+
+// Adds a group to out, the sums of 16 outputs, or sets them where it is the first: `sums` of products, less `taken_off`,
+// and the sum of the activations.
+PENSTOCK_INLINE void fold(const IntegerSums& sums, int32_t taken_off, float activations, const Factors& by, float* out,
                           bool first) {
     for (int i = 0; i < kParts; i++) {
-        const wide exact = __builtin_convertvector(sums.part[i] - taken_off.part[i], wide);
-        const wide y = exact * load_as<wide>(scales + i * kWide);
-        store(out + i * kWide, first ? y : load_as<wide>(out + i * kWide) + y);
+        const wide exact = __builtin_convertvector(sums.part[i] - taken_off, wide);
+        wide y = first ? wide{} : load_as<wide>(out + i * kWide);
+        y = fused(exact, load_as<wide>(by.scales + i * kWide), y);
+        if (by.offsets) y = fused(all<wide>(activations), load_as<wide>(by.offsets + i * kWide), y);
+        store(out + i * kWide, y);
     }
-}
-
-PENSTOCK_INLINE IntegerSums widened(const uint8_t* zeros) {
-    typedef uint8_t bytes __attribute__((vector_size(kWide)));
-    IntegerSums x;
-    for (int i = 0; i < kParts; i++) {
-        bytes b;
-        std::memcpy(&b, zeros + i * kWide, sizeof b);
-        x.part[i] = __builtin_convertvector(b, wide_int);
-    }
-    return x;
 }
 
 // What folds a group of a panel that comes soon: too little in one place for the processor to see it coming.
 PENSTOCK_INLINE void fetch_factors(const Linear& linear, int panel, int group) {
-    __builtin_prefetch(linear.panel_scales(panel) + group * kPanel);
-    if (linear.zeros) __builtin_prefetch(linear.panel_zeros(panel) + group * kPanel);
+    const Factors by = factors_of(linear, panel, group);
+    __builtin_prefetch(by.scales);
+    if (by.offsets) __builtin_prefetch(by.offsets);
 }
 
 // Rows x Panels sums of 16 outputs, by vectors.
@@ -189,17 +210,12 @@ void integer_block(const Linear& linear, int panel, const Activations& x, float*
                     });
                 }
             });
+        const int shift = kInt4 ? -linear.int4_lowest() : kSignedOffset;
         for (int r = 0; r < Rows; r++) {
-            const bool shifted = kInt4 || kSignedOffset != 0;
-            const int32_t activations = shifted ? sum_of(x.row<int8_t>(r) + g * length, length) : 0;
-            for (int p = 0; p < Panels; p++) {
-                const size_t factors = static_cast<size_t>(g) * kPanel;
-                IntegerSums taken_off = {};
-                if constexpr (kInt4) taken_off = widened(linear.panel_zeros(panel + p) + factors);
-                for (wide_int& part : taken_off.part) part = kInt4 ? part * activations : part + kSignedOffset * activations;
-                fold(parts[r][p], taken_off, linear.panel_scales(panel + p) + factors,
+            const float activations = x.sums[r * x.groups + g];
+            for (int p = 0; p < Panels; p++)
+                fold(parts[r][p], shift * static_cast<int32_t>(activations), activations, factors_of(linear, panel + p, g),
                      sums + p * by_panel + r * kPanel, g == 0);
-            }
         }
     }
 }
@@ -236,19 +252,19 @@ void multiply_by_vectors(const Linear& linear, int panel, int panels, const Acti
 
 #if PENSTOCK_TILES
 
-// A step of half the depth, for groups that are no multiple of a whole one.
+// Steps of a half and a quarter of the depth, for groups that are no multiple of a whole one.
 constexpr TileShapes kHalfTiles = {1, 0, {}, {64, 64, 64, 64, 32, 32, 64, 64}, {16, 16, 16, 16, 16, 16, 8, 8}};
+constexpr TileShapes kQuarterTiles = {1, 0, {}, {64, 64, 64, 64, 16, 16, 64, 64}, {16, 16, 16, 16, 16, 16, 4, 4}};
 constexpr int kMostUnpacked = 128;  // k of int4 at a time
 
-// int4 weights of one panel, k from `from`, as int8 less their zero points.
+// int4 weights of one panel, k from `from`, as int8.
 inline void unpack_int4(const Linear& linear, int panel, int from, int count, int8_t* out) {
     const uint8_t* in = linear.panel<uint8_t>(panel) + static_cast<size_t>(from) * kPanel / 2;
-    uint8_t zeros[kQuad];
-    for (int i = 0; i < kQuad; i++) zeros[i] = linear.panel_zeros(panel)[from / linear.group * kPanel + i / 4];
+    const int lowest = linear.int4_lowest();
     for (int k = 0; k < count; k += 8, in += kQuad, out += 2 * kQuad)
         for (int i = 0; i < kQuad; i++) {
-            out[i] = static_cast<int8_t>((in[i] & 15) - zeros[i]);
-            out[kQuad + i] = static_cast<int8_t>((in[i] >> 4) - zeros[i]);
+            out[i] = static_cast<int8_t>((in[i] & 15) + lowest);
+            out[kQuad + i] = static_cast<int8_t>((in[i] >> 4) + lowest);
         }
 }
 
@@ -258,8 +274,9 @@ void multiply_by_tiles(const Linear& linear, int panel, int panels, const Activa
                        size_t by_panel) {
     constexpr int kTileSums = kTileHeight * kPanel;
     const int groups = linear.groups(), length = groups == 1 ? linear.depth : linear.group;
-    const int step = length % 64 == 0 ? 64 : 32, at_once = kInt4 ? std::min(length, kMostUnpacked) : length;
-    use_tiles(step == 64 ? kWholeTiles : kHalfTiles);
+    const int step = length % 64 == 0 ? 64 : length % 32 == 0 ? 32 : 16;
+    const int at_once = kInt4 ? std::min(length, kMostUnpacked) : length;
+    use_tiles(step == 64 ? kWholeTiles : step == 32 ? kHalfTiles : kQuarterTiles);
     alignas(64) int8_t unpacked[kInt4 ? 2 * kMostUnpacked * kPanel : 1];
     alignas(64) int32_t found[2 * 2 * kTileSums];
     const size_t b_panel = kInt4 ? static_cast<size_t>(at_once) * kPanel : linear.panel_bytes();
@@ -284,7 +301,7 @@ void multiply_by_tiles(const Linear& linear, int panel, int panels, const Activa
                     for (int r = 0; r < std::min(2 * kTileHeight, rows - t); r++) {
                         IntegerSums exact;
                         std::memcpy(&exact, found + q * 2 * kTileSums + r * kPanel, sizeof exact);
-                        fold(exact, {}, linear.panel_scales(panel + p + q) + static_cast<size_t>(g) * kPanel,
+                        fold(exact, 0, x.sums[(t + r) * x.groups + g], factors_of(linear, panel + p + q, g),
                              sums + (p + q) * by_panel + (t + r) * kPanel, g == 0);
                     }
             }

@@ -30,7 +30,8 @@ class _Source(ctypes.Structure):
         ("group", c_int32),
         ("weight", c_void_p),
         ("scales", c_void_p),
-        ("zeros", c_void_p),
+        ("offsets", c_void_p),
+        ("permutation", c_void_p),
         ("bias", c_void_p),
     ]
 
@@ -127,7 +128,8 @@ class PackedLinear:
             group=group_size,
             weight=kept["weight"].data_ptr(),
             scales=pointer(kept.get("scale")),
-            zeros=pointer(kept.get("zero")),
+            offsets=pointer(kept.get("offset")),
+            permutation=pointer(kept.get("permutation")),
             bias=pointer(biases),
         )
         self.handle = created(team.library.call("penstock_linear_new", team.handle, ctypes.byref(source)))

@@ -5,7 +5,7 @@
 //     bfloat16 for tiles           [k / 2][16][2]
 //     int8                         [k / 4][16][4]
 //     int4                         [k / 8][16][4] bytes, low halves for four k, high halves for the next four
-// The integers have a scale for every output and group of k, int4 a zero point too: [group][16] in each panel.
+// The integers have a scale for every output and group of k, and maybe an offset: [group][16] in each panel.
 //
 // A gated linear (source: I gate rows, then I up rows) interleaves its panels: panel 2j has gates 16j to 16j + 15,
 // panel 2j + 1 the ups of the same indices, so that silu(gate) * up is computed where both were.
@@ -21,6 +21,8 @@
 namespace penstock {
 
 constexpr int kPanel = 16;
+constexpr int kLeastGroup = 16;         // of integers that share a scale: what a step of tiles takes at least
+constexpr int kMostIntegers = 1 << 17;  // in a row: the sum of so many products of int8 fits int32
 
 enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2, int8 = 3, int4 = 4 };
 
@@ -56,11 +58,12 @@ inline Form form_for([[maybe_unused]] Type type) {
 // What a linear is packed from.
 struct LinearSource {
     int32_t type, rows, k, gated;
-    int32_t group;        // k per scale, of integers: k itself, or a multiple of 32 that divides it
-    const void* weight;   // [rows][k]; int4 as a byte each, 0 to 15
-    const float* scales;  // [rows][k / group], or null
-    const uint8_t* zeros; // the same, or null
-    const float* bias;    // [rows], or null
+    int32_t group;               // k per scale, of integers: k itself, or a multiple of 16 that divides it
+    const void* weight;          // [rows][k]; int4 as a byte each, -8 to 7, or 0 to 15 where there are offsets
+    const float* scales;         // [rows][k / group], or null
+    const float* offsets;        // the same, or null
+    const int32_t* permutation;  // [k]: weight i multiplies input permutation[i]; or null. Of integers only
+    const float* bias;           // [rows], or null
 };
 
 struct Linear {
@@ -75,7 +78,8 @@ struct Linear {
     Buffer<char> data;
     Buffer<float> bias;     // in panel order, or null
     Buffer<float> scales;   // [panel][group][16], or null
-    Buffer<uint8_t> zeros;  // the same, or null
+    Buffer<float> offsets;  // the same, or null
+    Buffer<int32_t> permutation;
 
     int groups() const { return divide_up(k, group); }
     int outputs() const { return gated ? 2 * n : n; }
@@ -87,7 +91,7 @@ struct Linear {
 
     size_t bytes() const {
         const size_t factors = static_cast<size_t>(panels) * groups() * kPanel;
-        return panels * panel_bytes() + factors * ((scales ? sizeof(float) : 0) + (zeros ? 1 : 0));
+        return panels * panel_bytes() + factors * sizeof(float) * ((scales ? 1 : 0) + (offsets ? 1 : 0));
     }
 
     template <class W>
@@ -96,7 +100,10 @@ struct Linear {
     }
 
     const float* panel_scales(int p) const { return scales.get() + static_cast<size_t>(p) * groups() * kPanel; }
-    const uint8_t* panel_zeros(int p) const { return zeros.get() + static_cast<size_t>(p) * groups() * kPanel; }
+    const float* panel_offsets(int p) const { return offsets.get() + static_cast<size_t>(p) * groups() * kPanel; }
+
+    // What the halves of the bytes of int4 stand for, less themselves.
+    int int4_lowest() const { return offsets ? 0 : -8; }
 
     // Source row of column c of panel p, -1 in the padding.
     int source_row(int p, int c) const {
@@ -138,11 +145,12 @@ struct Linear {
             int w;
             if (type == Type::int4) {
                 const auto [byte, high] = nibble(at);
-                w = (panel<uint8_t>(p)[byte] >> (high ? 4 : 0) & 15) - panel_zeros(p)[factor];
+                w = (panel<uint8_t>(p)[byte] >> (high ? 4 : 0) & 15) + int4_lowest();
             } else {
                 w = panel<int8_t>(p)[at];
             }
-            out[i] = static_cast<float>(w) * panel_scales(p)[factor];
+            const float offset = offsets ? panel_offsets(p)[factor] : 0.0f;
+            out[permutation ? permutation[i] : i] = static_cast<float>(w) * panel_scales(p)[factor] + offset;
         }
     }
 };
@@ -160,30 +168,29 @@ void pack_panel(const Linear& linear, const Word* source, int p) {
     }
 }
 
-inline void pack_nibbles(const Linear& linear, const uint8_t* source, int p) {
+inline void pack_nibbles(const Linear& linear, const int8_t* source, int p) {
     uint8_t* out = reinterpret_cast<uint8_t*>(linear.data.get() + p * linear.panel_bytes());
     std::memset(out, 0, linear.panel_bytes());
     for (int c = 0; c < kPanel; c++) {
         const int row = linear.source_row(p, c);
         if (row < 0) continue;
-        const uint8_t* in = source + static_cast<size_t>(row) * linear.k;
+        const int8_t* in = source + static_cast<size_t>(row) * linear.k;
         for (int i = 0; i < linear.k; i++) {
             const auto [byte, high] = Linear::nibble(linear.place(i, c));
-            out[byte] |= static_cast<uint8_t>((in[i] & 15) << (high ? 4 : 0));
+            out[byte] |= static_cast<uint8_t>((in[i] - linear.int4_lowest() & 15) << (high ? 4 : 0));
         }
     }
 }
 
-// Factors of every output and group in panel order; `padding` for outputs that are not there.
-template <class T>
-Buffer<T> pack_factors(const Linear& linear, const T* source, int groups, T padding) {
-    Buffer<T> out = allocate<T>(static_cast<size_t>(linear.panels) * groups * kPanel);
+// Factors of every output and group in panel order; 0 for outputs that are not there.
+inline Buffer<float> pack_factors(const Linear& linear, const float* source, int groups) {
+    Buffer<float> out = allocate<float>(static_cast<size_t>(linear.panels) * groups * kPanel);
     for (int p = 0; p < linear.panels; p++)
         for (int g = 0; g < groups; g++)
             for (int c = 0; c < kPanel; c++) {
                 const int row = linear.source_row(p, c);
-                const T* in = source + static_cast<size_t>(row) * groups + g;
-                out[(static_cast<size_t>(p) * groups + g) * kPanel + c] = row < 0 ? padding : *in;
+                out[(static_cast<size_t>(p) * groups + g) * kPanel + c] =
+                    row < 0 ? 0.0f : source[static_cast<size_t>(row) * groups + g];
             }
     return out;
 }
@@ -192,29 +199,34 @@ Buffer<T> pack_factors(const Linear& linear, const T* source, int groups, T padd
 inline int padded_depth(Form form, int k, int group) {
     if (form == Form::f32) return k;
     if (form == Form::bf16) return round_up(k, 32);
-    return round_up(k, group % 64 == 0 || group == k ? 64 : 32);
+    return group == k ? round_up(k, 64) : k;
 }
 
 inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
     const Type type = static_cast<Type>(source.type);
     const bool gated = source.gated != 0;
     const int k = source.k, group = is_integer(type) ? source.group : std::max(1, k);
-    if (k % std::max(1, group) || (group != k && group % 32)) return nullptr;
+    if (k % std::max(1, group) || (group != k && group % kLeastGroup)) return nullptr;
+    if (is_integer(type) && k > kMostIntegers) return nullptr;
     const Form form = form_for(type);
     const int n = gated ? source.rows / 2 : source.rows;
     const int panels = divide_up(n, kPanel) * (gated ? 2 : 1);
     auto linear = std::make_unique<Linear>(
-        Linear{type, form, n, k, padded_depth(form, k, group), group, gated, panels, {}, {}, {}, {}});
+        Linear{type, form, n, k, padded_depth(form, k, group), group, gated, panels, {}, {}, {}, {}, {}});
     linear->data = allocate<char>(panels * linear->panel_bytes());
-    if (source.bias) linear->bias = pack_factors(*linear, source.bias, 1, 0.0f);
-    if (source.scales) linear->scales = pack_factors(*linear, source.scales, linear->groups(), 0.0f);
-    if (source.zeros) linear->zeros = pack_factors(*linear, source.zeros, linear->groups(), uint8_t{0});
+    if (source.bias) linear->bias = pack_factors(*linear, source.bias, 1);
+    if (source.scales) linear->scales = pack_factors(*linear, source.scales, linear->groups());
+    if (source.offsets) linear->offsets = pack_factors(*linear, source.offsets, linear->groups());
+    if (source.permutation) {
+        linear->permutation = allocate<int32_t>(k);
+        std::copy(source.permutation, source.permutation + k, linear->permutation.get());
+    }
     run_chunks(team, static_cast<uint32_t>(panels), [&](uint32_t p, int) {
         const int panel = static_cast<int>(p);
         switch (type) {
             case Type::f32: return pack_panel(*linear, static_cast<const uint32_t*>(source.weight), panel);
             case Type::int8: return pack_panel(*linear, static_cast<const uint8_t*>(source.weight), panel);
-            case Type::int4: return pack_nibbles(*linear, static_cast<const uint8_t*>(source.weight), panel);
+            case Type::int4: return pack_nibbles(*linear, static_cast<const int8_t*>(source.weight), panel);
             default: return pack_panel(*linear, static_cast<const uint16_t*>(source.weight), panel);
         }
     });

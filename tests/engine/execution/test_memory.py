@@ -54,7 +54,7 @@ def test_quantized_weights_take_their_integers_scales_and_the_rest_in_16_bits(ti
     outputs = [(2 * hidden, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)]
     eight_bits = sum(rows * (columns + 4) for rows, columns in outputs)
     four_bits = sum(
-        rows * (columns // 2 + 5 * columns // (32 if columns == 96 else 64)) for rows, columns in outputs
+        rows * (columns // 2 + 8 * columns // (32 if columns == 96 else 64)) for rows, columns in outputs
     )
     rest = 2 * (vocab * hidden + 7 * hidden) + vocab * (hidden + 4)  # embedding, norms; the head
     assert (

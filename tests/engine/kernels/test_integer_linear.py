@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.kernels import linear as module
 from engine.kernels.cpu.native import PackedLinear, Team
-from engine.kernels.linear import IntegerLinear, quantize_rows
+from engine.kernels.linear import IntegerLinear, fused_multiply_add, quantize_rows
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
 from tests.engine import ranges
@@ -25,27 +25,53 @@ from tests.engine.ranges import assert_within
 def formats(draw: st.DrawFn) -> tuple[Integers, int]:
     """A format, and a number of inputs for it."""
     if draw(st.booleans()):
-        group_size = draw(st.sampled_from([32, 64, 128]))
-        return Integers(draw(st.sampled_from([4, 8])), group_size), group_size * draw(st.integers(1, 6))
-    in_features = draw(st.integers(1, 1100))
-    return Integers(8, in_features), in_features
+        group_size = draw(st.sampled_from([16, 32, 48, 64, 128]))
+        in_features = group_size * draw(st.integers(2, 6))
+    else:
+        in_features = group_size = draw(st.integers(1, 1100))
+    bits, has_offset, is_permuted = draw(st.sampled_from([4, 8])), draw(st.booleans()), draw(st.booleans())
+    return Integers(bits, group_size, has_offset, is_permuted), in_features
+
+
+def random_tensors(format: Integers, rows: int, in_features: int, generator: torch.Generator) -> NamedTensors:
+    """Any integers that the format can have, the least and the largest included."""
+    shapes = dict(format.shapes(rows, in_features))
+    steps = torch.randint(0, 1 << format.bits, shapes["weight"], generator=generator)
+    tensors = {"weight": (steps + format.lowest).to(torch.int8)}
+    for name in ("scale", "offset"):
+        if name in shapes:
+            tensors[name] = torch.randn(shapes[name], generator=generator)
+    if format.is_permuted:
+        tensors["permutation"] = torch.randperm(in_features, generator=generator).int()
+    return tensors
+
+
+def nearest_float32(number: Fraction) -> np.float32:
+    """The float32 next to a number; of two, the one whose last bit is 0."""
+    guess = np.float32(float(number))
+    near = [guess, np.nextafter(guess, np.float32(np.inf)), np.nextafter(guess, np.float32(-np.inf))]
+    return min(near, key=lambda x: (abs(Fraction(float(x)) - number), int(x.view(np.int32)) & 1))
 
 
 def product_by_hand(x: Tensor, tensors: NamedTensors, format: Integers, bias: Tensor | None) -> np.ndarray:
-    """One multiplication and one addition at a time, in numpy's float32."""
+    """One operation at a time: integers and fractions, rounded where the specification rounds."""
     weight, scale = tensors["weight"].long().numpy(), tensors["scale"].numpy()
-    zero = tensors["zero"].long().numpy() if format.bits == 4 else np.zeros(scale.shape, np.int64)
+    order = tensors["permutation"].numpy() if format.is_permuted else np.arange(x.shape[1])
     out = np.zeros((x.shape[0], weight.shape[0]), np.float32)
     for row, values in enumerate(x.numpy()):
         largest = np.abs(values).max()
         factor = np.float32(127) / largest if largest else np.float32(0)
-        integers = np.clip(np.rint(values * factor), -127, 127).astype(np.int64)
+        integers = np.clip(np.rint(values * factor), -127, 127).astype(np.int64)[order]
         for output in range(weight.shape[0]):
             total = np.float32(0)
             for group in range(scale.shape[1]):
                 part = slice(group * format.group_size, (group + 1) * format.group_size)
-                exact = int(integers[part] @ (weight[output, part] - zero[output, group]))
-                total = total + np.float32(exact) * scale[output, group]
+                terms = [(int(integers[part] @ weight[output, part]), scale[output, group])]
+                if format.has_offset:
+                    terms.append((int(integers[part].sum()), tensors["offset"].numpy()[output, group]))
+                for exact, by in terms:
+                    rounded = Fraction(float(np.float32(exact)))
+                    total = nearest_float32(rounded * Fraction(float(by)) + Fraction(float(total)))
             out[row, output] = total * (largest / np.float32(127))
     return out if bias is None else out + bias.numpy()
 
@@ -57,11 +83,51 @@ def test_the_product_is_what_the_arithmetic_says(
 ) -> None:
     format, in_features = chosen
     generator = torch.Generator().manual_seed(seed)
-    tensors = format.quantize(torch.randn(rows, in_features, generator=generator))
+    tensors = random_tensors(format, rows, in_features, generator)
     bias = torch.randn(rows, generator=generator) if biased else None
     x = torch.randn(num_tokens, in_features, generator=generator)
     found = IntegerLinear(tensors, format, bias)(x)
     assert np.array_equal(found.numpy(), product_by_hand(x, tensors, format, bias))
+
+
+@settings(max_examples=25)
+@given(formats(), st.integers(0, 1000))
+def test_the_product_is_near_that_of_the_weight_it_stands_for(
+    chosen: tuple[Integers, int], seed: int
+) -> None:
+    format, in_features = chosen
+    generator = torch.Generator().manual_seed(seed)
+    tensors = random_tensors(format, 5, in_features, generator)
+    x = torch.randn(3, in_features, generator=generator)
+    integers, row_scale = quantize_rows(x)
+    rounded, weight = (integers * row_scale).double(), format.unpack(tensors).double()
+    error = (IntegerLinear(tensors, format, None)(x) - rounded @ weight.T).abs()
+    largest = tensors["weight"].double().abs().max() * tensors["scale"].double().abs().max()
+    largest += max(
+        (tensor.double().abs().max() for name, tensor in tensors.items() if name == "offset"), default=0
+    )
+    assert bool((error <= 1e-6 * rounded.abs().sum(-1, keepdim=True) * largest).all())
+
+
+@given(st.lists(st.floats(-(2.0**60), 2.0**60, width=32), min_size=3, max_size=3))
+def test_a_fused_multiply_add_is_rounded_once(values: list[float]) -> None:
+    a, b, c = (Fraction(value) for value in values)
+    assert float(fused_multiply_add(*torch.tensor(values).unbind())) == float(nearest_float32(a * b + c))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_sum_just_beside_a_tie_is_not_taken_for_one(sign: int) -> None:
+    """(1 + 2^-23) * (1 - 2^-23) lacks 2^-46 of 1: a float64 that holds the sum does not show it."""
+    a, b = torch.tensor(1 + 2.0**-23), torch.tensor(2.0**-24 * (1 - 2.0**-23))
+    middle = torch.tensor(1 + 2.0**-23)
+    assert float((a.double() * b.double() + middle).float()) != float(middle)
+    assert float(fused_multiply_add(a * sign, b, middle)) == float(middle)
+    assert float(fused_multiply_add(a * sign, b, -middle)) == -float(middle)
+
+
+def test_what_is_infinite_stays_so() -> None:
+    infinite = torch.tensor([torch.inf, -torch.inf])
+    assert torch.equal(fused_multiply_add(torch.ones(2), torch.ones(2), infinite), infinite)
 
 
 def test_sums_beyond_float32_are_exact() -> None:
@@ -105,24 +171,24 @@ def test_a_row_that_is_not_a_number_stays_one_and_harms_no_other() -> None:
 
 
 def test_leading_dimensions_are_kept() -> None:
-    format = Integers(4, 32)
+    format = Integers(4, 32, has_offset=True)
     linear = IntegerLinear(format.quantize(torch.randn(5, 64)), format, torch.randn(5))
     x = torch.randn(2, 3, 64)
     assert torch.equal(linear(x), linear(x.view(6, 64)).view(2, 3, 5))
-    assert linear.num_bytes == 5 * 64 + 5 * 2 * 5
+    assert linear.num_bytes == 5 * 64 + 5 * 2 * 8
 
 
 # ---- native, at every level ----
 
 
-@settings(max_examples=60)
-@given(formats(), st.integers(1, 70), st.integers(1, 40), st.booleans(), st.integers(0, 1000))
+@settings(max_examples=80)
+@given(formats(), st.integers(1, 70), st.integers(1, 70), st.booleans(), st.integers(0, 1000))
 def test_the_native_product_has_the_same_bits(
     team: Team, chosen: tuple[Integers, int], rows: int, num_tokens: int, biased: bool, seed: int
 ) -> None:
     format, in_features = chosen
     generator = torch.Generator().manual_seed(seed)
-    tensors = format.quantize(torch.randn(rows, in_features, generator=generator))
+    tensors = random_tensors(format, rows, in_features, generator)
     bias = torch.randn(rows, generator=generator) if biased else None
     x = torch.randn(num_tokens, in_features, generator=generator)
     x[0, 0] = 0
@@ -132,10 +198,26 @@ def test_the_native_product_has_the_same_bits(
     assert torch.equal(packed.dense(), format.unpack(tensors))
 
 
-@pytest.mark.parametrize("format", [Integers(8, 96), Integers(4, 32)])
+@pytest.mark.parametrize("has_offset", [False, True])
+@pytest.mark.parametrize(("bits", "group_size"), [(8, 2176), (8, 64), (4, 2176), (4, 128), (4, 32), (4, 16)])
+@pytest.mark.parametrize("num_tokens", [1, 7, 300])
+def test_a_long_native_product_has_the_same_bits(
+    team: Team, bits: int, group_size: int, has_offset: bool, num_tokens: int
+) -> None:
+    """More inputs than are unpacked at a time, more rows and panels than are multiplied at a time."""
+    format = Integers(bits, group_size, has_offset)
+    generator = torch.Generator().manual_seed(0)
+    tensors = random_tensors(format, 200, 2176, generator)
+    x = torch.randn(num_tokens, 2176, generator=generator)
+    assert torch.equal(
+        PackedLinear.of_integers(team, tensors, format, None)(x), IntegerLinear(tensors, format, None)(x)
+    )
+
+
+@pytest.mark.parametrize("format", [Integers(8, 96), Integers(4, 32, has_offset=True)])
 def test_a_gated_native_linear_gates_the_same_products(team: Team, format: Integers) -> None:
     generator = torch.Generator().manual_seed(0)
-    tensors = format.quantize(torch.randn(2 * 21, 96, generator=generator))
+    tensors = random_tensors(format, 2 * 21, 96, generator)
     x = torch.randn(9, 96, generator=generator)
     found = PackedLinear.of_integers(team, tensors, format, None, gated=True)(x)
     gate, up = IntegerLinear(tensors, format, None)(x).chunk(2, dim=-1)

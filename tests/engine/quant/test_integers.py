@@ -11,10 +11,10 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.quant import integers as module
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Integers, Quantization
+from engine.quant.integers import Integers, Quantization, common_format, widen
 
 FORMATS = st.sampled_from(
-    [Integers(8, 7), Integers(8, 64), Integers(8, 1), Integers(4, 32), Integers(4, 64), Integers(4, 128)]
+    [Integers(8, 7), Integers(8, 64), Integers(8, 1), *(Integers(4, size, True) for size in (32, 64, 128))]
 )
 SCALES = st.sampled_from([1e-38, 1e-20, 0.02, 1.0, 3e4])
 
@@ -28,15 +28,13 @@ def random_weight(rows: int, columns: int, scale: float, seed: int) -> Tensor:
 
 def assert_within_format(format: Integers, tensors: NamedTensors, rows: int, columns: int) -> None:
     assert {name: tensor.shape for name, tensor in tensors.items()} == dict(format.shapes(rows, columns))
-    low, high, dtype = (0, 15, torch.uint8) if format.bits == 4 else (-127, 127, torch.int8)
+    low, high = (0, 15) if format.bits == 4 else (-127, 127)
     weight = tensors["weight"]
-    assert weight.dtype == dtype
+    assert weight.dtype == torch.int8
     assert low <= int(weight.min()) <= int(weight.max()) <= high
-    assert tensors["scale"].dtype == torch.float32
-    assert bool(tensors["scale"].isfinite().all())
-    if format.bits == 4:
-        assert tensors["zero"].dtype == torch.uint8
-        assert int(tensors["zero"].max()) <= 15
+    for name in ("scale", "offset") if format.has_offset else ("scale",):
+        assert tensors[name].dtype == torch.float32
+        assert bool(tensors[name].isfinite().all())
 
 
 @settings(max_examples=60)
@@ -65,7 +63,7 @@ def test_four_bits_are_at_least_as_good_as_sixteen_even_steps_of_the_range(
     group_size: int, seed: int
 ) -> None:
     weight = random_weight(4, 2 * group_size, 1.0, seed)
-    format = Integers(4, group_size)
+    format = Integers(4, group_size, has_offset=True)
     groups = weight.view(4, 2, group_size)
     low = groups.amin(-1, keepdim=True).clamp(max=0)
     step = (groups.amax(-1, keepdim=True).clamp(min=0) - low) / 15
@@ -80,17 +78,17 @@ def test_values_that_integers_can_stand_for_come_back() -> None:
     grid = torch.arange(-127, 128).float().repeat(2, 1) * torch.tensor([[0.5], [4.0]])
     eight = Integers(8, 255)
     assert torch.equal(eight.unpack(eight.quantize(grid)), grid)
-    four = Integers(4, 32)
+    four = Integers(4, 32, has_offset=True)
     steps = (torch.arange(32) % 16 - 5).float().repeat(2, 1) * torch.tensor([[0.5], [4.0]])
     assert torch.equal(four.unpack(four.quantize(steps)), steps)
 
 
-@pytest.mark.parametrize("format", [Integers(8, 64), Integers(4, 64)])
+@pytest.mark.parametrize("format", [Integers(8, 64), Integers(4, 64, has_offset=True)])
 def test_zeros_stay_zeros(format: Integers) -> None:
     assert not format.unpack(format.quantize(torch.zeros(3, 128))).any()
 
 
-@pytest.mark.parametrize("format", [Integers(8, 64), Integers(4, 32)])
+@pytest.mark.parametrize("format", [Integers(8, 64), Integers(4, 32, has_offset=True)])
 def test_a_row_is_rounded_alone(monkeypatch: pytest.MonkeyPatch, format: Integers) -> None:
     weight = random_weight(11, 64, 1.0, 0)
     whole = format.quantize(weight)
@@ -105,21 +103,24 @@ def test_a_row_is_rounded_alone(monkeypatch: pytest.MonkeyPatch, format: Integer
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_weight_of_16_bits_is_rounded_as_if_it_were_float32(dtype: torch.dtype) -> None:
     weight = random_weight(5, 64, 0.02, 0).to(dtype)
-    for name, tensor in Integers(4, 64).quantize(weight).items():
-        assert torch.equal(tensor, Integers(4, 64).quantize(weight.float())[name])
+    format = Integers(4, 64, has_offset=True)
+    for name, tensor in format.quantize(weight).items():
+        assert torch.equal(tensor, format.quantize(weight.float())[name])
 
 
 def test_the_bytes_of_a_packed_weight() -> None:
     assert Integers(8, 256).num_bytes(10, 256) == 10 * 256 + 10 * 4
-    assert Integers(4, 64).num_bytes(10, 256) == 10 * 128 + 10 * 4 * 5
+    assert Integers(4, 64).num_bytes(10, 256) == 10 * 128 + 10 * 4 * 4
+    assert Integers(4, 64, has_offset=True).num_bytes(10, 256) == 10 * 128 + 10 * 4 * 8
+    assert Integers(8, 64, is_permuted=True).num_bytes(10, 256) == 10 * 256 + 10 * 4 * 4 + 256 * 4
 
 
 def test_groups_are_whole_rows_for_8_bits_and_what_divides_for_4() -> None:
     assert Quantization.of("int8").layer_format(3, 100) == Integers(8, 100)
     assert Quantization.of("int8", 32).layer_format(0, 96) == Integers(8, 32)
-    assert Quantization.of("int4").layer_format(1, 576) == Integers(4, 64)
-    assert Quantization.of("int4").layer_format(1, 96) == Integers(4, 32)
-    assert Quantization.of("int4", 128).layer_format(1, 256) == Integers(4, 128)
+    assert Quantization.of("int4").layer_format(1, 576) == Integers(4, 64, has_offset=True)
+    assert Quantization.of("int4").layer_format(1, 96) == Integers(4, 32, has_offset=True)
+    assert Quantization.of("int4", 128).layer_format(1, 256) == Integers(4, 128, has_offset=True)
 
 
 def test_the_first_layer_and_the_head_have_8_bits() -> None:
@@ -142,3 +143,71 @@ def test_groups_that_do_not_divide_are_one_line(
     with pytest.raises(CheckpointError, match=said) as caught:
         quantization.layer_format(1, in_features)
     assert "\n" not in str(caught.value)
+
+
+# ---- formats that are multiplied together ----
+
+
+def random_tensors(format: Integers, rows: int, columns: int, generator: torch.Generator) -> NamedTensors:
+    """Any integers of the format. The scales are those of 16-bit checkpoints, whose products with them are exact."""
+    shapes = dict(format.shapes(rows, columns))
+    steps = torch.randint(0, 1 << format.bits, shapes["weight"], generator=generator)
+    tensors = {"weight": (steps + format.lowest).to(torch.int8)}
+    for name in ("scale", "offset"):
+        if name in shapes:
+            tensors[name] = torch.randn(shapes[name], generator=generator).half().float()
+    if format.is_permuted:
+        tensors["permutation"] = torch.randperm(columns, generator=torch.Generator().manual_seed(0)).int()
+    return tensors
+
+
+def formats_of(columns: int, is_permuted: bool) -> st.SearchStrategy[Integers]:
+    sizes = st.sampled_from([16, 32, 48, 64, columns])
+    return st.builds(Integers, st.sampled_from([4, 8]), sizes, st.booleans(), st.just(is_permuted))
+
+
+@settings(max_examples=60)
+@given(
+    st.booleans().flatmap(lambda is_permuted: st.lists(formats_of(192, is_permuted), min_size=1, max_size=3)),
+    st.integers(0, 1000),
+)
+def test_weights_of_a_common_format_are_the_same_and_can_be_joined(
+    formats: list[Integers], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts = [random_tensors(format, 2 + index, 192, generator) for index, format in enumerate(formats)]
+    common = common_format(formats)
+    widened = [widen(part, format, common) for part, format in zip(parts, formats, strict=True)]
+    for index, part in enumerate(widened):
+        assert {name: tensor.shape for name, tensor in part.items()} == dict(common.shapes(2 + index, 192))
+        assert part["weight"].dtype == torch.int8
+        assert common.lowest <= int(part["weight"].min())
+        assert int(part["weight"].max()) < common.lowest + (1 << common.bits)
+    expected = torch.cat([format.unpack(part) for part, format in zip(parts, formats, strict=True)])
+    assert torch.equal(common.unpack(common.join(widened)), expected)
+
+
+def test_a_common_format_has_the_finest_groups_the_most_bits_and_offsets_if_one_has() -> None:
+    formats = [Integers(4, 48), Integers(4, 32, has_offset=True)]
+    assert common_format(formats) == Integers(4, 16, has_offset=True)
+    assert common_format([Integers(4, 64), Integers(8, 128)]) == Integers(8, 64)
+    assert common_format([Integers(8, 100)]) == Integers(8, 100)
+
+
+def test_inputs_in_different_orders_cannot_be_multiplied_together() -> None:
+    format = Integers(4, 32, is_permuted=True)
+    with pytest.raises(CheckpointError, match="only some of the weights"):
+        common_format([format, Integers(4, 32)])
+    part = random_tensors(format, 1, 64, torch.Generator())
+    with pytest.raises(CheckpointError, match="permuted in different ways"):
+        format.join([part, {**part, "permutation": part["permutation"].flip(0)}])
+
+
+def test_a_permuted_weight_comes_back_in_the_order_of_its_inputs() -> None:
+    format = Integers(8, 3, is_permuted=True)
+    tensors = {
+        "weight": torch.tensor([[1, 2, 3]], dtype=torch.int8),
+        "scale": torch.tensor([[2.0]]),
+        "permutation": torch.tensor([2, 0, 1], dtype=torch.int32),
+    }
+    assert format.unpack(tensors).tolist() == [[4.0, 6.0, 2.0]]
