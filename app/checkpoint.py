@@ -35,8 +35,11 @@ def is_hub_id(model: str) -> bool:
     return _HUB_ID.fullmatch(model) is not None and not Path(model).exists() and not is_gguf(Path(model))
 
 
-def find_checkpoint(model: str | None) -> Path:
+def find_checkpoint(model: str | None, argument: str = "--model") -> Path:
     """The checkpoint's directory, fetched from the hub if it has to be, or its GGUF file.
+
+    Args:
+        argument: what names the model on the command line.
 
     Raises:
         OperatorError: there is none, or it lacks a file.
@@ -44,12 +47,12 @@ def find_checkpoint(model: str | None) -> Path:
     if model is None:
         return check_files(DEMO_MODEL, "the demo model")
     if is_hub_id(model):
-        return check_files(_fetch(model), f"--model {model}")
+        return check_files(_fetch(model, argument), f"{argument} {model}")
     path = Path(model).expanduser()
     if not is_gguf(path) or path.is_dir():
-        return check_files(path, f"--model {model}")
+        return check_files(path, f"{argument} {model}")
     if not path.is_file():
-        raise OperatorError(f"--model {model}: there is no file {path}")
+        raise OperatorError(f"{argument} {model}: there is no file {path}")
     return path
 
 
@@ -94,11 +97,11 @@ def _identity(checkpoint: Path) -> Iterator[tuple[Path, int]]:
             yield path, path.stat().st_size if path.suffix == ".json" else 0
 
 
-def _fetch(hub_id: str) -> Path:
+def _fetch(hub_id: str, argument: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_FETCHED)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise OperatorError(f"--model {hub_id}: no such directory, and the hub says: {error}") from None
+        raise OperatorError(f"{argument} {hub_id}: no such directory, and the hub says: {error}") from None
