@@ -275,9 +275,10 @@ class Engine:
         num_prefill = plan.num_tokens - num_decode - num_draft
         if plan.chunks:
             self._queue.observe(self._load(scheduler, plan, num_prefill, now - started))
-            if scheduler.drafting is not None and error is None:
-                scheduler.drafting.costs.observe(plan.num_tokens, now - started)
         counters, before = scheduler.counters, self._reported
+        num_accepted = counters.num_accepted_tokens - before.num_accepted_tokens
+        if scheduler.drafting is not None and plan.chunks and error is None:
+            scheduler.drafting.observe(plan, num_accepted, now - started)
         self._deliver(
             StepReport(
                 outputs=self._undelivered,
@@ -286,7 +287,7 @@ class Engine:
                 num_prefill_tokens=num_prefill,
                 num_decode_tokens=num_decode,
                 num_draft_tokens=num_draft,
-                num_accepted_tokens=counters.num_accepted_tokens - before.num_accepted_tokens,
+                num_accepted_tokens=num_accepted,
                 num_running=len(scheduler.running),
                 num_waiting=len(scheduler.waiting),
                 num_blocks=scheduler.tables.pool.num_blocks - 1,

@@ -11,7 +11,7 @@ from app.bench.workloads import WORKLOADS
 from app.errors import OperatorError
 from app.outputs import check_output
 
-PARTS = ("generate", "http", "linear", "prefix", "loop", "plan", "promise", "store")
+PARTS = ("generate", "http", "linear", "prefix", "loop", "plan", "promise", "drafts", "store")
 BY_DEFAULT = tuple(part for part in PARTS if part != "store")
 """What needs nothing beside this server."""
 

@@ -38,9 +38,30 @@ def print_report(results: Row) -> None:
         )
     if "promise" in results:
         _print_promise(results["promise"])
+    if "drafts" in results:
+        _print_drafts(results["drafts"])
     if "store" in results:
         _print_store(results["store"])
     _print_failures(results)
+
+
+def _print_drafts(rows: list[Row]) -> None:
+    head = ["drafts: model, text, temperature, streams", "tok/s", "without", "ratio"]
+    print()
+    print(
+        table(
+            head,
+            [
+                [
+                    f"{row['model']}, {row['text']}, {row['temperature']:g}, {row['streams']}",
+                    number(row["tokens_per_s"]),
+                    number(row["without"]),
+                    f"{row['ratio']:.2f}",
+                ]
+                for row in rows
+            ],
+        )
+    )
 
 
 def _print_promise(promise: Row) -> None:

@@ -21,6 +21,7 @@ from app.bench.arithmetic import Arithmetic, read_arithmetic
 from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Answer, Job
+from app.bench.drafts import DraftsBench
 from app.bench.planning import measure_planning
 from app.bench.promise import SECONDS, PromiseBench
 from app.bench.redis_process import RedisProcess, find_redis
@@ -72,6 +73,8 @@ def run_parts(options: argparse.Namespace) -> Row:
         results["plan"] = measure_planning(num_steps=50 if options.quick else 200)
     if "promise" in options.only:
         results["promise"] = _promise(options.quick)
+    if "drafts" in options.only:
+        results["drafts"] = [row for subject in subjects for row in _drafts(subject, options.quick)]
     if "store" in options.only:
         results["store"] = _store(subjects, options.quick)
     print_report(results)
@@ -255,9 +258,18 @@ def _linear(subject: Subject, dtype: str, options: argparse.Namespace) -> list[R
     ]
 
 
-def _server(subject: Subject, dtype: str, more: Sequence[str] = ()) -> ServerProcess:
+def _drafts(subject: Subject, quick: bool) -> list[Row]:
+    with _server(subject, "auto", drafts=True) as drafting, _server(subject, "auto") as plain:
+        _say(f"{subject.name}: the same requests with drafts and without, in turns")
+        rows = DraftsBench(drafting, plain, _run_module, subject.token_ids, quick).measure()
+    return [{"model": subject.name, **row} for row in rows]
+
+
+def _server(subject: Subject, dtype: str, more: Sequence[str] = (), *, drafts: bool = False) -> ServerProcess:
+    """A server that computes one token of each sequence in a step, unless drafts are what is measured."""
     _say(" ".join([f"{subject.name}, {dtype}: starting the server", *more]))
     arguments = ["--model", str(subject.path), "--dtype", dtype, "--served-model-name", "bench", *more]
+    arguments += [] if drafts else ["--no-speculation"]
     server = ServerProcess(arguments)
     try:
         server.wait_ready()

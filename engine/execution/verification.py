@@ -1,8 +1,9 @@
-"""Verifying drafts: the rows of a chunk with drafts are sampled in turn, as long as the drafts before were right.
+"""Verifying drafts: the rows of a chunk with drafts are sampled, and count as long as the drafts before were right.
 
-Round j samples the (j + 1)-th new token of each sequence whose first j drafts were right. So a sequence's penalties
-know all tokens before, and no token is counted that does not come. The rows of a round lie side by side. Between rounds
-the host looks at what was chosen: this is for devices that it need not wait for.
+A row is sampled as if it came alone: its token depends on its number, its logits and its sequence's parameters. Only
+penalties look at the tokens before. So if a sequence with drafts has any, rows are sampled in rounds: round j samples
+the (j + 1)-th new token of each sequence whose first j drafts were right, and no token is counted that does not come.
+The rows of a round lie side by side. The host looks at what was chosen: this is for devices that it need not wait for.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.planning.step import Plan
+from engine.sampling.sampler import has_penalties
 
 Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits [R, vocab], slots [R], numbers [R]) -> token ids [R], log probabilities [R]."""
@@ -24,29 +26,35 @@ class Verification:
 
     Attributes:
         rows: [R] int32, of the step's tokens: those whose logits are wanted. Round 0 has one row for every chunk.
+        num_drafts: [S] int32.
+        token_ids: [R] int32, what was chosen for each row; -1 where nothing was.
+        logprobs: [R] float32, theirs.
     """
 
+    token_ids: Tensor
+    logprobs: Tensor
+
     def __init__(self, plan: Plan) -> None:
-        self._chunks = plan.chunks
-        self._rounds = [list(range(len(plan.chunks)))]
+        self._drafts = [chunk.drafts for chunk in plan.chunks]
+        self._in_rounds = any(
+            chunk.drafts and has_penalties(chunk.sequence.request.sampling) for chunk in plan.chunks
+        )
+        places = list(range(len(plan.chunks)))
+        self._rounds = []
         """By round: the places of its chunks."""
-        longest = max(len(chunk.drafts) for chunk in plan.chunks)
-        for number in range(1, longest + 1):
-            self._rounds.append([i for i in self._rounds[-1] if len(plan.chunks[i].drafts) >= number])
+        while places:
+            self._rounds.append(places)
+            places = [i for i in places if len(self._drafts[i]) >= len(self._rounds)]
         first, end = [], 0
         for chunk in plan.chunks:
             end += chunk.num_tokens
             first.append(end - 1 - len(chunk.drafts))
-        rows = [first[i] + number for number, places in enumerate(self._rounds) for i in places]
-        self.rows = torch.tensor(rows, dtype=torch.int32)
-        self.num_drafts = torch.tensor([len(chunk.drafts) for chunk in plan.chunks], dtype=torch.int32)
-        self.token_ids: Tensor
-        """[R] int32: what was chosen for each row, -1 where nothing was."""
-        self.logprobs: Tensor
-        """[R] float32: theirs."""
+        rows = [(first[i] + number, i, number) for number, places in enumerate(self._rounds) for i in places]
+        self.rows, self._places, self._numbers = torch.tensor(rows, dtype=torch.int32).T.contiguous()
+        self.num_drafts = torch.tensor([len(drafts) for drafts in self._drafts], dtype=torch.int32)
 
     def run(self, logits: Tensor, numbers: Tensor, slots: ListLike[int], choose: Choose) -> list[list[int]]:
-        """Samples round after round.
+        """Samples the rows.
 
         Args:
             logits: [R, vocab], of `rows`.
@@ -58,23 +66,31 @@ class Verification:
             there is none.
         """
         alive, brought = list(slots), [list[int]() for _ in slots]
-        self.token_ids = torch.full((len(self.rows),), -1, dtype=torch.int32)
-        self.logprobs = torch.full((len(self.rows),), torch.nan)
+        numbers = numbers[self._places] + self._numbers
+        if self._in_rounds:
+            self.token_ids, self.logprobs = (
+                torch.full_like(self.rows, -1),
+                torch.full(self.rows.shape, torch.nan),
+            )
+        else:
+            asked = torch.tensor(slots, dtype=torch.int32)[self._places]
+            self.token_ids, self.logprobs = choose(logits, asked, numbers)
         start = 0
         for number, places in enumerate(self._rounds):
             rows = slice(start, start + len(places))
-            asked = torch.tensor([alive[i] for i in places], dtype=torch.int32)
-            if number and not (asked >= 0).any():
-                break
-            token_ids, logprobs = choose(logits[rows], asked, numbers[places] + number)
-            self.token_ids[rows], self.logprobs[rows] = token_ids, logprobs
-            for row, (i, token_id) in enumerate(zip(places, token_ids.tolist(), strict=True), start):
+            if self._in_rounds:
+                asked = torch.tensor([alive[i] for i in places], dtype=torch.int32)
+                self.token_ids[rows], self.logprobs[rows] = choose(logits[rows], asked, numbers[rows])
+            for row, (i, token_id) in enumerate(
+                zip(places, self.token_ids[rows].tolist(), strict=True), start
+            ):
                 if alive[i] < 0:
                     continue
                 if token_id >= 0 or not number:
                     brought[i].append(row)
-                drafts = self._chunks[i].drafts
-                if number >= len(drafts) or token_id != drafts[number]:
+                if number >= len(self._drafts[i]) or token_id != self._drafts[i][number]:
                     alive[i] = -1
             start = rows.stop
+            if max(alive) < 0:
+                break
         return brought

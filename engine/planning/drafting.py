@@ -5,7 +5,8 @@ seed alone. So drafts never change an answer, only how many of its tokens one st
 
 How many drafts a sequence gets is decided anew in every step, for all of them together: as many as bring the most
 tokens a second, by how often the sequence's drafts were right lately and by what steps of that size took. Under load,
-where each token of a step costs, that number fades to 0 by itself.
+where each token of a step costs, that number fades to 0 by itself. And whether they pay at all is measured: steps
+without drafts are taken now and then where they do, and steps with drafts where they do not.
 
 The choice follows DSpark's rule (most expected tokens for a step's time, over all sequences); see also Liu et al.,
 "Optimizing speculative decoding for serving large language models using goodput", 2024.
@@ -28,7 +29,9 @@ from engine.planning.step import Chunk, Plan
 log = logging.getLogger("penstock.engine")
 
 _FIRST_RATE = 0.6
-"""The share of drafts that are supposed to be right while nothing is known of a sequence."""
+"""The share of drafts that are supposed to be right while nothing is known of any sequence."""
+_LEARNING_OF_ALL = 0.02
+"""The weight of the latest draft in the share that is supposed of new sequences."""
 _LEARNING = 0.15
 """The weight of the latest draft in that share."""
 _PROBE_STEPS = 32
@@ -36,6 +39,8 @@ _PROBE_STEPS = 32
 _FALLING, _RISING = 0.3, 0.03
 """The weights of a step that was quicker, or slower, than those before it."""
 _STALE_STEPS = 256
+_TRIAL_STEPS, _SHORTEST_REST, _LONG_TURN = 8, 64, 256
+"""Steps of the turns in which drafts are tried, rested from, and kept or rested from for long."""
 _FREE_TOKENS = 32.0
 """Before it is measured, so many tokens more are supposed to take as long again."""
 
@@ -107,11 +112,50 @@ class StepCosts:
         return [(cost.num_tokens, seconds) for cost, seconds in zip(fresh, highest, strict=True)]
 
 
+class _Pace:
+    """Whether drafts make steps of about so many sequences bring more tokens a second, as measured in turns.
+
+    Steps without drafts and steps with them take turns. What is measured is all that drafts cost: looking for them,
+    computing and verifying them. While they pay, the turns with them are long, and else those without.
+    """
+
+    __slots__ = ("_left", "_num_tokens", "_plain_rate", "_rest", "_seconds", "_turn", "drafts")
+
+    def __init__(self) -> None:
+        self.drafts = False
+        """Whether the next step may have drafts."""
+        self._turn = self._left = _TRIAL_STEPS
+        self._rest = _SHORTEST_REST
+        self._plain_rate = 0.0
+        """Tokens a second in the last turn without drafts."""
+        self._num_tokens, self._seconds = 0, 0.0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step brought so many tokens."""
+        self._num_tokens += num_tokens
+        self._seconds += seconds
+        self._left -= 1
+        if self._left:
+            return
+        rate = self._num_tokens / max(self._seconds, 1e-9)
+        self._num_tokens, self._seconds = 0, 0.0
+        if not self.drafts:
+            self._plain_rate = rate
+            # A turn as long as a trial follows a rest, and a long one what was only interrupted to be measured.
+            self._left = _LONG_TURN if self._turn == _LONG_TURN else _TRIAL_STEPS
+        elif rate >= self._plain_rate:
+            self._turn, self._left, self._rest = _LONG_TURN, _TRIAL_STEPS, _SHORTEST_REST
+        else:
+            self._turn, self._left = _TRIAL_STEPS, self._rest
+            self._rest = min(2 * self._rest, _LONG_TURN)
+        self.drafts = not self.drafts
+
+
 @dataclass(slots=True)
 class _Record:
     """How the drafts of a sequence went."""
 
-    rate: float = _FIRST_RATE
+    rate: float
     num_idle_steps: int = 0
     """Steps since it last had drafts."""
 
@@ -127,7 +171,11 @@ class Drafting:
         self.most = most
         self.costs = StepCosts()
         self._proposer: Proposer | None = proposer
+        self._rate = _FIRST_RATE
+        """Of all sequences."""
         self._records: dict[Sequence, _Record] = {}
+        self._paces: dict[int, _Pace] = {}
+        """By bit length of the number of sequences that sample."""
 
     def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:
         """Adds drafts to a plan that is otherwise complete.
@@ -138,7 +186,7 @@ class Drafting:
         if self._proposer is None or plan.num_tokens >= num_tokens:
             return
         chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]
-        if not chunks or not self._may_pay(plan):
+        if not chunks or not self._pace(plan).drafts or not self._may_pay(plan):
             return
         proposed = [(chunk, drafts) for chunk in chunks if (drafts := self._propose(chunk))]
         counts = self._choose(plan, proposed, num_tokens - plan.num_tokens)
@@ -149,12 +197,19 @@ class Drafting:
     def note(self, chunk: Chunk, num_brought: int) -> None:
         """Learns what a step brought for a chunk with drafts: the right ones among these, and one more."""
         sequence = chunk.sequence
-        record = self._records.setdefault(sequence, _Record())
+        record = self._record(sequence)
         num_right = num_brought - 1
         for number in range(min(num_right + 1, len(chunk.drafts))):
             record.rate += _LEARNING * ((number < num_right) - record.rate)
+            self._rate += _LEARNING_OF_ALL * ((number < num_right) - self._rate)
         sequence.num_draft_tokens += len(chunk.drafts)
         sequence.num_accepted_tokens += num_right
+
+    def observe(self, plan: Plan, num_accepted: int, seconds: float) -> None:
+        """Learns what a step took, and how many drafts were right in it."""
+        self.costs.observe(plan.num_tokens, seconds)
+        if all(chunk.samples and chunk.num_tokens == 1 + len(chunk.drafts) for chunk in plan.chunks):
+            self._pace(plan).observe(len(plan.chunks) + num_accepted, seconds)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         """Those of the sequences that ended are remembered no longer."""
@@ -166,6 +221,15 @@ class Drafting:
                 self._proposer.forget(sequence)
             except Exception:
                 self._switch_off()
+
+    def _pace(self, plan: Plan) -> _Pace:
+        return self._paces.setdefault(sum(chunk.samples for chunk in plan.chunks).bit_length(), _Pace())
+
+    def _record(self, sequence: Sequence) -> _Record:
+        record = self._records.get(sequence)
+        if record is None:
+            record = self._records[sequence] = _Record(self._rate)
+        return record
 
     def _may_pay(self, plan: Plan) -> bool:
         """Whether one draft that is certainly right would be worth its place; also if nothing is known yet."""
@@ -190,7 +254,7 @@ class Drafting:
         """How many drafts each chunk gets: those that are most likely kept, as many as make the step worth most."""
         likely = []
         for place, (chunk, drafts) in enumerate(proposed):
-            rate = self._records.setdefault(chunk.sequence, _Record()).rate
+            rate = self._record(chunk.sequence).rate
             kept = accumulate([rate] * len(drafts), mul)
             likely.append([(-share, place) for share in kept])
         counts = [0] * len(proposed)

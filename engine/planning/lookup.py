@@ -16,6 +16,8 @@ SHORTEST = 3
 """So many tokens have to be the same; fewer are mostly so by chance."""
 LONGEST = 16
 """More than so many equal tokens say nothing more."""
+_ENOUGH = 6
+"""Tokens of a run in the sequence's own text that are enough not to look into earlier answers."""
 _MOST_PLACES = 4
 """So many earlier places are compared, the latest first."""
 _MEMORY_TOKENS = 1 << 15
@@ -114,7 +116,7 @@ class Lookup:
             index = self._indexes[sequence] = TokenIndex(tokens)
         place, length = index.find(tokens)
         memory = self._memories.get(_owner(sequence.request))
-        if memory is not None and length < LONGEST:
+        if memory is not None and length < _ENOUGH:
             for other in (memory.newer, memory.older):
                 there, longer = other.find(tokens)
                 if longer > length:

@@ -74,7 +74,11 @@ class Driver:
         plan = self.scheduler.plan(0.0)
         self.runner.forget(self.scheduler.take_departed())
         result = launch_fitting(self.runner, self.scheduler, plan).wait() if plan.chunks else StepResult([])
-        for output in self.scheduler.commit(plan, result, 0.0):
+        before = self.scheduler.counters.num_accepted_tokens
+        outputs = self.scheduler.commit(plan, result, 0.0)
+        if (drafting := self.scheduler.drafting) is not None and plan.chunks:
+            drafting.observe(plan, self.scheduler.counters.num_accepted_tokens - before, 1.0)
+        for output in outputs:
             self.outputs.setdefault((output.request_id, output.index), []).append(output)
         self.runner.forget(self.scheduler.take_departed())
         return plan

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import Drafting, StepCosts
+from engine.planning.drafting import _LONG_TURN, _TRIAL_STEPS, Drafting, StepCosts, _Pace
 from engine.planning.request import FinishReason, Sequence
 from engine.planning.step import Chunk, Plan
 from tests.engine.paper import make_request
@@ -53,6 +53,9 @@ def counts(plan: Plan) -> list[int]:
 
 def drafting_at(cost: dict[int, float]) -> Drafting:
     drafting = Drafting(Echo(), 8)
+    for number in range(8):
+        drafting._paces[number] = pace = _Pace()
+        pace.drafts = True
     for num_tokens, seconds in cost.items():
         drafting.costs.observe(num_tokens, seconds)
     return drafting
@@ -159,3 +162,23 @@ def test_costs_never_fall_with_more_tokens_and_forget_a_bad_start() -> None:
     assert estimates == sorted(estimates)
     for n in (1, 2, 8, 30, 64):
         assert costs.seconds(n) == pytest.approx(1 + n / 32, rel=0.2)
+
+
+def turns(pace: _Pace, plain_s: float, drafted_s: float, num_steps: int) -> float:
+    """The share of steps with drafts, each of which brings 2 tokens where one without brings 1."""
+    num_drafted = 0
+    for _ in range(num_steps):
+        num_drafted += pace.drafts
+        pace.observe(2 if pace.drafts else 1, drafted_s if pace.drafts else plain_s)
+    return num_drafted / num_steps
+
+
+def test_what_pays_is_kept_and_what_does_not_is_tried_now_and_then() -> None:
+    assert turns(_Pace(), 1.0, 1.5, 4_000) > 0.9
+    assert 0.005 < turns(_Pace(), 1.0, 2.5, 4_000) < 0.06
+    pace = _Pace()
+    turns(pace, 1.0, 2.5, 4_000)
+    turns(pace, 1.0, 1.5, 2 * (_LONG_TURN + _TRIAL_STEPS))
+    assert turns(pace, 1.0, 1.5, 1_000) > 0.9, "it comes back"
+    turns(pace, 1.0, 2.5, 2 * _LONG_TURN)
+    assert turns(pace, 1.0, 2.5, 1_000) < 0.1, "and goes again"

@@ -144,7 +144,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.receive(self.scheduler.commit(plan, step.wait(), self.now))
             if self.drafting is not None:
                 self.drafting.forget(self.scheduler.take_departed())
-                self.drafting.costs.observe(plan.num_tokens, self.pace.random())
+                num_accepted = sum(len(chunk.drafts) for chunk in plan.chunks) // 2
+                self.drafting.observe(plan, num_accepted, self.pace.random())
 
     @precondition(lambda self: self.scheduler.running)
     @rule(pick=st.integers(0, 5))
