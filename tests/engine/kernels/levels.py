@@ -9,11 +9,14 @@ from pathlib import Path
 from tempfile import gettempdir
 
 from engine.kernels.cpu.build import build, fingerprint
-from engine.kernels.cpu.levels import TILES, this_machine
+from engine.kernels.cpu.levels import AVX512BF16, TILES, this_machine
 
 LEVELS = (*(level.name for level in this_machine().usable()), TILES)
 FEW_LEVELS = tuple(dict.fromkeys((LEVELS[0], "portable")))
 """The best level and the portable one: enough for kernels that have no code of their own for the levels between."""
+
+SHAPE_LEVELS = tuple(name for name in LEVELS if name != AVX512BF16 or name == LEVELS[0])
+"""Without the level that has only its products of linear maps to itself, unless it is what serves here."""
 
 
 def build_levels(names: Iterable[str]) -> None:

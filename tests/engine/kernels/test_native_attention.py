@@ -14,7 +14,7 @@ from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, NativeLayer, PackedLinear, Team, load_library
 from engine.kernels.kv_cache import KVCache, KVShape
 from tests.engine import ranges
-from tests.engine.kernels.levels import LEVELS, build_levels
+from tests.engine.kernels.levels import LEVELS, SHAPE_LEVELS, build_levels
 from tests.engine.kernels.random_model import CPU, MAX_POSITION, NUM_BLOCKS, WITH_TILES, Prompts
 from tests.engine.ranges import UNIT, Range, assert_within, concatenated, dot, exactly
 
@@ -61,6 +61,11 @@ COS, SIN = (
     getattr(torch.outer(torch.arange(MAX_POSITION).float(), torch.linspace(1, 0.01, 64)), name)()
     for name in ("cos", "sin")
 )
+
+
+@pytest.fixture(scope="module", params=SHAPE_LEVELS)
+def level(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 class Layer:
