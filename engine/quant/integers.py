@@ -30,6 +30,12 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 _SMALLEST = np.float32(1e-30)
 """Stands in for a range of 0, so that nothing is divided by 0."""
 
+_LEAST_GROUP, _MOST_OF_4_BITS = 16, 1024
+"""The kernels take so many inputs of a group at least, and with 4 bits so many at most; or else a whole row."""
+
+_MOST_INPUTS = 1 << 17
+"""The sum of so many products of 8-bit integers fits 32 bits."""
+
 _ELEMENTS_AT_A_TIME = 1 << 16
 """Rounding works on so many weights at a time, because its temporaries then stay in the cache."""
 
@@ -39,7 +45,7 @@ class Integers:
     """A weight of integers with `bits` bits; each group of `group_size` inputs of a row has a scale of its own.
 
     The weight stands for integer * scale, or for integer * scale + offset where groups have offsets, too. A group is a
-    whole row, or a multiple of 16 inputs that divides the row. The tensors are:
+    whole row, or a multiple of 16 inputs that divides the row (see `check`). The tensors are:
         weight: [out, in] int8. 8 bits: from -128 to 127. 4 bits: from -8 to 7, and from 0 to 15 with offsets.
         scale: [out, in / group_size] float32
         offset: [out, in / group_size] float32, if has_offset
@@ -59,6 +65,32 @@ class Integers:
     def lowest(self) -> int:
         """The least integer; there are 2^bits of them."""
         return 0 if self.bits == 4 and self.has_offset else -(1 << (self.bits - 1))
+
+    def check(self, in_features: int) -> None:
+        """Sees to it that rows of so many inputs can be in this format.
+
+        Raises:
+            CheckpointError: the message says what is wrong with the groups or the inputs.
+        """
+        size = self.group_size
+        if self.bits not in (4, 8):
+            raise CheckpointError(f"integers of {self.bits} bits: there are kernels for 4 and 8 only")
+        if in_features > _MOST_INPUTS:
+            raise CheckpointError(
+                f"{in_features} inputs are more than the {_MOST_INPUTS} that integers can have"
+            )
+        if size < 1 or in_features % size:
+            raise CheckpointError(f"groups of {size} do not divide {in_features} inputs")
+        if size == in_features:
+            return
+        if size % _LEAST_GROUP:
+            raise CheckpointError(
+                f"groups of {size} inputs: a whole row or a multiple of {_LEAST_GROUP} is needed"
+            )
+        if self.bits == 4 and size > _MOST_OF_4_BITS:
+            raise CheckpointError(
+                f"groups of {size} inputs: with 4 bits, a whole row or at most {_MOST_OF_4_BITS} is needed"
+            )
 
     def shapes(self, out_features: int, in_features: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         num_groups = in_features // self.group_size

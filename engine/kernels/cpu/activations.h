@@ -10,10 +10,10 @@ namespace penstock {
 struct Activations {
     Form form;
     const void* data;
-    size_t stride;        // bytes between rows
+    size_t stride;                // bytes between rows
     const float* scales;          // of the rows, for int8
-    const float* sums = nullptr;  // [rows][groups of the linear], for int8: exact
-    size_t groups = 0;            // between rows of sums
+    const float* sums = nullptr;  // exact, of each group of the linear, [groups][rows], for int8
+    size_t sums_stride = 0;       // between the groups
 
     template <class T>
     const T* row(int r) const {
@@ -21,7 +21,7 @@ struct Activations {
     }
 
     Activations from(int r) const {
-        return {form, row<char>(r), stride, scales ? scales + r : nullptr, sums ? sums + r * groups : nullptr, groups};
+        return {form, row<char>(r), stride, scales ? scales + r : nullptr, sums ? sums + r : nullptr, sums_stride};
     }
 };
 
@@ -114,12 +114,12 @@ inline float convert_to_int8(const float* x, const int32_t* order, int n, int de
     return most / 127.0f;
 }
 
-// The exact sum of each group of a linear.
-inline void sum_groups(const Linear& linear, const int8_t* x, float* out) {
+// The exact sum of each group of a linear, `stride` apart.
+inline void sum_groups(const Linear& linear, const int8_t* x, float* out, size_t stride) {
     for (int g = 0; g < linear.groups(); g++, x += linear.group) {
         int32_t sum = 0;
         for (int i = 0; i < linear.group; i++) sum += x[i];
-        out[g] = static_cast<float>(sum);
+        out[g * stride] = static_cast<float>(sum);
     }
 }
 
@@ -131,12 +131,12 @@ class Prepared {
         stride_ = static_cast<size_t>(round_up(depth, 64)) * sizeof(float) + 64;
         data_ = allocate_hot<char>(static_cast<size_t>(round_up(rows, 32)) * stride_);
         scales_ = allocate<float>(round_up(rows, 32));
-        groups_ = divide_up(depth, kLeastGroup);
-        sums_ = allocate<float>(round_up(rows, 32) * groups_);
+        rows_ = round_up(rows, 32);
+        sums_ = allocate<float>(rows_ * divide_up(depth, kLeastGroup));
     }
 
     Activations activations(Form form) const {
-        return {form, data_.get(), stride(form), scales_.get(), sums_.get(), groups_};
+        return {form, data_.get(), stride(form), scales_.get(), sums_.get(), rows_};
     }
 
     // Converts row r of a product's activations, k floats.
@@ -148,14 +148,14 @@ class Prepared {
             case Form::int8:
                 const auto integers = reinterpret_cast<int8_t*>(out);
                 scales_[r] = convert_to_int8(x, linear.permutation.get(), linear.k, linear.depth, integers);
-                sum_groups(linear, integers, sums_.get() + r * groups_);
+                sum_groups(linear, integers, sums_.get() + r, rows_);
         }
     }
 
    private:
     size_t stride(Form form) const { return (stride_ - 64) / sizeof(float) * size_of(form) + 64; }
 
-    size_t stride_ = 0, groups_ = 0;
+    size_t stride_ = 0, rows_ = 0;
     Buffer<char> data_;
     Buffer<float> scales_, sums_;
 };

@@ -23,6 +23,9 @@ struct IntegerSums {
 
 // ---- four products for each of 16 outputs --------------------------------------------------------------------------
 
+// How weights lie where they are read: int8, int4, or int4 that were unpacked to a byte each, 0 to 15.
+enum class Stored { int8, int4, unpacked };
+
 #if PENSTOCK_AVX512 && defined(__AVX512VNNI__)
 
 constexpr int kSignedOffset = 128;
@@ -32,17 +35,16 @@ struct Quads {
     __m512i w;  // unsigned
 };
 
-PENSTOCK_INLINE Quads signed_quads(const uint8_t* p) {
-    return {_mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(static_cast<char>(0x80)))};
-}
-
-template <bool kHigh>
-PENSTOCK_INLINE Quads unsigned_quads(const uint8_t* p) {
+// kHigh: of int4, the high halves of the bytes.
+template <Stored kStored, bool kHigh = false>
+PENSTOCK_INLINE Quads quads_at(const uint8_t* p) {
     const __m512i bytes = _mm512_loadu_si512(p);
+    if (kStored == Stored::unpacked) return {bytes};
+    if (kStored == Stored::int8) return {_mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80)))};
     return {_mm512_and_si512(kHigh ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15))};
 }
 
-template <bool kSigned>
+template <Stored kStored>
 PENSTOCK_INLINE void add_products(IntegerSums& sums, const Quads& quads, int32_t a) {
     sums.part[0] = (wide_int)_mm512_dpbusd_epi32((__m512i)sums.part[0], quads.w, _mm512_set1_epi32(a));
 }
@@ -54,36 +56,24 @@ constexpr int kIntegerRows = 4, kIntegerPanels = 1;
 
 struct Quads {
     __m256i w[2];
-    __m256i magnitude[2];
 };
 
-PENSTOCK_INLINE Quads signed_quads(const uint8_t* p) {
-    Quads quads;
-    for (int i = 0; i < 2; i++) {
-        quads.w[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * i));
-        quads.magnitude[i] = _mm256_abs_epi8(quads.w[i]);
-    }
-    return quads;
+PENSTOCK_INLINE __m256i half_at(const uint8_t* p, int half) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * half));
 }
 
-template <bool kHigh>
-PENSTOCK_INLINE Quads unsigned_quads(const uint8_t* p) {
-    Quads quads;
-    for (int i = 0; i < 2; i++) {
-        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * i));
-        quads.magnitude[i] =
-            _mm256_and_si256(kHigh ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
-    }
-    return quads;
+template <Stored kStored>
+PENSTOCK_INLINE Quads quads_at(const uint8_t* p) {
+    return {half_at(p, 0), half_at(p, 1)};
 }
 
-// Neither int8 nor int4 saturates the sums of two in 16 bits: 2 * 127 * 127 is below 2^15.
-template <bool kSigned>
+// The sums of two in 16 bits do not saturate: 2 * 128 * 127 is below 2^15.
+template <Stored kStored>
 PENSTOCK_INLINE void add_products(IntegerSums& sums, const Quads& quads, int32_t a) {
+    static_assert(kStored == Stored::int8);
     const __m256i four = _mm256_set1_epi32(a), ones = _mm256_set1_epi16(1);
     for (int i = 0; i < 2; i++) {
-        const __m256i x = kSigned ? _mm256_sign_epi8(four, quads.w[i]) : four;
-        const __m256i pairs = _mm256_maddubs_epi16(quads.magnitude[i], x);
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(quads.w[i]), _mm256_sign_epi8(four, quads.w[i]));
         sums.part[i] += (v8i)_mm256_madd_epi16(pairs, ones);
     }
 }
@@ -97,20 +87,15 @@ struct Quads {
     int32_t w[4][kPanel];
 };
 
-PENSTOCK_INLINE Quads signed_quads(const uint8_t* p) {
+template <Stored kStored, bool kHigh = false>
+PENSTOCK_INLINE Quads quads_at(const uint8_t* p) {
     Quads quads;
-    for (int i = 0; i < kQuad; i++) quads.w[i % 4][i / 4] = static_cast<int8_t>(p[i]);
+    for (int i = 0; i < kQuad; i++)
+        quads.w[i % 4][i / 4] = kStored == Stored::int8 ? static_cast<int8_t>(p[i]) : p[i] >> (kHigh ? 4 : 0) & 15;
     return quads;
 }
 
-template <bool kHigh>
-PENSTOCK_INLINE Quads unsigned_quads(const uint8_t* p) {
-    Quads quads;
-    for (int i = 0; i < kQuad; i++) quads.w[i % 4][i / 4] = p[i] >> (kHigh ? 4 : 0) & 15;
-    return quads;
-}
-
-template <bool kSigned>
+template <Stored kStored>
 PENSTOCK_INLINE void add_products(IntegerSums& sums, const Quads& quads, int32_t a) {
     int8_t four[4];
     std::memcpy(four, &a, sizeof four);
@@ -124,13 +109,100 @@ PENSTOCK_INLINE void add_products(IntegerSums& sums, const Quads& quads, int32_t
 
 #endif
 
-// ---- groups ----------------------------------------------------------------------------------------------------------
-
 PENSTOCK_INLINE int32_t four_of(const int8_t* a) {
     int32_t x;
     std::memcpy(&x, a, sizeof x);
     return x;
 }
+
+// Some panels' weights from a group on.
+struct Weights {
+    const uint8_t* data;
+    size_t by_panel;  // bytes
+    bool streamed;    // from memory: fetched ahead
+};
+
+template <Stored kStored>
+constexpr size_t bytes_of(int k) {
+    return static_cast<size_t>(k) * kPanel / (kStored == Stored::int4 ? 2 : 1);
+}
+
+// Adds `count` products to each of Rows x Panels sums of 16 outputs.
+template <Stored kStored, int Rows, int Panels>
+PENSTOCK_INLINE void add_quads(IntegerSums (&sums)[Rows][Panels], const Weights& weights, const Activations& x, int k,
+                               int count) {
+    constexpr int kStep = kStored == Stored::int4 ? 8 : 4;
+    const uint8_t* w = weights.data;
+    for (const int end = k + count; k < end; k += kStep, w += kQuad)
+        unrolled<Panels>(PENSTOCK_EACH(p) {
+            const uint8_t* at = w + p * weights.by_panel;
+            if (weights.streamed) __builtin_prefetch(at + kStreamAhead);
+            const Quads quads = quads_at<kStored>(at);
+            unrolled<Rows>(PENSTOCK_EACH(r) {
+                add_products<kStored>(sums[r][p], quads, four_of(x.row<int8_t>(r) + k));
+            });
+            if constexpr (kStored == Stored::int4) {
+                const Quads high = quads_at<kStored, true>(at);
+                unrolled<Rows>(PENSTOCK_EACH(r) {
+                    add_products<kStored>(sums[r][p], high, four_of(x.row<int8_t>(r) + k + 4));
+                });
+            }
+        });
+}
+
+#if PENSTOCK_AVX2 && !(PENSTOCK_AVX512 && defined(__AVX512VNNI__))
+
+// Eight sums of two products of int4 fit 16 bits: 16 * 15 * 127 is below 2^15.
+template <Stored kStored, int Rows>
+PENSTOCK_INLINE void add_nibbles(IntegerSums (&sums)[Rows][1], const Weights& weights, const Activations& x, int k,
+                                 int count) {
+    const __m256i low_bits = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
+    const uint8_t* w = weights.data;
+    for (const int end = k + count; k < end; k += 32, w += bytes_of<kStored>(32)) {
+        const int some = std::min(32, end - k);
+        for (int half = 0; half < 2; half++) {
+            __m256i pairs[Rows];
+            unrolled<Rows>(PENSTOCK_EACH(r) { pairs[r] = _mm256_setzero_si256(); });
+            const auto add = [&](__m256i quads, int at) __attribute__((always_inline)) {
+                unrolled<Rows>(PENSTOCK_EACH(r) {
+                    const __m256i four = _mm256_set1_epi32(four_of(x.row<int8_t>(r) + at));
+                    pairs[r] = _mm256_add_epi16(pairs[r], _mm256_maddubs_epi16(quads, four));
+                });
+            };
+            for (int i = 0; i < some; i += 8) {
+                const uint8_t* at = w + bytes_of<kStored>(i);
+                if (weights.streamed && half == 0) __builtin_prefetch(at + kStreamAhead);
+                const __m256i bytes = half_at(at, half);
+                const bool whole = kStored == Stored::unpacked;
+                add(whole ? bytes : _mm256_and_si256(bytes, low_bits), k + i);
+                add(whole ? half_at(at + kQuad, half) : _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low_bits),
+                    k + i + 4);
+            }
+            unrolled<Rows>(PENSTOCK_EACH(r) { sums[r][0].part[half] += (v8i)_mm256_madd_epi16(pairs[r], ones); });
+        }
+    }
+}
+
+template <Stored kStored, int Rows, int Panels>
+PENSTOCK_INLINE void add_products_of_group(IntegerSums (&sums)[Rows][Panels], const Weights& weights,
+                                           const Activations& x, int k, int count) {
+    if constexpr (kStored == Stored::int8)
+        add_quads<kStored>(sums, weights, x, k, count);
+    else
+        add_nibbles<kStored>(sums, weights, x, k, count);
+}
+
+#else
+
+template <Stored kStored, int Rows, int Panels>
+PENSTOCK_INLINE void add_products_of_group(IntegerSums (&sums)[Rows][Panels], const Weights& weights,
+                                           const Activations& x, int k, int count) {
+    add_quads<kStored>(sums, weights, x, k, count);
+}
+
+#endif
+
+// ---- groups ----------------------------------------------------------------------------------------------------------
 
 // a * b + c, rounded once: at this width by float64 where there is no such instruction. The sum is rounded to odd, as in
 // fused_multiply_add of linear.py.
@@ -165,17 +237,19 @@ PENSTOCK_INLINE Factors factors_of(const Linear& linear, int panel, int group) {
     return {linear.panel_scales(panel) + at, linear.offsets ? linear.panel_offsets(panel) + at : nullptr};
 }
 
-// Adds a group to out, the sums of 16 outputs, or sets them where it is the first: `sums` of products, less `taken_off`,
-// and the sum of the activations.
-PENSTOCK_INLINE void fold(const IntegerSums& sums, int32_t taken_off, float activations, const Factors& by, float* out,
-                          bool first) {
-    for (int i = 0; i < kParts; i++) {
-        const wide exact = __builtin_convertvector(sums.part[i] - taken_off, wide);
-        wide y = first ? wide{} : load_as<wide>(out + i * kWide);
-        y = fused(exact, load_as<wide>(by.scales + i * kWide), y);
-        if (by.offsets) y = fused(all<wide>(activations), load_as<wide>(by.offsets + i * kWide), y);
-        store(out + i * kWide, y);
-    }
+// A sum of outputs, those of one register, with a group added: first the exact sum of its products, then that of its
+// activations.
+PENSTOCK_INLINE wide add_scaled(wide_int products, const Factors& by, int part, wide sum) {
+    return fused(__builtin_convertvector(products, wide), load_as<wide>(by.scales + part * kWide), sum);
+}
+
+PENSTOCK_INLINE wide add_offset(float activations, const Factors& by, int part, wide sum) {
+    return fused(all<wide>(activations), load_as<wide>(by.offsets + part * kWide), sum);
+}
+
+PENSTOCK_INLINE wide add_group(wide_int products, float activations, const Factors& by, int part, wide sum) {
+    sum = add_scaled(products, by, part, sum);
+    return by.offsets ? add_offset(activations, by, part, sum) : sum;
 }
 
 // What folds a group of a panel that comes soon: too little in one place for the processor to see it coming.
@@ -185,67 +259,92 @@ PENSTOCK_INLINE void fetch_factors(const Linear& linear, int panel, int group) {
     if (by.offsets) __builtin_prefetch(by.offsets);
 }
 
-// Rows x Panels sums of 16 outputs, by vectors.
-template <bool kInt4, int Rows, int Panels>
-void integer_block(const Linear& linear, int panel, const Activations& x, float* sums, size_t by_panel) {
-    const size_t panel_bytes = linear.panel_bytes();
-    const int groups = linear.groups(), length = groups == 1 ? linear.depth : linear.group;
-    constexpr int kStep = kInt4 ? 8 : 4;
-    const uint8_t* w = linear.panel<uint8_t>(panel);
-    for (int g = 0; g < groups; g++) {
-        unrolled<Panels>(PENSTOCK_EACH(p) { fetch_factors(linear, panel + Panels + p, g); });
-        IntegerSums parts[Rows][Panels] = {};
-        for (int k = g * length; k < (g + 1) * length; k += kStep, w += kQuad)
-            unrolled<Panels>(PENSTOCK_EACH(p) {
-                const uint8_t* at = w + p * panel_bytes;
-                __builtin_prefetch(at + kStreamAhead);
-                const Quads quads = kInt4 ? unsigned_quads<false>(at) : signed_quads(at);
-                unrolled<Rows>(PENSTOCK_EACH(r) {
-                    add_products<!kInt4>(parts[r][p], quads, four_of(x.row<int8_t>(r) + k));
-                });
-                if constexpr (kInt4) {
-                    const Quads high = unsigned_quads<true>(at);
-                    unrolled<Rows>(PENSTOCK_EACH(r) {
-                        add_products<false>(parts[r][p], high, four_of(x.row<int8_t>(r) + k + 4));
-                    });
-                }
-            });
-        const int shift = kInt4 ? -linear.int4_lowest() : kSignedOffset;
+// Adds the groups [from, to) to Rows x Panels sums of 16 outputs, or sets them where `from` is the first.
+template <Stored kStored, int Rows, int Panels>
+void integer_block(const Linear& linear, int panel, Weights weights, int from, int to, const Activations& x,
+                   float* sums, size_t by_panel) {
+    const int length = linear.group_depth();
+    const int shift = kStored == Stored::int8 ? kSignedOffset : -linear.int4_lowest();
+    for (int g = from; g < to; g++, weights.data += bytes_of<kStored>(length)) {
+        if (weights.streamed) unrolled<Panels>(PENSTOCK_EACH(p) { fetch_factors(linear, panel + Panels + p, g); });
+        IntegerSums products[Rows][Panels] = {};
+        add_products_of_group<kStored>(products, weights, x, g * length, length);
         for (int r = 0; r < Rows; r++) {
-            const float activations = x.sums[r * x.groups + g];
-            for (int p = 0; p < Panels; p++)
-                fold(parts[r][p], shift * static_cast<int32_t>(activations), activations, factors_of(linear, panel + p, g),
-                     sums + p * by_panel + r * kPanel, g == 0);
+            const float activations = x.sums[g * x.sums_stride + r];
+            const int32_t taken_off = shift * static_cast<int32_t>(activations);
+            for (int p = 0; p < Panels; p++) {
+                const Factors by = factors_of(linear, panel + p, g);
+                float* out = sums + p * by_panel + r * kPanel;
+                for (int i = 0; i < kParts; i++, out += kWide)
+                    store(out, add_group(products[r][p].part[i] - taken_off, activations, by, i,
+                                         g == 0 ? wide{} : load_as<wide>(out)));
+            }
         }
     }
 }
 
-template <bool kInt4, int Rows, int Panels = kIntegerPanels>
-int integer_panels(const Linear& linear, int panel, int panels, const Activations& x, float* sums, size_t by_panel) {
-    if constexpr (Panels > 1)
-        if (panels < Panels) return integer_panels<kInt4, Rows, Panels / 2>(linear, panel, panels, x, sums, by_panel);
-    integer_block<kInt4, Rows, Panels>(linear, panel, x, sums, by_panel);
-    return Panels;
-}
-
-template <bool kInt4, int Rows = kIntegerRows>
-int integer_rows(int rows, const Linear& linear, int panel, int panels, const Activations& x, float* sums,
-                 size_t by_panel) {
+template <Stored kStored, int Panels, int Rows = kIntegerRows>
+void integer_rows(int rows, const Linear& linear, int panel, const Weights& weights, int from, int to,
+                  const Activations& x, float* sums, size_t by_panel) {
     if constexpr (Rows > 1)
-        if (rows < Rows) return integer_rows<kInt4, Rows - 1>(rows, linear, panel, panels, x, sums, by_panel);
-    return integer_panels<kInt4, Rows>(linear, panel, panels, x, sums, by_panel);
+        if (rows < Rows)
+            return integer_rows<kStored, Panels, Rows - 1>(rows, linear, panel, weights, from, to, x, sums, by_panel);
+    integer_block<kStored, Rows, Panels>(linear, panel, weights, from, to, x, sums, by_panel);
 }
 
-template <bool kInt4>
+// The same for all rows, as many at a time as registers hold.
+template <Stored kStored, int Panels>
+void integer_panels(const Linear& linear, int panel, Weights weights, int from, int to, const Activations& x, int rows,
+                    float* sums, size_t by_panel) {
+    for (int r = 0; r < rows; r += kIntegerRows) {
+        integer_rows<kStored, Panels>(rows - r, linear, panel, weights, from, to, x.from(r), sums + r * kPanel, by_panel);
+        weights.streamed = false;
+    }
+}
+
+// int4 weights of one panel, `count` of them from k on, a byte each: what is in the bits, plus `lowest`.
+inline void unpack_int4(const Linear& linear, int panel, int k, int count, int lowest, uint8_t* out) {
+    typedef uint8_t Bytes __attribute__((vector_size(kQuad)));
+    const uint8_t* in = linear.panel<uint8_t>(panel) + bytes_of<Stored::int4>(k);
+    for (int i = 0; i < count; i += 8, in += kQuad, out += 2 * kQuad) {
+        Bytes bytes;
+        std::memcpy(&bytes, in, sizeof bytes);
+        __builtin_prefetch(in + kStreamAhead);
+        const Bytes low = (bytes & 15) + static_cast<uint8_t>(lowest);
+        const Bytes high = (bytes >> 4) + static_cast<uint8_t>(lowest);
+        std::memcpy(out, &low, sizeof low);
+        std::memcpy(out + kQuad, &high, sizeof high);
+    }
+}
+
+// int4 weights are unpacked once for many rows.
+template <int Panels>
+void unpacked_panels(const Linear& linear, int panel, const Activations& x, int rows, float* sums, size_t by_panel) {
+    alignas(64) uint8_t unpacked[Panels * kMostUnpacked * kPanel];
+    const int groups = linear.groups(), length = linear.group_depth(), at_once = kMostUnpacked / length;
+    const Weights weights{unpacked, static_cast<size_t>(at_once * length) * kPanel, false};
+    for (int from = 0; from < groups; from += at_once) {
+        const int to = std::min(groups, from + at_once);
+        for (int p = 0; p < Panels; p++)
+            unpack_int4(linear, panel + p, from * length, (to - from) * length, 0, unpacked + p * weights.by_panel);
+        integer_panels<Stored::unpacked, Panels>(linear, panel, weights, from, to, x, rows, sums, by_panel);
+    }
+}
+
+template <bool kInt4, int Panels = kIntegerPanels>
 void multiply_by_vectors(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums,
                          size_t by_panel) {
-    for (int p = 0; p < panels;) {
-        int done = 1;
-        for (int r = 0; r < rows; r += kIntegerRows)
-            done = integer_rows<kInt4>(rows - r, linear, panel + p, panels - p, x.from(r),
-                                       sums + p * by_panel + r * kPanel, by_panel);
-        p += done;
+    constexpr Stored kStored = kInt4 ? Stored::int4 : Stored::int8;
+    for (; panels >= Panels; panel += Panels, panels -= Panels, sums += Panels * by_panel) {
+        if (kInt4 && rows > kIntegerRows && linear.group_depth() <= kMostUnpacked) {
+            unpacked_panels<Panels>(linear, panel, x, rows, sums, by_panel);
+        } else {
+            const Weights weights{linear.panel<uint8_t>(panel), linear.panel_bytes(), true};
+            integer_panels<kStored, Panels>(linear, panel, weights, 0, linear.groups(), x, rows, sums, by_panel);
+        }
     }
+    if constexpr (Panels > 1)
+        if (panels > 0) multiply_by_vectors<kInt4, Panels / 2>(linear, panel, panels, x, rows, sums, by_panel);
 }
 
 // ---- by tiles ----------------------------------------------------------------------------------------------------------
@@ -255,56 +354,102 @@ void multiply_by_vectors(const Linear& linear, int panel, int panels, const Acti
 // Steps of a half and a quarter of the depth, for groups that are no multiple of a whole one.
 constexpr TileShapes kHalfTiles = {1, 0, {}, {64, 64, 64, 64, 32, 32, 64, 64}, {16, 16, 16, 16, 16, 16, 8, 8}};
 constexpr TileShapes kQuarterTiles = {1, 0, {}, {64, 64, 64, 64, 16, 16, 64, 64}, {16, 16, 16, 16, 16, 16, 4, 4}};
-constexpr int kMostUnpacked = 128;  // k of int4 at a time
 
-// int4 weights of one panel, k from `from`, as int8.
-inline void unpack_int4(const Linear& linear, int panel, int from, int count, int8_t* out) {
-    const uint8_t* in = linear.panel<uint8_t>(panel) + static_cast<size_t>(from) * kPanel / 2;
-    const int lowest = linear.int4_lowest();
-    for (int k = 0; k < count; k += 8, in += kQuad, out += 2 * kQuad)
-        for (int i = 0; i < kQuad; i++) {
-            out[i] = static_cast<int8_t>((in[i] & 15) + lowest);
-            out[kQuad + i] = static_cast<int8_t>((in[i] >> 4) + lowest);
+constexpr int kTileSums = kTileHeight * kPanel;
+constexpr int kGroupsAtOnce = 4;   // each has a tile of sums
+constexpr int kPanelsAtOnce = 2;   // weights of so many panels, and
+constexpr int kDepthAtOnce = 256;  // of so many k, if they are in groups, stay in the first-level cache for all rows
+
+// Adds the groups [from, to) to the first Rows rows of a tile of sums. What the tiles find passes through memory to the
+// sums, which are in registers.
+template <int Rows>
+void add_tile_groups(const Linear& linear, int panel, int from, int to, const Activations& x, const char* b, int step,
+                     bool streamed, float* sums) {
+    alignas(64) int32_t found[kGroupsAtOnce * kTileSums];
+    wide total[Rows * kParts];
+    unrolled<Rows * kParts>(PENSTOCK_EACH(i) { total[i] = from == 0 ? wide{} : load_as<wide>(sums + i * kWide); });
+    const size_t b_step = static_cast<size_t>(step) * kPanel;
+    const char* a = x.row<char>(0) + from * linear.group;
+    for (int g = from; g < to; g += kGroupsAtOnce) {
+        const int some = std::min(kGroupsAtOnce, to - g);
+        unrolled<kGroupsAtOnce>(PENSTOCK_EACH(j) {
+            if (j >= some) return;
+            constexpr int kA = 4 + j % 2, kB = 6 + j % 2;
+            tile_zero<j>();
+            for (int k = 0; k < linear.group; k += step, a += step, b += b_step) {
+                if (streamed)
+                    for (size_t i = 0; i < b_step; i += 64) __builtin_prefetch(b + kStreamAhead + i);
+                tile_load<kA>(a, x.stride);
+                tile_load<kB>(b, 64);
+                tile_dot_int8<j, kA, kB>();
+            }
+            tile_store<j>(found + j * kTileSums, kPanel * sizeof(int32_t));
+        });
+        for (int j = 0; j < some; j++) {
+            const Factors by = factors_of(linear, panel, g + j);
+            unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
+                wide_int products;
+                std::memcpy(&products, found + j * kTileSums + i * kWide, sizeof products);
+                total[i] = add_scaled(products, by, i % kParts, total[i]);
+            });
+            if (!by.offsets) continue;
+            const float* activations = x.sums + (g + j) * x.sums_stride;
+            unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
+                total[i] = add_offset(activations[i / kParts], by, i % kParts, total[i]);
+            });
+        }
+    }
+    unrolled<Rows * kParts>(PENSTOCK_EACH(i) { store(sums + i * kWide, total[i]); });
+}
+
+// Where a row is one group, its tiles are summed up in `sums` as integers, which become outputs here.
+inline void fold_rows(const Linear& linear, int panel, const Activations& x, int rows, float* sums) {
+    const Factors by = factors_of(linear, panel, 0);
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < kParts; i++, sums += kWide) {
+            wide_int products;
+            std::memcpy(&products, sums, sizeof products);
+            store(sums, add_group(products, x.sums[r], by, i, wide{}));
         }
 }
 
-// sums [panels][rows, padded to tiles][16] by tiles, two panels at a time.
+// sums [panels][rows, padded to tiles][16] by tiles. Of the weights, no more are taken at a time than the first-level
+// cache has room for.
 template <bool kInt4>
-void multiply_by_tiles(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums,
+void integers_by_tiles(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums,
                        size_t by_panel) {
-    constexpr int kTileSums = kTileHeight * kPanel;
-    const int groups = linear.groups(), length = groups == 1 ? linear.depth : linear.group;
-    const int step = length % 64 == 0 ? 64 : length % 32 == 0 ? 32 : 16;
-    const int at_once = kInt4 ? std::min(length, kMostUnpacked) : length;
-    use_tiles(step == 64 ? kWholeTiles : step == 32 ? kHalfTiles : kQuarterTiles);
-    alignas(64) int8_t unpacked[kInt4 ? 2 * kMostUnpacked * kPanel : 1];
-    alignas(64) int32_t found[2 * 2 * kTileSums];
+    alignas(64) uint8_t unpacked[kInt4 ? kPanelsAtOnce * kMostUnpacked * kPanel : 1];
+    const int length = linear.group_depth(), step = length % 64 == 0 ? 64 : length % 32 == 0 ? 32 : 16;
+    const bool is_whole = linear.groups() == 1;
+    const int at_once = is_whole ? kMostUnpacked : std::max(1, kDepthAtOnce / length) * length;
     const size_t b_panel = kInt4 ? static_cast<size_t>(at_once) * kPanel : linear.panel_bytes();
-    const TileStrides by{x.stride, b_panel, 2 * kTileSums, step};
-    for (int p = 0; p < panels; p += 2) {
-        const int some = std::min(2, panels - p);
-        for (int g = 0; g < groups; g++)
-            for (int t = 0; t < rows; t += 2 * kTileHeight) {
-                for (int k = g * length; k < (g + 1) * length; k += at_once) {
-                    const int count = std::min(at_once, (g + 1) * length - k);
-                    const char* b = linear.panel<char>(panel + p) + static_cast<size_t>(k) * kPanel;
-                    if constexpr (kInt4) {
-                        if (t == 0 || length > at_once)
-                            for (int q = 0; q < some; q++)
-                                unpack_int4(linear, panel + p + q, k, count, unpacked + q * b_panel);
-                        b = reinterpret_cast<const char*>(unpacked);
-                    }
-                    tile_panels<true>(rows - t > kTileHeight ? 2 : 1, some, x.row<char>(t) + k, b, count / step,
-                                      reinterpret_cast<char*>(found), by, k == g * length, !kInt4 && t == 0);
-                }
+    const TileStrides by{x.stride, b_panel, by_panel, step};
+    const auto add = rows > kTileHeight / 2 ? add_tile_groups<kTileHeight> : add_tile_groups<kTileHeight / 2>;
+    use_tiles(step == 64 ? kWholeTiles : step == 32 ? kHalfTiles : kQuarterTiles);
+    for (int p = 0; p < panels; p += kPanelsAtOnce) {
+        const int some = std::min(kPanelsAtOnce, panels - p);
+        for (int k = 0; k < linear.depth; k += at_once) {
+            const int count = std::min(at_once, linear.depth - k);
+            const char* b = linear.panel<char>(panel + p) + static_cast<size_t>(k) * kPanel;
+            if constexpr (kInt4) {
                 for (int q = 0; q < some; q++)
-                    for (int r = 0; r < std::min(2 * kTileHeight, rows - t); r++) {
-                        IntegerSums exact;
-                        std::memcpy(&exact, found + q * 2 * kTileSums + r * kPanel, sizeof exact);
-                        fold(exact, 0, x.sums[(t + r) * x.groups + g], factors_of(linear, panel + p + q, g),
-                             sums + (p + q) * by_panel + (t + r) * kPanel, g == 0);
-                    }
+                    unpack_int4(linear, panel + p + q, k, count, linear.int4_lowest(), unpacked + q * b_panel);
+                b = reinterpret_cast<const char*>(unpacked);
             }
+            for (int t = 0; t < rows; t += is_whole ? 2 * kTileHeight : kTileHeight) {
+                float* out = sums + p * by_panel + t * kPanel;
+                const bool streamed = !kInt4 && t == 0;
+                if (is_whole)
+                    tile_panels<true>(rows - t > kTileHeight ? 2 : 1, some, x.row<char>(t) + k, b, count / step,
+                                      reinterpret_cast<char*>(out), by, k == 0, streamed);
+                else
+                    for (int q = 0; q < some; q++)
+                        add(linear, panel + p + q, k / length, (k + count) / length, x.from(t), b + q * b_panel, step,
+                            streamed, out + q * by_panel);
+            }
+        }
+        if (is_whole)
+            for (int q = p; q < p + some; q++) fold_rows(linear, panel + q, x, rows, sums + q * by_panel);
     }
 }
 
@@ -315,7 +460,7 @@ template <bool kInt4>
 void multiply_integers(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums) {
     const size_t by_panel = static_cast<size_t>(round_up(rows, 16)) * kPanel;
 #if PENSTOCK_TILES
-    if (rows > kIntegerRows) return multiply_by_tiles<kInt4>(linear, panel, panels, x, rows, sums, by_panel);
+    if (rows > kIntegerRows) return integers_by_tiles<kInt4>(linear, panel, panels, x, rows, sums, by_panel);
 #endif
     multiply_by_vectors<kInt4>(linear, panel, panels, x, rows, sums, by_panel);
 }

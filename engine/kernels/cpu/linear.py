@@ -65,7 +65,12 @@ class PackedLinear:
         bias: Tensor | None,
         gated: bool = False,
     ) -> PackedLinear:
-        """The layer of a weight of integers, given as the tensors of its format."""
+        """The layer of a weight of integers, given as the tensors of its format.
+
+        Raises:
+            CheckpointError: the kernels have no such groups.
+        """
+        format.check(tensors["weight"].shape[1])
         linear = cls.__new__(cls)
         linear._pack(team, _INTEGER_TYPES[format.bits], tensors, format.group_size, bias, gated)
         return linear

@@ -23,6 +23,7 @@ namespace penstock {
 
 constexpr int kPanel = 16;
 constexpr int kLeastGroup = 16;         // of integers that share a scale: what a step of tiles takes at least
+constexpr int kMostUnpacked = 1024;     // k of int4 at a time: whole groups, or a part of a row that is one group
 constexpr int kMostIntegers = 1 << 17;  // in a row: the sum of so many products of int8 fits int32
 
 enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2, int8 = 3, int4 = 4 };
@@ -83,6 +84,7 @@ struct Linear {
     Buffer<int32_t> permutation;
 
     int groups() const { return divide_up(k, group); }
+    int group_depth() const { return groups() == 1 ? depth : group; }  // with the padding
     int outputs() const { return gated ? 2 * n : n; }
 
     size_t panel_bytes() const {
@@ -209,6 +211,7 @@ inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
     const int k = source.k, group = is_integer(type) ? source.group : std::max(1, k);
     if (k % std::max(1, group) || (group != k && group % kLeastGroup)) return nullptr;
     if (is_integer(type) && k > kMostIntegers) return nullptr;
+    if (type == Type::int4 && group != k && group > kMostUnpacked) return nullptr;
     const Form form = form_for(type);
     const int n = gated ? source.rows / 2 : source.rows;
     const int panels = divide_up(n, kPanel) * (gated ? 2 : 1);

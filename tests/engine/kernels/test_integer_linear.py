@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from engine.errors import CheckpointError
 from engine.kernels import linear as module
 from engine.kernels.cpu.native import PackedLinear, Team
 from engine.kernels.linear import IntegerLinear, fused_multiply_add, quantize_rows
@@ -25,7 +26,7 @@ from tests.engine.ranges import assert_within
 def formats(draw: st.DrawFn) -> tuple[Integers, int]:
     """A format, and a number of inputs for it."""
     if draw(st.booleans()):
-        group_size = draw(st.sampled_from([16, 32, 48, 64, 128]))
+        group_size = draw(st.sampled_from([16, 32, 48, 64, 128, 192]))
         in_features = group_size * draw(st.integers(2, 6))
     else:
         in_features = group_size = draw(st.integers(1, 1100))
@@ -222,6 +223,12 @@ def test_a_gated_native_linear_gates_the_same_products(team: Team, format: Integ
     found = PackedLinear.of_integers(team, tensors, format, None, gated=True)(x)
     gate, up = IntegerLinear(tensors, format, None)(x).chunk(2, dim=-1)
     assert_within(found, ranges.silu_mul(ranges.exactly(gate), ranges.exactly(up)))
+
+
+def test_native_groups_that_no_kernel_has_are_refused(team: Team) -> None:
+    format = Integers(8, 24)
+    with pytest.raises(CheckpointError, match="groups of 24 inputs"):
+        PackedLinear.of_integers(team, random_tensors(format, 5, 96, torch.Generator()), format, None)
 
 
 def test_native_rows_that_cannot_be_scaled_are_zeros_or_not_numbers(team: Team) -> None:

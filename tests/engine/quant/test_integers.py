@@ -115,6 +115,39 @@ def test_the_bytes_of_a_packed_weight() -> None:
     assert Integers(8, 64, is_permuted=True).num_bytes(10, 256) == 10 * 256 + 10 * 4 * 4 + 256 * 4
 
 
+@pytest.mark.parametrize(
+    ("format", "in_features"),
+    [
+        (Integers(8, 100), 100),
+        (Integers(4, 16), 48),
+        (Integers(8, 2048), 4096),
+        (Integers(4, 1 << 17), 1 << 17),
+    ],
+)
+def test_groups_that_the_kernels_have_are_accepted(format: Integers, in_features: int) -> None:
+    format.check(in_features)
+
+
+@pytest.mark.parametrize(
+    ("format", "in_features", "said"),
+    [
+        (Integers(5, 32), 64, "integers of 5 bits: there are kernels for 4 and 8 only"),
+        (Integers(4, 32), 100, "groups of 32 do not divide 100 inputs"),
+        (Integers(4, 0), 100, "groups of 0 do not divide 100 inputs"),
+        (Integers(8, 24), 96, "groups of 24 inputs: a whole row or a multiple of 16 is needed"),
+        (
+            Integers(4, 2048),
+            4096,
+            "groups of 2048 inputs: with 4 bits, a whole row or at most 1024 is needed",
+        ),
+        (Integers(8, 16), (1 << 17) + 16, "131088 inputs are more than the 131072 that integers can have"),
+    ],
+)
+def test_groups_that_the_kernels_lack_are_one_line(format: Integers, in_features: int, said: str) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        format.check(in_features)
+
+
 def test_groups_are_whole_rows_for_8_bits_and_what_divides_for_4() -> None:
     assert Quantization.of("int8").layer_format(3, 100) == Integers(8, 100)
     assert Quantization.of("int8", 32).layer_format(0, 96) == Integers(8, 32)
