@@ -86,7 +86,7 @@ struct RowLimits {
 };
 
 template <class W>
-constexpr RowLimits kRowLimits = kIsTiled<W> ? RowLimits{192, 16} : RowLimits{48, 1};
+constexpr RowLimits kRowLimits = kIsTiled<W> ? RowLimits{96, 16} : RowLimits{48, 1};
 
 // What a worker needs for a task.
 struct AttentionScratch {

@@ -53,8 +53,8 @@ enum Status : int {
 
 constexpr int kRowsPerChunk = 8;  // of the cheap phases
 
-// Of tokens whose keys and values are placed: a prompt's blocks go to one thread each, as far as they can, because their
-// tokens lie side by side in the same lines of the cache.
+// The same of the tokens whose keys and values are placed: the tokens of a block lie side by side in the same lines, so
+// that a prompt's blocks go to one thread each.
 inline int rows_to_place(int tokens) { return tokens < 8 * kBlockTokens ? kRowsPerChunk : kBlockTokens; }
 
 // A row length of an odd number of cache lines, so that the rows of a tile do not fall into the same cache sets.

@@ -27,11 +27,6 @@ PENSTOCK_INLINE void tile_dot() {
         tile_dot_bf16<C, A, B>();
 }
 
-// What a grid of tiles does in a step besides: nothing.
-struct Nothing {
-    PENSTOCK_INLINE void operator()(int) const {}
-};
-
 // Rows x Panels tiles of sums, [panels][rows of tiles][16][16] in memory: one row of tiles and up to four panels, or two
 // and two. A goes through tiles 4 and 5, B through 6 and 7.
 template <bool kInt8, int Rows, int Panels>

@@ -114,7 +114,7 @@ struct AttentionStep {
     size_t ldo;
 };
 
-// The sum of squares, in 32 sums of every 32nd number, and of eighths at the end of a row in the first eight.
+// The sum of squares, in 32 lanes; what is left at the end of a row goes to the first eight.
 inline float sum_of_squares(const float* x, int n) {
     constexpr int kSums = 4 * kLanes;
     wide parts[kSums / kWide] = {};

@@ -175,7 +175,8 @@ inline void finish(const Product& job, int panel, int panels, int row, int rows,
 template <class Sum>
 void multiply_by_tiles(const Product& job, int panel, int panels, int row, int rows, const char* next) {
     constexpr bool kInt8 = std::is_same_v<Sum, int32_t>;
-    constexpr int kGridRows = 2 * kTileHeight, kTile = kTileHeight * kTileBytes, kPieces = 4;
+    constexpr int kGridRows = 2 * kTileHeight, kTile = kTileHeight * kTileBytes;
+    constexpr int kPieces = 4;  // of a grid's k, and of the rows that are finished after each
     const Linear& linear = *job.linear;
     const Activations x = job.x.from(row);
     const auto finish = finish_of<Sum>(job);
@@ -204,17 +205,18 @@ void multiply_by_tiles(const Product& job, int panel, int panels, int row, int r
                     const char *a = x.row<char>(t), *b = linear.panel<char>(panel + p + q);
                     grid.clear();
                     for (int piece = 0; piece < kPieces; piece++) {
-                        const int from = steps * piece / kPieces, end = steps * (piece + 1) / kPieces;
+                        const auto share_of = [&](int n, int i) { return n * i / kPieces; };
+                        const int from = share_of(steps, piece), end = share_of(steps, piece + 1);
                         const char* b_from = b + from * kTile;
                         grid.add(a + from * kTileBytes, b_from, end - from, by, [&](int s) __attribute__((always_inline)) {
                             if (passes == 1) return fetch_streamed(b_from + s * kTile, some, by);
                             for (int i = 0; i < share; i += kTileBytes) __builtin_prefetch(ahead + i, 0, 2);
                             ahead += share;
                         });
-                        if (q == 0) {
-                        for (int o = 0; o < some; o += unit) fetch_outputs(to, o / unit * out_bytes, height * piece / kPieces, height * (piece + 1) / kPieces);
-                        finish_waiting(waiting_rows * piece / kPieces, waiting_rows * (piece + 1) / kPieces);
-                        }
+                        if (q > 0) continue;  // the first grid of a few panels has done it all
+                        for (int o = 0; o < some; o += unit)
+                            fetch_outputs(to, o / unit * out_bytes, share_of(height, piece), share_of(height, piece + 1));
+                        finish_waiting(share_of(waiting_rows, piece), share_of(waiting_rows, piece + 1));
                     }
                     grid.store(reinterpret_cast<char*>(found + q * by.c_panel), by);
                 });

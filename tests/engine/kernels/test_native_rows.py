@@ -1,0 +1,48 @@
+"""Native products of many rows, as a prompt brings them, at every level: each row has the bits that it has alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine.kernels.cpu.native import PackedLinear, Team
+from engine.kernels.linear import IntegerLinear
+from engine.quant.integers import Integers
+
+IN, OUT = 96, 88
+"""Columns of one group of integers, and rows of a weight: not whole panels, neither together nor in halves."""
+ROWS = (1, 7, 16, 17, 31, 32, 33, 64, 97, 256, 257, 530)
+"""Numbers of rows at the edges of tiles, of pairs of tiles, and of what one thread takes up at once."""
+
+
+def made(team: Team, kept: torch.dtype | int, gated: bool, biased: bool) -> PackedLinear:
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = torch.randn(OUT, IN, generator=generator), torch.randn(OUT, generator=generator)
+    if isinstance(kept, torch.dtype):
+        return PackedLinear(team, weight, bias if biased else None, kept, gated)
+    format = Integers(8, kept)
+    return PackedLinear.of_integers(team, format.quantize(weight), format, bias if biased else None, gated)
+
+
+@pytest.mark.parametrize("kept", [torch.float16, torch.bfloat16, IN, IN // 3], ids=str)
+@pytest.mark.parametrize(("gated", "biased"), [(False, True), (True, False), (True, True)])
+def test_a_row_has_the_same_bits_alone_and_among_many(
+    team: Team, kept: torch.dtype | int, gated: bool, biased: bool
+) -> None:
+    linear = made(team, kept, gated, biased)
+    x = torch.randn(max(ROWS), IN, generator=torch.Generator().manual_seed(2))
+    alone = torch.cat([linear(row[None]) for row in x])
+    for rows in ROWS:
+        assert torch.equal(linear(x[:rows]), alone[:rows])
+
+
+def test_many_rows_of_integers_are_what_the_arithmetic_says(team: Team) -> None:
+    generator = torch.Generator().manual_seed(3)
+    format = Integers(8, IN)
+    tensors, bias = (
+        format.quantize(torch.randn(OUT, IN, generator=generator)),
+        torch.randn(OUT, generator=generator),
+    )
+    x = torch.randn(max(ROWS), IN, generator=generator)
+    linear = PackedLinear.of_integers(team, tensors, format, bias)
+    assert torch.equal(linear(x), IntegerLinear(tensors, format, bias)(x))
