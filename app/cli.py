@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `key`, `doctor`, `kernels`, `bench` and `simulate`."""
+"""The command line: `penstock serve`, `quantize`, `key`, `doctor`, `kernels`, `bench` and `simulate`."""
 
 from __future__ import annotations
 
@@ -88,15 +88,28 @@ def _key(parser: _Parser, arguments: list[str]) -> int:
     return run(options)
 
 
+_DOCTOR_MODEL = """says what of this model fits, before anything of it is loaded: a directory, a Hugging Face id, or
+demo; without it, what this machine offers"""
+
+
 def _doctor(parser: _Parser, arguments: list[str]) -> int:
     from app.kernels import check_level
     from app.settings import load_settings
 
-    settings = load_settings(_parse_settings(parser, arguments))
+    parser.add_argument("MODEL", nargs="?", help=_DOCTOR_MODEL)
+    flags = _parse_settings(parser, arguments)
+    model = flags.pop("MODEL", None)
+    if model is not None and "model" in flags:
+        parser.error(f"give {model} or --model, not both")
+    settings = load_settings(flags)
     check_level()
-    from app.doctor import run
+    if model is not None:
+        from app import fitting
 
-    return run(settings)
+        return fitting.run(model, settings, flags)
+    from app import doctor
+
+    return doctor.run(settings)
 
 
 def _bench(parser: _Parser, arguments: list[str]) -> int:
@@ -112,6 +125,15 @@ def _bench(parser: _Parser, arguments: list[str]) -> int:
 
 def _kernels(parser: _Parser, arguments: list[str]) -> int:
     from app.kernels import add_arguments, run
+
+    add_arguments(parser)
+    options, rest = parser.parse_known_intermixed_args(arguments)
+    parser.reject_unknown(rest)
+    return run(options)
+
+
+def _quantize(parser: _Parser, arguments: list[str]) -> int:
+    from app.quantize import add_arguments, run
 
     add_arguments(parser)
     options, rest = parser.parse_known_intermixed_args(arguments)
@@ -155,9 +177,9 @@ def _parse_settings(parser: _Parser, arguments: list[str]) -> dict[str, str]:
             metavar=str(metavar or _choices(field.annotation) or name.split("_")[-1].upper()),
             help=text + shown,
         )
-    values, rest = parser.parse_known_args(arguments)
+    values, rest = parser.parse_known_intermixed_args(arguments)
     parser.reject_unknown(rest)
-    return dict(vars(values))
+    return {name: value for name, value in vars(values).items() if value is not None}
 
 
 def _choices(annotation: object) -> str | None:
@@ -169,8 +191,9 @@ def _choices(annotation: object) -> str | None:
 
 _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "serve": ("Serves a model over HTTP.", _serve),
+    "quantize": ("Makes a checkpoint of 4 or 8 bits from one in floating point.", _quantize),
     "key": ("Makes an API key, and its line for the file of keys.", _key),
-    "doctor": ("Says what this machine offers and what is missing.", _doctor),
+    "doctor": ("Says what this machine offers and what is missing, or what of a model fits.", _doctor),
     "kernels": ("Builds the CPU kernels ahead of time, or says which are there.", _kernels),
     "bench": ("Measures this server against transformers' generate, and against the machine.", _bench),
     "simulate": (

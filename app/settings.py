@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import (
     BeforeValidator,
@@ -136,6 +136,9 @@ class Settings(BaseSettings):
     quantize_group_size: int | None = Field(default=None, json_schema_extra={"metavar": "32|64|128"})
     """Inputs that share a scale with --quantize; without it, 64 or 32 for int4 and a whole row for int8."""
 
+    no_quantize_cache: bool = False
+    """With --quantize, quantize at every start, and keep nothing of it in the cache folder."""
+
     kv_dtype: Literal["auto", "float16", "bfloat16", "float32", "int8"] = "auto"
     """Type the KV cache is kept in; auto takes that of --dtype, and int8 holds nearly twice as many tokens."""
 
@@ -174,6 +177,10 @@ class Settings(BaseSettings):
 
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that may be in use once the KV cache is there, whoever uses it."""
+
+    no_speculation: bool = False
+    """Compute one token of each sequence in a step. Without it, tokens that are likely to come next are computed along
+    with it where that pays; answers are the same, to the token."""
 
     no_cuda_graphs: bool = False
     """On a GPU, launch every kernel of a step by itself: slower, starts sooner, takes less memory."""
@@ -275,6 +282,13 @@ def default_text(value: object) -> str:
         return str(value)
     values = ((name, getattr(value, attribute)) for name, attribute in _POLICY_KEYS.items())
     return ",".join(f"{name}={'none' if number == inf else f'{number:.10g}'}" for name, number in values)
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The words that a setting may be."""
+    annotation = Settings.model_fields[name].annotation
+    literals = [annotation, *get_args(annotation)]
+    return next(get_args(literal) for literal in literals if get_origin(literal) is Literal)
 
 
 def flag(name: str) -> str:

@@ -17,9 +17,9 @@ import torch
 from app.bench.measures import measure_linear
 from engine.kernels.cpu.native import NativeUnavailable, load_library
 from engine.kernels.linear import DenseLinear
+from engine.model.checkpoint import read_config
 from engine.model.config import ModelConfig
 from engine.model.dtype import choose_dtype, choose_quantization
-from engine.model.parse import read_config
 from engine.model.weights import linear_specs
 from engine.quant.integers import Integers, Quantization
 

@@ -16,11 +16,12 @@ from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.kernels.select import select
 from engine.kernels.sequence_table import SequenceTable
+from engine.model.checkpoint import read_config
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
+from engine.model.files import open_files
 from engine.model.parameters import Weights
-from engine.model.parse import read_config
-from engine.model.safetensors import TensorFiles
+from engine.model.quantize_cache import Checkpoint, quantized
 from engine.model.transformer import ForwardPass, make_decoder
 from engine.model.weights import Progress, Recipe, check_tensors, load_weights, make_recipe
 from engine.sampling.reference import most_likely
@@ -56,7 +57,7 @@ def load_model(
     """Loads the checkpoint in a folder.
 
     Args:
-        folder: a directory with config.json and safetensors files.
+        folder: a directory with config.json and safetensors files, or a GGUF file.
         say: is told lines for the operator: what memory the model takes, before it is taken; what could be faster.
         progress: is told bytes read and bytes in all.
 
@@ -66,7 +67,7 @@ def load_model(
         NotEnoughMemory: weights and KV cache do not fit.
     """
     config = read_config(folder)
-    files = TensorFiles(folder)
+    files = open_files(folder)
     device = choose_device(options.device)
     recipe = make_recipe(config, options)
     check_tensors(config, files, recipe)
@@ -80,7 +81,10 @@ def load_model(
     say(memory.text)
     most = _most_tokens(memory)
     max_model_len = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
-    weights = load_weights(config, files, kernels, progress, recipe)
+    source = Checkpoint(config, files, recipe)
+    if options.keep_quantized:
+        source = quantized(source, say, progress)
+    weights = load_weights(source.config, source.files, kernels, progress, source.recipe)
     table, sampler, buffers = _tables(config, kernels, options, max_model_len)
     if limits.card is not None:
         memory = _measured_plan(config, recipe, weights, kernels, options, limits, max_model_len, say)

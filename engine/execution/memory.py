@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from engine.errors import NotEnoughMemory
 from engine.kernels.batch import Batch, blank_batch
+from engine.kernels.cpu.native import NativeUnavailable
 from engine.kernels.kv_cache import KVShape
-from engine.kernels.ops import Kernels
+from engine.kernels.ops import Kernels, reference_kernels
+from engine.kernels.select import check_native
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from engine.model.weights import (
@@ -115,6 +117,15 @@ class MemoryPlan:
         return (self.num_blocks - 1) * self.block_size
 
     @property
+    def needed(self) -> int:
+        """The bytes of all of it."""
+        return self.weights + self.workspace + self.tables + self.graphs + self.kv
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available
+
+    @property
     def text(self) -> str:
         """One line for the operator."""
         found_later = (("tables", self.tables), ("graphs", self.graphs))
@@ -135,7 +146,6 @@ class MemoryPlan:
         What is in use before includes the workspace of the kernels, which is there as soon as these are.
         """
         assert self.card is not None
-        taken = self.weights + self.workspace + self.tables + self.graphs + self.kv
         return [
             ("in use before", self.card.used, ""),
             ("weights", self.weights, ""),
@@ -143,7 +153,7 @@ class MemoryPlan:
             ("tables", self.tables, "of the running sequences"),
             ("graphs", self.graphs, "about"),
             ("KV cache", self.kv, f"{self.num_tokens} tokens in {self.num_blocks} blocks"),
-            ("free", self.card.free - taken, ""),
+            ("free", self.card.free - self.needed, ""),
             ("in all", self.card.total, ""),
         ]
 
@@ -185,14 +195,29 @@ def plan_memory(
     Raises:
         NotEnoughMemory: weights and KV cache do not fit; the message has the numbers.
     """
+    plan = draft_plan(config, kernels, options, budget, measured, recipe)
+    if not plan.fits:
+        raise NotEnoughMemory(f"not enough memory: {plan.text}")
+    return plan
+
+
+def draft_plan(
+    config: ModelConfig,
+    kernels: Kernels,
+    options: LoadOptions,
+    budget: Budget,
+    measured: Measured | None = None,
+    recipe: Recipe = AS_IT_IS,
+) -> MemoryPlan:
+    """The plan of `plan_memory`, which may need more than there is."""
     shape = KVShape.of(config, options.block_size)
     weights = weight_bytes(config, kernels.embedding_dtype, recipe, kernels.packs)
     workspace = measured.workspace if measured else _workspace_bytes(config, options)
     tables = max(0, measured.resident - weights) if measured else 0
     graphs = _graph_bytes(options, workspace) if budget.card is not None and options.cuda_graphs else 0
     block = shape.block_bytes(kernels.kv_dtype)
-    left = budget.available - max(weights, measured.resident if measured else 0) - workspace - graphs
-    plan = MemoryPlan(
+    left = budget.available - weights - tables - workspace - graphs
+    return MemoryPlan(
         weights=weights,
         workspace=workspace,
         graphs=graphs,
@@ -203,9 +228,6 @@ def plan_memory(
         available=budget.available,
         card=budget.card,
     )
-    if plan.kv > left:
-        raise NotEnoughMemory(f"not enough memory: {plan.text}")
-    return plan
 
 
 def _num_blocks(config: ModelConfig, shape: KVShape, options: LoadOptions, block: int, kv_limit: int) -> int:
@@ -249,32 +271,74 @@ def weight_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a model takes on its device, in bytes, and the types that follow from its options."""
+    """What a model would take on its device, and the types that follow from its options."""
 
     dtype: str
     kv_dtype: str
-    weights: int
-    kv_of_a_token: float
+    plan: MemoryPlan
+    """It may need more than there is."""
+    max_model_len: int
+    """The tokens of the longest sequence that would be served."""
+    window: int
+    """See `ModelConfig.context_window`."""
+    max_num_seqs: int
+
+    @property
+    def weights(self) -> int:
+        return self.plan.weights
+
+    @property
+    def kv_of_a_token(self) -> float:
+        return self.plan.block / self.plan.block_size
+
+    def num_streams(self, context: int) -> int:
+        """The sequences of so many tokens that can run at the same time; 0 if the plan does not fit."""
+        if not self.plan.fits:
+            return 0
+        # Behind a window blocks are given back, one more token than it has is kept, and a step adds one.
+        kept = min(context, self.window + 2) if self.window else context
+        each = -(-kept // self.plan.block_size) + (kept < context)
+        return min(self.max_num_seqs, (self.plan.num_blocks - 1) // each)
 
 
-def estimate(config: ModelConfig, options: LoadOptions) -> Estimate:
+def estimate(
+    config: ModelConfig, options: LoadOptions, limits: Budget | None = None, *, has_native: bool = True
+) -> Estimate:
     """The sizes of a model that nothing was loaded of.
+
+    Args:
+        limits: the budget of the device, which is asked for it if there is none.
+        has_native: whether there are native kernels; without them, a CPU computes in float32.
 
     Raises:
         CheckpointError: the model cannot be served in the types that are asked for.
     """
     device = choose_device(options.device)
+    options = options.for_device(device.type)
     dtype = choose_dtype(options.dtype, config, device)
-    kv_dtype = choose_kv_dtype(options.kv_dtype, dtype, device)
+    is_native = has_native and _is_native(config, options)
+    kernels = reference_kernels(device, dtype, dtype if is_native else torch.float32)
+    kernels = replace(kernels, kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device))
     recipe = make_recipe(config, options)
     check_recipe(config, recipe)
-    shape = KVShape.of(config, options.block_size)
+    plan = draft_plan(config, kernels, options, limits or budget(device, options), recipe=recipe)
+    wanted = options.max_model_len or config.max_position
     return Estimate(
-        dtype=str(dtype).removeprefix("torch."),
-        kv_dtype=str(kv_dtype).removeprefix("torch."),
-        weights=weight_bytes(config, dtype, recipe),
-        kv_of_a_token=shape.block_bytes(kv_dtype) / shape.block_size,
+        dtype=str(kernels.embedding_dtype).removeprefix("torch."),
+        kv_dtype=str(kernels.kv_dtype).removeprefix("torch."),
+        plan=plan,
+        max_model_len=wanted if config.context_window else min(wanted, plan.num_tokens),
+        window=config.context_window,
+        max_num_seqs=options.max_num_seqs,
     )
+
+
+def _is_native(config: ModelConfig, options: LoadOptions) -> bool:
+    try:
+        check_native(config, options.block_size)
+    except NativeUnavailable:
+        return False
+    return True
 
 
 def available_bytes() -> int:

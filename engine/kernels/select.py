@@ -47,7 +47,7 @@ def select(
         kernels = _with_triton(model, device, dtype, limits, say)
         return _with_long_prefill(kernels, model, limits, say)
     try:
-        _check_native(model, limits.block_size)
+        check_native(model, limits.block_size)
         team = native.load_library(say).start_team(limits.num_threads)
     except native.NativeUnavailable as error:
         say(f"no native CPU kernels ({error}); plain torch in float32 serves instead, several times slower")
@@ -285,7 +285,12 @@ def _failure(trial: Trial) -> Exception | None:
     return None
 
 
-def _check_native(model: DecoderShape, block_size: int) -> None:
+def check_native(model: DecoderShape, block_size: int) -> None:
+    """Checks that the native kernels can serve a model.
+
+    Raises:
+        NativeUnavailable: they cannot.
+    """
     if block_size != native.BLOCK_SIZE:
         raise native.NativeUnavailable(f"they have blocks of {native.BLOCK_SIZE} tokens, not {block_size}")
     if model.head_dim % 8:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -55,17 +56,29 @@ class TensorEntry:
 class TensorFiles:
     """The tensors of a checkpoint by name. Their bytes are read from disk when what `read` returned is used."""
 
-    def __init__(self, folder: Path) -> None:
+    config = "config.json"
+
+    def __init__(self, folder: Path, entries: Mapping[str, TensorEntry] | None = None) -> None:
         """Reads the headers of all files, and checks that each file is as long as its header says.
+
+        Args:
+            entries: of the tensors, if it is known where they are.
 
         Raises:
             CheckpointError: a file is missing, truncated or malformed.
         """
-        self.folder = folder
+        self.path = folder
         self.entries: dict[str, TensorEntry] = {}
         self._maps: dict[Path, mmap.mmap] = {}
+        if entries is not None:
+            self.entries.update(entries)
+            return
         for file in _files(folder):
-            self.entries.update(_read_header(file))
+            self.entries.update(read_header(file))
+
+    def own_name(self, name: str) -> str:
+        """What the files call a tensor."""
+        return name
 
     def read(self, name: str) -> Tensor:
         """Maps a tensor, whose type must be one of DTYPES. Its memory is that of the mapped file: nothing is copied."""
@@ -107,7 +120,12 @@ def _missing(folder: Path, file: Path) -> str:
     return f"{folder} holds neither {SINGLE} nor {INDEX}{hint}"
 
 
-def _read_header(file: Path) -> dict[str, TensorEntry]:
+def read_header(file: Path) -> dict[str, TensorEntry]:
+    """The tensors of one file.
+
+    Raises:
+        CheckpointError: it is truncated or malformed.
+    """
     size = file.stat().st_size
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")

@@ -168,6 +168,10 @@ class Quantization:
     group_size: int | None = None
     """None stands for a default: a whole row for 8 bits, and a size that divides the row for 4 bits."""
 
+    @property
+    def name(self) -> str:
+        return f"int{self.bits}"
+
     @classmethod
     def of(cls, name: str, group_size: int | None = None) -> Quantization:
         """The quantization of an option: "int8" or "int4"."""

@@ -28,6 +28,7 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "kv_dtype": ("float32", "int8", "float16"),
     "quantize": ("int8", "int4", "int8"),
     "quantize_group_size": ("32", "64", "128"),
+    "no_quantize_cache": ("true", "true", "true"),
     "device": ("cpu", "cuda", "cpu"),
     "threads": ("1", "2", "3"),
     "max_model_len": ("1", "2", "3"),

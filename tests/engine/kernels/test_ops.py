@@ -15,8 +15,8 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.kernels import select as selecting
-from engine.kernels.cpu import native
-from engine.kernels.cpu.levels import VARIABLE
+from engine.kernels.cpu import levels, native
+from engine.kernels.cpu.levels import VARIABLE, Machine
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.packed import PACKED, UnpackedLinear
@@ -278,6 +278,20 @@ def test_tiles_multiply_bfloat16(monkeypatch: pytest.MonkeyPatch, level: str) ->
         assert choose_dtype("auto", replace(CONFIG, dtype=checkpoint), CPU) == torch.bfloat16
     assert choose_dtype("auto", replace(CONFIG, dtype="float16"), CUDA) == torch.float16
     assert choose_dtype("float16", CONFIG, CPU) == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("features", "chosen"),
+    [({"avx512_bf16"}, torch.bfloat16), ({"avx512_bf16", "avx512_fp16", "GenuineIntel"}, torch.float16)],
+    ids=["quick", "slow"],
+)
+def test_pairs_of_bfloat16_are_chosen_where_they_are_quick(
+    monkeypatch: pytest.MonkeyPatch, features: set[str], chosen: torch.dtype
+) -> None:
+    machine = Machine("x86_64", frozenset(features), lambda: "")
+    monkeypatch.setattr(levels, "this_machine", lambda: machine)
+    monkeypatch.setenv(VARIABLE, "avx512bf16")
+    assert choose_dtype("auto", replace(CONFIG, dtype="float32"), CPU) == chosen
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

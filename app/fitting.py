@@ -1,0 +1,314 @@
+"""`penstock doctor MODEL`: what a model takes on this machine and whether it fits, before any of it is loaded."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from app.bench.statistics import table
+from app.build import load_options
+from app.checkpoint import DEMO_NAME, find_checkpoint, is_hub_id
+from app.doctor import Level, check_compiler
+from app.errors import OperatorError
+from app.hub import fetched_before, look_at
+from app.settings import Settings, choices, flag
+from engine.errors import CheckpointError
+from engine.model.config import LoadOptions, ModelConfig
+
+if TYPE_CHECKING:
+    from engine.execution.memory import Budget, Estimate
+    from engine.model.files import Files
+    from engine.model.weights import Recipe
+
+DEMO = "demo"
+"""Stands for the demo model, where there is no such folder."""
+
+CONTEXTS = (2048, 8192, 32768)
+"""The tokens of the streams that are counted, beside the longest that the model has."""
+
+_GIB, _MIB = 1 << 30, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model that is looked at."""
+
+    name: str | None
+    """What --model calls it; None is the demo model."""
+    config: ModelConfig
+    stored_as: str
+    """The types of its weights in the checkpoint."""
+    place: str
+    """Where it lies, and what would have to be fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A way to serve the model, and what it takes."""
+
+    options: LoadOptions
+    sizes: Estimate
+
+    @property
+    def fits(self) -> bool:
+        return self.sizes.plan.fits
+
+    @property
+    def weights(self) -> str:
+        """The type of its linear maps, as the operator asks for it."""
+        return self.options.quantize or self.sizes.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """A model, and the memory that it is to fit into."""
+
+    config: ModelConfig
+    limits: Budget
+    has_native: bool
+
+    def case(self, options: LoadOptions) -> Case:
+        """
+        Raises:
+            CheckpointError: the model cannot be served with these options.
+        """
+        from engine.execution.memory import estimate
+
+        return Case(options, estimate(self.config, options, self.limits, has_native=self.has_native))
+
+    def cases(self, ways: Iterable[LoadOptions]) -> list[Case]:
+        """Those of the ways that can be served, each once."""
+        found: dict[tuple[str, str], Case] = {}
+        for options in ways:
+            with suppress(CheckpointError):
+                case = self.case(options)
+                found.setdefault((case.weights, case.sizes.kv_dtype), case)
+        return list(found.values())
+
+
+def run(model: str, settings: Settings, flags: Mapping[str, str]) -> int:
+    """Prints what a model takes and what would be chosen; 1 if it does not fit in any way.
+
+    Args:
+        model: a folder, a GGUF file, a hub id, or DEMO.
+        flags: what was given on the command line, by the names of settings.
+
+    Raises:
+        OperatorError: there is no such model, or it cannot be served.
+    """
+    try:
+        from engine.execution.memory import budget
+        from engine.model.dtype import choose_device
+    except (ImportError, OSError) as error:
+        raise OperatorError(f"torch cannot be imported ({error}); `penstock doctor` says more") from None
+    options = load_options(settings)
+    try:
+        subject = examine(None if model == DEMO and not Path(DEMO).exists() else model, options)
+        limits = budget(choose_device(options.device), options)
+        fitting = Fitting(subject.config, limits, check_compiler().level is Level.OK)
+        tried = fitting.cases(ladder(options, subject.config)) or [fitting.case(options)]
+    except CheckpointError as error:
+        raise OperatorError(str(error)) from None
+    choice = next((case for case in tried if case.fits), None)
+    shown = choice or min(tried, key=lambda case: case.sizes.plan.needed)
+    print("\n".join([*_head(subject, fitting, options), "", *_tables(fitting, shown), ""]))
+    if choice is None:
+        print(_does_not_fit(shown, options))
+        return 1
+    print("\n".join(_fits(choice, subject, options, flags)))
+    return 0
+
+
+def examine(model: str | None, options: LoadOptions) -> Subject:
+    """Reads the config of a model, and compares it with the headers of its weights.
+
+    Args:
+        model: None is the demo model.
+
+    Raises:
+        OperatorError: there is no such model.
+        CheckpointError: it is broken or not supported.
+    """
+    from engine.model.checkpoint import read_config
+    from engine.model.files import open_files
+    from engine.model.weights import check_tensors, make_recipe
+
+    files: Files
+    if model is not None and is_hub_id(model) and not _is_fetched(model):
+        remote = look_at(model)
+        folder, files = remote.folder, remote.files
+        place = f"on the hub, {_size(remote.num_bytes)} to fetch"
+    else:
+        folder = find_checkpoint(model)
+        files, place = open_files(folder), str(folder)
+    config = read_config(folder)
+    recipe = make_recipe(config, replace(options, quantize=None))
+    check_tensors(config, files, recipe)
+    return Subject(model, config, _stored_as(config, recipe), place)
+
+
+def ladder(asked: LoadOptions, config: ModelConfig) -> Iterator[LoadOptions]:
+    """What was asked for; then what takes less and less, where that was left open."""
+    may_quantize = asked.quantize is None and config.quantization is None
+    quantizations = (asked.quantize, *(choices("quantize") if may_quantize else ()))
+    kv_dtypes = ("auto", "int8") if asked.kv_dtype == "auto" else (asked.kv_dtype,)
+    for kv_dtype in kv_dtypes:
+        for quantize in quantizations:
+            yield replace(asked, quantize=quantize, kv_dtype=kv_dtype)
+
+
+def _is_fetched(hub_id: str) -> bool:
+    """Whether an earlier start has fetched a model, and all of it."""
+    from engine.model.safetensors import TensorFiles
+
+    folder = fetched_before(hub_id)
+    try:
+        return folder is not None and bool(TensorFiles(folder).entries)
+    except CheckpointError:
+        return False
+
+
+def _stored_as(config: ModelConfig, recipe: Recipe) -> str:
+    """The types of a checkpoint's weights."""
+    from engine.model.weights import linear_specs
+
+    if config.quantization is None:
+        return config.dtype
+    specs = [
+        spec for layer in range(config.num_layers) for spec in linear_specs(config, layer, recipe).values()
+    ]
+    names = dict.fromkeys(part.storage.name for spec in specs for part in spec.parts)
+    return f"{config.quantization.text('quant_method')} ({', '.join(names)})"
+
+
+def _head(subject: Subject, fitting: Fitting, options: LoadOptions) -> Iterator[str]:
+    import torch
+
+    from engine.execution.memory import weight_bytes
+
+    config, limits = subject.config, fitting.limits
+    millions = weight_bytes(config, torch.float32) / torch.float32.itemsize / 1e6
+    yield (
+        f"model   {subject.name or DEMO_NAME}, {config.architecture}, {millions:,.1f} M parameters, "
+        f"stored in {subject.stored_as}, {config.max_position:,} positions"
+    )
+    yield f"from    {subject.place}"
+    if (card := limits.card) is not None:
+        free = f"{_size(card.free)} of {_size(card.total)} are free"
+        yield f"device  {torch.cuda.get_device_name()}, {_size(limits.available)} for the model; {free}"
+        return
+    yield f"device  cpu, {_size(limits.available)} for the model"
+    if options.kv_bytes is None and options.num_blocks is None:
+        most = "" if limits.cap is None else f", at most {_size(limits.cap)}"
+        yield f"        of what the weights leave, {limits.share:.0%} is for KV{most}; --kv-memory sets it"
+    if not fitting.has_native:
+        yield "        no C++ compiler for the native kernels: plain torch serves, in float32"
+
+
+def _tables(fitting: Fitting, shown: Case) -> Iterator[str]:
+    """What weights and KV take in each of their types, and how many streams that leaves room for."""
+    config, options = fitting.config, shown.options
+    longest = min(config.max_position, options.max_model_len or config.max_position)
+    contexts = [*(context for context in CONTEXTS if context < longest), longest]
+    head = [f"{'' if i else 'streams of '}{context:,}" for i, context in enumerate(contexts)]
+
+    def streams(case: Case) -> list[str]:
+        return [f"{case.sizes.num_streams(context):,}" if case.fits else "-" for context in contexts]
+
+    def mark(name: str, case: Case) -> str:
+        is_shown = (case.weights, case.sizes.kv_dtype) == (shown.weights, shown.sizes.kv_dtype)
+        return f"{name} *" if is_shown else name
+
+    quantizations = () if config.quantization else choices("quantize")
+    ways = [replace(options, dtype=dtype, quantize=None) for dtype in choices("dtype") if dtype != "auto"]
+    ways += [replace(options, quantize=quantize) for quantize in quantizations]
+    by_weights = sorted(fitting.cases(ways), key=lambda case: -case.sizes.weights)
+    rows = [
+        [mark(case.weights, case), _size(case.sizes.weights), _kv(case), case.sizes.kv_dtype, *streams(case)]
+        for case in by_weights
+    ]
+    yield table(["weights", "size", "KV", "in", *head], rows)
+    yield from _reasons(fitting, options, quantizations)
+    yield ""
+    ways = [replace(options, kv_dtype=name) for name in choices("kv_dtype") if name != "auto"]
+    by_kv = sorted(fitting.cases(ways), key=lambda case: -case.sizes.kv_of_a_token)
+    rows = [
+        [
+            mark(case.sizes.kv_dtype, case),
+            f"{case.sizes.kv_of_a_token / 1024:,.2f} KiB",
+            _kv(case),
+            f"{case.sizes.plan.num_tokens:,}" if case.fits else "-",
+            *streams(case),
+        ]
+        for case in by_kv
+    ]
+    yield table(["KV", "a token", "all", "tokens", *head], rows)
+    most = options.max_num_seqs
+    if any(case.sizes.num_streams(contexts[0]) == most for case in (*by_weights, *by_kv)):
+        yield f"More than {most:,} streams never run at once: --max-num-seqs."
+
+
+def _reasons(fitting: Fitting, options: LoadOptions, quantizations: Iterable[str]) -> Iterator[str]:
+    """Why the model cannot be served in some quantizations."""
+    for quantize in quantizations:
+        try:
+            fitting.case(replace(options, quantize=quantize))
+        except CheckpointError as error:
+            yield f"not {quantize}: {error}"
+
+
+def _kv(case: Case) -> str:
+    return _size(case.sizes.plan.kv) if case.fits else "does not fit"
+
+
+def _fits(choice: Case, subject: Subject, asked: LoadOptions, flags: Mapping[str, str]) -> Iterator[str]:
+    sizes, more = choice.sizes, _differences(choice.options, asked)
+    wanted = min(subject.config.max_position, asked.max_model_len or subject.config.max_position)
+    of_all = f" of {wanted:,}" if sizes.max_model_len < wanted else ""
+    yield (
+        f"fits{' with ' + _flags(more) if more else ''}: {choice.weights} weights and {sizes.kv_dtype} KV (*), "
+        f"sequences of up to {sizes.max_model_len:,} tokens{of_all}"
+    )
+    own = ({} if subject.name is None else {"model": subject.name}) | dict(flags) | more
+    yield f"  penstock serve {_flags(own)}".rstrip()
+    every = {
+        "dtype": sizes.dtype,
+        "kv_dtype": sizes.kv_dtype,
+        "max_model_len": str(sizes.max_model_len),
+        "num_blocks": str(sizes.plan.num_blocks),
+    }
+    own.pop("kv_memory", None)
+    yield f"or, with nothing left to chance:\n  penstock serve {_flags(own | every)}"
+
+
+def _does_not_fit(smallest: Case, asked: LoadOptions) -> str:
+    plan, more = smallest.sizes.plan, _differences(smallest.options, asked)
+    way = f", even with {_flags(more)}" if more else ""
+    return (
+        f"does not fit: needs {_size(plan.needed)} of {_size(plan.available)}{way}\n"
+        f"  weights {_size(plan.weights)}, KV {_size(plan.kv)} for {plan.num_tokens:,} tokens, "
+        f"and {_size(plan.needed - plan.weights - plan.kv)} for the largest step"
+    )
+
+
+def _differences(options: LoadOptions, asked: LoadOptions) -> dict[str, str]:
+    """The settings that make the options of those that were asked for."""
+    found = {"quantize": options.quantize, "kv_dtype": options.kv_dtype}
+    own = {"quantize": asked.quantize, "kv_dtype": asked.kv_dtype}
+    return {name: value for name, value in found.items() if value is not None and value != own[name]}
+
+
+def _flags(values: Mapping[str, str]) -> str:
+    """Settings as the command line has them."""
+    return " ".join(
+        flag(name) if Settings.model_fields[name].annotation is bool else f"{flag(name)} {shlex.quote(value)}"
+        for name, value in values.items()
+    )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB // 10 else f"{num_bytes / _MIB:.1f} MiB"

@@ -1,0 +1,342 @@
+"""Keeps what `--quantize` made of a checkpoint, so that the next start need not make it again.
+
+What is kept is one safetensors file in the cache folder, with the linear maps alone. Laid over the checkpoint, it makes
+one whose linear maps are stored as integers, which is checked and loaded like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.kernels.cpu.build import cache_directory
+from engine.model import safetensors
+from engine.model.config import ModelConfig
+from engine.model.files import Files
+from engine.model.safetensors import TensorFiles
+from engine.model.weights import (
+    Part,
+    Progress,
+    Recipe,
+    check_tensors,
+    head_spec,
+    linear_specs,
+)
+from engine.quant import integers, kept
+from engine.quant.integers import Integers
+from engine.quant.kept import Kept
+from engine.quant.storages.names import LM_HEAD
+
+SMALLEST = 64 << 20
+"""Checkpoints with fewer bytes of linear maps are quantized in about a second, and not kept."""
+
+MOST_BYTES = 32 << 30
+"""The bytes of all files that are kept: the ones that were not used for longest make room for others."""
+
+SPARE_BYTES = 1 << 30
+"""The room that is left to others on the disk."""
+
+_SAMPLE = 2048
+"""The elements at the start of a tensor that stand for it where checkpoints are compared."""
+_ABANDONED_S = 24 * 3600
+"""A partial file of this age belongs to a process that was killed."""
+_CHECKSUM = "checksum"
+_SUFFIX, _PARTIAL = ".safetensors", ".partial"
+_ENTRY_BYTES = 160
+"""More than an entry of a safetensors header takes beside its name."""
+_ALIGNMENT = 64
+_DTYPE_NAMES = {dtype: name for name, dtype in safetensors.DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What weights are loaded from."""
+
+    config: ModelConfig
+    files: Files
+    recipe: Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A linear map that is quantized: what it is called in the cache, what it is made of, and what it becomes."""
+
+    name: str
+    part: Part
+    in_features: int
+    format: Integers
+
+    @property
+    def sources(self) -> Iterator[tuple[str, str]]:
+        """The tensors of the checkpoint that it is made of: the last part of the name, and the whole name."""
+        for tensor in self.part.storage.tensors(self.part.rows, self.in_features):
+            yield tensor.suffix, f"{self.part.name}.{tensor.suffix}"
+
+
+class _Unusable(Exception):
+    """Nothing can be kept; the message is why."""
+
+
+def quantized(checkpoint: Checkpoint, say: Callable[[str], None], progress: Progress) -> Checkpoint:
+    """The same checkpoint with its linear maps quantized as its recipe wants it.
+
+    They are read from the cache, and made and put there first if they are not in it. At most one linear map is in
+    memory at a time.
+
+    Args:
+        say: is told lines for the operator: what is being made, and why a file cannot be used.
+        progress: is told bytes quantized and bytes in all, if something has to be.
+
+    Returns:
+        `checkpoint` itself if nothing is to be quantized, if it is small, or if nothing can be kept.
+    """
+    quantization = checkpoint.recipe.quantization
+    if quantization is None:
+        return checkpoint
+    linears = list(_linears(checkpoint))
+    entries = checkpoint.files.entries
+    total = sum(entries[name].num_bytes for linear in linears for _, name in linear.sources)
+    if total < SMALLEST:
+        return checkpoint
+    try:
+        path = _path(checkpoint.files, quantization.name, linears)
+        found = _find(checkpoint, linears, path, say)
+        if found is not None:
+            say(f"weights were quantized to {quantization.name} by an earlier start: {path}")
+            return found
+        size = sum(linear.format.num_bytes(linear.part.rows, linear.in_features) for linear in linears)
+        _make_room(path, size)
+        say(f"quantizing to {quantization.name}; the result is kept for the next start")
+        start = time.monotonic()
+        _make(checkpoint.files, linears, path, lambda done: progress(done, total))
+        say(
+            f"quantized in {time.monotonic() - start:.1f} s, kept in {path} ({path.stat().st_size >> 20} MiB)"
+        )
+        return _laid_over(checkpoint, linears, path)
+    except (_Unusable, CheckpointError, OSError) as error:
+        say(f"the quantized weights are not kept for the next start: {error}")
+        return checkpoint
+
+
+def _linears(checkpoint: Checkpoint) -> Iterator[_Linear]:
+    config, recipe = checkpoint.config, checkpoint.recipe
+    for layer in range(config.num_layers):
+        for spec in linear_specs(config, layer, recipe).values():
+            for part in spec.parts:
+                assert spec.quantized is not None
+                yield _Linear(part.name, part, spec.in_features, spec.quantized)
+    head = head_spec(config, recipe)
+    assert head.quantized is not None
+    yield _Linear(LM_HEAD, head.parts[0], head.in_features, head.quantized)
+
+
+def _path(files: Files, quantization: str, linears: list[_Linear]) -> Path:
+    """Where the result is kept.
+
+    Raises:
+        _Unusable: there is no cache folder.
+    """
+    try:
+        folder = cache_directory() / "quantized"
+    except RuntimeError as error:  # this user has no home
+        raise _Unusable(str(error)) from None
+    readable = re.sub(r"[^\w.-]+", "-", files.path.resolve().name)[:60]
+    return folder / f"{readable}-{quantization}-{_key(files, linears)}{_SUFFIX}"
+
+
+def _key(files: Files, linears: list[_Linear]) -> str:
+    """A digest of all that the result depends on.
+
+    These are the code that makes it, the formats, and the tensors, each with its place, its size and a sample of its
+    bytes: dates alone would not tell one image's model from the next's where all files are dated alike.
+    """
+    digest = blake2b(digest_size=8)
+    for module in (integers, kept):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    digest.update(Path(__file__).read_bytes())
+    for file in sorted({files.entries[name].file for linear in linears for _, name in linear.sources}):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    for linear in linears:
+        digest.update(f"{linear.name} {linear.part} {linear.in_features} {linear.format}\n".encode())
+        for _, name in linear.sources:
+            entry = files.entries[name]
+            digest.update(f"{entry.file.name} {entry.dtype} {entry.shape} {entry.start}\n".encode())
+            digest.update(_bytes(files.read(name).flatten()[:_SAMPLE]))
+    return digest.hexdigest()
+
+
+def _find(
+    checkpoint: Checkpoint, linears: list[_Linear], path: Path, say: Callable[[str], None]
+) -> Checkpoint | None:
+    """The checkpoint with what was kept, if that is there and whole."""
+    if not path.exists():
+        return None
+    try:
+        found = _laid_over(checkpoint, linears, path)
+        _check(path, found.files)
+    except (CheckpointError, OSError) as error:
+        say(f"{path} is ignored and made anew: {error}")
+        return None
+    with suppress(OSError):  # a folder that cannot be written can be read
+        os.utime(path)  # see _make_room
+    return found
+
+
+def _laid_over(checkpoint: Checkpoint, linears: list[_Linear], path: Path) -> Checkpoint:
+    """The checkpoint with the linear maps of a file in the place of its own.
+
+    The output head is one of them, so that it is no longer that of the embedding.
+
+    Raises:
+        CheckpointError: the file is not one that was kept of this checkpoint.
+    """
+    storages = {linear.name: Kept(linear.format) for linear in linears}
+    own = checkpoint.recipe.storages
+    found = Checkpoint(
+        replace(checkpoint.config, tie_word_embeddings=False),
+        TensorFiles(checkpoint.files.path, {**checkpoint.files.entries, **safetensors.read_header(path)}),
+        Recipe(lambda name: storages.get(name) or own(name)),
+    )
+    check_tensors(found.config, found.files, found.recipe)
+    return found
+
+
+def _check(path: Path, files: Files) -> None:
+    """
+    Raises:
+        CheckpointError: the bytes of a file are not those that were written.
+    """
+    entry = files.entries.get(_CHECKSUM)
+    if entry is None or entry.file != path or entry.shape != (1,) or entry.dtype != "I64":
+        raise CheckpointError("it has no checksum")
+    first = min(other.start for other in files.entries.values() if other.file == path)
+    if _checksum(path, first, entry.start) != int(files.read(_CHECKSUM)):
+        raise CheckpointError("it is damaged: its checksum is wrong")
+
+
+def _checksum(path: Path, start: int, end: int) -> int:
+    """The sum of the bytes of a file from `start` to `end`, taken as integers of 64 bits, in 63 bits."""
+    data = np.memmap(path, np.uint8, mode="r", offset=start, shape=(end - start,))
+    whole = data[: len(data) // 8 * 8].view("<u8")
+    total = int(whole.sum(dtype=np.uint64)) + int(data[whole.nbytes :].sum(dtype=np.uint64))
+    return total & (1 << 63) - 1
+
+
+def _make_room(path: Path, num_bytes: int) -> None:
+    """Removes what was not used for longest, and what killed processes left, so that a new file has room.
+
+    Raises:
+        _Unusable: there is no room for it.
+        OSError: the folder cannot be written.
+    """
+    folder = path.parent
+    if num_bytes > MOST_BYTES:
+        raise _Unusable(
+            f"they are {num_bytes >> 20} MiB, and all that is kept is at most {MOST_BYTES >> 20} MiB"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for partial in folder.glob(f"*{_PARTIAL}"):
+        if time.time() - partial.stat().st_mtime > _ABANDONED_S:
+            partial.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+    others = sorted(folder.glob(f"*{_SUFFIX}"), key=lambda other: other.stat().st_mtime)
+    excess = num_bytes + sum(other.stat().st_size for other in others) - MOST_BYTES
+    for other in others:
+        if excess <= 0:
+            break
+        excess -= other.stat().st_size
+        other.unlink(missing_ok=True)
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes + SPARE_BYTES:
+        raise _Unusable(f"{folder} has {free >> 20} MiB free, and they are {num_bytes >> 20} MiB")
+
+
+def _make(files: Files, linears: list[_Linear], path: Path, quantized: Callable[[int], None]) -> None:
+    """Quantizes and writes one linear map after the other. A file that is not whole is never seen under its name.
+
+    Args:
+        quantized: is told the bytes of the checkpoint that are done.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=_PARTIAL, delete=False) as file:
+        try:
+            writer, done = _Writer(file, linears), 0
+            for linear in linears:
+                for suffix, tensor in Kept(linear.format).store(_quantize(files, linear)).items():
+                    writer.add(f"{linear.name}.{suffix}", tensor)
+                done += sum(files.entries[name].num_bytes for _, name in linear.sources)
+                quantized(done)
+            writer.finish()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def _quantize(files: Files, linear: _Linear) -> dict[str, Tensor]:
+    part = linear.part
+    stored = part.storage.repack({suffix: files.read(name) for suffix, name in linear.sources})
+    weight = part.storage.format(part.rows, linear.in_features).unpack(stored)
+    return dict(linear.format.quantize(weight))
+
+
+class _Writer:
+    """Writes tensors one by one into a safetensors file, whose header has its place and is written last."""
+
+    def __init__(self, file: IO[bytes], linears: list[_Linear]) -> None:
+        names = [
+            f"{linear.name}.{tensor.suffix}"
+            for linear in linears
+            for tensor in Kept(linear.format).tensors(linear.part.rows, linear.in_features)
+        ]
+        room = sum(len(name) + _ENTRY_BYTES for name in [*names, _CHECKSUM])
+        self._first = -(-room // _ALIGNMENT) * _ALIGNMENT
+        self._header: dict[str, object] = {}
+        self._file = file
+        self._end = 0
+        file.seek(self._first)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        data = _bytes(tensor)
+        self._file.write(data)
+        start, self._end = self._end, self._end + len(data)
+        self._header[name] = {
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, self._end],
+        }
+
+    def finish(self) -> None:
+        """Adds the checksum and the header."""
+        self._file.flush()
+        total = _checksum(Path(self._file.name), self._first, self._first + self._end)
+        self.add(_CHECKSUM, torch.tensor([total]))
+        text = json.dumps(self._header).encode()
+        length = self._first - 8
+        assert len(text) <= length
+        self._file.seek(0)
+        self._file.write(length.to_bytes(8, "little") + text.ljust(length))
+        self._file.flush()
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(torch.uint8).numpy().data.cast("B")
