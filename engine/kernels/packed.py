@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 
 import torch
@@ -16,6 +16,8 @@ from engine.quant.integers import Integers
 UNIT = 32
 """Inputs are padded to a multiple of so many."""
 _HALF = UNIT // 2
+OUTPUTS_AT_A_TIME = 2048
+"""So many rows of weights are unpacked at a time by torch, which makes several copies of them in float32."""
 
 
 class Code(Enum):
@@ -108,6 +110,20 @@ class PackedWeight:
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self._tensors().values())
 
+    def outputs(self, start: int, end: int) -> PackedWeight:
+        """The rows from `start` up to `end`, which share the memory of this weight."""
+
+        def some(of_groups: Tensor | None) -> Tensor | None:
+            return None if of_groups is None else of_groups[:, start:end]
+
+        return replace(
+            self,
+            codes=self.codes[start:end],
+            scale=self.scale[:, start:end],
+            zero=some(self.zero),
+            offset=some(self.offset),
+        )
+
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """The weight [out, in] in the order of its own inputs, computed in float32 and rounded once.
 
@@ -143,7 +159,7 @@ class PackedWeight:
 
 
 class UnpackedLinear:
-    """x [..., in] -> x @ weight.T + bias [..., out], by torch; the weight is unpacked anew whenever it is needed.
+    """x [..., in] -> x @ weight.T + bias [..., out], by torch; whenever weights are needed, they are unpacked.
 
     Attributes:
         weight: packed, on its device.
@@ -159,7 +175,13 @@ class UnpackedLinear:
         return self.weight.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(permuted(x, self.weight), self.weight.unpack(x.dtype), self.bias)
+        weight, x = self.weight, permuted(x, self.weight)
+        out = x.new_empty((*x.shape[:-1], weight.out_features))
+        for start in range(0, weight.out_features, OUTPUTS_AT_A_TIME):
+            end = start + OUTPUTS_AT_A_TIME
+            bias = None if self.bias is None else self.bias[start:end]
+            out[..., start:end] = F.linear(x, weight.outputs(start, end).unpack(x.dtype), bias)
+        return out
 
 
 PACKED = (Integers, Float8)

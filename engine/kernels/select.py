@@ -83,10 +83,9 @@ def triton_kernels(
 ) -> Kernels:
     """Triton between the linear maps, and for those that are quantized; cuBLAS has the others.
 
-    Nothing waits for the device, so that graphs can hold it.
-
-    Its workspace, and what the kernels return, is all that it allocates; no batch may have more sequences than the
-    limits say. A CPU device is for tests, where Triton interprets.
+    Nothing waits for the device, so that graphs can hold it. Its workspace, and what the kernels return, is all that it
+    allocates, and unpacked weights for large steps; no batch may have more sequences than the limits say. A CPU device
+    is for tests, where Triton interprets.
 
     Raises:
         ImportError: there is no triton here.
@@ -130,9 +129,9 @@ def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> Linear
 
     dense = reference_kernels(device, dtype, dtype).linear
     choose = packed_linear.PackedLinears(Card.of(device), packed_linear.multiplies_float8(device, dtype))
-    errors: dict[Hashable, Exception | None] = {}
+    runs: dict[Hashable, bool] = {}
 
-    def tried(chosen: packed_linear.PackedLinear) -> Exception | None:
+    def tried(chosen: packed_linear.PackedLinear) -> bool:
         def trial() -> None:
             for rows in (1, *(most + 1 for most in ROW_CLASSES)):
                 chosen(torch.zeros(rows, chosen.weight.in_features, device=device, dtype=dtype))
@@ -143,16 +142,16 @@ def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> Linear
                 f"the Triton product with {chosen.weight.code.value} does not run here ({_reason(error)}); "
                 "plain torch serves instead, many times slower"
             )
-        return error
+        return error is None
 
     def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:
         if not isinstance(format, PACKED):
             return dense(tensors, format, bias, gated=gated)
         moved = None if bias is None else bias.to(device, dtype)
         chosen = choose(pack(tensors, format, device), moved)
-        if chosen.kind not in errors:
-            errors[chosen.kind] = tried(chosen)
-        return chosen if errors[chosen.kind] is None else UnpackedLinear(chosen.weight, moved)
+        if chosen.kind not in runs:
+            runs[chosen.kind] = tried(chosen)
+        return chosen if runs[chosen.kind] else UnpackedLinear(chosen.weight, moved)
 
     return linear
 

@@ -35,6 +35,7 @@ PARTS = (
     Part("kernels", "kernels", 110),
     Part("llama-8b", "serving", 190, ("llama-8b",)),
     Part("qwen3-0.6b", "serving", 150, ("qwen3-0.6b",)),
+    Part("quantized", "quantized", 150),
     Part("kernel-tests", "cuda_tests", 150, ("tests/engine/kernels/triton",), is_for_dry_runs=False),
 )
 """In order of what is wanted most; the last ones have what time the others leave."""

@@ -152,6 +152,7 @@ class KernelSizes:
     """(tokens of a chunk, tokens of its context)"""
     norm_rows: int = 8192
     linear_rows: tuple[int, ...] = (1, 64)
+    quantized_rows: tuple[int, ...] = (1, 4, 16, 64, 256, 2048)
     sampler_rows: tuple[int, ...] = (1, 64, 256)
     walked_bytes: int = 1 << 30
     """Read in turn by what is to come from memory and not from a cache."""
@@ -181,7 +182,11 @@ class ServingSizes:
 KERNELS = {
     "full": KernelSizes(),
     "quick": KernelSizes(
-        decode=((1, 8192), (64, 1024)), slope=(2048, 16_384), linear_rows=(1,), sampler_rows=(64,)
+        decode=((1, 8192), (64, 1024)),
+        slope=(2048, 16_384),
+        linear_rows=(1,),
+        quantized_rows=(1, 64, 2048),
+        sampler_rows=(64,),
     ),
     "dry": KernelSizes(
         copied_bytes=1 << 20,
@@ -191,6 +196,7 @@ KERNELS = {
         prefill=((32, 32), (16, 64)),
         norm_rows=16,
         linear_rows=(1,),
+        quantized_rows=(1, 4),
         sampler_rows=(2,),
         walked_bytes=1 << 16,
     ),

@@ -38,7 +38,7 @@ def test_an_unknown_part_is_named() -> None:
     done = run("--only", "kernels,everything")
     assert done.returncode == 2
     assert (
-        "'everything' is none of environment, tests, kernels, llama-8b, qwen3-0.6b, kernel-tests"
+        "'everything' is none of environment, tests, kernels, llama-8b, qwen3-0.6b, quantized, kernel-tests"
         in done.stderr
     )
 
@@ -54,6 +54,7 @@ def test_a_dry_run_goes_through_every_part_and_writes_no_report(tmp_path: Path) 
         "copy bandwidth",
         "llama-8b: prefill of 128 tokens",
         "qwen3-0.6b: 8 requests of 32 in, 8 out",
+        "linear maps, int4, groups of 128 with zeros, 4 rows",
     )
     for name in names:
         assert f"| {name} |" in done.stdout, done.stdout + done.stderr

@@ -51,7 +51,9 @@ class PackedLinear:
     @property
     def kind(self) -> Hashable:
         """Maps of one kind run the same kernels."""
-        return type(self), self.weight.code, _scales(self.weight)
+        weight = self.weight
+        tensors = weight.zero is None, weight.offset is None
+        return type(self), weight.code, _scales(weight), _group_size(weight), tensors
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = permuted(x.reshape(-1, self.weight.in_features), self.weight).contiguous()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.fields import Fields
@@ -18,11 +19,13 @@ from engine.kernels.cpu import levels, native
 from engine.kernels.cpu.levels import VARIABLE, Machine
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
 from engine.kernels.ops import Kernels, reference_kernels
+from engine.kernels.packed import PACKED, UnpackedLinear
 from engine.kernels.select import only_what_runs, select, trials, triton_kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, choose_quantization
 from engine.model.parse import parse_config
-from engine.quant.integers import Quantization
+from engine.quant.float8 import Float8
+from engine.quant.integers import Integers, Quantization
 from tests.engine import needs
 from tests.engine.checkpoints import make_config
 
@@ -187,6 +190,39 @@ def test_a_lost_device_is_no_kernel_that_does_not_run(monkeypatch: pytest.Monkey
     OnGpu(monkeypatch, lost)
     with pytest.raises(torch.AcceleratorError):
         choose_on_a_gpu()
+
+
+def test_a_product_of_integers_that_does_not_run_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is told once for all maps of its kind."""
+    pytest.importorskip("triton", reason=needs.TRITON)
+    from engine.kernels.triton import packed_linear
+
+    def fails(*_: object) -> Tensor:
+        raise RuntimeError("no registers\nand more")
+
+    monkeypatch.setattr(packed_linear, "multiply", fails)
+    said: list[str] = []
+    kernels = triton_kernels(CONFIG, CPU, torch.float32, LoadOptions(), said.append)
+    assert (Integers in kernels.packs, Float8 in kernels.packs) == (True, True)
+    format = Integers(4, 32)
+    tensors = {
+        "weight": torch.randint(-8, 8, (6, 64)).to(torch.int8),
+        "scale": torch.rand(6, 2),
+    }
+    x = torch.randn(3, 64)
+    for _ in range(2):
+        linear = kernels.linear(tensors, format, None)
+        assert isinstance(linear, UnpackedLinear)
+        torch.testing.assert_close(linear(x), x @ format.unpack(tensors).T, rtol=1e-4, atol=1e-4)
+    assert said == [
+        "the Triton product with int4 does not run here (no registers); "
+        "plain torch serves instead, many times slower"
+    ]
+
+
+def test_plain_torch_on_a_gpu_keeps_quantized_weights_packed() -> None:
+    assert reference_kernels(CUDA, torch.bfloat16).packs == PACKED
+    assert reference_kernels(CPU, torch.float32).packs == (Integers,)
 
 
 def test_the_trials_run_every_operation_of_a_table() -> None:

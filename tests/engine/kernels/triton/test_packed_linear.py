@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels import linear as specification
+from engine.kernels import packed
 from engine.kernels.linear import IntegerLinear
 from engine.kernels.packed import Code, UnpackedLinear
 from engine.kernels.triton import packed_linear, tiles
@@ -220,7 +221,9 @@ def test_many_rows_of_e4m3_are_multiplied_by_torch(
     assert bool((off.abs() <= error).all())
 
 
-def test_unpacked_linears_are_the_product(device: torch.device) -> None:
+def test_unpacked_linears_are_the_product(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some outputs at a time."""
+    monkeypatch.setattr(packed, "OUTPUTS_AT_A_TIME", 4)
     for kind in KINDS.values():
         in_features = inputs_of(kind)
         example = kind.random(9, in_features, device)

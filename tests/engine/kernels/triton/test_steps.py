@@ -36,10 +36,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"), num_hidden_layers=1)
 
 
-def load(folder: Path, device: torch.device, kernels: Callable[[ModelConfig], Kernels]) -> LoadedModel:
+def load(
+    folder: Path, device: torch.device, kernels: Callable[[ModelConfig], Kernels], quantize: str | None = None
+) -> LoadedModel:
+    options = replace(OPTIONS, device=device.type, quantize=quantize)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "select", lambda config, *_: kernels(config))
-        return load_model(folder, replace(OPTIONS, device=device.type), lambda _: None, lambda *_: None)
+        return load_model(folder, options, lambda _: None, lambda *_: None)
 
 
 def party(make: Callable[[], LoadedModel], graphs: RepeatingDevice | None) -> Party:
@@ -57,3 +60,13 @@ def test_a_whole_step_says_what_plain_torch_says(folder: Path, device: torch.dev
     expected = party(lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32)), None)
     assert found.tokens() == expected.tokens()
     assert len(set(graphs.replays)) > 3
+
+
+def test_a_model_in_int8_says_what_it_says_by_the_specification(folder: Path, device: torch.device) -> None:
+    """The linear maps have the bits of the CPU's, in whatever chunks and batches."""
+    found = party(
+        lambda: load(folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS), "int8"),
+        None,
+    )
+    expected = party(lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32), "int8"), None)
+    assert found.tokens() == expected.tokens()

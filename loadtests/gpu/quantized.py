@@ -1,0 +1,193 @@
+"""What linear maps with quantized weights reach at the shapes of an 8 B Llama, beside the card's own ceilings."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.fields import Fields
+from engine.kernels.linear import DenseLinear, Linear
+from engine.kernels.packed import UNIT, Code, PackedWeight, UnpackedLinear
+from engine.model.config import ModelConfig
+from engine.model.parse import parse_config
+from loadtests.gpu.figures import emit, emit_skip, say
+from loadtests.gpu.sizes import KERNELS, KernelSizes, parse_arguments, serving
+from loadtests.gpu.timing import seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One kind of weights."""
+
+    name: str
+    code: Code | None = None
+    """None: the weights are in 16 bits."""
+    group_size: int | None = None
+    """None: a whole row."""
+    zero: bool = False
+    offset: bool = False
+
+
+LAYOUTS = (
+    Layout("16 bits"),
+    Layout("int8", Code.INT8),
+    Layout("int8, groups of 128", Code.INT8, 128),
+    Layout("int4, groups of 128", Code.INT4, 128),
+    Layout("int4, groups of 128 with zeros", Code.UINT4, 128, zero=True),
+    Layout("int4, groups of 32", Code.INT4, 32),
+    Layout("int4, groups of 32 with offsets", Code.UINT4, 32, offset=True),
+    Layout("fp8", Code.FLOAT8),
+    Layout("fp8, blocks of 128", Code.FLOAT8, 128),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What nothing is faster than."""
+
+    bytes_per_s: float
+    """Read and written by a copy."""
+    flop_per_s: float
+    """Of a product of large matrices in 16 bits."""
+
+    @classmethod
+    def measured(cls, sizes: KernelSizes, dtype: torch.dtype, device: torch.device) -> Ceilings:
+        left, right = torch.randn(2, sizes.matmul, sizes.matmul, device=device).to(dtype)
+        flop_per_s = 2 * sizes.matmul**3 / seconds(device, lambda: left @ right)
+        source = torch.zeros(sizes.copied_bytes, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return cls(2 * source.nbytes / seconds(device, lambda: target.copy_(source)), flop_per_s)
+
+
+def random_weight(
+    layout: Layout, code: Code, out_features: int, in_features: int, device: torch.device
+) -> PackedWeight:
+    """A weight of random numbers, made on the device."""
+    group_size = layout.group_size or in_features
+    groups = -(-in_features // group_size), out_features
+    padded = -(-in_features // UNIT) * UNIT
+    codes = torch.randint(0, 64, (out_features, padded * code.bits // 8), device=device)
+    return PackedWeight(
+        code=code,
+        codes=codes.to(torch.int8 if code is Code.INT8 else torch.uint8),
+        scale=torch.full(groups, 0.01, device=device).half(),
+        zero=torch.full(groups, 8, dtype=torch.int8, device=device) if layout.zero else None,
+        offset=torch.full(groups, -0.08, device=device).half() if layout.offset else None,
+        in_features=in_features,
+        group_size=group_size,
+        permutation=None,
+    )
+
+
+def make_linear(dtype: torch.dtype, device: torch.device) -> Callable[[PackedWeight], Linear]:
+    """What serves packed weights on a device."""
+    if device.type != "cuda":
+        return lambda weight: UnpackedLinear(weight, None)
+    # Not above: there is no triton where nothing is measured.
+    from engine.kernels.triton.packed_linear import PackedLinears, multiplies_float8
+    from engine.kernels.triton.tiles import Card
+
+    linears = PackedLinears(Card.of(device), multiplies_float8(device, dtype))
+    return lambda weight: linears(weight, None)
+
+
+def map_sizes(config: ModelConfig) -> list[tuple[int, int]]:
+    """(outputs, inputs) of the four linear maps of a layer."""
+    return [
+        (config.q_size + 2 * config.kv_size, config.hidden_size),
+        (config.hidden_size, config.q_size),
+        (2 * config.intermediate_size, config.hidden_size),
+        (config.hidden_size, config.intermediate_size),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What all measurements share."""
+
+    config: ModelConfig
+    sizes: KernelSizes
+    dtype: torch.dtype
+    device: torch.device
+    make_linear: Callable[[PackedWeight], Linear]
+    ceilings: Ceilings
+
+    def measure(self, layout: Layout) -> None:
+        """The four maps of a layer, with weights from memory, for each number of rows."""
+        times_s = dict.fromkeys(self.sizes.quantized_rows, 0.0)
+        num_bytes = num_weights = 0
+        for out_features, in_features in map_sizes(self.config):
+            maps = list(self._copies(layout, out_features, in_features))
+            num_bytes += maps[0].num_bytes
+            num_weights += out_features * in_features
+            for rows in times_s:
+                x = torch.randn(rows, in_features, device=self.device).to(self.dtype)
+                times_s[rows] += self._seconds(maps, x)
+            del maps
+        for rows, time_s in times_s.items():
+            flop_per_s = 2 * rows * num_weights / time_s
+            emit(
+                f"linear maps, {layout.name}, {rows:,} rows",
+                num_bytes / time_s / 1e9,
+                "GB/s",
+                f"of weights, {time_s * 1e6:,.0f} us for the four maps of a layer, {flop_per_s / 1e12:.1f} TFLOP/s; "
+                f"a copy reaches {self.ceilings.bytes_per_s / 1e9:,.0f} GB/s, "
+                f"a large product {self.ceilings.flop_per_s / 1e12:,.0f} TFLOP/s",
+            )
+
+    def _copies(self, layout: Layout, out_features: int, in_features: int) -> Iterator[Linear]:
+        """As many maps as must be used in turn, so that no weight is left in a cache."""
+        first = self._map(layout, out_features, in_features)
+        yield first
+        for _ in range(min(64, self.sizes.walked_bytes // first.num_bytes) - 1):
+            yield self._map(layout, out_features, in_features)
+
+    def _map(self, layout: Layout, out_features: int, in_features: int) -> Linear:
+        if layout.code is None:
+            weight = torch.randn(out_features, in_features, device=self.device, dtype=self.dtype)
+            return DenseLinear(weight, None)
+        return self.make_linear(random_weight(layout, layout.code, out_features, in_features, self.device))
+
+    def _seconds(self, maps: list[Linear], x: Tensor) -> float:
+        def runs() -> None:
+            for linear in maps:
+                linear(x)
+
+        return seconds(self.device, runs) / len(maps)
+
+
+@torch.inference_mode()
+def main() -> int:
+    arguments = parse_arguments()
+    if arguments.is_dry:
+        torch.set_num_threads(1)
+    device, sizes = arguments.device, KERNELS[arguments.mode]
+    shape, _ = serving("llama-8b", arguments.mode)
+    if arguments.is_dry:
+        shape = replace(shape, hidden=128, intermediate=256, head_dim=32)  # whole groups
+    dtype = torch.float32 if arguments.is_dry else torch.bfloat16
+    config = parse_config(Fields("config.json", shape.config))
+    say("quantized: ceilings")
+    ceilings = Ceilings.measured(sizes, dtype, device)
+    bench = Bench(config, sizes, dtype, device, make_linear(dtype, device), ceilings)
+    status = 0
+    for layout in LAYOUTS:
+        say(f"quantized: {layout.name}")
+        try:
+            bench.measure(layout)
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # whatever a kernel does wrong, the others are measured
+            traceback.print_exc()
+            emit_skip(f"linear maps, {layout.name}", f"{type(error).__name__}: {error}")
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
