@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -31,7 +32,7 @@ def store(
         maker_of: the maker of each linear map of a layer by its name, None for one that stays.
         overrides: see `make_checkpoint`.
     """
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, **overrides}
+    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, **overrides}
     dense = make_checkpoint(family, folder / "dense", **sizes)
     quantized = make_checkpoint(family, folder / "quantized", **sizes, quantization_config=config)
     tensors = load_file(dense / "model.safetensors")
