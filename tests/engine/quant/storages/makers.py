@@ -363,6 +363,10 @@ WAYS: dict[str, Way] = {
     "ct-w8a8": compressed("int-quantized", _TOKEN, num_bits=8, strategy="channel"),
     "ct-w8a8-group": compressed("int-quantized", _TOKEN, num_bits=8, strategy="group", group_size=32),
     "ct-w8a8-asym": compressed("int-quantized", _TOKEN, num_bits=8, strategy="channel", symmetric=False),
+    "ct-w8a8-group-asym": compressed(
+        "int-quantized", _TOKEN, num_bits=8, strategy="group", group_size=16, symmetric=False
+    ),
+    "ct-w4a16-tensor-asym": compressed("pack-quantized", num_bits=4, strategy="tensor", symmetric=False),
     "ct-w8a8-tensor": compressed("naive-quantized", num_bits=8, strategy="tensor"),
     "ct-w4a8": compressed("int-quantized", _TOKEN, num_bits=4, strategy="group", group_size=32),
     "ct-fp8-tensor": compressed("float-quantized", _FP8_STATIC, num_bits=8, type="float", strategy="tensor"),
