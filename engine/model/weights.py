@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,11 +20,12 @@ from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors
 from engine.quant.integers import Integers, Quantization, common_format, widen
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
+from engine.quant.storages.names import EMBEDDING, LM_HEAD
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""
 
-EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
+FINAL_NORM = "model.norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,8 @@ class LinearSpec:
         formats = [part.storage.format(part.rows, self.in_features) for part in self.parts]
         integers = [format for format in formats if isinstance(format, Integers)]
         if len(integers) == len(formats):
-            return common_format(integers)
+            with self._named():
+                return common_format(integers)
         for part, format in zip(self.parts, formats, strict=True):
             if format != formats[0]:
                 raise CheckpointError(
@@ -103,6 +106,23 @@ class LinearSpec:
     def format(self) -> Format:
         """What the kernels are given."""
         return self.quantized or self.stored
+
+    def join(self, parts: Sequence[NamedTensors]) -> NamedTensors:
+        """A copy of the parts as one, all of them in its stored format.
+
+        Raises:
+            CheckpointError: they cannot be multiplied together.
+        """
+        with self._named():
+            return self.stored.join(parts)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Puts the names of the parts before what is wrong with them."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{', '.join(part.name for part in self.parts)}: {error}") from None
 
 
 def linear_specs(config: ModelConfig, layer: int = 0, recipe: Recipe = AS_IT_IS) -> dict[str, LinearSpec]:
@@ -163,7 +183,8 @@ def norm_shapes(config: ModelConfig) -> dict[str, tuple[str, int]]:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config must have if it is not quantized."""
-    return {name: tensor.shape for name, tensor in _expected_tensors(config, AS_IT_IS)}
+    tensors = _expected_tensors(config, AS_IT_IS)
+    return {name: tuple(size for size in tensor.shape if size is not None) for name, tensor in tensors}
 
 
 def _expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
@@ -198,14 +219,15 @@ def check_tensors(config: ModelConfig, files: Files, recipe: Recipe = AS_IT_IS) 
     """
     for name, tensor in _expected_tensors(config, recipe):
         entry = files.entries.get(name)
+        if entry is None and tensor.optional:
+            continue
         if entry is None:
-            raise CheckpointError(
-                f"{files.path}: tensor {files.own_name(name)} is missing{_layers_said(config, files, name)}"
-            )
-        if entry.shape != tensor.shape:
+            hint = _hint(config, files, name.removesuffix(f".{tensor.suffix}"))
+            raise CheckpointError(f"{files.path}: tensor {files.own_name(name)} is missing{hint}")
+        if not tensor.fits(entry.shape):
             raise CheckpointError(
                 f"{entry.file}: {files.own_name(name)} has shape {list(entry.shape)}, "
-                f"and {files.config} says {list(tensor.shape)} ({_size_fields(name)})"
+                f"and {files.config} says {tensor.shape_text} ({_size_fields(name)})"
             )
         if entry.dtype not in tensor.dtypes:
             raise CheckpointError(
@@ -249,9 +271,16 @@ def _size_fields(name: str) -> str:
     return sizes.partition(",")[0] if kind == "bias" else sizes
 
 
-def _layers_said(config: ModelConfig, files: Files, name: str) -> str:
-    of_a_layer = name.startswith("model.layers.")
-    return f"; {files.config} says num_hidden_layers {config.num_layers}" if of_a_layer else ""
+def _hint(config: ModelConfig, files: Files, module: str) -> str:
+    """What may be the cause of a missing tensor of a module."""
+    if not module.startswith("model.layers."):
+        return ""
+    other = next(
+        (name for name in files.entries if name.startswith(f"{module}.") and name != f"{module}.bias"), None
+    )
+    if other is not None and config.quantization is not None:
+        return f"; {other} is there, which is not what quantization_config in config.json says"
+    return f"; {files.config} says num_hidden_layers {config.num_layers}"
 
 
 def load_weights(
@@ -269,7 +298,8 @@ def load_weights(
         CheckpointError: see `check_tensors`.
     """
     check_tensors(config, files, recipe)
-    total = sum(files.entries[name].num_bytes for name, _ in _expected_tensors(config, recipe))
+    names = [name for name, _ in _expected_tensors(config, recipe) if name in files.entries]
+    total = sum(files.entries[name].num_bytes for name in names)
     reader = _Reader(files, kernels, progress, total)
     head, stored = head_spec(config, recipe), reader.parts(embedding_spec(config, recipe))
     embedding = reader.embedding(embedding_spec(config, recipe), stored)
@@ -332,8 +362,7 @@ class _Reader:
 
     def parts(self, spec: LinearSpec) -> NamedTensors:
         """Its parts in its stored format, joined: a copy."""
-        stored = spec.stored
-        return stored.join([self._part(part, spec.in_features, stored) for part in spec.parts])
+        return spec.join([self._part(part, spec.in_features, spec.stored) for part in spec.parts])
 
     def _part(self, part: Part, in_features: int, wanted: Format) -> NamedTensors:
         """The tensors of a part, repacked into the format that it and others are wanted in.
@@ -344,6 +373,7 @@ class _Reader:
         stored = {
             tensor.suffix: self._read(f"{part.name}.{tensor.suffix}")
             for tensor in part.storage.tensors(part.rows, in_features)
+            if not tensor.optional or f"{part.name}.{tensor.suffix}" in self._files.entries
         }
         try:
             repacked = part.storage.repack(stored)
@@ -352,6 +382,12 @@ class _Reader:
             file, own_name = self._files.entries[name].file, self._files.own_name(name)
             raise CheckpointError(f"{file}: {own_name} {bad.fault}") from None
         format = part.storage.format(part.rows, in_features)
+        for name, shape in format.shapes(part.rows, in_features):
+            if repacked[name].shape != shape:
+                raise CheckpointError(
+                    f"{self._files.path}: {part.name} is stored with a {name} of {list(repacked[name].shape)}, "
+                    f"and {self._files.config} says {list(shape)}"
+                )
         if isinstance(format, Integers) and isinstance(wanted, Integers):
             return widen(repacked, format, wanted)
         return repacked
