@@ -275,7 +275,9 @@ def _hint(config: ModelConfig, files: Files, module: str) -> str:
     """What may be the cause of a missing tensor of a module."""
     if not module.startswith("model.layers."):
         return ""
-    other = next((other for other in files.entries if other.startswith(f"{module}.")), None)
+    other = next(
+        (name for name in files.entries if name.startswith(f"{module}.") and name != f"{module}.bias"), None
+    )
     if other is not None and config.quantization is not None:
         return f"; {other} is there, which is not what quantization_config in {files.config} says"
     return f"; {files.config} says num_hidden_layers {config.num_layers}"

@@ -84,7 +84,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[CountingFiles]:
         made.append(CountingFiles(folder))
         return made[-1]
 
-    monkeypatch.setattr(loader, "TensorFiles", open_files)
+    monkeypatch.setattr(loader, "open_files", open_files)
     return made
 
 

@@ -159,6 +159,19 @@ def test_the_default_cuts_words_from_punctuation_and_digits_into_threes() -> Non
         assert [found.token_bytes(i) for i in found.encode("a++12345")] == [b"a", b"++", b"123", b"45"]
 
 
+@pytest.mark.parametrize(("pre", "spelled"), [("llama-bpe", [b"the"]), ("gpt-2", [b"t", b"h", b"e"])])
+def test_a_word_of_the_vocabulary_needs_no_merges_where_the_file_says_llama(
+    pre: str, spelled: list[bytes]
+) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *alphabet, "the"])}
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(SPECIAL_TOKENS))
+    found = read(made, pre)
+    assert [found.token_bytes(i) for i in found.encode("the")] == spelled
+
+
 # SentencePiece
 
 

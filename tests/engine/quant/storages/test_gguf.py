@@ -13,10 +13,10 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.model.gguf import container
-from engine.quant import gguf as module
-from engine.quant.gguf import TYPES, gguf_storages
 from engine.quant.integers import Integers, common_format, widen
 from engine.quant.storage import PLAIN, BadTensor
+from engine.quant.storages import gguf as module
+from engine.quant.storages.gguf import TYPES, gguf_storages
 
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where a block has its float16 numbers, if not only at its start."""
