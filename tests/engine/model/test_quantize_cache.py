@@ -198,6 +198,12 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def flip_the_highest_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 // 8 * 8 + 7] ^= 1 << 7
+    path.write_bytes(data)
+
+
 def empty(path: Path) -> None:
     path.write_bytes(b"")
 
@@ -218,7 +224,9 @@ def without_a_checksum(path: Path) -> None:
     save_file(tensors, path)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, empty, junk, without_a_tensor, without_a_checksum])
+@pytest.mark.parametrize(
+    "damage", [truncate, flip, flip_the_highest_bit, empty, junk, without_a_tensor, without_a_checksum]
+)
 def test_a_damaged_file_is_told_and_made_anew(folder: Path, cache: Path, damage: object) -> None:
     prepare(folder)
     (path,) = cache.iterdir()
