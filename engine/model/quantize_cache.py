@@ -185,14 +185,20 @@ def _key(files: TensorFiles, linears: list[_Linear]) -> str:
     digest.update(Path(__file__).read_bytes())
     for file in sorted({files.entries[name].file for linear in linears for _, name in linear.sources}):
         stat = file.stat()
-        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        _tell(digest, file.name, stat.st_size, stat.st_mtime_ns)
     for linear in linears:
-        digest.update(f"{linear.name} {linear.part} {linear.in_features} {linear.format}\n".encode())
+        part = linear.part
+        _tell(digest, linear.name, part.name, part.rows, part.storage.name, linear.in_features, linear.format)
         for _, name in linear.sources:
             entry = files.entries[name]
-            digest.update(f"{entry.file.name} {entry.dtype} {entry.shape} {entry.start}\n".encode())
+            _tell(digest, entry.file.name, entry.dtype, entry.shape, entry.start)
             digest.update(_bytes(files.read(name).flatten()[:_SAMPLE]))
     return digest.hexdigest()
+
+
+def _tell(digest: blake2b, *facts: object) -> None:
+    """Adds facts that are written alike in every process."""
+    digest.update("\0".join(map(str, facts)).encode() + b"\n")
 
 
 def _find(

@@ -28,6 +28,7 @@ from engine.model.safetensors import TensorFiles
 from engine.model.weights import Recipe, load_weights
 from engine.quant import integers
 from engine.quant.integers import Integers, Quantization
+from engine.quant.storage import Plain
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 
 GIB = 1 << 30
@@ -115,6 +116,16 @@ def test_the_second_start_reads_what_the_first_made(
     assert_same(load(second), wanted)
     (line,) = said
     assert line.startswith(f"weights were quantized to {name} by an earlier start: ")
+
+
+def test_another_process_finds_it(folder: Path, cache: Path) -> None:
+    """Where objects happen to lie in memory makes no difference."""
+    for _ in range(2):
+        recipe = Recipe(lambda _: Plain(), Quantization.of("int8"))
+        quantized(
+            Checkpoint(read_config(folder), TensorFiles(folder), recipe), lambda _: None, lambda *_: None
+        )
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_it_is_a_file_that_the_safetensors_library_reads(folder: Path, cache: Path) -> None:
