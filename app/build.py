@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateSyntaxError
 from starlette.types import ASGIApp
 
-from app.checkpoint import find_checkpoint, fingerprint, model_name
+from app.checkpoint import created, find_checkpoint, fingerprint, model_name
 from app.errors import OperatorError
 from app.keys import KeyFile, weights_of
 from app.log import log, progress
@@ -24,13 +24,12 @@ from app.settings import Settings
 from app.store import make_store
 from engine.engine import Engine, EngineState
 from engine.errors import CheckpointError
-from engine.model.config import LoadOptions, ModelConfig
-from engine.model.parse import read_config, read_generation_defaults
+from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
+from engine.model.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
 from engine.planning.stopping import TextSink
-from engine.planning.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.service import SamplingDefaults, Service, ServiceOptions
 from priority.lanes import Lane
@@ -117,7 +116,7 @@ def build(settings: Settings, replica: str = "local") -> Parts:
     clients = keys.read() if keys else {}
     folder = find_checkpoint(settings.model)
     try:
-        config, tokenizer = read_config(folder), Tokenizer.load(folder)
+        config, tokenizer = read_config(folder), read_tokenizer(folder)
         defaults = _sampling_defaults(folder)
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
@@ -137,7 +136,7 @@ def build(settings: Settings, replica: str = "local") -> Parts:
     )
     service_options = ServiceOptions(
         models=(model_name(settings.model, settings.served_model_name),),
-        created=int((folder / "config.json").stat().st_mtime),
+        created=created(folder),
         block_size=options.block_size,
         vocab_size=config.vocab_size,
         defaults=defaults,
@@ -172,6 +171,7 @@ def load_options(settings: Settings) -> LoadOptions:
         kv_bytes=settings.kv_memory,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=not settings.no_cuda_graphs,
+        max_drafts=0 if settings.no_speculation else MAX_DRAFTS,
     )
 
 

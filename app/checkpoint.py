@@ -1,12 +1,14 @@
-"""Where the model that is asked for lies: a directory, the hub, or the demo model that comes along."""
+"""Where the model that is asked for lies: a directory, a GGUF file, the hub, or the demo model that comes along."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 
 from app.errors import OperatorError
+from engine.model.gguf.container import SUFFIX, is_gguf, read_header
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 DEMO_NAME = "penstock-demo"
@@ -23,15 +25,21 @@ def model_name(model: str | None, served_model_name: str | None) -> str:
         return served_model_name
     if model is None:
         return DEMO_NAME
-    return model if is_hub_id(model) else Path(model).resolve().name
+    if is_hub_id(model):
+        return model
+    path = Path(model).resolve()
+    return path.stem if is_gguf(path) else path.name
 
 
 def is_hub_id(model: str) -> bool:
-    return _HUB_ID.fullmatch(model) is not None and not Path(model).exists()
+    return _HUB_ID.fullmatch(model) is not None and not Path(model).exists() and not is_gguf(Path(model))
 
 
-def find_checkpoint(model: str | None) -> Path:
-    """The checkpoint's directory, fetched from the hub if it has to be.
+def find_checkpoint(model: str | None, argument: str = "--model") -> Path:
+    """The checkpoint's directory, fetched from the hub if it has to be, or its GGUF file.
+
+    Args:
+        argument: what names the model on the command line.
 
     Raises:
         OperatorError: there is none, or it lacks a file.
@@ -39,8 +47,13 @@ def find_checkpoint(model: str | None) -> Path:
     if model is None:
         return check_files(DEMO_MODEL, "the demo model")
     if is_hub_id(model):
-        return check_files(_fetch(model), f"--model {model}")
-    return check_files(Path(model).expanduser(), f"--model {model}")
+        return check_files(_fetch(model, argument), f"{argument} {model}")
+    path = Path(model).expanduser()
+    if not is_gguf(path) or path.is_dir():
+        return check_files(path, f"{argument} {model}")
+    if not path.is_file():
+        raise OperatorError(f"{argument} {model}: there is no file {path}")
+    return path
 
 
 def check_files(folder: Path, name: str) -> Path:
@@ -48,26 +61,47 @@ def check_files(folder: Path, name: str) -> Path:
         raise OperatorError(f"{name}: there is no directory {folder}")
     for pattern in _NEEDED:
         if next(folder.glob(pattern), None) is None:
-            raise OperatorError(f"{name}: {folder} is no checkpoint, it has no {pattern}")
+            other = next(folder.glob(f"*{SUFFIX}"), None)
+            hint = f"; --model {other} serves the file" if other else ""
+            raise OperatorError(f"{name}: {folder} is no checkpoint, it has no {pattern}{hint}")
     return folder
 
 
-def fingerprint(folder: Path) -> str:
+def fingerprint(checkpoint: Path) -> str:
     """Eight digits that change when the model or its tokenizer does; the weights count by their sizes."""
     digest = blake2b(digest_size=4)
-    for pattern in _NEEDED:
-        for path in sorted(folder.glob(pattern)):
-            digest.update(f"{path.name} {path.stat().st_size} ".encode())
-            if path.suffix == ".json":
-                digest.update(path.read_bytes())
+    for path, num_bytes in _identity(checkpoint):
+        digest.update(f"{path.name} {path.stat().st_size} ".encode())
+        with path.open("rb") as opened:
+            digest.update(opened.read(num_bytes))
     return digest.hexdigest()
 
 
-def _fetch(hub_id: str) -> Path:
+def created(checkpoint: Path) -> int:
+    """When the checkpoint was written, in seconds since 1970."""
+    path = checkpoint if is_gguf(checkpoint) else checkpoint / "config.json"
+    return int(path.stat().st_mtime)
+
+
+def _identity(checkpoint: Path) -> Iterator[tuple[Path, int]]:
+    """The files of a checkpoint, and how many bytes at the start of each say what it is."""
+    if is_gguf(checkpoint):
+        header = read_header(checkpoint)
+        yield checkpoint, header.num_bytes
+        yield from (
+            (path, 0) for path in sorted({tensor.file for tensor in header.tensors.values()} - {checkpoint})
+        )
+        return
+    for pattern in _NEEDED:
+        for path in sorted(checkpoint.glob(pattern)):
+            yield path, path.stat().st_size if path.suffix == ".json" else 0
+
+
+def _fetch(hub_id: str, argument: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(hub_id, allow_patterns=list(_FETCHED)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise OperatorError(f"--model {hub_id}: no such directory, and the hub says: {error}") from None
+        raise OperatorError(f"{argument} {hub_id}: no such directory, and the hub says: {error}") from None

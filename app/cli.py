@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `key`, `doctor`, `kernels`, `bench` and `simulate`."""
+"""The command line: `penstock serve`, `quantize`, `key`, `doctor`, `kernels`, `bench` and `simulate`."""
 
 from __future__ import annotations
 
@@ -132,6 +132,15 @@ def _kernels(parser: _Parser, arguments: list[str]) -> int:
     return run(options)
 
 
+def _quantize(parser: _Parser, arguments: list[str]) -> int:
+    from app.quantize import add_arguments, run
+
+    add_arguments(parser)
+    options, rest = parser.parse_known_intermixed_args(arguments)
+    parser.reject_unknown(rest)
+    return run(options)
+
+
 def _simulate(parser: _Parser, arguments: list[str]) -> int:
     from app.simulate.command import add_arguments, run
 
@@ -182,6 +191,7 @@ def _choices(annotation: object) -> str | None:
 
 _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "serve": ("Serves a model over HTTP.", _serve),
+    "quantize": ("Makes a checkpoint of 4 or 8 bits from one in floating point.", _quantize),
     "key": ("Makes an API key, and its line for the file of keys.", _key),
     "doctor": ("Says what this machine offers and what is missing, or what of a model fits.", _doctor),
     "kernels": ("Builds the CPU kernels ahead of time, or says which are there.", _kernels),

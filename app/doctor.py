@@ -206,7 +206,7 @@ def check_types(settings: Settings) -> Iterator[Check]:
         from app.build import load_options
         from engine.errors import CheckpointError
         from engine.execution.memory import estimate
-        from engine.model.parse import read_config
+        from engine.model.checkpoint import read_config
     except (OperatorError, ImportError, OSError):  # the checks of the model and of torch say it
         return
     try:

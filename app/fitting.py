@@ -21,6 +21,7 @@ from engine.model.config import LoadOptions, ModelConfig
 
 if TYPE_CHECKING:
     from engine.execution.memory import Budget, Estimate
+    from engine.model.files import Files
     from engine.model.weights import Recipe
 
 DEMO = "demo"
@@ -132,20 +133,20 @@ def examine(model: str | None, options: LoadOptions) -> Subject:
         OperatorError: there is no such model.
         CheckpointError: it is broken or not supported.
     """
-    from engine.model.dtype import choose_device
-    from engine.model.parse import read_config
-    from engine.model.safetensors import TensorFiles
+    from engine.model.checkpoint import read_config
+    from engine.model.files import open_files
     from engine.model.weights import check_tensors, make_recipe
 
+    files: Files
     if model is not None and is_hub_id(model) and not _is_fetched(model):
         remote = look_at(model)
         folder, files = remote.folder, remote.files
         place = f"on the hub, {_size(remote.num_bytes)} to fetch"
     else:
         folder = find_checkpoint(model)
-        files, place = TensorFiles(folder), str(folder)
+        files, place = open_files(folder), str(folder)
     config = read_config(folder)
-    recipe = make_recipe(config, replace(options, quantize=None), choose_device(options.device))
+    recipe = make_recipe(config, replace(options, quantize=None))
     check_tensors(config, files, recipe)
     return Subject(model, config, _stored_as(config, recipe), place)
 

@@ -178,6 +178,10 @@ class Settings(BaseSettings):
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that may be in use once the KV cache is there, whoever uses it."""
 
+    no_speculation: bool = False
+    """Compute one token of each sequence in a step. Without it, tokens that are likely to come next are computed along
+    with it where that pays; answers are the same, to the token."""
+
     no_cuda_graphs: bool = False
     """On a GPU, launch every kernel of a step by itself: slower, starts sooner, takes less memory."""
 

@@ -19,6 +19,8 @@ from functools import partial
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import PoolViolation
+from engine.planning.drafting import Drafting
+from engine.planning.lookup import Lookup
 from engine.planning.prefix_events import PrefixLog
 from engine.planning.request import Output
 from engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
@@ -206,7 +208,8 @@ class Engine:
             max_batch_tokens=min(self._limits.max_batch_tokens, self._facts.max_batch_tokens),
             max_model_len=min(self._limits.max_model_len, self._facts.max_model_len),
         )
-        return Scheduler(self._queue, tables, self._sink, limits)
+        drafting = Drafting(Lookup(), self._facts.max_drafts) if self._facts.max_drafts else None
+        return Scheduler(self._queue, tables, self._sink, limits, drafting)
 
     def _turn(self, scheduler: Scheduler) -> None:
         """Launches a step and waits for the one before, or waits for work."""
@@ -214,7 +217,7 @@ class Engine:
         started = self._clock()
         self._undelivered = self._cancel_asked(scheduler, started)
         plan = scheduler.plan(started)
-        self._runner.forget(scheduler.take_departed())
+        self._forget_departed(scheduler)
         is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
         num_ahead = self._facts.num_ahead if is_launched else 0
         is_at_rest = not self._flights
@@ -255,23 +258,35 @@ class Engine:
             error = f"{type(fault).__name__}: {fault}"
         else:
             self._undelivered += scheduler.commit(plan, result, self._clock())
-        self._runner.forget(scheduler.take_departed())
+        self._forget_departed(scheduler)
         self._report(scheduler, plan, max(flight.started_s, self._ended_s), error)
+
+    def _forget_departed(self, scheduler: Scheduler) -> None:
+        departed = scheduler.take_departed()
+        self._runner.forget(departed)
+        if scheduler.drafting is not None:
+            scheduler.drafting.forget(departed)
 
     def _report(self, scheduler: Scheduler, plan: Plan, started: float, error: str | None = None) -> None:
         """Delivers a report of the step that ended, with everything that was not delivered before."""
         now = self.last_progress_s = self._ended_s = self._clock()
         num_decode = sum(1 for c in plan.chunks if c.start >= c.sequence.num_prompt_tokens)
+        num_draft = sum(len(c.drafts) for c in plan.chunks)
+        num_prefill = plan.num_tokens - num_decode - num_draft
         if plan.chunks:
-            self._queue.observe(self._load(scheduler, plan, num_decode, now - started))
+            self._queue.observe(self._load(scheduler, plan, num_prefill, now - started))
+            if scheduler.drafting is not None and error is None:
+                scheduler.drafting.costs.observe(plan.num_tokens, now - started)
         counters, before = scheduler.counters, self._reported
         self._deliver(
             StepReport(
                 outputs=self._undelivered,
                 started_s=started,
                 duration_s=now - started,
-                num_prefill_tokens=plan.num_tokens - num_decode,
+                num_prefill_tokens=num_prefill,
                 num_decode_tokens=num_decode,
+                num_draft_tokens=num_draft,
+                num_accepted_tokens=counters.num_accepted_tokens - before.num_accepted_tokens,
                 num_running=len(scheduler.running),
                 num_waiting=len(scheduler.waiting),
                 num_blocks=scheduler.tables.pool.num_blocks - 1,
@@ -286,11 +301,11 @@ class Engine:
         self._undelivered = []
         self._reported = replace(counters)
 
-    def _load(self, scheduler: Scheduler, plan: Plan, num_decode: int, duration_s: float) -> StepLoad:
+    def _load(self, scheduler: Scheduler, plan: Plan, num_prefill: int, duration_s: float) -> StepLoad:
         tables = scheduler.tables
         return StepLoad(
-            num_prefill_tokens=plan.num_tokens - num_decode,
-            num_decode_tokens=num_decode,
+            num_prefill_tokens=num_prefill,
+            num_decode_tokens=plan.num_tokens - num_prefill,
             num_context_tokens=sum(chunk.start + chunk.num_tokens for chunk in plan.chunks),
             duration_s=duration_s,
             num_running=len(scheduler.running),

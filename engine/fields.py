@@ -46,6 +46,10 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
+    def names(self) -> list[str]:
+        """The names of all entries."""
+        return list(self._values)
+
     def has(self, name: str) -> bool:
         """Whether the entry is there and not null."""
         return self._values.get(name) is not None
@@ -102,6 +106,14 @@ class Fields:
             raise self._fault(name, "a list of strings")
         return value
 
+    def string_lists(self, name: str) -> list[str]:
+        """The strings of an entry that is a list of lists of strings, or of strings, or of both."""
+        items = self._typed(name, list, "a list of lists of strings", [])
+        strings = [string for item in items for string in (item if isinstance(item, list) else [item])]
+        if not all(isinstance(string, str) for string in strings):
+            raise self._fault(name, "a list of lists of strings")
+        return cast("list[str]", strings)
+
     def integers(self, name: str) -> tuple[int, ...]:
         """The entry as a tuple; in the file it is a whole number or a list of them."""
         value = self._values.get(name)
@@ -110,9 +122,27 @@ class Fields:
             raise self._fault(name, "a whole number or a list of them")
         return tuple(cast("list[int]", items))
 
+    def numbers(self, name: str) -> list[float]:
+        """The entry as a list of finite numbers."""
+        value = self._typed(name, list, "a list of numbers", [])
+        for item in value:
+            is_number = isinstance(item, (int, float)) and not isinstance(item, bool)
+            if not (is_number and abs(item) <= _LARGEST):
+                raise self._fault(name, "a list of numbers")
+        return value
+
     def nested(self, name: str) -> Fields:
         """The entry as an object; a missing one is empty."""
         return Fields(f"{self.source}: {name}", self._typed(name, dict, "an object", {}))
+
+    def last_nested(self, name: str) -> Fields:
+        """The entry as an object; of a list of objects, the last."""
+        value = self._values.get(name)
+        if not isinstance(value, list):
+            return self.nested(name)
+        if not value or not isinstance(value[-1], dict):
+            raise self._fault(name, "an object or a list of them")
+        return Fields(f"{self.source}: {name}", cast("dict[str, object]", value[-1]))
 
     def string_values(self) -> list[str]:
         """The values of all entries, which must be strings."""

@@ -225,6 +225,13 @@ class Metrics:
             "penstock_prefix_depth_blocks", "Blocks of the longest known prefix.", registry=registry
         )
 
+        self.draft_tokens = Counter(
+            "penstock_draft_tokens", "Tokens that were guessed and verified.", registry=registry
+        )
+        self.accepted_tokens = Counter(
+            "penstock_accepted_tokens", "Guessed tokens that were right.", registry=registry
+        )
+
     def note_step(self, report: StepReport, num_output_tokens: int) -> None:
         """Called once per step, whatever came of it."""
         self._note_pace(report)
@@ -232,6 +239,8 @@ class Metrics:
         self.step_tokens.observe(report.num_prefill_tokens + report.num_decode_tokens)
         self.prefill_tokens.inc(report.num_prefill_tokens)
         self.output_tokens.inc(num_output_tokens)
+        self.draft_tokens.inc(report.num_draft_tokens)
+        self.accepted_tokens.inc(report.num_accepted_tokens)
         self.preemptions.inc(report.num_preemptions)
         self.prefix_queries.inc(report.num_prefix_query_tokens)
         self.prefix_hits.inc(report.num_prefix_hit_tokens)
@@ -248,6 +257,8 @@ class Metrics:
         ended_s = report.started_s + report.duration_s
         if self._last_step_end_s is not None and report.num_decode_tokens:
             self.inter_token.observe(ended_s - self._last_step_end_s, report.num_decode_tokens)
+            if report.num_accepted_tokens:
+                self.inter_token.observe(0.0, report.num_accepted_tokens)
         self._last_step_end_s = ended_s
 
     def note_admitted(self, lane: Lane, num_prompt_tokens: int) -> None:

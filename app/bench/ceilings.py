@@ -14,11 +14,12 @@ from app.bench.arithmetic import Arithmetic
 from app.bench.workloads import Workload
 
 FLOAT_INSTRUCTIONS = ("fma8", "fma16")
-BFLOAT_INSTRUCTIONS = ("tile_bf16",)
+BFLOAT_INSTRUCTIONS = ("pairs_bf16", "tile_bf16")
 INT8_INSTRUCTIONS = ("vnni", "tile_int8")
 LABELS = {
     "fma8": "float32 FMA, 8 wide",
     "fma16": "float32 FMA, 16 wide",
+    "pairs_bf16": "AVX-512 BF16",
     "vnni": "VNNI, int8",
     "tile_bf16": "AMX tiles, bfloat16",
     "tile_int8": "AMX tiles, int8",

@@ -17,9 +17,9 @@ import torch
 from app.bench.measures import measure_linear
 from engine.kernels.cpu.native import NativeUnavailable, load_library
 from engine.kernels.linear import DenseLinear
+from engine.model.checkpoint import read_config
 from engine.model.config import ModelConfig
 from engine.model.dtype import choose_dtype, choose_quantization
-from engine.model.parse import read_config
 from engine.model.weights import linear_specs
 from engine.quant.integers import Integers, Quantization
 
@@ -37,7 +37,7 @@ def measure(
     torch.set_num_threads(threads)
     config = read_config(Path(model))
     device = torch.device("cpu")
-    quantization = choose_quantization(quantize, None, device)
+    quantization = choose_quantization(quantize, None)
     rate = _rate_function(choose_dtype(dtype, config, device), quantization, config, threads)
     return [_mean_rate(linear_sizes(config), n, rate) for n in rows]
 

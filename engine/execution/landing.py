@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,13 +17,14 @@ NOT_FINITE = "the model's output was not finite"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one row of a step is to bring."""
+    """What one chunk of a step is to bring."""
 
-    row: int
+    rows: ListLike[int]
+    """The rows whose tokens it brings: one; after verified drafts, one for each token."""
     num_logprobs: int | None = None
     """The log probabilities that are wanted, as in SamplingParams."""
     refusal: str | None = None
-    """Why the row's sequence cannot be sampled."""
+    """Why the chunk's sequence cannot be sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +62,27 @@ class Landing:
         if not self._wanted:
             return StepResult([])
         token_ids, *told = (tensor.tolist() for tensor in self._tensors)
-        return StepResult([_sampled(wanted, token_ids[wanted.row], told) for wanted in self._wanted])
+        return StepResult([_sampled(wanted, token_ids, told) for wanted in self._wanted])
 
 
-def _sampled(wanted: Wanted, token_id: int, told: list[Any]) -> Sampled:
+def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any]) -> Sampled:
     """
     Args:
+        token_ids: by row.
         told: by row, log probabilities [R], then the most likely tokens [R, k] and theirs; empty if no row wants any.
     """
-    if wanted.refusal is not None or token_id < 0:
+    brought = [token_ids[row] for row in wanted.rows]
+    if wanted.refusal is not None or brought[0] < 0:
         return Sampled([], error=wanted.refusal or NOT_FINITE)
-    sampled = Sampled([token_id])
+    sampled = Sampled(brought)
     if wanted.num_logprobs is not None:
-        logprobs, *top = (rows[wanted.row] for rows in told)
-        pairs = tuple(zip(*(values[: wanted.num_logprobs] for values in top), strict=True)) if top else ()
-        sampled.logprobs = [TokenLogprobs(logprobs, pairs)]
+        sampled.logprobs = [_logprobs(row, wanted.num_logprobs, told) for row in wanted.rows]
     return sampled
+
+
+def _logprobs(row: int, num: int, told: list[Any]) -> TokenLogprobs:
+    logprob, *top = (rows[row] for rows in told)
+    return TokenLogprobs(logprob, tuple(zip(*(values[:num] for values in top), strict=True)) if top else ())
 
 
 def _to_host(tensor: Tensor) -> Tensor:

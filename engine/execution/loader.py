@@ -16,12 +16,12 @@ from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.kernels.select import select
 from engine.kernels.sequence_table import SequenceTable
+from engine.model.checkpoint import read_config
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
+from engine.model.files import open_files
 from engine.model.parameters import Weights
-from engine.model.parse import read_config
 from engine.model.quantize_cache import Checkpoint, quantized
-from engine.model.safetensors import TensorFiles
 from engine.model.transformer import ForwardPass, make_decoder
 from engine.model.weights import Progress, Recipe, check_tensors, load_weights, make_recipe
 from engine.sampling.reference import most_likely
@@ -57,7 +57,7 @@ def load_model(
     """Loads the checkpoint in a folder.
 
     Args:
-        folder: a directory with config.json and safetensors files.
+        folder: a directory with config.json and safetensors files, or a GGUF file.
         say: is told lines for the operator: what memory the model takes, before it is taken; what could be faster.
         progress: is told bytes read and bytes in all.
 
@@ -67,9 +67,9 @@ def load_model(
         NotEnoughMemory: weights and KV cache do not fit.
     """
     config = read_config(folder)
-    files = TensorFiles(folder)
+    files = open_files(folder)
     device = choose_device(options.device)
-    recipe = make_recipe(config, options, device)
+    recipe = make_recipe(config, options)
     check_tensors(config, files, recipe)
     max_model_len = _max_model_len(config, options)
     options = options.for_device(device.type)

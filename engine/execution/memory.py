@@ -319,7 +319,7 @@ def estimate(
     is_native = has_native and _is_native(config, options)
     kernels = reference_kernels(device, dtype, dtype if is_native else torch.float32)
     kernels = replace(kernels, kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device))
-    recipe = make_recipe(config, options, device)
+    recipe = make_recipe(config, options)
     check_recipe(config, recipe)
     plan = draft_plan(config, kernels, options, limits or budget(device, options), recipe=recipe)
     wanted = options.max_model_len or config.max_position

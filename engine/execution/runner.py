@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -29,6 +30,7 @@ from engine.execution.graphs import (
 from engine.execution.landing import Chosen, Landing, Wanted
 from engine.execution.loader import LoadedModel
 from engine.execution.seats import Placed, Seats, StepShape
+from engine.execution.verification import Verification
 from engine.model.weights import Progress
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.planning.step import Chunk, DeviceError, OutOfMemory, Plan, RunnerFacts, StepResult
@@ -88,6 +90,7 @@ class ModelRunner:
             num_ahead=num_ahead,
             max_model_len=model.max_model_len,
             window=model.config.context_window,
+            max_drafts=self._steps.max_drafts,
         )
 
     def launch(self, plan: Plan) -> LaunchedStep:
@@ -116,6 +119,8 @@ class Steps:
         )
         self._refused: dict[Sequence, str] = {}
         """Sequences whose parameters the sampler cannot serve, and why."""
+        self.max_drafts = model.options.max_drafts if model.kernels.team is not None else 0
+        """The native kernels compute a row as if it were alone, and the host sees at once what was sampled."""
         self.buffers = model.buffers
         self.passes, self.choices = self._ladders()
         self._warm_up()
@@ -131,15 +136,16 @@ class Steps:
         with self.faults(plan):
             shape = StepShape.of(plan)
             captured = self.passes.covering(shape)
+            verification = Verification(plan) if any(chunk.drafts for chunk in plan.chunks) else None
             placed = self.seats.place(plan, captured or shape)
             if placed.copies is not None:
                 self.model.kv.copy_blocks(*placed.copies)
                 plan.copies = []
             if captured is None:
-                logits, numbers = self._pass(plan, placed)
+                logits, numbers = self._pass(plan, placed, verification)
             else:
                 logits, numbers = self._replay(captured, placed)
-            return LaunchedStep(self, plan, placed, captured, logits, numbers)
+            return LaunchedStep(self, plan, placed, captured, verification, logits, numbers)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -147,9 +153,9 @@ class Steps:
             self._refused.pop(sequence, None)
 
     def wanted(self, plan: Plan) -> list[Wanted]:
-        """What each row of a step is to bring; a chunk that does not sample brings nothing."""
+        """What each chunk of a step is to bring; one that does not sample brings nothing."""
         return [
-            Wanted(row, chunk.sequence.request.sampling.num_logprobs, self._refused.get(chunk.sequence))
+            Wanted((row,), chunk.sequence.request.sampling.num_logprobs, self._refused.get(chunk.sequence))
             for row, chunk in enumerate(plan.chunks)
             if chunk.samples
         ]
@@ -168,13 +174,20 @@ class Steps:
                 raise DeviceError(str(error)) from error
             raise
 
-    def _pass(self, plan: Plan, placed: Placed) -> tuple[Tensor, Tensor]:
-        """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before."""
+    def _pass(self, plan: Plan, placed: Placed, verification: Verification | None) -> tuple[Tensor, Tensor]:
+        """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before.
+
+        With drafts, the logits are those of all rows that may be sampled.
+        """
         model = self.model
         inputs = model.kernels.gather(model.table, placed.tokens)
         if placed.tokens.max_query_len > 1:  # attention of long chunks asks the host for their lengths
             inputs.batch.host_lengths = [(c.num_tokens, c.start + c.num_tokens) for c in plan.chunks]
-        return model.lm_head(model.decoder(inputs.batch)), inputs.numbers
+        numbers = inputs.numbers
+        if verification is not None:
+            inputs.batch.sample_rows = verification.rows
+            numbers = numbers - verification.num_drafts
+        return model.lm_head(model.decoder(inputs.batch)), numbers
 
     def _replay(self, shape: StepShape, placed: Placed) -> tuple[Tensor, Tensor]:
         buffers = self.buffers
@@ -256,13 +269,15 @@ class LaunchedStep:
         plan: Plan,
         placed: Placed,
         captured: StepShape | None,
+        verification: Verification | None,
         logits: Tensor,
         numbers: Tensor,
     ) -> None:
         self.logits = logits
-        """[S, vocab], or more rows as padding."""
+        """[S, vocab], or more rows as padding; with drafts, those of the verification."""
         self._steps, self._plan, self._placed = steps, plan, placed
         self._captured = captured
+        self._verification = verification
         self._numbers = numbers
         self._landing: Landing
 
@@ -271,21 +286,45 @@ class LaunchedStep:
         steps, plan, placed = self._steps, self._plan, self._placed
         with steps.faults(plan):
             wanted = steps.wanted(plan)
-            chosen = self._choose(wanted)
-            steps.seats.note_launched(plan, placed.seats)
+            if self._verification is None:
+                chosen = self._choose(wanted)
+                steps.seats.note_launched(plan, placed.seats)
+            else:
+                wanted, chosen = self._verify(self._verification, wanted)
             self._landing = Landing(steps.model.device, wanted, chosen)
 
     def wait(self) -> StepResult:
         return self._landing.wait()
 
+    def _verify(self, verification: Verification, wanted: list[Wanted]) -> tuple[list[Wanted], Chosen]:
+        """Chooses the tokens of a step with drafts, and tells the device's table how far these were right."""
+        steps, chunks, seats = self._steps, self._plan.chunks, self._placed.seats
+        top, filters = self._top(wanted, len(verification.rows)), self._filters()
+        slots = [seat.slot if chunk.samples else -1 for seat, chunk in zip(seats, chunks, strict=True)]
+        brought = verification.run(self.logits, self._numbers, slots, partial(steps.choose, filters=filters))
+        steps.seats.note_launched(self._plan, seats)
+        drafted = [i for i, chunk in enumerate(chunks) if chunk.drafts]
+        steps.seats.note_verified(
+            [seats[i] for i in drafted], [chunks[i].start + len(brought[i]) for i in drafted]
+        )
+        rows = (rows for rows, chunk in zip(brought, chunks, strict=True) if chunk.samples)
+        found = [replace(one, rows=its_rows) for one, its_rows in zip(wanted, rows, strict=True)]
+        return found, Chosen(verification.token_ids, verification.logprobs, top)
+
+    def _top(self, wanted: list[Wanted], num_rows: int) -> tuple[Tensor, Tensor] | None:
+        """The most likely tokens of the rows, if somebody wants to know any."""
+        num_top = max((one.num_logprobs or 0 for one in wanted), default=0)
+        return most_likely(self.logits[:num_rows], num_top) if num_top else None
+
+    def _filters(self) -> Filters:
+        return self._steps.model.sampler.filters(
+            seat.slot for seat, c in zip(self._placed.seats, self._plan.chunks, strict=True) if c.samples
+        )
+
     def _choose(self, wanted: list[Wanted]) -> Chosen:
         steps, num = self._steps, len(self._plan.chunks)
         # The most likely tokens first: that may find no memory, and what is chosen is counted once.
-        num_top = max((row.num_logprobs or 0 for row in wanted), default=0)
-        top = most_likely(self.logits[:num], num_top) if num_top else None
-        filters = steps.model.sampler.filters(
-            seat.slot for seat, c in zip(self._placed.seats, self._plan.chunks, strict=True) if c.samples
-        )
+        top, filters = self._top(wanted, num), self._filters()
         if self._captured is None:
             if not wanted:
                 return Chosen(self._numbers, self._numbers)

@@ -62,7 +62,7 @@ class Seat:
     length: int = -1
     """Tokens whose KV is written; -1 if nothing of the slot is known but the token sampled last."""
     sampled_at: int = -1
-    """The position of the token that was sampled last; its value is in the table."""
+    """The position of the token that was sampled last, if its value is in the table; else -1."""
     blocks: list[int] = field(default_factory=list)
 
 
@@ -140,6 +140,14 @@ class Seats:
             seat.length = chunk.start + chunk.num_tokens
             if chunk.samples:
                 seat.sampled_at = seat.length
+
+    def note_verified(self, seats: ListLike[Seat], lengths: list[int]) -> None:
+        """Drafts of these sequences were verified: KV beyond the lengths is that of wrong ones."""
+        for seat, length in zip(seats, lengths, strict=True):
+            seat.length, seat.sampled_at = length, -1
+        self.table.lengths[[seat.slot for seat in seats]] = torch.tensor(
+            lengths, dtype=torch.int32, device=self.table.words.device
+        )
 
     def distrust(self, plan: Plan) -> None:
         """The step's launch failed before it sampled: nobody knows how far it came."""
@@ -236,7 +244,9 @@ def _token_ids(chunks: ListLike[Chunk]) -> tuple[list[int], list[int]]:
     for chunk in chunks:
         known, end = chunk.sequence.token_ids, chunk.start + chunk.num_tokens
         token_ids += known[chunk.start : end]
-        if end > len(known):
+        if chunk.drafts:
+            token_ids += chunk.drafts
+        elif end > len(known):
             token_ids.append(FROM_TABLE)
         starts.append(len(token_ids))
     return token_ids, starts

@@ -17,6 +17,7 @@ from engine.kernels.batch import Batch
 from engine.kernels.cpu import native
 from engine.kernels.kv_cache import HasKV, KVShape
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear, LinearPacker
+from engine.kernels.packed import PACKED, UnpackedLinear, pack
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.sequence_table import Gather
 from engine.quant.formats import Format, NamedTensors
@@ -115,6 +116,8 @@ def reference_kernels(
         gated: bool = False,  # noqa: ARG001
     ) -> Linear:
         moved = None if bias is None else bias.to(device, dtype)
+        if device.type == "cuda" and isinstance(format, PACKED):
+            return UnpackedLinear(pack(tensors, format, device), moved)
         if isinstance(format, Integers):
             return IntegerLinear(tensors, format, moved)
         return DenseLinear(format.unpack(tensors).to(device, dtype), moved)
@@ -134,4 +137,5 @@ def reference_kernels(
         attention=reference.PagedAttention,
         gather=sequence_table.gather,
         choose=choose,
+        packs=PACKED if device.type == "cuda" else (Integers,),
     )

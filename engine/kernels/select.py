@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 
@@ -14,8 +14,9 @@ from torch import Tensor
 from engine.kernels.batch import blank_batch
 from engine.kernels.cpu import native
 from engine.kernels.kv_cache import KVCache, KVShape
-from engine.kernels.linear import Linear
+from engine.kernels.linear import Linear, LinearPacker
 from engine.kernels.ops import DecoderShape, Kernels, Say, StepLimits, reference_kernels
+from engine.kernels.packed import PACKED, UnpackedLinear, pack
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.sequence_table import SequenceTable, StepTokens
 from engine.quant.formats import Format, NamedTensors
@@ -74,10 +75,15 @@ def native_kernels(team: native.Team, dtype: torch.dtype) -> Kernels:
     )
 
 
+def _unheard(_: str) -> None: ...
+
+
 def triton_kernels(
-    model: DecoderShape, device: torch.device, dtype: torch.dtype, limits: StepLimits
+    model: DecoderShape, device: torch.device, dtype: torch.dtype, limits: StepLimits, say: Say = _unheard
 ) -> Kernels:
-    """Triton between the linear maps, which are cuBLAS's; nothing waits for the device, so that graphs can hold it.
+    """Triton between the linear maps, and for those that are quantized; cuBLAS has the others.
+
+    Nothing waits for the device, so that graphs can hold it.
 
     Its workspace, and what the kernels return, is all that it allocates; no batch may have more sequences than the
     limits say. A CPU device is for tests, where Triton interprets.
@@ -104,6 +110,8 @@ def triton_kernels(
         add_rms_norm=norms.add_rms_norm,
         slot_mapping=rotary.slot_mapping,
         rotate_and_write=rotary.rotate_and_write,
+        linear=_triton_linear(device, dtype, say),
+        packs=PACKED,
         silu_mul=activation.silu_mul,
         attention=partial(attention.TritonAttention, workspace=workspace),
         gather=inputs.gather,
@@ -112,12 +120,49 @@ def triton_kernels(
     )
 
 
+def _triton_linear(device: torch.device, dtype: torch.dtype, say: Say) -> LinearPacker:
+    """Packs linear maps: quantized weights for Triton, or for torch where Triton's product of their kind fails.
+
+    The first map of each kind is tried with some rows of every number that has tiles of its own.
+    """
+    from engine.kernels.triton import packed_linear
+    from engine.kernels.triton.tiles import ROW_CLASSES, Card
+
+    dense = reference_kernels(device, dtype, dtype).linear
+    choose = packed_linear.PackedLinears(Card.of(device), packed_linear.multiplies_float8(device, dtype))
+    errors: dict[Hashable, Exception | None] = {}
+
+    def tried(chosen: packed_linear.PackedLinear) -> Exception | None:
+        def trial() -> None:
+            for rows in (1, *(most + 1 for most in ROW_CLASSES)):
+                chosen(torch.zeros(rows, chosen.weight.in_features, device=device, dtype=dtype))
+
+        error = _failure(trial)
+        if error is not None:
+            say(
+                f"the Triton product with {chosen.weight.code.value} does not run here ({_reason(error)}); "
+                "plain torch serves instead, many times slower"
+            )
+        return error
+
+    def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:
+        if not isinstance(format, PACKED):
+            return dense(tensors, format, bias, gated=gated)
+        moved = None if bias is None else bias.to(device, dtype)
+        chosen = choose(pack(tensors, format, device), moved)
+        if chosen.kind not in errors:
+            errors[chosen.kind] = tried(chosen)
+        return chosen if errors[chosen.kind] is None else UnpackedLinear(chosen.weight, moved)
+
+    return linear
+
+
 def _with_triton(
     model: DecoderShape, device: torch.device, dtype: torch.dtype, limits: StepLimits, say: Say
 ) -> Kernels:
     plain = reference_kernels(device, dtype)
     try:
-        kernels = triton_kernels(model, device, dtype, limits)
+        kernels = triton_kernels(model, device, dtype, limits, say)
     except Exception as error:  # Triton has errors of its own, and asserts what it did not find
         say(
             f"no Triton kernels ({_reason(error)}); plain torch serves instead, without CUDA graphs and slower"

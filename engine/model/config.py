@@ -13,11 +13,13 @@ class RopeConfig:
 
     theta: float = 10_000.0
     scaling: str = "default"
-    """The way frequencies are scaled: "default" (not at all), "linear" or "llama3"."""
+    """The way frequencies are scaled: "default" (not at all), "linear", "llama3", or "factors"."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8_192
+    factors: tuple[float, ...] = ()
+    """What each of the head_dim / 2 frequencies is divided by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,9 @@ MAX_THREADS = 1024
 QUANT_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "torchao")
 """What `quant_method` of a quantization_config may be."""
 
+MAX_DRAFTS = 8
+"""The drafts of a sequence in a step: more are hardly ever all right."""
+
 GROUP_SIZES = (32, 64, 128)
 """The numbers of inputs of a quantized row that may share a scale, unless a whole row does."""
 
@@ -124,6 +129,8 @@ class LoadOptions:
     """The share of a GPU's memory that may be in use once the KV cache is allocated, other processes included."""
     cuda_graphs: bool = True
     """Whether steps on a GPU are captured as CUDA graphs once and replayed."""
+    max_drafts: int = MAX_DRAFTS
+    """The most drafts of each sequence in a step, where the kernels can verify any; 0 stands for none."""
     max_query_len: int = 1
     """The most tokens of each sequence in a captured step; more than 1 is for verifying drafts."""
 

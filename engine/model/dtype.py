@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.errors import CheckpointError
-from engine.kernels.cpu.levels import has_tiles
+from engine.kernels.cpu.levels import multiplies_bfloat16
 from engine.model.config import ModelConfig
 from engine.quant.integers import Quantization
 
@@ -29,14 +29,14 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(wanted: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """The type of the weights.
 
-    "auto" never takes more than 16 bits. On a CPU with tiles it is bfloat16, which they multiply many times quicker
-    than anything else in 16 bits. Elsewhere a checkpoint of 16 bits keeps its type. A checkpoint in float32 becomes
-    float16 on a CPU, where activations are float32 and only the weights are rounded, and bfloat16 on a GPU, where
-    activations have the type of the weights and may be too large for float16.
+    "auto" never takes more than 16 bits. On a CPU with instructions for bfloat16 that are quicker than anything else
+    in 16 bits, it is that. Elsewhere a checkpoint of 16 bits keeps its type. A checkpoint in float32 becomes float16 on
+    a CPU, where activations are float32 and only the weights are rounded, and bfloat16 on a GPU, where activations have
+    the type of the weights and may be too large for float16.
     """
     if wanted != "auto":
         return DTYPES[wanted]
-    if device.type == "cpu" and has_tiles():
+    if device.type == "cpu" and multiplies_bfloat16():
         return torch.bfloat16
     if config.dtype != "float32":
         return DTYPES[config.dtype]
@@ -62,18 +62,6 @@ def choose_kv_dtype(wanted: str, own: torch.dtype, device: torch.device) -> torc
     return dtype
 
 
-def choose_quantization(
-    wanted: str | None, group_size: int | None, device: torch.device
-) -> Quantization | None:
-    """The quantization that linear maps are loaded with.
-
-    Raises:
-        CheckpointError: a quantization is asked for on CUDA.
-    """
-    if wanted is None:
-        return None
-    if device.type == "cuda":
-        raise CheckpointError(
-            f"--quantize {wanted} is served on the CPU, and the model runs on CUDA; try --device cpu"
-        )
-    return Quantization.of(wanted, group_size)
+def choose_quantization(wanted: str | None, group_size: int | None) -> Quantization | None:
+    """The quantization that linear maps are loaded with."""
+    return None if wanted is None else Quantization.of(wanted, group_size)

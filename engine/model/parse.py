@@ -59,11 +59,6 @@ def parse_config(fields: Fields) -> ModelConfig:
     _refuse_the_unsupported(fields)
     hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     num_kv_heads = fields.size("num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise CheckpointError(
-            f"{fields.source}: {num_heads} heads cannot share {num_kv_heads} key-value heads "
-            "(num_attention_heads, num_key_value_heads)"
-        )
     max_position = fields.size("max_position_embeddings", most=MAX_POSITIONS)
     config = ModelConfig(
         architecture=architecture,
@@ -84,12 +79,26 @@ def parse_config(fields: Fields) -> ModelConfig:
         quantization=_quantization(fields),
     )
     config = ARCHITECTURES[architecture](fields, config)
-    if config.head_dim % 2:
+    check_heads(fields.source, num_heads, num_kv_heads, config.head_dim)
+    return config
+
+
+def check_heads(source: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    """Checks that attention can have such heads.
+
+    Raises:
+        CheckpointError: naming the source, and the sizes that do not go together.
+    """
+    if num_heads % num_kv_heads:
         raise CheckpointError(
-            f"{fields.source}: head_dim (hidden_size / num_attention_heads if it is left out) is {config.head_dim}, "
+            f"{source}: {num_heads} heads cannot share {num_kv_heads} key-value heads "
+            "(num_attention_heads, num_key_value_heads)"
+        )
+    if head_dim % 2:
+        raise CheckpointError(
+            f"{source}: head_dim (hidden_size / num_attention_heads if it is left out) is {head_dim}, "
             "and the rotary embedding needs an even one"
         )
-    return config
 
 
 def _architecture(fields: Fields) -> str:

@@ -27,9 +27,9 @@ from engine.errors import CheckpointError
 from engine.kernels.cpu.build import cache_directory
 from engine.model import safetensors
 from engine.model.config import ModelConfig
+from engine.model.files import Files
 from engine.model.safetensors import TensorFiles
 from engine.model.weights import (
-    LM_HEAD,
     Part,
     Progress,
     Recipe,
@@ -40,6 +40,7 @@ from engine.model.weights import (
 from engine.quant import integers, kept
 from engine.quant.integers import Integers
 from engine.quant.kept import Kept
+from engine.quant.storages.names import LM_HEAD
 
 SMALLEST = 64 << 20
 """Checkpoints with fewer bytes of linear maps are quantized in about a second, and not kept."""
@@ -67,7 +68,7 @@ class Checkpoint:
     """What weights are loaded from."""
 
     config: ModelConfig
-    files: TensorFiles
+    files: Files
     recipe: Recipe
 
 
@@ -90,13 +91,17 @@ class _Linear:
 class _Overlaid(TensorFiles):
     """The tensors of a checkpoint and those of one more file, which count where both have one of a name."""
 
-    def __init__(self, below: TensorFiles, file: Path) -> None:
+    def __init__(self, below: Files, file: Path) -> None:
         """
         Raises:
             CheckpointError: the file is truncated or malformed.
         """
-        super().__init__(below.folder, {**below.entries, **safetensors.read_header(file)})
+        super().__init__(below.path, {**below.entries, **safetensors.read_header(file)})
         self._below, self._file = below, file
+        self.config = below.config
+
+    def own_name(self, name: str) -> str:
+        return self._below.own_name(name)
 
     def read(self, name: str) -> Tensor:
         return super().read(name) if self.entries[name].file == self._file else self._below.read(name)
@@ -159,7 +164,7 @@ def _linears(checkpoint: Checkpoint) -> Iterator[_Linear]:
     yield _Linear(LM_HEAD, head.parts[0], head.in_features, head.quantized)
 
 
-def _path(files: TensorFiles, quantization: str, linears: list[_Linear]) -> Path:
+def _path(files: Files, quantization: str, linears: list[_Linear]) -> Path:
     """Where the result is kept.
 
     Raises:
@@ -169,11 +174,11 @@ def _path(files: TensorFiles, quantization: str, linears: list[_Linear]) -> Path
         folder = cache_directory() / "quantized"
     except RuntimeError as error:  # this user has no home
         raise _Unusable(str(error)) from None
-    readable = re.sub(r"[^\w.-]+", "-", files.folder.resolve().name)[:60]
+    readable = re.sub(r"[^\w.-]+", "-", files.path.resolve().name)[:60]
     return folder / f"{readable}-{quantization}-{_key(files, linears)}{_SUFFIX}"
 
 
-def _key(files: TensorFiles, linears: list[_Linear]) -> str:
+def _key(files: Files, linears: list[_Linear]) -> str:
     """A digest of all that the result depends on.
 
     These are the code that makes it, the formats, and the tensors, each with its place, its size and a sample of its
@@ -237,7 +242,7 @@ def _laid_over(checkpoint: Checkpoint, linears: list[_Linear], path: Path) -> Ch
     return found
 
 
-def _check(path: Path, files: TensorFiles) -> None:
+def _check(path: Path, files: Files) -> None:
     """
     Raises:
         CheckpointError: the bytes of a file are not those that were written.
@@ -287,7 +292,7 @@ def _make_room(path: Path, num_bytes: int) -> None:
         raise _Unusable(f"{folder} has {free >> 20} MiB free, and they are {num_bytes >> 20} MiB")
 
 
-def _make(files: TensorFiles, linears: list[_Linear], path: Path, quantized: Callable[[int], None]) -> None:
+def _make(files: Files, linears: list[_Linear], path: Path, quantized: Callable[[int], None]) -> None:
     """Quantizes and writes one linear map after the other. A file that is not whole is never seen under its name.
 
     Args:
@@ -312,7 +317,7 @@ def _make(files: TensorFiles, linears: list[_Linear], path: Path, quantized: Cal
             raise
 
 
-def _quantize(files: TensorFiles, linear: _Linear) -> dict[str, Tensor]:
+def _quantize(files: Files, linear: _Linear) -> dict[str, Tensor]:
     part = linear.part
     stored = part.storage.repack({suffix: files.read(name) for suffix, name in linear.sources})
     weight = part.storage.format(part.rows, linear.in_features).unpack(stored)

@@ -56,6 +56,8 @@ class TensorEntry:
 class TensorFiles:
     """The tensors of a checkpoint by name. Their bytes are read from disk when what `read` returned is used."""
 
+    config = "config.json"
+
     def __init__(self, folder: Path, entries: Mapping[str, TensorEntry] | None = None) -> None:
         """Reads the headers of all files, and checks that each file is as long as its header says.
 
@@ -65,7 +67,7 @@ class TensorFiles:
         Raises:
             CheckpointError: a file is missing, truncated or malformed.
         """
-        self.folder = folder
+        self.path = folder
         self.entries: dict[str, TensorEntry] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         if entries is not None:
@@ -73,6 +75,10 @@ class TensorFiles:
             return
         for file in _files(folder):
             self.entries.update(read_header(file))
+
+    def own_name(self, name: str) -> str:
+        """What the files call a tensor."""
+        return name
 
     def read(self, name: str) -> Tensor:
         """Maps a tensor, whose type must be one of DTYPES. Its memory is that of the mapped file: nothing is copied."""

@@ -142,6 +142,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.scaling == "linear":
         return frequencies / rope.factor
+    if rope.scaling == "factors":
+        return frequencies / torch.tensor(rope.factors)
     return _llama3(rope, frequencies) if rope.scaling == "llama3" else frequencies
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -13,17 +14,18 @@ from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_quantization
+from engine.model.files import Files
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
-from engine.model.safetensors import TensorFiles
 from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors
-from engine.quant.integers import Integers, Quantization
+from engine.quant.integers import Integers, Quantization, common_format, widen
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
+from engine.quant.storages.names import EMBEDDING, LM_HEAD
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""
 
-EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
+FINAL_NORM = "model.norm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +40,14 @@ AS_IT_IS = Recipe()
 """Of a checkpoint in floating point that stays so."""
 
 
-def make_recipe(config: ModelConfig, options: LoadOptions, device: torch.device) -> Recipe:
+def make_recipe(config: ModelConfig, options: LoadOptions) -> Recipe:
     """The recipe of a checkpoint that is loaded with these options.
 
     Raises:
         CheckpointError: what quantization_config says is not supported, or what the options ask for cannot be done.
     """
     storages = storages_of(config.quantization)
-    quantization = choose_quantization(options.quantize, options.quantize_group_size, device)
+    quantization = choose_quantization(options.quantize, options.quantize_group_size)
     if quantization is not None and config.quantization is not None:
         method = config.quantization.text("quant_method")
         raise CheckpointError(
@@ -82,12 +84,16 @@ class LinearSpec:
 
     @property
     def stored(self) -> Format:
-        """The format that the parts have in common, once they are repacked.
+        """The format that the parts have in common, once they are repacked and widened to it.
 
         Raises:
             CheckpointError: they have none.
         """
         formats = [part.storage.format(part.rows, self.in_features) for part in self.parts]
+        integers = [format for format in formats if isinstance(format, Integers)]
+        if len(integers) == len(formats):
+            with self._named():
+                return common_format(integers)
         for part, format in zip(self.parts, formats, strict=True):
             if format != formats[0]:
                 raise CheckpointError(
@@ -100,6 +106,23 @@ class LinearSpec:
     def format(self) -> Format:
         """What the kernels are given."""
         return self.quantized or self.stored
+
+    def join(self, parts: Sequence[NamedTensors]) -> NamedTensors:
+        """A copy of the parts as one, all of them in its stored format.
+
+        Raises:
+            CheckpointError: they cannot be multiplied together.
+        """
+        with self._named():
+            return self.stored.join(parts)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Puts the names of the parts before what is wrong with them."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{', '.join(part.name for part in self.parts)}: {error}") from None
 
 
 def linear_specs(config: ModelConfig, layer: int = 0, recipe: Recipe = AS_IT_IS) -> dict[str, LinearSpec]:
@@ -160,7 +183,8 @@ def norm_shapes(config: ModelConfig) -> dict[str, tuple[str, int]]:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config must have if it is not quantized."""
-    return {name: tensor.shape for name, tensor in _expected_tensors(config, AS_IT_IS)}
+    tensors = _expected_tensors(config, AS_IT_IS)
+    return {name: tuple(size for size in tensor.shape if size is not None) for name, tensor in tensors}
 
 
 def _expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
@@ -184,7 +208,7 @@ def _tensors_of(spec: LinearSpec) -> Iterator[tuple[str, StoredTensor]]:
             yield f"{part.name}.bias", StoredTensor("bias", (part.rows,))
 
 
-def check_tensors(config: ModelConfig, files: TensorFiles, recipe: Recipe = AS_IT_IS) -> None:
+def check_tensors(config: ModelConfig, files: Files, recipe: Recipe = AS_IT_IS) -> None:
     """Compares the tensors of the files with those that the config needs; the files may have more.
 
     The check ends at the first tensor that is wrong, so that a config.json with absurd sizes costs nothing.
@@ -195,16 +219,20 @@ def check_tensors(config: ModelConfig, files: TensorFiles, recipe: Recipe = AS_I
     """
     for name, tensor in _expected_tensors(config, recipe):
         entry = files.entries.get(name)
+        if entry is None and tensor.optional:
+            continue
         if entry is None:
-            raise CheckpointError(f"{files.folder}: tensor {name} is missing{_layers_said(config, name)}")
-        if entry.shape != tensor.shape:
+            hint = _hint(config, files, name.removesuffix(f".{tensor.suffix}"))
+            raise CheckpointError(f"{files.path}: tensor {files.own_name(name)} is missing{hint}")
+        if not tensor.fits(entry.shape):
             raise CheckpointError(
-                f"{entry.file}: {name} has shape {list(entry.shape)}, "
-                f"and config.json says {list(tensor.shape)} ({_size_fields(name)})"
+                f"{entry.file}: {files.own_name(name)} has shape {list(entry.shape)}, "
+                f"and {files.config} says {tensor.shape_text} ({_size_fields(name)})"
             )
         if entry.dtype not in tensor.dtypes:
             raise CheckpointError(
-                f"{entry.file}: {name} is {entry.dtype}, which is not supported; only {', '.join(tensor.dtypes)} are"
+                f"{entry.file}: {files.own_name(name)} is {entry.dtype}, which is not supported; "
+                f"only {', '.join(tensor.dtypes)} are"
             )
     check_recipe(config, recipe)
 
@@ -243,14 +271,19 @@ def _size_fields(name: str) -> str:
     return sizes.partition(",")[0] if kind == "bias" else sizes
 
 
-def _layers_said(config: ModelConfig, name: str) -> str:
-    of_a_layer = name.startswith("model.layers.")
-    return f"; config.json says num_hidden_layers {config.num_layers}" if of_a_layer else ""
+def _hint(config: ModelConfig, files: Files, module: str) -> str:
+    """What may be the cause of a missing tensor of a module."""
+    if not module.startswith("model.layers."):
+        return ""
+    other = next((other for other in files.entries if other.startswith(f"{module}.")), None)
+    if other is not None and config.quantization is not None:
+        return f"; {other} is there, which is not what quantization_config in {files.config} says"
+    return f"; {files.config} says num_hidden_layers {config.num_layers}"
 
 
 def load_weights(
     config: ModelConfig,
-    files: TensorFiles,
+    files: Files,
     kernels: Kernels,
     progress: Progress,
     recipe: Recipe = AS_IT_IS,
@@ -263,7 +296,8 @@ def load_weights(
         CheckpointError: see `check_tensors`.
     """
     check_tensors(config, files, recipe)
-    total = sum(files.entries[name].num_bytes for name, _ in _expected_tensors(config, recipe))
+    names = [name for name, _ in _expected_tensors(config, recipe) if name in files.entries]
+    total = sum(files.entries[name].num_bytes for name in names)
     reader = _Reader(files, kernels, progress, total)
     head, stored = head_spec(config, recipe), reader.parts(embedding_spec(config, recipe))
     embedding = reader.embedding(embedding_spec(config, recipe), stored)
@@ -299,7 +333,7 @@ def _load_layer(config: ModelConfig, reader: _Reader, layer: int, recipe: Recipe
 class _Reader:
     """Takes tensors off the files, counts the bytes, and packs linear maps."""
 
-    def __init__(self, files: TensorFiles, kernels: Kernels, progress: Progress, total: int) -> None:
+    def __init__(self, files: Files, kernels: Kernels, progress: Progress, total: int) -> None:
         self.kernels = kernels
         self._files = files
         self._progress = progress
@@ -326,10 +360,10 @@ class _Reader:
 
     def parts(self, spec: LinearSpec) -> NamedTensors:
         """Its parts in its stored format, joined: a copy."""
-        return spec.stored.join([self._part(part, spec.in_features) for part in spec.parts])
+        return spec.join([self._part(part, spec.in_features, spec.stored) for part in spec.parts])
 
-    def _part(self, part: Part, in_features: int) -> NamedTensors:
-        """The tensors of a part, repacked.
+    def _part(self, part: Part, in_features: int, wanted: Format) -> NamedTensors:
+        """The tensors of a part, repacked into the format that it and others are wanted in.
 
         Raises:
             CheckpointError: one has values that it cannot have.
@@ -337,12 +371,24 @@ class _Reader:
         stored = {
             tensor.suffix: self._read(f"{part.name}.{tensor.suffix}")
             for tensor in part.storage.tensors(part.rows, in_features)
+            if not tensor.optional or f"{part.name}.{tensor.suffix}" in self._files.entries
         }
         try:
-            return part.storage.repack(stored)
+            repacked = part.storage.repack(stored)
         except BadTensor as bad:
             name = f"{part.name}.{bad.suffix}"
-            raise CheckpointError(f"{self._files.entries[name].file}: {name} {bad.fault}") from None
+            file, own_name = self._files.entries[name].file, self._files.own_name(name)
+            raise CheckpointError(f"{file}: {own_name} {bad.fault}") from None
+        format = part.storage.format(part.rows, in_features)
+        for name, shape in format.shapes(part.rows, in_features):
+            if repacked[name].shape != shape:
+                raise CheckpointError(
+                    f"{self._files.path}: {part.name} is stored with a {name} of {list(repacked[name].shape)}, "
+                    f"and {self._files.config} says {list(shape)}"
+                )
+        if isinstance(format, Integers) and isinstance(wanted, Integers):
+            return widen(repacked, format, wanted)
+        return repacked
 
     def _read(self, name: str) -> Tensor:
         self._done += self._files.entries[name].num_bytes

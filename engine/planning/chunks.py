@@ -29,3 +29,15 @@ def cut(plan: Plan, chunk: Chunk, num_tokens: int) -> None:
     chunk.samples = False
     chunk.num_tokens -= num_tokens
     plan.num_tokens -= num_tokens
+
+
+def drop_drafts(plan: Plan) -> int:
+    """Leaves out all drafts of a plan; returns how many tokens they were."""
+    num_dropped = 0
+    for chunk in plan.chunks:
+        num_drafts, chunk.drafts = len(chunk.drafts), ()
+        chunk.num_tokens -= num_drafts
+        chunk.sequence.num_computed -= num_drafts
+        num_dropped += num_drafts
+    plan.num_tokens -= num_dropped
+    return num_dropped

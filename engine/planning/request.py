@@ -98,6 +98,8 @@ class Timings:
             num_cached_tokens=max(0, sequence.num_cached_tokens),
             num_output_tokens=sequence.num_output_tokens,
             num_preemptions=sequence.num_preemptions,
+            num_draft_tokens=sequence.num_draft_tokens,
+            num_accepted_tokens=sequence.num_accepted_tokens,
         )
 
 
@@ -143,9 +145,11 @@ class Sequence:
         "first_token_s",
         "index",
         "max_len",
+        "num_accepted_tokens",
         "num_cached_tokens",
         "num_committed",
         "num_computed",
+        "num_draft_tokens",
         "num_null_blocks",
         "num_pending",
         "num_preemptions",
@@ -177,6 +181,8 @@ class Sequence:
         self.num_cached_tokens = -1
         """Tokens of its first prefix hit; -1 until it is first scheduled."""
         self.num_preemptions = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
         self.block_table: list[int] = []
         """The block of token t is `block_table[t // block_size]`. Empty while the sequence does not run."""
         self.num_null_blocks = 0

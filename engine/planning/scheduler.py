@@ -1,4 +1,4 @@
-"""Which tokens of which sequences the next step computes, and what its result means for them.
+"""Which tokens of which sequences the next step computes.
 
 There is no prefill phase and no decode phase. A sequence's work is its tokens from `num_computed` on. Every step hands
 out one budget of tokens, within the queue's allowance: first one token to each running sequence that decodes, then
@@ -13,55 +13,22 @@ The unified budget follows Sarathi-Serve (Agrawal et al., OSDI 2024) and vLLM's 
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
-from engine.planning.chunks import cut, withdraw
-from engine.planning.request import FinishReason, Output, Request, Sequence
-from engine.planning.sequence_store import Counters, SequenceStore
-from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepResult
-from engine.planning.step_limit import StepLimit
+from engine.planning.chunks import cut, drop_drafts, withdraw
+from engine.planning.drafting import Drafting
+from engine.planning.request import Request, Sequence
+from engine.planning.sequence_store import Counters
+from engine.planning.step import Chunk, Plan, RequestQueue
+from engine.planning.step_results import SchedulerLimits, StepResults, TokenSink
 
 __all__ = ["Counters", "Scheduler", "SchedulerLimits", "TokenSink"]
-
-log = logging.getLogger("penstock.engine")
 
 _BELOW_ALL_LANES = 1 << 30
 
 
-class TokenSink(Protocol):
-    """Turns the tokens of a sequence into text and decides where the sequence ends."""
-
-    def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:
-        """Takes the token that was just appended to the sequence.
-
-        Args:
-            is_last: there is no room for another token, so that the sequence must end.
-
-        Returns:
-            Text that can be shown now, and why the sequence ends here, if it does.
-        """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    max_batch_tokens: int
-    """Tokens in one step, prefill and decode together. In an engine, its runner may set a lower bound."""
-    max_num_seqs: int
-    """Sequences running at a time."""
-    max_model_len: int
-    """Prompt and output tokens of one sequence."""
-    kv_shares: tuple[float, ...] = ()
-    """By lane: a sequence starts only if the part of the pool in use, its own blocks included, stays within this share.
-
-    A lane without an entry may use all of the pool.
-    """
-
-
-class Scheduler(SequenceStore):
+class Scheduler(StepResults):
     """Plans steps of the engine's sequences and applies their results.
 
     It is not thread-safe: the step thread owns it. Every plan with chunks is ended by `commit` or `fail_step`, in the
@@ -69,14 +36,15 @@ class Scheduler(SequenceStore):
     """
 
     def __init__(
-        self, queue: RequestQueue, tables: BlockTables, sink: TokenSink, limits: SchedulerLimits
+        self,
+        queue: RequestQueue,
+        tables: BlockTables,
+        sink: TokenSink,
+        limits: SchedulerLimits,
+        drafting: Drafting | None = None,
     ) -> None:
-        super().__init__(queue, tables)
+        super().__init__(queue, tables, sink, limits, drafting)
         tables.limit_chunks(limits.max_batch_tokens)
-        self.sink = sink
-        self.limits = limits
-        self.max_len = min(limits.max_model_len, tables.max_tokens)
-        self._step_limit = StepLimit(limits.max_batch_tokens)
         self._tokens_left = 0
         """Tokens that the step being planned has room for."""
         self._turn = 0
@@ -112,38 +80,11 @@ class Scheduler(SequenceStore):
             self._admit_queued(plan, now)
         self._resume_waiting(plan, now)
         self._admit_queued(plan, now)
+        if self.drafting is not None:
+            self.drafting.extend(plan, tables=self.tables, num_tokens=self.most_tokens)
         if plan.chunks:
             plan.number = self.tables.begin_step(plan.copies)
         return plan
-
-    def commit(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
-        """Applies the result of a step: confirms KV, appends tokens, ends and forks sequences."""
-        tables = self.tables
-        tables.end_step(plan.number)
-        self._step_limit.note_fitted()
-        outputs: list[Output] = []
-        work: list[tuple[Request, int, int]] = []
-        sampled = iter(result.sampled)
-        for chunk in plan.chunks:
-            sequence, start, num_tokens = chunk.sequence, chunk.start, chunk.num_tokens
-            brought = next(sampled) if chunk.samples else None
-            if sequence.finish_reason is not None:  # it ended while this step was in flight
-                continue
-            if chunk.incarnation == sequence.num_preemptions:  # else the blocks written are no longer its own
-                tables.commit(sequence, start + num_tokens)
-            num_prompt, num_output = sequence.num_prompt_tokens - start, 0
-            if brought is not None:
-                num_output = len(brought.token_ids)
-                outputs.append(self._apply(sequence, brought, now))
-            work.append((sequence.request, min(num_prompt, num_tokens) if num_prompt > 0 else 0, num_output))
-        self.queue.charge(work, now)
-        self._settle(now)
-        return outputs
-
-    def fail_step(self, plan: Plan, error: str, now: float) -> list[Output]:
-        """Ends the sequences of a step that brought no result; called in place of `commit`."""
-        self.tables.end_step(plan.number)
-        return self.fail([chunk.sequence for chunk in plan.chunks], error, now)
 
     def shrink(self, plan: Plan) -> bool:
         """Halves a step that was just planned and that the device had no room for.
@@ -157,6 +98,7 @@ class Scheduler(SequenceStore):
         num_over = plan.num_tokens // 2
         if not num_over:
             return False
+        num_over -= drop_drafts(plan)
         order = sorted(plan.chunks, key=lambda chunk: (chunk.num_tokens > 1, _urgency(chunk.sequence)))
         while num_over > 0:
             chunk = order.pop()
@@ -351,9 +293,6 @@ class Scheduler(SequenceStore):
     def _num_deferred(self) -> int:
         return sum(1 for s in self.waiting if not s.num_preemptions)
 
-    def _has_seat(self) -> bool:
-        return len(self.running) < self.limits.max_num_seqs
-
     def _blocks_short(self, sequence: Sequence, prefix: list[int]) -> int:
         """Returns how many free blocks are missing to start a sequence, those included that its lane leaves free."""
         pool = self.tables.pool
@@ -387,58 +326,6 @@ class Scheduler(SequenceStore):
             self.counters.num_prefix_query_tokens += sequence.num_prompt_tokens
             self.counters.num_prefix_hit_tokens += sequence.num_computed
         self._plan_chunk(plan, sequence, sequence.num_remaining)
-
-    # Committing
-
-    def _apply(self, sequence: Sequence, sampled: Sampled, now: float) -> Output:
-        """Appends the tokens that a step brought for a sequence, and ends the sequence where its text ends.
-
-        A fault in the text of one sequence ends that sequence, and no other.
-        """
-        sequence.num_pending -= 1
-        request = sequence.request
-        if request.n > 1:
-            self._fork_if_due(sequence)
-        if sampled.error is not None:
-            return self._finish(sequence, FinishReason.FAILED, sampled.error, now)
-        if sequence.first_token_s < 0:
-            sequence.first_token_s = now
-        num_known = len(sequence.token_ids)
-        try:
-            text, reason = self._append(sequence, sampled.token_ids)
-        except Exception:
-            log.exception("the text of %r failed; it ends with an error", sequence)
-            return self._finish(sequence, FinishReason.FAILED, "the output could not be decoded", now)
-        token_ids, logprobs = sequence.token_ids[num_known:], sampled.logprobs
-        if logprobs is not None:
-            logprobs = logprobs[: len(token_ids)]
-        output = Output(request.request_id, sequence.index, token_ids, text, logprobs)
-        return output if reason is None else self._finish(sequence, reason, None, now, output)
-
-    def _append(self, sequence: Sequence, token_ids: list[int]) -> tuple[str, FinishReason | None]:
-        """Appends tokens up to the one with which the sequence ends; returns their text and why it ends."""
-        known, max_len, accept = sequence.token_ids, sequence.max_len, self.sink.accept
-        text, reason = "", None
-        for token_id in token_ids:
-            known.append(token_id)
-            piece, reason = accept(sequence, token_id, len(known) >= max_len)
-            text += piece
-            if reason is not None:
-                break
-        return text, reason
-
-    def _fork_if_due(self, parent: Sequence) -> None:
-        """Starts the other choices of a request, which share its blocks, once its prompt is computed."""
-        if parent.index > 0 or parent.num_output_tokens > 0:
-            return
-        for index in range(1, parent.request.n):
-            child = Sequence(parent.request, index, parent.order, self.max_len)
-            child.scheduled_s, child.num_cached_tokens = parent.scheduled_s, parent.num_cached_tokens
-            if self._has_seat() and parent.block_table:  # else it gave way while this step was in flight
-                self.tables.fork(parent, child)
-                self.running.append(child)
-            else:
-                self._enqueue_waiting(child)
 
 
 def _urgency(sequence: Sequence) -> tuple[int, int]:

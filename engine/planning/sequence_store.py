@@ -19,6 +19,7 @@ class Counters:
     num_preemptions: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class SequenceStore:

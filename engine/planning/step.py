@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +20,8 @@ class Chunk:
     num_tokens: int
     samples: bool
     """True if the chunk reaches the last token there is, so that its logits choose the next one."""
+    drafts: ListLike[int] = ()
+    """The last tokens of the chunk: guesses of what follows the last token there is. All of them sample."""
     incarnation: int = field(init=False)
     """How often the sequence had been preempted when this was planned."""
 
@@ -43,6 +46,7 @@ class Sampled:
     """What one sampling chunk brought."""
 
     token_ids: list[int]
+    """One token; with drafts, also those after the drafts that turned out right, in order."""
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     """This sequence alone failed (its logits were not finite, say)."""
@@ -102,6 +106,8 @@ class RunnerFacts:
     """Tokens of the longest sequence that it has positions for."""
     window: int = 0
     """If all layers have a sliding window, the longest of them in tokens; else 0."""
+    max_drafts: int = 0
+    """Drafts that a chunk may have. With any, a row's logits must not depend on the rows around it, to the bit."""
 
 
 class Runner(Protocol):
@@ -148,6 +154,7 @@ class StepLoad:
 
     num_prefill_tokens: int
     num_decode_tokens: int
+    """Drafts included."""
     num_context_tokens: int
     """Tokens whose KV the step read, over all its sequences."""
     duration_s: float
@@ -200,6 +207,10 @@ class StepReport:
     duration_s: float = 0.0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
+    num_draft_tokens: int = 0
+    """Drafts that the step verified."""
+    num_accepted_tokens: int = 0
+    """Those of them that were right, each of which brought one token more."""
     num_running: int = 0
     num_waiting: int = 0
     """Sequences that were preempted, or that wait for a prefix that another sequence computes."""

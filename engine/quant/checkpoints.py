@@ -5,9 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.fields import Fields
+from engine.quant.gguf import gguf_storages
 from engine.quant.storage import PLAIN, Storages
+from engine.quant.storages.awq import awq_storages
+from engine.quant.storages.bitsandbytes import bnb_storages
+from engine.quant.storages.compressed import compressed_storages
+from engine.quant.storages.float8 import float8_storages
+from engine.quant.storages.gptq import gptq_storages
+from engine.quant.storages.torchao import torchao_storages
 
-METHODS: dict[str, Callable[[Fields], Storages]] = {}
+METHODS: dict[str, Callable[[Fields], Storages]] = {
+    "gptq": gptq_storages,
+    "awq": awq_storages,
+    "compressed-tensors": compressed_storages,
+    "fp8": float8_storages,
+    "bitsandbytes": bnb_storages,
+    "torchao": torchao_storages,
+    "gguf": gguf_storages,
+}
 """By `quant_method`: reads the other fields of quantization_config."""
 
 

@@ -15,15 +15,36 @@ FLOATS = ("F32", "BF16", "F16")
 """The floating-point types of weights, as safetensors names them."""
 
 
+Shape = tuple[int | None, ...]
+"""A shape; None stands for a length that only the file knows."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """One of the tensors that a linear map has in a checkpoint."""
 
     suffix: str
     """What follows the name of the linear map and a dot: "weight", "qweight", ..."""
-    shape: tuple[int, ...]
+    shape: Shape
     dtypes: tuple[str, ...] = FLOATS
     """The types that it may have, as safetensors names them."""
+    optional: bool = False
+    """Whether a checkpoint may lack it."""
+    loose: bool = False
+    """Whether axes of length 1 may be missing or added, as those of scales are: [8], [8, 1]."""
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether the tensor may have this shape."""
+        wanted = tuple(size for size in self.shape if size != 1) if self.loose else self.shape
+        found = tuple(size for size in shape if size != 1) if self.loose else shape
+        return len(wanted) == len(found) and all(
+            size in (None, length) for size, length in zip(wanted, found, strict=True)
+        )
+
+    @property
+    def shape_text(self) -> str:
+        """The shape for an operator: "[any, 16]", say."""
+        return f"[{', '.join('any' if size is None else str(size) for size in self.shape)}]"
 
 
 class BadTensor(ValueError):
@@ -55,6 +76,8 @@ class Storage(Protocol):
 
     def repack(self, tensors: NamedTensors) -> NamedTensors:
         """The stored tensors, as `tensors` describes them, in the format; those that stay as they are, uncopied.
+
+        Optional ones that the checkpoint lacks are not among them.
 
         Raises:
             BadTensor: one has values that it cannot have.

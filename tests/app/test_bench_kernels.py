@@ -27,7 +27,13 @@ def test_measurements_are_numbers(team: Team) -> None:
 
 
 def test_an_instruction_that_the_processor_lacks_has_no_rate(team: Team) -> None:
-    flags = {"fma16": "avx512f", "vnni": "avx512_vnni", "tile_bf16": "amx_bf16", "tile_int8": "amx_int8"}
+    flags = {
+        "fma16": "avx512f",
+        "pairs_bf16": "avx512_bf16",
+        "vnni": "avx512_vnni",
+        "tile_bf16": "amx_bf16",
+        "tile_int8": "amx_int8",
+    }
     there = {instruction for instruction in INSTRUCTIONS if measure_peak(team, instruction) > 0}
     assert "fma8" in there
     assert {flags[instruction] for instruction in there - {"fma8"}} <= _processor_flags()

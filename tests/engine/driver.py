@@ -11,6 +11,7 @@ from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
 from engine.model.config import LoadOptions
 from engine.planning.block_tables import BlockTables
+from engine.planning.drafting import Drafting, Proposer
 from engine.planning.request import FinishReason, Output, Request, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan, StepResult
@@ -43,7 +44,9 @@ class Driver:
         self.max_num_seqs = max_num_seqs
         self.fresh()
 
-    def fresh(self, *, prefix_cache: bool = True, budget: int | None = None) -> None:
+    def fresh(
+        self, *, prefix_cache: bool = True, budget: int | None = None, proposer: Proposer | None = None
+    ) -> None:
         """An empty scheduler and prefix cache on the same model."""
         self.queue = LaneQueue(Lock())
         tables = BlockTables(
@@ -52,7 +55,8 @@ class Driver:
         limits = SchedulerLimits(
             max_batch_tokens=budget or self.budget, max_num_seqs=self.max_num_seqs, max_model_len=10_000
         )
-        self.scheduler = Scheduler(self.queue, tables, NoText(), limits)
+        drafting = None if proposer is None else Drafting(proposer, self.facts.max_drafts)
+        self.scheduler = Scheduler(self.queue, tables, NoText(), limits, drafting)
         self.outputs: dict[tuple[str, int], list[Output]] = {}
 
     def run(self, *requests: Request, before_step: Callable[[int], None] = lambda _: None) -> None:

@@ -25,18 +25,20 @@ class Order:
     start: int
     end: int
     samples: bool
+    drafts: tuple[int, ...]
     token_ids: tuple[int | None, ...]
     """None where only the device knows it."""
     table: tuple[int, ...]
 
     @classmethod
     def of(cls, chunk: Chunk, block_size: int) -> Order:
-        end, known = chunk.start + chunk.num_tokens, chunk.sequence.token_ids
+        end, known = chunk.start + chunk.num_tokens, [*chunk.sequence.token_ids, *chunk.drafts]
         return cls(
             sequence=chunk.sequence,
             start=chunk.start,
             end=end,
             samples=chunk.samples,
+            drafts=tuple(chunk.drafts),
             token_ids=tuple(known[i] if i < len(known) else None for i in range(chunk.start, end)),
             table=tuple(chunk.sequence.block_table[: -(-end // block_size)]),
         )
@@ -156,12 +158,17 @@ class LateRunner(PaperRunner):
         if sequence.key in self.bad:
             self._last[sequence] = (order.end, 0)
             return Sampled([], error="logits were not finite")
-        tokens = []
-        for position in self.visible(order.end):
-            entry = self._blocks[order.table[position // self.block_size]][position % self.block_size]
-            assert entry is not None, f"{order} reads position {position}, which nobody wrote"
-            assert entry[0] == position, f"{order} sees {entry} at {position}"
-            tokens.append(entry[1])
-        token_id = next_token(tokens, sequence.request, sequence.index, self.window)
-        self._last[sequence] = (order.end, token_id)
-        return Sampled([token_id])
+        drawn: list[int] = []
+        while True:
+            end = order.end - len(order.drafts) + len(drawn)
+            tokens = [self._seen(order, position) for position in self.visible(end)]
+            drawn.append(next_token(tokens, sequence.request, sequence.index, self.window))
+            if len(drawn) > len(order.drafts) or drawn[-1] != order.drafts[len(drawn) - 1]:
+                self._last[sequence] = (end, drawn[-1])
+                return Sampled(drawn)
+
+    def _seen(self, order: Order, position: int) -> int:
+        entry = self._blocks[order.table[position // self.block_size]][position % self.block_size]
+        assert entry is not None, f"{order} reads position {position}, which nobody wrote"
+        assert entry[0] == position, f"{order} sees {entry} at {position}"
+        return entry[1]

@@ -7,11 +7,12 @@ so.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
-from engine.planning.step import OutOfMemory, Plan, RunnerFacts, Sampled, StepInFlight, StepResult
+from engine.planning.step import Chunk, OutOfMemory, Plan, RunnerFacts, Sampled, StepInFlight, StepResult
 
 VOCABULARY = 50
 
@@ -96,9 +97,9 @@ class PaperRunner:
             self._copy(plan.copies)
             plan.copies = []
             for chunk in plan.chunks:
-                self._write(chunk.sequence, chunk.start, chunk.num_tokens)
+                self._write(chunk)
         self._refuse_if_too_large(plan)
-        return StepResult([self._sample(c.sequence) for c in plan.chunks if c.samples])
+        return StepResult([self._sample(chunk) for chunk in plan.chunks if chunk.samples])
 
     def _has_room(self, plan: Plan) -> bool:
         return plan.num_tokens <= self.room
@@ -113,21 +114,28 @@ class PaperRunner:
         for (_, target), content in zip(copies, before, strict=True):
             self._blocks[target] = content
 
-    def _write(self, sequence: Sequence, start: int, num_tokens: int) -> None:
-        for position in range(start, start + num_tokens):
+    def _write(self, chunk: Chunk) -> None:
+        sequence, tokens = chunk.sequence, [*chunk.sequence.token_ids, *chunk.drafts]
+        for position in range(chunk.start, chunk.start + chunk.num_tokens):
             block = sequence.block_table[position // self.block_size]
             assert block != 0, "block 0 is padding"
-            self._blocks[block][position % self.block_size] = (position, sequence.token_ids[position])
+            self._blocks[block][position % self.block_size] = (position, tokens[position])
             self.num_tokens += 1
 
-    def _sample(self, sequence: Sequence) -> Sampled:
+    def _sample(self, chunk: Chunk) -> Sampled:
+        sequence, tokens = chunk.sequence, [*chunk.sequence.token_ids, *chunk.drafts]
         if sequence.key in self.bad:
             return Sampled([], error="logits were not finite")
-        length = len(sequence.token_ids)
-        seen = [self._read(sequence, position) for position in self.visible(length)]
-        assert seen == list(enumerate(sequence.token_ids))[-self.window :], f"{sequence!r} sees {seen}"
-        tokens = [token for _, token in seen]
-        return Sampled([next_token(tokens, sequence.request, sequence.index, self.window)])
+        drawn: list[int] = []
+        while True:
+            length = len(sequence.token_ids) + len(drawn)
+            seen = [self._read(sequence, position) for position in self.visible(length)]
+            assert seen == list(enumerate(tokens))[:length][-self.window :], f"{sequence!r} sees {seen}"
+            drawn.append(
+                next_token([token for _, token in seen], sequence.request, sequence.index, self.window)
+            )
+            if len(drawn) > len(chunk.drafts) or drawn[-1] != chunk.drafts[len(drawn) - 1]:
+                return Sampled(drawn)
 
     def visible(self, length: int) -> range:
         """Positions that the last of `length` tokens sees."""
@@ -137,6 +145,26 @@ class PaperRunner:
         entry = self._blocks[sequence.block_table[position // self.block_size]][position % self.block_size]
         assert entry is not None, f"{sequence!r} reads position {position}, which nobody wrote"
         return entry
+
+
+class PaperProposer:
+    """Knows what the paper model says, and tells it as it is with a probability of `rightness`."""
+
+    name = "paper"
+
+    def __init__(self, pace: random.Random, rightness: float, window: int = 0) -> None:
+        self._pace, self._rightness, self._window = pace, rightness, window
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        tokens, drafts = list(sequence.token_ids), list[int]()
+        for _ in range(self._pace.randint(0, most)):
+            tokens.append(next_token(tokens, sequence.request, sequence.index, self._window))
+            is_right = self._pace.random() < self._rightness
+            drafts.append(tokens[-1] if is_right else self._pace.randrange(VOCABULARY))
+        return drafts
+
+    def forget(self, sequence: Sequence) -> None:
+        assert sequence.finish_reason is not None
 
 
 class PaperSink:

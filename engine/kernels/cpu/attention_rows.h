@@ -86,7 +86,7 @@ struct RowLimits {
 };
 
 template <class W>
-constexpr RowLimits kRowLimits = kIsTiled<W> ? RowLimits{96, 16} : RowLimits{48, 1};
+constexpr RowLimits kRowLimits = kIsTiled<W> ? RowLimits{192, 16} : RowLimits{48, 1};
 
 // What a worker needs for a task.
 struct AttentionScratch {
@@ -202,7 +202,9 @@ void fold_row(const Rows<Operand>& rows, int row, const SpanTokens& tokens, cons
         const float shrink = exp2(splat(before - peak))[0];
         unrolled<kBlockParts>(PENSTOCK_EACH(p) { sums[p] *= all<wide>(shrink); });
         float* out = rows.out + row * rows.out_stride;
-        for (int i = 0; i < rows.head_dim; i += kLanes) store(out + i, load(out + i) * splat(shrink));
+        int i = 0;
+        for (; i + kWide <= rows.head_dim; i += kWide) store(out + i, load_as<wide>(out + i) * all<wide>(shrink));
+        for (; i < rows.head_dim; i += kLanes) store(out + i, load(out + i) * splat(shrink));
     }
     weigh(scores, low, high, peak, scales ? scales->values : nullptr, weights, sums);
     unrolled<kBlockParts>(PENSTOCK_EACH(p) { store(total + p * kWide, sums[p]); });

@@ -111,7 +111,12 @@ inline void multiply_tiles(const TileProduct& p, int rows, int columns) {
 }
 
 // What the cache holds as bfloat16; integers without their scales.
-inline void widen(const BFloat* from, int count, BFloat* to) { std::memcpy(to, from, count * sizeof(BFloat)); }
+inline void widen(const BFloat* from, int count, BFloat* to) {
+    constexpr int kLine = kCacheLine / sizeof(BFloat);
+    int i = 0;
+    for (; i + kLine <= count; i += kLine) std::memcpy(to + i, from + i, kCacheLine);
+    std::memcpy(to + i, from + i, (count - i) * sizeof(BFloat));
+}
 
 inline void widen(const Int8* from, int count, BFloat* to) {
     int i = 0;

@@ -53,6 +53,10 @@ enum Status : int {
 
 constexpr int kRowsPerChunk = 8;  // of the cheap phases
 
+// Of tokens whose keys and values are placed: a prompt's blocks go to one thread each, as far as they can, because their
+// tokens lie side by side in the same lines of the cache.
+inline int rows_to_place(int tokens) { return tokens < 8 * kBlockTokens ? kRowsPerChunk : kBlockTokens; }
+
 // A row length of an odd number of cache lines, so that the rows of a tile do not fall into the same cache sets.
 inline size_t padded(size_t n) { return ((n + 15) / 16 | 1) * 16; }
 
@@ -174,7 +178,7 @@ class Decoder {
             add_norm(hidden_.get(), layer.attention_norm, tokens, layer.qkv, nullptr);
             add_product(layer.qkv, input_.activations(layer.qkv->form), tokens, qkv_.get(), ld_qkv_, Kind::qkv);
             attentions_.push_back({attention_step(i), sampled ? &sampled_tasks_ : &tasks_});
-            add<&Decoder::run_place>(i, divide_up(tokens, kRowsPerChunk), Kind::place);
+            add<&Decoder::run_place>(i, divide_up(tokens, rows_to_place(tokens)), Kind::place);
             add<&Decoder::run_attend>(i, static_cast<int>(attentions_.back().tasks->size()), Kind::attention);
             if (!sampled) {
                 add_block(layer, hidden_.get(), attended_.get(), tokens);
@@ -275,8 +279,8 @@ class Decoder {
     // ---- what the phases do ------------------------------------------------------------------------------------
 
     template <class Function>
-    static void for_rows(int chunk, int rows, Function function) {
-        for (int r = chunk * kRowsPerChunk; r < std::min(rows, (chunk + 1) * kRowsPerChunk); r++) function(r);
+    static void for_rows(int chunk, int rows, Function function, int together = kRowsPerChunk) {
+        for (int r = chunk * together; r < std::min(rows, (chunk + 1) * together); r++) function(r);
     }
 
     template <class W>
@@ -316,11 +320,12 @@ class Decoder {
 
     void run_place(uint32_t index, int chunk, int) {
         const Layer& layer = layers_[index];
-        for_rows(chunk, step_.tokens, [&](int t) {
+        const auto place = [&](int t) {
             const int32_t* table = step_.block_tables + static_cast<size_t>(sequence_of_[t]) * step_.max_blocks;
             const int block = table[step_.positions[t] / kBlockTokens];
             attention_.place(attentions_[index].step, layer.q_norm, layer.k_norm, t, block);
-        });
+        };
+        for_rows(chunk, step_.tokens, place, rows_to_place(step_.tokens));
     }
 
     void run_attend(uint32_t index, int chunk, int worker) {

@@ -1,8 +1,8 @@
-// Products in float32: rows of activations times panels of floating-point weights.
+// Products by vectors: rows of activations times panels of floating-point weights.
 //
-// The one invariant: every output is a single chain of fused multiply-adds over k, ascending, from 0. Which tile
-// computes it, how many rows and panels that tile has, how wide a register is, and where k was cut into blocks (the
-// sum then passes through memory, exactly) cannot change a bit of it.
+// The one invariant: every output is a single chain of fused multiply-adds over k, ascending, from 0; of pairs, two
+// to a step (pairs.h). Which tile computes it, how many rows and panels that tile has, how wide a register is, and
+// where k was cut into blocks (the sum then passes through memory, exactly) cannot change a bit of it.
 #pragma once
 
 #include <type_traits>
@@ -17,6 +17,27 @@ constexpr int kTileRows = 6;
 constexpr int kTilePanels = kWide == 16 ? 4 : 1;  // of a tile with several rows
 constexpr int kDepth = 512;         // k per block: keeps the rows of a chunk in the second-level cache
 constexpr int kStreamAhead = 6144;  // bytes: how far ahead weights that are read only once are fetched
+
+// What rows of activations consist of beside weights that are read as W. Of pairs, a step of k is a pair.
+template <class W>
+using Activation = std::conditional_t<std::is_same_v<W, BFloatPair>, BFloatPair, float>;
+
+// Calls function with a null pointer of what the weights of a linear are read as.
+template <class Function>
+auto with_weights(const Linear& linear, Function function) {
+#if PENSTOCK_PAIRS
+    if (linear.form == Form::bf16) return function(static_cast<BFloatPair*>(nullptr));
+#endif
+    return with_type(linear.type, function);
+}
+
+template <class W, class V>
+PENSTOCK_INLINE V multiply_add(V x, V y, V sum) {
+    if constexpr (std::is_same_v<W, BFloatPair>)
+        return dot(x, y, sum);
+    else
+        return fma(x, y, sum);
+}
 
 struct Strides {
     size_t a;        // between rows of activations
@@ -53,7 +74,7 @@ PENSTOCK_INLINE void unrolled(const Function& function) {
 
 // Rows x (Panels * Columns) sums over `depth` steps of k, added to c, or set where fresh.
 template <class W, int Rows, int Panels, int Columns>
-PENSTOCK_INLINE void tile(const float* a, const Pieces<W>& pieces, int depth, float* c, const Strides& by,
+PENSTOCK_INLINE void tile(const Activation<W>* a, const Pieces<W>& pieces, int depth, float* c, const Strides& by,
                           bool fresh) {
     typedef std::conditional_t<Columns % kWide == 0, wide, v8> V;
     constexpr int kWidth = sizeof(V) / sizeof(float), kVectors = Columns / kWidth, kColumns = Panels * kVectors;
@@ -78,14 +99,14 @@ PENSTOCK_INLINE void tile(const float* a, const Pieces<W>& pieces, int depth, fl
                 unrolled<Rows>(PENSTOCK_EACH(r) { x[r] = value(r); });
                 unrolled<kColumns>(PENSTOCK_EACH(j) {
                     const V y = weight(j);
-                    unrolled<Rows>(PENSTOCK_EACH(r) { sums[r][j] = fma(x[r], y, sums[r][j]); });
+                    unrolled<Rows>(PENSTOCK_EACH(r) { sums[r][j] = multiply_add<W>(x[r], y, sums[r][j]); });
                 });
             } else {
                 V y[kColumns];
                 unrolled<kColumns>(PENSTOCK_EACH(j) { y[j] = weight(j); });
                 unrolled<Rows>(PENSTOCK_EACH(r) {
                     const V x = value(r);
-                    unrolled<kColumns>(PENSTOCK_EACH(j) { sums[r][j] = fma(x, y[j], sums[r][j]); });
+                    unrolled<kColumns>(PENSTOCK_EACH(j) { sums[r][j] = multiply_add<W>(x, y[j], sums[r][j]); });
                 });
             }
             w += by.w;
@@ -103,7 +124,7 @@ constexpr int most_panels(int rows) { return kWide == 16 || rows == 1 ? 4 : rows
 
 // `Rows` rows of as many panels as go into the registers at once; returns how many panels that was.
 template <class W, int Rows, int Columns, int Panels = most_panels(Rows)>
-PENSTOCK_INLINE int tile_panels(int panels, const float* a, const Pieces<W>& w, int depth, float* c,
+PENSTOCK_INLINE int tile_panels(int panels, const Activation<W>* a, const Pieces<W>& w, int depth, float* c,
                                 const Strides& by, bool fresh) {
     if constexpr (Panels > 1)
         if (panels < Panels) return tile_panels<W, Rows, Columns, Panels / 2>(panels, a, w, depth, c, by, fresh);
@@ -113,7 +134,7 @@ PENSTOCK_INLINE int tile_panels(int panels, const float* a, const Pieces<W>& w, 
 
 // The same for `rows` from 1 to 6.
 template <class W, int Columns>
-int tile_rows(int rows, int panels, const float* a, const Pieces<W>& w, int depth, float* c,
+int tile_rows(int rows, int panels, const Activation<W>* a, const Pieces<W>& w, int depth, float* c,
               const Strides& by, bool fresh) {
     switch (rows) {
         case 1: return tile_panels<W, 1, Columns>(panels, a, w, depth, c, by, fresh);
@@ -139,9 +160,10 @@ PENSTOCK_INLINE void for_tiles(int rows, Function function) {
 // sums [panels][rows][16] = a [rows][k] times the panels. With several tiles the panels at `ahead`, which come next,
 // are fetched meanwhile; with one this would be too much at once, so it is what follows shortly.
 template <class W>
-void multiply_floats(const Linear& linear, int panel, int panels, const float* a, size_t lda, int rows, float* sums,
-                     const void* ahead) {
-    const int k = linear.k, tiles = divide_up(rows, kTileRows), depth_of_block = tiles == 1 ? k : kDepth;
+void multiply_floats(const Linear& linear, int panel, int panels, const Activation<W>* a, size_t lda, int rows,
+                     float* sums, const void* ahead) {
+    const int k = linear.depth / (std::is_same_v<W, BFloatPair> ? 2 : 1);  // steps
+    const int tiles = divide_up(rows, kTileRows), depth_of_block = tiles == 1 ? k : kDepth;
     const size_t by_panel = static_cast<size_t>(k) * kPanel;
     const Strides by{lda, kPanel, by_panel, kPanel, static_cast<size_t>(rows) * kPanel};
     for (int from = 0; from < k; from += depth_of_block) {

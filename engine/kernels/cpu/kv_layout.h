@@ -114,27 +114,51 @@ struct AttentionStep {
     size_t ldo;
 };
 
+// The sum of squares, in 32 sums of every 32nd number, and of eighths at the end of a row in the first eight.
+inline float sum_of_squares(const float* x, int n) {
+    constexpr int kSums = 4 * kLanes;
+    wide parts[kSums / kWide] = {};
+    int i = 0;
+    for (; i + kSums <= n; i += kSums)
+        unrolled<kSums / kWide>(PENSTOCK_EACH(j) {
+            const wide part = load_as<wide>(x + i + j * kWide);
+            parts[j] = fma(part, part, parts[j]);
+        });
+    v8 sums[4];
+    std::memcpy(sums, parts, sizeof sums);
+    for (; i < n; i += kLanes) {
+        const v8 part = load_first(x + i, n - i);
+        sums[0] = fma(part, part, sums[0]);
+    }
+    return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
 // x / rms(x) * weight; `out` may be `x`.
 inline void rms_norm(const float* x, const float* weight, int n, float eps, float* out) {
-    v8 squares = splat(0.0f);
-    for (int i = 0; i < n; i += kLanes) {
-        const v8 part = load_first(x + i, n - i);
-        squares = fma(part, part, squares);
-    }
-    const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(n) + eps);
-    for (int i = 0; i < n; i += kLanes) {
+    const float scale = 1.0f / std::sqrt(sum_of_squares(x, n) / static_cast<float>(n) + eps);
+    int i = 0;
+    for (; i + kWide <= n; i += kWide) store(out + i, load_as<wide>(x + i) * all<wide>(scale) * load_as<wide>(weight + i));
+    for (; i < n; i += kLanes) {
         const v8 y = load_first(x + i, n - i) * splat(scale) * load_first(weight + i, n - i);
         store_first(out + i, y, n - i);
     }
 }
 
-inline void rotate(float* head, const float* cos, const float* sin, int head_dim) {
+// Rotates pairs of numbers that are half a head apart, and scales them.
+inline void rotate(float* head, const float* cos, const float* sin, int head_dim, float scale) {
     const int half = head_dim / 2;
-    for (int i = 0; i < half; i += kLanes) {
+    int i = 0;
+    for (; i + kWide <= half; i += kWide) {
+        const wide a = load_as<wide>(head + i), b = load_as<wide>(head + half + i);
+        const wide c = load_as<wide>(cos + i), s = load_as<wide>(sin + i);
+        store(head + half + i, (b * c + a * s) * all<wide>(scale));
+        store(head + i, (a * c - b * s) * all<wide>(scale));
+    }
+    for (; i < half; i += kLanes) {
         const v8 a = load_first(head + i, half - i), b = load_first(head + half + i, half - i);
         const v8 c = load_first(cos + i, half - i), s = load_first(sin + i, half - i);
-        store_first(head + half + i, b * c + a * s, half - i);
-        store_first(head + i, a * c - b * s, half - i);
+        store_first(head + half + i, (b * c + a * s) * splat(scale), half - i);
+        store_first(head + i, (a * c - b * s) * splat(scale), half - i);
     }
 }
 
@@ -165,21 +189,20 @@ void place_token(const AttentionStep& step, const float* q_norm, const float* k_
     const float* cos = shape.cos + static_cast<size_t>(position) * (d / 2);
     const float* sin = shape.sin + static_cast<size_t>(position) * (d / 2);
     float* row = step.qkv + token * step.ld;
-    const v8 scale = splat(1.44269504088896341f / std::sqrt(static_cast<float>(d)));  // softmax is in powers of 2
+    const float scale = 1.44269504088896341f / std::sqrt(static_cast<float>(d));  // softmax is in powers of 2
     for (int h = 0; h < shape.num_heads + shape.num_kv_heads; h++) {
         float* head = row + h * d;
         const bool query = h < shape.num_heads;
         if (q_norm) rms_norm(head, query ? q_norm : k_norm, d, shape.eps, head);
-        rotate(head, cos, sin, d);
-        if (query)
-            for (int i = 0; i < d; i += kLanes) store(head + i, load(head + i) * scale);
+        rotate(head, cos, sin, d, query ? scale : 1.0f);
     }
     const float* keys = row + shape.q_size();
     const float* values = keys + shape.kv_size();
     for (int h = 0; h < shape.num_kv_heads; h++) {
         const HeadInBlock<W> k(step.keys, shape, block, h), v(step.values, shape, block, h);
-        write_head(keys + h * d, d, k, slot, [&](int i) { return key_place<W>(i, slot); });
-        write_head(values + h * d, d, v, slot, [&](int i) { return value_place<W>(i, slot, d); });
+        write_head(keys + h * d, d, k, slot, [&](int i) __attribute__((always_inline)) { return key_place<W>(i, slot); });
+        write_head(values + h * d, d, v, slot,
+                   [&](int i) __attribute__((always_inline)) { return value_place<W>(i, slot, d); });
     }
 }
 

@@ -20,6 +20,7 @@ from engine.errors import InstructionSetError
 VARIABLE = "PENSTOCK_CPU_ISA"
 """Names the level to use in place of the best one."""
 
+AVX512BF16 = "avx512bf16"
 AMX = "amx"
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -39,14 +40,18 @@ class Level:
     """Flags of /proc/cpuinfo."""
     text: str
     """What it is, in one line."""
+    slow_on: tuple[str, ...] = ()
+    """What processors have that are quicker at the level below."""
 
 
 _AVX2_FLAGS = ("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
 _AVX2_NEEDS = ("avx2", "fma", "f16c", "bmi1", "bmi2")
 _AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 _AVX512_NEEDS = (*_AVX2_NEEDS, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")
-_AMX_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8")
-_AMX_NEEDS = (*_AVX512_NEEDS, "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8")
+_AVX512BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16")
+_AVX512BF16_NEEDS = (*_AVX512_NEEDS, "avx512_bf16")
+_AMX_FLAGS = (*_AVX512BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")
+_AMX_NEEDS = (*_AVX512BF16_NEEDS, "amx_tile", "amx_bf16", "amx_int8")
 
 LEVELS = {
     "x86_64": (
@@ -57,6 +62,15 @@ LEVELS = {
         ),
         Level("avx2", _AVX2_FLAGS, _AVX2_NEEDS, "AVX2 with FMA"),
         Level("avx512", _AVX512_FLAGS, _AVX512_NEEDS, "AVX-512 with VNNI"),
+        # Where AMX is meant to multiply bfloat16 (Sapphire Rapids and later), vectors do half as many in a cycle as of
+        # float32; on Cooper Lake, and on AMD's processors since Zen 4, they do twice as many.
+        Level(
+            AVX512BF16,
+            _AVX512BF16_FLAGS,
+            _AVX512BF16_NEEDS,
+            "AVX-512 with VNNI and BF16",
+            slow_on=("GenuineIntel", "avx512_fp16"),
+        ),
         Level(AMX, _AMX_FLAGS, _AMX_NEEDS, "AVX-512 and the tiles of AMX"),
     ),
     "aarch64": (
@@ -76,7 +90,7 @@ class Machine:
 
     architecture: str
     features: frozenset[str]
-    """Flags of /proc/cpuinfo; empty where there is no such file."""
+    """The flags and the vendor of /proc/cpuinfo; empty where there is no such file."""
     request_tiles: Callable[[], str]
     """Asks for permission to use tiles; returns why it is refused, or ""."""
 
@@ -99,16 +113,20 @@ class Machine:
             return f"Linux refuses this process the tiles of AMX ({reason})"
         return ""
 
+    def is_slow(self, level: Level) -> bool:
+        """Whether the level below is quicker on this processor."""
+        return bool(level.slow_on) and self.features.issuperset(level.slow_on)
+
     def usable(self) -> tuple[Level, ...]:
         """The levels that this machine can use, the best first."""
-        return tuple(level for level in reversed(self.levels) if not self.obstacle(level))
+        usable = [level for level in self.levels if not self.obstacle(level)]
+        return tuple(sorted(usable, key=self._rank, reverse=True))
 
     def better(self) -> tuple[Level, str] | None:
-        """The level above the best usable one, with what stands in its way; None if the best of all can be used."""
-        above = self.levels.index(self.usable()[0]) + 1
-        if above == len(self.levels):
-            return None
-        return self.levels[above], self.obstacle(self.levels[above])
+        """The next level above the best usable one that something stands in the way of, and what that is; None if there
+        is none."""
+        above = self.levels[self.levels.index(self.usable()[0]) + 1 :]
+        return next(((level, reason) for level in above if (reason := self.obstacle(level))), None)
 
     def named(self, name: str) -> Level:
         """The level of a name.
@@ -127,6 +145,10 @@ class Machine:
         if obstacle := self.obstacle(level):
             raise InstructionSetError(f"{VARIABLE}: level {name} cannot be used, {obstacle}")
         return level
+
+    def _rank(self, level: Level) -> float:
+        """A slow level comes right after the one below it."""
+        return self.levels.index(level) - (1.5 if self.is_slow(level) else 0)
 
     def _tiles(self) -> Level:
         base = next(level for level in self.usable() if level.name != AMX)
@@ -148,10 +170,11 @@ def architecture(machine: str) -> str:
 
 
 def features(cpuinfo: str) -> frozenset[str]:
-    """The flags that all processors of a /proc/cpuinfo have."""
+    """The flags that all processors of a /proc/cpuinfo have, and their vendor."""
     lines = [line.partition(":") for line in cpuinfo.splitlines()]
     flags = [set(text.split()) for key, _, text in lines if key.strip() in ("flags", "Features")]
-    return frozenset(set.intersection(*flags)) if flags else frozenset()
+    vendors = {text.strip() for key, _, text in lines if key.strip() == "vendor_id"}
+    return frozenset(set.intersection(*flags) | vendors) if flags else frozenset()
 
 
 def requested() -> str:
@@ -159,10 +182,11 @@ def requested() -> str:
     return os.environ.get(VARIABLE, "")
 
 
-def has_tiles() -> bool:
-    """Whether the level that serves here multiplies bfloat16 by tiles, several times quicker than other types."""
-    name = requested() or this_machine().usable()[0].name
-    return name in (AMX, TILES)
+def multiplies_bfloat16() -> bool:
+    """Whether the level that serves here multiplies bfloat16 by instructions of its own, quicker than other types."""
+    machine = this_machine()
+    slow = {level.name for level in machine.levels if machine.is_slow(level)}
+    return (requested() or machine.usable()[0].name) in {AVX512BF16, AMX, TILES} - slow
 
 
 @functools.cache

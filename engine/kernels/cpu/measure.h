@@ -12,7 +12,7 @@ inline double now() {
 // ---- the rate that each product instruction reaches alone -------------------------------------------------------
 
 // measures.py has the names in the same order.
-enum class Instruction : int32_t { fma8, fma16, vnni, tile_bf16, tile_int8 };
+enum class Instruction : int32_t { fma8, fma16, pairs_bf16, vnni, tile_bf16, tile_int8 };
 
 // `rounds` turns of loops whose operands are in registers, of tiles in the first-level cache; each returns how many
 // multiplications and additions that was. The products go into `kChains` sums, which hides the latency.
@@ -43,6 +43,18 @@ inline double run_fma16(int rounds, float*) {
             asm volatile("vfmadd231ps %1, %1, %0" : "+v"(sums[i]) : "v"(operand));
         });
     return 2.0 * 16 * kChains * rounds;
+}
+#endif
+
+#if defined(__AVX512BF16__)
+inline double run_pairs(int rounds, float*) {
+    __m512 sums[kChains], operand = _mm512_set1_ps(0.5f);
+    unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = operand; });
+    for (int round = 0; round < rounds; round++)
+        unrolled<kChains>(PENSTOCK_EACH(i) {
+            asm volatile("vdpbf16ps %1, %1, %0" : "+v"(sums[i]) : "v"(operand));
+        });
+    return 2.0 * 32 * kChains * rounds;
 }
 #endif
 
@@ -87,6 +99,9 @@ inline Loop loop_of(Instruction instruction) {
         case Instruction::fma8: return {run_fma8, 200'000};
 #if defined(__AVX512F__)
         case Instruction::fma16: return {run_fma16, 200'000};
+#endif
+#if defined(__AVX512BF16__)
+        case Instruction::pairs_bf16: return {run_pairs, 100'000};
 #endif
 #if defined(__AVX512VNNI__)
         case Instruction::vnni: return {run_vnni, 200'000};

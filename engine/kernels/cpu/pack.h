@@ -2,7 +2,7 @@
 //
 // What lies in a panel depends on the type, so that the product's instruction finds its operands side by side:
 //     float32, float16, bfloat16   [k][16]
-//     bfloat16 for tiles           [k / 2][16][2]
+//     bfloat16 for tiles or pairs  [k / 2][16][2]
 //     int8                         [k / 4][16][4]
 //     int4                         [k / 8][16][4] bytes, low halves for four k, high halves for the next four
 // The integers have a scale for every output and group of k, and maybe an offset: [group][16] in each panel.
@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "pairs.h"
 #include "simd.h"
 #include "threads.h"
 #include "tiles.h"
@@ -49,7 +50,7 @@ inline size_t size_of(Form form) { return form == Form::f32 ? 4 : form == Form::
 
 inline Form form_for([[maybe_unused]] Type type) {
     if (is_integer(type)) return Form::int8;
-#if PENSTOCK_TILES
+#if PENSTOCK_TILES || PENSTOCK_PAIRS
     if (type == Type::bf16) return Form::bf16;
 #endif
     return Form::f32;

@@ -63,51 +63,170 @@ PENSTOCK_INLINE wide silu(wide x) {
     return x * (x < wide{} ? e : one) / (one + e);
 }
 
-// The first `count` of a vector at out[place], with the residual.
-PENSTOCK_INLINE void put(const Product& job, size_t place, wide y, int count) {
-    if (count >= kWide) {
-        if (job.residual) y += load_as<wide>(job.residual + place);
-        if (job.out_form == Form::bf16) return store_operands(static_cast<BFloat*>(job.out) + place, y);
-        return store(static_cast<float*>(job.out) + place, y);
+// Some rows of sums, and the outputs that they become: times scales, plus bias, through the activation, plus residual.
+template <class Sum>
+struct Outputs {
+    const Sum* sums;  // [panels][by_panel / 16][16]
+    size_t by_panel;
+    const float* panel_scales;  // of int32 sums, [panels][16]
+    const float* row_scales;    // of int8 rows, or null
+    const float* bias;          // [panels][16], or null
+    char* out;
+    const char* residual;  // or null
+    size_t stride;         // bytes between rows of out, and of the residual
+    int columns;           // from the first to the last that there is
+};
+
+template <class Sum>
+Outputs<Sum> outputs_of(const Product& job, int panel, int row, const Sum* sums, size_t by_panel) {
+    const Linear& linear = *job.linear;
+    const int column = (linear.gated ? panel / 2 : panel) * kPanel;
+    const size_t size = size_of(job.out_form), place = static_cast<size_t>(row) * job.ldo + column;
+    const bool exact = std::is_same_v<Sum, int32_t>;
+    return {sums,
+            by_panel,
+            exact ? linear.panel_scales(panel) : nullptr,
+            job.x.form == Form::int8 ? job.x.scales + row : nullptr,
+            linear.bias ? linear.bias.get() + static_cast<size_t>(panel) * kPanel : nullptr,
+            static_cast<char*>(job.out) + place * size,
+            job.residual ? reinterpret_cast<const char*>(job.residual + place) : nullptr,
+            job.ldo * size,
+            linear.n - column};
+}
+
+PENSTOCK_INLINE void store_as(float* out, wide y) { store(out, y); }
+PENSTOCK_INLINE void store_as(BFloat* out, wide y) { store_operands(out, y); }
+PENSTOCK_INLINE void store_as(float* out, float y) { *out = y; }
+PENSTOCK_INLINE void store_as(BFloat* out, float y) { *out = tile_operand(y); }
+
+// Writes the first `count` of y plus the residual.
+template <class Out>
+PENSTOCK_INLINE void put(Out* out, const float* residual, wide y, int count) {
+    if (count >= kWide) return store_as(out, residual ? y + load_as<wide>(residual) : y);
+    for (int i = 0; i < count; i++) store_as(out + i, residual ? residual[i] + y[i] : y[i]);
+}
+
+// Rows [from, end) of a panel, or of a gated linear's two that belong together.
+template <class Sum, bool kGated, class Out>
+void finish_panel(const Outputs<Sum>& to, int panel, int from, int end) {
+    for (int j = 0; j < kPanel; j += kWide) {
+        const int column = (kGated ? panel / 2 : panel) * kPanel + j, count = to.columns - column;
+        if (count <= 0) return;
+        const size_t factor = static_cast<size_t>(panel) * kPanel + j;
+        for (int r = from; r < end; r++) {
+            const auto output = [&](int q) __attribute__((always_inline)) {
+                const Sum* sums = to.sums + (panel + q) * to.by_panel + r * kPanel + j;
+                wide y;
+                if constexpr (std::is_same_v<Sum, int32_t>) {
+                    wide_int exact;
+                    std::memcpy(&exact, sums, sizeof exact);
+                    y = __builtin_convertvector(exact, wide) * load_as<wide>(to.panel_scales + factor + q * kPanel);
+                } else {
+                    y = load_as<wide>(sums);
+                }
+                if (to.row_scales) y = y * all<wide>(to.row_scales[r]);
+                if (to.bias) y = y + load_as<wide>(to.bias + factor + q * kPanel);
+                return y;
+            };
+            wide y = output(0);
+            if constexpr (kGated) y = silu(y) * output(1);
+            const char* residual = to.residual ? to.residual + r * to.stride : nullptr;
+            put(reinterpret_cast<Out*>(to.out + r * to.stride) + column,
+                residual ? reinterpret_cast<const float*>(residual) + column : nullptr, y, count);
+        }
     }
-    for (int i = 0; i < count; i++) {
-        const float sum = job.residual ? job.residual[place + i] + y[i] : y[i];
-        if (job.out_form == Form::bf16)
-            static_cast<BFloat*>(job.out)[place + i] = tile_operand(sum);
-        else
-            static_cast<float*>(job.out)[place + i] = sum;
-    }
+}
+
+template <class Sum>
+using FinishPanel = void (*)(const Outputs<Sum>&, int panel, int from, int end);
+
+template <class Sum>
+FinishPanel<Sum> finish_of(const Product& job) {
+    if (job.out_form == Form::bf16)
+        return job.linear->gated ? finish_panel<Sum, true, BFloat> : finish_panel<Sum, false, BFloat>;
+    return job.linear->gated ? finish_panel<Sum, true, float> : finish_panel<Sum, false, float>;
 }
 
 constexpr int kRowsAhead = 12;
 
-// The lines of a row that will be written lie in the other core's cache, often, and writes wait for one another.
-PENSTOCK_INLINE void prefetch_row(const Product& job, size_t place) {
-    __builtin_prefetch(static_cast<char*>(job.out) + place * size_of(job.out_form), 1);
+// The lines of outputs that will be written lie in the other core's cache, often, and writes wait for one another.
+template <class Sum>
+PENSTOCK_INLINE void fetch_outputs(const Outputs<Sum>& to, size_t column, int from, int end) {
+    for (int r = from; r < end; r++) __builtin_prefetch(to.out + r * to.stride + column, 1);
 }
 
 inline void finish(const Product& job, int panel, int panels, int row, int rows, const float* sums, size_t by_panel) {
+    const Outputs<float> to = outputs_of(job, panel, row, sums, by_panel);
+    const auto finish = finish_of<float>(job);
+    const int unit = job.linear->gated ? 2 : 1;
+    const size_t bytes = kPanel * size_of(job.out_form);
+    for (int p = 0; p < panels; p += unit)
+        for (int r = 0; r < rows; r += kRowsAhead) {
+            const int end = std::min(r + kRowsAhead, rows);
+            fetch_outputs(to, p / unit * bytes, end, std::min(end + kRowsAhead, rows));
+            finish(to, p, r, end);
+        }
+}
+
+#if PENSTOCK_TILES
+
+// Rows times panels, whose k is one group, grid by grid: the vectors finish one while the tiles multiply the next. The
+// panels at `next`, which come next, are fetched meanwhile.
+template <class Sum>
+void multiply_by_tiles(const Product& job, int panel, int panels, int row, int rows, const char* next) {
+    constexpr bool kInt8 = std::is_same_v<Sum, int32_t>;
+    constexpr int kGridRows = 2 * kTileHeight, kTile = kTileHeight * kTileBytes, kPieces = 4;
     const Linear& linear = *job.linear;
-    const int unit = linear.gated ? 2 : 1;
-    for (int p = 0; p < panels; p += unit) {
-        const int column = (panel + p) / unit * kPanel;
-        for (int r = 0; r < rows; r++) {
-            prefetch_row(job, static_cast<size_t>(row + r + kRowsAhead) * job.ldo + column);
-            for (int j = 0; j < kPanel && column + j < linear.n; j += kWide) {
-                const float* at = sums + p * by_panel + r * kPanel + j;
-                const float* bias = linear.bias ? linear.bias.get() + (panel + p) * kPanel + j : nullptr;
-                const wide scale = all<wide>(job.x.form == Form::int8 ? job.x.scales[row + r] : 1.0f);
-                const auto output = [&](const float* sum, const float* added) __attribute__((always_inline)) {
-                    const wide y = load_as<wide>(sum) * scale;
-                    return added ? y + load_as<wide>(added) : y;
-                };
-                wide y = output(at, bias);
-                if (linear.gated) y = silu(y) * output(at + by_panel, bias ? bias + kPanel : nullptr);
-                put(job, static_cast<size_t>(row + r) * job.ldo + column + j, y, linear.n - column - j);
-            }
+    const Activations x = job.x.from(row);
+    const auto finish = finish_of<Sum>(job);
+    const int unit = linear.gated ? 2 : 1, steps = linear.depth * (kInt8 ? 1 : 2) / kTileBytes;
+    const int together = rows <= kTileHeight ? 4 : 2, passes = divide_up(rows, kGridRows);
+    const int share = divide_up(together * kTile, kTileBytes * passes) * kTileBytes;
+    const size_t panel_bytes = linear.panel_bytes(), out_bytes = kPanel * size_of(job.out_form);
+    alignas(64) Sum sums[2][4 * kTileHeight * kPanel];
+    Outputs<Sum> waiting{};
+    int waiting_rows = 0, waiting_panels = 0, turn = 0;
+    const auto finish_waiting = [&](int from, int end) __attribute__((always_inline)) {
+        for (int p = 0; p < waiting_panels; p += unit) finish(waiting, p, from, end);
+    };
+    use_tiles(kWholeTiles);
+    for (int p = 0; p < panels; p += together) {
+        const int some = std::min(together, panels - p);
+        const char* ahead = p + together < panels ? linear.panel<char>(panel + p + together) : next;
+        for (int t = 0; t < rows; t += kGridRows) {
+            const int height = std::min(rows - t, kGridRows), tiles = divide_up(height, kTileHeight);
+            const TileStrides by{x.stride, panel_bytes, static_cast<size_t>(tiles) * kTileHeight * kPanel, kTileBytes};
+            Sum* found = sums[turn];
+            turn ^= 1;
+            const Outputs<Sum> to = outputs_of(job, panel + p, row + t, found, by.c_panel);
+            for (int q = 0; q < some;)
+                q += with_grid<kInt8>(tiles, some - q, [&](auto grid) {
+                    const char *a = x.row<char>(t), *b = linear.panel<char>(panel + p + q);
+                    grid.clear();
+                    for (int piece = 0; piece < kPieces; piece++) {
+                        const int from = steps * piece / kPieces, end = steps * (piece + 1) / kPieces;
+                        const char* b_from = b + from * kTile;
+                        grid.add(a + from * kTileBytes, b_from, end - from, by, [&](int s) __attribute__((always_inline)) {
+                            if (passes == 1) return fetch_streamed(b_from + s * kTile, some, by);
+                            for (int i = 0; i < share; i += kTileBytes) __builtin_prefetch(ahead + i, 0, 2);
+                            ahead += share;
+                        });
+                        if (q == 0) {
+                        for (int o = 0; o < some; o += unit) fetch_outputs(to, o / unit * out_bytes, height * piece / kPieces, height * (piece + 1) / kPieces);
+                        finish_waiting(waiting_rows * piece / kPieces, waiting_rows * (piece + 1) / kPieces);
+                        }
+                    }
+                    grid.store(reinterpret_cast<char*>(found + q * by.c_panel), by);
+                });
+            waiting = to;
+            waiting_rows = height;
+            waiting_panels = some;
         }
     }
+    finish_waiting(0, waiting_rows);
 }
+
+#endif
 
 // Where the chunk lies that this thread will probably claim next: in this linear, else at the start of the next.
 inline const void* guess_next(const Product& job, const Cut& by, int panel) {
@@ -125,22 +244,24 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
     const int rows = std::min(by.rows, job.rows - row);
     if (rows <= 0) return;
     const Activations x = job.x.from(row);
+#if PENSTOCK_TILES
+    const char* next = static_cast<const char*>(guess_next(job, by, panel));
+    if (linear.form == Form::bf16) return multiply_by_tiles<float>(job, panel, panels, row, rows, next);
+    if (linear.type == Type::int8 && by_tiles(linear, rows) && linear.groups() == 1)
+        return multiply_by_tiles<int32_t>(job, panel, panels, row, rows, next);
+#endif
     size_t by_panel = static_cast<size_t>(round_up(rows, 16)) * kPanel;
     if (linear.form == Form::int8) {
         if (linear.type == Type::int4)
             multiply_integers<true>(linear, panel, panels, x, rows, sums);
         else
             multiply_integers<false>(linear, panel, panels, x, rows, sums);
-#if PENSTOCK_TILES
-    } else if (linear.form == Form::bf16) {
-        multiply_bfloats(linear, panel, panels, x, rows, sums);
-#endif
     } else {
         by_panel = static_cast<size_t>(rows) * kPanel;
-        with_type(linear.type, [&](auto* w) {
+        with_weights(linear, [&](auto* w) {
             using W = std::remove_pointer_t<decltype(w)>;
-            multiply_floats<W>(linear, panel, panels, x.row<float>(0), x.stride / sizeof(float), rows, sums,
-                               guess_next(job, by, panel));
+            multiply_floats<W>(linear, panel, panels, x.row<Activation<W>>(0), x.stride / sizeof(Activation<W>), rows,
+                               sums, guess_next(job, by, panel));
         });
     }
     finish(job, panel, panels, row, rows, sums, by_panel);

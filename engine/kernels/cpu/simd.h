@@ -115,17 +115,19 @@ PENSTOCK_INLINE uint16_t to_bfloat_bits(float x) {
 }
 
 #if !PENSTOCK_AVX2 && !PENSTOCK_NEON
-PENSTOCK_INLINE float half_bits_to_float(uint16_t h) {
-    const uint32_t sign = uint32_t(h & 0x8000u) << 16, exponent = (h >> 10) & 31u, mantissa = h & 1023u;
-    if (exponent == 0) {
-        const float tiny = static_cast<float>(mantissa) * 5.9604644775390625e-8f;  // 2^-24
-        return sign ? -tiny : tiny;
-    }
-    const uint32_t u = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112u) << 23) | (mantissa << 13);
-    float x;
-    std::memcpy(&x, &u, sizeof x);
-    return x;
+// The exponent and the mantissa move to their places in a float, where the exponent counts from 127 and not from 15.
+// The largest one means infinity or NaN in both, and the smallest a number without the leading 1 that is taken off here.
+// The masks are signs: GCC compares vectors that are wider than a register number by number.
+PENSTOCK_INLINE v8 halves_to_floats(v8h bits) {
+    const v8i h = (v8i)__builtin_convertvector(bits, v8u);
+    const v8i number = (h & 0x7fff) << 13, sign = (h & 0x8000) << 16;
+    const v8i is_subnormal = (number - (1 << 23)) >> 31, is_special = ((31 << 23) - 1 - number) >> 31;
+    const v8i rebias = splat_int(112 << 23);
+    const v8 magnitude = (v8)(number + rebias + (is_special & rebias) + (is_subnormal & (1 << 23)));
+    return (v8)((v8i)(magnitude - (v8)(is_subnormal & (113 << 23))) | sign);
 }
+
+PENSTOCK_INLINE float half_bits_to_float(uint16_t h) { return halves_to_floats(v8h{h})[0]; }
 
 PENSTOCK_INLINE uint16_t float_to_half_bits(float x) {
     uint32_t u;
@@ -157,9 +159,9 @@ PENSTOCK_INLINE v8 load(const Half* p) {
     x.half[1] = vcvt_f32_f16(vget_high_f16(h));
     return x.whole;
 #else
-    v8 x;
-    for (int i = 0; i < kLanes; i++) x[i] = half_bits_to_float(p[i].bits);
-    return x;
+    v8h bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return halves_to_floats(bits);
 #endif
 }
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.execution.runner import ModelRunner
+from engine.model.config import MAX_DRAFTS
 from engine.planning.request import Request, SamplingParams
 from engine.planning.step import DeviceError, RunnerFacts
 from tests.engine.checkpoints import make_checkpoint
@@ -67,7 +68,9 @@ def test_a_closed_runner_has_no_model(driver: Driver) -> None:
 
 
 def test_on_a_cpu_a_step_has_ended_when_its_launch_returns(driver: Driver) -> None:
-    assert driver.facts == RunnerFacts(num_blocks=32, block_size=16, max_batch_tokens=64, max_model_len=512)
+    assert driver.facts == RunnerFacts(
+        num_blocks=32, block_size=16, max_batch_tokens=64, max_model_len=512, max_drafts=MAX_DRAFTS
+    )
     with pytest.raises(RuntimeError, match="not loaded"):
         _ = ModelRunner(lambda: driver.runner.model).steps
 

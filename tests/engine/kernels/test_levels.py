@@ -19,16 +19,18 @@ from tests.engine.ranges import assert_within
 
 COMMON = "fpu sse sse2 ssse3 sse4_1 sse4_2 movbe popcnt avx f16c abm fma bmi1 bmi2 avx2"
 ICE_LAKE = f"{COMMON} avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni"
+ZEN_4 = f"{ICE_LAKE} avx512_bf16"
 SAPPHIRE_RAPIDS = f"{ICE_LAKE} avx512_bf16 avx512_fp16 amx_bf16 amx_tile amx_int8"
 
 X86 = """\
 processor\t: 0
-vendor_id\t: GenuineIntel
+vendor_id\t: {vendor}
 model name\t: a processor with avx512f in its name
 flags\t\t: {}
 vmx flags\t: vnmi amx_tile
 
 processor\t: 1
+vendor_id\t: {vendor}
 flags\t\t: {}
 """
 ARM = """\
@@ -43,8 +45,8 @@ def machine(architecture: str, cpuinfo: str, refusal: str = "") -> Machine:
     return Machine(architecture, features(cpuinfo), lambda: refusal)
 
 
-def x86(flags: str, refusal: str = "") -> Machine:
-    return machine("x86_64", X86.format(flags, flags), refusal)
+def x86(flags: str, refusal: str = "", vendor: str = "GenuineIntel") -> Machine:
+    return machine("x86_64", X86.format(flags, flags, vendor=vendor), refusal)
 
 
 MACHINES = {
@@ -53,17 +55,22 @@ MACHINES = {
     "AVX2 without FMA": (x86(COMMON.replace("fma", "")), ["portable"]),
     "AVX-512 without VNNI": (x86(ICE_LAKE.replace("avx512_vnni", "")), ["avx2", "portable"]),
     "AVX-512": (x86(ICE_LAKE), ["avx512", "avx2", "portable"]),
-    "AMX": (x86(SAPPHIRE_RAPIDS), ["amx", "avx512", "avx2", "portable"]),
+    "AVX-512 with BF16": (x86(ZEN_4), ["avx512bf16", "avx512", "avx2", "portable"]),
+    "AMX": (x86(SAPPHIRE_RAPIDS), ["amx", "avx512", "avx512bf16", "avx2", "portable"]),
     "AMX that a hypervisor hides": (
         x86(SAPPHIRE_RAPIDS.replace("amx_tile", "")),
-        ["avx512", "avx2", "portable"],
+        ["avx512", "avx512bf16", "avx2", "portable"],
     ),
     "AMX that Linux refuses": (
         x86(SAPPHIRE_RAPIDS, "Operation not permitted"),
-        ["avx512", "avx2", "portable"],
+        ["avx512", "avx512bf16", "avx2", "portable"],
+    ),
+    "BF16 and float16 of another vendor": (
+        x86(f"{ZEN_4} avx512_fp16", vendor="AuthenticAMD"),
+        ["avx512bf16", "avx512", "avx2", "portable"],
     ),
     "two unlike processors": (
-        machine("x86_64", X86.format(SAPPHIRE_RAPIDS, COMMON)),
+        machine("x86_64", X86.format(SAPPHIRE_RAPIDS, COMMON, vendor="GenuineIntel")),
         ["avx2", "portable"],
     ),
     "x86-64 without /proc/cpuinfo": (machine("x86_64", ""), ["portable"]),
@@ -94,7 +101,8 @@ def test_an_architecture_has_one_name(name: str, architecture: str) -> None:
     ("flags", "refusal", "level", "reason"),
     [
         (COMMON, "", "avx512", "lacks avx512f avx512bw avx512vl avx512dq avx512_vnni"),
-        (ICE_LAKE, "", "amx", "lacks avx512_bf16 amx_tile amx_bf16 amx_int8"),
+        (ICE_LAKE, "", "avx512bf16", "this processor lacks avx512_bf16"),
+        (ZEN_4, "", "amx", "lacks amx_tile amx_bf16 amx_int8"),
         (SAPPHIRE_RAPIDS.replace("amx_int8", ""), "", "amx", "this processor lacks amx_int8"),
         (SAPPHIRE_RAPIDS, "Operation not permitted", "amx", "Linux refuses .*Operation not permitted"),
     ],
@@ -117,7 +125,7 @@ def test_nothing_is_better_than_the_best() -> None:
 
 @pytest.mark.parametrize("name", ["neon", "AVX2", "avx3", " "])
 def test_a_level_that_does_not_exist_is_refused_with_those_that_do(name: str) -> None:
-    with pytest.raises(InstructionSetError, match="portable, avx2, avx512, amx, tiles") as caught:
+    with pytest.raises(InstructionSetError, match="portable, avx2, avx512, avx512bf16, amx, tiles") as caught:
         x86(SAPPHIRE_RAPIDS).named(name)
     assert repr(name) in str(caught.value)
 
@@ -126,6 +134,7 @@ def test_a_level_that_does_not_exist_is_refused_with_those_that_do(name: str) ->
     ("machine", "base"),
     [
         (x86(SAPPHIRE_RAPIDS), "avx512"),
+        (x86(ZEN_4), "avx512bf16"),
         (x86(COMMON), "avx2"),
         (x86(""), "portable"),
         (machine("aarch64", ARM), "neon"),

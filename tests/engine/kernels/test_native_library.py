@@ -151,6 +151,18 @@ def test_half_precision_is_rounded_as_torch_does(team: Team) -> None:
         assert torch.equal(linear(torch.eye(5)), weight.to(dtype).float().T)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_number_of_16_bits_is_what_it_is_to_torch(team: Team, dtype: torch.dtype) -> None:
+    weight = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).float()[:, None]
+    linear = PackedLinear(team, weight, None, dtype)
+    product = weight
+    if linear.activation_dtype == torch.bfloat16:  # its instructions take denormal numbers for zeros
+        product = torch.where(weight.abs() < torch.finfo(torch.float32).tiny, 0, weight)
+    for found, wanted in ((linear.dense(), weight), (linear(torch.ones(1, 1)).T, product)):
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(), wanted.nan_to_num())
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (16, 8), (34, 37), (96, 5), (100, 53)])

@@ -14,8 +14,8 @@ import torch
 from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.kernels import select as selecting
-from engine.kernels.cpu import native
-from engine.kernels.cpu.levels import VARIABLE
+from engine.kernels.cpu import levels, native
+from engine.kernels.cpu.levels import VARIABLE, Machine
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeUnavailable
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import only_what_runs, select, trials, triton_kernels
@@ -244,6 +244,20 @@ def test_tiles_multiply_bfloat16(monkeypatch: pytest.MonkeyPatch, level: str) ->
     assert choose_dtype("float16", CONFIG, CPU) == torch.float16
 
 
+@pytest.mark.parametrize(
+    ("features", "chosen"),
+    [({"avx512_bf16"}, torch.bfloat16), ({"avx512_bf16", "avx512_fp16", "GenuineIntel"}, torch.float16)],
+    ids=["quick", "slow"],
+)
+def test_pairs_of_bfloat16_are_chosen_where_they_are_quick(
+    monkeypatch: pytest.MonkeyPatch, features: set[str], chosen: torch.dtype
+) -> None:
+    machine = Machine("x86_64", frozenset(features), lambda: "")
+    monkeypatch.setattr(levels, "this_machine", lambda: machine)
+    monkeypatch.setenv(VARIABLE, "avx512bf16")
+    assert choose_dtype("auto", replace(CONFIG, dtype="float32"), CPU) == chosen
+
+
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == choose_device("cpu") == CPU
@@ -272,7 +286,8 @@ def test_types_of_the_kv_cache(
 def test_what_is_served_on_the_cpu_alone_is_one_line_on_cuda() -> None:
     with pytest.raises(CheckpointError, match=r"^--kv-dtype int8 is served on the CPU; .* bfloat16$"):
         choose_kv_dtype("int8", torch.bfloat16, CUDA)
-    with pytest.raises(CheckpointError, match=r"^--quantize int4 is served on the CPU"):
-        choose_quantization("int4", None, CUDA)
-    assert choose_quantization(None, None, CUDA) is None
-    assert choose_quantization("int4", 32, CPU) == Quantization(4, 32)
+
+
+def test_quantizations() -> None:
+    assert choose_quantization(None, None) is None
+    assert choose_quantization("int4", 32) == Quantization(4, 32)

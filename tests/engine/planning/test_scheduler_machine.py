@@ -18,12 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.engine import launch_fitting
 from engine.planning.block_tables import BlockTables
+from engine.planning.drafting import Drafting
 from engine.planning.request import FinishReason, Output, Request
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import OutOfMemory, Plan, StepInFlight
 from priority.queue import LaneQueue
 from tests.engine.late import LateRunner
-from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
+from tests.engine.paper import PaperProposer, PaperRunner, PaperSink, expected_output, make_request
 
 BLOCK_SIZE = 4
 
@@ -36,6 +37,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         window=st.sampled_from([0, 0, 1, 3, 4, 5, 8, 11, 20]),
         is_late=st.booleans(),
+        max_drafts=st.sampled_from([0, 1, 3, 8]),
+        rightness=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
         pace=st.randoms(use_true_random=False),
     )
     def build(
@@ -46,6 +49,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache: bool,
         window: int,
         is_late: bool,
+        max_drafts: int,
+        rightness: float,
         pace: random.Random,
     ) -> None:
         self.queue = LaneQueue(Lock())
@@ -58,7 +63,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.flights: deque[tuple[Plan, StepInFlight]] = deque()
         self.budget = budget
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=28)
-        self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits)
+        proposer = PaperProposer(pace, rightness, window)
+        self.drafting = Drafting(proposer, max_drafts) if max_drafts else None
+        self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits, self.drafting)
+        self.pace = pace
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.ended: dict[tuple[str, int], FinishReason] = {}
@@ -134,6 +142,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         while len(self.flights) > num_left:
             plan, step = self.flights.popleft()
             self.receive(self.scheduler.commit(plan, step.wait(), self.now))
+            if self.drafting is not None:
+                self.drafting.forget(self.scheduler.take_departed())
+                self.drafting.costs.observe(plan.num_tokens, self.pace.random())
 
     @precondition(lambda self: self.scheduler.running)
     @rule(pick=st.integers(0, 5))

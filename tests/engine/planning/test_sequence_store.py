@@ -85,13 +85,13 @@ def test_a_request_that_was_looked_at_and_cancelled_in_the_queue_is_not_kept() -
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
-def test_an_output_has_the_logprobs_of_its_tokens_and_no_more(max_tokens: int) -> None:
+def test_every_token_is_an_output_with_its_logprobs_and_none_comes_after_the_end(max_tokens: int) -> None:
     bench = Bench()
     bench.submit(make_request("r", [1, 2], max_tokens=max_tokens))
     plan = bench.scheduler.plan(1.0)
     logprobs = [TokenLogprobs(-0.5 * i, ((i, -0.1),)) for i in range(2)]
-    (output,) = bench.scheduler.commit(plan, StepResult([Sampled([7, 8], logprobs)]), 1.0)
+    outputs = bench.scheduler.commit(plan, StepResult([Sampled([7, 8], logprobs)]), 1.0)
     num_tokens = min(2, max_tokens)
-    assert output.token_ids == [7, 8][:num_tokens]
-    assert output.logprobs == logprobs[:num_tokens]
-    assert output.finish_reason is (FinishReason.LENGTH if max_tokens < 3 else None)
+    assert [output.token_ids for output in outputs] == [[7], [8]][:num_tokens]
+    assert [output.logprobs for output in outputs] == [[one] for one in logprobs][:num_tokens]
+    assert outputs[-1].finish_reason is (FinishReason.LENGTH if max_tokens < 3 else None)

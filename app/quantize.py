@@ -1,0 +1,274 @@
+"""`penstock quantize`: makes a compressed-tensors checkpoint of 4 or 8 bits from one in floating point."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from app.calibration import PIECE_TOKENS, make_texts
+from app.checkpoint import DEMO_MODEL, DEMO_NAME, find_checkpoint
+from app.errors import OperatorError
+from app.log import configure_log, progress
+from engine.errors import CheckpointError
+from engine.model.config import GROUP_SIZES, ModelConfig
+from engine.model.parse import read_config
+from engine.model.texts import Outcome, Text, Texts
+
+if TYPE_CHECKING:
+    from engine.model.quantizing import Plan
+
+METHODS = ("gptq", "awq", "rtn")
+INTERRUPTED = 130
+_ROW = "row"
+_MIB = 1 << 20
+
+_COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+"""The suffixes of what goes along as it is: tokenizer, chat template, generation config."""
+_LICENCES = ("LICENSE", "LICENCE", "NOTICE")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=f"a directory, a Hugging Face id, or {DEMO_NAME}")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the directory that is made")
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        default="gptq",
+        help="gptq (default), awq: rounding that looks at activations; rtn: every weight to the nearest level",
+    )
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="of a weight; default: 4")
+    sizes = "|".join(str(size) for size in GROUP_SIZES)
+    parser.add_argument(
+        "--group-size",
+        metavar=f"{sizes}|{_ROW}",
+        help=f"the inputs of a row that share a scale; default: 64 for 4 bits, or 32 if it must be, {_ROW} for 8",
+    )
+    parser.add_argument(
+        "--symmetric", action="store_true", help="4 bits without zero points (8 bits never have any)"
+    )
+    parser.add_argument(
+        "--act-order", action="store_true", help="gptq: round the inputs with the largest activations first"
+    )
+    parser.add_argument(
+        "--wide-layers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with 4 bits, the first N layers have 8: all later ones read what they write; default: 1",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help='text like that the model will see: plain, or JSON lines with "text"; the demo model has its own',
+    )
+    parser.add_argument(
+        "--calibration-tokens",
+        type=int,
+        default=32_768,
+        metavar="N",
+        help="the most that are used, in pieces of %(const)s; a quarter as many are held out to measure perplexity; "
+        "default: 32768".replace("%(const)s", str(PIECE_TOKENS)),
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: auto")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is a checkpoint")
+
+
+def run(options: argparse.Namespace) -> int:
+    configure_log("info")
+    try:
+        with _terminations_as_interrupts():
+            _quantize(options)
+    except KeyboardInterrupt:
+        print("penstock: interrupted; nothing was written", file=sys.stderr)
+        return INTERRUPTED
+    except CheckpointError as error:
+        raise OperatorError(str(error)) from None
+    return 0
+
+
+def _quantize(options: argparse.Namespace) -> None:
+    folder = _find_model(options.model)
+    out = options.out.expanduser()
+    _check_out(out, folder, options.overwrite)
+    config = read_config(folder)
+    import torch
+
+    from engine.model.dtype import choose_device
+    from engine.model.quantizing import check, quantize
+
+    plan = _plan(options, config)
+    check(folder, plan)
+    device = choose_device(options.device)
+    texts = make_texts(
+        folder, config, options.calibration, options.calibration_tokens, is_needed=plan.method != "rtn"
+    )
+    _say_plan(plan, config, texts, str(device))
+    with _beside(out) as made, progress("quantizing") as show:
+        try:
+            outcome = quantize(folder, made / "model.safetensors", plan, texts, device, show)
+            _write_config(folder, made, plan, config.num_layers)
+            _copy_others(folder, made)
+        except (OSError, torch.OutOfMemoryError) as error:
+            raise OperatorError(f"{out}: {error}") from None
+        size = (made / "model.safetensors").stat().st_size
+        _put_in_place(made, out, options.overwrite)
+    _say_outcome(outcome, out, size, sum(path.stat().st_size for path in folder.glob("*.safetensors")))
+
+
+def _find_model(model: str) -> Path:
+    if model == DEMO_NAME and not Path(model).exists():
+        return DEMO_MODEL
+    return find_checkpoint(model, "MODEL")
+
+
+def _check_out(out: Path, folder: Path, overwrite: bool) -> None:
+    """
+    Raises:
+        OperatorError: OUT cannot be made, or is there and may not be replaced.
+    """
+    if not out.parent.is_dir():
+        raise OperatorError(f"OUT {out}: there is no directory {out.parent}")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise OperatorError(f"OUT {out} is there, and no directory")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if out.resolve() == folder.resolve():
+        raise OperatorError(f"OUT {out} is MODEL itself")
+    if not overwrite:
+        raise OperatorError(f"OUT {out} is there already; --overwrite replaces it")
+    if not (out / "config.json").is_file():
+        raise OperatorError(f"OUT {out} is no checkpoint, it has no config.json, and is not replaced")
+
+
+def _plan(options: argparse.Namespace, config: ModelConfig) -> Plan:
+    from engine.model.quantizing import Plan
+
+    if options.wide_layers < 0:
+        raise OperatorError(f"--wide-layers must not be negative, and is {options.wide_layers}")
+    if options.act_order and options.method != "gptq":
+        raise OperatorError(f"--act-order is for --method gptq, not {options.method}")
+    return Plan(
+        method=options.method,
+        bits=options.bits,
+        group_size=_group_size(options, config),
+        symmetric=options.symmetric or options.bits == 8,
+        by_activation=options.act_order,
+        num_wide_layers=options.wide_layers,
+    )
+
+
+def _group_size(options: argparse.Namespace, config: ModelConfig) -> int | None:
+    """The number of inputs that was asked for, or the default; None is a row."""
+    given = options.group_size
+    if given is None and options.bits == 8:
+        return None
+    if given is None:
+        inputs = (config.hidden_size, config.q_size, config.intermediate_size)
+        return 64 if all(count % 64 == 0 for count in inputs) else 32
+    if given == _ROW:
+        return None
+    if given not in map(str, GROUP_SIZES):
+        raise OperatorError(
+            f"--group-size must be {', '.join(map(str, GROUP_SIZES))} or {_ROW}, and is {given}"
+        )
+    return int(given)
+
+
+@contextmanager
+def _beside(out: Path) -> Iterator[Path]:
+    """A new folder beside `out`, removed at the end if it is still there."""
+    folder = out.parent / f".{out.name}.{os.getpid()}.partial"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise OperatorError(f"OUT {out}: {error.strerror}") from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _terminations_as_interrupts() -> Iterator[None]:
+    """SIGTERM ends the work as Ctrl-C does, so that it leaves nothing behind."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _write_config(folder: Path, made: Path, plan: Plan, num_layers: int) -> None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = plan.config(num_layers)
+    (made / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_others(folder: Path, made: Path) -> None:
+    for path in sorted(folder.iterdir()):
+        goes_along = path.suffix in _COPIED or path.name.startswith(_LICENCES)
+        if path.is_file() and goes_along and path.name != "config.json" and ".index." not in path.name:
+            shutil.copyfile(path, made / path.name)
+
+
+def _put_in_place(made: Path, out: Path, overwrite: bool) -> None:
+    """Renames the finished folder; what is replaced goes only when the new one is there.
+
+    Raises:
+        OperatorError: `out` has come into being meanwhile.
+    """
+    old = made.with_suffix(".old")
+    if overwrite and out.exists():
+        out.rename(old)
+    try:
+        made.rename(out)
+    except OSError as error:
+        if old.exists():
+            old.rename(out)
+        raise OperatorError(f"OUT {out}: {error.strerror}") from None
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _say_plan(plan: Plan, config: ModelConfig, texts: Texts, device: str) -> None:
+    from engine.model.quantizing import layer_bytes
+
+    size = "one scale a row" if plan.group_size is None else f"groups of {plan.group_size}"
+    kind = "symmetric" if plan.symmetric else "asymmetric"
+    wide = min(plan.num_wide_layers, config.num_layers) if plan.bits == 4 else 0
+    wide_text = f"; {wide} of {config.num_layers} layers in 8 bits" if wide else ""
+    print(f"{plan.method}, {plan.bits} bits, {size}, {kind}{wide_text}, on {device}")
+    used = () if plan.method == "rtn" else texts.calibration
+    print(
+        f"calibration {_count(used)}, held out {_count(texts.held_out)}; memory: activations "
+        f"{texts.num_bytes(config) / _MIB:,.0f} MiB, a layer with its Hessians {layer_bytes(config) / _MIB:,.0f} MiB",
+        flush=True,
+    )
+
+
+def _count(pieces: Sequence[Text]) -> str:
+    return f"{sum(len(piece.token_ids) for piece in pieces):,} tokens in {len(pieces):,} pieces"
+
+
+def _say_outcome(outcome: Outcome, out: Path, size: int, size_before: int) -> None:
+    print(f"{out}: {size / _MIB:,.1f} MiB of weights, before {size_before / _MIB:,.1f} MiB")
+    if outcome.before is None or outcome.after is None:
+        print("perplexity: not measured without --calibration FILE")
+        return
+    change = 100 * (outcome.after / outcome.before - 1)
+    print(
+        f"perplexity of the held-out text: {outcome.before:.4f} before, {outcome.after:.4f} after, {change:+.2f} %"
+    )

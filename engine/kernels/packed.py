@@ -1,0 +1,202 @@
+"""Quantized weights as a GPU keeps them: one layout, into which every format is brought when it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.quant.float8 import BLOCK, Float8
+from engine.quant.formats import NamedTensors
+from engine.quant.integers import Integers
+
+UNIT = 32
+"""Inputs are padded to a multiple of so many."""
+_HALF = UNIT // 2
+
+
+class Code(Enum):
+    """What the numbers of a weight are."""
+
+    INT4 = "int4"
+    """Integers from -8 to 7. They are stored as those from 0 to 15 are, 8 more than they are."""
+    UINT4 = "uint4"
+    """Integers from 0 to 15. The 16 bytes of a unit have its first 16 numbers in their low halves, then the others."""
+    INT8 = "int8"
+    """Integers from -128 to 127."""
+    FLOAT8 = "float8"
+    """The bits of e4m3. Kernels read them as integers, for older cards know no such type."""
+
+    @property
+    def bits(self) -> int:
+        return 4 if self in (Code.INT4, Code.UINT4) else 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeight:
+    """A weight [out, in] that stands for (number - zero) * scale + offset.
+
+    Scales, zeros and offsets lie with those of neighbouring rows side by side, as a kernel reads them. They have the
+    narrowest type that holds them all without rounding.
+    """
+
+    code: Code
+    codes: Tensor
+    """[out, padded in * bits / 8] uint8, or int8 for Code.INT8; numbers that pad are 0"""
+    scale: Tensor
+    """[groups, out] float16, bfloat16 or float32"""
+    zero: Tensor | None
+    """[groups, out] int8; None stands for 0"""
+    offset: Tensor | None
+    """[groups, out] float16, bfloat16 or float32; None stands for 0, and so it is beside a zero"""
+    in_features: int
+    group_size: int
+    """Inputs that share a scale; the last group may have fewer."""
+    permutation: Tensor | None
+    """[in]: input i is multiplied with x[permutation[i]]; None if the inputs have the order of x."""
+
+    @classmethod
+    def of_integers(cls, tensors: NamedTensors, format: Integers) -> PackedWeight:
+        """Packs the tensors of a weight of integers."""
+        weight, scale, offset = tensors["weight"], tensors["scale"], tensors.get("offset")
+        code = Code.INT8 if format.bits == 8 else Code.INT4 if offset is None else Code.UINT4
+        zero = None if offset is None else _zeros(scale, offset)
+        return cls(
+            code=code,
+            codes=padded(weight) if code is Code.INT8 else pack_nibbles(weight - format.lowest),
+            scale=narrowest(scale).T.contiguous(),
+            zero=None if zero is None else zero.T.contiguous(),
+            offset=None if zero is not None or offset is None else narrowest(offset).T.contiguous(),
+            in_features=weight.shape[1],
+            group_size=format.group_size,
+            permutation=tensors.get("permutation"),
+        )
+
+    @classmethod
+    def of_float8(cls, tensors: NamedTensors, format: Float8) -> PackedWeight:
+        """Packs the tensors of a weight in e4m3."""
+        weight, scale = tensors["weight"], format.row_scales(tensors)
+        return cls(
+            code=Code.FLOAT8,
+            codes=padded(weight.view(torch.uint8)),
+            scale=narrowest(scale).T.contiguous(),
+            zero=None,
+            offset=None,
+            in_features=weight.shape[1],
+            group_size=weight.shape[1] if scale.shape[1] == 1 else BLOCK,
+            permutation=None,
+        )
+
+    @property
+    def out_features(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def padded_features(self) -> int:
+        """The inputs with those that pad them."""
+        return self.codes.shape[1] * 8 // self.code.bits
+
+    @property
+    def is_per_row(self) -> bool:
+        """Nothing but one scale belongs to a row, which can wait until its products are summed."""
+        return self.group_size >= self.in_features and self.zero is None and self.offset is None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def unpack(self, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in] in the order of its own inputs, computed in float32 and rounded once.
+
+        Kernels must agree with it bit for bit.
+        """
+        groups = torch.arange(self.in_features, device=self.codes.device) // self.group_size
+
+        def spread(of_groups: Tensor) -> Tensor:
+            return of_groups.float()[groups].T
+
+        weight = self._numbers()[:, : self.in_features]
+        if self.zero is not None:
+            weight = weight - spread(self.zero)
+        weight = weight * spread(self.scale)
+        if self.offset is not None:
+            weight = weight + spread(self.offset)
+        return weight.to(dtype)
+
+    def _numbers(self) -> Tensor:
+        match self.code:
+            case Code.INT4 | Code.UINT4:
+                halves = torch.stack((self.codes & 15, self.codes >> 4), 1)
+                units = halves.view(len(halves), 2, -1, _HALF).transpose(1, 2)
+                return units.flatten(1).float() - 8 * (self.code is Code.INT4)
+            case Code.INT8:
+                return self.codes.float()
+            case Code.FLOAT8:
+                return self.codes.view(torch.float8_e4m3fn).float()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+class UnpackedLinear:
+    """x [..., in] -> x @ weight.T + bias [..., out], by torch; the weight is unpacked anew whenever it is needed.
+
+    Attributes:
+        weight: packed, on its device.
+        bias: [out] in the type of x, or None.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(permuted(x, self.weight), self.weight.unpack(x.dtype), self.bias)
+
+
+PACKED = (Integers, Float8)
+"""The formats that have a layout of their own on a GPU."""
+
+
+def pack(tensors: NamedTensors, format: Integers | Float8, device: torch.device) -> PackedWeight:
+    """Packs the tensors of one of these formats on a device."""
+    tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+    if isinstance(format, Integers):
+        return PackedWeight.of_integers(tensors, format)
+    return PackedWeight.of_float8(tensors, format)
+
+
+def permuted(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x [..., in] in the order of the weight's inputs."""
+    return x if weight.permutation is None else x.index_select(-1, weight.permutation)
+
+
+def _zeros(scale: Tensor, offset: Tensor) -> Tensor | None:
+    """The zeros for which -zero * scale is the offset, if all are integers of 8 bits, or else None."""
+    zero = (-offset / torch.where(scale == 0, 1.0, scale)).round()
+    is_exact = (zero.abs() <= 127) & (-zero * scale == offset)
+    return zero.to(torch.int8) if bool(is_exact.all()) else None
+
+
+def narrowest(floats: Tensor) -> Tensor:
+    """Floats in the narrowest type that holds them all without rounding."""
+    narrow = (floats.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+    return next((each for each in narrow if torch.equal(each.float(), floats)), floats)
+
+
+def padded(codes: Tensor) -> Tensor:
+    return F.pad(codes, (0, -codes.shape[1] % UNIT)).contiguous()
+
+
+def pack_nibbles(integers: Tensor) -> Tensor:
+    """[out, in] -> [out, padded in / 2]"""
+    units = padded(integers.to(torch.uint8)).view(len(integers), -1, 2, _HALF)
+    return (units[:, :, 0] | units[:, :, 1] << 4).flatten(1)

@@ -1,0 +1,294 @@
+"""The products with packed weights: by tiles of weights and rows, in parts of the inputs, which a second kernel adds.
+
+A tile of weights is the left operand, [outputs, inputs], and rows of x are the columns of the right one: there are at
+least 64 outputs, which the large matrix instructions want on the left, and often few rows.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_steps", "steps_per_part"])
+def packed_linear_kernel(
+    out: tl.tensor,
+    x: tl.tensor,
+    codes: tl.tensor,
+    scale: tl.tensor,
+    zero: tl.tensor,
+    offset: tl.tensor,
+    row_scale: tl.tensor,
+    bias: tl.tensor,
+    num_rows: tl.tensor,
+    num_steps: tl.tensor,
+    steps_per_part: tl.tensor,
+    out_features: tl.tensor,
+    in_features: tl.tensor,
+    row_bytes: tl.tensor,
+    CODE: tl.constexpr,
+    SCALES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IS_PART: tl.constexpr,
+) -> None:
+    """Multiplies BLOCK_M rows of x with BLOCK_N rows of weights, over one part of the inputs.
+
+    Integers x give sums in int32, which are exact. If the sum is one of several parts, it is stored as it is, and
+    whatever belongs to whole rows is left to `add_parts_kernel`.
+
+    SCALES says what scales are multiplied with: the sums of whole "rows", the sums of "groups", of which one holds a
+    step of BLOCK_K inputs, or the "weights", in any groups.
+    """
+    NIBBLES: tl.constexpr = 2 if CODE == "int4" or CODE == "uint4" else 1
+    DEPTH: tl.constexpr = BLOCK_K // NIBBLES
+    dtype: tl.constexpr = x.dtype.element_ty
+    sum_dtype: tl.constexpr = tl.int32 if dtype == tl.int8 else tl.float32
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    part = tl.program_id(2)
+    read = tl.minimum(outputs, out_features - 1)
+    places = tl.arange(0, DEPTH)
+    inputs = places // 16 * 32 + places % 16 if NIBBLES == 2 else places
+    row_codes = codes + read.to(tl.int64) * row_bytes + places[None, :]
+    row_x = x + rows.to(tl.int64) * in_features + inputs[:, None]
+    summed = tl.zeros([BLOCK_N, BLOCK_M], sum_dtype)
+    for step in range(part * steps_per_part, tl.minimum((part + 1) * steps_per_part, num_steps)):
+        packed = tl.load(row_codes + step * DEPTH)
+        first = step * BLOCK_K
+        if SCALES == "groups":
+            of_group = first // GROUP_SIZE * out_features + read
+            products = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            factor = tl.load(scale + of_group).to(tl.float32)
+        for nibble in tl.static_range(NIBBLES):
+            start = first + nibble * 16
+            inside = (rows < num_rows) & (inputs[:, None] < in_features - start)
+            columns = tl.load(row_x + start, mask=inside, other=0)
+            numbers = _numbers(packed, nibble, CODE, dtype)
+            if SCALES == "groups":
+                if zero is not None:
+                    numbers -= tl.load(zero + of_group).to(dtype)
+                products = tl.dot(numbers, columns, products, input_precision="ieee")
+            elif SCALES == "weights":
+                k = tl.minimum(start + inputs, in_features - 1)[None, :]
+                weights = _weights(numbers, scale, zero, offset, read, k, out_features, GROUP_SIZE)
+                summed = tl.dot(weights.to(dtype), columns, summed, input_precision="ieee")
+            else:
+                summed = tl.dot(numbers, columns, summed, input_precision="ieee", out_dtype=sum_dtype)
+        if SCALES == "groups":
+            summed = tl.fma(products, tl.broadcast_to(factor, [BLOCK_N, BLOCK_M]), summed)
+    kept = (rows < num_rows) & (outputs < out_features)
+    target = out + (part * num_rows + rows).to(tl.int64) * out_features + outputs
+    if not IS_PART:
+        row_factor = scale if SCALES == "rows" else None
+        summed = _finished(summed, row_factor, row_scale, bias, read, rows, rows < num_rows)
+    tl.store(target, summed.to(out.dtype.element_ty), mask=kept)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def add_parts_kernel(
+    out: tl.tensor,
+    parts: tl.tensor,
+    scale: tl.tensor,
+    row_scale: tl.tensor,
+    bias: tl.tensor,
+    num_rows: tl.tensor,
+    num_parts: tl.tensor,
+    out_features: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Adds the sums of the parts, the first one first."""
+    row = tl.program_id(0).to(tl.int64)
+    outputs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = outputs < out_features
+    place = parts + row * out_features + outputs
+    summed = tl.load(place, mask=inside, other=0)
+    for _ in range(1, num_parts):
+        place += num_rows.to(tl.int64) * out_features
+        summed += tl.load(place, mask=inside, other=0)
+    read = tl.minimum(outputs, out_features - 1)
+    finished = _finished(summed, scale, row_scale, bias, read, row, True)
+    tl.store(out + row * out_features + outputs, finished.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def unpack_kernel(
+    weights: tl.tensor,
+    codes: tl.tensor,
+    scale: tl.tensor,
+    zero: tl.tensor,
+    offset: tl.tensor,
+    first_output: tl.tensor,
+    out_features: tl.tensor,
+    in_features: tl.tensor,
+    row_bytes: tl.tensor,
+    CODE: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Writes BLOCK_K weights of one row, from `first_output` on, in the type of `weights`."""
+    NIBBLES: tl.constexpr = 2 if CODE == "int4" or CODE == "uint4" else 1
+    DEPTH: tl.constexpr = BLOCK_K // NIBBLES
+    row = tl.program_id(1).to(tl.int64)
+    output = first_output + row
+    places = tl.arange(0, DEPTH)
+    inputs = tl.program_id(0) * BLOCK_K + (places // 16 * 32 + places % 16 if NIBBLES == 2 else places)
+    within = tl.program_id(0) * DEPTH + places
+    packed = tl.load(codes + output * row_bytes + within, mask=within < row_bytes, other=0)
+    for nibble in tl.static_range(NIBBLES):
+        k = inputs + nibble * 16
+        numbers = _numbers(packed, nibble, CODE, tl.float32)
+        read = tl.minimum(k, in_features - 1)
+        full = _weights(numbers, scale, zero, offset, output, read, out_features, GROUP_SIZE)
+        tl.store(weights + row * in_features + k, full.to(weights.dtype.element_ty), mask=k < in_features)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x: tl.tensor,
+    numbers: tl.tensor,
+    row_scale: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST: tl.constexpr,
+) -> None:
+    """Scales one row so that its largest magnitude becomes LARGEST, and rounds it to int8 or to the bits of e4m3.
+
+    What enters the rounding has the bits of `kernels.linear.quantize_rows`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    first = x + row * SIZE
+    magnitudes, nans = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, SIZE, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        values = tl.load(first + columns, mask=columns < SIZE, other=0.0).to(tl.float32)
+        magnitudes = tl.maximum(magnitudes, tl.abs(values))
+        nans = tl.maximum(nans, (values != values).to(tl.int32))
+    largest = tl.where(tl.max(nans) > 0, float("nan"), tl.max(magnitudes))
+    most = tl.full([], LARGEST, tl.float32)
+    factor = tl.div_rn(most, largest)
+    tl.store(row_scale + row, tl.div_rn(largest, most))
+    for start in range(0, SIZE, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        scaled = tl.load(first + columns, mask=columns < SIZE, other=0.0).to(tl.float32) * factor
+        scaled = tl.where(scaled == scaled, tl.where(factor < float("inf"), scaled, 0.0), 0.0)
+        magnitude = tl.minimum(tl.abs(scaled), LARGEST)
+        if numbers.dtype.element_ty == tl.int8:
+            rounded = _nearest_integer(magnitude).to(tl.int32)
+            rounded = tl.where(scaled < 0, -rounded, rounded)
+        else:
+            rounded = _bits_of_e4m3(magnitude) + tl.where(scaled < 0, 128, 0)
+        tl.store(numbers + row * SIZE + columns, rounded.to(numbers.dtype.element_ty), mask=columns < SIZE)
+
+
+@triton.jit
+def _nearest_integer(x: tl.tensor) -> tl.tensor:
+    """x from 0 up to 2^22, rounded half to even: beside 2^23 a float has no room for fractions."""
+    return (x + 8388608.0) - 8388608.0
+
+
+@triton.jit
+def _bits_of_e4m3(x: tl.tensor) -> tl.tensor:
+    """x from 0 up to 448 in float32, rounded half to even; below 2^-6, numbers are multiples of 2^-9."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    return tl.where(x < 0.015625, _nearest_integer(x * 512.0).to(tl.int32), normal)
+
+
+@triton.jit
+def _numbers(packed: tl.tensor, nibble: tl.constexpr, CODE: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """The numbers that codes stand for, which `dtype` holds without rounding.
+
+    Conversions from integers are slow, so that integers become floats of 16 bits by their bits: beside a `unit`, which
+    is 2^10 or 2^7, the significand has room for 7 bits. Those of e4m3 below its sign are a wider float's, whose
+    exponents begin 2^8 or 2^120 lower.
+    """
+    if CODE == "float8":
+        numbers = _of_e4m3(packed, dtype)
+    elif CODE == "int8":
+        numbers = _of_int8(packed, dtype)
+    else:
+        numbers = _of_4_bits((packed >> (4 * nibble)) & 15, -8.0 if CODE == "int4" else 0.0, dtype)
+    return numbers
+
+
+@triton.jit
+def _of_4_bits(integers: tl.tensor, lowest: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    if dtype == tl.float32:
+        numbers = integers.to(dtype) + lowest
+    else:
+        unit: tl.constexpr = 0x6400 if dtype == tl.float16 else 0x4300
+        numbers = (unit | integers.to(tl.int16)).to(dtype, bitcast=True)
+        numbers += lowest - (1024.0 if dtype == tl.float16 else 128.0)
+    return numbers
+
+
+@triton.jit
+def _of_int8(packed: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    if dtype == tl.int8 or dtype == tl.float32:
+        numbers = packed.to(dtype)
+    else:
+        # The sign bit stands for -128, and for 128 beside the unit.
+        unit: tl.constexpr = 0x6400 if dtype == tl.float16 else 0x4300
+        wide = packed.to(tl.int16)
+        numbers = (unit | (wide & 0x7F)).to(dtype, bitcast=True)
+        numbers -= (unit | (wide & 0x80)).to(dtype, bitcast=True)
+    return numbers
+
+
+@triton.jit
+def _of_e4m3(packed: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    if dtype == tl.float16:
+        wide = packed.to(tl.int16)
+        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        numbers = bits.to(tl.float16, bitcast=True) * 256.0
+    else:
+        wide = packed.to(tl.int32)
+        bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+        numbers = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
+    return numbers
+
+
+@triton.jit
+def _weights(
+    numbers: tl.tensor,
+    scale: tl.tensor,
+    zero: tl.tensor,
+    offset: tl.tensor,
+    output: tl.tensor,
+    k: tl.tensor,
+    out_features: tl.tensor,
+    GROUP_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """(number - zero) * scale + offset in float32, for inputs k of outputs."""
+    of_group = k // GROUP_SIZE * out_features + output
+    weights = numbers.to(tl.float32)
+    if zero is not None:
+        weights -= tl.load(zero + of_group).to(tl.float32)
+    weights *= tl.load(scale + of_group).to(tl.float32)
+    if offset is not None:
+        weights += tl.load(offset + of_group).to(tl.float32)
+    return weights
+
+
+@triton.jit
+def _finished(
+    summed: tl.tensor,
+    scale: tl.tensor,
+    row_scale: tl.tensor,
+    bias: tl.tensor,
+    outputs: tl.tensor,
+    rows: tl.tensor,
+    is_row: tl.tensor,
+) -> tl.tensor:
+    """A sum over all inputs, times the scales of its output and of its row, plus the bias; each may be None."""
+    result = summed.to(tl.float32)
+    if scale is not None:
+        result *= tl.load(scale + outputs).to(tl.float32)
+    if row_scale is not None:
+        result *= tl.load(row_scale + rows, mask=is_row, other=0.0)
+    if bias is not None:
+        result += tl.load(bias + outputs).to(tl.float32)
+    return result

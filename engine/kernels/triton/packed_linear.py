@@ -1,0 +1,281 @@
+"""Linear maps with packed weights: x stays in 16 bits, or is quantized row by row where that is exact or faster."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from engine.kernels.packed import UNIT, Code, PackedWeight, permuted
+from engine.kernels.triton.packed_kernels import (
+    add_parts_kernel,
+    packed_linear_kernel,
+    quantize_rows_kernel,
+    unpack_kernel,
+)
+from engine.kernels.triton.tiles import ROW_CLASSES, Card, num_parts, step_inputs
+from engine.quant.float8 import FLOAT8, LARGEST
+
+MIN_UNPACKED_ROWS = ROW_CLASSES[-1] + 1
+"""From so many rows on, it is quicker to unpack the weights and to multiply in 16 bits than to unpack them by tiles."""
+SCRATCH_BYTES = 64 << 20
+"""Of unpacked weights at a time: about what a large card's second-level cache holds."""
+MIN_SCALED_ROWS = 65
+"""From so many rows on, x is rounded to 8 bits where the card multiplies e4m3: fewer wait for the weights only."""
+UNPACK_BLOCK, ADD_BLOCK, ROUND_BLOCK = 2048, 512, 4096
+ONE_GROUP = 1 << 30
+"""Stands for the size of a group that has all inputs, whatever their number."""
+
+
+class PackedLinear:
+    """x [..., in] -> x @ weight.T + bias [..., out], in the type of x.
+
+    Up to MIN_UNPACKED_ROWS, numbers and x are multiplied exactly and added in float32, and the sums of groups or rows
+    are multiplied by their scales; weights that have offsets, or groups that UNIT does not divide, are unpacked and
+    rounded to the type of x first. From there on all weights are unpacked, in slices, and torch multiplies.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, card: Card) -> None:
+        self.weight = weight
+        self._bias = bias
+        self._card = card
+
+    @property
+    def num_bytes(self) -> int:
+        return self.weight.num_bytes
+
+    @property
+    def kind(self) -> Hashable:
+        """Maps of one kind run the same kernels."""
+        return type(self), self.weight.code, _scales(self.weight)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = permuted(x.reshape(-1, self.weight.in_features), self.weight).contiguous()
+        return self._product(rows).view(*x.shape[:-1], self.weight.out_features)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        """Of rows [M, in], in the order of the weight's inputs."""
+        if len(rows) >= MIN_UNPACKED_ROWS:
+            return self._unpacked(rows)
+        return multiply(rows, self.weight, None, self._bias, rows.dtype, self._card)
+
+    def _unpacked(self, rows: Tensor) -> Tensor:
+        weight, bias = self.weight, self._bias
+        num_outputs = weight.out_features
+        at_a_time = max(1, SCRATCH_BYTES // (weight.in_features * rows.itemsize))
+        if at_a_time >= num_outputs:
+            return F.linear(rows, unpack(weight, 0, num_outputs, rows.dtype), bias)
+        out = rows.new_empty((len(rows), num_outputs))
+        for start in range(0, num_outputs, at_a_time):
+            end = min(start + at_a_time, num_outputs)
+            part = unpack(weight, start, end, rows.dtype).T
+            if bias is None:
+                torch.mm(rows, part, out=out[:, start:end])
+            else:
+                torch.addmm(bias[start:end], rows, part, out=out[:, start:end])
+        return out
+
+
+class RoundedLinear(PackedLinear):
+    """The map that `kernels.linear.IntegerLinear` specifies, bit for bit but for the type of the result.
+
+    For integers of 8 bits with one scale a row: x is quantized row by row, and all sums are exact.
+    """
+
+    def _product(self, rows: Tensor) -> Tensor:
+        integers, row_scale = quantize_rows(rows, torch.int8)
+        return multiply(integers, self.weight, row_scale, self._bias, rows.dtype, self._card)
+
+
+class ScaledLinear(PackedLinear):
+    """A PackedLinear of e4m3 whose products of many rows are torch's, of x that is rounded to e4m3 row by row.
+
+    The weight has one scale a row, and `can_scale`.
+    """
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, card: Card) -> None:
+        super().__init__(weight, bias, card)
+        self._scale = weight.scale.float()
+
+    def _product(self, rows: Tensor) -> Tensor:
+        if len(rows) < MIN_SCALED_ROWS:
+            return super()._product(rows)
+        numbers, row_scale = quantize_rows(rows, FLOAT8)
+        weight = self.weight.codes.view(FLOAT8)
+        product = scaled_product(numbers, row_scale, weight, self._scale, rows.dtype)
+        return product if self._bias is None else product.add_(self._bias)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLinears:
+    """Chooses the linear map for a packed weight on one card."""
+
+    card: Card
+    scales_float8: bool
+    """torch multiplies e4m3 here: see `multiplies_float8`."""
+
+    def __call__(self, weight: PackedWeight, bias: Tensor | None) -> PackedLinear:
+        if weight.is_per_row and weight.code is Code.INT8:
+            return RoundedLinear(weight, bias, self.card)
+        if weight.is_per_row and weight.code is Code.FLOAT8 and self.scales_float8 and can_scale(weight):
+            return ScaledLinear(weight, bias, self.card)
+        return PackedLinear(weight, bias, self.card)
+
+
+def can_scale(weight: PackedWeight) -> bool:
+    """Whether cuBLAS takes the shape: it wants multiples of 16."""
+    return weight.padded_features == weight.in_features and weight.out_features % 16 == 0
+
+
+def multiplies_float8(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies e4m3 with scales for rows and columns on this device, and gives this type.
+
+    Raises:
+        torch.AcceleratorError: the device is lost.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        return False
+    numbers, scale = torch.zeros(32, 32, device=device), torch.ones(32, 1, device=device)
+    try:
+        scaled_product(numbers.to(FLOAT8), scale[:, 0], numbers.to(FLOAT8), scale.T, dtype)
+    except torch.AcceleratorError:
+        raise
+    except RuntimeError:  # also what is a ValueError or NotImplementedError in C++
+        return False
+    return True
+
+
+def scaled_product(x: Tensor, row_scale: Tensor, weight: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """(x * row_scale) @ (weight * scale).T of x [M, in] and weight [out, in] in e4m3, scales [M] and [1, out]."""
+    return torch._scaled_mm(
+        x, weight.T, scale_a=row_scale.unsqueeze(1), scale_b=scale, out_dtype=dtype, use_fast_accum=True
+    )
+
+
+def multiply(
+    x: Tensor,
+    weight: PackedWeight,
+    row_scale: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    card: Card,
+) -> Tensor:
+    """x [M, in] @ weight.T * row_scale [M, 1] + bias [out], by tiles of packed weights; sums of int8 are exact.
+
+    Result and workspace are all that is allocated.
+    """
+    num_rows, num_outputs = len(x), weight.out_features
+    out = x.new_empty((num_rows, num_outputs), dtype=dtype)
+    if not num_rows:
+        return out
+    scales = _scales(weight)
+    most_rows = next((most for most in ROW_CLASSES if num_rows <= most), ROW_CLASSES[-1])
+    tiling = card.tiling(weight.code, x.dtype, most_rows)
+    step = step_inputs(weight, tiling, in_groups=scales == "groups")
+    num_steps = weight.padded_features // step
+    parts, steps_per_part = num_parts(num_outputs, num_steps, tiling, card.chip)
+    sums = out
+    if parts > 1:
+        sums = out.new_empty(
+            (parts, *out.shape), dtype=torch.int32 if x.dtype == torch.int8 else torch.float32
+        )
+    grid = (triton.cdiv(num_rows, tiling.block_m), triton.cdiv(num_outputs, tiling.block_n), parts)
+    packed_linear_kernel[grid](
+        sums,
+        x,
+        weight.codes,
+        weight.scale,
+        weight.zero,
+        weight.offset,
+        row_scale,
+        bias,
+        num_rows,
+        num_steps,
+        steps_per_part,
+        num_outputs,
+        weight.in_features,
+        weight.codes.stride(0),
+        CODE=weight.code.value,
+        SCALES=scales,
+        GROUP_SIZE=_group_size(weight),
+        BLOCK_K=step,
+        IS_PART=parts > 1,
+        **tiling.options,
+        enable_fp_fusion=False,
+    )
+    if parts > 1:
+        add_parts_kernel[num_rows, triton.cdiv(num_outputs, ADD_BLOCK)](
+            out,
+            sums,
+            weight.scale if scales == "rows" else None,
+            row_scale,
+            bias,
+            num_rows,
+            parts,
+            num_outputs,
+            BLOCK=ADD_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+def unpack(weight: PackedWeight, start: int, end: int, dtype: torch.dtype) -> Tensor:
+    """Does what `PackedWeight.unpack` does, for outputs from `start` up to `end`: [end - start, in]."""
+    out = weight.codes.new_empty((end - start, weight.in_features), dtype=dtype)
+    unpack_kernel[triton.cdiv(weight.in_features, UNPACK_BLOCK), end - start](
+        out,
+        weight.codes,
+        weight.scale,
+        weight.zero,
+        weight.offset,
+        start,
+        weight.out_features,
+        weight.in_features,
+        weight.codes.stride(0),
+        CODE=weight.code.value,
+        GROUP_SIZE=_group_size(weight),
+        BLOCK_K=UNPACK_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def quantize_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rounds each row of x [M, in] to int8, as `kernels.linear.quantize_rows` does, or to e4m3.
+
+    Returns:
+        The numbers [M, in], and the scale [M] of each row: its largest magnitude over 127, or over the largest of e4m3.
+    """
+    is_int8 = dtype == torch.int8
+    numbers = torch.empty_like(x, dtype=torch.int8 if is_int8 else torch.uint8)
+    row_scale = x.new_empty(len(x), dtype=torch.float32)
+    if len(x):
+        quantize_rows_kernel[(len(x),)](
+            x,
+            numbers,
+            row_scale,
+            SIZE=x.shape[1],
+            BLOCK=min(triton.next_power_of_2(x.shape[1]), ROUND_BLOCK),
+            LARGEST=127.0 if is_int8 else LARGEST,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
+    return numbers.view(dtype), row_scale
+
+
+def _scales(weight: PackedWeight) -> str:
+    """What scales are multiplied with: see `packed_linear_kernel`."""
+    if weight.is_per_row:
+        return "rows"
+    in_groups = weight.offset is None and (weight.group_size % UNIT == 0 or weight.scale.shape[0] == 1)
+    return "groups" if in_groups else "weights"
+
+
+def _group_size(weight: PackedWeight) -> int:
+    return ONE_GROUP if weight.scale.shape[0] == 1 else weight.group_size

@@ -1,0 +1,149 @@
+"""The sizes of the tiles of products with packed weights, by card: from a file, or by a rule for cards that it lacks.
+
+A *class* of rows is what shares a tiling. Nothing depends on the number of rows within a class, so that a row's result
+never depends on the rows beside it while their number stays in the class.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.kernels.packed import UNIT, Code, PackedWeight
+from engine.kernels.triton.attention_tiling import Chip, TensorCores
+
+FILE = Path(__file__).with_suffix(".json")
+"""{device name or "sm_<capability>": {class of code: {most rows of a class: fields of Tiling}}}"""
+ROW_CLASSES = (16, 64, 255)
+"""The most rows of each class. More are multiplied with unpacked weights, or with integers as the last class is."""
+MIN_STEPS = 4
+"""A part of the inputs has at least so many steps, if there is more than one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """How the product is cut."""
+
+    block_m: int
+    """Rows of x in a program."""
+    block_n: int
+    """Outputs in a program."""
+    block_k: int
+    """Inputs of a step; fewer where groups are smaller."""
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    """The inputs are cut into parts until there are so many programs for each multiprocessor, if rows fill one tile."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of a launch."""
+        options = asdict(self)
+        del options["programs_per_sm"], options["block_k"]
+        return {name.upper() if name.startswith("block") else name: each for name, each in options.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the choice of tiles depends on."""
+
+    chip: Chip
+    name: str = ""
+    """As the driver spells it."""
+    capability: str = ""
+    """"sm_90", say."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Card:
+        """The card of a CUDA device; one without a name for Triton's interpreter on a CPU."""
+        if device.type != "cuda":
+            return cls(Chip.of(device))
+        major, minor = torch.cuda.get_device_capability(device)
+        return cls(Chip.of(device), torch.cuda.get_device_name(device), f"sm_{major}{minor}")
+
+    def tiling(self, code: Code, dtype: torch.dtype, most_rows: int) -> Tiling:
+        """The tiling for a class of rows.
+
+        Args:
+            dtype: the type of x: int8 is multiplied as it is.
+            most_rows: one of ROW_CLASSES.
+        """
+        table = _table()
+        known = table.get(self.name) or table.get(self.capability) or {}
+        fields = known.get(tiling_key(code, dtype), {}).get(str(most_rows))
+        return Tiling(**fields) if fields else by_rule(code, dtype, most_rows, self.chip)
+
+
+def tiling_key(code: Code, dtype: torch.dtype) -> str:
+    """The class of code in the file: "int4 x bfloat16", say."""
+    return f"{code.value} x {str(dtype).removeprefix('torch.')}"
+
+
+def by_rule(code: Code, dtype: torch.dtype, most_rows: int, chip: Chip) -> Tiling:
+    """A tiling that fits the registers and the shared memory of any card that Triton serves.
+
+    Few rows are bound by memory: small tiles, several programs on a multiprocessor, many loads in flight. Of float32,
+    which no tensor core multiplies without rounding, the registers of a program hold less.
+    """
+    if dtype == torch.float32:
+        block_m, block_n, block_k, num_warps = min(most_rows, 32), 64, 32, 4
+    elif most_rows == ROW_CLASSES[0]:
+        block_m, block_n, block_k, num_warps = 16, 64, 128, 4
+    else:
+        block_m, block_n, num_warps = min(most_rows + 1, 128) // 64 * 64, 128, 8
+        block_k = 128 if block_m == 64 and (code.bits == 4 or dtype == torch.int8) else 64
+    few = most_rows == ROW_CLASSES[0]
+    tiling = Tiling(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        num_warps=num_warps,
+        num_stages=5 if few else 4,
+        programs_per_sm=3 if few else 1,
+    )
+    room = chip.decode_bytes if few else chip.shared_bytes
+    while shared_bytes(tiling, code, dtype, chip.tensor_cores) > room and tiling.num_stages > 2:
+        tiling = replace(tiling, num_stages=tiling.num_stages - 1)
+    return tiling
+
+
+def shared_bytes(tiling: Tiling, code: Code, dtype: torch.dtype, cores: TensorCores) -> int:
+    """The most shared memory of the product, as Triton compiles it for these tensor cores.
+
+    It holds the loads of all stages, of which mma.sync needs one less, and unpacked weights of one step where they
+    change hands on their way to the tensor cores. At the end it serves the sums on their way to memory.
+    """
+    tiles = tiling.block_n * code.bits // 8 + tiling.block_m * dtype.itemsize
+    in_flight = tiling.num_stages - (cores is TensorCores.MMA_SYNC)
+    weights = tiling.block_n * dtype.itemsize * code.bits // 8
+    loop_bytes = tiling.block_k * (in_flight * tiles + weights)
+    return max(loop_bytes, 4 * tiling.block_m * tiling.block_n) + 1024
+
+
+def step_inputs(weight: PackedWeight, tiling: Tiling, *, in_groups: bool) -> int:
+    """The inputs of a step: a power of 2 that divides all inputs with their padding, and a group if that is wanted."""
+    size = tiling.block_k
+    num_inputs = weight.padded_features
+    while num_inputs % size or (in_groups and weight.scale.shape[0] > 1 and weight.group_size % size):
+        size //= 2
+    assert size >= UNIT
+    return size
+
+
+def num_parts(out_features: int, num_steps: int, tiling: Tiling, chip: Chip) -> tuple[int, int]:
+    """Into how many parts the inputs are cut, and the steps of a part; a function of the weight's shape alone."""
+    tiles = -(-out_features // tiling.block_n)
+    wanted = max(1, chip.num_sms * tiling.programs_per_sm // tiles)
+    steps = -(-num_steps // max(1, min(wanted, num_steps // MIN_STEPS)))
+    return -(-num_steps // steps), steps
+
+
+@cache
+def _table() -> dict[str, dict[str, dict[str, dict[str, int]]]]:
+    table: dict[str, dict[str, dict[str, dict[str, int]]]] = json.loads(FILE.read_text(encoding="utf-8"))
+    return table

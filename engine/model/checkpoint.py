@@ -1,0 +1,39 @@
+"""What a checkpoint says of itself, whether it is a directory as Hugging Face has them or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.model import parse
+from engine.model.config import GenerationDefaults, ModelConfig
+from engine.model.gguf import config as gguf
+from engine.model.gguf.container import is_gguf
+from engine.model.gguf.tokenizer import read_tokenizer as read_gguf_tokenizer
+from engine.planning.tokenizer import Tokenizer
+
+
+def read_config(path: Path) -> ModelConfig:
+    """The config of a checkpoint.
+
+    Raises:
+        CheckpointError: naming what is missing, malformed or not supported.
+    """
+    return gguf.read_config(path) if is_gguf(path) else parse.read_config(path)
+
+
+def read_generation_defaults(path: Path) -> GenerationDefaults:
+    """What a checkpoint recommends for requests; all are None if it recommends nothing.
+
+    Raises:
+        CheckpointError: what it says is malformed.
+    """
+    return gguf.read_generation_defaults(path) if is_gguf(path) else parse.read_generation_defaults(path)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """A checkpoint's tokenizer, with its chat template.
+
+    Raises:
+        CheckpointError: naming what is missing, broken or not supported.
+    """
+    return read_gguf_tokenizer(path) if is_gguf(path) else Tokenizer.load(path)

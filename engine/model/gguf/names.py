@@ -1,0 +1,46 @@
+"""What ggml calls the tensors of a decoder, and what transformers and the engine call them."""
+
+from __future__ import annotations
+
+import re
+
+_OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+_OF_A_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+_GGML_OF = {name: ggml for table in (_OUTSIDE, _OF_A_LAYER) for ggml, name in table.items()}
+_GGML_NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9]\d{0,5})\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
+_ENGINE_NAME = re.compile(r"(?:model\.layers\.(?P<layer>\d+)\.)?(?P<module>.+)\.(?P<kind>weight|bias)")
+
+
+def engine_name(name: str) -> str | None:
+    """The engine's name of ggml's tensor; None if it is none of the decoder's."""
+    found = _GGML_NAME.fullmatch(name)
+    if found is None:
+        return None
+    layer, kind = found["layer"], found["kind"]
+    module = (_OUTSIDE if layer is None else _OF_A_LAYER).get(found["module"])
+    if module is None:
+        return None
+    return f"{module}.{kind}" if layer is None else f"model.layers.{layer}.{module}.{kind}"
+
+
+def ggml_name(name: str) -> str:
+    """ggml's name of the engine's tensor."""
+    found = _ENGINE_NAME.fullmatch(name)
+    if found is None or found["module"] not in _GGML_OF:
+        return name
+    module = f"{_GGML_OF[found['module']]}.{found['kind']}"
+    return module if found["layer"] is None else f"blk.{found['layer']}.{module}"

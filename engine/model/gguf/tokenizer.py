@@ -1,0 +1,310 @@
+"""Makes a tokenizer from the metadata of a GGUF file: the tokenizer.json that it would have in a directory.
+
+What `tokenizer.ggml.pre` and the other keys stand for is as llama.cpp has it (src/llama-vocab.cpp).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+
+from engine.errors import CheckpointError
+from engine.fields import Fields
+from engine.model.gguf.config import token_id
+from engine.model.gguf.container import read_header
+from engine.planning.tokenizer import Tokenizer
+
+Json = dict[str, object]
+
+
+class TokenType(IntEnum):
+    """What a token of the vocabulary is."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Splitting:
+    """How a tokenizer of bytes cuts a text into the pieces that merges do not cross."""
+
+    patterns: tuple[str, ...]
+    """Each is applied to what the one before it has left."""
+    has_whole_words: bool = False
+    """A piece that is in the vocabulary is its token, whatever the merges say."""
+    adds_bos: bool = False
+    """Unless add_bos_token says otherwise."""
+    is_composed: bool = False
+    """Text is brought into Unicode's composed form (NFC) first."""
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+
+_DEFAULT = Splitting((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"))
+_PLAIN = Splitting((_GPT2,))
+_DIGITS = Splitting((r"\p{N}", _GPT2))
+_LLAMA3 = Splitting((rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",), has_whole_words=True, adds_bos=True)
+_QWEN2 = Splitting((rf"{_WORDS}|\p{{N}}|{_REST}",))
+_TEKKEN = Splitting(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*|\p{{N}}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ),
+    has_whole_words=True,
+    adds_bos=True,
+)
+
+SPLITTINGS = {
+    "default": _DEFAULT,
+    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "mpt"), _PLAIN),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS
+    ),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral"), _LLAMA3),
+    "qwen2": replace(_QWEN2, is_composed=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "megrez"), _QWEN2),
+    "tekken": _TEKKEN,
+}
+"""By `tokenizer.ggml.pre`."""
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a file, with its chat template.
+
+    Raises:
+        CheckpointError: naming what is missing, broken or not supported.
+    """
+    fields = read_header(path).fields
+    vocabulary = _Vocabulary.read(fields)
+    model = fields.text("tokenizer.ggml.model")
+    if model not in _MODELS:
+        raise CheckpointError(
+            f"{path}: tokenizer.ggml.model {model!r:.40} is not supported; supported are {', '.join(_MODELS)}"
+        )
+    content = _MODELS[model](fields, vocabulary)
+    template = fields.text("tokenizer.chat_template", "") or None
+    try:
+        return Tokenizer(json.dumps(content), vocabulary.named, template)
+    except Exception as error:  # tokenizers raises plain Exception for what it cannot make
+        said = " ".join(str(error).split())
+        raise CheckpointError(f"{path}: no tokenizer can be made of its metadata: {said:.200}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    tokens: list[str]
+    types: tuple[int, ...]
+    named: Json
+    """The tokens that templates refer to, by name: bos_token, eos_token, ..."""
+
+    @classmethod
+    def read(cls, fields: Fields) -> _Vocabulary:
+        tokens, types = fields.strings("tokenizer.ggml.tokens"), fields.integers("tokenizer.ggml.token_type")
+        if not tokens:
+            raise CheckpointError(f"{fields.source}: tokenizer.ggml.tokens is missing")
+        if len(types) != len(tokens):
+            raise CheckpointError(
+                f"{fields.source}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+            )
+        if len(set(tokens)) < len(tokens):
+            again = next(token for token, count in Counter(tokens).items() if count > 1)
+            raise CheckpointError(f"{fields.source}: tokenizer.ggml.tokens has {again!r:.80} twice")
+        ids = {
+            f"{name}_token": token_id(fields, key)
+            for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        }
+        return cls(tokens, types, {name: tokens[i] for name, i in ids.items() if i is not None})
+
+    @property
+    def ids(self) -> dict[str, int]:
+        return {token: i for i, token in enumerate(self.tokens)}
+
+    def of(self, *types: TokenType) -> Iterator[tuple[int, str]]:
+        """The tokens of these types, with their ids."""
+        return ((i, token) for i, token in enumerate(self.tokens) if self.types[i] in types)
+
+
+def _byte_level(fields: Fields, vocabulary: _Vocabulary) -> Json:
+    """BPE over the bytes of a text, as GPT-2 has it."""
+    pre = fields.text("tokenizer.ggml.pre", "default")
+    if pre not in SPLITTINGS:
+        raise CheckpointError(
+            f"{fields.source}: tokenizer.ggml.pre {pre!r:.40} is not supported; supported are {', '.join(SPLITTINGS)}"
+        )
+    splitting = SPLITTINGS[pre]
+    bytes_of_a_piece: Json = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    cuts = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in splitting.patterns
+    ]
+    merges = [_two_parts(fields, merge) for merge in fields.strings("tokenizer.ggml.merges")]
+    return _content(
+        fields,
+        vocabulary,
+        normalizer={"type": "NFC"} if splitting.is_composed else None,
+        pre_tokenizer={"type": "Sequence", "pretokenizers": [*cuts, bytes_of_a_piece]},
+        decoder=bytes_of_a_piece,
+        model={"ignore_merges": splitting.has_whole_words, "merges": merges},
+        adds_bos=splitting.adds_bos,
+    )
+
+
+def _two_parts(fields: Fields, merge: str) -> tuple[str, str]:
+    space = merge.find(" ", 1)
+    if space < 0:
+        raise CheckpointError(
+            f"{fields.source}: tokenizer.ggml.merges has {merge!r:.80}, which are not two tokens"
+        )
+    return merge[:space], merge[space + 1 :]
+
+
+def _sentence_piece(fields: Fields, vocabulary: _Vocabulary) -> Json:
+    """BPE over characters, as SentencePiece has it: spaces are ▁, and what is not in the vocabulary becomes bytes."""
+    has_prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
+    spaces: Json = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
+    prefix: list[Json] = [{"type": "Prepend", "prepend": "▁"}] if has_prefix else []
+    strip: list[Json] = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if has_prefix else []
+    backwards: list[Json] = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    unknown = next((token for _, token in vocabulary.of(TokenType.UNKNOWN)), None)
+    return _content(
+        fields,
+        vocabulary,
+        normalizer={"type": "Sequence", "normalizers": [*prefix, spaces]},
+        pre_tokenizer=None,
+        decoder={"type": "Sequence", "decoders": [*backwards, *strip]},
+        model={
+            "unk_token": unknown,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "merges": _merges(vocabulary, _scores(fields, len(vocabulary.tokens))),
+        },
+        adds_bos=True,
+    )
+
+
+def _scores(fields: Fields, count: int) -> list[float]:
+    scores = fields.numbers("tokenizer.ggml.scores")
+    if len(scores) != count:
+        raise CheckpointError(
+            f"{fields.source}: tokenizer.ggml.scores has {len(scores)} entries for {count} tokens"
+        )
+    return scores
+
+
+def _merges(vocabulary: _Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
+    """The merges that SentencePiece makes, in their order.
+
+    It has no list of them: of all neighbours that make a token together, it merges those whose token has the best
+    score. So each two tokens that make a third are a merge, and the score of the third is its place.
+    """
+    ordinary = {token: i for i, token in vocabulary.of(TokenType.NORMAL)}
+    found = [
+        (-scores[i], left, right, token[:cut], token[cut:])
+        for token, i in ordinary.items()
+        for cut in range(1, len(token))
+        if (left := ordinary.get(token[:cut])) is not None
+        and (right := ordinary.get(token[cut:])) is not None
+    ]
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _content(
+    fields: Fields,
+    vocabulary: _Vocabulary,
+    *,
+    normalizer: Json | None,
+    pre_tokenizer: Json | None,
+    decoder: Json,
+    model: Json,
+    adds_bos: bool,
+) -> Json:
+    """The content of a tokenizer.json."""
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": i,
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": vocabulary.types[i] != TokenType.USER_DEFINED,
+            }
+            for i, token in vocabulary.of(TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
+            if token
+        ],
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": _around(fields, vocabulary, adds_bos),
+        "decoder": decoder,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "unk_token": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": vocabulary.ids,
+            **model,
+        },
+    }
+
+
+def _around(fields: Fields, vocabulary: _Vocabulary, adds_bos: bool) -> Json:
+    """Puts the tokens around a text that belong there."""
+    added = {
+        "bos_token": fields.flag("tokenizer.ggml.add_bos_token", adds_bos),
+        "eos_token": fields.flag("tokenizer.ggml.add_eos_token", False),
+    }
+    wanted = [name for name, is_wanted in added.items() if is_wanted]
+    for name in wanted:
+        if name not in vocabulary.named:
+            raise CheckpointError(
+                f"{fields.source}: tokenizer.ggml.{name}_id is missing or no token of the vocabulary, and every text "
+                f"is to get a {name}"
+            )
+    texts = {name: str(vocabulary.named[name]) for name in wanted}
+    special = {name: {"SpecialToken": {"id": text, "type_id": 0}} for name, text in texts.items()}
+    before, after = (
+        [special[n] for n in wanted if n == "bos_token"],
+        [special[n] for n in wanted if n == "eos_token"],
+    )
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    ids = vocabulary.ids
+    return {
+        "type": "TemplateProcessing",
+        "single": [*before, first, *after],
+        "pair": [*before, first, second, *after],
+        "special_tokens": {
+            text: {"id": text, "ids": [ids[text]], "tokens": [text]} for text in texts.values()
+        },
+    }
+
+
+_MODELS = {"gpt2": _byte_level, "llama": _sentence_piece}
+"""By `tokenizer.ggml.model`."""

@@ -1,0 +1,236 @@
+"""Drafts: tokens that may come next, computed in one step with the token before them and kept as far as they are right.
+
+Every position is sampled as it would be without drafts: a token depends on its number, its logits and its request's
+seed alone. So drafts never change an answer, only how many of its tokens one step brings.
+
+How many drafts a sequence gets is decided anew in every step, for all of them together: as many as bring the most
+tokens a second, by how often the sequence's drafts were right lately and by what steps of that size took. Under load,
+where each token of a step costs, that number fades to 0 by itself.
+
+The choice follows DSpark's rule (most expected tokens for a step's time, over all sequences); see also Liu et al.,
+"Optimizing speculative decoding for serving large language models using goodput", 2024.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from heapq import merge
+from itertools import accumulate, pairwise
+from operator import mul
+from typing import Protocol
+
+from engine.planning.block_tables import BlockTables
+from engine.planning.request import Sequence
+from engine.planning.step import Chunk, Plan
+
+log = logging.getLogger("penstock.engine")
+
+_FIRST_RATE = 0.6
+"""The share of drafts that are supposed to be right while nothing is known of a sequence."""
+_LEARNING = 0.15
+"""The weight of the latest draft in that share."""
+_PROBE_STEPS = 32
+"""A sequence whose drafts do not pay has one drafted after so many steps, to see whether that has changed."""
+_FALLING, _RISING = 0.3, 0.03
+"""The weights of a step that was quicker, or slower, than those before it."""
+_STALE_STEPS = 256
+_FREE_TOKENS = 32.0
+"""Before it is measured, so many tokens more are supposed to take as long again."""
+
+
+class Proposer(Protocol):
+    """Guesses what comes next in a sequence."""
+
+    name: str
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """At most `most` tokens that may follow those of a sequence, which are all known."""
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence ended."""
+
+
+@dataclass(slots=True)
+class _Cost:
+    """Steps of about the same number of tokens."""
+
+    num_tokens: float
+    seconds: float
+    seen: int
+    """The number of the last one."""
+
+
+class StepCosts:
+    """What steps take by their number of tokens: an estimate for each power of two, and straight lines between.
+
+    Whatever disturbs a step makes it longer, so an estimate falls quickly and rises slowly. One that is old is given
+    up: what is supposed in its place is cheap enough to be tried again.
+    """
+
+    def __init__(self) -> None:
+        self._costs: dict[int, _Cost] = {}
+        """By bit length of the number of tokens."""
+        self._num_steps = 0
+        self._line: list[tuple[float, float]] = []
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        self._num_steps += 1
+        self._line = []
+        cost = self._costs.get(num_tokens.bit_length())
+        if cost is None or self._num_steps - cost.seen > _STALE_STEPS:
+            self._costs[num_tokens.bit_length()] = _Cost(num_tokens, seconds, self._num_steps)
+            return
+        cost.seen = self._num_steps
+        weight = _FALLING if seconds < cost.seconds else _RISING
+        cost.seconds += weight * (seconds - cost.seconds)
+        cost.num_tokens += weight * (num_tokens - cost.num_tokens)
+
+    def seconds(self, num_tokens: int) -> float:
+        """An estimate that never falls as the number grows; 0 while nothing is known."""
+        line = self._line = self._line or self._monotone()
+        if not line:
+            return 0.0
+        for (below, low), (above, high) in pairwise(line):
+            if num_tokens <= above:
+                share = max(0.0, (num_tokens - below) / (above - below))
+                return low + share * (high - low)
+        tokens, seconds = line[-1]
+        return seconds * (1 + max(0.0, num_tokens - tokens) / max(_FREE_TOKENS, tokens))
+
+    def _monotone(self) -> list[tuple[float, float]]:
+        fresh = [
+            cost for _, cost in sorted(self._costs.items()) if self._num_steps - cost.seen <= _STALE_STEPS
+        ]
+        highest = accumulate((cost.seconds for cost in fresh), max)
+        return [(cost.num_tokens, seconds) for cost, seconds in zip(fresh, highest, strict=True)]
+
+
+@dataclass(slots=True)
+class _Record:
+    """How the drafts of a sequence went."""
+
+    rate: float = _FIRST_RATE
+    num_idle_steps: int = 0
+    """Steps since it last had drafts."""
+
+
+class Drafting:
+    """Adds drafts to planned steps, and learns from what became of them.
+
+    A proposer that fails is switched off; sequences go on without it.
+    """
+
+    def __init__(self, proposer: Proposer, most: int) -> None:
+        """`most`: drafts of one sequence in a step."""
+        self.most = most
+        self.costs = StepCosts()
+        self._proposer: Proposer | None = proposer
+        self._records: dict[Sequence, _Record] = {}
+
+    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:
+        """Adds drafts to a plan that is otherwise complete.
+
+        Args:
+            num_tokens: the most that the whole step may have.
+        """
+        if self._proposer is None or plan.num_tokens >= num_tokens:
+            return
+        chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]
+        if not chunks or not self._may_pay(plan):
+            return
+        proposed = [(chunk, drafts) for chunk in chunks if (drafts := self._propose(chunk))]
+        counts = self._choose(plan, proposed, num_tokens - plan.num_tokens)
+        for (chunk, drafts), count in zip(proposed, counts, strict=True):
+            if count:
+                _add(plan, chunk, drafts[:count], tables)
+
+    def note(self, chunk: Chunk, num_brought: int) -> None:
+        """Learns what a step brought for a chunk with drafts: the right ones among these, and one more."""
+        sequence = chunk.sequence
+        record = self._records.setdefault(sequence, _Record())
+        num_right = num_brought - 1
+        for number in range(min(num_right + 1, len(chunk.drafts))):
+            record.rate += _LEARNING * ((number < num_right) - record.rate)
+        sequence.num_draft_tokens += len(chunk.drafts)
+        sequence.num_accepted_tokens += num_right
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """Those of the sequences that ended are remembered no longer."""
+        for sequence in sequences:
+            if sequence.finish_reason is None or self._proposer is None:
+                continue
+            self._records.pop(sequence, None)
+            try:
+                self._proposer.forget(sequence)
+            except Exception:
+                self._switch_off()
+
+    def _may_pay(self, plan: Plan) -> bool:
+        """Whether one draft that is certainly right would be worth its place; also if nothing is known yet."""
+        num_sampling = sum(chunk.samples for chunk in plan.chunks)
+        now, more = self.costs.seconds(plan.num_tokens), self.costs.seconds(plan.num_tokens + 1)
+        return (num_sampling + 1) * now >= num_sampling * more
+
+    def _propose(self, chunk: Chunk) -> list[int]:
+        sequence = chunk.sequence
+        most = min(self.most, sequence.max_len - 1 - len(sequence.token_ids))
+        if sequence.num_pending != 1 or most <= 0:  # a token before the drafts is not known on the host
+            return []
+        if self._proposer is None:
+            return []
+        try:
+            return self._proposer.propose(sequence, most)
+        except Exception:
+            self._switch_off()
+            return []
+
+    def _choose(self, plan: Plan, proposed: list[tuple[Chunk, list[int]]], room: int) -> list[int]:
+        """How many drafts each chunk gets: those that are most likely kept, as many as make the step worth most."""
+        likely = []
+        for place, (chunk, drafts) in enumerate(proposed):
+            rate = self._records.setdefault(chunk.sequence, _Record()).rate
+            kept = accumulate([rate] * len(drafts), mul)
+            likely.append([(-share, place) for share in kept])
+        counts = [0] * len(proposed)
+        ordered = list(merge(*likely))[:room]
+        expected = float(sum(chunk.samples for chunk in plan.chunks))
+        best, best_value = 0, expected / max(self.costs.seconds(plan.num_tokens), 1e-9)
+        for number, (share, _) in enumerate(ordered, 1):
+            expected -= share
+            value = expected / max(self.costs.seconds(plan.num_tokens + number), 1e-9)
+            if value > best_value:
+                best, best_value = number, value
+        for _, place in ordered[:best]:
+            counts[place] += 1
+        self._probe(proposed, counts, room - best)
+        return counts
+
+    def _probe(self, proposed: list[tuple[Chunk, list[int]]], counts: list[int], room: int) -> None:
+        """Has a draft now and then for those that have not had any for long."""
+        for place, (chunk, _) in enumerate(proposed):
+            record = self._records[chunk.sequence]
+            record.num_idle_steps = 0 if counts[place] else record.num_idle_steps + 1
+            if record.num_idle_steps >= _PROBE_STEPS and room > 0:
+                counts[place], record.num_idle_steps, room = 1, 0, room - 1
+
+    def _switch_off(self) -> None:
+        assert self._proposer is not None
+        log.exception("drafting by %s failed and is off from now on", self._proposer.name)
+        self._proposer = None
+
+
+def _add(plan: Plan, chunk: Chunk, drafts: list[int], tables: BlockTables) -> None:
+    """Adds drafts to a chunk, if there are free blocks for them: nobody gives way for a guess."""
+    sequence, num_tokens = chunk.sequence, chunk.start + 1 + len(drafts)
+    num_computed, sequence.num_computed = sequence.num_computed, chunk.start
+    copies = tables.grow(sequence, num_tokens)
+    if copies is None:
+        sequence.num_computed = num_computed
+        return
+    plan.copies.extend(copies)
+    chunk.drafts = drafts
+    chunk.num_tokens += len(drafts)
+    sequence.num_computed = num_tokens
+    plan.num_tokens += len(drafts)

@@ -1,0 +1,141 @@
+"""Guessing what comes next by looking up where the last tokens stood before: no model is needed.
+
+Text repeats itself: a document that is edited or quoted, code, the words of earlier answers. Where the last few tokens
+were seen before, what followed them then is likely to follow again (Saxena, "Prompt lookup decoding", 2023; Oliaro et
+al., "SuffixDecoding", NeurIPS 2025).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from engine.planning.request import Request, Sequence
+
+SHORTEST = 3
+"""So many tokens have to be the same; fewer are mostly so by chance."""
+LONGEST = 16
+"""More than so many equal tokens say nothing more."""
+_MOST_PLACES = 4
+"""So many earlier places are compared, the latest first."""
+_MEMORY_TOKENS = 1 << 15
+"""Tokens of earlier answers that are remembered of one tenant, twice."""
+_MOST_TENANTS = 256
+
+
+class TokenIndex:
+    """A list of tokens that grows at its end, and where in it every run of SHORTEST tokens stands.
+
+    It takes about 200 bytes a token.
+    """
+
+    __slots__ = ("_earlier", "_last", "_num_indexed", "tokens")
+
+    def __init__(self, tokens: list[int]) -> None:
+        """`tokens` may grow, but not change, behind the index's back."""
+        self.tokens = tokens
+        self._num_indexed = SHORTEST
+        """The places before this one are indexed; a place is that of the token after a run."""
+        self._last: dict[tuple[int, ...], int] = {}
+        """The last place after each run."""
+        self._earlier: list[int] = []
+        """By place, from SHORTEST on: the place before it after the same run; 0 if there is none."""
+
+    def find(self, recent: list[int]) -> tuple[int, int]:
+        """The place after the longest run of tokens that `recent` ends with: (place, length of the run).
+
+        (0, 0) if there is none of SHORTEST tokens. Of several, the latest.
+        """
+        self._update()
+        place = self._last.get(tuple(recent[-SHORTEST:]), 0)
+        best, longest = 0, 0
+        for _ in range(_MOST_PLACES):
+            if not place:
+                break
+            length = self._length(place, recent)
+            if length > longest:
+                best, longest = place, length
+            place = self._earlier[place - SHORTEST]
+        return best, longest
+
+    def _length(self, place: int, recent: list[int]) -> int:
+        tokens, length = self.tokens, SHORTEST
+        most = min(LONGEST, place, len(recent))
+        while length < most and tokens[place - length - 1] == recent[-length - 1]:
+            length += 1
+        return length
+
+    def _update(self) -> None:
+        """Indexes the places that have a token by now."""
+        tokens, last, earlier = self.tokens, self._last, self._earlier
+        for place in range(self._num_indexed, len(tokens)):
+            run = tuple(tokens[place - SHORTEST : place])
+            earlier.append(last.get(run, 0))
+            last[run] = place
+        self._num_indexed = max(self._num_indexed, len(tokens))
+
+    def following(self, place: int, num: int) -> list[int]:
+        """The `num` tokens from a place on; where they end, the run is supposed to go round."""
+        tokens = self.tokens
+        found = tokens[place : place + num]
+        period = len(tokens) - place
+        while len(found) < num:
+            found.append(found[-period])
+        return found
+
+
+@dataclass(slots=True)
+class _Memory:
+    """The latest answers of one tenant in two halves; when the newer one is full, the older one is given up."""
+
+    newer: TokenIndex = field(default_factory=lambda: TokenIndex([]))
+    older: TokenIndex = field(default_factory=lambda: TokenIndex([]))
+
+    def add(self, token_ids: list[int]) -> None:
+        if len(self.newer.tokens) + len(token_ids) > _MEMORY_TOKENS:
+            self.older, self.newer = self.newer, TokenIndex([])
+        self.newer.tokens.extend(token_ids[-_MEMORY_TOKENS:])
+
+
+class Lookup:
+    """Looks up the prompt and the answer so far, and the tenant's latest answers. It is a Proposer."""
+
+    name = "lookup"
+
+    def __init__(self) -> None:
+        self._indexes: dict[Sequence, TokenIndex] = {}
+        self._memories: OrderedDict[tuple[str, bytes], _Memory] = OrderedDict()
+
+    def propose(self, sequence: Sequence, most: int) -> list[int]:
+        """At most `most` tokens that may follow those of a sequence; none if nothing is known."""
+        tokens = sequence.token_ids
+        index = self._indexes.get(sequence)
+        if index is None:
+            index = self._indexes[sequence] = TokenIndex(tokens)
+        place, length = index.find(tokens)
+        memory = self._memories.get(_owner(sequence.request))
+        if memory is not None and length < LONGEST:
+            for other in (memory.newer, memory.older):
+                there, longer = other.find(tokens)
+                if longer > length:
+                    index, place, length = other, there, longer
+        return index.following(place, most) if length else []
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence ended; its answer is remembered."""
+        self._indexes.pop(sequence, None)
+        answer = sequence.token_ids[sequence.num_prompt_tokens :]
+        if len(answer) <= SHORTEST:
+            return
+        owner = _owner(sequence.request)
+        memory = self._memories.get(owner)
+        if memory is None:
+            memory = self._memories[owner] = _Memory()
+            if len(self._memories) > _MOST_TENANTS:
+                self._memories.popitem(last=False)
+        self._memories.move_to_end(owner)
+        memory.add(answer)
+
+
+def _owner(request: Request) -> tuple[str, bytes]:
+    return request.tenant, request.salt

@@ -1,0 +1,159 @@
+"""What the result of a step means for its sequences: tokens, text, ends, forks."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.planning.block_tables import BlockTables
+from engine.planning.drafting import Drafting
+from engine.planning.request import FinishReason, Output, Request, Sequence
+from engine.planning.sequence_store import SequenceStore
+from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepResult
+from engine.planning.step_limit import StepLimit
+
+log = logging.getLogger("penstock.engine")
+
+
+class TokenSink(Protocol):
+    """Turns the tokens of a sequence into text and decides where the sequence ends."""
+
+    def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:
+        """Takes the token that was just appended to the sequence.
+
+        Args:
+            is_last: there is no room for another token, so that the sequence must end.
+
+        Returns:
+            Text that can be shown now, and why the sequence ends here, if it does.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerLimits:
+    max_batch_tokens: int
+    """Tokens in one step, prefill and decode together. In an engine, its runner may set a lower bound."""
+    max_num_seqs: int
+    """Sequences running at a time."""
+    max_model_len: int
+    """Prompt and output tokens of one sequence."""
+    kv_shares: tuple[float, ...] = ()
+    """By lane: a sequence starts only if the part of the pool in use, its own blocks included, stays within this share.
+
+    A lane without an entry may use all of the pool.
+    """
+
+
+class StepResults(SequenceStore):
+    """Applies the results of the steps that were planned of its sequences."""
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        tables: BlockTables,
+        sink: TokenSink,
+        limits: SchedulerLimits,
+        drafting: Drafting | None = None,
+    ) -> None:
+        super().__init__(queue, tables)
+        self.sink = sink
+        self.limits = limits
+        self.drafting = drafting
+        self.max_len = min(limits.max_model_len, tables.max_tokens)
+        self._step_limit = StepLimit(limits.max_batch_tokens)
+
+    def commit(self, plan: Plan, result: StepResult, now: float) -> list[Output]:
+        """Applies the result of a step: confirms KV, appends tokens, ends and forks sequences."""
+        tables = self.tables
+        tables.end_step(plan.number)
+        self._step_limit.note_fitted()
+        outputs: list[Output] = []
+        work: list[tuple[Request, int, int]] = []
+        sampled = iter(result.sampled)
+        for chunk in plan.chunks:
+            sequence, start, num_tokens = chunk.sequence, chunk.start, chunk.num_tokens
+            brought = next(sampled) if chunk.samples else None
+            if sequence.finish_reason is not None:  # it ended while this step was in flight
+                continue
+            if chunk.incarnation == sequence.num_preemptions:  # else the blocks written are no longer its own
+                tables.commit(sequence, start + num_tokens - len(chunk.drafts))
+            num_prompt, num_output = sequence.num_prompt_tokens - start, 0
+            if brought is not None:
+                brought_outputs = self._apply(chunk, brought, now)
+                num_output = len(brought_outputs)
+                outputs += brought_outputs
+            work.append((sequence.request, min(num_prompt, num_tokens) if num_prompt > 0 else 0, num_output))
+        self.queue.charge(work, now)
+        self._settle(now)
+        return outputs
+
+    def fail_step(self, plan: Plan, error: str, now: float) -> list[Output]:
+        """Ends the sequences of a step that brought no result; called in place of `commit`."""
+        self.tables.end_step(plan.number)
+        return self.fail([chunk.sequence for chunk in plan.chunks], error, now)
+
+    def _apply(self, chunk: Chunk, sampled: Sampled, now: float) -> list[Output]:
+        """Appends the tokens that a step brought for a sequence, and ends the sequence where its text ends.
+
+        A fault in the text of one sequence ends that sequence, and no other.
+        """
+        sequence = chunk.sequence
+        sequence.num_pending -= 1
+        if sequence.request.n > 1:
+            self._fork_if_due(sequence)
+        if sampled.error is not None:
+            return [self._finish(sequence, FinishReason.FAILED, sampled.error, now)]
+        if sequence.first_token_s < 0:
+            sequence.first_token_s = now
+        outputs: list[Output] = []
+        try:
+            reason = self._append(sequence, sampled, outputs)
+        except Exception:
+            log.exception("the text of %r failed; it ends with an error", sequence)
+            error = "the output could not be decoded"
+            return [*outputs, self._finish(sequence, FinishReason.FAILED, error, now)]
+        if chunk.drafts:
+            self._keep_accepted(chunk, len(outputs))
+        if reason is not None:
+            self._finish(sequence, reason, None, now, outputs[-1])
+        return outputs
+
+    def _append(self, sequence: Sequence, sampled: Sampled, outputs: list[Output]) -> FinishReason | None:
+        """Appends tokens up to the one with which the sequence ends, an output for each; returns why it ends."""
+        known, max_len, request = sequence.token_ids, sequence.max_len, sequence.request
+        logprobs = sampled.logprobs
+        for number, token_id in enumerate(sampled.token_ids):
+            known.append(token_id)
+            text, reason = self.sink.accept(sequence, token_id, len(known) >= max_len)
+            told = None if logprobs is None else logprobs[number : number + 1]
+            outputs.append(Output(request.request_id, sequence.index, [token_id], text, told))
+            if reason is not None:
+                return reason
+        return None
+
+    def _keep_accepted(self, chunk: Chunk, num_brought: int) -> None:
+        """Keeps the KV of the drafts that were right; that of the others is overwritten by the steps to come."""
+        sequence = chunk.sequence
+        if chunk.incarnation == sequence.num_preemptions:
+            sequence.num_computed = chunk.start + num_brought
+            self.tables.commit(sequence, sequence.num_computed)
+        if self.drafting is not None:
+            self.drafting.note(chunk, num_brought)
+            self.counters.num_accepted_tokens += num_brought - 1
+
+    def _fork_if_due(self, parent: Sequence) -> None:
+        """Starts the other choices of a request, which share its blocks, once its prompt is computed."""
+        if parent.index > 0 or parent.num_output_tokens > 0:
+            return
+        for index in range(1, parent.request.n):
+            child = Sequence(parent.request, index, parent.order, self.max_len)
+            child.scheduled_s, child.num_cached_tokens = parent.scheduled_s, parent.num_cached_tokens
+            if self._has_seat() and parent.block_table:  # else it gave way while this step was in flight
+                self.tables.fork(parent, child)
+                self.running.append(child)
+            else:
+                self._enqueue_waiting(child)
+
+    def _has_seat(self) -> bool:
+        return len(self.running) < self.limits.max_num_seqs

@@ -1,0 +1,316 @@
+"""Checkpoints of the compressed-tensors library, which llm-compressor writes, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.fields import Fields
+from engine.quant.codebook import Codebook
+from engine.quant.float8 import BLOCK, Scaling
+from engine.quant.formats import DENSE, Dense, NamedTensors
+from engine.quant.integers import Integers
+from engine.quant.storage import FLOATS, PLAIN, BadTensor, Storage, Storages, StoredTensor
+from engine.quant.storages.float8 import StoredFloat8
+from engine.quant.storages.names import EMBEDDING, IsMeant, regular_expression
+from engine.quant.storages.packing import (
+    check_groups,
+    finite,
+    integer_among,
+    integers_format,
+    permuted,
+    text_among,
+    to_integers,
+    unpack_nibbles,
+    unpack_words,
+)
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The floats of 4 bits, in the order of their bits (Open Compute Project, Microscaling Formats Specification, 2023)."""
+
+_NOT_A_SCALE = 255
+"""The NaN of E8M0, whose other bytes stand for 2^(byte - 127)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedIntegers:
+    """Signed integers: the weight is (q - zero) * scale.
+
+    weight_packed, if is_packed: [out, ceil(in * bits / 32)] words, lowest bits first; each number is stored as
+        q + 2^(bits - 1), and a word holds inputs side by side
+    weight, if not: [out, in] int8
+    weight_scale: [out, groups], or [1] for the whole weight
+    weight_zero_point, if not symmetric: int8 as weight_scale, or words [ceil(out * bits / 32), groups] if is_packed
+    weight_g_idx, if act_order: [in], the group of each input
+    """
+
+    bits: int
+    group_size: int | None
+    is_packed: bool
+    symmetric: bool = True
+    act_order: bool = False
+    one_scale: bool = False
+    """Whether all rows share a scale."""
+
+    @property
+    def name(self) -> str:
+        return f"compressed-tensors, {self.bits}-bit integers"
+
+    @property
+    def _lowest(self) -> int:
+        return -(1 << (self.bits - 1))
+
+    def format(self, out_features: int, in_features: int) -> Integers:  # noqa: ARG002
+        return integers_format(
+            self.bits,
+            self.group_size,
+            in_features,
+            has_offset=not self.symmetric,
+            is_permuted=self.act_order,
+        )
+
+    def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
+        num_groups = in_features // self.format(out_features, in_features).group_size
+        scales = (1, 1) if self.one_scale else (out_features, num_groups)
+        if self.is_packed:
+            yield StoredTensor("weight_packed", (out_features, -(-in_features * self.bits // 32)), ("I32",))
+            yield StoredTensor("weight_shape", (2,), ("I64", "I32"))
+        else:
+            yield StoredTensor("weight", (out_features, in_features), ("I8",))
+        yield StoredTensor("weight_scale", scales, loose=True)
+        if not self.symmetric:
+            if self.is_packed and not self.one_scale:
+                packed = (-(-out_features * self.bits // 32), num_groups)
+                yield StoredTensor("weight_zero_point", packed, ("I32",), loose=True)
+            else:
+                yield StoredTensor("weight_zero_point", scales, ("I8",), loose=True)
+        if self.act_order:
+            yield StoredTensor("weight_g_idx", (in_features,), ("I32", "I64"))
+
+    def repack(self, tensors: NamedTensors) -> NamedTensors:
+        if self.is_packed:
+            out_features, in_features = self._shape(tensors)
+            codes = unpack_words(tensors["weight_packed"], self.bits)[:, :in_features]
+            lowest = 0
+        else:
+            codes, lowest = tensors["weight"], self._lowest
+            out_features, in_features = codes.shape
+            if self.bits == 4 and bool((codes.clamp(-8, 7) != codes).any()):
+                raise BadTensor("weight", "has numbers that are no 4-bit integers")
+        format = self.format(out_features, in_features)
+        num_groups = in_features // format.group_size
+        rows = 1 if self.one_scale else out_features
+        scale = finite(tensors, "weight_scale").reshape(rows, num_groups)
+        zeros = None
+        if not self.symmetric:
+            zeros = tensors["weight_zero_point"]
+            if self.is_packed and not self.one_scale:
+                words = zeros.reshape(-1, num_groups).T
+                zeros = unpack_words(words, self.bits)[:, :out_features].T
+            else:
+                zeros = zeros.reshape(rows, num_groups).int() - (self._lowest - lowest)
+        integers = to_integers(format, codes, scale, zeros, lowest=lowest)
+        if format.is_permuted:
+            return permuted(integers, format, tensors["weight_g_idx"], "weight_g_idx")
+        return integers
+
+    def _shape(self, tensors: NamedTensors) -> tuple[int, int]:
+        """The shape of the weight.
+
+        Raises:
+            BadTensor: it is not that of the packed tensor.
+        """
+        out_features, in_features = (int(size) for size in tensors["weight_shape"])
+        rows, words = tensors["weight_packed"].shape
+        is_whole = self.group_size is None or in_features % self.group_size == 0
+        if rows != out_features or words != -(-in_features * self.bits // 32) or not is_whole:
+            raise BadTensor("weight_shape", f"says [{out_features}, {in_features}], unlike weight_packed")
+        return out_features, in_features
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedFloat4:
+    """Floats of 4 bits, two in a byte: the weight is number * scale.
+
+    weight_packed: [out, in / 2], the lower bits first
+    weight_scale: [out, groups]. NVFP4: e4m3, divided by weight_global_scale [1]. MXFP4: E8M0, as bytes.
+    """
+
+    is_nv: bool
+
+    @property
+    def name(self) -> str:
+        return "NVFP4" if self.is_nv else "MXFP4"
+
+    @property
+    def _group_size(self) -> int:
+        return 16 if self.is_nv else 32
+
+    def format(self, out_features: int, in_features: int) -> Codebook:  # noqa: ARG002
+        return Codebook("fp4", E2M1, check_groups(self._group_size, in_features))
+
+    def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
+        num_groups = in_features // self.format(out_features, in_features).group_size
+        yield StoredTensor("weight_packed", (out_features, in_features // 2), ("U8",))
+        yield StoredTensor("weight_scale", (out_features, num_groups), ("F8_E4M3" if self.is_nv else "U8",))
+        if self.is_nv:
+            yield StoredTensor("weight_global_scale", (1,), FLOATS, loose=True)
+
+    def repack(self, tensors: NamedTensors) -> NamedTensors:
+        if not self.is_nv:
+            scale = powers_of_two(tensors, "weight_scale")
+        else:
+            divisor = finite(tensors, "weight_global_scale")
+            if not bool(divisor.all()):
+                raise BadTensor("weight_global_scale", "is 0")
+            scale = finite(tensors, "weight_scale") / divisor.reshape(1, 1)
+        return {"weight": unpack_nibbles(tensors["weight_packed"]), "scale": scale}
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedMxFloat8:
+    """Floats of 8 bits, e4m3, in groups of 32 inputs that have a power of 2 as their scale; no kernel multiplies these.
+
+    weight: [out, in]
+    weight_scale: [out, in / 32] bytes, E8M0
+    """
+
+    name = "MXFP8"
+    _group_size = 32
+
+    def format(self, out_features: int, in_features: int) -> Dense:  # noqa: ARG002
+        check_groups(self._group_size, in_features)
+        return DENSE
+
+    def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
+        yield StoredTensor("weight", (out_features, in_features), ("F8_E4M3",))
+        yield StoredTensor("weight_scale", (out_features, in_features // self._group_size), ("U8",))
+
+    def repack(self, tensors: NamedTensors) -> NamedTensors:
+        weight, scale = finite(tensors, "weight"), powers_of_two(tensors, "weight_scale")
+        groups = torch.unflatten(weight, 1, (-1, self._group_size))
+        return {"weight": (groups * scale.unsqueeze(-1)).flatten(1)}
+
+
+def powers_of_two(tensors: NamedTensors, suffix: str) -> Tensor:
+    """The float32 numbers of bytes in E8M0.
+
+    Raises:
+        BadTensor: one is not a number.
+    """
+    exponents = tensors[suffix]
+    if bool((exponents == _NOT_A_SCALE).any()):
+        raise BadTensor(suffix, "has values that are not finite")
+    # The byte is the exponent of a float32, too, except that 2^-127 is denormal there.
+    return torch.where(exponents == 0, 1 << 22, exponents.int() << 23).view(torch.float32)
+
+
+def compressed_storages(fields: Fields) -> Storages:
+    """The storages of `quant_method` compressed-tensors: the groups of `config_groups` have names as targets.
+
+    Activations are quantized row by row as they come, so that scales stored for them are not read.
+
+    Raises:
+        CheckpointError: naming the field that is missing, malformed or not supported.
+    """
+    _refuse_the_unsupported(fields)
+    groups = fields.nested("config_groups")
+    if not groups.names():
+        raise CheckpointError(f"{fields.source}: config_groups is missing")
+    default = fields.text("format", "")
+    schemes = {
+        target: storage
+        for group in (groups.nested(name) for name in groups.names())
+        for storage in [_storage(group, default)]
+        for target in group.strings("targets")
+    }
+    # As the library has it: a name goes before a pattern, which goes before a class.
+    by_name = [(_named(target, fields), schemes[target]) for target in sorted(schemes, key=_precedence)]
+    ignored = [_named(entry, fields) for entry in fields.strings("ignore")]
+    ignored_classes = fields.strings("ignore")
+
+    def storage(name: str) -> Storage:
+        kind = "Embedding" if name == EMBEDDING else "Linear"
+        if kind in ignored_classes or any(is_meant(name) for is_meant in ignored):
+            return PLAIN
+        named = next((storage for is_meant, storage in by_name if is_meant(name)), None)
+        return named or schemes.get(kind, PLAIN)
+
+    return storage
+
+
+def _refuse_the_unsupported(fields: Fields) -> None:
+    sparsity = fields.nested("sparsity_config")
+    text_among(sparsity, "format", "dense", default="dense")
+    if fields.nested("transform_config").nested("config_groups").names():
+        raise CheckpointError(f"{fields.source}: transform_config is not supported")
+
+
+def _precedence(target: str) -> tuple[bool, str]:
+    return target.startswith("re:"), target
+
+
+def _named(target: str, fields: Fields) -> IsMeant:
+    """Whether a target means a linear map by its name."""
+    if not target.startswith("re:"):
+        return lambda name: name == target
+    pattern = regular_expression(target.removeprefix("re:"), fields.source)
+    return lambda name: pattern.match(name) is not None
+
+
+def _storage(group: Fields, default_format: str) -> Storage:
+    """The storage of one of config_groups."""
+    format = group.text("format", default_format)
+    if format == "dense" or not group.has("weights"):
+        return PLAIN
+    weights = group.nested("weights")
+    kind, bits = weights.text("type", "int"), weights.integer("num_bits", 8)
+    match kind, format:
+        case "int", "pack-quantized" | "int-quantized" | "naive-quantized":
+            return _integers(weights, is_packed=format == "pack-quantized")
+        case "float", "float-quantized" | "naive-quantized" if bits == 8:
+            return StoredFloat8(_scaling(weights))
+        case "float", "nvfp4-pack-quantized" if bits == 4:
+            return CompressedFloat4(is_nv=True)
+        case "float", "mxfp4-pack-quantized" if bits == 4:
+            return CompressedFloat4(is_nv=False)
+        case "float", "mxfp8-quantized" if bits == 8:
+            return CompressedMxFloat8()
+    raise CheckpointError(
+        f"{group.source}: format {format or 'null'} with weights of type {kind}, {bits} bits, is not supported"
+    )
+
+
+def _integers(weights: Fields, is_packed: bool) -> CompressedIntegers:
+    strategy = _strategy(weights, "tensor", "channel", "group")
+    return CompressedIntegers(
+        integer_among(weights, "num_bits", 4, 8),
+        weights.size("group_size") if strategy == "group" else None,
+        is_packed,
+        symmetric=weights.flag("symmetric", True),
+        act_order=weights.text("actorder", "") in ("group", "dynamic"),
+        one_scale=strategy == "tensor",
+    )
+
+
+def _scaling(weights: Fields) -> Scaling:
+    if not weights.flag("symmetric", True):
+        raise CheckpointError(f"{weights.source}: symmetric false is not supported with floats")
+    strategy = _strategy(weights, "tensor", "channel", "block")
+    block = weights.integers("block_structure")
+    if strategy == "block" and block != (BLOCK, BLOCK):
+        raise CheckpointError(
+            f"{weights.source}: block_structure {list(block)} is not supported; only [{BLOCK}, {BLOCK}] is"
+        )
+    return {"tensor": Scaling.TENSOR, "channel": Scaling.ROW, "block": Scaling.BLOCK}[strategy]
+
+
+def _strategy(weights: Fields, *allowed: str) -> str:
+    """The entry `strategy`, or what follows from the group size if it is missing."""
+    size = weights.optional_integer("group_size")
+    default = "tensor" if size is None else "channel" if size == -1 else "group"
+    return text_among(weights, "strategy", *allowed, default=default)

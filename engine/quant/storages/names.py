@@ -1,0 +1,59 @@
+"""Which linear maps a quantization_config means: lists of names, of parts of names and of regular expressions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+
+from engine.errors import CheckpointError
+from engine.fields import Fields
+from engine.quant.storage import PLAIN, Storage, Storages
+
+EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"
+
+IsMeant = Callable[[str], bool]
+"""Whether a linear map, given by its full name, is among those that are meant."""
+
+
+def all_but(storage: Storage, is_excluded: IsMeant) -> Storages:
+    """The storages of a checkpoint that has one for all linear maps but the excluded ones."""
+    return lambda name: PLAIN if is_excluded(name) else storage
+
+
+def excluded(fields: Fields, *lists: str) -> IsMeant:
+    """The linear maps that the first list that is there excludes; without one, that is the output head.
+
+    An embedding is excluded in any case. The meaning of an entry differs between the programs that write it, and
+    it counts as each of them takes it: a regular expression that the name starts with, an end of the name, or some of
+    its components.
+
+    Raises:
+        CheckpointError: an entry is no regular expression.
+    """
+    listed = next((name for name in lists if fields.has(name)), None)
+    entries = [LM_HEAD] if listed is None else fields.strings(listed)
+    starts = [regular_expression(rf"(?:{entry})(?:\.|$)", f"{fields.source}: {listed}") for entry in entries]
+
+    def is_excluded(name: str) -> bool:
+        return name == EMBEDDING or any(
+            start.match(name) or name.endswith(entry) or f".{entry}." in f".{name}."
+            for start, entry in zip(starts, entries, strict=True)
+        )
+
+    return is_excluded
+
+
+def regular_expression(pattern: str, source: str) -> re.Pattern[str]:
+    """The compiled pattern.
+
+    Raises:
+        CheckpointError: it is no regular expression.
+    """
+    try:
+        return _compiled(pattern)
+    except (re.error, RecursionError, OverflowError):
+        raise CheckpointError(f"{source} has a malformed regular expression: {pattern!r:.60}") from None
+
+
+_compiled = lru_cache(re.compile)

@@ -1,0 +1,194 @@
+"""Checkpoints that transformers writes of models quantized by torchao, in safetensors.
+
+A tensor subclass is stored as its inner tensors: the `qdata` of `q_proj.weight` is `q_proj._weight_qdata`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from engine.errors import CheckpointError
+from engine.fields import Fields
+from engine.quant.float8 import BLOCK, Scaling
+from engine.quant.formats import NamedTensors
+from engine.quant.integers import Integers
+from engine.quant.storage import FLOATS, PLAIN, BadTensor, Storage, Storages, StoredTensor
+from engine.quant.storages.float8 import StoredFloat8
+from engine.quant.storages.names import EMBEDDING, LM_HEAD, all_but, excluded, regular_expression
+from engine.quant.storages.packing import (
+    check_zeros,
+    finite,
+    integers_format,
+    text_among,
+    to_integers,
+    unpack_nibbles,
+)
+
+_WEIGHT, _SCALE, _ZERO, _INPUT_SCALE = (
+    f"_weight_{name}" for name in ("qdata", "scale", "zero_point", "act_pre_scale")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AoIntegers:
+    """Signed integers, one in a byte (Int8Tensor, IntxUnpackedToInt8Tensor): the weight is (q - zero) * scale.
+
+    qdata: [out, in] int8
+    scale: [out, groups], or [1, 1] for the whole weight
+    zero_point: as scale, int8
+    """
+
+    bits: int
+    group_size: int | None
+    symmetric: bool = True
+    one_scale: bool = False
+    """Whether all rows share a scale."""
+
+    @property
+    def name(self) -> str:
+        return f"torchao, int{self.bits}"
+
+    def format(self, out_features: int, in_features: int) -> Integers:  # noqa: ARG002
+        return integers_format(self.bits, self.group_size, in_features, has_offset=not self.symmetric)
+
+    def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
+        num_groups = in_features // self.format(out_features, in_features).group_size
+        scales = (1, 1) if self.one_scale else (out_features, num_groups)
+        yield StoredTensor(_WEIGHT, (out_features, in_features), ("I8",))
+        yield StoredTensor(_SCALE, scales, FLOATS, loose=True)
+        yield StoredTensor(_ZERO, scales, ("I8",), optional=self.symmetric, loose=True)
+
+    def repack(self, tensors: NamedTensors) -> NamedTensors:
+        codes, lowest = tensors[_WEIGHT], -(1 << (self.bits - 1))
+        if self.bits == 4 and bool((codes.clamp(-8, 7) != codes).any()):
+            raise BadTensor(_WEIGHT, "has numbers that are no 4-bit integers")
+        format = self.format(*codes.shape)
+        shape = (1 if self.one_scale else codes.shape[0], codes.shape[1] // format.group_size)
+        zeros = tensors.get(_ZERO)
+        if self.symmetric and zeros is not None:
+            check_zeros(zeros, 0, _ZERO)
+        scale = finite(tensors, _SCALE).reshape(shape)
+        zeros = None if self.symmetric or zeros is None else zeros.reshape(shape)
+        return to_integers(format, codes, scale, zeros, lowest=lowest)
+
+
+@dataclass(frozen=True, slots=True)
+class AoInt4:
+    """Signed integers of 4 bits, two in a byte, the lower bits first (Int4Tensor): the weight is q * scale + zero.
+
+    qdata: [out, in / 2] bytes
+    scale, zero_point: [groups, out]
+    """
+
+    group_size: int
+    name = "torchao, int4"
+
+    def format(self, out_features: int, in_features: int) -> Integers:  # noqa: ARG002
+        return integers_format(4, self.group_size, in_features, has_offset=True)
+
+    def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
+        num_groups = in_features // self.format(out_features, in_features).group_size
+        yield StoredTensor(_WEIGHT, (out_features, in_features // 2), ("I8", "U8"))
+        yield StoredTensor(_SCALE, (num_groups, out_features))
+        yield StoredTensor(_ZERO, (num_groups, out_features))
+        yield StoredTensor(_INPUT_SCALE, (None,), optional=True)
+
+    def repack(self, tensors: NamedTensors) -> NamedTensors:
+        if _INPUT_SCALE in tensors:
+            raise BadTensor(_INPUT_SCALE, "scales activations, which is not supported")
+        scale, zero = finite(tensors, _SCALE).T, finite(tensors, _ZERO).T
+        codes = unpack_nibbles(tensors[_WEIGHT].view(torch.uint8)) ^ 8  # from 0 on
+        format = self.format(*codes.shape)
+        return to_integers(format, codes, scale) | {"offset": zero - 8 * scale}
+
+
+def torchao_storages(fields: Fields) -> Storages:
+    """The storages of `quant_method` torchao.
+
+    Raises:
+        CheckpointError: naming the field that is missing, malformed or not supported.
+    """
+    config = fields.nested("quant_type").nested("default")
+    has_many = config.text("_type") in ("FqnToConfig", "ModuleFqnToConfig")
+    storages = _by_name(config.nested("_data")) if has_many else all_but(_storage(config), lambda _: False)
+    is_excluded = excluded(fields, "modules_to_not_convert")
+    included = (EMBEDDING, LM_HEAD) if fields.flag("include_input_output_embeddings") else ()
+    return lambda name: PLAIN if is_excluded(name) and name not in included else storages(name)
+
+
+def _by_name(data: Fields) -> Storages:
+    """A storage for each name, for each pattern, and for what is left."""
+    configs = data.nested("fqn_to_config" if data.has("fqn_to_config") else "module_fqn_to_config")
+    storages = {
+        name: _storage(configs.nested(name)) if configs.has(name) else PLAIN for name in configs.names()
+    }
+    patterns = [
+        (regular_expression(name.removeprefix("re:"), configs.source).fullmatch, storage)
+        for name, storage in storages.items()
+        if name.startswith("re:")
+    ]
+
+    def storage(name: str) -> Storage:
+        own = storages.get(name) or storages.get(f"{name}.weight")
+        by_pattern = (storage for matches, storage in patterns if matches(name) or matches(f"{name}.weight"))
+        return own or next(by_pattern, None) or storages.get("_default", PLAIN)
+
+    return storage
+
+
+def _storage(config: Fields) -> Storage:
+    """The storage that a config object of torchao stands for."""
+    kind, data = config.text("_type"), config.nested("_data")
+    match kind:
+        case "Int8WeightOnlyConfig" | "Int8DynamicActivationInt8WeightConfig":
+            size, one_scale = _groups(data.last_nested("granularity"))
+            return AoIntegers(8, size, one_scale=one_scale)
+        case "IntxWeightOnlyConfig":
+            return _unpacked(data, "")
+        case "Int8DynamicActivationIntxWeightConfig":
+            return _unpacked(data, "weight_")
+        case "Int4WeightOnlyConfig":
+            text_among(data.nested("int4_packing_format"), "_data", "plain", default="plain")
+            return AoInt4(data.size("group_size", 128))
+        case "Float8WeightOnlyConfig" | "Float8DynamicActivationFloat8WeightConfig":
+            text_among(data.nested("weight_dtype"), "_data", "float8_e4m3fn", default="float8_e4m3fn")
+            return StoredFloat8(_scaling(data.last_nested("granularity")), _WEIGHT, _SCALE)
+    raise CheckpointError(f"{config.source}: {kind} is not supported")
+
+
+def _unpacked(data: Fields, prefix: str) -> AoIntegers:
+    """Integers of few bits, one in a byte."""
+    text_among(data.nested("intx_packing_format"), "_data", "unpacked_to_int8", default="unpacked_to_int8")
+    dtype = text_among(data.nested("weight_dtype"), "_data", "int4", "int8")
+    mapping = data.nested(f"{prefix}mapping_type").text("_data", "SYMMETRIC")
+    size, one_scale = _groups(data.nested(f"{prefix}granularity"))
+    return AoIntegers(4 if dtype == "int4" else 8, size, mapping == "SYMMETRIC", one_scale)
+
+
+def _groups(granularity: Fields) -> tuple[int | None, bool]:
+    """The inputs that share a scale, None standing for a row, and whether all rows share one."""
+    kind = _kind(granularity, "PerRow", "PerAxis", "PerGroup", "PerTensor")
+    size = granularity.nested("_data").size("group_size") if kind == "PerGroup" else None
+    return size, kind == "PerTensor"
+
+
+def _scaling(granularity: Fields) -> Scaling:
+    match _kind(granularity, "PerRow", "PerTensor", "PerBlock"):
+        case "PerRow":
+            return Scaling.ROW
+        case "PerTensor":
+            return Scaling.TENSOR
+    sizes = granularity.nested("_data")
+    if sizes.integers("block_size") != (BLOCK, BLOCK):
+        raise CheckpointError(f"{sizes.source}: block_size is not supported; only [{BLOCK}, {BLOCK}] is")
+    return Scaling.BLOCK
+
+
+def _kind(granularity: Fields, *allowed: str) -> str:
+    kind = granularity.text("_type", "PerRow")
+    if kind not in allowed:
+        raise CheckpointError(f"{granularity.source}: {kind} is not supported; only {', '.join(allowed)} are")
+    return kind

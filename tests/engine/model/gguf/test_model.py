@@ -1,0 +1,335 @@
+"""Models of GGUF files: their configs and weights are those of the directories they were made from.
+
+Dequantised by the `gguf` library, the weights of a file are a checkpoint that transformers runs: the oracle of logits.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.execution.loader import load_model
+from engine.fields import Fields
+from engine.kernels.batch import Batch, blank_batch
+from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
+from engine.kernels.ops import Kernels, reference_kernels
+from engine.model.checkpoint import read_config, read_generation_defaults
+from engine.model.config import GenerationDefaults, LoadOptions
+from engine.model.files import open_files
+from engine.model.parameters import GatedMlp
+from engine.model.transformer import make_decoder
+from engine.model.weights import check_tensors, load_weights, make_recipe
+from engine.quant.integers import Integers
+from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors
+from tests.engine.gguf_files import ggml_name, same, write_gguf
+
+CPU = torch.device("cpu")
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_hidden_layers": 2}
+"""Rows of whole blocks of 256."""
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "rope_scaling": None}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+    "llama, linear rope": ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+    "qwen2, own head": ("qwen2", {"tie_word_embeddings": False}),
+}
+
+
+def like_q4_k_m(name: str) -> str:
+    """The mix of types that most files have: some of v and down in Q6_K, and the head."""
+    return "Q6_K" if "attn_v" in name or "ffn_down" in name or name == "output.weight" else "Q4_K"
+
+
+def make_kernels(*, unpacked: bool) -> Kernels:
+    """torch's, with linear maps that multiply with what the integers stand for, or with the integers."""
+    kernels = reference_kernels(CPU, torch.float32)
+
+    def linear(tensors: Any, format: Any, bias: Tensor | None, *, gated: bool = False) -> Linear:  # noqa: ARG001
+        return DenseLinear(format.unpack(tensors).float(), bias)
+
+    return replace(kernels, linear=linear) if unpacked else kernels
+
+
+# Configs
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_config_is_that_of_the_directory(variant: str, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    folder = make_checkpoint(family, tmp_path, **overrides)
+    expected = read_config(folder)
+    found = read_config(write_gguf(folder, tmp_path / "model.gguf"))
+    if expected.rope.scaling == "llama3":
+        assert found.rope.scaling == "factors"
+        expected = replace(expected, rope=found.rope)
+    architecture = expected.architecture.replace("Mistral", "Llama")
+    assert found == replace(expected, architecture=architecture, rms_norm_eps=pytest.approx(1e-5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("type", "dtype"), [("F32", "float32"), ("F16", "float16"), ("BF16", "bfloat16")])
+def test_the_type_of_a_model_is_that_of_its_matrices(type: str, dtype: str, tmp_path: Path) -> None:
+    path = write_gguf(make_checkpoint("llama", tmp_path), tmp_path / "model.gguf", same(type))
+    config = read_config(path)
+    assert (config.dtype, config.quantization) == (dtype, None)
+
+
+def test_ends_are_all_that_the_file_names_or_that_are_known_to_end_a_turn(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+
+    def ends(**entries: Any) -> tuple[int, ...]:
+        return read_config(write_gguf(folder, tmp_path / "model.gguf", **entries)).eos_token_ids
+
+    end = 1  # <|end|>
+    assert ends() == (end,)
+    assert ends(tokenizer__ggml__eos_token_id=7) == (7, end)
+    assert ends(tokenizer__ggml__eot_token_id=8, tokenizer__ggml__eom_token_id=9) == (end, 8, 9)
+    assert ends(tokenizer__ggml__eot_token_id=512) == (end,)
+    assert ends(tokenizer__ggml__eos_token_id=None, tokenizer__ggml__token_type=[1] * 512) == ()
+
+
+def test_recommended_sampling_is_read(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path)
+    sampling = {"temp": 0.5, "top_p": 0.75, "top_k": 20, "min_p": 0.125, "penalty_repeat": 1.5}
+    entries = {f"general__sampling__{name}": value for name, value in sampling.items()}
+    path = write_gguf(folder, tmp_path / "model.gguf", **entries)  # type: ignore[arg-type]
+    assert read_generation_defaults(path) == GenerationDefaults(
+        temperature=0.5, top_p=0.75, top_k=20, min_p=0.125, repetition_penalty=1.5
+    )
+    assert read_generation_defaults(write_gguf(folder, tmp_path / "model.gguf")) == GenerationDefaults()
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        (
+            {"general__architecture": "gemma3"},
+            "general.architecture 'gemma3' is not supported; supported are llama",
+        ),
+        ({"llama__expert_count": 8}, "llama.expert_count: mixtures of experts are not supported"),
+        ({"llama__block_count": None}, "llama.block_count is missing"),
+        ({"llama__embedding_length": "many"}, "llama.embedding_length must be a whole number, not 'many'"),
+        ({"llama__attention__head_count": [4, 4]}, "llama.attention.head_count must be a whole number"),
+        ({"llama__attention__head_count_kv": 3}, "4 heads cannot share 3 key-value heads"),
+        ({"llama__attention__layer_norm_rms_epsilon": None}, "layer_norm_rms_epsilon is missing"),
+        ({"llama__context_length": 2**31}, "llama.context_length must be between 1 and"),
+        ({"llama__rope__dimension_count": 8}, "llama.rope.dimension_count is 8, and only heads .* all 16"),
+        (
+            {"llama__rope__scaling__type": "yarn"},
+            "llama.rope.scaling.type 'yarn' is not supported; .* none and linear",
+        ),
+        ({"llama__rope__scaling__type": "linear"}, "'linear' is not supported beside rope_freqs.weight"),
+        ({"llama__attention__scale": 0.5}, "llama.attention.scale is not supported"),
+        ({"tokenizer__ggml__tokens": None}, "tokenizer.ggml.tokens is missing"),
+        (
+            {"llama__block_count": 4},
+            r"tensor blk\.3\.attn_norm\.weight is missing; the metadata says num_hidden_layers 4",
+        ),
+        (
+            {"llama__feed_forward_length": 96},
+            r"blk\.0\.ffn_gate\.weight has shape \[112, 64\], and the metadata says",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_one_line(
+    tmp_path: Path, entries: dict[str, Any], said: str
+) -> None:
+    path = write_gguf(make_checkpoint("llama", tmp_path), tmp_path / "model.gguf", **entries)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        check_tensors(read_config(path), open_files(path))
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_factors_of_the_frequencies_are_finite_and_as_many_as_there_are(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, num_hidden_layers=1)
+    path = write_gguf(folder, tmp_path / "model.gguf")
+    content = bytearray(path.read_bytes())
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "rope_freqs.weight")
+    content[tensor.data_offset : tensor.data_offset + 4] = np.float32("nan").tobytes()
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight has a factor that is not finite"):
+        read_config(path)
+    wide = write_gguf(
+        folder, tmp_path / "model.gguf", llama__attention__key_length=32, llama__rope__dimension_count=32
+    )
+    with pytest.raises(
+        CheckpointError, match=r"rope_freqs\.weight is F32 of shape \[8\], and it must be F32 of shape \[16\]"
+    ):
+        read_config(wide)
+
+
+def test_a_type_that_is_not_supported_is_named_with_its_tensor(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, **WIDE)
+    path = write_gguf(folder, tmp_path / "model.gguf", lambda name: "TQ1_0" if "0.ffn_up" in name else "Q8_0")
+    with pytest.raises(
+        CheckpointError, match=r"blk\.0\.ffn_up\.weight is TQ1_0, which is not supported; supported are F32"
+    ):
+        read_config(path)
+
+
+def test_a_scale_that_is_not_finite_is_named_with_its_tensor(tmp_path: Path) -> None:
+    path = write_gguf(
+        make_checkpoint("qwen2", tmp_path, intermediate_size=128), tmp_path / "model.gguf", same("Q8_0")
+    )
+    content = bytearray(path.read_bytes())
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.0.attn_v.weight")
+    content[tensor.data_offset : tensor.data_offset + 2] = np.float16("inf").tobytes()
+    path.write_bytes(content)
+    said = rf"^{path}: blk\.0\.attn_v\.weight has scales that are not finite$"
+    with pytest.raises(CheckpointError, match=said):
+        load_model(path, LoadOptions(device="cpu", num_blocks=8), lambda _: None, lambda *_: None)
+
+
+def test_types_that_no_kernel_multiplies_together_are_named(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen2", tmp_path, intermediate_size=128)
+    path = write_gguf(folder, tmp_path / "model.gguf", lambda name: "F16" if "attn_v" in name else "Q8_0")
+    with pytest.raises(CheckpointError, match=r"v_proj is stored as dense and .*q_proj as Q8_0"):
+        load_model(path, LoadOptions(device="cpu", num_blocks=8), lambda _: None, lambda *_: None)
+
+
+def test_what_is_quantized_is_not_quantized_again(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, intermediate_size=128)
+    options = LoadOptions(quantize="int8")
+    quantized = read_config(write_gguf(folder, tmp_path / "model.gguf", same("Q8_0")))
+    with pytest.raises(
+        CheckpointError, match="--quantize int8: the checkpoint is quantized already, quant_method gguf"
+    ):
+        make_recipe(quantized, options)
+    assert make_recipe(read_config(write_gguf(folder, tmp_path / "model.gguf")), options).quantization
+
+
+# Weights
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_tensors_are_those_of_the_directory(variant: str, num_parts: int, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    folder = make_checkpoint(family, tmp_path, **overrides)
+    expected, found = (
+        open_files(folder),
+        open_files(write_gguf(folder, tmp_path / "model.gguf", num_parts=num_parts)),
+    )
+    assert found.entries.keys() == expected.entries.keys()
+    for name in expected.entries:
+        assert torch.equal(found.read(name), expected.read(name)), name
+        assert found.own_name(name) == ggml_name(name)
+
+
+@pytest.mark.parametrize(
+    ("family", "types"),
+    [
+        ("llama", same("Q8_0")), ("mistral", like_q4_k_m), ("qwen2", like_q4_k_m), ("qwen3", same("Q5_K")),
+        ("llama", same("Q4_0")), ("qwen2", same("Q6_K")), ("qwen3", same("Q5_1")), ("mistral", same("BF16")),
+    ],
+)  # fmt: skip
+def test_logits_are_those_of_transformers_on_the_dequantised_weights(
+    family: str, types: Any, tmp_path: Path
+) -> None:
+    folder = make_checkpoint(family, tmp_path, **WIDE)
+    path = write_gguf(folder, tmp_path / "model.gguf", types)
+    dequantised = {tensor.name: _dequantise(tensor) for tensor in gguf.GGUFReader(path).tensors}
+    config = json.loads((folder / "config.json").read_text())
+    names = list(open_files(folder).entries)
+    save_tensors(folder, {name: _as_torch(name, dequantised[ggml_name(name)], config) for name in names})
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.randint(3, 300, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = oracle(ids).logits[0]
+    found = _logits(path, ids[0], unpacked=True)
+    assert torch.allclose(found, expected, atol=2e-4 * float(expected.abs().max()))
+    if read_config(path).quantization is not None:
+        rounded = _logits(path, ids[0], unpacked=False)  # activations have 8 bits
+        assert float((rounded - expected).norm() / expected.norm()) < 0.05
+
+
+def test_a_tied_head_multiplies_with_the_integers_of_the_embedding(tmp_path: Path) -> None:
+    path = write_gguf(make_checkpoint("qwen2", tmp_path, **WIDE), tmp_path / "model.gguf", like_q4_k_m)
+    config, files = read_config(path), open_files(path)
+    recipe = make_recipe(config, LoadOptions())
+    weights = load_weights(config, files, make_kernels(unpacked=False), lambda *_: None, recipe)
+    assert isinstance(weights.lm_head, IntegerLinear)
+    assert not weights.is_tied
+    dequantised = next(t for t in gguf.GGUFReader(path).tensors if t.name == "token_embd.weight")
+    assert torch.equal(weights.embedding, _dequantise(dequantised))
+    unpacked = load_weights(config, files, make_kernels(unpacked=True), lambda *_: None, recipe).lm_head
+    assert isinstance(unpacked, DenseLinear)
+    assert torch.equal(unpacked.weight, weights.embedding)
+
+
+def test_parts_of_different_types_are_fused_in_their_common_format(tmp_path: Path) -> None:
+    path = write_gguf(make_checkpoint("qwen2", tmp_path, **WIDE), tmp_path / "model.gguf", like_q4_k_m)
+    config, files = read_config(path), open_files(path)
+    formats: list[Any] = []
+    kernels = make_kernels(unpacked=True)
+
+    def linear(tensors: Any, format: Any, bias: Tensor | None, *, gated: bool = False) -> Linear:
+        formats.append(format)
+        return kernels.linear(tensors, format, bias, gated=gated)
+
+    recipe = make_recipe(config, LoadOptions())
+    weights = load_weights(config, files, replace(kernels, linear=linear), lambda *_: None, recipe)
+    head, qkv, o, gate_up, down = formats[:5]
+    assert qkv == Integers(8, 16, has_offset=True)
+    assert head == o == gate_up == Integers(4, 32, has_offset=True)
+    assert down == Integers(8, 16)
+    found = weights.layers[0].qkv
+    assert isinstance(found, DenseLinear)
+    read = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    expected = torch.cat([_dequantise(read[f"blk.0.attn_{part}.weight"]) for part in "qkv"])
+    assert torch.allclose(found.weight, expected, rtol=1e-6)
+    feed_forward = weights.layers[0].feed_forward
+    assert isinstance(feed_forward, GatedMlp)
+
+
+def _dequantise(tensor: gguf.ReaderTensor) -> Tensor:
+    return torch.from_numpy(np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type)))
+
+
+def _as_torch(name: str, tensor: Tensor, config: dict[str, Any]) -> Tensor:
+    """The tensor of a directory: row 2i of a head of llama's queries and keys becomes row i, row 2i + 1 the i-th after
+    half of them."""
+    kind = name.split(".")[-2]
+    if config["model_type"] not in ("llama", "mistral") or kind not in ("q_proj", "k_proj"):
+        return tensor
+    heads = torch.arange(len(tensor)).view(-1, config["head_dim"])
+    return tensor[torch.cat([heads[:, 0::2], heads[:, 1::2]], 1).flatten()]
+
+
+def _logits(path: Path, ids: Tensor, *, unpacked: bool) -> Tensor:
+    config, kernels = read_config(path), make_kernels(unpacked=unpacked)
+    recipe = make_recipe(config, LoadOptions())
+    weights = load_weights(config, open_files(path), kernels, lambda *_: None, recipe)
+    kv = KVCache(KVShape.of(config, 16), 8, torch.float32, CPU)
+    with torch.inference_mode():
+        return weights.lm_head(make_decoder(config, weights, kernels, kv, 64)(_whole(ids)))
+
+
+def _whole(ids: Tensor) -> Batch:
+    """A step that computes a whole sequence and wants the hidden states of all its tokens."""
+    blocks = torch.arange(1, 2 + len(ids) // 16, dtype=torch.int32)
+    batch = blank_batch([len(ids)], [len(ids)], blocks.unsqueeze(0))
+    batch.token_ids = ids.int()
+    batch.sample_rows = torch.arange(len(ids), dtype=torch.int32)
+    return batch
+
+
+def test_fields_have_lists_of_numbers() -> None:
+    fields = Fields("x", {"good": [1, 0.5], "bad": [1, "2"], "worse": [float("nan")], "bool": [True]})
+    assert fields.numbers("good") == [1, 0.5]
+    assert fields.numbers("none") == []
+    for name in ("bad", "worse", "bool"):
+        with pytest.raises(CheckpointError, match=f"x: {name} must be a list of numbers"):
+            fields.numbers(name)

@@ -1,0 +1,297 @@
+"""Tokenizers from metadata: they give the ids of the tokenizer.json that the file was made from.
+
+The tokenizers of `PRE` are put together as Hugging Face's own are, of the pre-tokenizers that these are published with.
+SentencePiece's is compared with a plain version of its algorithm.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from engine.errors import CheckpointError
+from engine.model.checkpoint import read_tokenizer
+from engine.planning.tokenizer import Tokenizer
+from tests.engine.checkpoints import (
+    BOS,
+    CHAT_TEMPLATE,
+    EOS,
+    PAD,
+    ROLES,
+    SPECIAL_TOKENS,
+    metaspace_tokenizer,
+    training_text,
+    write_tokenizer,
+)
+from tests.engine.gguf_files import tokenizer_metadata, write_file
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def split(pattern: str) -> Any:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+PRE: dict[str, tuple[Any, dict[str, Any]]] = {
+    "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), {}),
+    "smollm": (
+        pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        ),
+        {},
+    ),
+    "llama-bpe": (split(LLAMA3), {"ignore_merges": True}),
+    "qwen2": (split(LLAMA3.replace("{1,3}", "")), {"normalizer": normalizers.NFC()}),
+    "tekken": (split(TEKKEN), {"ignore_merges": True}),
+}
+
+WORDS = [
+    "the river", "water's", "WE'LL", "I'd", "'S", "12345", "٣٤", "½", "x1", " ", "  ", "\n", "\r\n", "\t", " \n ", "!",
+    "...", "--\n", "/", "naïve", "cafe\u0301", "水車", "발전", "😀", "👩‍👩‍👧", "ǅ", "HTTPServer", "\u00a0", "a", "_",
+    "$", BOS, EOS, *ROLES, "<|", "|>", "\x00",
+]  # fmt: skip
+TEXTS = st.text() | st.lists(st.sampled_from(WORDS), max_size=12).map("".join)
+
+
+def trained(pre: str) -> tokenizers.Tokenizer:
+    splitter, options = PRE[pre]
+    made = tokenizers.Tokenizer(models.BPE(ignore_merges=options.get("ignore_merges", False)))
+    if "normalizer" in options:
+        made.normalizer = options["normalizer"]
+    made.pre_tokenizer, made.decoder = splitter, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([*training_text(), *WORDS * 4], trainer)
+    made.post_processor = processors.TemplateProcessing(f"{BOS} $A", None, [(BOS, 0)])
+    return made
+
+
+def make_file(made: tokenizers.Tokenizer, folder: Path, pre: str | None = "gpt-2", **entries: object) -> Path:
+    """A file without tensors. Entries replace those of tokenizer.ggml; None leaves one out."""
+    write_tokenizer(folder, made)
+    (folder / "config.json").write_text(json.dumps({"vocab_size": made.get_vocab_size()}))
+    own = {name if "." in name else f"tokenizer.ggml.{name}": value for name, value in entries.items()}
+    write_file(folder / "model.gguf", {**tokenizer_metadata(folder, pre), **own}, {}, lambda _: "F32")
+    return folder / "model.gguf"
+
+
+def read(made: tokenizers.Tokenizer, pre: str | None = "gpt-2", **entries: object) -> Tokenizer:
+    with TemporaryDirectory() as name:
+        return read_tokenizer(make_file(made, Path(name), pre, **entries))
+
+
+@cache
+def pair(pre: str) -> tuple[Tokenizer, Tokenizer]:
+    """The tokenizer of a file, and that of the tokenizer.json it was made from."""
+    made = trained(pre)
+    return read(made, pre), Tokenizer(made.to_str(), {"bos_token": BOS, "eos_token": EOS, "pad_token": PAD})
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("pre", PRE)
+@settings(max_examples=150)
+@given(text=TEXTS)
+@example("The river's 12345 \n\n  x1 WE'LL ǅ")
+def test_ids_are_those_of_the_tokenizer_it_came_from(pre: str, text: str) -> None:
+    found, expected = pair(pre)
+    for parse_special in (False, True):
+        ids = found.encode(text, parse_special=parse_special, add_special=True)
+        assert ids == expected.encode(text, parse_special=parse_special, add_special=True)
+    ids = found.encode(text)
+    assert found.decode(ids) == expected.decode(ids)
+    if pre != "qwen2":  # which composes characters
+        assert found.decode(ids) == text
+    assert [found.token_bytes(i) for i in ids] == [expected.token_bytes(i) for i in ids]
+
+
+@pytest.mark.parametrize("pre", PRE)
+def test_what_else_is_known_of_a_tokenizer_is_the_same(pre: str) -> None:
+    found, expected = pair(pre)
+    assert found.is_byte_level
+    assert found.vocab_size == expected.vocab_size
+    assert found.special_ids == expected.special_ids == frozenset(range(len(SPECIAL_TOKENS)))
+    assert found.special_tokens == expected.special_tokens
+    assert found.chat_template == CHAT_TEMPLATE
+
+
+def test_the_default_cuts_words_from_punctuation_and_digits_into_threes() -> None:
+    """llama.cpp's default for files that do not name what cuts their texts. No tokenizer.json is like it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {
+        token: i
+        for i, token in enumerate([*SPECIAL_TOKENS, *alphabet, "++", "12", "123", "45", "1234", "a+", "+1"])
+    }
+    merges = [("+", "+"), ("1", "2"), ("12", "3"), ("4", "5"), ("123", "4"), ("a", "+"), ("+", "1")]
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(SPECIAL_TOKENS))
+    for pre in ("default", None):
+        found = read(made, pre)
+        assert [found.token_bytes(i) for i in found.encode("a++12345")] == [b"a", b"++", b"123", b"45"]
+
+
+# SentencePiece
+
+
+def sentence_piece(vocabulary: dict[str, int], scores: dict[str, float], text: str) -> list[int]:
+    """SentencePiece's BPE: of all neighbours that make a token, the best are merged, leftmost first."""
+    pieces = list("▁" + text.replace(" ", "▁"))
+    while True:
+        merged = [
+            (-scores[left + right], i)
+            for i, (left, right) in enumerate(pairwise(pieces))
+            if left + right in scores
+        ]
+        if not merged:
+            break
+        _, i = min(merged)
+        pieces[i : i + 2] = [pieces[i] + pieces[i + 1]]
+    return [
+        id
+        for piece in pieces
+        for id in (
+            [vocabulary[piece]]
+            if piece in vocabulary
+            else [vocabulary[f"<0x{byte:02X}>"] for byte in piece.encode()]
+        )
+    ]
+
+
+@cache
+def pieces() -> tuple[Tokenizer, dict[str, int], dict[str, float]]:
+    made = metaspace_tokenizer()
+    content = json.loads(made.to_str())
+    merges = {left + right: float(-i) for i, (left, right) in enumerate(content["model"]["merges"])}
+    ordinary = {
+        token
+        for token in made.get_vocab()
+        if token not in (*SPECIAL_TOKENS, "<unk>") and not token.startswith("<0x")
+    }
+    scores = {token: merges.get(token, -1e6) for token in ordinary}
+    return read(made), made.get_vocab(), scores
+
+
+@settings(max_examples=300)
+@given(text=TEXTS.map(lambda text: text.replace("▁", " ")))
+@example("the the  river runs")
+@example("<s> <unk> <0x41>")
+def test_pieces_are_those_that_sentence_piece_merges(text: str) -> None:
+    found, vocabulary, scores = pieces()
+    if not any(token in text for token in (*SPECIAL_TOKENS, "<unk>")):
+        expected = sentence_piece(vocabulary, scores, text) if text else []
+        assert found.encode(text) == expected
+        assert found.encode(text, add_special=True) == [vocabulary[BOS], *expected]
+    assert found.decode(found.encode(text)) == text
+    assert not found.special_ids & set(found.encode(text)) - {vocabulary["<unk>"]}
+
+
+def test_special_tokens_are_parsed_where_that_is_asked_for() -> None:
+    found, vocabulary, _ = pieces()
+    ids = found.encode(f"{ROLES[1]}the{EOS}", parse_special=True)
+    assert (ids[0], ids[-1]) == (vocabulary[ROLES[1]], vocabulary[EOS])
+    assert not found.is_byte_level
+    assert found.token_bytes(vocabulary["<0x0A>"]) == b"\n"
+    assert found.special_ids == {vocabulary[token] for token in (*SPECIAL_TOKENS, "<unk>")}
+
+
+def test_a_space_is_put_before_a_text_unless_the_file_says_otherwise() -> None:
+    found, vocabulary, _ = pieces()
+    plain = read(metaspace_tokenizer(), add_space_prefix=False)
+    assert found.encode("river") == plain.encode(" river") == [vocabulary["▁river"]]
+    assert plain.encode("river") != found.encode("river")
+    assert plain.decode(plain.encode(" river")) == " river"
+    assert plain.decode(plain.encode("river")) == found.decode(found.encode("river")) == "river"
+
+
+# What is put around a text
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("add_eos", [True, False])
+def test_the_file_says_what_is_put_around_a_text(add_bos: bool, add_eos: bool) -> None:
+    found = read(trained("gpt-2"), add_bos_token=add_bos, add_eos_token=add_eos)
+    assert found.encode("", add_special=True) == [0] * add_bos + [1] * add_eos
+
+
+@pytest.mark.parametrize(
+    ("pre", "adds_bos"), [("gpt-2", False), ("qwen2", False), ("llama-bpe", True), ("tekken", True)]
+)
+def test_without_a_word_of_the_file_it_is_as_llama_cpp_has_it(pre: str, adds_bos: bool) -> None:
+    found = read(trained(pre), pre, add_bos_token=None)
+    assert found.encode("", add_special=True) == [0] * adds_bos
+    assert read(metaspace_tokenizer(), add_bos_token=None).encode("", add_special=True)
+
+
+def test_tokens_that_users_define_are_found_in_any_text_and_shown() -> None:
+    made = trained("gpt-2")
+    made.add_tokens(["<tool>"])
+    types = [3] * len(SPECIAL_TOKENS) + [1] * (made.get_vocab_size() - len(SPECIAL_TOKENS) - 1) + [4]
+    found, tool = read(made, token_type=types), made.get_vocab_size() - 1
+    assert found.encode("a<tool>")[-1] == tool
+    assert found.decode([tool]) == "<tool>"
+    assert tool not in found.special_ids
+
+
+# Files that are wrong
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"model": "t5"}, "tokenizer.ggml.model 't5' is not supported; supported are gpt2, llama"),
+        ({"model": None}, "tokenizer.ggml.model is missing"),
+        (
+            {"pre": "poro-chat"},
+            "tokenizer.ggml.pre 'poro-chat' is not supported; supported are default, gpt-2",
+        ),
+        ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
+        ({"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of strings"),
+        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "tokenizer.ggml.tokens has 'a' twice"),
+        ({"token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 entries for"),
+        ({"merges": ["ab"]}, "tokenizer.ggml.merges has 'ab', which are not two tokens"),
+        ({"merges": ["q \n水"]}, "no tokenizer can be made of its metadata"),
+        ({"bos_token_id": None}, "tokenizer.ggml.bos_token_id is missing or no token"),
+        ({"bos_token_id": 70_000}, "tokenizer.ggml.bos_token_id is missing or no token"),
+        ({"add_bos_token": "yes"}, "tokenizer.ggml.add_bos_token must be true or false"),
+        ({"model": "llama"}, "tokenizer.ggml.scores has 0 entries for"),
+        ({"model": "llama", "scores": ["a"]}, "tokenizer.ggml.scores must be a list of numbers"),
+        ({"tokenizer.chat_template": 3}, "tokenizer.chat_template must be a string"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_made_is_one_line(
+    tmp_path: Path, entries: dict[str, Any], said: str
+) -> None:
+    path = make_file(trained("gpt-2"), tmp_path, **entries)
+    with pytest.raises(CheckpointError, match=said) as caught:
+        read_tokenizer(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,103 @@
+"""ggml's blocks against the `gguf` library, the oracle: the same weights to the bit, whatever the bytes are."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.fields import Fields
+from engine.model.gguf import container
+from engine.quant import gguf as module
+from engine.quant.gguf import TYPES, gguf_storages
+from engine.quant.integers import Integers, common_format, widen
+from engine.quant.storage import PLAIN, BadTensor
+
+HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where a block has its float16 numbers, if not only at its start."""
+
+
+def random_rows(name: str, num_rows: int, num_blocks: int, seed: int) -> Tensor:
+    """Rows of any bytes but for the float16 numbers, which are finite: of every exponent, 0 and denormal ones too."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (num_rows * num_blocks, TYPES[name].num_bytes), dtype=np.uint8)
+    for start in HALVES.get(name, (0,)):
+        exponents = blocks[:, start + 1]
+        blocks[:, start + 1] = np.where(exponents & 0x7C == 0x7C, exponents & 0x83, exponents)
+    return torch.from_numpy(blocks.reshape(num_rows, -1))
+
+
+@settings(max_examples=15)
+@given(num_rows=st.integers(1, 5), num_blocks=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize("name", TYPES)
+def test_repacked_blocks_stand_for_the_same_weights_to_the_bit(
+    name: str, num_rows: int, num_blocks: int, seed: int
+) -> None:
+    rows, blocks = random_rows(name, num_rows, num_blocks, seed), TYPES[name]
+    expected = torch.from_numpy(gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[name]))
+    packed = blocks.repack({"weight": rows})
+    format = blocks.format(num_rows, num_blocks * blocks.block)
+    assert {key: tensor.shape for key, tensor in packed.items()} == dict(format.shapes(*expected.shape))
+    assert packed["weight"].dtype == torch.int8
+    assert format.lowest <= int(packed["weight"].min())
+    assert int(packed["weight"].max()) < format.lowest + 2**format.bits
+    assert torch.equal(format.unpack(packed), expected)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_rows_are_repacked_alone(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    rows = random_rows(name, 7, 2, 0)
+    whole = TYPES[name].repack({"weight": rows})
+    monkeypatch.setattr(module, "_ELEMENTS_AT_A_TIME", 3 * 2 * TYPES[name].block)
+    for key, tensor in TYPES[name].repack({"weight": rows}).items():
+        assert torch.equal(tensor, whole[key])
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_scale_that_is_not_finite_is_named(name: str, value: float) -> None:
+    for start in HALVES.get(name, (0,)):
+        rows = random_rows(name, 3, 2, 1)
+        size = TYPES[name].num_bytes
+        rows[1, size : 2 * size] = 1  # of the two-level types, no scale of 0 hides it
+        rows[1, size + start : size + start + 2] = torch.from_numpy(
+            np.array([value], np.float16).view(np.uint8)
+        )
+        with pytest.raises(BadTensor, match="not finite") as caught:
+            TYPES[name].repack({"weight": rows})
+        assert caught.value.suffix == "weight"
+
+
+@pytest.mark.parametrize("first", TYPES)
+@pytest.mark.parametrize("second", TYPES)
+def test_any_two_types_have_a_format_in_common(first: str, second: str) -> None:
+    formats = [TYPES[name].groups for name in (first, second)]
+    common = common_format(formats)
+    for name, format in zip((first, second), formats, strict=True):
+        packed = TYPES[name].repack({"weight": random_rows(name, 2, 256 // TYPES[name].block, 2)})
+        widened = widen(packed, format, common)
+        assert torch.allclose(common.unpack(widened), format.unpack(packed), rtol=1e-6)
+        assert {key: tensor.shape for key, tensor in widened.items()} == dict(common.shapes(2, 256))
+
+
+def test_sizes_are_those_of_the_library_and_of_the_container() -> None:
+    in_files = {type.name: type for type in container.TYPES.values()}
+    for name, blocks in TYPES.items():
+        assert (blocks.block, blocks.num_bytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+        assert (blocks.block, blocks.num_bytes) == (in_files[name].block, in_files[name].num_bytes)
+    assert {*container.SUPPORTED} == {*TYPES, "F32", "F16", "BF16"}
+    for number, type in container.TYPES.items():
+        assert gguf.GGMLQuantizationType(number).name == type.name
+
+
+def test_storages_are_by_name() -> None:
+    storages = gguf_storages(Fields("x.gguf", {"types": {"lm_head": "Q6_K"}}))
+    assert storages("lm_head").format(2, 256) == Integers(8, 16)
+    assert storages("model.embed_tokens") is PLAIN
+    with pytest.raises(CheckpointError, match=r"^x\.gguf: weights of type Q2_K are not supported"):
+        gguf_storages(Fields("x.gguf", {"types": {"lm_head": "Q2_K"}}))
