@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torchao.quantization as ao
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import Tensor
@@ -180,6 +181,29 @@ def compressed(
     return Way(config, make)
 
 
+def act_ordered(group: int = 32) -> Way:
+    """pack-quantized with weight_g_idx, which later versions of the library have dropped.
+
+    The groups are those of the inputs in another order; integers and packing are the library's.
+    """
+    ordered = compressed("pack-quantized", num_bits=4, strategy="group", group_size=group)
+    weights = {**ordered.config["config_groups"]["group_0"]["weights"], "actorder": "group"}
+    config = {**ordered.config, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+    def make(weight: Tensor) -> Made:
+        columns = weight.shape[1]
+        order = torch.from_numpy(np.random.default_rng(columns).permutation(columns))
+        made, back = ordered.make(weight[:, order]), torch.argsort(order)
+        integers = unpack_from_int32(made.tensors["weight_packed"], 4, weight.shape)
+        tensors = {
+            "weight_packed": pack_to_int32(integers[:, back], 4),
+            "weight_g_idx": (back // group).int(),
+        }
+        return Made(made.tensors | tensors, made.weight[:, back])
+
+    return Way(config, make)
+
+
 def _qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor, Tensor | None]:
     """Scale, zero point, and for NVFP4 the scale of scales, by the library; zero points as it has them in memory."""
     rows, columns = weight.shape
@@ -333,11 +357,16 @@ WAYS: dict[str, Way] = {
         "pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False
     ),
     "ct-w4a16-channel": compressed("pack-quantized", num_bits=4, strategy="channel"),
+    "ct-w4a16-act-order": act_ordered(),
     "ct-w8a16": compressed("pack-quantized", num_bits=8, strategy="channel"),
     "ct-w8a16-asym": compressed("pack-quantized", num_bits=8, strategy="channel", symmetric=False),
     "ct-w8a8": compressed("int-quantized", _TOKEN, num_bits=8, strategy="channel"),
     "ct-w8a8-group": compressed("int-quantized", _TOKEN, num_bits=8, strategy="group", group_size=32),
     "ct-w8a8-asym": compressed("int-quantized", _TOKEN, num_bits=8, strategy="channel", symmetric=False),
+    "ct-w8a8-group-asym": compressed(
+        "int-quantized", _TOKEN, num_bits=8, strategy="group", group_size=16, symmetric=False
+    ),
+    "ct-w4a16-tensor-asym": compressed("pack-quantized", num_bits=4, strategy="tensor", symmetric=False),
     "ct-w8a8-tensor": compressed("naive-quantized", num_bits=8, strategy="tensor"),
     "ct-w4a8": compressed("int-quantized", _TOKEN, num_bits=4, strategy="group", group_size=32),
     "ct-fp8-tensor": compressed("float-quantized", _FP8_STATIC, num_bits=8, type="float", strategy="tensor"),

@@ -90,8 +90,8 @@ def assert_stands_for(quantized: Path, dense: Path, way: Way) -> None:
 # What is loaded
 
 
-@pytest.mark.parametrize("label", EACH_STORAGE)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("label", EACH_STORAGE)
 def test_every_layer_has_the_weights_that_are_stored(tmp_path: Path, label: str, family: str) -> None:
     """The oracle's checkpoint has them in floating point; qwen2 has biases, and ties its head to the embedding."""
     assert_stands_for(*store_all(tmp_path, WAYS[label], family=family), WAYS[label])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -28,6 +30,7 @@ def test_every_method_that_config_json_may_name_is_read() -> None:
     assert set(METHODS) == set(QUANT_METHODS)
 
 
+INCLUDED: Config = {"include_input_output_embeddings": True}
 GROUPS: Config = {"num_bits": 4, "strategy": "group", "group_size": 32}
 
 PLAIN_ONES: list[tuple[Config, tuple[str, ...]]] = [
@@ -56,7 +59,12 @@ PLAIN_ONES: list[tuple[Config, tuple[str, ...]]] = [
     (compressed("pack-quantized", more={"ignore": ["Linear"]}, **GROUPS).config, ALL),
     (compressed("dense", **GROUPS).config, ALL),
     (WAYS["ao-int8"].config, (EMBEDDING, HEAD)),
-    ({**WAYS["ao-int8"].config, "include_input_output_embeddings": True}, ()),
+    ({**WAYS["ao-int8"].config, **INCLUDED}, (EMBEDDING,)),
+    ({**WAYS["ao-int8"].config, **INCLUDED, "untie_embedding_weights": True}, (EMBEDDING, HEAD)),
+    (
+        {**torchao(ao.FqnToConfig({HEAD: ao.Int8WeightOnlyConfig()})).config, **INCLUDED},
+        (EMBEDDING, Q, Q11, K, UP, DOWN),
+    ),
     ({**WAYS["ao-int8"].config, "modules_to_not_convert": ["lm_head", K]}, (EMBEDDING, HEAD, K)),
 ]
 
@@ -197,6 +205,26 @@ REFUSED: list[tuple[Config, str]] = [
         "block_size is not supported",
     ),
 ]
+
+
+JUNK: tuple[object, ...] = (None, True, -1, 7, 1e400, 10**20, "x", "[", [], [1], {}, {"a": 1})
+
+
+def with_junk(config: Config) -> Iterator[Config]:
+    """Copies of a config in which one entry, however deep, is something else."""
+    for name, value in config.items():
+        yield from ({**config, name: junk} for junk in JUNK)
+        if isinstance(value, dict):
+            yield from ({**config, name: changed} for changed in with_junk(value))
+
+
+@pytest.mark.parametrize("label", WAYS)
+def test_a_config_with_junk_is_read_or_refused(label: str) -> None:
+    for config in with_junk(WAYS[label].config):
+        with suppress(CheckpointError):
+            storage = storage_of({**config, "quant_method": WAYS[label].config["quant_method"]}, Q)
+            storage.format(64, 96)
+            assert all(tensor.suffix for tensor in storage.tensors(64, 96))
 
 
 @pytest.mark.parametrize(("config", "said"), REFUSED, ids=[re.sub(r"\W+", "-", said) for _, said in REFUSED])
