@@ -21,6 +21,8 @@ from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import reference_kernels
 from engine.model import quantize_cache
 from engine.model.config import LoadOptions
+from engine.model.gguf.config import read_config as gguf_config
+from engine.model.gguf.tensors import GgufTensors
 from engine.model.parameters import GatedMlp, Weights
 from engine.model.parse import read_config
 from engine.model.quantize_cache import Checkpoint, quantized
@@ -30,6 +32,7 @@ from engine.quant import integers
 from engine.quant.integers import Integers, Quantization
 from engine.quant.storage import Plain
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
+from tests.engine.gguf_files import same, write_gguf
 
 GIB = 1 << 30
 
@@ -142,6 +145,18 @@ def test_it_is_a_file_that_the_safetensors_library_reads(folder: Path, cache: Pa
     assert torch.equal(packed & 15, wanted[:, ::2].to(torch.uint8))
     assert torch.equal(packed >> 4, wanted[:, 1::2].to(torch.uint8))
     assert torch.equal(head, Integers(8, 64).quantize(weights["lm_head.weight"])["weight"])
+
+
+def test_a_gguf_file_is_kept_with_its_rows_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases, and queries and keys, come out of it in another order than they are stored in."""
+    folder = make_checkpoint("llama", tmp_path / "model", intermediate_size=96, tie_word_embeddings=True)
+    path = write_gguf(folder, tmp_path / "model.gguf", same("F32"))
+    recipe = Recipe(quantization=Quantization.of("int4"))
+    source = Checkpoint(gguf_config(path), GgufTensors(path), recipe)
+    wanted = load(source)
+    for _ in range(2):
+        assert_same(load(quantized(source, lambda _: None, lambda *_: None)), wanted)
+        monkeypatch.setattr(Integers, "quantize", never)
 
 
 def test_quantizing_is_told_as_it_goes_on(folder: Path) -> None:
