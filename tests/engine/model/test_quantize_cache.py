@@ -149,7 +149,13 @@ def test_it_is_a_file_that_the_safetensors_library_reads(folder: Path, cache: Pa
 
 def test_a_gguf_file_is_kept_with_its_rows_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Biases, and queries and keys, come out of it in another order than they are stored in."""
-    folder = make_checkpoint("llama", tmp_path / "model", intermediate_size=96, tie_word_embeddings=True)
+    folder = make_checkpoint(
+        "llama",
+        tmp_path / "model",
+        intermediate_size=96,
+        tie_word_embeddings=True,
+        attention_bias=True,
+    )
     path = write_gguf(folder, tmp_path / "model.gguf", same("F32"))
     recipe = Recipe(quantization=Quantization.of("int4"))
     source = Checkpoint(gguf_config(path), GgufTensors(path), recipe)
