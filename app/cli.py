@@ -88,8 +88,8 @@ def _key(parser: _Parser, arguments: list[str]) -> int:
     return run(options)
 
 
-_DOCTOR_MODEL = """says what of this model fits, before anything of it is loaded: a directory, a Hugging Face id, or
-demo; without it, what this machine offers"""
+_DOCTOR_MODEL = """says what of this model fits, before anything of it is loaded: a directory, a GGUF file, a
+Hugging Face id, or demo; without it, what this machine offers"""
 
 
 def _doctor(parser: _Parser, arguments: list[str]) -> int:

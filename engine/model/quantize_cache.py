@@ -88,6 +88,25 @@ class _Linear:
             yield tensor.suffix, f"{self.part.name}.{tensor.suffix}"
 
 
+class _Overlaid(TensorFiles):
+    """The tensors of a checkpoint and those of one more file, which count where both have one of a name."""
+
+    def __init__(self, below: Files, file: Path) -> None:
+        """
+        Raises:
+            CheckpointError: the file is truncated or malformed.
+        """
+        super().__init__(below.path, {**below.entries, **safetensors.read_header(file)})
+        self._below, self._file = below, file
+        self.config = below.config
+
+    def own_name(self, name: str) -> str:
+        return self._below.own_name(name)
+
+    def read(self, name: str) -> Tensor:
+        return super().read(name) if self.entries[name].file == self._file else self._below.read(name)
+
+
 class _Unusable(Exception):
     """Nothing can be kept; the message is why."""
 
@@ -171,14 +190,20 @@ def _key(files: Files, linears: list[_Linear]) -> str:
     digest.update(Path(__file__).read_bytes())
     for file in sorted({files.entries[name].file for linear in linears for _, name in linear.sources}):
         stat = file.stat()
-        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+        _tell(digest, file.name, stat.st_size, stat.st_mtime_ns)
     for linear in linears:
-        digest.update(f"{linear.name} {linear.part} {linear.in_features} {linear.format}\n".encode())
+        part = linear.part
+        _tell(digest, linear.name, part.name, part.rows, part.storage.name, linear.in_features, linear.format)
         for _, name in linear.sources:
             entry = files.entries[name]
-            digest.update(f"{entry.file.name} {entry.dtype} {entry.shape} {entry.start}\n".encode())
+            _tell(digest, entry.file.name, entry.dtype, entry.shape, entry.start)
             digest.update(_bytes(files.read(name).flatten()[:_SAMPLE]))
     return digest.hexdigest()
+
+
+def _tell(digest: blake2b, *facts: object) -> None:
+    """Adds facts that are written alike in every process."""
+    digest.update("\0".join(map(str, facts)).encode() + b"\n")
 
 
 def _find(
@@ -190,7 +215,7 @@ def _find(
     try:
         found = _laid_over(checkpoint, linears, path)
         _check(path, found.files)
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, ValueError) as error:  # offsets that cannot be are a ValueError
         say(f"{path} is ignored and made anew: {error}")
         return None
     with suppress(OSError):  # a folder that cannot be written can be read
@@ -210,7 +235,7 @@ def _laid_over(checkpoint: Checkpoint, linears: list[_Linear], path: Path) -> Ch
     own = checkpoint.recipe.storages
     found = Checkpoint(
         replace(checkpoint.config, tie_word_embeddings=False),
-        TensorFiles(checkpoint.files.path, {**checkpoint.files.entries, **safetensors.read_header(path)}),
+        _Overlaid(checkpoint.files, path),
         Recipe(lambda name: storages.get(name) or own(name)),
     )
     check_tensors(found.config, found.files, found.recipe)
@@ -231,11 +256,11 @@ def _check(path: Path, files: Files) -> None:
 
 
 def _checksum(path: Path, start: int, end: int) -> int:
-    """The sum of the bytes of a file from `start` to `end`, taken as integers of 64 bits, in 63 bits."""
+    """The sum of the bytes of a file from `start` to `end`, taken as integers of 64 bits, as one with a sign."""
     data = np.memmap(path, np.uint8, mode="r", offset=start, shape=(end - start,))
     whole = data[: len(data) // 8 * 8].view("<u8")
     total = int(whole.sum(dtype=np.uint64)) + int(data[whole.nbytes :].sum(dtype=np.uint64))
-    return total & (1 << 63) - 1
+    return total % (1 << 64) - (1 << 63)
 
 
 def _make_room(path: Path, num_bytes: int) -> None:

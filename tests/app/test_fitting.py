@@ -29,12 +29,14 @@ from engine.execution.memory import GIB, Budget, estimate
 from engine.fields import Fields
 from engine.kernels.ops import reference_kernels
 from engine.model.config import LoadOptions, ModelConfig
+from engine.model.gguf.config import read_config as gguf_config
 from engine.model.parse import parse_config, read_config
 from engine.quant import checkpoints
 from engine.quant.integers import Integers
 from engine.quant.kept import Kept
 from engine.quant.storage import PLAIN
 from tests.engine.checkpoints import make_checkpoint, make_config, save_tensors, tensor_shapes
+from tests.engine.gguf_files import same, write_gguf
 
 LARGE = make_config(
     "llama",
@@ -263,6 +265,17 @@ def test_a_checkpoint_that_is_quantized_is_told_with_its_method(
     sizes = estimate(read_config(folder), LoadOptions(device="cpu", dtype="bfloat16"), Budget(GIB, 0.25))
     assert has_row(lines, "bfloat16", "*", f"{sizes.weights / (1 << 20):.1f}", "MiB")
     assert not has_row(lines, "int4")
+
+
+def test_a_gguf_file_is_a_model_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_checkpoint("llama", tmp_path / "model", intermediate_size=96)
+    path = write_gguf(folder, tmp_path / "model.gguf", same("Q8_0"))
+    lines = tell(capsys, str(path), "--dtype", "bfloat16")
+    assert "stored in gguf (Q8_0)" in lines[0]
+    assert lines[1] == f"from    {path}"
+    sizes = estimate(gguf_config(path), LoadOptions(device="cpu", dtype="bfloat16"), Budget(GIB, 0.25))
+    assert has_row(lines, "bfloat16", "*", f"{sizes.weights / (1 << 20):.1f}", "MiB")
+    assert f"  penstock serve --model {path} --dtype bfloat16 --device cpu" in lines
 
 
 # The hub

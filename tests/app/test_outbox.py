@@ -196,7 +196,9 @@ def test_every_setting_of_the_engine_reaches_it() -> None:
     assert (options.device, options.dtype, options.num_threads) == ("cpu", "bfloat16", 3)
     assert (options.max_num_seqs, options.max_batch_tokens, options.max_model_len) == (5, 7, 11)
     assert (options.num_blocks, options.kv_bytes) == (13, None)
+    assert load_options(Settings(quantize="int8", no_quantize_cache=True)).keep_quantized is False
     left_open = load_options(Settings())
+    assert left_open.keep_quantized
     assert [left_open.for_device(kind).max_batch_tokens for kind in ("cpu", "cuda")] == [512, 8192]
     assert options.for_device("cuda").max_batch_tokens == 7
     assert load_options(Settings.model_validate({"kv_memory": "1MiB"})).kv_bytes == 1 << 20

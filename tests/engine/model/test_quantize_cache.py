@@ -21,6 +21,8 @@ from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import reference_kernels
 from engine.model import quantize_cache
 from engine.model.config import LoadOptions
+from engine.model.gguf.config import read_config as gguf_config
+from engine.model.gguf.tensors import GgufTensors
 from engine.model.parameters import GatedMlp, Weights
 from engine.model.parse import read_config
 from engine.model.quantize_cache import Checkpoint, quantized
@@ -28,7 +30,9 @@ from engine.model.safetensors import TensorFiles
 from engine.model.weights import Recipe, load_weights
 from engine.quant import integers
 from engine.quant.integers import Integers, Quantization
+from engine.quant.storage import Plain
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
+from tests.engine.gguf_files import same, write_gguf
 
 GIB = 1 << 30
 
@@ -117,6 +121,16 @@ def test_the_second_start_reads_what_the_first_made(
     assert line.startswith(f"weights were quantized to {name} by an earlier start: ")
 
 
+def test_another_process_finds_it(folder: Path, cache: Path) -> None:
+    """Where objects happen to lie in memory makes no difference."""
+    for _ in range(2):
+        recipe = Recipe(lambda _: Plain(), Quantization.of("int8"))
+        quantized(
+            Checkpoint(read_config(folder), TensorFiles(folder), recipe), lambda _: None, lambda *_: None
+        )
+    assert len(list(cache.iterdir())) == 1
+
+
 def test_it_is_a_file_that_the_safetensors_library_reads(folder: Path, cache: Path) -> None:
     prepare(folder)
     (path,) = cache.iterdir()
@@ -131,6 +145,24 @@ def test_it_is_a_file_that_the_safetensors_library_reads(folder: Path, cache: Pa
     assert torch.equal(packed & 15, wanted[:, ::2].to(torch.uint8))
     assert torch.equal(packed >> 4, wanted[:, 1::2].to(torch.uint8))
     assert torch.equal(head, Integers(8, 64).quantize(weights["lm_head.weight"])["weight"])
+
+
+def test_a_gguf_file_is_kept_with_its_rows_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases, and queries and keys, come out of it in another order than they are stored in."""
+    folder = make_checkpoint(
+        "llama",
+        tmp_path / "model",
+        intermediate_size=96,
+        tie_word_embeddings=True,
+        attention_bias=True,
+    )
+    path = write_gguf(folder, tmp_path / "model.gguf", same("F32"))
+    recipe = Recipe(quantization=Quantization.of("int4"))
+    source = Checkpoint(gguf_config(path), GgufTensors(path), recipe)
+    wanted = load(source)
+    for _ in range(2):
+        assert_same(load(quantized(source, lambda _: None, lambda *_: None)), wanted)
+        monkeypatch.setattr(Integers, "quantize", never)
 
 
 def test_quantizing_is_told_as_it_goes_on(folder: Path) -> None:
@@ -198,6 +230,12 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def flip_the_highest_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 // 8 * 8 + 7] ^= 1 << 7
+    path.write_bytes(data)
+
+
 def empty(path: Path) -> None:
     path.write_bytes(b"")
 
@@ -218,7 +256,9 @@ def without_a_checksum(path: Path) -> None:
     save_file(tensors, path)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip, empty, junk, without_a_tensor, without_a_checksum])
+@pytest.mark.parametrize(
+    "damage", [truncate, flip, flip_the_highest_bit, empty, junk, without_a_tensor, without_a_checksum]
+)
 def test_a_damaged_file_is_told_and_made_anew(folder: Path, cache: Path, damage: object) -> None:
     prepare(folder)
     (path,) = cache.iterdir()
