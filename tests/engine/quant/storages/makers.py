@@ -52,7 +52,13 @@ class Way:
 
 
 def gptq(
-    bits: int = 4, group: int = 32, *, sym: bool = True, version: int = 1, act_order: bool = False, **more: Any
+    bits: int = 4,
+    group: int = 32,
+    *,
+    sym: bool = True,
+    version: int = 1,
+    act_order: bool = False,
+    **more: Any,
 ) -> Way:
     config = {
         "quant_method": "gptq",
@@ -83,14 +89,25 @@ def gptq(
 
 
 def awq(group: int = 32, **more: Any) -> Way:
-    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm", **more}
+    config = {
+        "quant_method": "awq",
+        "bits": 4,
+        "group_size": group,
+        "zero_point": True,
+        "version": "gemm",
+        **more,
+    }
 
     def make(weight: Tensor) -> Made:
         size = weight.shape[1] if group == -1 else group
         groups = np.arange(weight.shape[1]) // size
         q, scale, zero = _rounded(weight, groups, 4, sym=False)
         order = np.arange(weight.shape[0]).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].ravel()
-        tensors = {"qweight": _packed(q[:, order], 4, 1), "qzeros": _packed(zero[:, order], 4, 1), "scales": scale}
+        tensors = {
+            "qweight": _packed(q[:, order], 4, 1),
+            "qzeros": _packed(zero[:, order], 4, 1),
+            "scales": scale,
+        }
         return Made(_torch(tensors), torch.from_numpy(((q - zero[groups]) * scale[groups]).T.copy()))
 
     return Way(config, make)
@@ -101,7 +118,10 @@ def _rounded(weight: Tensor, groups: Any, bits: int, sym: bool) -> tuple[Any, An
     w, most = weight.float().numpy().T, 2**bits - 1
     scale, zero = [], []
     for group in range(groups.max() + 1):
-        low, high = (np.minimum(w[groups == group].min(0), -1e-3), np.maximum(w[groups == group].max(0), 1e-3))
+        low, high = (
+            np.minimum(w[groups == group].min(0), -1e-3),
+            np.maximum(w[groups == group].max(0), 1e-3),
+        )
         if sym:
             high = np.maximum(-low, high)
             low = -high
@@ -198,7 +218,9 @@ def fp8(block: bool, **more: Any) -> Way:
         numbers = (weight.float() / spread).clamp(-448, 448).to(torch.float8_e4m3fn)
         stored = scale if block else scale.reshape(())
         suffix = "weight_scale_inv" if "weight_block_size" in config else "weight_scale"
-        return Made({"weight": numbers, suffix: stored, "input_scale": torch.ones(1)}, numbers.float() * spread)
+        return Made(
+            {"weight": numbers, suffix: stored, "input_scale": torch.ones(1)}, numbers.float() * spread
+        )
 
     return Way(config, make)
 
@@ -223,7 +245,9 @@ def bnb4(kind: str, nested: bool = False, storage: torch.dtype = torch.uint8, **
             weight.float().contiguous(), quant_type=kind, compress_statistics=nested, quant_storage=storage
         )
         tensors = {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
-        state.shape = torch.Size((weight.numel(),))  # with 2 axes, the CPU's kernel misreads blocks across rows
+        state.shape = torch.Size(
+            (weight.numel(),)
+        )  # with 2 axes, the CPU's kernel misreads blocks across rows
         return Made({"weight": packed, **tensors}, bnb.dequantize_4bit(packed, state).view(weight.shape))
 
     return Way(config, make)
@@ -261,7 +285,9 @@ def torchao_int4(group: int = 32) -> Way:
         low, high = groups.amin(-1), groups.amax(-1)
         scale = ((high - low) / 15).bfloat16()
         zero = (low + 8 * scale.float()).bfloat16()
-        q = ((groups - low.unsqueeze(-1)) / scale.float().unsqueeze(-1)).round().clamp(0, 15).flatten(1).int() - 8
+        q = ((groups - low.unsqueeze(-1)) / scale.float().unsqueeze(-1)).round().clamp(0, 15).flatten(
+            1
+        ).int() - 8
         packed = ((q[:, ::2] & 15) | (q[:, 1::2] << 4)).to(torch.int8)
         stored = Int4Tensor(packed, scale.T.contiguous(), zero.T.contiguous(), [1, group], weight.shape)
         spread = [x.float().repeat_interleave(group, 1) for x in (scale, zero)]
@@ -276,7 +302,10 @@ def _flattened(tensor: Tensor, weight: Tensor) -> Made:
 
 
 def _torchao_config(config: Any) -> Config:
-    return {"quant_method": "torchao", "quant_type": {"default": json.loads(json.dumps(config_to_dict(config)))}}
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": json.loads(json.dumps(config_to_dict(config)))},
+    }
 
 
 _TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
@@ -298,7 +327,9 @@ WAYS: dict[str, Way] = {
     "awq": awq(),
     "awq-row": awq(-1),
     "ct-w4a16": compressed("pack-quantized", num_bits=4, strategy="group", group_size=32),
-    "ct-w4a16-asym": compressed("pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False),
+    "ct-w4a16-asym": compressed(
+        "pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False
+    ),
     "ct-w4a16-channel": compressed("pack-quantized", num_bits=4, strategy="channel"),
     "ct-w8a16": compressed("pack-quantized", num_bits=8, strategy="channel"),
     "ct-w8a16-asym": compressed("pack-quantized", num_bits=8, strategy="channel", symmetric=False),
@@ -313,7 +344,11 @@ WAYS: dict[str, Way] = {
         "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128]
     ),
     "ct-nvfp4": compressed(
-        "nvfp4-pack-quantized", **_FP4, strategy="tensor_group", group_size=16, scale_dtype=torch.float8_e4m3fn
+        "nvfp4-pack-quantized",
+        **_FP4,
+        strategy="tensor_group",
+        group_size=16,
+        scale_dtype=torch.float8_e4m3fn,
     ),
     "ct-mxfp4": compressed(
         "mxfp4-pack-quantized", **_FP4, strategy="group", group_size=32, scale_dtype=torch.uint8

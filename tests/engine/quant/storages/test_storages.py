@@ -16,8 +16,19 @@ from tests.engine.quant.storages.makers import WAYS, Config, Way
 NAME = "model.layers.0.mlp.up_proj"
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-ODD = {"ct-w4a16-channel": (13, 45), "ct-w8a16-asym": (7, 33), "fp8-block": (150, 200), "ct-fp8-block": (131, 260)}
-ODD |= {"bnb-nf4": (5, 7), "bnb-nf4-nested": (300, 112), "bnb-int8": (9, 11), "ct-w8a8": (3, 17), "ao-fp8": (5, 19)}
+ODD = {
+    "ct-w4a16-channel": (13, 45),
+    "ct-w8a16-asym": (7, 33),
+    "fp8-block": (150, 200),
+    "ct-fp8-block": (131, 260),
+}
+ODD |= {
+    "bnb-nf4": (5, 7),
+    "bnb-nf4-nested": (300, 112),
+    "bnb-int8": (9, 11),
+    "ct-w8a8": (3, 17),
+    "ao-fp8": (5, 19),
+}
 """Shapes that do not fill words, blocks and rows."""
 
 
@@ -25,7 +36,9 @@ def storage_of(config: Config, name: str = NAME) -> Storage:
     return storages_of(Fields("config.json: quantization_config", config))(name)
 
 
-def repacked(storage: Storage, tensors: dict[str, Tensor], out_features: int, in_features: int) -> NamedTensors:
+def repacked(
+    storage: Storage, tensors: dict[str, Tensor], out_features: int, in_features: int
+) -> NamedTensors:
     """What the loader makes of the tensors, with all its checks."""
     wanted = {}
     for tensor in storage.tensors(out_features, in_features):
