@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.safetensors import TensorFiles
 from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors
-from engine.quant.integers import Integers, Quantization
+from engine.quant.integers import Integers, Quantization, common_format, widen
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
 from engine.quant.storages.names import EMBEDDING, LM_HEAD
 
@@ -83,12 +84,16 @@ class LinearSpec:
 
     @property
     def stored(self) -> Format:
-        """The format that the parts have in common, once they are repacked.
+        """The format that the parts have in common, once they are repacked and widened to it.
 
         Raises:
             CheckpointError: they have none.
         """
         formats = [part.storage.format(part.rows, self.in_features) for part in self.parts]
+        integers = [format for format in formats if isinstance(format, Integers)]
+        if len(integers) == len(formats):
+            with self._named():
+                return common_format(integers)
         for part, format in zip(self.parts, formats, strict=True):
             if format != formats[0]:
                 raise CheckpointError(
@@ -101,6 +106,23 @@ class LinearSpec:
     def format(self) -> Format:
         """What the kernels are given."""
         return self.quantized or self.stored
+
+    def join(self, parts: Sequence[NamedTensors]) -> NamedTensors:
+        """A copy of the parts as one, all of them in its stored format.
+
+        Raises:
+            CheckpointError: they cannot be multiplied together.
+        """
+        with self._named():
+            return self.stored.join(parts)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Puts the names of the parts before what is wrong with them."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{', '.join(part.name for part in self.parts)}: {error}") from None
 
 
 def linear_specs(config: ModelConfig, layer: int = 0, recipe: Recipe = AS_IT_IS) -> dict[str, LinearSpec]:
@@ -337,10 +359,10 @@ class _Reader:
 
     def parts(self, spec: LinearSpec) -> NamedTensors:
         """Its parts in its stored format, joined: a copy."""
-        return spec.stored.join([self._part(part, spec.in_features) for part in spec.parts])
+        return spec.join([self._part(part, spec.in_features, spec.stored) for part in spec.parts])
 
-    def _part(self, part: Part, in_features: int) -> NamedTensors:
-        """The tensors of a part, repacked.
+    def _part(self, part: Part, in_features: int, wanted: Format) -> NamedTensors:
+        """The tensors of a part, repacked into the format that it and others are wanted in.
 
         Raises:
             CheckpointError: one has values that it cannot have.
@@ -355,12 +377,15 @@ class _Reader:
         except BadTensor as bad:
             name = f"{part.name}.{bad.suffix}"
             raise CheckpointError(f"{self._files.entries[name].file}: {name} {bad.fault}") from None
-        for name, shape in part.storage.format(part.rows, in_features).shapes(part.rows, in_features):
+        format = part.storage.format(part.rows, in_features)
+        for name, shape in format.shapes(part.rows, in_features):
             if repacked[name].shape != shape:
                 raise CheckpointError(
-                    f"{self._files.folder}: {part.name} is stored with {name} {list(repacked[name].shape)}, "
+                    f"{self._files.folder}: {part.name} is stored with a {name} of {list(repacked[name].shape)}, "
                     f"and config.json says {list(shape)}"
                 )
+        if isinstance(format, Integers) and isinstance(wanted, Integers):
+            return widen(repacked, format, wanted)
         return repacked
 
     def _read(self, name: str) -> Tensor:

@@ -69,7 +69,7 @@ def awq_storages(fields: Fields) -> Storages:
     Raises:
         CheckpointError: naming the field that is malformed or not supported.
     """
-    integer_among(fields, "bits" if fields.has("bits") else "w_bit", _BITS, default=_BITS)
+    integer_among(fields, "bits", _BITS, default=_BITS)
     text_among(fields, "version" if fields.has("version") else "format", "gemm", default="gemm")
     is_excluded = excluded(fields, "modules_to_not_convert")
     return all_but(Awq(group_size(fields, 128)), lambda name: name == LM_HEAD or is_excluded(name))

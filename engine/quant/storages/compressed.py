@@ -126,7 +126,8 @@ class CompressedIntegers:
         """
         out_features, in_features = (int(size) for size in tensors["weight_shape"])
         rows, words = tensors["weight_packed"].shape
-        if rows != out_features or words != -(-in_features * self.bits // 32):
+        is_whole = self.group_size is None or in_features % self.group_size == 0
+        if rows != out_features or words != -(-in_features * self.bits // 32) or not is_whole:
             raise BadTensor("weight_shape", f"says [{out_features}, {in_features}], unlike weight_packed")
         return out_features, in_features
 

@@ -115,8 +115,21 @@ def torchao_storages(fields: Fields) -> Storages:
     has_many = config.text("_type") in ("FqnToConfig", "ModuleFqnToConfig")
     storages = _by_name(config.nested("_data")) if has_many else all_but(_storage(config), lambda _: False)
     is_excluded = excluded(fields, "modules_to_not_convert")
-    included = (EMBEDDING, LM_HEAD) if fields.flag("include_input_output_embeddings") else ()
+    included = _included(fields, has_many)
     return lambda name: PLAIN if is_excluded(name) and name not in included else storages(name)
+
+
+def _included(fields: Fields, has_many: bool) -> tuple[str, ...]:
+    """What is quantized though it is no linear map of a layer.
+
+    `include_input_output_embeddings` takes in the embedding only if configs have names; without them, one that is
+    untied keeps the head as it is.
+    """
+    if not fields.flag("include_input_output_embeddings"):
+        return ()
+    if has_many:
+        return (EMBEDDING, LM_HEAD)
+    return () if fields.flag("untie_embedding_weights") else (LM_HEAD,)
 
 
 def _by_name(data: Fields) -> Storages:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torchao.quantization as ao
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import Tensor
@@ -24,6 +25,7 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from torchao.quantization import Int4Tensor
 
 Config = dict[str, Any]
+INT4 = torch.int4  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,29 @@ def compressed(
     return Way(config, make)
 
 
+def act_ordered(group: int = 32) -> Way:
+    """pack-quantized with weight_g_idx, which later versions of the library have dropped.
+
+    The groups are those of the inputs in another order; integers and packing are the library's.
+    """
+    ordered = compressed("pack-quantized", num_bits=4, strategy="group", group_size=group)
+    weights = {**ordered.config["config_groups"]["group_0"]["weights"], "actorder": "group"}
+    config = {**ordered.config, "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}}
+
+    def make(weight: Tensor) -> Made:
+        columns = weight.shape[1]
+        order = torch.from_numpy(np.random.default_rng(columns).permutation(columns))
+        made, back = ordered.make(weight[:, order]), torch.argsort(order)
+        integers = unpack_from_int32(made.tensors["weight_packed"], 4, weight.shape)
+        tensors = {
+            "weight_packed": pack_to_int32(integers[:, back], 4),
+            "weight_g_idx": (back // group).int(),
+        }
+        return Made(made.tensors | tensors, made.weight[:, back])
+
+    return Way(config, make)
+
+
 def _qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor, Tensor | None]:
     """Scale, zero point, and for NVFP4 the scale of scales, by the library; zero points as it has them in memory."""
     rows, columns = weight.shape
@@ -190,9 +215,10 @@ def _qparams(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor, Te
         case "block":
             high, wide = args.block_structure
             padded = torch.nn.functional.pad(weight, (0, -columns % wide, 0, -rows % high))
-            blocks = padded.unflatten(0, (-1, high)).unflatten(2, (-1, wide)).transpose(1, 2).flatten(2)
+            tiles = torch.unflatten(torch.unflatten(padded, 0, (-1, high)), 2, (-1, wide))
+            blocks = tiles.transpose(1, 2).flatten(2)
         case _:
-            blocks = weight.unflatten(1, (-1, args.group_size))
+            blocks = torch.unflatten(weight, 1, (-1, args.group_size))
     low, high = blocks.amin(-1), blocks.amax(-1)
     divisor = None
     if args.num_bits == 4 and args.group_size == 16 and args.type == "float":
@@ -281,7 +307,7 @@ def torchao_int4(group: int = 32) -> Way:
     """Int4Tensor, which torchao makes with kernels of a GPU only: numbers from -8 to 7, and zero = low + 8 * scale."""
 
     def make(weight: Tensor) -> Made:
-        groups = weight.float().unflatten(1, (-1, group))
+        groups = torch.unflatten(weight.float(), 1, (-1, group))
         low, high = groups.amin(-1), groups.amax(-1)
         scale = ((high - low) / 15).bfloat16()
         zero = (low + 8 * scale.float()).bfloat16()
@@ -311,7 +337,7 @@ def _torchao_config(config: Any) -> Config:
 _TOKEN = {"num_bits": 8, "strategy": "token", "dynamic": True}
 _FP8_TOKEN = {**_TOKEN, "type": "float"}
 _FP8_STATIC = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-_FP4 = {"num_bits": 4, "type": "float"}
+_FP4: Config = {"num_bits": 4, "type": "float"}
 
 WAYS: dict[str, Way] = {
     "gptq": gptq(),
@@ -331,11 +357,16 @@ WAYS: dict[str, Way] = {
         "pack-quantized", num_bits=4, strategy="group", group_size=16, symmetric=False
     ),
     "ct-w4a16-channel": compressed("pack-quantized", num_bits=4, strategy="channel"),
+    "ct-w4a16-act-order": act_ordered(),
     "ct-w8a16": compressed("pack-quantized", num_bits=8, strategy="channel"),
     "ct-w8a16-asym": compressed("pack-quantized", num_bits=8, strategy="channel", symmetric=False),
     "ct-w8a8": compressed("int-quantized", _TOKEN, num_bits=8, strategy="channel"),
     "ct-w8a8-group": compressed("int-quantized", _TOKEN, num_bits=8, strategy="group", group_size=32),
     "ct-w8a8-asym": compressed("int-quantized", _TOKEN, num_bits=8, strategy="channel", symmetric=False),
+    "ct-w8a8-group-asym": compressed(
+        "int-quantized", _TOKEN, num_bits=8, strategy="group", group_size=16, symmetric=False
+    ),
+    "ct-w4a16-tensor-asym": compressed("pack-quantized", num_bits=4, strategy="tensor", symmetric=False),
     "ct-w8a8-tensor": compressed("naive-quantized", num_bits=8, strategy="tensor"),
     "ct-w4a8": compressed("int-quantized", _TOKEN, num_bits=4, strategy="group", group_size=32),
     "ct-fp8-tensor": compressed("float-quantized", _FP8_STATIC, num_bits=8, type="float", strategy="tensor"),
@@ -367,14 +398,14 @@ WAYS: dict[str, Way] = {
     "ao-int8": torchao(ao.Int8WeightOnlyConfig()),
     "ao-int8-group": torchao(ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(32))),
     "ao-int8-tensor": torchao(ao.Int8DynamicActivationInt8WeightConfig(granularity=ao.PerTensor())),
-    "ao-intx4": torchao(ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.PerGroup(32))),
+    "ao-intx4": torchao(ao.IntxWeightOnlyConfig(weight_dtype=INT4, granularity=ao.PerGroup(32))),
     "ao-intx4-asym": torchao(
         ao.IntxWeightOnlyConfig(
-            weight_dtype=torch.int4, granularity=ao.PerGroup(32), mapping_type=ao.MappingType.ASYMMETRIC
+            weight_dtype=INT4, granularity=ao.PerGroup(32), mapping_type=ao.MappingType.ASYMMETRIC
         )
     ),
     "ao-8da4w": torchao(
-        ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=ao.PerGroup(32))
+        ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=INT4, weight_granularity=ao.PerGroup(32))
     ),
     "ao-int4": torchao_int4(),
     "ao-fp8": torchao(ao.Float8WeightOnlyConfig()),
