@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from engine.errors import CheckpointError
+from engine.kernels.linear import DenseLinear, Linear
 from engine.kernels.ops import reference_kernels
 from engine.model import quantizing
 from engine.model.config import LoadOptions
@@ -87,9 +88,9 @@ def test_transformers_reads_dequantized_what_has_one_group(tmp_path: Path) -> No
     assert outcome.after == pytest.approx(perplexity(tmp_path / "made", texts(), config=config), rel=1e-3)
 
 
-def _unpacked(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Any:  # noqa: ARG001
+def _unpacked(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:  # noqa: ARG001
     """A packer of linear maps that leaves their weights to be looked at."""
-    return format.unpack(tensors)
+    return DenseLinear(format.unpack(tensors), bias)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -111,8 +112,8 @@ def test_penstock_reads_what_was_meant(bits: int, symmetric: bool, tmp_path: Pat
                 for name in layer.linears["qkv"]
             ]
         )
-        assert isinstance(found.qkv, Tensor)
-        torch.testing.assert_close(found.qkv, expected, rtol=1e-5, atol=1e-5)
+        assert isinstance(found.qkv, DenseLinear)
+        torch.testing.assert_close(found.qkv.weight, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_calibration_pays(tmp_path: Path) -> None:
