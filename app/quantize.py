@@ -53,7 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the inputs of a row that share a scale; default: 64 for 4 bits, or 32 if it must be, {_ROW} for 8",
     )
     parser.add_argument(
-        "--symmetric", action="store_true", help="4 bits without zero points (8 bits never have any)"
+        "--asymmetric",
+        action="store_true",
+        help="4 bits with a zero point for every scale: a little better; not all that read symmetric ones read these",
     )
     parser.add_argument(
         "--act-order", action="store_true", help="gptq: round the inputs with the largest activations first"
@@ -161,7 +163,7 @@ def _plan(options: argparse.Namespace, config: ModelConfig) -> Plan:
         method=options.method,
         bits=options.bits,
         group_size=_group_size(options, config),
-        symmetric=options.symmetric or options.bits == 8,
+        symmetric=not options.asymmetric or options.bits == 8,
         by_activation=options.act_order,
         num_wide_layers=options.wide_layers,
     )

@@ -1,23 +1,28 @@
 """Measures what each type of weights and KV cache costs: `python -m app.demo.perplexity`.
 
 The demo model reads held-out conversations on the CPU, loaded as `penstock serve` loads it, once for every choice of
---dtype, --quantize and --kv-dtype. Only what the assistant says counts.
+--dtype, --quantize and --kv-dtype, and for every checkpoint that `penstock quantize` makes of it. Only what the
+assistant says counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 
+from app import quantize
 from app.checkpoint import DEMO_MODEL
 from app.demo.corpus import conversation
 from app.demo.tokenizer import encode_conversation
@@ -37,21 +42,34 @@ class Case:
     """One choice of types."""
 
     name: str
-    options: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of LoadOptions."""
+    made: str | None = None
+    """The options of `penstock quantize`, which makes the checkpoint; None is the model as it comes."""
 
 
 CASES = (
     Case("float32", {"dtype": "float32"}),
-    Case("auto", {}),
+    Case("auto"),
     Case("float16", {"dtype": "float16"}),
     Case("bfloat16", {"dtype": "bfloat16"}),
     Case("int8", {"quantize": "int8"}),
     Case("int4, groups of 32", {"quantize": "int4", "quantize_group_size": 32}),
     Case("int4, groups of 64", {"quantize": "int4", "quantize_group_size": 64}),
     Case("int4, groups of 128", {"quantize": "int4", "quantize_group_size": 128}),
+    Case("made: rtn, 8 bits", made="--method rtn --bits 8"),
+    Case("made: rtn", made="--method rtn"),
+    Case("made: awq", made="--method awq"),
+    Case("made: gptq", made="--method gptq"),
+    Case("made: gptq, groups of 32", made="--method gptq --group-size 32"),
+    Case("made: gptq, groups of 128", made="--method gptq --group-size 128"),
+    Case("made: gptq, asymmetric", made="--method gptq --asymmetric"),
+    Case("made: gptq, act-order", made="--method gptq --act-order"),
+    Case("made: gptq, no layer of 8 bits", made="--method gptq --wide-layers 0"),
     Case("auto, KV cache int8", {"kv_dtype": "int8"}),
     Case("int8, KV cache int8", {"quantize": "int8", "kv_dtype": "int8"}),
     Case("int4, KV cache int8", {"quantize": "int4", "kv_dtype": "int8"}),
+    Case("made: gptq, KV cache int8", {"kv_dtype": "int8"}, made="--method gptq"),
 )
 """The first is what the others are compared with."""
 
@@ -95,19 +113,39 @@ def table(folder: Path, talks: Sequence[Talk], cases: Sequence[Case] = CASES) ->
     yield "|---|---|---|---|"
     first: float | None = None
     for case in cases:
-        model = load(folder, **case.options)
+        with _checkpoint(folder, case) as checkpoint:
+            model = load(checkpoint, **case.options)
         found = perplexity(model, talks)
         first = first or found
         change = f"{100 * (found / first - 1):+.3f} %"
         yield f"| {case.name} | {found:.5f} | {change} | {model.memory.weights:,} |"
 
 
+@contextmanager
+def _checkpoint(folder: Path, case: Case) -> Iterator[Path]:
+    """The checkpoint of a case, which is there until the end; its making is told on stderr."""
+    if case.made is None:
+        yield folder
+        return
+    parser = argparse.ArgumentParser()
+    quantize.add_arguments(parser)
+    with TemporaryDirectory() as place:
+        made = Path(place) / "made"
+        with redirect_stdout(sys.stderr):
+            quantize.run(parser.parse_args([str(folder), str(made), *case.made.split()]))
+        yield made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m app.demo.perplexity", description=__doc__)
     parser.add_argument("--count", type=int, default=180, help="conversations")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="the first case, and those with TEXT in their names"
+    )
     arguments = parser.parse_args()
     tokenizer = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-    for line in table(DEMO_MODEL, held_out(tokenizer, arguments.count)):
+    cases = [CASES[0], *(case for case in CASES[1:] if arguments.only in case.name)]
+    for line in table(DEMO_MODEL, held_out(tokenizer, arguments.count), cases):
         print(line, flush=True)
 
 

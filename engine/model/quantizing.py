@@ -54,7 +54,7 @@ class Plan:
     """4 or 8."""
     group_size: int | None = 64
     """The inputs of a row that share a scale; None is a whole row."""
-    symmetric: bool = False
+    symmetric: bool = True
     by_activation: bool = False
     """See `Gptq`."""
     num_wide_layers: int = 1
@@ -142,13 +142,27 @@ def quantize(
             if not name.startswith(LAYERS):
                 writer.write(name, files.read(name))
         for index in range(config.num_layers):
-            layer = Layer(config, index, files, device)
-            rounded = _LayerQuantizer(layer, grids, plan, streams).run(
-                lambda done, index=index: progress((index + done) / config.num_layers)  # type: ignore[misc]
-            )
-            for name, tensor in _stored(layer, grids, rounded, files):
+
+            def said(done: float, index: int = index) -> None:
+                progress((index + done) / config.num_layers)
+
+            tensors = _quantized_layer(Layer(config, index, files, device), grids, plan, streams, files, said)
+            for name, tensor in tensors.items():
                 writer.write(name, tensor)
     return streams.outcome(files)
+
+
+def _quantized_layer(
+    layer: Layer,
+    grids: Mapping[str, Grid],
+    plan: Plan,
+    streams: _Streams,
+    files: TensorFiles,
+    progress: Progress,
+) -> dict[str, Tensor]:
+    """The tensors of a layer as the checkpoint has them, by their full names."""
+    rounded = _LayerQuantizer(layer, grids, plan, streams).run(progress)
+    return dict(_stored(layer, grids, rounded, files))
 
 
 def _grids(config: ModelConfig, files: TensorFiles, plan: Plan) -> Iterator[tuple[str, Grid]]:
@@ -175,7 +189,6 @@ def _announced(
 def _stored(
     layer: Layer, grids: Mapping[str, Grid], rounded: Mapping[str, Rounded], files: TensorFiles
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a layer as the checkpoint has them."""
     for short, tensor in layer.weights.items():
         full = f"{layer.prefix}{short}"
         linear, _, kind = full.rpartition(".")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.quant.grid import WIDE_SHARES, Grid, Rounded, group_blocks
 
-_EXPONENTS = tuple(i / 20 for i in range(20))
+_EXPONENTS = tuple(i / 10 for i in range(10))
 _SMALLEST = 1e-4
 
 
@@ -23,8 +23,7 @@ def input_scales(
 ) -> Tensor:
     """[in]: what the columns of linear maps with the same inputs are multiplied by, and the inputs divided.
 
-    It is a power of the inputs' root mean square. The exponent is the one that leaves the smallest error of the
-    outputs if the weights are rounded to the nearest levels.
+    It is a power of the inputs' root mean square, of which `round_clipped` leaves the smallest error of the outputs.
 
     Args:
         weights: of each linear map [out, in] float32.
@@ -46,7 +45,8 @@ def input_scales(
 
 def _error(weight: Tensor, scales: Tensor, hessian: Tensor, grid: Grid) -> float:
     """The mean square of the error of the outputs, summed over them."""
-    wrong = grid.nearest(weight * scales).weight() / scales - weight
+    seen = hessian / torch.outer(scales, scales)  # E[x x^T] of the inputs once they are divided
+    wrong = round_clipped(weight * scales, seen, grid).weight() / scales - weight
     return float(((wrong @ hessian) * wrong).sum())
 
 

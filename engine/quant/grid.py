@@ -12,7 +12,7 @@ from torch import Tensor
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 """The shares of a group's range that its integers may span where all inputs are weighed alike."""
 
-WIDE_SHARES = tuple(1 - i / 40 for i in range(17))
+WIDE_SHARES = tuple(1 - i / 20 for i in range(9))
 """From 1 to 0.6: where inputs are weighed by their activations, it can pay to clip more."""
 
 _WEIGHTS_AT_A_TIME = 1 << 22

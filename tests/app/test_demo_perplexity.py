@@ -42,3 +42,17 @@ def test_every_case_is_held_against_the_first(talks: list[Talk]) -> None:
     change = float(cells[1][1]) / float(cells[0][1]) - 1
     assert float(cells[1][2].removesuffix(" %")) == pytest.approx(100 * change, abs=2e-3)
     assert cells[1][2] != "+0.000 %"
+
+
+def test_a_checkpoint_is_made_for_its_case(talks: list[Talk], capsys: pytest.CaptureFixture[str]) -> None:
+    made = Case("made", {"dtype": "float32"}, made="--method rtn --calibration-tokens 1024")
+    *_, float32, quantized = table(DEMO_MODEL, talks, [CASES[0], made])
+    perplexities, sizes = (
+        [float(line.split("|")[column].replace(",", "")) for line in (float32, quantized)]
+        for column in (2, 4)
+    )
+    assert perplexities[0] * 1.001 < perplexities[1] < perplexities[0] * 1.1
+    assert sizes[1] < sizes[0] / 3
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("rtn, 4 bits")
