@@ -102,7 +102,7 @@ def test_penstock_reads_what_was_meant(bits: int, symmetric: bool, tmp_path: Pat
     made(folder, tmp_path / "made", plan)
     config, files = read_config(tmp_path / "made"), TensorFiles(tmp_path / "made")
     unpacking = replace(reference_kernels(CPU, torch.float32), linear=_unpacked)
-    recipe = make_recipe(config, LoadOptions(device="cpu"), CPU)
+    recipe = make_recipe(config, LoadOptions(device="cpu"))
     weights = load_weights(config, files, unpacking, lambda *_: None, recipe)
     for index, found in enumerate(weights.layers):
         layer = Layer(read_config(folder), index, TensorFiles(folder), CPU)

@@ -63,10 +63,10 @@ def test_clipping_lowers_the_error_that_it_is_meant_to_lower() -> None:
     blocks = group_blocks(hessian, 16)
 
     def plain(weights: Tensor) -> Tensor:
-        return (weights - weight).square().unflatten(1, (-1, 16)).sum(-1)
+        return torch.unflatten((weights - weight).square(), 1, (-1, 16)).sum(-1)
 
     def of_outputs(weights: Tensor) -> Tensor:
-        wrong = (weights - weight).unflatten(1, (-1, 16))
+        wrong = torch.unflatten(weights - weight, 1, (-1, 16))
         return torch.stack([((wrong[:, g] @ blocks[g]) * wrong[:, g]).sum(-1) for g in range(4)], 1)
 
     spanning = grid.nearest(weight).weight()
