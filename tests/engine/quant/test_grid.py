@@ -26,12 +26,12 @@ def test_every_weight_becomes_the_nearest_level(grid: Grid) -> None:
     levels = grid.fitted(weight)
     found = grid.nearest(weight, levels)
     every = torch.arange(grid.lowest, grid.highest + 1).float()
-    groups = weight.unflatten(1, (levels.scale.shape[1], -1))
+    groups = torch.unflatten(weight, 1, (levels.scale.shape[1], -1))
     stood_for = (every - levels.zero.unsqueeze(-1)) * levels.scale.float().unsqueeze(
         -1
     )  # [out, groups, levels]
     nearest = (groups.unsqueeze(-1) - stood_for.unsqueeze(2)).abs().amin(-1)
-    error = (found.weight() - weight).unflatten(1, nearest.shape[1:]).abs()
+    error = torch.unflatten(found.weight() - weight, 1, nearest.shape[1:]).abs()
     torch.testing.assert_close(error, nearest, rtol=1e-5, atol=1e-6)
     assert levels.scale.dtype == grid.scale_dtype
     assert found.integers.dtype == torch.int8
