@@ -249,7 +249,7 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
 #if PENSTOCK_TILES
     const char* next = static_cast<const char*>(guess_next(job, by, panel));
     if (linear.form == Form::bf16) return multiply_by_tiles<float>(job, panel, panels, row, rows, next);
-    if (linear.type == Type::int8 && by_tiles(linear, rows) && linear.groups() == 1)
+    if (linear.type == Type::int8 && by_tiles(linear, rows) && linear.groups() == 1 && !linear.offsets)
         return multiply_by_tiles<int32_t>(job, panel, panels, row, rows, next);
 #endif
     size_t by_panel = static_cast<size_t>(round_up(rows, 16)) * kPanel;
