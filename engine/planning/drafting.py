@@ -214,9 +214,11 @@ class Drafting:
     def forget(self, sequences: Iterable[Sequence]) -> None:
         """Those of the sequences that ended are remembered no longer."""
         for sequence in sequences:
-            if sequence.finish_reason is None or self._proposer is None:
+            if sequence.finish_reason is None:
                 continue
             self._records.pop(sequence, None)
+            if self._proposer is None:
+                continue
             try:
                 self._proposer.forget(sequence)
             except Exception:

@@ -42,10 +42,9 @@ class SequenceStore:
         return not self.running and not self.waiting and not self.tables.num_in_flight
 
     def take_departed(self) -> list[Sequence]:
-        """Returns the sequences that gave their blocks back since the last call, each once for every time it did.
+        """Returns the sequences that ended or were preempted since the last call, each once for every time it was.
 
-        They ended or were preempted. Whoever drives the scheduler takes them after each step: nothing else in here
-        keeps a sequence that has ended.
+        Whoever drives the scheduler takes them after each step: nothing else in here keeps a sequence that has ended.
         """
         departed, self._departed = self._departed, []
         return departed
@@ -127,7 +126,7 @@ class SequenceStore:
             self.waiting.remove(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        if sequence.block_table:
+        if sequence.block_table or sequence.finish_reason is not None:
             self._departed.append(sequence)
         self.tables.release(sequence)
 

@@ -230,6 +230,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check()
         assert self.tables.pool.num_free == self.tables.pool.num_blocks - 1
         assert self.tables.index.num_pending == 0
+        if self.drafting is not None:
+            self.drafting.forget(self.scheduler.take_departed())
+            assert not self.drafting._records, "nobody asks after those who ended"
         for name, request in self.requests.items():
             for index in range(request.n):
                 self.check_choice(name, index, request)
