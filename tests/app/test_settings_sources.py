@@ -44,6 +44,7 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "warm_up_tokens": ("0", "1", "2"),
     "gpu_memory_utilization": ("0.5", "0.75", "1"),
     "no_cuda_graphs": ("true", "true", "true"),
+    "no_speculation": ("true", "true", "true"),
     "drain_timeout": ("0", "0.5", "600"),
     "metrics_compat": ("vllm", "vllm", "vllm"),
     "log_level": ("debug", "warning", "error"),

@@ -346,7 +346,11 @@ def patched(patch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         "mem_get_info": lambda _=None: (70 * GIB, 80 * GIB),
         "memory_allocated": lambda _=None: 0,
         "get_device_properties": lambda _: SimpleNamespace(
-            multi_processor_count=132, major=9, shared_memory_per_block_optin=227 << 10
+            name="pretended",
+            multi_processor_count=132,
+            major=9,
+            minor=0,
+            shared_memory_per_block_optin=227 << 10,
         ),
         "graph_pool_handle": count().__next__,
         "current_stream": lambda _=None: None,

@@ -156,7 +156,8 @@ def test_every_number_of_16_bits_is_what_it_is_to_torch(team: Team, dtype: torch
     weight = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype).float()[:, None]
     linear = PackedLinear(team, weight, None, dtype)
     product = weight
-    if linear.activation_dtype == torch.bfloat16:  # its instructions take denormal numbers for zeros
+    if linear.activation_dtype == torch.bfloat16 and team.library.level != "tiles":
+        # The instructions take denormal numbers for zeros; the double of AMX's does not.
         product = torch.where(weight.abs() < torch.finfo(torch.float32).tiny, 0, weight)
     for found, wanted in ((linear.dense(), weight), (linear(torch.ones(1, 1)).T, product)):
         assert torch.equal(found.isnan(), wanted.isnan())

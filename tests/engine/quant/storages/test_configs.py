@@ -27,7 +27,7 @@ ALL = (EMBEDDING, HEAD, Q, Q11, K, UP, DOWN)
 
 
 def test_every_method_that_config_json_may_name_is_read() -> None:
-    assert set(METHODS) == set(QUANT_METHODS)
+    assert set(METHODS) == {*QUANT_METHODS, "gguf"}, "and what a GGUF file says in its place"
 
 
 INCLUDED: Config = {"include_input_output_embeddings": True}
