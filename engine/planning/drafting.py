@@ -39,8 +39,12 @@ _PROBE_STEPS = 32
 _FALLING, _RISING = 0.3, 0.03
 """The weights of a step that was quicker, or slower, than those before it."""
 _STALE_STEPS = 256
-_TRIAL_STEPS, _SHORTEST_REST, _LONG_TURN = 8, 64, 256
-"""Steps of the turns in which drafts are tried, rested from, and kept or rested from for long."""
+_TRIAL_STEPS, _LONGEST_KEPT = 16, 256
+"""Steps of the first turn with drafts, and of the longest while they pay."""
+_SHORTEST_REST, _LONGEST_REST = 128, 1024
+"""Steps without drafts after a turn in which they did not."""
+_GAIN = 1.03
+"""Less than this is noise."""
 _FREE_TOKENS = 32.0
 """Before it is measured, so many tokens more are supposed to take as long again."""
 
@@ -116,18 +120,19 @@ class _Pace:
     """Whether drafts make steps of about so many sequences bring more tokens a second, as measured in turns.
 
     Steps without drafts and steps with them take turns. What is measured is all that drafts cost: looking for them,
-    computing and verifying them. While they pay, the turns with them are long, and else those without.
+    computing and verifying them. As long as they pay, the turns with them become longer, and else those without.
     """
 
-    __slots__ = ("_left", "_num_tokens", "_plain_rate", "_rest", "_seconds", "_turn", "drafts")
+    __slots__ = ("_kept", "_left", "_num_tokens", "_plain_rate", "_rest", "_seconds", "drafts")
 
     def __init__(self) -> None:
         self.drafts = False
         """Whether the next step may have drafts."""
-        self._turn = self._left = _TRIAL_STEPS
-        self._rest = _SHORTEST_REST
+        self._left = _TRIAL_STEPS
+        self._kept, self._rest = _TRIAL_STEPS, _SHORTEST_REST
+        """Steps of the next turn with drafts, and of the next one without if that does not pay."""
         self._plain_rate = 0.0
-        """Tokens a second in the last turn without drafts."""
+        """Tokens a second without drafts."""
         self._num_tokens, self._seconds = 0, 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -140,14 +145,14 @@ class _Pace:
         rate = self._num_tokens / max(self._seconds, 1e-9)
         self._num_tokens, self._seconds = 0, 0.0
         if not self.drafts:
-            self._plain_rate = rate
-            # A turn as long as a trial follows a rest, and a long one what was only interrupted to be measured.
-            self._left = _LONG_TURN if self._turn == _LONG_TURN else _TRIAL_STEPS
-        elif rate >= self._plain_rate:
-            self._turn, self._left, self._rest = _LONG_TURN, _TRIAL_STEPS, _SHORTEST_REST
+            self._plain_rate = (self._plain_rate + rate) / 2 if self._plain_rate else rate
+            self._left = self._kept
+        elif rate >= _GAIN * self._plain_rate:
+            self._left, self._kept = _TRIAL_STEPS, min(2 * self._kept, _LONGEST_KEPT)
+            self._rest = _SHORTEST_REST
         else:
-            self._turn, self._left = _TRIAL_STEPS, self._rest
-            self._rest = min(2 * self._rest, _LONG_TURN)
+            self._left, self._kept = self._rest, _TRIAL_STEPS
+            self._rest = min(2 * self._rest, _LONGEST_REST)
         self.drafts = not self.drafts
 
 

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engine.planning.drafting import Drafting, Proposer, _Pace
 from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
 from engine.planning.step import Chunk, OutOfMemory, Plan, RunnerFacts, Sampled, StepInFlight, StepResult
 
@@ -165,6 +166,15 @@ class PaperProposer:
 
     def forget(self, sequence: Sequence) -> None:
         assert sequence.finish_reason is not None
+
+
+def drafting_always(proposer: Proposer, most: int) -> Drafting:
+    """Drafts in every step, whether they pay or not."""
+    drafting = Drafting(proposer, most)
+    for number in range(8):
+        drafting._paces[number] = pace = _Pace()
+        pace.drafts, pace._left = True, 1 << 30
+    return drafting
 
 
 class PaperSink:

@@ -18,13 +18,19 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.engine import launch_fitting
 from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import Drafting
 from engine.planning.request import FinishReason, Output, Request
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import OutOfMemory, Plan, StepInFlight
 from priority.queue import LaneQueue
 from tests.engine.late import LateRunner
-from tests.engine.paper import PaperProposer, PaperRunner, PaperSink, expected_output, make_request
+from tests.engine.paper import (
+    PaperProposer,
+    PaperRunner,
+    PaperSink,
+    drafting_always,
+    expected_output,
+    make_request,
+)
 
 BLOCK_SIZE = 4
 
@@ -64,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.budget = budget
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=28)
         proposer = PaperProposer(pace, rightness, window)
-        self.drafting = Drafting(proposer, max_drafts) if max_drafts else None
+        self.drafting = drafting_always(proposer, max_drafts) if max_drafts else None
         self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits, self.drafting)
         self.pace = pace
         self.requests: dict[str, Request] = {}
