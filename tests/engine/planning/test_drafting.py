@@ -175,7 +175,7 @@ def test_what_pays_is_kept_and_what_does_not_is_tried_now_and_then() -> None:
     assert 0.005 < turns(_Pace(), 1.0, 2.5, 8_000) < 0.03
     pace = _Pace()
     turns(pace, 1.0, 2.5, 4_000)
-    turns(pace, 1.0, 1.5, 2 * (_LONGEST_REST + _TRIAL_STEPS))
+    turns(pace, 1.0, 1.5, 2 * _LONGEST_REST * _TRIAL_STEPS)
     assert turns(pace, 1.0, 1.5, 1_000) > 0.85, "it comes back"
     turns(pace, 1.0, 2.5, 1_000)
     assert turns(pace, 1.0, 2.5, 2_000) < 0.05, "and goes again"
