@@ -132,7 +132,9 @@ def _checkpoint(folder: Path, case: Case) -> Iterator[Path]:
     with TemporaryDirectory() as place:
         made = Path(place) / "made"
         with redirect_stdout(sys.stderr):
-            quantize.run(parser.parse_args([str(folder), str(made), *case.made.split()]))
+            status = quantize.run(parser.parse_args([str(folder), str(made), *case.made.split()]))
+        if status:
+            raise SystemExit(status)
         yield made
 
 
