@@ -18,6 +18,7 @@ from app.hub import fetched_before, look_at
 from app.settings import Settings, choices, flag
 from engine.errors import CheckpointError
 from engine.model.config import LoadOptions, ModelConfig
+from engine.sizes import size_text
 
 if TYPE_CHECKING:
     from engine.execution.memory import Budget, Estimate
@@ -29,8 +30,6 @@ DEMO = "demo"
 
 CONTEXTS = (2048, 8192, 32768)
 """The tokens of the streams that are counted, beside the longest that the model has."""
-
-_GIB, _MIB = 1 << 30, 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +140,7 @@ def examine(model: str | None, options: LoadOptions) -> Subject:
     if model is not None and is_hub_id(model) and not _is_fetched(model):
         remote = look_at(model)
         folder, files = remote.folder, remote.files
-        place = f"on the hub, {_size(remote.num_bytes)} to fetch"
+        place = f"on the hub, {size_text(remote.num_bytes)} to fetch"
     else:
         folder = find_checkpoint(model)
         files, place = open_files(folder), str(folder)
@@ -198,12 +197,12 @@ def _head(subject: Subject, fitting: Fitting, options: LoadOptions) -> Iterator[
     )
     yield f"from    {subject.place}"
     if (card := limits.card) is not None:
-        free = f"{_size(card.free)} of {_size(card.total)} are free"
-        yield f"device  {torch.cuda.get_device_name()}, {_size(limits.available)} for the model; {free}"
+        free = f"{size_text(card.free)} of {size_text(card.total)} are free"
+        yield f"device  {torch.cuda.get_device_name()}, {size_text(limits.available)} for the model; {free}"
         return
-    yield f"device  cpu, {_size(limits.available)} for the model"
+    yield f"device  cpu, {size_text(limits.available)} for the model"
     if options.kv_bytes is None and options.num_blocks is None:
-        most = "" if limits.cap is None else f", at most {_size(limits.cap)}"
+        most = "" if limits.cap is None else f", at most {size_text(limits.cap)}"
         yield f"        of what the weights leave, {limits.share:.0%} is for KV{most}; --kv-memory sets it"
     if not fitting.has_native:
         yield "        no C++ compiler for the native kernels: plain torch serves, in float32"
@@ -228,7 +227,13 @@ def _tables(fitting: Fitting, shown: Case) -> Iterator[str]:
     ways += [replace(options, quantize=quantize) for quantize in quantizations]
     by_weights = sorted(fitting.cases(ways), key=lambda case: -case.sizes.weights)
     rows = [
-        [mark(case.weights, case), _size(case.sizes.weights), _kv(case), case.sizes.kv_dtype, *streams(case)]
+        [
+            mark(case.weights, case),
+            size_text(case.sizes.weights),
+            _kv(case),
+            case.sizes.kv_dtype,
+            *streams(case),
+        ]
         for case in by_weights
     ]
     yield table(["weights", "size", "KV", "in", *head], rows)
@@ -262,7 +267,7 @@ def _reasons(fitting: Fitting, options: LoadOptions, quantizations: Iterable[str
 
 
 def _kv(case: Case) -> str:
-    return _size(case.sizes.plan.kv) if case.fits else "does not fit"
+    return size_text(case.sizes.plan.kv) if case.fits else "does not fit"
 
 
 def _fits(choice: Case, subject: Subject, asked: LoadOptions, flags: Mapping[str, str]) -> Iterator[str]:
@@ -289,9 +294,9 @@ def _does_not_fit(smallest: Case, asked: LoadOptions) -> str:
     plan, more = smallest.sizes.plan, _differences(smallest.options, asked)
     way = f", even with {_flags(more)}" if more else ""
     return (
-        f"does not fit: needs {_size(plan.needed)} of {_size(plan.available)}{way}\n"
-        f"  weights {_size(plan.weights)}, KV {_size(plan.kv)} for {plan.num_tokens:,} tokens, "
-        f"and {_size(plan.needed - plan.weights - plan.kv)} for the largest step"
+        f"does not fit: needs {size_text(plan.needed)} of {size_text(plan.available)}{way}\n"
+        f"  weights {size_text(plan.weights)}, KV {size_text(plan.kv)} for {plan.num_tokens:,} tokens, "
+        f"and {size_text(plan.needed - plan.weights - plan.kv)} for the largest step"
     )
 
 
@@ -308,7 +313,3 @@ def _flags(values: Mapping[str, str]) -> str:
         flag(name) if Settings.model_fields[name].annotation is bool else f"{flag(name)} {shlex.quote(value)}"
         for name, value in values.items()
     )
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / _GIB:.2f} GiB" if num_bytes >= _GIB // 10 else f"{num_bytes / _MIB:.1f} MiB"

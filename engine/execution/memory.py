@@ -33,8 +33,7 @@ from engine.model.weights import (
 )
 from engine.quant.formats import DENSE, Format
 from engine.quant.integers import Integers
-
-GIB = 1 << 30
+from engine.sizes import GIB, size_text
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMINFO = Path("/proc/meminfo")
@@ -130,14 +129,14 @@ class MemoryPlan:
         """One line for the operator."""
         found_later = (("tables", self.tables), ("graphs", self.graphs))
         kept = [
-            f"weights {_size(self.weights)}",
-            f"KV cache {_size(self.kv)} ({self.num_tokens} tokens)",
-            f"workspace {_size(self.workspace)}",
-            *(f"{name} {_size(size)}" for name, size in found_later if size),
+            f"weights {size_text(self.weights)}",
+            f"KV cache {size_text(self.kv)} ({self.num_tokens} tokens)",
+            f"workspace {size_text(self.workspace)}",
+            *(f"{name} {size_text(size)}" for name, size in found_later if size),
         ]
         card = self.card
-        whole = f" (of the GPU's {_size(card.total)}, {_size(card.used)} in use)" if card else ""
-        return f"{', '.join(kept)}, of {_size(self.available)} available{whole}"
+        whole = f" (of the GPU's {size_text(card.total)}, {size_text(card.used)} in use)" if card else ""
+        return f"{', '.join(kept)}, of {size_text(self.available)} available{whole}"
 
     @property
     def rows(self) -> list[tuple[str, int, str]]:
@@ -161,7 +160,7 @@ class MemoryPlan:
     def table(self) -> list[str]:
         """The rows as lines for the operator."""
         return [
-            f"GPU memory  {name:<13} {_size(size):>10}  {note}".rstrip() for name, size, note in self.rows
+            f"GPU memory  {name:<13} {size_text(size):>10}  {note}".rstrip() for name, size, note in self.rows
         ]
 
     def graphs_text(self, num_graphs: int, num_bytes: int, in_use: int) -> str:
@@ -171,9 +170,10 @@ class MemoryPlan:
             num_bytes: that they took.
             in_use: of the card, by all and everything.
         """
-        free = "" if self.card is None else f"; free are {_size(self.card.total - in_use)}"
-        need = "" if self.card is None else f", of which the largest step takes {_size(self.workspace)}"
-        return f"{num_graphs} CUDA graphs took {_size(num_bytes)}, about {_size(self.graphs)} were planned{free}{need}"
+        free = "" if self.card is None else f"; free are {size_text(self.card.total - in_use)}"
+        need = "" if self.card is None else f", of which the largest step takes {size_text(self.workspace)}"
+        planned = f"about {size_text(self.graphs)} were planned"
+        return f"{num_graphs} CUDA graphs took {size_text(num_bytes)}, {planned}{free}{need}"
 
 
 def plan_memory(
@@ -397,7 +397,7 @@ def measure_steps(device: torch.device, before: Card, steps: Callable[[], None])
         steps()
     except torch.OutOfMemoryError:
         raise NotEnoughMemory(
-            f"not enough memory: weights and tables {_size(resident)}, and the largest step does not fit beside "
+            f"not enough memory: weights and tables {size_text(resident)}, and the largest step does not fit beside "
             "them; lower --max-batch-tokens or --max-num-seqs"
         ) from None
     torch.cuda.synchronize(device)
@@ -445,7 +445,3 @@ def _free_in_cgroups() -> Iterator[int]:
                 yield int(bound) - int((folder / used).read_text(encoding="ascii")) + reclaimable
         except OSError:
             continue
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.2f} GiB" if abs(num_bytes) >= GIB // 10 else f"{num_bytes / (1 << 20):.1f} MiB"

@@ -6,7 +6,6 @@ one whose linear maps are stored as integers, which is checked and loaded like a
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -17,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 import torch
@@ -25,10 +23,11 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.kernels.cpu.build import cache_directory
-from engine.model import safetensors
+from engine.model import safetensors, tensor_writer
 from engine.model.config import ModelConfig
 from engine.model.files import Files
 from engine.model.safetensors import TensorFiles
+from engine.model.tensor_writer import TensorWriter, bytes_of
 from engine.model.weights import (
     Part,
     Progress,
@@ -40,6 +39,7 @@ from engine.model.weights import (
 from engine.quant import integers, kept
 from engine.quant.integers import Integers
 from engine.quant.kept import Kept
+from engine.quant.storages import packing
 from engine.quant.storages.names import LM_HEAD
 
 SMALLEST = 64 << 20
@@ -57,10 +57,6 @@ _ABANDONED_S = 24 * 3600
 """A partial file of this age belongs to a process that was killed."""
 _CHECKSUM = "checksum"
 _SUFFIX, _PARTIAL = ".safetensors", ".partial"
-_ENTRY_BYTES = 160
-"""More than an entry of a safetensors header takes beside its name."""
-_ALIGNMENT = 64
-_DTYPE_NAMES = {dtype: name for name, dtype in safetensors.DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +181,7 @@ def _key(files: Files, linears: list[_Linear]) -> str:
     bytes: dates alone would not tell one image's model from the next's where all files are dated alike.
     """
     digest = blake2b(digest_size=8)
-    for module in (integers, kept):
+    for module in (integers, kept, packing, tensor_writer):
         digest.update(Path(str(module.__file__)).read_bytes())
     digest.update(Path(__file__).read_bytes())
     for file in sorted({files.entries[name].file for linear in linears for _, name in linear.sources}):
@@ -197,7 +193,7 @@ def _key(files: Files, linears: list[_Linear]) -> str:
         for _, name in linear.sources:
             entry = files.entries[name]
             _tell(digest, entry.file.name, entry.dtype, entry.shape, entry.start)
-            digest.update(_bytes(files.read(name).flatten()[:_SAMPLE]))
+            digest.update(bytes_of(files.read(name).flatten()[:_SAMPLE]))
     return digest.hexdigest()
 
 
@@ -302,19 +298,32 @@ def _make(files: Files, linears: list[_Linear], path: Path, quantized: Callable[
         OSError: the file cannot be written.
     """
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=_PARTIAL, delete=False) as file:
-        try:
-            writer, done = _Writer(file, linears), 0
+        partial = Path(file.name)
+    try:
+        tensors, done = _announced(linears), 0
+        with TensorWriter(partial, tensors) as writer:
             for linear in linears:
                 for suffix, tensor in Kept(linear.format).store(_quantize(files, linear)).items():
-                    writer.add(f"{linear.name}.{suffix}", tensor)
+                    writer.write(f"{linear.name}.{suffix}", tensor)
                 done += sum(files.entries[name].num_bytes for _, name in linear.sources)
                 quantized(done)
-            writer.finish()
-            os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+            writer.flush()
+            first, end = writer.start(next(iter(tensors))), writer.start(_CHECKSUM)
+            writer.write(_CHECKSUM, torch.tensor([_checksum(partial, first, end)]))
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _announced(linears: list[_Linear]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The tensors of a file by name: their shapes and types. The last one is the checksum of the others."""
+    tensors = {
+        f"{linear.name}.{suffix}": (shape, safetensors.DTYPES[dtype])
+        for linear in linears
+        for suffix, shape, dtype in Kept(linear.format).stored(linear.part.rows, linear.in_features)
+    }
+    return {**tensors, _CHECKSUM: ((1,), torch.int64)}
 
 
 def _quantize(files: Files, linear: _Linear) -> dict[str, Tensor]:
@@ -322,46 +331,3 @@ def _quantize(files: Files, linear: _Linear) -> dict[str, Tensor]:
     stored = part.storage.repack({suffix: files.read(name) for suffix, name in linear.sources})
     weight = part.storage.format(part.rows, linear.in_features).unpack(stored)
     return dict(linear.format.quantize(weight))
-
-
-class _Writer:
-    """Writes tensors one by one into a safetensors file, whose header has its place and is written last."""
-
-    def __init__(self, file: IO[bytes], linears: list[_Linear]) -> None:
-        names = [
-            f"{linear.name}.{tensor.suffix}"
-            for linear in linears
-            for tensor in Kept(linear.format).tensors(linear.part.rows, linear.in_features)
-        ]
-        room = sum(len(name) + _ENTRY_BYTES for name in [*names, _CHECKSUM])
-        self._first = -(-room // _ALIGNMENT) * _ALIGNMENT
-        self._header: dict[str, object] = {}
-        self._file = file
-        self._end = 0
-        file.seek(self._first)
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        data = _bytes(tensor)
-        self._file.write(data)
-        start, self._end = self._end, self._end + len(data)
-        self._header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, self._end],
-        }
-
-    def finish(self) -> None:
-        """Adds the checksum and the header."""
-        self._file.flush()
-        total = _checksum(Path(self._file.name), self._first, self._first + self._end)
-        self.add(_CHECKSUM, torch.tensor([total]))
-        text = json.dumps(self._header).encode()
-        length = self._first - 8
-        assert len(text) <= length
-        self._file.seek(0)
-        self._file.write(length.to_bytes(8, "little") + text.ljust(length))
-        self._file.flush()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.contiguous().view(torch.uint8).numpy().data.cast("B")

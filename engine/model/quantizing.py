@@ -29,9 +29,7 @@ from engine.quant.awq import input_scales, round_clipped
 from engine.quant.gptq import Gptq
 from engine.quant.grid import Grid, Rounded, Rounding, round_to_nearest
 from engine.quant.packed import pack, quantization_config, stored_tensors
-from engine.quant.storages.names import EMBEDDING, LM_HEAD
-
-LAYERS = "model.layers."
+from engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD
 
 METHODS = ("gptq", "awq", "rtn")
 

@@ -17,6 +17,11 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 
 
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, which is copied only if its elements do not lie side by side on the CPU."""
+    return tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().data
+
+
 class TensorWriter:
     """A file whose tensors are announced first, with their shapes and types, and then written in any order.
 
@@ -50,9 +55,17 @@ class TensorWriter:
                 self._file.flush()
                 os.fsync(self._file.fileno())
 
+    def start(self, name: str) -> int:
+        """Where in the file a tensor begins. Those that were announced follow each other, without gaps."""
+        return self._first + self._starts[name]
+
+    def flush(self) -> None:
+        """What was written can be read from the file by its name from here on."""
+        self._file.flush()
+
     def write(self, name: str, tensor: Tensor) -> None:
         shape, dtype = self._tensors[name]
         assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype), f"{name} was announced otherwise"
         self._missing.remove(name)
-        self._file.seek(self._first + self._starts[name])
-        self._file.write(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().tobytes())
+        self._file.seek(self.start(name))
+        self._file.write(bytes_of(tensor))

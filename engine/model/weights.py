@@ -20,7 +20,7 @@ from engine.quant.checkpoints import storages_of
 from engine.quant.formats import DENSE, Format, NamedTensors
 from engine.quant.integers import Integers, Quantization, common_format, widen
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
-from engine.quant.storages.names import EMBEDDING, LM_HEAD
+from engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD
 
 Progress = Callable[[int, int], None]
 """Told of bytes done and bytes in all."""
@@ -273,7 +273,7 @@ def _size_fields(name: str) -> str:
 
 def _hint(config: ModelConfig, files: Files, module: str) -> str:
     """What may be the cause of a missing tensor of a module."""
-    if not module.startswith("model.layers."):
+    if not module.startswith(LAYERS):
         return ""
     other = next(
         (name for name in files.entries if name.startswith(f"{module}.") and name != f"{module}.bias"), None

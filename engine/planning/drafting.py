@@ -30,15 +30,14 @@ log = logging.getLogger("penstock.engine")
 
 _FIRST_RATE = 0.6
 """The share of drafts that are supposed to be right while nothing is known of any sequence."""
-_LEARNING_OF_ALL = 0.02
-"""The weight of the latest draft in the share that is supposed of new sequences."""
-_LEARNING = 0.15
-"""The weight of the latest draft in that share."""
+_LEARNING, _LEARNING_OF_ALL = 0.15, 0.02
+"""The weights of the latest draft in the shares of its sequence, and of new ones."""
 _PROBE_STEPS = 32
 """A sequence whose drafts do not pay has one drafted after so many steps, to see whether that has changed."""
 _FALLING, _RISING = 0.3, 0.03
 """The weights of a step that was quicker, or slower, than those before it."""
 _STALE_STEPS = 256
+"""After so many steps of other sizes, what a size took is forgotten."""
 _TRIAL_STEPS = 16
 """Steps over which tokens a second are measured."""
 _LONGEST_KEPT = 16
@@ -197,11 +196,12 @@ class Drafting:
         """
         if self._proposer is None or plan.num_tokens >= num_tokens:
             return
-        chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]
-        if not chunks or not self._pace(plan).drafts or not self._may_pay(plan):
+        num_sampling = sum(chunk.samples for chunk in plan.chunks)
+        if not self._pace(num_sampling).drafts or not self._may_pay(plan, num_sampling):
             return
+        chunks = (chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1)
         proposed = [(chunk, drafts) for chunk in chunks if (drafts := self._propose(chunk))]
-        counts = self._choose(plan, proposed, num_tokens - plan.num_tokens)
+        counts = self._choose(plan, num_sampling, proposed, num_tokens - plan.num_tokens)
         for (chunk, drafts), count in zip(proposed, counts, strict=True):
             if count:
                 _add(plan, chunk, drafts[:count], tables)
@@ -221,7 +221,7 @@ class Drafting:
         """Learns what a step took, and how many drafts were right in it."""
         self.costs.observe(plan.num_tokens, seconds)
         if all(chunk.samples and chunk.num_tokens == 1 + len(chunk.drafts) for chunk in plan.chunks):
-            self._pace(plan).observe(len(plan.chunks) + num_accepted, seconds)
+            self._pace(len(plan.chunks)).observe(len(plan.chunks) + num_accepted, seconds)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         """Those of the sequences that ended are remembered no longer."""
@@ -236,8 +236,12 @@ class Drafting:
             except Exception:
                 self._switch_off()
 
-    def _pace(self, plan: Plan) -> _Pace:
-        return self._paces.setdefault(sum(chunk.samples for chunk in plan.chunks).bit_length(), _Pace())
+    def _pace(self, num_sampling: int) -> _Pace:
+        key = num_sampling.bit_length()
+        pace = self._paces.get(key)
+        if pace is None:
+            pace = self._paces[key] = _Pace()
+        return pace
 
     def _record(self, sequence: Sequence) -> _Record:
         record = self._records.get(sequence)
@@ -245,9 +249,8 @@ class Drafting:
             record = self._records[sequence] = _Record(self._rate)
         return record
 
-    def _may_pay(self, plan: Plan) -> bool:
+    def _may_pay(self, plan: Plan, num_sampling: int) -> bool:
         """Whether one draft that is certainly right would be worth its place; also if nothing is known yet."""
-        num_sampling = sum(chunk.samples for chunk in plan.chunks)
         now, more = self.costs.seconds(plan.num_tokens), self.costs.seconds(plan.num_tokens + 1)
         return (num_sampling + 1) * now >= num_sampling * more
 
@@ -264,7 +267,9 @@ class Drafting:
             self._switch_off()
             return []
 
-    def _choose(self, plan: Plan, proposed: list[tuple[Chunk, list[int]]], room: int) -> list[int]:
+    def _choose(
+        self, plan: Plan, num_sampling: int, proposed: list[tuple[Chunk, list[int]]], room: int
+    ) -> list[int]:
         """How many drafts each chunk gets: those that are most likely kept, as many as make the step worth most."""
         likely = []
         for place, (chunk, drafts) in enumerate(proposed):
@@ -273,7 +278,7 @@ class Drafting:
             likely.append([(-share, place) for share in kept])
         counts = [0] * len(proposed)
         ordered = list(merge(*likely))[:room]
-        expected = float(sum(chunk.samples for chunk in plan.chunks))
+        expected = float(num_sampling)
         best, best_value = 0, expected / max(self.costs.seconds(plan.num_tokens), 1e-9)
         for number, (share, _) in enumerate(ordered, 1):
             expected -= share
@@ -301,14 +306,12 @@ class Drafting:
 
 def _add(plan: Plan, chunk: Chunk, drafts: list[int], tables: BlockTables) -> None:
     """Adds drafts to a chunk, if there are free blocks for them: nobody gives way for a guess."""
-    sequence, num_tokens = chunk.sequence, chunk.start + 1 + len(drafts)
-    num_computed, sequence.num_computed = sequence.num_computed, chunk.start
-    copies = tables.grow(sequence, num_tokens)
+    sequence = chunk.sequence
+    copies = tables.grow(sequence, sequence.num_computed + len(drafts))
     if copies is None:
-        sequence.num_computed = num_computed
         return
     plan.copies.extend(copies)
     chunk.drafts = drafts
     chunk.num_tokens += len(drafts)
-    sequence.num_computed = num_tokens
+    sequence.num_computed += len(drafts)
     plan.num_tokens += len(drafts)

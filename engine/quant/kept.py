@@ -10,9 +10,10 @@ import torch
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
 from engine.quant.storage import StoredTensor
+from engine.quant.storages.packing import unpack_nibbles
 
-_DTYPES = ("I8", "U8", "I32", "F32")
-"""The types of all tensors that a weight of integers may have."""
+_DTYPES = {"weight": "I8", "permutation": "I32"}
+"""The types of the tensors that a weight of integers may have, but for float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +33,16 @@ class Kept:
         return self.integers
 
     def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
+        for suffix, shape, dtype in self.stored(out_features, in_features):
+            yield StoredTensor(suffix, shape, (dtype,))
+
+    def stored(self, out_features: int, in_features: int) -> Iterator[tuple[str, tuple[int, ...], str]]:
+        """(suffix, shape, type as safetensors names it) of what `store` makes."""
         for suffix, shape in self.integers.shapes(out_features, in_features):
-            halves = suffix == "weight" and self.integers.bits == 4
-            yield StoredTensor(suffix, (out_features, in_features // 2) if halves else shape, _DTYPES)
+            if suffix == "weight" and self.integers.bits == 4:
+                yield suffix, (out_features, in_features // 2), "U8"
+            else:
+                yield suffix, shape, _DTYPES.get(suffix, "F32")
 
     def store(self, tensors: NamedTensors) -> NamedTensors:
         """The tensors of the format as they are stored."""
@@ -46,7 +54,5 @@ class Kept:
     def repack(self, tensors: NamedTensors) -> NamedTensors:
         if self.integers.bits == 8:
             return tensors
-        # The low byte of a pair is the first: memory is little-endian, as it is in safetensors.
-        pairs = tensors["weight"].short()
-        halves = pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.int8)
+        halves = unpack_nibbles(tensors["weight"]).view(torch.int8)
         return {**tensors, "weight": halves.add_(self.integers.lowest)}

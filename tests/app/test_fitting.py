@@ -25,7 +25,7 @@ from app.doctor import Check, Level
 from app.fitting import ladder
 from app.settings import load_settings
 from engine.execution import loader, memory
-from engine.execution.memory import GIB, Budget, estimate
+from engine.execution.memory import Budget, estimate
 from engine.fields import Fields
 from engine.kernels.ops import reference_kernels
 from engine.model.config import LoadOptions, ModelConfig
@@ -35,6 +35,7 @@ from engine.quant import checkpoints
 from engine.quant.integers import Integers
 from engine.quant.kept import Kept
 from engine.quant.storage import PLAIN
+from engine.sizes import GIB
 from tests.engine.checkpoints import make_checkpoint, make_config, save_tensors, tensor_shapes
 from tests.engine.gguf_files import same, write_gguf
 

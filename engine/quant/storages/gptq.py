@@ -13,7 +13,7 @@ from engine.fields import Fields
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
 from engine.quant.storage import PLAIN, Storage, Storages, StoredTensor
-from engine.quant.storages.names import EMBEDDING, LM_HEAD, regular_expression
+from engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD, regular_expression
 from engine.quant.storages.packing import (
     check_order,
     check_words,
@@ -27,8 +27,6 @@ from engine.quant.storages.packing import (
     to_integers,
     unpack_words,
 )
-
-_LAYERS = "model.layers."
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,7 @@ def gptq_storages(fields: Fields) -> Storages:
         rule = next((storage for pattern, storage in rules if pattern.match(name)), usual)
         if name in (EMBEDDING, LM_HEAD):
             return rule if name == LM_HEAD and has_head else PLAIN
-        in_block = name.removeprefix(_LAYERS).partition(".")[2]
+        in_block = name.removeprefix(LAYERS).partition(".")[2]
         return PLAIN if quantized and in_block not in quantized else rule
 
     return storage

@@ -10,7 +10,7 @@ from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.quant.storage import PLAIN, Storage, Storages
 
-EMBEDDING, LM_HEAD = "model.embed_tokens", "lm_head"
+EMBEDDING, LM_HEAD, LAYERS = "model.embed_tokens", "lm_head", "model.layers."
 
 IsMeant = Callable[[str], bool]
 """Whether a linear map, given by its full name, is among those that are meant."""

@@ -115,7 +115,9 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
 
 def unpack_nibbles(numbers: Tensor) -> Tensor:
     """The unsigned integers of 4 bits in bytes [..., n], lowest bits first: uint8 [..., 2 * n]."""
-    return torch.stack((numbers & 15, numbers >> 4), dim=-1).flatten(-2)
+    # The low byte of a pair is the first: memory is little-endian, as it is in the files.
+    pairs = numbers.short()
+    return pairs.bitwise_or_(pairs << 4).bitwise_and_(0x0F0F).view(torch.uint8)
 
 
 def finite(tensors: NamedTensors, suffix: str) -> Tensor:

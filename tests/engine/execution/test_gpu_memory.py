@@ -16,7 +16,6 @@ from engine.errors import NotEnoughMemory
 from engine.execution import loader, memory
 from engine.execution.loader import load_model
 from engine.execution.memory import (
-    GIB,
     Budget,
     Card,
     Measured,
@@ -36,6 +35,7 @@ from engine.model.parse import parse_config, read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import Decoder
 from engine.model.weights import load_weights
+from engine.sizes import GIB
 from tests.engine.checkpoints import make_checkpoint, make_config
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

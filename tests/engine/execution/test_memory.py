@@ -10,7 +10,6 @@ import torch
 from engine.errors import NotEnoughMemory
 from engine.execution import memory
 from engine.execution.memory import (
-    GIB,
     Budget,
     MemoryPlan,
     available_bytes,
@@ -24,6 +23,7 @@ from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parse import parse_config
 from engine.model.weights import Recipe
 from engine.quant.integers import Quantization
+from engine.sizes import GIB
 from tests.engine.checkpoints import make_config, random_tensors
 
 CONFIG = parse_config(Fields("config.json", make_config("llama")))
