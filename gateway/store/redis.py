@@ -232,7 +232,7 @@ class RedisStore:
         await self._all(commands, unfinished)
 
     async def claim(self) -> Sequence[str]:
-        await self._ensure_beat()
+        await self.beat()  # an event loop that was held up for long let this process seem dead
         keys = [self._key("unfinished"), self._key("replicas"), self._key("since")]
         alive_us = int(ALIVE_S * SECOND_US)
         arguments = (self._owner, self._name, alive_us, self._key("journal", ""), MAX_CLAIMED)

@@ -47,6 +47,15 @@ async def test_a_restarted_server_claims_its_own_streams_after_a_long_time_too(
     assert list(await redis_store(server, clock=clock).claim()) == ["s"]
 
 
+async def test_a_server_that_was_not_heard_of_for_long_still_has_its_streams(
+    server: RedisServer, clock: Clock
+) -> None:
+    store = redis_store(server, clock=clock)
+    await store.write_journals([BEGUN])
+    clock.now += ALIVE_S * 2
+    assert list(await store.claim()) == ["s"]
+
+
 async def test_only_a_dead_server_loses_its_streams_and_to_one_other(
     server: RedisServer, clock: Clock
 ) -> None:
