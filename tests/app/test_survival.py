@@ -156,6 +156,9 @@ async def test_every_stream_goes_on_after_kill_9(redis_url: str) -> None:
                 assert follower.done
                 assert follower.numbers == list(range(len(follower.numbers)))
                 assert follower.text == expected[follower.seed - seeds.start]
+    except AssertionError:
+        print(server.log)
+        raise
     finally:
         server.stop()
         journals.close()
