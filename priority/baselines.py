@@ -32,6 +32,9 @@ class FirstComeQueue:
                 return line.popleft() if fits(line[0]) else None
         return None
 
+    def passed_over(self) -> Request | None:
+        return None
+
     def charge(self, work: list[tuple[Request, int, int]], now: float) -> None: ...
 
     def observe(self, load: StepLoad) -> None: ...

@@ -202,6 +202,11 @@ class LaneQueue:
                     return self._dispatch(ticket)
             return None
 
+    def passed_over(self) -> Request | None:
+        with self._lock:
+            aged = self._aged()
+            return None if aged is None else aged.request
+
     def charge(self, work: list[tuple[Request, int, int]], now: float) -> None:
         with self._lock:
             self._now_us = max(self._now_us, microseconds(now))

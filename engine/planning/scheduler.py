@@ -56,6 +56,8 @@ class Scheduler(StepResults):
         self._num_started = 0
         self._candidate: Sequence | None = None
         """Made of the request that was last looked at in the queue, so that its hashes are not computed twice."""
+        self._passed_over: Sequence | None = None
+        """Whoever starts before this one leaves it the blocks that it needs."""
         self._refused: Request | None = None
         """The first request of the current turn that did not fit."""
 
@@ -70,6 +72,7 @@ class Scheduler(StepResults):
         self._num_preemptions_before = self.counters.num_preemptions
         queue_goes_first, self._queue_goes_first = self._queue_goes_first, False
         allowance = self.queue.allowance(self.running)
+        self._note_passed_over()
         decodes, chunked = self._sort_running()
         self._tokens_left = min(allowance.num_decodes, self.most_tokens)
         for sequence in self._in_turn(decodes, self._tokens_left):
@@ -213,7 +216,7 @@ class Scheduler(StepResults):
         if self.counters.num_preemptions != self._num_preemptions_before:
             return
         for sequence in sorted(self.waiting, key=_urgency):
-            if sequence.request.lane >= above or self._tokens_left <= 0 or not self._has_seat():
+            if sequence.request.lane >= above or self._tokens_left <= 0:
                 return
             if self._is_deferred(sequence):
                 continue
@@ -222,7 +225,7 @@ class Scheduler(StepResults):
             prefix = self.tables.find_prefix(sequence)
             if self._defer(sequence, prefix):
                 continue
-            if self._blocks_short(sequence, prefix) > 0:
+            if max(self._shortage(sequence, prefix)) > 0:
                 return
             self.waiting.remove(sequence)
             self._start(plan, sequence, prefix, now)
@@ -264,12 +267,11 @@ class Scheduler(StepResults):
         What steps in flight still use counts as room: the request starts with the next step.
         """
         sequence = self._candidate_for(request)
-        prefix = self.tables.find_prefix(sequence)
-        seats, blocks = len(self.running) - self.limits.max_num_seqs, self._blocks_short(sequence, prefix)
+        seats, blocks = self._shortage(sequence, self.tables.find_prefix(sequence))
         blocks -= self.tables.num_returning
         victims: list[Sequence] = []
         candidates = iter(self.queue.giving_way(request, self.running))
-        while seats >= 0 or blocks > 0:
+        while seats > 0 or blocks > 0:
             victim = next(candidates, None)
             if victim is None:
                 return False
@@ -293,33 +295,63 @@ class Scheduler(StepResults):
     def _num_deferred(self) -> int:
         return sum(1 for s in self.waiting if not s.num_preemptions)
 
-    def _blocks_short(self, sequence: Sequence, prefix: list[int]) -> int:
-        """Returns how many free blocks are missing to start a sequence, those included that its lane leaves free."""
-        pool = self.tables.pool
-        held_back = 0
-        if self.running:
-            # Each running sequence may need a block next; and the lane may not use all of the pool.
-            shares = self.limits.kv_shares
-            share = shares[sequence.request.lane] if sequence.request.lane < len(shares) else 1.0
-            held_back = max(1 + len(self.running) // 4, int((1.0 - share) * (pool.num_blocks - 1)))
-        return self.tables.num_free_needed(sequence, prefix) + held_back - pool.num_free
+    def _shortage(self, sequence: Sequence, prefix: list[int]) -> tuple[int, int]:
+        """Returns how many seats and free blocks a sequence lacks to start, those included that it leaves free."""
+        seats_left, blocks_left = self._left_free(sequence) if self.running else (0, 0)
+        seats = len(self.running) + 1 + seats_left - self.limits.max_num_seqs
+        return seats, self.tables.num_free_needed(sequence, prefix) + blocks_left - self.tables.pool.num_free
+
+    def _left_free(self, sequence: Sequence) -> tuple[int, int]:
+        """Returns the seats and blocks that a sequence leaves to others when it starts.
+
+        Each running sequence may need a block next, and a lane may not use all of the pool. Who was passed over for too
+        long is not bound by the latter, and others leave it a seat and the blocks that it needs; lanes that are more
+        urgent than its own leave it half of the pool at most.
+        """
+        lane, num_blocks = sequence.request.lane, self.tables.pool.num_blocks - 1
+        for_running, passed_over = 1 + len(self.running) // 4, self._passed_over
+        if passed_over is not None and passed_over.request is sequence.request:
+            return 0, for_running
+        shares = self.limits.kv_shares
+        share = shares[lane] if lane < len(shares) else 1.0
+        not_its_own = int((1.0 - share) * num_blocks)
+        if passed_over is None:
+            return 0, max(for_running, not_its_own)
+        kept = self.tables.num_free_needed(passed_over, self.tables.find_prefix(passed_over))
+        if lane < passed_over.request.lane:
+            kept = min(kept, num_blocks // 2)
+        return 1, max(for_running + kept, not_its_own)
+
+    def _note_passed_over(self) -> None:
+        request = self.queue.passed_over()
+        if request is None:
+            self._passed_over = None
+        elif self._passed_over is None or self._passed_over.request is not request:
+            self._passed_over = self._made_of(request)
 
     def _fits(self, request: Request) -> bool:
         """Says whether the request could start now, and remembers the first one that could not."""
         sequence = self._candidate_for(request)
-        if self._has_seat() and self._blocks_short(sequence, self.tables.find_prefix(sequence)) <= 0:
+        if max(self._shortage(sequence, self.tables.find_prefix(sequence))) <= 0:
             return True
-        self._refused = self._refused or request
+        # Who was passed over may be tried before its turn: then nobody gives way for it if it is another's.
+        if self._refused is None or (self._passed_over and self._passed_over.request is self._refused):
+            self._refused = request
         return False
 
     def _candidate_for(self, request: Request) -> Sequence:
         if self._candidate is None or self._candidate.request is not request:
-            self._candidate = Sequence(request, order=self._num_started, max_len=self.max_len)
+            self._candidate = self._made_of(request)
         return self._candidate
+
+    def _made_of(self, request: Request) -> Sequence:
+        return Sequence(request, order=self._num_started, max_len=self.max_len)
 
     def _start(self, plan: Plan, sequence: Sequence, prefix: list[int], now: float) -> None:
         self.tables.start(sequence, prefix)
         self.running.append(sequence)
+        if self._passed_over is not None and self._passed_over.request is sequence.request:
+            self._passed_over = None
         if sequence.num_cached_tokens < 0:  # it starts for the first time
             sequence.scheduled_s = now
             sequence.num_cached_tokens = sequence.num_computed

@@ -182,6 +182,9 @@ class RequestQueue(Protocol):
         With `above`, only one that may go before the work of that lane.
         """
 
+    def passed_over(self) -> Request | None:
+        """The request in the queue that has waited for too long, if there is one; others leave it room."""
+
     def charge(self, work: list[tuple[Request, int, int]], now: float) -> None:
         """What a step did: (request, prompt tokens computed for it, output tokens it brought). Called once per step."""
 
