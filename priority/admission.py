@@ -20,6 +20,8 @@ from priority.shares import COST_PREFILL, virtual
 from priority.steptime import StepShape, StepTimeModel
 from priority.waiting import Account, LaneLine, Ticket
 
+MAX_VICTIMS = 2
+"""Running sequences that give way for one request."""
 ALONE_SLACK = 1.5
 """A prompt so long that even alone it takes longer than the promise is let in if this times that can be kept."""
 _QUANTILE = 0.95
@@ -47,14 +49,53 @@ class Forecast:
     """What the lane promises; infinite, if nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Steps that have so many prompt tokens at most, beside decodes that take the fixed part of their time."""
+
+    num_prefill: int
+    fixed_s: float
+    each_s: float
+    """Of a prompt token."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Prompt tokens, in full steps."""
+        return self.num_prefill / (self.fixed_s + self.each_s * self.num_prefill)
+
+    def seconds_for(self, num_tokens: float, *, is_filled: bool) -> float:
+        """To the end of the step that has the last of these prompt tokens; others' may fill it."""
+        num_full, rest = divmod(num_tokens, self.num_prefill)
+        if rest and is_filled:
+            num_full, rest = num_full + 1, 0.0
+        last_s = self.fixed_s + self.each_s * rest if rest else 0.0
+        return num_full * (self.fixed_s + self.each_s * self.num_prefill) + last_s
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """The running sequences, all of them, as they were a few steps ago."""
+
+    num_yielding: tuple[int, ...] = ()
+    """By lane: those that would give way to a more urgent lane."""
+    num_sequences: int = 0
+    num_tokens: int = 0
+    """Their known tokens, for which they hold KV."""
+    num_tokens_left: int = 0
+    """Output tokens that they may still bring."""
+
+
 class Admission:
     """What the engine was seen to do, and what follows from it."""
 
     def __init__(self, policies: Mapping[Lane, LanePolicy], model: StepTimeModel) -> None:
         self.model = model
         self.policies = policies
+        self.census = Census()
         self._load: StepLoad | None = None
         self._last_step_s = 0.0
+        self.step_began_s = -inf
+        """When the last step came back, which is when the one that runs began."""
         self._context_each = 0.0
         """KV tokens of a running stream, as it was seen last."""
         self._finished = Rate()
@@ -146,26 +187,33 @@ class Admission:
         num_context = int(self._context_each * num_decode)
         decodes = {line.lane: line.num_running for line in lanes.values() if line.num_running}
         lively = {line.lane for line in lanes.values() if line.is_lively(now)} | {lane.lane}
-        rate = self._prefill_rate(decodes, num_context, lively, load)
+        pace = self._pace(decodes, num_context, lively, load)
         ahead = self._ahead(lanes, account, num_uncached)
-        share = self._share(lanes, account, rate, now)
+        share = self._share(lanes, account, pace.tokens_per_second, now)
         mine = account.num_tokens + num_uncached
         running = sum(line.num_prefill_left for line in lanes.values() if line.lane <= lane.lane)
-        wait_s = max((running + ahead) / rate, (running + mine) / share)
-        # The step that runs has to end, and the last one costs its fixed part.
-        steps_s = (self._last_step_s if num_decode else 0.0) + self.model.seconds(0, num_decode, num_context)
-        raw_s = wait_s + self._wait_for_room(lanes, account, load, ahead + num_prompt, now) + steps_s
+        is_filled = any(
+            line.num_tokens or line.num_prefill_left for line in lanes.values() if line.lane > lane.lane
+        )
+        wait_s = max(
+            pace.seconds_for(running + ahead, is_filled=is_filled),
+            (running + mine) / share + pace.fixed_s,
+        )
+        # The step that runs has to end first.
+        left_s = max(0.0, self._last_step_s - (now - self.step_began_s)) if num_decode else 0.0
+        raw_s = left_s + wait_s + self._wait_for_room(lanes, account, load, ahead + num_prompt, now)
         seconds = raw_s * account.factor
         return Forecast(seconds, raw_s, self._allowed(lane, num_uncached, load))
 
-    def _prefill_rate(
+    def _pace(
         self, decodes: Mapping[Lane, int], num_context: int, lively: Iterable[Lane], load: StepLoad
-    ) -> float:
-        """Prompt tokens per second beside these decodes."""
-        num_decode = sum(decodes.values())
-        most = max(1, load.max_batch_tokens - num_decode)
-        num_prefill = min(self.allowance(decodes, num_context, lively).num_prefill, most)
-        return num_prefill / max(1e-6, self.model.seconds(num_prefill, num_decode, num_context))
+    ) -> Pace:
+        """How prompts are computed beside these decodes."""
+        running, allowance = sum(decodes.values()), self.allowance(decodes, num_context, lively)
+        num_decode = min(running, allowance.num_decodes)
+        num_prefill = min(allowance.num_prefill, max(1, load.max_batch_tokens - num_decode))
+        fixed_s = self.model.seconds(0, num_decode, num_context * num_decode / max(1, running))
+        return Pace(num_prefill, max(1e-6, fixed_s), self.model.coefficients[1])
 
     def _ahead(self, lanes: Mapping[Lane, LaneLine], account: Account, num_uncached: int) -> float:
         """Prompt tokens computed before the request's last: its own, its tenant's, and what others may put before."""
@@ -220,21 +268,27 @@ class Admission:
     def _wait_for_room(
         self, lanes: Mapping[Lane, LaneLine], account: Account, load: StepLoad, num_tokens: float, now: float
     ) -> float:
-        """Seconds until there is KV and a seat; lower lanes that run would give way for it."""
-        lane = account.lane
-        yielding = sum(line.num_running for line in lanes.values() if line.lane > lane.lane)
-        if yielding:
-            return 0.0
+        """Seconds until there is KV and a seat, which lower lanes give way for as far as they do.
+
+        The rest comes from those who end: as fast as they did of late, or as those who run will.
+        """
+        census, num_seats = self.census, self._seats_before(lanes, account) + 1
+        num_victims = min(MAX_VICTIMS * num_seats, sum(census.num_yielding[account.lane.lane + 1 :]))
+        missing_seats = num_seats - num_victims - (load.max_num_seqs - load.num_running)
         missing_kv = num_tokens - load.num_free_tokens
-        missing_seats = self._seats_before(lanes, account) + 1 - (load.max_num_seqs - load.num_running)
+        if num_victims:
+            missing_kv -= num_victims * census.num_tokens / census.num_sequences
+        steps_s = self.model.seconds(0, census.num_sequences, census.num_tokens)
+        ends_s = steps_s * census.num_tokens_left / max(1, census.num_sequences)
         return max(
-            _over(missing_kv, self._freed.per_second(now)), _over(missing_seats, self.finish_rate(now))
+            _over(missing_kv, self._freed.per_second(now), census.num_tokens, ends_s),
+            _over(missing_seats, self.finish_rate(now), census.num_sequences, ends_s),
         )
 
     def _allowed(self, lane: LaneLine, num_uncached: int, load: StepLoad) -> float:
         if not isfinite(lane.policy.ttft_s):
             return inf
-        alone_s = num_uncached / self._prefill_rate({}, 0, [lane.lane], load) + self.model.seconds(0, 0, 0)
+        alone_s = self._pace({}, 0, [lane.lane], load).seconds_for(num_uncached, is_filled=False)
         return max(lane.policy.ttft_s, ALONE_SLACK * alone_s)
 
 
@@ -244,5 +298,7 @@ def _closer(factor: float, ratio: float) -> float:
     return min(max(factor + step, _FACTORS[0]), _FACTORS[1])
 
 
-def _over(missing: float, rate: float) -> float:
+def _over(missing: float, rate: float, held: int, ends_s: float) -> float:
+    """Seconds until what is missing was given back, at a rate, or by those who hold so much and end after so long."""
+    rate = max(rate, held / ends_s if ends_s > 0 else 0.0)
     return missing / rate if missing > 0 and rate > 0 else 0.0

@@ -18,7 +18,7 @@ from math import inf, isfinite
 
 from engine.planning.request import Request, Sequence
 from engine.planning.step import Allowance, StepLoad
-from priority.admission import Admission, Forecast
+from priority.admission import MAX_VICTIMS, Admission, Census, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL, virtual
 from priority.steptime import StepTimeModel
@@ -33,7 +33,8 @@ AGED_PART = 4
 _AGED_MOST_TOKENS = 2_048
 MAX_PREEMPTIONS = 3
 """A sequence that gave way so often is not asked again."""
-MAX_VICTIMS = 2
+_CENSUS_STEPS = 16
+"""Running sequences are counted once in so many steps, for what the forecasts want to know of them."""
 _FORGET_AFTER_US = 600_000_000
 _RETRY_S = (1.0, 60.0)
 
@@ -78,6 +79,7 @@ class LaneQueue:
         self._aged_tokens = _AGED_MOST_TOKENS
         """What may still be spent on those who were passed over for too long."""
         self._now_us = 0
+        self._num_steps = 0
         self.admission = Admission(policies, model or StepTimeModel())
 
     # The event loop's side
@@ -186,7 +188,11 @@ class LaneQueue:
             if sequence.num_remaining == 1:
                 decodes[sequence.request.lane] += 1
                 num_context += len(sequence.token_ids)
+        census = _census(running) if self._num_steps % _CENSUS_STEPS == 0 else None
         with self._lock:
+            self._num_steps += 1
+            if census is not None:
+                self.admission.census = census
             by_lane = {lane: decodes[lane] for lane in Lane if decodes[lane]}
             lively = [line.lane for line in self._lanes.values() if line.is_lively(self._now_us / 1e6)]
             return self.admission.allowance(by_lane, num_context, lively)
@@ -210,6 +216,7 @@ class LaneQueue:
     def charge(self, work: list[tuple[Request, int, int]], now: float) -> None:
         with self._lock:
             self._now_us = max(self._now_us, microseconds(now))
+            self.admission.step_began_s = now
             outputs: dict[Account, int] = {}
             tickets, prefilling = self._tickets, Stage.PREFILLING
             for request, num_prompt, num_output in work:
@@ -440,6 +447,16 @@ def _tenant_turn(account: Account) -> tuple[float, int, str]:
     """The larger part of its prompt is cached, the sooner; then by what the tenant has had."""
     head = account.head
     return -head.num_cached / len(head.request.prompt_token_ids), account.share.clock, account.tenant
+
+
+def _census(running: list[Sequence]) -> Census:
+    yielding = [s for s in running if s.num_preemptions < MAX_PREEMPTIONS]
+    return Census(
+        num_yielding=tuple(sum(1 for s in yielding if s.request.lane == lane) for lane in Lane),
+        num_tokens=sum(len(s.token_ids) for s in running),
+        num_sequences=len(running),
+        num_tokens_left=sum(s.max_len - len(s.token_ids) for s in running),
+    )
 
 
 def _yielding(running: list[Sequence], lane: int) -> list[Sequence]:

@@ -17,6 +17,7 @@ from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal
 from priority.steptime import StepTimeModel
 from tests.priority.bench import (
+    COEFFICIENTS,
     accounts,
     ask,
     check_books,
@@ -108,12 +109,12 @@ def forecast(
 def test_a_longer_prompt_is_never_sooner(
     others: list[Waiting], weights: dict[str, int], lane: Lane, num_prompt: int, more: int
 ) -> None:
-    """Invariant 9, in u."""
+    """Invariant 9, in u. Within the last step, which others fill, it may be as soon."""
     short = forecast(situation(others, weights), num_prompt, lane)
     long = forecast(situation(others, weights), num_prompt + more, lane)
     assert 0 < short.seconds <= long.seconds
     assert short.raw_s <= long.raw_s
-    if more > 100:
+    if more > IDLE.max_batch_tokens:
         assert short.raw_s < long.raw_s
 
 
@@ -125,7 +126,9 @@ def test_ones_own_queue_never_makes_it_sooner(
     """Invariant 9, in what the tenant itself has waiting."""
     alone = forecast(situation(others, weights), num_prompt, lane)
     behind = forecast(situation([*others, Waiting("a", lane, own)], weights), num_prompt, lane)
-    assert alone.raw_s < behind.raw_s
+    assert alone.raw_s <= behind.raw_s
+    if own > IDLE.max_batch_tokens:
+        assert alone.raw_s < behind.raw_s
 
 
 @given(situations, weightings, st.sampled_from(Lane), st.integers(1, 3_000), st.data())
@@ -199,7 +202,8 @@ def test_more_urgent_work_counts_fully_and_less_urgent_work_by_its_share() -> No
     urgent = forecast(situation([Waiting("b", Lane.INTERACTIVE, 5_000)] * 4, {}), 1_000, Lane.STANDARD).raw_s
     patient = forecast(situation([Waiting("b", Lane.BATCH, 5_000)] * 4, {}), 1_000, Lane.STANDARD).raw_s
     assert urgent - alone > 0.8 * 20_000 * 28e-6
-    assert 0 < patient - alone < 2 * 250 * 35e-6
+    rest_of_the_step_s = (IDLE.max_batch_tokens - 1_000) * COEFFICIENTS["beta_s"]
+    assert 0 < patient - alone < rest_of_the_step_s + 2 * 250 * 35e-6
 
 
 # Invariant 10: tenants are isolated
