@@ -82,11 +82,11 @@ class KVHead:
     block_d: int
     """The head's dimension, padded to a power of two."""
     itemsize: int
-    """Bytes of an element of the cache."""
+    """Bytes of an element of the queries, which is what keys and values of a quantized cache become, too."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's key."""
+        """Bytes of one token's key as it is multiplied."""
         return self.block_d * self.itemsize
 
     @property
@@ -158,7 +158,7 @@ def shared_bytes(head: KVHead, rows: int, tile: int, cores: TensorCores) -> int:
 
     It holds the queries, the offsets of tiles, and two tiles each of keys and of values, or three where they are
     multiplied in the background. By mma.sync, the weights pass through it between the two products. At the end it
-    serves the results, in float32, on their way to memory.
+    serves the results, in float32, on their way to memory. A quantized cache needs less: its tiles have 8 bits.
     """
     tile_bytes = tile * head.row_bytes
     loop_bytes = 4 * tile_bytes + rows * tile * head.itemsize
