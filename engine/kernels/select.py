@@ -101,6 +101,7 @@ def triton_kernels(
         device,
         windows={model.window(layer) for layer in range(model.num_layers)},
         max_decode_queries=limits.max_query_len,
+        is_quantized=limits.kv_dtype in QUANTIZED,
     )
     return replace(
         reference_kernels(device, dtype, dtype),

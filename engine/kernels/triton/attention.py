@@ -47,6 +47,7 @@ class Workspace:
         windows: Iterable[int] = (0,),
         max_decode_queries: int = 1,
         chip: Chip | None = None,
+        is_quantized: bool = False,
     ) -> None:
         """
         Args:
@@ -55,13 +56,14 @@ class Workspace:
             max_decode_queries: A sequence with at most so many queries decodes: 1, or a token and the drafts behind it.
                 The workspace has at most 16, and fewer where these fill more than 128 rows.
             chip: None asks the device.
+            is_quantized: Whether the cache is.
         """
         self.shape = shape
         self.max_sequences = max_sequences
         self.group = num_heads // shape.num_kv_heads
         self.max_decode_queries = max(1, min(max_decode_queries, 16, tilings.MAX_DECODE_ROWS // self.group))
         self.block_d = max(16, triton.next_power_of_2(shape.head_dim))
-        self._head = KVHead(self.group, self.block_d, dtype.itemsize)
+        self._head = KVHead(self.group, self.block_d, dtype.itemsize, is_quantized)
         self._chip = Chip.of(device) if chip is None else chip
         num_items = self.num_items(max_sequences)
         self.segments = {window: Segments.empty(num_items, max_sequences, device) for window in windows}

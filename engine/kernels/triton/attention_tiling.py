@@ -83,6 +83,8 @@ class KVHead:
     """The head's dimension, padded to a power of two."""
     itemsize: int
     """Bytes of an element of the queries, which is what keys and values of a quantized cache become, too."""
+    is_quantized: bool = False
+    """Keys and values pass through registers, which have room for fewer."""
 
     @property
     def row_bytes(self) -> int:
@@ -148,7 +150,7 @@ def prefill_tiling(head: KVHead, num_tokens: int, chip: Chip) -> Tiling:
 def _prefill_tile(head: KVHead, rows: int, cores: TensorCores) -> int:
     # 64 x 64 products by wgmma read as much shared memory as they can while they multiply; 64 x 128 leave some of it.
     # Compiled for tensor memory, a tile of 128 no longer fits the registers.
-    if cores is TensorCores.WGMMA and rows == PREFILL_ROWS:
+    if cores is TensorCores.WGMMA and rows == PREFILL_ROWS and not head.is_quantized:
         return min(128, max(MIN_TILE, 2 * TILE_BYTES // head.row_bytes))
     return min(32 if cores is TensorCores.MMA_SYNC else 64, max(MIN_TILE, TILE_BYTES // head.row_bytes))
 

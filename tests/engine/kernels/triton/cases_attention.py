@@ -55,6 +55,7 @@ def _cases(
         torch.device("cpu"),
         max_decode_queries=max_query_len,
         chip=chip(architecture),
+        is_quantized=kv_dtype is not None,
     )
     decode, prefill = workspace.decode_tiling(max_query_len), workspace.prefill_tiling(num_tokens)
     heads = {
@@ -177,6 +178,16 @@ _QUANTIZED = {
     for architecture in (_A100, _HOPPER, _BLACKWELL)
     for name, kv_dtype in QUANTIZED.items()
 }
+_QUANTIZED_GEMMA = _cases("gemma-int8", _RTX50, group=2, head_dim=256, windowed=True, kv_dtype=torch.int8)
+_QUANTIZED_PHI = _cases(
+    "phi-fp8", _A10, group=1, num_kv_heads=32, head_dim=96, dtype=torch.float16, kv_dtype=FLOAT8
+)
+_QUANTIZED_WIDE = {
+    architecture: _cases(
+        f"wide-drafts-fp8-{architecture}", architecture, group=8, max_query_len=16, kv_dtype=FLOAT8
+    )
+    for architecture in (_A100, _HOPPER)
+}
 _EXACT_GEMMA_RTX50 = _cases("exact-256-120", _RTX50, head_dim=256, group=2, dtype=torch.float32)
 
 CASES = [
@@ -198,6 +209,8 @@ CASES = [
     *(cases["decode"] for cases in _WIDE.values()),
     *(cases["decode"] for cases in _EXACT.values()),
     *(cases[kind] for cases in _QUANTIZED.values() for kind in ("decode", "prefill")),
+    *(cases[kind] for cases in (_QUANTIZED_GEMMA, _QUANTIZED_PHI) for kind in ("decode", "prefill")),
+    *(cases["decode"] for cases in _QUANTIZED_WIDE.values()),
     _EXACT_GEMMA_RTX50["decode"],
     _EXACT_GEMMA_RTX50["prefill"],
 ]

@@ -44,6 +44,7 @@ class Scene(scenes.Scene):
 
     def workspace(self, **changes: Any) -> Workspace:
         options: dict[str, Any] = {"windows": (self.window,), "chip": Chip(num_sms=8)}
+        options["is_quantized"] = self.kv_dtype is not None
         num_heads, slots = self.num_kv_heads * self.group, len(self.lengths) + 1
         return Workspace(self.shape, self.dtype, num_heads, slots, self.device, **options | changes)
 
