@@ -109,7 +109,7 @@ def test_small_weights_of_small_values_do_not_vanish(kv_dtype: torch.dtype, devi
     scene.queries[:, :, 0] = 15 * math.log(2) * 16**0.5 / 8
     write_kv(scene.layer_kv, keys, values, scene._slots(scene.batch.block_tables[0], torch.arange(128)))
     found = float(scene.attend()[0, 1])
-    assert found == pytest.approx(127 * 2**-15 / (1 + 127 * 2**-15), rel=0.01)
+    assert found == pytest.approx(127 * 2**-15 / (1 + 127 * 2**-15), rel=0.004)
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 200])
