@@ -239,7 +239,8 @@ def _tables(fitting: Fitting, shown: Case) -> Iterator[str]:
     yield table(["weights", "size", "KV", "in", *head], rows)
     yield from _reasons(fitting, options, quantizations)
     yield ""
-    ways = [replace(options, kv_dtype=name) for name in choices("kv_dtype") if name != "auto"]
+    left_out = {"auto"} if fitting.limits.card else {"auto", "fp8"}  # no native kernel serves it: it is slow
+    ways = [replace(options, kv_dtype=name) for name in choices("kv_dtype") if name not in left_out]
     by_kv = sorted(fitting.cases(ways), key=lambda case: -case.sizes.kv_of_a_token)
     rows = [
         [

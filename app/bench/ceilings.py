@@ -69,7 +69,7 @@ class Sizes:
     def of(cls, dtype: str, quantize: str | None = None, kv_dtype: str | None = None) -> Sizes:
         """Those of `penstock serve` with these options, for a checkpoint in bfloat16, as the bench's are."""
         weight = 4 if dtype == "float32" else 2
-        kv = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}.get(kv_dtype or "auto", weight)
+        kv = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}.get(kv_dtype or "auto", weight)
         if quantize is None:
             return cls(weight, kv, weight)
         return cls({"int8": 1.0, "int4": 0.5}[quantize], kv, 1)

@@ -20,7 +20,7 @@ from engine.kernels.kv_cache import KVShape
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import check_native
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
+from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, kv_dtype_name
 from engine.model.weights import (
     AS_IT_IS,
     LinearSpec,
@@ -325,7 +325,7 @@ def estimate(
     wanted = options.max_model_len or config.max_position
     return Estimate(
         dtype=str(kernels.embedding_dtype).removeprefix("torch."),
-        kv_dtype=str(kernels.kv_dtype).removeprefix("torch."),
+        kv_dtype=kv_dtype_name(kernels.kv_dtype),
         plan=plan,
         max_model_len=wanted if config.context_window else min(wanted, plan.num_tokens),
         window=config.context_window,
@@ -335,7 +335,7 @@ def estimate(
 
 def _is_native(config: ModelConfig, options: LoadOptions) -> bool:
     try:
-        check_native(config, options.block_size)
+        check_native(config, options)
     except NativeUnavailable:
         return False
     return True

@@ -20,8 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVShape
+from engine.kernels.kv_cache import KVShape, is_quantized
 from engine.kernels.ops import Attention, DecoderShape, Kernels
+from engine.kernels.reference import gather_kv
 
 PrepareAttention = Callable[[Batch, KVShape], Attention]
 """Prepares the attention of one step; see `ops.Kernels.attention`."""
@@ -77,7 +78,7 @@ class ContiguousBackend:
         """Attends chunks of random numbers, of all lengths that something is made for on first use."""
 
         def random(*size: int) -> Tensor:
-            return torch.randn(size, device=kernels.device, dtype=kernels.kv_dtype)
+            return torch.randn(size, device=kernels.device, dtype=kernels.activation_dtype)
 
         for num_tokens, context in self._lengths(shortest, longest):
             keys, values = random(2, model.num_kv_heads, context, model.head_dim)
@@ -131,6 +132,8 @@ class _LongChunk:
     backend: ContiguousBackend
     rows: slice
     context: int
+    blocks: Tensor
+    """[P] Those of its context."""
     places: Tensor
     """[num_kv_heads * P] The places of its context's blocks in a layer's keys or values, head by head."""
 
@@ -186,8 +189,9 @@ class GatheredAttention:
             if backend is None:
                 others.append(num_tokens)
             else:
-                places = _kv_places(batch.block_tables[sequence], context, shape)
-                self._chunks.append(_LongChunk(backend, slice(row, row + num_tokens), context, places))
+                blocks = batch.block_tables[sequence, : -(-context // shape.block_size)]
+                rows = slice(row, row + num_tokens)
+                self._chunks.append(_LongChunk(backend, rows, context, blocks, _kv_places(blocks, shape)))
                 context_lens[sequence] = 0
             row += num_tokens
         assert row == batch.positions.numel()
@@ -204,18 +208,19 @@ class GatheredAttention:
         else:
             attended = self._attend_paged(queries, layer_kv, 0)
         for chunk in self._chunks:
-            keys, values = (self._gather(half, chunk) for half in layer_kv.unbind())
+            keys, values = (self._gather(half, chunk, queries.dtype) for half in layer_kv.unbind())
             attended[chunk.rows] = chunk.backend(queries[chunk.rows], keys, values)
         return attended
 
-    def _gather(self, half: Tensor, chunk: _LongChunk) -> Tensor:
+    def _gather(self, half: Tensor, chunk: _LongChunk, dtype: torch.dtype) -> Tensor:
         """[num_kv_heads, context, head_dim]"""
         shape = self._shape
+        if is_quantized(half.dtype):
+            return gather_kv(half, chunk.blocks, shape, dtype)[:, : chunk.context]
         found = half.view(-1, shape.block_size * shape.head_dim).index_select(0, chunk.places)
         return found.view(shape.num_kv_heads, -1, shape.head_dim)[:, : chunk.context]
 
 
-def _kv_places(block_table: Tensor, context: int, shape: KVShape) -> Tensor:
-    blocks = block_table[: -(-context // shape.block_size)]
+def _kv_places(blocks: Tensor, shape: KVShape) -> Tensor:
     heads = torch.arange(shape.num_kv_heads, dtype=torch.int32, device=blocks.device)
     return (heads[:, None] + blocks * shape.num_kv_heads).flatten()

@@ -10,10 +10,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.quant.float8 import FLOAT8, LARGEST
+
 _PAGE = 4096
 
+QUANTIZED = {"int8": torch.int8, "fp8": FLOAT8}
+"""The types of a quantized cache by name: a float32 scale belongs to each head of each token."""
+LARGEST_NUMBER = {torch.int8: 127.0, FLOAT8: LARGEST}
+"""By type of a quantized cache, what the largest magnitude of a head becomes."""
 SCALE_BYTES = 4
 """Bytes of a scale, which is float32."""
+
+
+def is_quantized(dtype: torch.dtype) -> bool:
+    """Whether a cache of this type has scales."""
+    return dtype in LARGEST_NUMBER
+
+
+def numbers_and_scales(layer_kv: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What kernels are given of one layer's cache: its elements, and the same memory as float32 if it is quantized.
+
+    The bits of e4m3 are uint8, for older cards know no such type. Blocks have multiples of 4 bytes.
+    """
+    if not is_quantized(layer_kv.dtype):
+        return layer_kv, None
+    numbers = layer_kv if layer_kv.dtype == torch.int8 else layer_kv.view(torch.uint8)
+    return numbers, layer_kv.view(torch.float32)
 
 
 class HasKV(Protocol):
@@ -54,9 +76,9 @@ class KVShape:
     def stored_elements(self, dtype: torch.dtype) -> int:
         """Elements of a cache of type `dtype` that one layer's keys (or values) take in one block.
 
-        In int8, the block ends with a float32 scale for each head of each token.
+        If it is quantized, the block ends with a float32 scale for each head of each token.
         """
-        if dtype != torch.int8:
+        if not is_quantized(dtype):
             return self.block_elements
         return self.block_elements + self.num_kv_heads * self.block_size * SCALE_BYTES
 
@@ -72,8 +94,8 @@ class KVCache:
     of the kernels that write and read it; the reference has [num_kv_heads, block_size, head_dim]. Block 0 belongs to
     nobody: unused entries of block tables point to it, and what is written there is never read.
 
-    In int8, the integers of a block are followed by the bytes of float32 scales [num_kv_heads, block_size]: an element
-    is its integer times the scale of its token and head.
+    If the type is quantized, int8 or e4m3, the numbers of a block are followed by the bytes of float32 scales
+    [num_kv_heads, block_size]: an element is its number times the scale of its token and head.
     """
 
     def __init__(self, shape: KVShape, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -88,7 +110,10 @@ class KVCache:
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copies blocks [N] in all layers, as if all at once; the targets are distinct."""
-        self.data[:, :, targets.long()] = self.data[:, :, sources.long()]
+        data = (
+            self.data.view(torch.int8) if is_quantized(self.data.dtype) else self.data
+        )  # torch moves no e4m3
+        data[:, :, targets.long()] = data[:, :, sources.long()]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

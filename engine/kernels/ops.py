@@ -58,6 +58,9 @@ class StepLimits(Protocol):
     def max_model_len(self) -> int | None: ...
     @property
     def num_threads(self) -> int | None: ...
+    @property
+    def kv_dtype(self) -> str:
+        """See `LoadOptions.kv_dtype`; kernels have to know whether it is quantized."""
 
 
 Attention = Callable[[Tensor, Tensor, int], Tensor]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import SCALE_BYTES, KVShape
+from engine.kernels.kv_cache import LARGEST_NUMBER, SCALE_BYTES, KVShape, is_quantized
 
 MAX_QUERIES = 128
 """Queries of one sequence that attention scores at a time."""
@@ -87,33 +87,57 @@ def write_kv(layer_kv: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> N
     blocks, offsets = slots[written] // block_size, slots[written] % block_size
     for index, tensor in enumerate((keys[written], values[written])):
         if scales is not None:
-            tensor, scale = quantize_kv(tensor)
+            numbers, scale = quantize_kv(tensor, layer_kv.dtype)
             scales[index][blocks, :, offsets] = scale.unsqueeze(-1).view(torch.int8)
-        stored[index][blocks, :, offsets] = tensor.to(layer_kv.dtype)
+            stored[index][blocks, :, offsets] = numbers.to(layer_kv.dtype).view(torch.int8)
+        else:
+            stored[index][blocks, :, offsets] = tensor.to(layer_kv.dtype)
 
 
-def quantize_kv(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The form of keys or values [T, num_kv_heads, head_dim] in an int8 cache.
+def quantize_kv(x: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """The form of keys or values [T, num_kv_heads, head_dim] in a quantized cache.
 
     Returns:
-        Integers from -127 to 127 in float32, rounded half to even, and the float32 scale [T, num_kv_heads] of each
-        head of a token: its largest magnitude / 127.
+        Numbers of the type in float32, rounded half to even, and the float32 scale [T, num_kv_heads] of each head of a
+        token: its largest magnitude / that of the numbers, which is 127 in int8 and 448 in e4m3.
     """
-    wide = x.float()
-    scale = wide.abs().amax(-1, keepdim=True) / 127
-    integers = (wide / scale).round_().clamp_(-127, 127).nan_to_num_(nan=0.0)
-    return integers, scale.squeeze(-1)
+    wide, largest = x.float(), LARGEST_NUMBER[dtype]
+    scale = wide.abs().amax(-1, keepdim=True) / largest
+    numbers = (wide / scale).clamp_(-largest, largest).nan_to_num_(nan=0.0)
+    return numbers.round_() if dtype == torch.int8 else numbers.to(dtype).float(), scale.squeeze(-1)
+
+
+def gather_kv(half: Tensor, blocks: Tensor, shape: KVShape, dtype: torch.dtype) -> Tensor:
+    """What the keys (or values) of some blocks stand for.
+
+    Args:
+        half: [num_blocks, stored elements of a block], one layer's keys or values.
+        blocks: [..., P]
+
+    Returns:
+        [..., num_kv_heads, P * block_size, head_dim], contiguous; from a quantized cache the products of numbers and
+        scales, rounded once.
+    """
+    kv_dtype = half.dtype
+    gathered = (half.view(torch.int8) if is_quantized(kv_dtype) else half)[blocks]
+    stored, scales = _split_scales(gathered, shape.num_kv_heads, shape.head_dim)
+    found = stored.new_empty(stored.transpose(-4, -3).shape, dtype=dtype)
+    found.copy_((stored if scales is None else stored.view(kv_dtype)).transpose(-4, -3))
+    if scales is not None:
+        found.mul_(scales.contiguous().view(torch.float32).transpose(-4, -3))
+    return found.flatten(-3, -2)
 
 
 def _split_scales(kv: Tensor, num_kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor | None]:
     """Views of blocks [..., stored elements of a block]: [..., num_kv_heads, block_size, head_dim], and if they are
-    int8, the bytes of their scales [..., num_kv_heads, block_size, SCALE_BYTES]."""
-    if kv.dtype != torch.int8:
+    quantized, the bytes of their scales [..., num_kv_heads, block_size, SCALE_BYTES]; numbers are bytes, too."""
+    if not is_quantized(kv.dtype):
         return torch.unflatten(kv, -1, (num_kv_heads, -1, head_dim)), None
-    num_integers = kv.shape[-1] // (head_dim + SCALE_BYTES) * head_dim
-    integers, scales = kv[..., :num_integers], kv[..., num_integers:]
+    kv = kv.view(torch.int8)
+    num_numbers = kv.shape[-1] // (head_dim + SCALE_BYTES) * head_dim
+    numbers, scales = kv[..., :num_numbers], kv[..., num_numbers:]
     return (
-        torch.unflatten(integers, -1, (num_kv_heads, -1, head_dim)),
+        torch.unflatten(numbers, -1, (num_kv_heads, -1, head_dim)),
         torch.unflatten(scales, -1, (num_kv_heads, -1, SCALE_BYTES)),
     )
 
@@ -193,8 +217,10 @@ class PagedAttention:
         """[G, Q, heads, d] -> [G, Q, heads, d]; query heads of one key-value head are stacked as more queries."""
         num_sequences, num_queries, num_heads, head_dim = queries.shape
         num_kv_heads = self._shape.num_kv_heads
-        dtype = torch.promote_types(queries.dtype, layer_kv.dtype)
-        keys, values = (self._gather(half, tile.blocks, dtype) for half in layer_kv.unbind())
+        dtype = queries.dtype
+        if not is_quantized(layer_kv.dtype):
+            dtype = torch.promote_types(dtype, layer_kv.dtype)
+        keys, values = (gather_kv(half, tile.blocks, self._shape, dtype) for half in layer_kv.unbind())
         stacked = queries.view(num_sequences, num_queries, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
         scores = (stacked.flatten(2, 3).to(dtype) @ keys.mT).float().mul_(head_dim**-0.5)
         hidden = ~_visible(tile.positions, keys.shape[2], window)[:, None, None]
@@ -203,15 +229,6 @@ class PagedAttention:
         attended: Tensor = scores.softmax(-1).flatten(2, 3).to(dtype) @ values
         attended = attended.view(num_sequences, num_heads, num_queries, head_dim).transpose(1, 2)
         return attended.to(queries.dtype)
-
-    def _gather(self, layer: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-        """[G, num_kv_heads, P * block_size, head_dim] in a floating-point type"""
-        shape = self._shape
-        stored, scales = _split_scales(layer[blocks], shape.num_kv_heads, shape.head_dim)
-        gathered = stored.to(dtype)
-        if scales is not None:
-            gathered = gathered * scales.contiguous().view(torch.float32).to(dtype)
-        return gathered.transpose(1, 2).flatten(2, 3)
 
 
 def _visible(positions: Tensor, num_keys: int, window: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.kernels.batch import blank_batch
 from engine.kernels.cpu import native
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import QUANTIZED, KVCache, KVShape
 from engine.kernels.linear import Linear, LinearPacker
 from engine.kernels.ops import DecoderShape, Kernels, Say, StepLimits, reference_kernels
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
@@ -47,7 +47,7 @@ def select(
         kernels = _with_triton(model, device, dtype, limits, say)
         return _with_long_prefill(kernels, model, limits, say)
     try:
-        check_native(model, limits.block_size)
+        check_native(model, limits)
         team = native.load_library(say).start_team(limits.num_threads)
     except native.NativeUnavailable as error:
         say(f"no native CPU kernels ({error}); plain torch in float32 serves instead, several times slower")
@@ -101,10 +101,12 @@ def triton_kernels(
         device,
         windows={model.window(layer) for layer in range(model.num_layers)},
         max_decode_queries=limits.max_query_len,
+        is_quantized=limits.kv_dtype in QUANTIZED,
     )
     return replace(
         reference_kernels(device, dtype, dtype),
         name="triton",
+        kv_dtype=QUANTIZED.get(limits.kv_dtype, dtype),
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
         slot_mapping=rotary.slot_mapping,
@@ -284,14 +286,18 @@ def _failure(trial: Trial) -> Exception | None:
     return None
 
 
-def check_native(model: DecoderShape, block_size: int) -> None:
+def check_native(model: DecoderShape, limits: StepLimits) -> None:
     """Checks that the native kernels can serve a model.
 
     Raises:
         NativeUnavailable: they cannot.
     """
-    if block_size != native.BLOCK_SIZE:
-        raise native.NativeUnavailable(f"they have blocks of {native.BLOCK_SIZE} tokens, not {block_size}")
+    if limits.block_size != native.BLOCK_SIZE:
+        raise native.NativeUnavailable(
+            f"they have blocks of {native.BLOCK_SIZE} tokens, not {limits.block_size}"
+        )
+    if limits.kv_dtype == "fp8":
+        raise native.NativeUnavailable("they have no KV cache in fp8; one in int8 is as small")
     if model.head_dim % 8:
         raise native.NativeUnavailable(f"they need a head_dim that is a multiple of 8, not {model.head_dim}")
 

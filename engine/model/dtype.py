@@ -6,11 +6,12 @@ import torch
 
 from engine.errors import CheckpointError
 from engine.kernels.cpu.levels import multiplies_bfloat16
+from engine.kernels.kv_cache import QUANTIZED, is_quantized
 from engine.model.config import ModelConfig
 from engine.quant.integers import Quantization
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KV_DTYPES = {**DTYPES, "int8": torch.int8}
+KV_DTYPES = {**DTYPES, **QUANTIZED}
 
 
 def choose_device(name: str) -> torch.device:
@@ -48,18 +49,23 @@ def choose_kv_dtype(wanted: str, own: torch.dtype, device: torch.device) -> torc
 
     Args:
         wanted: a name of KV_DTYPES, or "auto", which is the kernels' own.
-        own: the type that the kernels of the device keep KV in where nobody asks; on CUDA there is no other.
+        own: the type that the kernels of the device keep KV in where nobody asks; on CUDA, all others are quantized.
 
     Raises:
         CheckpointError: the kernels of the device cannot serve the type.
     """
     dtype = own if wanted == "auto" else KV_DTYPES[wanted]
-    if device.type == "cuda" and dtype != own:
+    if device.type == "cuda" and dtype != own and not is_quantized(dtype):
         own_name = str(own).removeprefix("torch.")
         raise CheckpointError(
-            f"--kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}"
+            f"--kv-dtype {wanted} is served on the CPU; on CUDA it is that of the weights, {own_name}, or int8 or fp8"
         )
     return dtype
+
+
+def kv_dtype_name(dtype: torch.dtype) -> str:
+    """The name that --kv-dtype has for a type."""
+    return next(name for name, each in KV_DTYPES.items() if each == dtype)
 
 
 def choose_quantization(wanted: str | None, group_size: int | None) -> Quantization | None:

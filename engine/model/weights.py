@@ -183,11 +183,11 @@ def norm_shapes(config: ModelConfig) -> dict[str, tuple[str, int]]:
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that a checkpoint of this config must have if it is not quantized."""
-    tensors = _expected_tensors(config, AS_IT_IS)
+    tensors = expected_tensors(config, AS_IT_IS)
     return {name: tuple(size for size in tensor.shape if size is not None) for name, tensor in tensors}
 
 
-def _expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
+def expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor that a checkpoint must have, by its full name."""
     yield from _tensors_of(embedding_spec(config, recipe))
     for layer in range(config.num_layers):
@@ -217,7 +217,7 @@ def check_tensors(config: ModelConfig, files: Files, recipe: Recipe = AS_IT_IS) 
         CheckpointError: naming the first tensor that is missing, or has a wrong shape or an unsupported dtype, or the
             first linear map that cannot be served in its format.
     """
-    for name, tensor in _expected_tensors(config, recipe):
+    for name, tensor in expected_tensors(config, recipe):
         entry = files.entries.get(name)
         if entry is None and tensor.optional:
             continue
@@ -298,7 +298,7 @@ def load_weights(
         CheckpointError: see `check_tensors`.
     """
     check_tensors(config, files, recipe)
-    names = [name for name, _ in _expected_tensors(config, recipe) if name in files.entries]
+    names = [name for name, _ in expected_tensors(config, recipe) if name in files.entries]
     total = sum(files.entries[name].num_bytes for name in names)
     reader = _Reader(files, kernels, progress, total)
     head, stored = head_spec(config, recipe), reader.parts(embedding_spec(config, recipe))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -12,11 +13,18 @@ import torch
 from torch import Tensor
 
 from app.bench import checkpoint as bench
+from engine.model.config import LoadOptions
 from engine.model.parse import read_config
-from engine.model.weights import expected_shapes
+from engine.model.weights import expected_tensors, make_recipe
+from engine.quant.float8 import FLOAT8
+from engine.quant.storage import StoredTensor
 from loadtests.gpu.sizes import VOCABULARY, ModelShape
 
-_ITEM_BYTES = 2
+_DTYPES = {"BF16": torch.bfloat16, "F8_E4M3": FLOAT8, "I32": torch.int32, "I64": torch.int64}
+"""As safetensors names them."""
+_DEVIATION = 0.02
+_DEVIATION_OF_4_BITS = 4.6
+"""Of integers from -8 to 7."""
 _STRIDE = 7_919
 """Elements by which each tensor starts further on in the random numbers that they all share."""
 
@@ -24,19 +32,24 @@ _TOKENS = bench.Shape("tokens", 8, 1, 1, 1, 8, VOCABULARY)
 
 
 def write_checkpoint(shape: ModelShape, folder: Path, num_random: int = 1 << 26) -> Path:
-    """Weights in bfloat16, with a standard deviation of 0.02; norms are 1.
+    """Weights with a standard deviation of 0.02, in bfloat16 or as the shape's quantization says; norms are 1.
 
     The rows of tokens that are no text of their own are twenty times smaller, so that none of them is ever chosen.
     """
     folder.mkdir(parents=True, exist_ok=True)
     bench.write_checkpoint(_TOKENS, folder)
     (folder / "config.json").write_text(json.dumps(shape.config, indent=1), encoding="utf-8")
-    noise = torch.randn(num_random, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
-    shapes = expected_shapes(read_config(folder))
+    noise = _Noise.of(num_random)
+    config = read_config(folder)
+    tensors = {
+        name: tensor
+        for name, tensor in expected_tensors(config, make_recipe(config, LoadOptions()))
+        if not tensor.optional
+    }
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(_header(shapes))
-        for number, (name, size) in enumerate(shapes.items()):
-            for piece in _tensor(name, size, noise, number * _STRIDE):
+        file.write(_header(tensors))
+        for number, name in enumerate(tensors):
+            for piece in _pieces(name, tensors, noise, number * _STRIDE):
                 file.write(piece.view(torch.uint8).numpy().data)
     return folder
 
@@ -46,33 +59,78 @@ def token_ids() -> range:
     return bench.letter_token_ids(_TOKENS)
 
 
-def _header(shapes: dict[str, tuple[int, ...]]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """Random numbers that all tensors share."""
+
+    floats: Tensor
+    """bfloat16, with the deviation of weights."""
+    bits: Tensor
+    """int32"""
+
+    @classmethod
+    def of(cls, count: int) -> _Noise:
+        generator = torch.Generator().manual_seed(0)
+        floats = torch.randn(count, generator=generator).mul_(_DEVIATION).to(torch.bfloat16)
+        bits = torch.randint(-(1 << 31), 1 << 31, (count // 4,), generator=generator)
+        return cls(floats, bits.to(torch.int32))
+
+
+def _dtype(tensor: StoredTensor) -> str:
+    return next(name for name in tensor.dtypes if name in _DTYPES)
+
+
+def _size(tensor: StoredTensor) -> tuple[int, ...]:
+    return tuple(size for size in tensor.shape if size is not None)
+
+
+def _header(tensors: dict[str, StoredTensor]) -> bytes:
     """See https://github.com/huggingface/safetensors#format"""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, size in shapes.items():
-        start, end = end, end + prod(size) * _ITEM_BYTES
-        entries[name] = {"dtype": "BF16", "shape": list(size), "data_offsets": [start, end]}
+    for name, tensor in tensors.items():
+        size, dtype = _size(tensor), _dtype(tensor)
+        start, end = end, end + prod(size) * _DTYPES[dtype].itemsize
+        entries[name] = {"dtype": dtype, "shape": list(size), "data_offsets": [start, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
 
 
-def _tensor(name: str, size: tuple[int, ...], noise: Tensor, offset: int) -> Iterator[Tensor]:
+def _pieces(name: str, tensors: dict[str, StoredTensor], noise: _Noise, offset: int) -> Iterator[Tensor]:
     """The tensor in pieces, one after another."""
+    tensor = tensors[name]
+    size = _size(tensor)
+    match tensor.suffix, _dtype(tensor):
+        case "weight", "F8_E4M3":
+            for piece in _repeated(prod(size), noise.floats, offset):
+                yield (piece.float() / _DEVIATION).to(FLOAT8)
+        case "weight_packed", "I32":
+            yield from _repeated(prod(size), noise.bits, offset)
+        case "weight_scale", _:
+            of_group = len(size) > 1 and size[1] > 1
+            yield torch.full(size, _DEVIATION / (_DEVIATION_OF_4_BITS if of_group else 1)).to(torch.bfloat16)
+        case "weight_shape", "I64":
+            out_features, words = _size(tensors[name.removesuffix("shape") + "packed"])
+            yield torch.tensor([out_features, 8 * words])
+        case _:
+            yield from _floats(name, size, noise.floats, offset)
+
+
+def _floats(name: str, size: tuple[int, ...], noise: Tensor, offset: int) -> Iterator[Tensor]:
     if len(size) == 1:
         yield torch.ones(size, dtype=torch.bfloat16)
         return
     if name not in ("model.embed_tokens.weight", "lm_head.weight"):
-        yield from _noise(prod(size), noise, offset)
+        yield from _repeated(prod(size), noise, offset)
         return
     text = token_ids()
     for rows, is_text in ((text.start, False), (len(text), True), (size[0] - text.stop, False)):
-        for piece in _noise(rows * size[1], noise, offset):
+        for piece in _repeated(rows * size[1], noise, offset):
             yield piece if is_text else piece * 0.05
 
 
-def _noise(num: int, noise: Tensor, offset: int) -> Iterator[Tensor]:
+def _repeated(num: int, noise: Tensor, offset: int) -> Iterator[Tensor]:
     start = offset % noise.numel()
     while num:
         piece = noise[start : start + num]

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-", dir=options.scratch) as scratch:
         try:
             prepare(Path(scratch) / "packages", say)
-            _check_device(options.dry_run)
+            check_device(options.dry_run)
         except PackagesMissing as error:
             print(f"gpu: {error}", file=sys.stderr)
             return EXIT_CANNOT
@@ -80,7 +80,7 @@ def _parts(text: str) -> list[Part]:
     return [part for part in PARTS if part.name in names or part.name == "environment"]
 
 
-def _check_device(dry_run: bool) -> None:
+def check_device(dry_run: bool) -> None:
     import torch
 
     if dry_run:

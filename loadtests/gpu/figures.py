@@ -41,6 +41,8 @@ class Goal:
 
 GOALS: dict[str, Goal] = {
     "llama-8b: TPOT, batch 1": Goal(6.2, "ms"),
+    "llama-8b-fp8: TPOT, batch 1": Goal(3.8, "ms"),
+    "llama-8b-int4: TPOT, batch 1": Goal(3.0, "ms"),
     "llama-8b: KV slope of a step": Goal(4.9e-5, "ms per token"),
     "llama-8b: attention, KV slope of all layers": Goal(4.9e-5, "ms per token"),
     "llama-8b: prefill of 8,192 tokens": Goal(600, "TFLOP/s", at_most=False),

@@ -18,7 +18,7 @@ from engine.fields import Fields
 from engine.kernels import gathered, ops
 from engine.kernels.batch import Batch, blank_batch
 from engine.kernels.gathered import ContiguousBackend
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import QUANTIZED, KVCache, KVShape, is_quantized
 from engine.kernels.ops import Kernels
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.select import select
@@ -42,6 +42,8 @@ class Bench:
     kernels: Kernels
     sizes: KernelSizes
     device: torch.device
+    kv: str = ""
+    """What follows in the names of figures whose KV cache is quantized: ", KV int8"."""
 
     def shape(self, num_layers: int) -> KVShape:
         return replace(KVShape.of(self.config, BLOCK_SIZE), num_layers=num_layers)
@@ -76,9 +78,13 @@ def main() -> int:
     shape, _ = serving("llama-8b", arguments.mode)
     config = parse_config(Fields("config.json", shape.config))
     dtype = torch.float32 if arguments.is_dry else torch.bfloat16
-    bench = Bench(config, _table(config, arguments.device, dtype), KERNELS[arguments.mode], arguments.device)
+    sizes, device = KERNELS[arguments.mode], arguments.device
+    bench = Bench(config, _table(config, device, dtype), sizes, device)
     emit_fact("kernels", bench.kernels.name)
-    measures = {m.__name__: m for m in (ceilings, linears, decode, slope, prefill, elementwise, sampler)}
+    measures = {
+        m.__name__: m
+        for m in (ceilings, linears, decode, slope, prefill, elementwise, sampler, kv_int8, kv_fp8)
+    }
     names = list(arguments.names or measures)
     while names:
         name = names.pop(0)
@@ -100,11 +106,12 @@ def _measure_elsewhere(names: ListLike[str], arguments: Arguments) -> int:
     return 1
 
 
-def _table(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Kernels:
+def _table(config: ModelConfig, device: torch.device, dtype: torch.dtype, kv_dtype: str = "auto") -> Kernels:
     """What a server on this device would use; plain torch on a CPU."""
     if device.type == "cpu":
-        return ops.reference_kernels(device, dtype)
-    return select(config, device, dtype, LoadOptions(block_size=BLOCK_SIZE), say)
+        return replace(ops.reference_kernels(device, dtype), kv_dtype=QUANTIZED.get(kv_dtype, dtype))
+    kernels = select(config, device, dtype, LoadOptions(block_size=BLOCK_SIZE, kv_dtype=kv_dtype), say)
+    return replace(kernels, kv_dtype=QUANTIZED.get(kv_dtype, kernels.kv_dtype))
 
 
 def ceilings(bench: Bench) -> None:
@@ -167,7 +174,7 @@ def decode(bench: Bench) -> None:
         num_layers = max(1, min(bench.config.num_layers, bench.sizes.walked_bytes // num_bytes))
         time_s = _decode_seconds(bench, num_sequences, context, num_layers)
         emit(
-            f"attention decode, batch {num_sequences}, context {context:,}",
+            f"attention decode{bench.kv}, batch {num_sequences}, context {context:,}",
             num_layers * num_bytes / time_s / 1e9,
             "GB/s",
             f"of keys and values, {time_s / num_layers * 1e6:.1f} us a layer",
@@ -181,7 +188,7 @@ def slope(bench: Bench) -> None:
     times_ms = [_decode_seconds(bench, 1, context, num_layers) * 1000 for context in contexts]
     value = statistics.linear_regression(contexts, times_ms).slope
     how = f"batch 1, a line through {', '.join(f'{context:,}' for context in contexts)}"
-    emit("llama-8b: attention, KV slope of all layers", value, "ms per token", how)
+    emit(f"llama-8b: attention, KV slope of all layers{bench.kv}", value, "ms per token", how)
 
 
 def _decode_seconds(bench: Bench, num_sequences: int, context: int, num_layers: int) -> float:
@@ -207,7 +214,9 @@ def prefill(bench: Bench) -> None:
         of = "tokens" if num_tokens == context else f"after {context - num_tokens:,}"
         for backend in (None, *gathered.BACKENDS):
             if backend is None or backend.takes(num_tokens, context):
-                _prefill(bench, num_tokens, context, backend, f"attention prefill, {num_tokens:,} {of}")
+                _prefill(
+                    bench, num_tokens, context, backend, f"attention prefill{bench.kv}, {num_tokens:,} {of}"
+                )
 
 
 def _prefill(
@@ -242,7 +251,12 @@ def _scattered(
     """Sequences with the last `num_tokens` of their context in the step, their blocks in no order."""
     per_sequence = -(-context // BLOCK_SIZE)
     kv = KVCache(shape, 1 + num_sequences * per_sequence, bench.kernels.kv_dtype, bench.device)
-    kv.data.normal_()
+    if is_quantized(bench.kernels.kv_dtype):
+        kv.data.view(torch.int8).random_()
+        num_scales = shape.num_kv_heads * BLOCK_SIZE
+        kv.data.view(torch.float32)[..., -num_scales:] = 0.01
+    else:
+        kv.data.normal_()
     order = torch.randperm(num_sequences * per_sequence, generator=torch.Generator().manual_seed(0)) + 1
     tables = order.to(torch.int32).view(num_sequences, per_sequence)
     batch = blank_batch([num_tokens] * num_sequences, [context] * num_sequences, tables)
@@ -276,7 +290,27 @@ def _rotate(bench: Bench, rows: int) -> None:
     qkv = bench.copies(rows, config.q_size + 2 * config.kv_size)
     layer = kv.layer(0)
     time_s = bench.in_turn(qkv, lambda x: kernels.rotate_and_write(x, None, None, 1e-5, places, layer, shape))
-    _emit_rate("rotate_and_write", rows, 2 * qkv[0].nbytes, time_s)
+    written = config.q_size * qkv[0].itemsize + shape.block_bytes(kernels.kv_dtype) // BLOCK_SIZE
+    _emit_rate(f"rotate_and_write{bench.kv}", rows, qkv[0].nbytes + rows * written, time_s)
+
+
+def kv_int8(bench: Bench) -> None:
+    """Attention with a KV cache in int8, and what writes it; bytes are those that are stored, scales among them."""
+    _quantized_kv(bench, "int8")
+
+
+def kv_fp8(bench: Bench) -> None:
+    """The same in e4m3."""
+    _quantized_kv(bench, "fp8")
+
+
+def _quantized_kv(bench: Bench, name: str) -> None:
+    table = _table(bench.config, bench.device, bench.kernels.activation_dtype, name)
+    quantized = replace(bench, kernels=table, kv=f", KV {name}")
+    decode(quantized)
+    slope(quantized)
+    prefill(quantized)
+    _rotate(quantized, bench.sizes.norm_rows)
 
 
 def _emit_rate(name: str, rows: int, num_bytes: int, time_s: float) -> None:

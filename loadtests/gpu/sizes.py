@@ -53,11 +53,14 @@ class ModelShape:
     vocabulary: int
     tied: bool
     max_length: int
+    quantization: str | None = None
+    """What its linear maps are stored in: "fp8", "int4", or None for bfloat16."""
 
     @property
     def config(self) -> dict[str, object]:
         """Its config.json."""
-        return {
+        quantized = {} if self.quantization is None else {"quantization_config": self._quantization_config}
+        return quantized | {
             "architectures": [self.architecture],
             "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
             "hidden_size": self.hidden,
@@ -76,6 +79,25 @@ class ModelShape:
             "bos_token_id": 256,
             "eos_token_id": 257,
             "torch_dtype": "bfloat16",
+        }
+
+    @property
+    def _quantization_config(self) -> dict[str, object]:
+        """Of FP8 as AutoFP8 has it, a scale for a weight; of int4 as compressed-tensors does, in groups."""
+        if self.quantization == "fp8":
+            return {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
+        weights = {
+            "num_bits": 4,
+            "type": "int",
+            "symmetric": True,
+            "strategy": "group",
+            "group_size": 128 if self.hidden % 128 == 0 else 32,
+        }
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+            "ignore": ["lm_head"],
         }
 
     def prefill_flop(self, num_tokens: int) -> float:
@@ -210,7 +232,11 @@ _SMALL = ServingSizes(
 
 
 def serving(name: str, mode: str) -> tuple[ModelShape, ServingSizes]:
-    """What stands for the model `name` in a run of this mode."""
+    """What stands for the model `name` in a run of this mode; of "llama-8b-int4", one stream is measured."""
+    if name.startswith("llama-8b-"):
+        shape, sizes = serving("llama-8b", mode)
+        quantized = replace(shape, quantization=name.removeprefix("llama-8b-"))
+        return quantized, replace(sizes, contexts=(), prefill_tokens=0, host_streams=0, max_num_seqs=16)
     if name == "llama-8b":
         if mode == "dry":
             return LLAMA_SMALL, replace(

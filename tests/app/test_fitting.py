@@ -22,10 +22,10 @@ from app import fitting
 from app.build import load_options
 from app.cli import _parse_settings, _Parser, main
 from app.doctor import Check, Level
-from app.fitting import ladder
+from app.fitting import Fitting, _tables, ladder
 from app.settings import load_settings
 from engine.execution import loader, memory
-from engine.execution.memory import Budget, estimate
+from engine.execution.memory import Budget, Card, card_budget, estimate
 from engine.fields import Fields
 from engine.kernels.ops import reference_kernels
 from engine.model.config import LoadOptions, ModelConfig
@@ -138,6 +138,18 @@ def test_the_tables_have_the_sizes_of_every_type(large: Path, capsys: pytest.Cap
     kv = 2 * 16 * 8 * 64
     for name, size in (("float32", 4 * kv), ("float16", 2 * kv), ("int8", kv + 2 * 16 * 8 * 4)):
         assert has_row(lines, name, f"{size / 1024:,.2f}", "KiB")
+
+
+def test_a_card_keeps_kv_in_the_type_of_its_weights_and_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    fitting = Fitting(large_config(), card_budget(Card(total=16 * GIB, free=16 * GIB), 0.9), has_native=True)
+    shown = fitting.case(LoadOptions(device="cuda", dtype="bfloat16"))
+    lines = "\n".join(_tables(fitting, shown)).splitlines()
+    kv = 2 * 16 * 8 * 64
+    for name, size in (("bfloat16", 2 * kv), ("int8", kv + 2 * 16 * 8 * 4), ("fp8", kv + 2 * 16 * 8 * 4)):
+        mark = ["*"] if name == "bfloat16" else []
+        assert has_row(lines, name, *mark, f"{size / 1024:,.2f}", "KiB")
+    assert not has_row(lines, "float32", f"{4 * kv / 1024:,.2f}", "KiB")
 
 
 def test_streams_are_what_the_blocks_hold() -> None:

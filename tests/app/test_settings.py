@@ -83,7 +83,7 @@ def test_sizes_can_have_units() -> None:
             "--quantize-group-size: must be 32, 64 or 128, not '48'",
         ),
         ({"quantize_group_size": "64"}, "quantize_group_size 64 needs quantize int8 or int4"),
-        ({"kv_dtype": "fp8"}, "--kv-dtype: input should be 'auto', "),
+        ({"kv_dtype": "int4"}, "--kv-dtype: input should be 'auto', "),
         ({"max_batch_tokens": "0"}, "--max-batch-tokens: "),
         ({"kv_memory": "much"}, "--kv-memory: "),
         ({"drain_timeout": "-1"}, "--drain-timeout: "),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.kernels import gathered
 from engine.kernels.gathered import CUDNN, FLASH, ContiguousBackend
+from engine.kernels.kv_cache import QUANTIZED
 from engine.kernels.ops import Kernels
 from engine.kernels.select import select
 from engine.model.config import LoadOptions
@@ -44,6 +45,7 @@ def scene_of(
     heads: tuple[int, int, int] = (32, 8, 128),
     block_size: int = 16,
     window: int = 0,
+    kv_dtype: torch.dtype | None = None,
 ) -> Scene:
     """A scene on the GPU, and the lengths of its sequences on the host."""
     num_heads, num_kv_heads, head_dim = heads
@@ -56,6 +58,7 @@ def scene_of(
         block_size=block_size,
         dtype=dtype,
         window=window,
+        kv_dtype=kv_dtype,
     )
     scene.batch.host_lengths = [(new, done + new) for done, new in lengths]
     return scene
@@ -81,6 +84,15 @@ def check(scene: Scene) -> Tensor:
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 def test_every_kind_of_batch(dtype: torch.dtype, lengths: Lengths) -> None:
     check(scene_of(lengths, dtype))
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED.values(), ids=QUANTIZED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_every_kind_of_batch_with_a_quantized_cache(
+    dtype: torch.dtype, lengths: Lengths, kv_dtype: torch.dtype
+) -> None:
+    check(scene_of(lengths, dtype, kv_dtype=kv_dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -38,8 +38,8 @@ def test_an_unknown_part_is_named() -> None:
     done = run("--only", "kernels,everything")
     assert done.returncode == 2
     assert (
-        "'everything' is none of environment, tests, kernels, llama-8b, qwen3-0.6b, quantized, kernel-tests"
-        in done.stderr
+        "'everything' is none of environment, tests, kernels, llama-8b, qwen3-0.6b, quantized, llama-8b-int4, "
+        "llama-8b-fp8, kernel-tests" in done.stderr
     )
 
 
@@ -55,6 +55,9 @@ def test_a_dry_run_goes_through_every_part_and_writes_no_report(tmp_path: Path) 
         "llama-8b: prefill of 128 tokens",
         "qwen3-0.6b: 8 requests of 32 in, 8 out",
         "linear maps, int4, groups of 128 with zeros, 4 rows",
+        "llama-8b-int4: TPOT, batch 1",
+        "attention decode, KV fp8, batch 1, context 32",
+        "rotate_and_write, KV int8, 16 rows",
     )
     for name in names:
         assert f"| {name} |" in done.stdout, done.stdout + done.stderr

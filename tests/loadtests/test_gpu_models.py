@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.execution.loader import load_model
 from engine.execution.memory import weight_bytes
 from engine.fields import Fields
-from engine.model.parse import parse_config
+from engine.kernels.batch import blank_batch
+from engine.model.config import LoadOptions
+from engine.model.parse import parse_config, read_config
+from engine.model.weights import linear_specs, make_recipe
 from engine.planning.tokenizer import Tokenizer
+from engine.quant.float8 import Float8
+from engine.quant.integers import Integers
 from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.sizes import LLAMA_8B, LLAMA_SMALL, QWEN3_06B, QWEN3_SMALL, ModelShape, serving
 
@@ -31,6 +38,28 @@ def test_a_checkpoint_is_one_that_others_read_and_chooses_only_text(
     assert all(tokenizer.decode([token]).strip() for token in chosen[:10])
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_a_quantized_checkpoint_is_loaded_as_it_is_and_chooses_only_text(
+    quantization: str, tmp_path: Path
+) -> None:
+    shape = replace(LLAMA_SMALL, quantization=quantization)
+    write_checkpoint(shape, tmp_path, num_random=100_000)
+    options = LoadOptions(device="cpu", dtype="float32", num_blocks=4, block_size=32)
+    model = load_model(tmp_path, options, lambda _: None, lambda *_: None)
+    config = read_config(tmp_path)
+    found = {
+        name: tensor.format for name, tensor in linear_specs(config, 0, make_recipe(config, options)).items()
+    }
+    assert {type(each) for each in found.values()} == {Float8 if quantization == "fp8" else Integers}
+    batch = blank_batch([32], [32], torch.tensor([[1]], dtype=torch.int32))
+    batch.token_ids = torch.tensor(token_ids(), dtype=torch.int32)[torch.randint(0, len(token_ids()), (32,))]
+    batch.sample_rows = torch.arange(32, dtype=torch.int32)
+    with torch.inference_mode():
+        chosen = model.lm_head(model.decoder(batch)).argmax(-1).tolist()
+    assert all(token in token_ids() for token in chosen)
+    assert len(set(chosen)) > 10, "answers are not one token over and over"
+
+
 @pytest.mark.parametrize(("shape", "billions"), [(LLAMA_8B, 8.03), (QWEN3_06B, 0.596)])
 def test_the_shapes_are_those_of_their_names(shape: ModelShape, billions: float) -> None:
     config = parse_config(Fields("config.json", shape.config))
@@ -47,7 +76,7 @@ def test_prefill_counts_linear_maps_and_half_of_the_square() -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "quick", "dry"])
-@pytest.mark.parametrize("name", ["llama-8b", "qwen3-0.6b"])
+@pytest.mark.parametrize("name", ["llama-8b", "qwen3-0.6b", "llama-8b-int4"])
 def test_no_prompt_is_longer_than_the_model_or_the_step_it_is_to_fill(name: str, mode: str) -> None:
     shape, sizes = serving(name, mode)
     assert all(context + sizes.slope_tokens <= shape.max_length for context in sizes.contexts)

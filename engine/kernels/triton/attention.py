@@ -22,7 +22,7 @@ import triton
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVShape
+from engine.kernels.kv_cache import KVShape, numbers_and_scales
 from engine.kernels.triton import attention_segments as segmenting
 from engine.kernels.triton import attention_tiling as tilings
 from engine.kernels.triton.attention_kernels import decode_attention_kernel, prefill_attention_kernel
@@ -39,7 +39,7 @@ class Workspace:
     def __init__(
         self,
         shape: KVShape,
-        kv_dtype: torch.dtype,
+        dtype: torch.dtype,
         num_heads: int,
         max_sequences: int,
         device: torch.device,
@@ -47,20 +47,23 @@ class Workspace:
         windows: Iterable[int] = (0,),
         max_decode_queries: int = 1,
         chip: Chip | None = None,
+        is_quantized: bool = False,
     ) -> None:
         """
         Args:
+            dtype: That of queries, and of the cache unless it is quantized.
             windows: The sliding windows of all layers; 0 is none.
             max_decode_queries: A sequence with at most so many queries decodes: 1, or a token and the drafts behind it.
                 The workspace has at most 16, and fewer where these fill more than 128 rows.
             chip: None asks the device.
+            is_quantized: Whether the cache is.
         """
         self.shape = shape
         self.max_sequences = max_sequences
         self.group = num_heads // shape.num_kv_heads
         self.max_decode_queries = max(1, min(max_decode_queries, 16, tilings.MAX_DECODE_ROWS // self.group))
         self.block_d = max(16, triton.next_power_of_2(shape.head_dim))
-        self._head = KVHead(self.group, self.block_d, kv_dtype.itemsize)
+        self._head = KVHead(self.group, self.block_d, dtype.itemsize, is_quantized)
         self._chip = Chip.of(device) if chip is None else chip
         num_items = self.num_items(max_sequences)
         self.segments = {window: Segments.empty(num_items, max_sequences, device) for window in windows}
@@ -164,19 +167,21 @@ class TritonAttention:
 
     def _launch_decode(self, attended: Tensor, queries: Tensor, layer_kv: Tensor, window: int) -> None:
         batch, workspace, segments = self._batch, self._workspace, self._workspace.segments[window]
+        numbers, scales = numbers_and_scales(layer_kv)
         decode_attention_kernel[(self._num_items, workspace.shape.num_kv_heads)](
             attended,
             workspace.segment_outputs,
             workspace.segment_scales,
             queries,
-            layer_kv,
+            numbers,
+            scales,
             batch.block_tables,
             batch.query_starts,
             batch.context_lens,
             segments.item_sequences,
             segments.first_items,
             queries.stride(0),
-            layer_kv.stride(0),
+            numbers.stride(0),
             batch.block_tables.stride(0),
             window,
             WINDOWED=window > 0,
@@ -203,18 +208,20 @@ class TritonAttention:
 
     def _launch_prefill(self, attended: Tensor, queries: Tensor, layer_kv: Tensor, window: int) -> None:
         batch, workspace = self._batch, self._workspace
+        numbers, scales = numbers_and_scales(layer_kv)
         block_queries = self._prefill.block_m // workspace.group
         # Each sequence fills its tiles but one: rounding down and one more for each are always enough.
         num_blocks = self._num_tokens // block_queries + self._num_sequences
         prefill_attention_kernel[(num_blocks, workspace.shape.num_kv_heads)](
             attended,
             queries,
-            layer_kv,
+            numbers,
+            scales,
             batch.block_tables,
             batch.query_starts,
             batch.context_lens,
             queries.stride(0),
-            layer_kv.stride(0),
+            numbers.stride(0),
             batch.block_tables.stride(0),
             self._num_sequences,
             window,

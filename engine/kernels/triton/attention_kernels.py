@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.triton.attention_segments import visible_tiles
+from engine.kernels.triton.numbers import of_e4m3, of_int8
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -19,6 +20,7 @@ def decode_attention_kernel(
     segment_scales: tl.tensor,
     queries: tl.tensor,
     layer_kv: tl.tensor,
+    layer_scales: tl.tensor,
     block_tables: tl.tensor,
     query_starts: tl.tensor,
     context_lens: tl.tensor,
@@ -65,6 +67,7 @@ def decode_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     head_kv = layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
+    head_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     summed, top, total = _fold_tiles(
         summed,
         top,
@@ -73,6 +76,8 @@ def decode_attention_kernel(
         first_position + rows // GROUP,
         head_kv,
         head_kv + values_offset,
+        head_scales,
+        None if layer_scales is None else head_scales + values_offset // 4,
         block_tables + sequence.to(tl.int64) * table_stride,
         first_tile + num_tiles * segment // num_segments,
         first_tile + num_tiles * (segment + 1) // num_segments,
@@ -88,6 +93,7 @@ def decode_attention_kernel(
         WINDOWED,
         True,
     )
+    summed = _unfolded(summed, layer_kv)
     if num_segments == 1:
         _store_rows(
             attended, summed, total, start, rows, kv_head, valid, GROUP, NUM_KV_HEADS, HEAD_DIM, BLOCK_D
@@ -104,6 +110,7 @@ def prefill_attention_kernel(
     attended: tl.tensor,
     queries: tl.tensor,
     layer_kv: tl.tensor,
+    layer_scales: tl.tensor,
     block_tables: tl.tensor,
     query_starts: tl.tensor,
     context_lens: tl.tensor,
@@ -150,7 +157,7 @@ def prefill_attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     summed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     keys = layer_kv + kv_head * (BLOCK_SIZE * HEAD_DIM)
-    values = keys + values_offset
+    key_scales = _scales_of_head(layer_scales, kv_head, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
     table = block_tables + sequence.to(tl.int64) * table_stride
     full_tiles = first_tile if WINDOWED else tl.maximum(first_position + 1, 0) // TILE
     for masked in tl.static_range(2):
@@ -162,7 +169,9 @@ def prefill_attention_kernel(
                 query,
                 positions,
                 keys,
-                values,
+                keys + values_offset,
+                key_scales,
+                None if layer_scales is None else key_scales + values_offset // 4,
                 table,
                 full_tiles if masked else first_tile,
                 end_tile if masked else full_tiles,
@@ -178,6 +187,7 @@ def prefill_attention_kernel(
                 WINDOWED,
                 masked == 1,
             )
+    summed = _unfolded(summed, layer_kv)
     # Read again: what the places of the queries were computed from would stay in registers until here, and some spill.
     first_row = tl.load(query_starts + sequence, volatile=True) + first_query
     _store_rows(
@@ -194,6 +204,8 @@ def _fold_tiles(
     positions: tl.tensor,
     keys: tl.tensor,
     values: tl.tensor,
+    key_scales: tl.tensor,
+    value_scales: tl.tensor,
     table: tl.tensor,
     first_tile: tl.tensor,
     end_tile: tl.tensor,
@@ -214,9 +226,12 @@ def _fold_tiles(
     `top` is the largest score so far, as a power of 2; `total` and `summed` are relative to 2 ** top. Only what a query
     from `first_position` up to `end` may see is read. Without MASKED every row sees all of it, and no load is masked.
 
-    This is the only place that knows what keys and values look like. KV of 8 bits becomes the queries' type where it
-    is loaded; the scale of each key then multiplies its column of `scores`, that of each value its column of `weights`.
+    This is the only place that knows what keys and values look like. Numbers of 8 bits become the queries' type where
+    they are loaded, which is exact; the scale of each key then multiplies its column of `scores`, that of each value
+    its column of `weights`. Sums of values are then `_folded` times what they should be.
     """
+    NUMBERS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    STORED: tl.constexpr = NUMBERS if key_scales is None else NUMBERS + NUM_KV_HEADS * BLOCK_SIZE * 4
     # The unit of scores as a power of 2: it is multiplied with where they become exponents.
     UNIT: tl.constexpr = SCALE * 1.4426950408889634
     dims = tl.arange(0, BLOCK_D)[None, :]
@@ -229,7 +244,7 @@ def _fold_tiles(
             blocks = tl.load(table + tokens // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         else:
             blocks = tl.load(table + tokens // BLOCK_SIZE).to(tl.int64)
-        rows = blocks * (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + tokens % BLOCK_SIZE * HEAD_DIM
+        rows = blocks * STORED + tokens % BLOCK_SIZE * HEAD_DIM
         places = rows[:, None] + dims
         if HEAD_DIM < BLOCK_D:
             wanted = exists[:, None] & (dims < HEAD_DIM)
@@ -240,7 +255,17 @@ def _fold_tiles(
             value = tl.load(values + places, mask=exists[:, None], other=0.0)
         else:
             key, value = tl.load(keys + places), tl.load(values + places)
+        if key_scales is not None:
+            of_tokens = blocks * (STORED // 4) + tokens % BLOCK_SIZE
+            if MASKED:
+                key_scale = tl.load(key_scales + of_tokens, mask=exists, other=0.0)
+                value_scale = tl.load(value_scales + of_tokens, mask=exists, other=0.0)
+            else:
+                key_scale, value_scale = tl.load(key_scales + of_tokens), tl.load(value_scales + of_tokens)
+            key = _as_floats(key, query.dtype)
         scores = tl.dot(query.to(key.dtype), tl.trans(key), input_precision="ieee")
+        if key_scales is not None:
+            scores *= key_scale[None, :]
         if MASKED:
             visible = tokens[None, :] <= positions[:, None]
             if WINDOWED:
@@ -250,9 +275,55 @@ def _fold_tiles(
         base = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher
         weights, fade = tl.exp2(scores * UNIT - base[:, None]), tl.exp2(top - base)
         total = total * fade + tl.sum(weights, 1)
+        if value_scales is not None:
+            weights *= (value_scale * _folded(value))[None, :]
+            value = _as_floats(value, query.dtype)
         summed = tl.dot(weights.to(value.dtype), value, summed * fade[:, None], input_precision="ieee")
         top = higher
     return summed, top, total
+
+
+@triton.jit
+def _scales_of_head(
+    layer_scales: tl.tensor,
+    kv_head: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+) -> tl.tensor:
+    """Where the scales of a head's keys lie in the first block; None if there are none."""
+    if layer_scales is None:
+        scales = None
+    else:
+        scales = layer_scales + (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM // 4 + kv_head * BLOCK_SIZE)
+    return scales
+
+
+@triton.jit
+def _as_floats(packed: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Numbers of a quantized cache."""
+    return of_int8(packed, dtype) if packed.dtype == tl.int8 else of_e4m3(packed, dtype)
+
+
+@triton.jit
+def _folded(packed: tl.tensor) -> tl.constexpr:
+    """A power of 2, about half the largest number: with it, the scale of a value is about its largest magnitude.
+
+    Without it, small weights times small scales would vanish in 16 bits.
+    """
+    return 64.0 if packed.dtype == tl.int8 else 256.0
+
+
+@triton.jit
+def _unfolded(summed: tl.tensor, layer_kv: tl.tensor) -> tl.tensor:
+    """Sums of values without what was `_folded` into their weights."""
+    if layer_kv.dtype.element_ty == tl.int8:
+        result = summed * (1 / 64)
+    elif layer_kv.dtype.element_ty == tl.uint8:
+        result = summed * (1 / 256)
+    else:
+        result = summed
+    return result
 
 
 @triton.jit

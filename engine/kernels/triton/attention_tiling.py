@@ -82,11 +82,13 @@ class KVHead:
     block_d: int
     """The head's dimension, padded to a power of two."""
     itemsize: int
-    """Bytes of an element of the cache."""
+    """Bytes of an element of the queries, which is what keys and values of a quantized cache become, too."""
+    is_quantized: bool = False
+    """Keys and values pass through registers, which have room for fewer."""
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's key."""
+        """Bytes of one token's key as it is multiplied."""
         return self.block_d * self.itemsize
 
     @property
@@ -148,7 +150,7 @@ def prefill_tiling(head: KVHead, num_tokens: int, chip: Chip) -> Tiling:
 def _prefill_tile(head: KVHead, rows: int, cores: TensorCores) -> int:
     # 64 x 64 products by wgmma read as much shared memory as they can while they multiply; 64 x 128 leave some of it.
     # Compiled for tensor memory, a tile of 128 no longer fits the registers.
-    if cores is TensorCores.WGMMA and rows == PREFILL_ROWS:
+    if cores is TensorCores.WGMMA and rows == PREFILL_ROWS and not head.is_quantized:
         return min(128, max(MIN_TILE, 2 * TILE_BYTES // head.row_bytes))
     return min(32 if cores is TensorCores.MMA_SYNC else 64, max(MIN_TILE, TILE_BYTES // head.row_bytes))
 
@@ -158,7 +160,7 @@ def shared_bytes(head: KVHead, rows: int, tile: int, cores: TensorCores) -> int:
 
     It holds the queries, the offsets of tiles, and two tiles each of keys and of values, or three where they are
     multiplied in the background. By mma.sync, the weights pass through it between the two products. At the end it
-    serves the results, in float32, on their way to memory.
+    serves the results, in float32, on their way to memory. A quantized cache needs less: its tiles have 8 bits.
     """
     tile_bytes = tile * head.row_bytes
     loop_bytes = 4 * tile_bytes + rows * tile * head.itemsize

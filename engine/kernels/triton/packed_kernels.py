@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from engine.kernels.triton.numbers import of_4_bits, of_e4m3, of_int8, rounded_to
+
 
 @triton.jit(do_not_specialize=["num_rows", "num_steps", "steps_per_part"])
 def packed_linear_kernel(
@@ -174,80 +176,19 @@ def quantize_rows_kernel(
         columns = start + tl.arange(0, BLOCK)
         scaled = tl.load(first + columns, mask=columns < SIZE, other=0.0).to(tl.float32) * factor
         scaled = tl.where(scaled == scaled, tl.where(factor < float("inf"), scaled, 0.0), 0.0)
-        magnitude = tl.minimum(tl.abs(scaled), LARGEST)
-        if numbers.dtype.element_ty == tl.int8:
-            rounded = _nearest_integer(magnitude).to(tl.int32)
-            rounded = tl.where(scaled < 0, -rounded, rounded)
-        else:
-            rounded = _bits_of_e4m3(magnitude) + tl.where(scaled < 0, 128, 0)
-        tl.store(numbers + row * SIZE + columns, rounded.to(numbers.dtype.element_ty), mask=columns < SIZE)
-
-
-@triton.jit
-def _nearest_integer(x: tl.tensor) -> tl.tensor:
-    """x from 0 up to 2^22, rounded half to even: beside 2^23 a float has no room for fractions."""
-    return (x + 8388608.0) - 8388608.0
-
-
-@triton.jit
-def _bits_of_e4m3(x: tl.tensor) -> tl.tensor:
-    """x from 0 up to 448 in float32, rounded half to even; below 2^-6, numbers are multiples of 2^-9."""
-    bits = x.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    return tl.where(x < 0.015625, _nearest_integer(x * 512.0).to(tl.int32), normal)
+        rounded = rounded_to(scaled, LARGEST, numbers.dtype.element_ty)
+        tl.store(numbers + row * SIZE + columns, rounded, mask=columns < SIZE)
 
 
 @triton.jit
 def _numbers(packed: tl.tensor, nibble: tl.constexpr, CODE: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """The numbers that codes stand for, which `dtype` holds without rounding.
-
-    Conversions from integers are slow, so that integers become floats of 16 bits by their bits: beside a `unit`, which
-    is 2^10 or 2^7, the significand has room for 7 bits. Those of e4m3 below its sign are a wider float's, whose
-    exponents begin 2^8 or 2^120 lower.
-    """
+    """The numbers that codes stand for, which `dtype` holds without rounding."""
     if CODE == "float8":
-        numbers = _of_e4m3(packed, dtype)
+        numbers = of_e4m3(packed, dtype)
     elif CODE == "int8":
-        numbers = _of_int8(packed, dtype)
+        numbers = of_int8(packed, dtype)
     else:
-        numbers = _of_4_bits((packed >> (4 * nibble)) & 15, -8.0 if CODE == "int4" else 0.0, dtype)
-    return numbers
-
-
-@triton.jit
-def _of_4_bits(integers: tl.tensor, lowest: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    if dtype == tl.float32:
-        numbers = integers.to(dtype) + lowest
-    else:
-        unit: tl.constexpr = 0x6400 if dtype == tl.float16 else 0x4300
-        numbers = (unit | integers.to(tl.int16)).to(dtype, bitcast=True)
-        numbers += lowest - (1024.0 if dtype == tl.float16 else 128.0)
-    return numbers
-
-
-@triton.jit
-def _of_int8(packed: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    if dtype == tl.int8 or dtype == tl.float32:
-        numbers = packed.to(dtype)
-    else:
-        # The sign bit stands for -128, and for 128 beside the unit.
-        unit: tl.constexpr = 0x6400 if dtype == tl.float16 else 0x4300
-        wide = packed.to(tl.int16)
-        numbers = (unit | (wide & 0x7F)).to(dtype, bitcast=True)
-        numbers -= (unit | (wide & 0x80)).to(dtype, bitcast=True)
-    return numbers
-
-
-@triton.jit
-def _of_e4m3(packed: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    if dtype == tl.float16:
-        wide = packed.to(tl.int16)
-        bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
-        numbers = bits.to(tl.float16, bitcast=True) * 256.0
-    else:
-        wide = packed.to(tl.int32)
-        bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
-        numbers = (bits.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(dtype)
+        numbers = of_4_bits((packed >> (4 * nibble)) & 15, -8.0 if CODE == "int4" else 0.0, dtype)
     return numbers
 
 

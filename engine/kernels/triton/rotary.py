@@ -1,6 +1,7 @@
 """Queries, keys and values between their projection and attention, in one launch: norm, rotation, cache.
 
-Inside a block of the cache, keys and values lie as in the reference: [num_kv_heads, block_size, head_dim].
+Inside a block of the cache, keys and values lie as in the reference: [num_kv_heads, block_size, head_dim]. For a
+quantized cache they are rounded as in the reference, too, and their scales stored behind them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVShape
+from engine.kernels.kv_cache import KVShape, numbers_and_scales
 from engine.kernels.reference import TokenPlaces
+from engine.kernels.triton.numbers import rounded_to
 
 HEADS_PER_PROGRAM = 8
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 64}
@@ -38,6 +40,7 @@ def rotate_and_write(
     num_tokens, num_heads = qkv.shape[0], qkv.shape[1] // shape.head_dim - 2 * shape.num_kv_heads
     queries = qkv.new_empty((num_tokens, num_heads, shape.head_dim))
     if num_tokens:
+        numbers, scales = numbers_and_scales(layer_kv)
         groups = triton.cdiv(num_heads + 2 * shape.num_kv_heads, HEADS_PER_PROGRAM)
         rotate_and_write_kernel[num_tokens, groups](
             qkv.contiguous(),
@@ -48,8 +51,9 @@ def rotate_and_write(
             places.cos,
             places.sin,
             queries,
-            layer_kv,
-            layer_kv.stride(0),
+            numbers,
+            scales,
+            numbers.stride(0),
             eps,
             NORMS=q_norm is not None,
             NUM_HEADS=num_heads,
@@ -100,6 +104,7 @@ def rotate_and_write_kernel(
     sin: tl.tensor,
     queries: tl.tensor,
     layer_kv: tl.tensor,
+    layer_scales: tl.tensor,
     values_offset: tl.tensor,
     eps: tl.tensor,
     NORMS: tl.constexpr,
@@ -155,13 +160,38 @@ def rotate_and_write_kernel(
     tl.store(query + half, second, mask=inside & is_query)
 
     first_stored = tl.where(slot >= 0, NUM_HEADS, NUM_HEADS + 2 * NUM_KV_HEADS)
-    stored = inside & (heads >= first_stored)
+    is_stored = (heads >= first_stored) & (heads < NUM_HEADS + 2 * NUM_KV_HEADS)
+    stored = inside & is_stored
     kv_head = heads - tl.where(is_value, NUM_HEADS + NUM_KV_HEADS, NUM_HEADS)
-    place = slot // BLOCK_SIZE * (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM)
-    place += (kv_head * BLOCK_SIZE + slot % BLOCK_SIZE) * HEAD_DIM + is_value * values_offset
+    NUMBERS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
+    STORED: tl.constexpr = NUMBERS if layer_scales is None else NUMBERS + NUM_KV_HEADS * BLOCK_SIZE * 4
+    block, token = slot // BLOCK_SIZE, kv_head * BLOCK_SIZE + slot % BLOCK_SIZE
+    place = block * STORED + token * HEAD_DIM + is_value * values_offset
     kv_dtype: tl.constexpr = layer_kv.dtype.element_ty
+    if layer_scales is not None:
+        LARGEST: tl.constexpr = 127.0 if kv_dtype == tl.int8 else 448.0
+        first, second = first.to(tl.float32), second.to(tl.float32)
+        scale = _scale(first, second, LARGEST)
+        first = _rounded(first, scale, LARGEST, kv_dtype)
+        second = _rounded(second, scale, LARGEST, kv_dtype)
+        of_token = block * (STORED // 4) + NUMBERS // 4 + token + is_value * (values_offset // 4)
+        tl.store(layer_scales + of_token, scale, mask=is_stored)
     tl.store(layer_kv + place + pairs, first.to(kv_dtype), mask=stored)
     tl.store(layer_kv + place + pairs + half, second.to(kv_dtype), mask=stored)
+
+
+@triton.jit
+def _scale(first: tl.tensor, second: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
+    """The scale of each head, whose halves these are: its largest magnitude over LARGEST, or no number."""
+    largest = tl.max(tl.maximum(tl.abs(first), tl.abs(second)), axis=1, keep_dims=True)
+    nans = tl.max(((first != first) | (second != second)).to(tl.int32), axis=1, keep_dims=True)
+    return tl.div_rn(tl.where(nans > 0, float("nan"), largest), LARGEST)
+
+
+@triton.jit
+def _rounded(x: tl.tensor, scale: tl.tensor, LARGEST: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    scaled = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    return rounded_to(tl.where(scaled == scaled, scaled, 0.0), LARGEST, dtype)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "num_halvings", "table_width"])

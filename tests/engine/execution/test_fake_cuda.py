@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.execution.graphs import CudaDevice
 from engine.execution.loader import load_model
 from engine.execution.runner import LaunchedStep, ModelRunner
+from engine.kernels.kv_cache import QUANTIZED
 from engine.model.config import LoadOptions
 from engine.planning.step import OutOfMemory, Plan
 from tests.engine import needs
@@ -75,14 +76,23 @@ def assert_complete(party: Party) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "cuda_graphs", "max_query_len"), [(32, True, 1), (5, True, 1), (32, False, 1), (32, True, 4)]
+    ("budget", "cuda_graphs", "max_query_len", "kv_dtype"),
+    [
+        (32, True, 1, "auto"),
+        (5, True, 1, "auto"),
+        (32, False, 1, "auto"),
+        (32, True, 4, "auto"),
+        (32, True, 1, "int8"),
+        (32, True, 1, "fp8"),
+    ],
 )
 def test_no_launch_waits_for_the_device(
-    folder: Path, cuda: FakeCuda, budget: int, cuda_graphs: bool, max_query_len: int
+    folder: Path, cuda: FakeCuda, budget: int, cuda_graphs: bool, max_query_len: int, kv_dtype: str
 ) -> None:
     """Prompts in pieces, decodes, every kind of sampling, sequences that come and go, with a step in flight."""
-    runner = Watched(folder, cuda, cuda_graphs=cuda_graphs, max_query_len=max_query_len)
+    runner = Watched(folder, cuda, cuda_graphs=cuda_graphs, max_query_len=max_query_len, kv_dtype=kv_dtype)
     assert runner.model.kernels.name == "triton", runner.said
+    assert runner.model.kv.data.dtype == QUANTIZED.get(kv_dtype, torch.bfloat16)
     assert_complete(Party(runner, budget=budget).run(*REQUESTS, preempt_at=(4, 9)))
     assert (cuda.num_replays > 0) == cuda_graphs
     assert runner.num_copies

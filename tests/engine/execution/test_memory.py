@@ -82,6 +82,12 @@ def test_an_estimate_needs_no_kernels() -> None:
     assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
 
 
+def test_an_estimate_in_fp8_has_the_size_of_int8_and_on_a_cpu_plain_torch() -> None:
+    sizes = estimate(CONFIG, LoadOptions(device="cpu", dtype="float16", kv_dtype="fp8"))
+    assert (sizes.dtype, sizes.kv_dtype) == ("float32", "fp8")
+    assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
+
+
 def test_a_share_of_what_is_left_becomes_kv_cache() -> None:
     first = plan(GIB // 16, max_num_seqs=10_000)
     left = first.available - first.weights - first.workspace

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from engine.kernels.batch import Batch
 from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.ops import RotateAndWrite
-from engine.kernels.reference import TokenPlaces, write_kv
+from engine.kernels.reference import TokenPlaces, quantize_kv, write_kv
 from tests.engine import ranges
 from tests.engine.ranges import Range, assert_within, concatenated, exactly
 
@@ -141,6 +140,8 @@ class Scene:
     head_dim: int = 16
     block_size: int = 16
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    """Of a quantized cache; None is that of queries."""
     window: int = 0
     seed: int = 0
 
@@ -159,8 +160,8 @@ class Scene:
         num_blocks = 1 + sum(self._num_blocks(row) for row in range(len(self.lengths)))
         free = (1 + torch.randperm(num_blocks - 1, generator=generator)).tolist()
         width = max(self._num_blocks(row) for row in range(len(self.lengths))) + 2
-        kv = KVCache(self.shape, num_blocks, self.dtype, torch.device("cpu"))
-        kv.data.fill_(math.nan)
+        kv = KVCache(self.shape, num_blocks, self.kv_dtype or self.dtype, torch.device("cpu"))
+        kv.data.view(torch.uint8).fill_(255)  # all of these are NaN, and so are scales
         self.keys, self.values = [], []
         starts, tables = [0], torch.zeros(len(self.lengths), width, dtype=torch.int32)
         for row, (done, new) in enumerate(self.lengths):
@@ -171,8 +172,8 @@ class Scene:
             write_kv(kv.layer(0), keys, values, self._slots(tables[row], places))
             if self.window:  # blocks that no query sees any more may be anyone's
                 tables[row, : max(0, done - self.window + 1) // self.block_size] = 0
-            self.keys.append(keys)
-            self.values.append(values)
+            self.keys.append(self._stored(keys))
+            self.values.append(self._stored(values))
             starts.append(starts[-1] + new)
         self.queries = normal(starts[-1], self.num_kv_heads * self.group, self.head_dim)
         positions = [done + i for done, new in self.lengths for i in range(new)]
@@ -201,6 +202,13 @@ class Scene:
             ],
             0,
         )
+
+    def _stored(self, x: Tensor) -> Tensor:
+        """What the cache has of x [tokens, num_kv_heads, head_dim], exactly."""
+        if self.kv_dtype is None:
+            return x
+        numbers, scale = quantize_kv(x, self.kv_dtype)
+        return numbers.double() * scale.double().unsqueeze(-1)
 
     @property
     def num_heads(self) -> int:

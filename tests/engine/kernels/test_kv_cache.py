@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
-from engine.kernels.kv_cache import KVCache, KVShape
+from engine.kernels.kv_cache import QUANTIZED, KVCache, KVShape
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4)
 
@@ -29,13 +30,25 @@ def test_copies_happen_in_all_layers_and_as_if_at_once() -> None:
         assert torch.equal(kv.data[:, :, target], before[:, :, source])
 
 
+@pytest.mark.parametrize("dtype", QUANTIZED.values(), ids=QUANTIZED)
+def test_copies_of_quantized_blocks_have_their_scales(dtype: torch.dtype) -> None:
+    kv = KVCache(SHAPE, 6, dtype, torch.device("cpu"))
+    data = kv.data.view(torch.int8)
+    data.random_()
+    before = data.clone()
+    kv.copy_blocks(torch.tensor([1, 2]), torch.tensor([2, 3]))
+    for source, target in [(1, 2), (2, 3), (1, 1)]:
+        assert torch.equal(data[:, :, target], before[:, :, source])
+
+
 def test_no_copies_change_nothing() -> None:
     kv = KVCache(SHAPE, 2, torch.float32, torch.device("cpu"))
     kv.copy_blocks(torch.tensor([], dtype=torch.int32), torch.tensor([], dtype=torch.int32))
     assert not kv.data.any()
 
 
-def test_a_block_of_integers_ends_with_a_scale_for_each_head_of_each_token() -> None:
-    kv = KVCache(SHAPE, 10, torch.int8, torch.device("cpu"))
+@pytest.mark.parametrize("dtype", QUANTIZED.values(), ids=QUANTIZED)
+def test_a_quantized_block_ends_with_a_scale_for_each_head_of_each_token(dtype: torch.dtype) -> None:
+    kv = KVCache(SHAPE, 10, dtype, torch.device("cpu"))
     assert kv.data.shape == (3, 2, 10, 2 * 4 * 8 + 4 * 2 * 4)
-    assert kv.data.nbytes == 10 * SHAPE.block_bytes(torch.int8)
+    assert kv.data.nbytes == 10 * SHAPE.block_bytes(dtype)

@@ -33,9 +33,11 @@ CONFIG = parse_config(Fields("config.json", make_config("llama")))
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def choose(config: ModelConfig = CONFIG, block_size: int = BLOCK_SIZE) -> tuple[Kernels, list[str]]:
+def choose(
+    config: ModelConfig = CONFIG, block_size: int = BLOCK_SIZE, kv_dtype: str = "auto"
+) -> tuple[Kernels, list[str]]:
     said: list[str] = []
-    options = LoadOptions(block_size=block_size, num_threads=1)
+    options = LoadOptions(block_size=block_size, num_threads=1, kv_dtype=kv_dtype)
     return select(config, CPU, torch.float16, options, said.append), said
 
 
@@ -68,16 +70,17 @@ def test_without_a_compiler_plain_torch_serves_and_says_so(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("config", "block_size", "reason"),
+    ("config", "block_size", "kv_dtype", "reason"),
     [
-        (CONFIG, 32, "blocks of 16 tokens, not 32"),
-        (replace(CONFIG, head_dim=12), 16, "multiple of 8, not 12"),
+        (CONFIG, 32, "auto", "blocks of 16 tokens, not 32"),
+        (replace(CONFIG, head_dim=12), 16, "auto", "multiple of 8, not 12"),
+        (CONFIG, 16, "fp8", "no KV cache in fp8; one in int8 is as small"),
     ],
 )
 def test_what_the_native_kernels_cannot_do_plain_torch_does(
-    config: ModelConfig, block_size: int, reason: str
+    config: ModelConfig, block_size: int, kv_dtype: str, reason: str
 ) -> None:
-    kernels, said = choose(config, block_size)
+    kernels, said = choose(config, block_size, kv_dtype)
     assert kernels.name == "torch"
     assert reason in said[0]
 
@@ -311,6 +314,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bfloat16", torch.bfloat16, CUDA, torch.bfloat16),
         ("int8", torch.float16, CPU, torch.int8),
         ("float32", torch.float16, CPU, torch.float32),
+        ("fp8", torch.float32, CPU, torch.float8_e4m3fn),
+        ("int8", torch.bfloat16, CUDA, torch.int8),
+        ("fp8", torch.float16, CUDA, torch.float8_e4m3fn),
     ],
 )
 def test_types_of_the_kv_cache(
@@ -320,8 +326,10 @@ def test_types_of_the_kv_cache(
 
 
 def test_what_is_served_on_the_cpu_alone_is_one_line_on_cuda() -> None:
-    with pytest.raises(CheckpointError, match=r"^--kv-dtype int8 is served on the CPU; .* bfloat16$"):
-        choose_kv_dtype("int8", torch.bfloat16, CUDA)
+    with pytest.raises(
+        CheckpointError, match=r"^--kv-dtype float32 is served on the CPU; .* bfloat16, or int8 or fp8$"
+    ):
+        choose_kv_dtype("float32", torch.bfloat16, CUDA)
 
 
 def test_quantizations() -> None:

@@ -8,14 +8,21 @@ from typing import Any
 import torch
 import triton
 
-from engine.kernels.kv_cache import KVShape
+from engine.kernels.kv_cache import QUANTIZED, KVShape
 from engine.kernels.triton import attention_kernels as kernels
 from engine.kernels.triton import attention_segments as segmenting
 from engine.kernels.triton.attention import Workspace
 from engine.kernels.triton.attention_tiling import Chip, KVHead, TensorCores, Tiling, shared_bytes
+from engine.quant.float8 import FLOAT8
 from tests.engine.kernels.triton.compiling import ARCHITECTURES, SHARED_LIMIT, Case
 
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    FLOAT8: "u8",
+}
 _LENGTHS = ("query_starts", "context_lens", "item_sequences", "first_items", "block_tables")
 _OPTIONS = {"enable_fp_fusion": True}
 _A100, _A10, _ADA, _HOPPER, _BLACKWELL, _RTX50 = 80, 86, 89, 90, 100, 120
@@ -34,6 +41,7 @@ def _cases(
     num_kv_heads: int = 8,
     head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
+    kv_dtype: torch.dtype | None = None,
     windowed: bool = False,
     max_query_len: int = 1,
     num_tokens: int = 8192,
@@ -47,6 +55,7 @@ def _cases(
         torch.device("cpu"),
         max_decode_queries=max_query_len,
         chip=chip(architecture),
+        is_quantized=kv_dtype is not None,
     )
     decode, prefill = workspace.decode_tiling(max_query_len), workspace.prefill_tiling(num_tokens)
     heads = {
@@ -62,7 +71,10 @@ def _cases(
         "WINDOWED": windowed,
     }
     arguments = dict.fromkeys(_LENGTHS, "*i32")
-    arguments |= dict.fromkeys(("attended", "queries", "layer_kv"), f"*{_TYPES[dtype]}")
+    arguments |= dict.fromkeys(("attended", "queries"), f"*{_TYPES[dtype]}")
+    arguments["layer_kv"] = f"*{_TYPES[kv_dtype or dtype]}"
+    if kv_dtype is not None:
+        arguments["layer_scales"] = "*fp32"
     arguments |= dict.fromkeys(("segment_outputs", "segment_scales"), "*fp32")
     arguments |= dict.fromkeys(("query_stride", "table_stride", "num_sequences", "num_tokens"), "i32")
     arguments |= {"values_offset": "i64", "window": "i32"}
@@ -72,7 +84,13 @@ def _cases(
             name=f"{kind}-{name}",
             kernel=kernel,
             arguments=_known(kernel, arguments),
-            constexprs=heads | scoring | {"BLOCK_M": tiling.block_m, "TILE": tiling.tile},
+            constexprs={
+                **heads,
+                **scoring,
+                **({"layer_scales": None} if kv_dtype is None else {}),
+                "BLOCK_M": tiling.block_m,
+                "TILE": tiling.tile,
+            },
             aligned=("query_stride", "values_offset"),
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
@@ -155,6 +173,21 @@ _EXACT = {
     architecture: _cases(f"exact-{architecture}", architecture, dtype=torch.float32)
     for architecture in (_A100, _RTX50)
 }
+_QUANTIZED = {
+    f"{name}-{architecture}": _cases(f"llama-{name}-{architecture}", architecture, kv_dtype=kv_dtype)
+    for architecture in (_A100, _HOPPER, _BLACKWELL)
+    for name, kv_dtype in QUANTIZED.items()
+}
+_QUANTIZED_GEMMA = _cases("gemma-int8", _RTX50, group=2, head_dim=256, windowed=True, kv_dtype=torch.int8)
+_QUANTIZED_PHI = _cases(
+    "phi-fp8", _A10, group=1, num_kv_heads=32, head_dim=96, dtype=torch.float16, kv_dtype=FLOAT8
+)
+_QUANTIZED_WIDE = {
+    architecture: _cases(
+        f"wide-drafts-fp8-{architecture}", architecture, group=8, max_query_len=16, kv_dtype=FLOAT8
+    )
+    for architecture in (_A100, _HOPPER)
+}
 _EXACT_GEMMA_RTX50 = _cases("exact-256-120", _RTX50, head_dim=256, group=2, dtype=torch.float32)
 
 CASES = [
@@ -175,6 +208,9 @@ CASES = [
     _SMALL["decode"],
     *(cases["decode"] for cases in _WIDE.values()),
     *(cases["decode"] for cases in _EXACT.values()),
+    *(cases[kind] for cases in _QUANTIZED.values() for kind in ("decode", "prefill")),
+    *(cases[kind] for cases in (_QUANTIZED_GEMMA, _QUANTIZED_PHI) for kind in ("decode", "prefill")),
+    *(cases["decode"] for cases in _QUANTIZED_WIDE.values()),
     _EXACT_GEMMA_RTX50["decode"],
     _EXACT_GEMMA_RTX50["prefill"],
 ]

@@ -89,9 +89,10 @@ def norm(size: Size, adds: bool) -> Case:
     )
 
 
-def rotate_and_write(size: Size) -> Case:
+def rotate_and_write(size: Size, kv_dtype: str | None = None) -> Case:
     pointer = f"*{size.dtype}"
-    arguments = {"qkv": pointer, "queries": pointer, "layer_kv": pointer, "cos": "*fp32", "sin": "*fp32"}
+    arguments = {"qkv": pointer, "queries": pointer, "cos": "*fp32", "sin": "*fp32"}
+    arguments["layer_kv"] = f"*{kv_dtype or size.dtype}"
     arguments |= {"positions": "*i32", "slots": "*i64", "values_offset": "i64", "eps": "fp32"}
     constants: dict[str, Any] = {
         "NORMS": size.qk_norm,
@@ -102,12 +103,16 @@ def rotate_and_write(size: Size) -> Case:
         "GROUP": rotary.HEADS_PER_PROGRAM,
         "PAIRS": power_of_2(size.head_dim // 2),
     }
+    if kv_dtype is None:
+        constants["layer_scales"] = None
+    else:
+        arguments["layer_scales"] = "*fp32"
     if size.qk_norm:
         arguments |= {"q_norm": pointer, "k_norm": pointer}
     else:
         constants |= {"q_norm": None, "k_norm": None}
     return Case(
-        name=f"rotate_and_write, {size.name}",
+        name=f"rotate_and_write, {size.name}{f', to {kv_dtype}' if kv_dtype else ''}",
         kernel=rotary.rotate_and_write_kernel,
         arguments=arguments,
         constexprs=constants,
@@ -164,5 +169,6 @@ CASES = [
     gather(inputs.MANY),
     *(norm(size, adds) for size in SIZES for adds in (False, True)),
     *(rotate_and_write(size) for size in SIZES),
+    *(rotate_and_write(size, kv_dtype) for size in SIZES[:2] for kv_dtype in ("i8", "u8")),
     *(silu_mul(size) for size in SIZES),
 ]

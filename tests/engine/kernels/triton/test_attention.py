@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.kv_cache import KVShape
-from engine.kernels.reference import PagedAttention
+from engine.kernels.kv_cache import QUANTIZED, KVShape
+from engine.kernels.reference import PagedAttention, write_kv
 from engine.kernels.triton import attention_segments as segmenting
 from engine.kernels.triton import attention_tiling as tilings
 from engine.kernels.triton.attention import TritonAttention, Workspace
@@ -43,6 +44,7 @@ class Scene(scenes.Scene):
 
     def workspace(self, **changes: Any) -> Workspace:
         options: dict[str, Any] = {"windows": (self.window,), "chip": Chip(num_sms=8)}
+        options["is_quantized"] = self.kv_dtype is not None
         num_heads, slots = self.num_kv_heads * self.group, len(self.lengths) + 1
         return Workspace(self.shape, self.dtype, num_heads, slots, self.device, **options | changes)
 
@@ -76,6 +78,38 @@ def test_more_heads_in_a_group_than_a_tile_has_rows(device: torch.device) -> Non
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
 def test_heads_of_all_sizes(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
     Scene(lengths=[(17, 1), (3, 15)], head_dim=head_dim, num_kv_heads=1, dtype=dtype, device=device).check()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_dtype", QUANTIZED.values(), ids=QUANTIZED)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"head_dim": 80, "num_kv_heads": 1, "block_size": 32},
+        {"head_dim": 128, "num_kv_heads": 1, "window": 20},
+    ],
+)
+def test_scales_of_a_quantized_cache_belong_to_scores_and_weights(
+    shape: dict[str, int], kv_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
+) -> None:
+    for lengths in (MIXED, DECODE):
+        Scene(lengths=lengths, dtype=dtype, kv_dtype=kv_dtype, device=device, **shape).check()
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED.values(), ids=QUANTIZED)
+def test_small_weights_of_small_values_do_not_vanish(kv_dtype: torch.dtype, device: torch.device) -> None:
+    """All but one have weights of 2^-15 and scales of 1/127 or 1/448: float16 would round their products by tenths."""
+    scene = Scene(
+        lengths=[(127, 1)], dtype=torch.float16, kv_dtype=kv_dtype, group=1, num_kv_heads=1, device=device
+    )
+    keys, values = torch.zeros(2, 128, 1, 16, dtype=torch.float16)
+    keys[0, :, 0], values[1:, :, 1] = 8.0, 1.0
+    scene.queries.zero_()
+    scene.queries[:, :, 0] = 15 * math.log(2) * 16**0.5 / 8
+    write_kv(scene.layer_kv, keys, values, scene._slots(scene.batch.block_tables[0], torch.arange(128)))
+    found = float(scene.attend()[0, 1])
+    assert found == pytest.approx(127 * 2**-15 / (1 + 127 * 2**-15), rel=0.004)
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 200])
@@ -127,9 +161,15 @@ def test_few_queries_of_a_mixed_batch_are_cut_into_segments_too(device: torch.de
     assert first_items[2] > 2
 
 
-def test_it_agrees_with_the_reference(device: torch.device) -> None:
-    scene = Scene(lengths=MIXED, device=device)
-    scene.layer_kv.nan_to_num_()
+@pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED.values()], ids=["", *QUANTIZED])
+def test_it_agrees_with_the_reference(kv_dtype: torch.dtype | None, device: torch.device) -> None:
+    scene = Scene(lengths=MIXED, kv_dtype=kv_dtype, device=device)
+    num_scales, floats = scene.num_kv_heads * scene.block_size, scene.layer_kv
+    if kv_dtype is not None:
+        numbers = floats[..., : -4 * num_scales].view(torch.uint8)
+        numbers[(numbers == 0xFF) & (kv_dtype != torch.int8)] = 0  # no number in e4m3: nobody wrote it
+        floats = floats.view(torch.float32)[..., -num_scales:]
+    floats.nan_to_num_()
     attended = PagedAttention(scene.batch, scene.shape)(scene.queries.to(device), scene.layer_kv, 0)
     for found in (scene.attend(), attended):
         assert_within(found, scene.expected())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -85,6 +86,7 @@ def test_a_tile_is_as_large_as_the_card_allows() -> None:
     blackwell = Chip(148, TensorCores.TCGEN05, 227 << 10)
     assert [decode_tiling(llama, 1, chip).tile for chip in (hopper, ada)] == [64, 32]
     assert [prefill_tiling(llama, 8192, chip).tile for chip in (hopper, blackwell, ada)] == [128, 64, 32]
+    assert prefill_tiling(replace(llama, is_quantized=True), 8192, hopper).tile == 64
     assert [prefill_tiling(gemma, 8192, chip).tile for chip in (hopper, ada)] == [32, 16]
 
 

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend
 from engine.kernels import gathered
 from engine.kernels.batch import Batch
 from engine.kernels.gathered import CUDNN, FLASH, ContiguousBackend, PrepareAttention
+from engine.kernels.kv_cache import QUANTIZED
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.reference import PagedAttention
 from engine.kernels.triton import attention
@@ -23,7 +24,7 @@ from tests.engine.kernels.scenes import Lengths, int32
 from tests.engine.kernels.test_gathered import lower_right
 from tests.engine.kernels.triton.test_attention import DTYPES, Scene
 from tests.engine.kernels.triton.test_table import WAITING, Recorder, small, table
-from tests.engine.ranges import assert_within
+from tests.engine.ranges import UNIT, Range, assert_within
 from tests.engine.shaken import allowed, largest
 
 ON_GPU = torch.cuda.is_available()
@@ -86,6 +87,21 @@ def test_heads_and_blocks_of_all_sizes(
 ) -> None:
     lengths = [(0, 37), (7, 1), (50, 50)]
     check(Scene(lengths=lengths, head_dim=head_dim, block_size=block_size, device=device), backends)
+
+
+@needs_half
+@pytest.mark.parametrize("kv_dtype", QUANTIZED.values(), ids=QUANTIZED)
+@pytest.mark.parametrize("backends", BACKENDS.values(), ids=BACKENDS)
+def test_a_quantized_cache_is_gathered_as_what_it_stands_for(
+    backends: Backends, kv_dtype: torch.dtype, device: torch.device
+) -> None:
+    scene = Scene(lengths=STEPS["between others"], kv_dtype=kv_dtype, device=device)
+    assert_within(mixed(scene, backends), nearly(scene.expected()))
+
+
+def nearly(expected: Range) -> Range:
+    """Keys and values are rounded once more where they are gathered: as if they were off by a unit of float32."""
+    return expected.widened(0, 40 * UNIT)
 
 
 @needs_half

@@ -4,10 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from engine.kernels import reference
 from engine.kernels.batch import Batch
-from engine.kernels.reference import TokenPlaces
+from engine.kernels.kv_cache import QUANTIZED, KVCache
+from engine.kernels.reference import TokenPlaces, write_kv
 from engine.kernels.triton import rotary
 from engine.kernels.triton.rotary import rotate_and_write, slot_mapping
 from tests.engine.kernels.scenes import EPS, Layer, Rotation
@@ -45,6 +47,42 @@ def test_the_cache_may_be_of_another_dtype(device: torch.device) -> None:
     step = Rotation(Layer(4, 2, 16, 4, norms=True), 7, torch.float32, device, seed=2)
     for function in (rotate_and_write, reference.rotate_and_write):
         step.check(function, torch.float16)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # what is infinite or no number
+@pytest.mark.parametrize("kv_dtype", QUANTIZED.values(), ids=QUANTIZED)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_quantized_cache_has_the_bits_of_the_specification(
+    dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Of what the same kernel stores unquantized: numbers and scales, zeros, large and lost heads among them."""
+    layer = Layer(6, 3, 20, 4, norms=False)
+    step = Rotation(layer, 30, dtype, device, seed=4)
+    step.places.slots.copy_(torch.randperm(NUM_BLOCKS * 4)[:30])
+    step.places.slots[3] = -1
+    heads = step.qkv.view(30, 12, 20)
+    heads[0, 9:] = 0.0
+    heads[1, 9:] = -0.0
+    heads[2, 9, 5], heads[4, 7, 2], heads[5, 10, 1] = torch.nan, torch.nan, torch.inf
+    heads[6:9] *= 1000
+    heads[9:12] *= 1e-6
+    plain, found, expected = step.kv(dtype), *(quantized_kv(step, kv_dtype) for _ in range(2))
+    for kv in (plain, found):
+        step.run(rotate_and_write, kv)
+    stored = plain.view(2, NUM_BLOCKS, 3, 4, 20).transpose(2, 3).flatten(1, 2)
+    slots = step.places.slots.clamp(min=0)
+    write_kv(expected, stored[0, slots], stored[1, slots], step.places.slots)
+    assert not torch.equal(expected.view(torch.int8), quantized_kv(step, kv_dtype).view(torch.int8))
+    same = found.view(torch.int32) == expected.view(torch.int32)
+    both_nan = found.view(torch.float32).isnan() & expected.view(torch.float32).isnan()
+    assert (same | both_nan).all()
+
+
+def quantized_kv(step: Rotation, dtype: torch.dtype) -> Tensor:
+    """One layer's cache, full of what others wrote."""
+    data = KVCache(step.layer.shape, NUM_BLOCKS, dtype, step.qkv.device).data
+    data.view(torch.int8).fill_(77)
+    return data[0]
 
 
 @pytest.mark.filterwarnings(

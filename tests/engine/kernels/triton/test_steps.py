@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from engine.execution import loader
 from engine.execution.loader import LoadedModel, load_model
 from engine.execution.runner import ModelRunner
+from engine.kernels.kv_cache import QUANTIZED
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import triton_kernels
 from engine.model.config import LoadOptions, ModelConfig
@@ -37,9 +39,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(
-    folder: Path, device: torch.device, kernels: Callable[[ModelConfig], Kernels], quantize: str | None = None
+    folder: Path, device: torch.device, kernels: Callable[[ModelConfig], Kernels], **changes: Any
 ) -> LoadedModel:
-    options = replace(OPTIONS, device=device.type, quantize=quantize)
+    options = replace(OPTIONS, device=device.type, **changes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "select", lambda config, *_: kernels(config))
         return load_model(folder, options, lambda _: None, lambda *_: None)
@@ -62,11 +64,32 @@ def test_a_whole_step_says_what_plain_torch_says(folder: Path, device: torch.dev
     assert len(set(graphs.replays)) > 3
 
 
+def test_a_quantized_cache_says_what_plain_torch_reads_from_one(folder: Path, device: torch.device) -> None:
+    """Out of graphs, too."""
+    kv_dtype = "fp8"
+    options = replace(OPTIONS, kv_dtype=kv_dtype)
+
+    def loaded(device: torch.device, kernels: Callable[[ModelConfig], Kernels]) -> LoadedModel:
+        model = load(folder, device, kernels, kv_dtype=kv_dtype)
+        assert model.kv.data.dtype == QUANTIZED[kv_dtype]
+        return model
+
+    found = party(
+        lambda: loaded(device, lambda c: triton_kernels(c, device, torch.float32, options)), RepeatingDevice()
+    )
+    expected = party(lambda: loaded(CPU, lambda _: reference_kernels(CPU, torch.float32)), None)
+    assert found.tokens() == expected.tokens()
+
+
 def test_a_model_in_int8_says_what_it_says_by_the_specification(folder: Path, device: torch.device) -> None:
     """The linear maps have the bits of the CPU's, in whatever chunks and batches."""
     found = party(
-        lambda: load(folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS), "int8"),
+        lambda: load(
+            folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS), quantize="int8"
+        ),
         None,
     )
-    expected = party(lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32), "int8"), None)
+    expected = party(
+        lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32), quantize="int8"), None
+    )
     assert found.tokens() == expected.tokens()
