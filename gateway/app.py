@@ -40,7 +40,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     routes = [
         *CompletionsApi(service, intake).routes(),
         *ResponsesApi(service, intake).routes(),
-        *ConversationsApi(service).routes(),
+        *ConversationsApi(service, intake).routes(),
         *Api(service, intake).routes(),
     ]
     app = Starlette(

@@ -6,10 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import TypeVar
 
-import anyio
-import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,7 +14,8 @@ from starlette.routing import Route
 from engine.planning.request import Request, SamplingParams
 from gateway.access import Client
 from gateway.errors import ApiError, invalid, model_not_found, not_found, unavailable
-from gateway.limits import OFF_LOOP_BYTES, parse_object
+from gateway.limits import parse_object
+from gateway.off_loop import TOKENIZING, off_loop
 from gateway.prompts import check_token_ids
 from gateway.quotas import Reservation
 from gateway.recordings.recording import Recording
@@ -27,7 +25,8 @@ from gateway.service import Service
 from gateway.store.interface import StoreUnavailable
 from priority.lanes import Lane, Tenant
 
-_Result = TypeVar("_Result")
+MESSAGE_CHARS = 100
+"""The work that a template has with one message, beside its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +47,6 @@ class Intake:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._threads = anyio.CapacityLimiter(2)
 
     def client(self, http: HttpRequest) -> Client:
         """Raises 401 if keys are configured and the request has none of them."""
@@ -63,7 +61,8 @@ class Intake:
                 "The request must have the header 'Content-Type: application/json'.",
                 code="unsupported_media_type",
             )
-        return read(kind, await parse_object(await http.body(), self._service.options.limits))
+        body, limits = await http.body(), self._service.options.limits
+        return await off_loop(len(body), lambda: read(kind, parse_object(body, limits), limits))
 
     def check_model(self, name: str) -> None:
         if name not in self._service.options.models:
@@ -140,23 +139,25 @@ class Intake:
         num_chars = sum(len(message["content"]) for message in conversation)
         self.check_length(num_chars, "messages")
         encode = partial(self._service.prompts.chat, add_generation_prompt=add_generation_prompt)
-        return await self.off_loop(num_chars, encode, conversation)
+        return await off_loop(
+            num_chars + MESSAGE_CHARS * len(conversation), encode, conversation, threads=TOKENIZING
+        )
 
     async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
-        texts, token_ids = _split_prompt(body.prompt)
+        texts, token_ids = await off_loop(4 * len(body.prompt), _split_prompt, body.prompt)
         limits, num_prompts = self._service.options.limits, len(texts) + len(token_ids)
         if not num_prompts or num_prompts > limits.max_prompts:
             raise invalid(f"'prompt' must be 1 to {limits.max_prompts} prompts.", "prompt")
         if num_prompts * (body.n or 1) > limits.max_choices:
             raise invalid(f"'n' times the prompts must be at most {limits.max_choices}.", "n")
         for prompt in token_ids:
-            self.check_prompt_ids(prompt)
+            await off_loop(4 * len(prompt), self.check_prompt_ids, prompt)
         return token_ids or [await self.encode_text(text, "prompt") for text in texts]
 
     async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
         self.check_length(len(text), field)
         encode = partial(self._service.prompts.text, add_special=add_special)
-        token_ids = await self.off_loop(len(text), encode, text)
+        token_ids = await off_loop(len(text), encode, text, threads=TOKENIZING)
         if not token_ids:
             raise invalid(f"'{field}' must not be empty.", field)
         return token_ids
@@ -173,11 +174,6 @@ class Intake:
         context_length = self._service.context_length
         if num_chars > context_length * self._service.options.limits.max_bytes_per_token:
             raise context_exceeded(context_length, f"{num_chars} characters", field)
-
-    async def off_loop(self, size: int, work: Callable[..., _Result], *args: object) -> _Result:
-        if size <= OFF_LOOP_BYTES:
-            return work(*args)
-        return await anyio.to_thread.run_sync(work, *args, limiter=self._threads)
 
 
 def salt_of(tenant: Tenant) -> bytes:

@@ -11,11 +11,22 @@ import json
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 
+import orjson
+from starlette.responses import JSONResponse
+
 from engine.planning.request import FinishReason, Timings
 from gateway.errors import ApiError
 from gateway.shapes import Head, Shape
 from gateway.streams import Delta, Generation
 from priority.lanes import Lane
+
+
+class Json(JSONResponse):
+    """JSON of any size: rendering it takes a fraction of what the standard library would."""
+
+    def render(self, content: object) -> bytes:
+        return orjson.dumps(content)
+
 
 KEEPALIVE = b": ping\n"
 """One newline: a blank line would make clients that saw an `id:` dispatch an empty event (openai-python #2722)."""
