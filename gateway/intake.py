@@ -37,6 +37,8 @@ class Batch:
     prompt_field: str
     asked: MaxTokens
     num_logprobs: int | None
+    num_choices: int
+    """Of all its prompts together."""
     tenant: Tenant
     lane: Lane
     arrival_s: float
@@ -91,13 +93,28 @@ class Intake:
 
     def _sampling(self, batch: Batch, num_prompt_tokens: int) -> SamplingParams:
         room = Room(self._service.context_length, num_prompt_tokens)
+        max_tokens = room.output_tokens(batch.asked, batch.prompt_field)
         return sampling_params(
             batch.body,
             self._service.options.defaults,
-            max_tokens=room.output_tokens(batch.asked, batch.prompt_field),
+            max_tokens=self._bounded(batch, max_tokens),
             num_logprobs=batch.num_logprobs,
             vocab_size=self._service.vocab_size,
         )
+
+    def _bounded(self, batch: Batch, max_tokens: int) -> int:
+        """The output tokens of each choice whose log probabilities can be kept until the reply is complete."""
+        if batch.num_logprobs is None or batch.body.stream:
+            return max_tokens
+        at_once = self._service.options.limits.max_logprobs
+        most = max(1, at_once // (batch.num_choices * (1 + batch.num_logprobs)))
+        if batch.asked.number is not None and max_tokens > most:
+            message = (
+                f"A reply in one piece may have at most {at_once} log probabilities: with these logprobs and choices, "
+                f"{batch.asked.field} may be at most {most}. Ask for fewer, or stream it."
+            )
+            raise invalid(message, batch.asked.field)
+        return min(max_tokens, most)
 
     async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
         """Room for these requests in the quota of who sends them.

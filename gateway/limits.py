@@ -42,6 +42,8 @@ class Limits:
     max_logit_bias: int = 1024
     max_metadata: int = 16
     max_top_logprobs: int = 20
+    max_logprobs: int = 2**20
+    """Log probabilities of a reply in one piece: all are kept until it is complete, at about 100 bytes each."""
     max_bytes_per_token: int = 16
     """A prompt of more bytes than the context times this is too long whatever its tokens are."""
 

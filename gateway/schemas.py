@@ -48,7 +48,7 @@ class Sampled(StrictBody):
 
     NOT_SUPPORTED: ClassVar[frozenset[str]] = frozenset()
     """Fields of OpenAI's that are refused by name unless they are null."""
-    MOST = {
+    MOST: ClassVar[Mapping[str, str | int]] = {
         "stop": "max_stop",
         "logit_bias": "max_logit_bias",
         "stop_token_ids": "max_stop_token_ids",
@@ -130,7 +130,7 @@ class ChatBody(Sampled):
             "web_search_options",
         }
     )
-    MOST = {**Sampled.MOST, **_MOST_MESSAGES}
+    MOST: ClassVar[Mapping[str, str | int]] = {**Sampled.MOST, **_MOST_MESSAGES}
 
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None

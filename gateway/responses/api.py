@@ -92,6 +92,7 @@ class ResponsesApi:
             prompt_field="input",
             asked=MaxTokens("max_output_tokens", body.max_output_tokens),
             num_logprobs=None,
+            num_choices=1,
             tenant=client.tenant,
             lane=self._intake.lane(body, client.tenant),
             arrival_s=arrival_s,

@@ -22,7 +22,7 @@ import pytest
 
 from gateway.limits import Limits
 from gateway.service import ServiceOptions
-from tests.gateway.desk import MODEL, Desk, chat_body, client, make_tokenizer
+from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, logprobs, make_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -56,7 +56,7 @@ IN_TEXT = f'{{{MODEL_JSON},"prompt":"Hi",'
 IN_RESPONSE = f'{{{MODEL_JSON},"input":"Hi",'
 MESSAGE = '{"role":"user","content":""}'
 PART = '{"type":"text","text":""}'
-WORDS = "All work and no play. "
+LONG = "All work and no play. " * (CONTEXT * 3 // 4 // 22)
 
 # Every field that takes a list or a map, at its largest: right, wrong, and as large as it is let in.
 CORPUS: dict[str, tuple[str, bytes]] = {
@@ -112,19 +112,19 @@ CORPUS: dict[str, tuple[str, bytes]] = {
     "commas and brackets in texts": (CHAT, filled('{"user":[', '"[,[,[,"', "]}")),
     "long text": (
         COMPLETIONS,
-        f'{{{MODEL_JSON},"prompt":"{WORDS * (CONTEXT * 3 // 4 // len(WORDS))}"}}'.encode(),
+        f'{{{MODEL_JSON},"prompt":"{LONG}"}}'.encode(),
     ),
     "long message": (
         CHAT,
-        f'{{{MODEL_JSON},"messages":[{{"role":"user","content":"{WORDS * (CONTEXT * 3 // 4 // len(WORDS))}"}}]}}'.encode(),
+        f'{{{MODEL_JSON},"messages":[{{"role":"user","content":"{LONG}"}}]}}'.encode(),
     ),
     "long text, spelt": (
         "/tokenize",
-        f'{{"return_token_strs":true,"prompt":"{WORDS * (CONTEXT * 3 // 4 // len(WORDS))}"}}'.encode(),
+        f'{{"return_token_strs":true,"prompt":"{LONG}"}}'.encode(),
     ),
     "long input": (
         RESPONSES,
-        f'{{{MODEL_JSON},"input":"{WORDS * (CONTEXT * 3 // 4 // len(WORDS))}"}}'.encode(),
+        f'{{{MODEL_JSON},"input":"{LONG}"}}'.encode(),
     ),
     "too long a text": (COMPLETIONS, f'{{{MODEL_JSON},"prompt":"{"a" * 4_000_000}"}}'.encode()),
 }
@@ -228,6 +228,58 @@ async def test_no_body_holds_the_server_up(name: str, monkeypatch: pytest.Monkey
     print(f"{name}: loop {loop_s * 1e3:.1f} ms, piece {piece_s * 1e3:.1f} ms, plain {unit_s * 1e3:.2f} ms")
     assert loop_s <= HELD_BY_LOOP * unit_s
     assert piece_s <= HELD_IN_ONE_PIECE * unit_s
+
+
+NUM_CHOICES, NUM_TOKENS = 32, 1500
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_no_answer_holds_the_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer of tens of megabytes, in one piece for its client."""
+    desk, watch = desk_of_a_long_context(), Watch()
+    wanted = {"logprobs": True, "top_logprobs": 20} if path == CHAT else {"logprobs": 20}
+    fields: dict[str, Any] = {"n": NUM_CHOICES, "max_tokens": NUM_TOKENS, **wanted}
+    body = chat_body(**fields) if path == CHAT else completion_body(**fields)
+    found = logprobs(*((token_id, -0.1 * token_id) for token_id in range(5, 25)))
+    async with answering(desk) as http:
+        unit_s = await plain_s(http)
+    async with client(desk.app) as http:
+        asking = asyncio.create_task(http.post(path, json=body))
+        request = await desk.taken()
+        for index in range(NUM_CHOICES):
+            token_ids, many = [7] * NUM_TOKENS, [found] * NUM_TOKENS
+            desk.finish(request, "x", index, token_ids=token_ids, logprobs=many)
+        gc.collect()
+        with watch.watching(monkeypatch):
+            reply = await asking
+    choices = orjson.loads(reply.content)["choices"]
+    assert [len(str(choice["logprobs"])) > 10**5 for choice in choices] == [True] * NUM_CHOICES
+    print(f"{len(reply.content)} bytes: loop {watch.loop_s * 1e3:.1f} ms, plain {unit_s * 1e3:.2f} ms")
+    assert watch.loop_s <= HELD_BY_LOOP * unit_s
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": 20, "max_completion_tokens": 400}, "max_completion_tokens"),
+        (COMPLETIONS, {"logprobs": 20, "max_tokens": 400}, "max_tokens"),
+    ],
+)
+async def test_an_answer_in_one_piece_is_bounded(path: str, fields: dict[str, Any], param: str) -> None:
+    desk = desk_of_a_long_context()
+    body = chat_body(n=128, **fields) if path == CHAT else completion_body(n=128, **fields)
+    async with client(desk.app) as http:
+        refused = await http.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        asking = asyncio.create_task(http.post(path, json={**body, "stream": True}))
+        assert (await desk.taken()).sampling.max_tokens == 400
+        del body[param]
+        asking_all = asyncio.create_task(http.post(path, json=body))
+        most = Limits().max_logprobs // (128 * 21)
+        assert (await desk.taken()).sampling.max_tokens == (most if path == CHAT else 16)
+        for task in (asking, asking_all):
+            task.cancel()
+        await asyncio.gather(asking, asking_all, return_exceptions=True)
 
 
 MEMORY = Path("/proc/self")
