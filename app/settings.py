@@ -126,6 +126,10 @@ class Settings(BaseSettings):
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = ()
     """Comma-separated origins whose pages may call this server."""
 
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = ()
+    """Comma-separated names that requests may be addressed to, or * for any. Without it: any, but on a loopback address
+    without --api-keys-file only localhost, lest pages of other sites call this server under a name of their own."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type the weights are kept in; auto takes what is fastest here without a loss that shows."""
 

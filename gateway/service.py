@@ -104,6 +104,8 @@ class ServiceOptions:
     promises: Mapping[Lane, float] = field(default_factory=dict)
     """Seconds to the first token that a lane promises, where it does."""
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that the server answers to; none is any."""
     metrics_compat: str | None = None
     replica: str = "local"
     """This process's name among those that share a store."""
