@@ -196,7 +196,8 @@ class Settings(BaseSettings):
     """Name of this process among those that share a Redis; without it, the host's name and the port."""
 
     warm_up_tokens: int = Field(default=16_384, ge=0)
-    """Most prompt tokens that a restarted server computes ahead, those used most; 0 is none."""
+    """Most prompt tokens that a restarted server computes ahead, those used most; with 0, Redis is told of no prompt's
+    tokens. Those of requests with "store": false are never told."""
 
     drain_timeout: float = Field(default=30.0, ge=0, json_schema_extra={"metavar": "SECONDS"})
     """Seconds that running streams may go on for after SIGTERM."""

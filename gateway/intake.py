@@ -16,6 +16,7 @@ from gateway.access import Client
 from gateway.errors import ApiError, invalid, model_not_found, not_found, unavailable
 from gateway.limits import parse_object
 from gateway.off_loop import TOKENIZING, off_loop
+from gateway.prefixes import PRIVATE
 from gateway.prompts import check_token_ids
 from gateway.quotas import Reservation
 from gateway.recordings.recording import Recording
@@ -88,7 +89,7 @@ class Intake:
             arrival_s=batch.arrival_s,
             lane=batch.lane,
             tenant=batch.tenant.name,
-            salt=salt_of(batch.tenant),
+            salt=salt_of(batch.tenant, is_private=batch.body.store is False),
         )
 
     def _sampling(self, batch: Batch, num_prompt_tokens: int) -> SamplingParams:
@@ -193,9 +194,12 @@ class Intake:
             raise context_exceeded(context_length, f"{num_chars} characters", field)
 
 
-def salt_of(tenant: Tenant) -> bytes:
-    """What a tenant's blocks are hashed with: nobody finds, or times, another's prompts."""
-    return tenant.name.encode()
+def salt_of(tenant: Tenant, *, is_private: bool = False) -> bytes:
+    """What a tenant's blocks are hashed with: nobody finds, or times, another's prompts.
+
+    Those of private prompts (`store: false`) are apart, for their tokens never leave the process.
+    """
+    return tenant.name.encode() + (PRIVATE if is_private else b"")
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[str], list[list[int]]]:

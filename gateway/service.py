@@ -144,7 +144,7 @@ class Service:
         self.metrics.registry.register(StoreMetrics(store.stats))
         self.prefixes = PrefixTracker()
         self.locator = PrefixLocator(store, options.replica, options.block_size, engine.num_cached_tokens)
-        self._prefix_writer = PrefixWriter(self.prefixes, store)
+        self._prefix_writer = PrefixWriter(self.prefixes, store, with_tokens=options.warm_up_tokens > 0)
         self.quotas = Quotas(store)
         self.idempotency = Idempotency(store)
         self.recordings = Recordings(self, store, sink, clock)

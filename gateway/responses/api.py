@@ -26,6 +26,7 @@ from gateway.responses.objects import (
     as_messages,
     deleted,
     input_items,
+    is_interrupted,
     new_id,
     page,
     response,
@@ -144,14 +145,20 @@ class ResponsesApi:
         """What the response with that id has come to."""
         if response_id is None:
             return Thread()
-        record = await self._record(tenant, response_id)
-        if record is None:
-            if await self._visible(tenant, response_id) is None:
+        recording = self._here(tenant, response_id)
+        record = await self._record(tenant, response_id) if recording is None else None
+        if record is not None:
+            thread = record.thread
+        else:
+            recording = recording or await self._visible(tenant, response_id)
+            if recording is None:
                 raise previous_not_found(response_id)
-            raise _cannot_continue(response_id, "has not ended yet")
-        if record.thread is None:
+            if not recording.settled or is_interrupted(recording):
+                raise _cannot_continue(response_id, "has not ended yet")
+            thread = records.continued(recording)
+        if thread is None:
             raise _cannot_continue(response_id, "came to no answer")
-        return record.thread
+        return thread
 
     async def _prompt(
         self, thread: Thread, new_messages: Sequence[Message], instructions: str | None
@@ -199,6 +206,8 @@ class ResponsesApi:
             if await self._record(tenant, response_id) is not None:
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)
+        if (recording := self._here(tenant, response_id)) is not None:
+            return Json(response(recording))
         record = await self._record(tenant, response_id)
         if record is not None:
             return Json(record.object)
@@ -210,6 +219,8 @@ class ResponsesApi:
     async def list_input(self, http: HttpRequest) -> Response:
         tenant, response_id = self._asked(http)
         query = read_page_query(http.query_params)
+        if (recording := self._here(tenant, response_id)) is not None:
+            return Json(page(recording.about["input"], query))
         record = await self._record(tenant, response_id)
         if record is not None:
             return Json(page(record.input, query))
@@ -253,6 +264,12 @@ class ResponsesApi:
 
     async def _record(self, tenant: str, response_id: str) -> Record | None:
         return await records.find(self._service.store, tenant, response_id)
+
+    def _here(self, tenant: str, response_id: str) -> Recording | None:
+        """One that can be asked for and whose text this process has, whether or not there is a store to ask."""
+        found = self._service.recordings.here(tenant, response_id)
+        is_whole = found is not None and found.kind == KIND and found.about["store"] and not found.num_dropped
+        return found if is_whole else None
 
     async def _visible(self, tenant: str, response_id: str) -> Recording | None:
         """One that can be asked for: nobody can ask for what was not to be stored."""
