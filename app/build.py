@@ -31,6 +31,7 @@ from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
 from engine.planning.stopping import TextSink
 from gateway.app import create_app
+from gateway.hosts import LOOPBACK_HOSTS
 from gateway.service import SamplingDefaults, Service, ServiceOptions
 from priority.lanes import Lane
 from priority.queue import LaneQueue
@@ -103,11 +104,12 @@ class Outbox:
             self._on_reports(*reports)
 
 
-def build(settings: Settings, replica: str = "local") -> Parts:
+def build(settings: Settings, replica: str = "local", *, is_open: bool = False) -> Parts:
     """Reads what is small (config, tokenizer, keys) and puts everything together.
 
     Args:
         replica: this process's name among those that share a Redis.
+        is_open: it can be reached by other names than this machine's own.
 
     Raises:
         OperatorError: a path, a checkpoint or a file of keys is wrong.
@@ -143,6 +145,7 @@ def build(settings: Settings, replica: str = "local") -> Parts:
         clients=clients,
         promises={lane: policy.ttft_s for lane, policy in lanes.items() if isfinite(policy.ttft_s)},
         cors_origins=settings.cors_origins,
+        allowed_hosts=_allowed_hosts(settings, is_open),
         metrics_compat=settings.metrics_compat,
         replica=replica,
         warm_up_tokens=settings.warm_up_tokens,
@@ -153,6 +156,13 @@ def build(settings: Settings, replica: str = "local") -> Parts:
     except TemplateSyntaxError as error:
         raise OperatorError(f"{folder}: the chat template is broken: {error}") from None
     return Parts(create_app(service, PAGE), service, queue, engine, outbox, keys, folder)
+
+
+def _allowed_hosts(settings: Settings, is_open: bool) -> tuple[str, ...]:
+    """Without keys, what guards a server on a loopback address is that nobody else can reach it; a page could."""
+    if settings.allowed_hosts or is_open or settings.api_keys_file is not None:
+        return settings.allowed_hosts
+    return (*LOOPBACK_HOSTS, settings.host)
 
 
 def load_options(settings: Settings) -> LoadOptions:

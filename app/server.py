@@ -49,7 +49,8 @@ def serve(settings: Settings) -> int:
         log.warning("anybody who reaches %s can use this server; set --api-keys-file", settings.host)
     if settings.redis_url is not None:
         log.info("conversations, streams and quotas are kept in Redis")
-    parts = build(settings, settings.replica or f"{socket.gethostname()}:{port_of(listener)}")
+    replica = settings.replica or f"{socket.gethostname()}:{port_of(listener)}"
+    parts = build(settings, replica, is_open=not is_loopback(listener))
     process = _Process(settings, parts, listener, started_s)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         ended = runner.run(process.run())

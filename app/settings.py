@@ -126,6 +126,10 @@ class Settings(BaseSettings):
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = ()
     """Comma-separated origins whose pages may call this server."""
 
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = ()
+    """Comma-separated names that requests may be addressed to, or * for any. Without it: any, but on a loopback address
+    without --api-keys-file only localhost, lest pages of other sites call this server under a name of their own."""
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type the weights are kept in; auto takes what is fastest here without a loss that shows."""
 
@@ -192,7 +196,8 @@ class Settings(BaseSettings):
     """Name of this process among those that share a Redis; without it, the host's name and the port."""
 
     warm_up_tokens: int = Field(default=16_384, ge=0)
-    """Most prompt tokens that a restarted server computes ahead, those used most; 0 is none."""
+    """Most prompt tokens that a restarted server computes ahead, those used most; with 0, Redis is told of no prompt's
+    tokens. Those of requests with "store": false are never told."""
 
     drain_timeout: float = Field(default=30.0, ge=0, json_schema_extra={"metavar": "SECONDS"})
     """Seconds that running streams may go on for after SIGTERM."""

@@ -20,6 +20,7 @@ from gateway.completions import CompletionsApi
 from gateway.connections import ServerSendMiddleware
 from gateway.correlation import RequestIdMiddleware
 from gateway.errors import ApiError, answer_api_error, answer_disconnect, answer_fault, answer_http_error
+from gateway.hosts import HostMiddleware
 from gateway.intake import Intake
 from gateway.limits import LimitsMiddleware
 from gateway.page import Page
@@ -40,12 +41,13 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     routes = [
         *CompletionsApi(service, intake).routes(),
         *ResponsesApi(service, intake).routes(),
-        *ConversationsApi(service).routes(),
+        *ConversationsApi(service, intake).routes(),
         *Api(service, intake).routes(),
     ]
     app = Starlette(
         routes=[*routes, *(_page_routes(static) if static else ())],
         middleware=[
+            Middleware(HostMiddleware, hosts=service.options.allowed_hosts),
             Middleware(LimitsMiddleware, limits=service.options.limits),
             Middleware(PatienceMiddleware),
         ],

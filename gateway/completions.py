@@ -7,7 +7,7 @@ import secrets
 import time
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.access import Client
@@ -22,6 +22,7 @@ from gateway.sampling import MaxTokens, tier_of
 from gateway.schemas import ChatBody, CompletionBody, Sampled, check_chat, check_completion
 from gateway.service import Service
 from gateway.shapes import ChatShape, CompletionShape, Head, Shape
+from gateway.wire import Json
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's older endpoint gives a request that does not say."""
@@ -62,6 +63,7 @@ class CompletionsApi:
             prompt_field="messages",
             asked=asked,
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            num_choices=body.n or 1,
             tenant=client.tenant,
             lane=lane,
             arrival_s=arrival_s,
@@ -88,6 +90,7 @@ class CompletionsApi:
             prompt_field="prompt",
             asked=MaxTokens("max_tokens", body.max_tokens or self._default_completion(prompts)),
             num_logprobs=body.logprobs,
+            num_choices=len(prompts) * (body.n or 1),
             tenant=client.tenant,
             lane=lane,
             arrival_s=arrival_s,
@@ -170,7 +173,7 @@ class CompletionsApi:
         """Stops and forgets a recorded reply."""
         recording = await self._recording(http)
         await self._service.recordings.discard(recording)
-        return JSONResponse({"id": recording.id, "object": "chat.completion.deleted", "deleted": True})
+        return Json({"id": recording.id, "object": "chat.completion.deleted", "deleted": True})
 
     async def _recording(self, http: HttpRequest) -> Recording:
         client, recording_id = self._intake.client(http), http.path_params["id"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,12 +16,14 @@ WRITABLE = "penstock.writable"
 
 _SERVER_SEND = "penstock.server_send"
 
-_STREAM_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache, no-transform"),
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache, no-transform",
     # Or else nginx collects 16 KiB before it lets anything through.
-    (b"x-accel-buffering", b"no"),
-]
+    "x-accel-buffering": "no",
+}
+_JSON = {"content-type": "application/json"}
+_PIECE_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +99,26 @@ class Connection:
 
     async def commit(self, headers: Mapping[str, str]) -> None:
         """Starts a stream: from here on the status is 200."""
+        await self._start({**_STREAM_HEADERS, **headers})
+
+    async def _start(self, headers: Mapping[str, str]) -> None:
         self.committed = True
-        more = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        start = {"type": "http.response.start", "status": 200, "headers": [*_STREAM_HEADERS, *more]}
-        await self._send(start)
+        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": encoded})
+
+    async def send_whole(self, pieces: Iterable[bytes], headers: Mapping[str, str]) -> None:
+        """Sends a reply's JSON with its length; if it is long, in pieces between which others have their turn."""
+        sending = iter(pieces)
+        if len(body := _next_piece(sending)) < _PIECE_BYTES:
+            await self._start({**headers, **_JSON, "content-length": str(len(body))})
+            await self.send(body, more=False)
+            return
+        await self._start({**headers, **_JSON})
+        while body and not self.gone:
+            await self.send(body, more=True)
+            await asyncio.sleep(0)
+            body = _next_piece(sending)
+        await self.send(b"", more=False)
 
     async def send(self, body: bytes, *, more: bool) -> None:
         """Waits while the client's buffers are full; `look_after` looks at the clock meanwhile."""
@@ -148,6 +166,17 @@ class Connection:
         elif now - self.last_sent_s >= patience_s:
             self.overdue = True
             self.wake()
+
+
+def _next_piece(pieces: Iterator[bytes]) -> bytes:
+    """So many of them as are worth being sent together; nothing at their end."""
+    taken, size = [], 0
+    for piece in pieces:
+        taken.append(piece)
+        size += len(piece)
+        if size >= _PIECE_BYTES:
+            break
+    return b"".join(taken)
 
 
 def _never() -> bool:

@@ -6,10 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
-from typing import TypeVar
 
-import anyio
-import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,7 +14,9 @@ from starlette.routing import Route
 from engine.planning.request import Request, SamplingParams
 from gateway.access import Client
 from gateway.errors import ApiError, invalid, model_not_found, not_found, unavailable
-from gateway.limits import OFF_LOOP_BYTES, parse_object
+from gateway.limits import parse_object
+from gateway.off_loop import TOKENIZING, off_loop
+from gateway.prefixes import PRIVATE
 from gateway.prompts import check_token_ids
 from gateway.quotas import Reservation
 from gateway.recordings.recording import Recording
@@ -27,7 +26,8 @@ from gateway.service import Service
 from gateway.store.interface import StoreUnavailable
 from priority.lanes import Lane, Tenant
 
-_Result = TypeVar("_Result")
+MESSAGE_CHARS = 100
+"""The work that a template has with one message, beside its text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,8 @@ class Batch:
     prompt_field: str
     asked: MaxTokens
     num_logprobs: int | None
+    num_choices: int
+    """Of all its prompts together."""
     tenant: Tenant
     lane: Lane
     arrival_s: float
@@ -48,7 +50,6 @@ class Intake:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._threads = anyio.CapacityLimiter(2)
 
     def client(self, http: HttpRequest) -> Client:
         """Raises 401 if keys are configured and the request has none of them."""
@@ -63,7 +64,8 @@ class Intake:
                 "The request must have the header 'Content-Type: application/json'.",
                 code="unsupported_media_type",
             )
-        return read(kind, await parse_object(await http.body(), self._service.options.limits))
+        body, limits = await http.body(), self._service.options.limits
+        return await off_loop(len(body), lambda: read(kind, parse_object(body, limits), limits))
 
     def check_model(self, name: str) -> None:
         if name not in self._service.options.models:
@@ -87,18 +89,33 @@ class Intake:
             arrival_s=batch.arrival_s,
             lane=batch.lane,
             tenant=batch.tenant.name,
-            salt=salt_of(batch.tenant),
+            salt=salt_of(batch.tenant, is_private=batch.body.store is False),
         )
 
     def _sampling(self, batch: Batch, num_prompt_tokens: int) -> SamplingParams:
         room = Room(self._service.context_length, num_prompt_tokens)
+        max_tokens = room.output_tokens(batch.asked, batch.prompt_field)
         return sampling_params(
             batch.body,
             self._service.options.defaults,
-            max_tokens=room.output_tokens(batch.asked, batch.prompt_field),
+            max_tokens=self._bounded(batch, max_tokens),
             num_logprobs=batch.num_logprobs,
             vocab_size=self._service.vocab_size,
         )
+
+    def _bounded(self, batch: Batch, max_tokens: int) -> int:
+        """The output tokens of each choice whose log probabilities can be kept until the reply is complete."""
+        if batch.num_logprobs is None or batch.body.stream:
+            return max_tokens
+        at_once = self._service.options.limits.max_logprobs
+        most = max(1, at_once // (batch.num_choices * (1 + batch.num_logprobs)))
+        if batch.asked.number is not None and max_tokens > most:
+            message = (
+                f"A reply in one piece may have at most {at_once} log probabilities: with these logprobs and choices, "
+                f"{batch.asked.field} may be at most {most}. Ask for fewer, or stream it."
+            )
+            raise invalid(message, batch.asked.field)
+        return min(max_tokens, most)
 
     async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
         """Room for these requests in the quota of who sends them.
@@ -140,23 +157,25 @@ class Intake:
         num_chars = sum(len(message["content"]) for message in conversation)
         self.check_length(num_chars, "messages")
         encode = partial(self._service.prompts.chat, add_generation_prompt=add_generation_prompt)
-        return await self.off_loop(num_chars, encode, conversation)
+        return await off_loop(
+            num_chars + MESSAGE_CHARS * len(conversation), encode, conversation, threads=TOKENIZING
+        )
 
     async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
-        texts, token_ids = _split_prompt(body.prompt)
+        texts, token_ids = await off_loop(4 * len(body.prompt), _split_prompt, body.prompt)
         limits, num_prompts = self._service.options.limits, len(texts) + len(token_ids)
         if not num_prompts or num_prompts > limits.max_prompts:
             raise invalid(f"'prompt' must be 1 to {limits.max_prompts} prompts.", "prompt")
         if num_prompts * (body.n or 1) > limits.max_choices:
             raise invalid(f"'n' times the prompts must be at most {limits.max_choices}.", "n")
         for prompt in token_ids:
-            self.check_prompt_ids(prompt)
+            await off_loop(4 * len(prompt), self.check_prompt_ids, prompt)
         return token_ids or [await self.encode_text(text, "prompt") for text in texts]
 
     async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
         self.check_length(len(text), field)
         encode = partial(self._service.prompts.text, add_special=add_special)
-        token_ids = await self.off_loop(len(text), encode, text)
+        token_ids = await off_loop(len(text), encode, text, threads=TOKENIZING)
         if not token_ids:
             raise invalid(f"'{field}' must not be empty.", field)
         return token_ids
@@ -174,15 +193,13 @@ class Intake:
         if num_chars > context_length * self._service.options.limits.max_bytes_per_token:
             raise context_exceeded(context_length, f"{num_chars} characters", field)
 
-    async def off_loop(self, size: int, work: Callable[..., _Result], *args: object) -> _Result:
-        if size <= OFF_LOOP_BYTES:
-            return work(*args)
-        return await anyio.to_thread.run_sync(work, *args, limiter=self._threads)
 
+def salt_of(tenant: Tenant, *, is_private: bool = False) -> bytes:
+    """What a tenant's blocks are hashed with: nobody finds, or times, another's prompts.
 
-def salt_of(tenant: Tenant) -> bytes:
-    """What a tenant's blocks are hashed with: nobody finds, or times, another's prompts."""
-    return tenant.name.encode()
+    Those of private prompts (`store: false`) are apart, for their tokens never leave the process.
+    """
+    return tenant.name.encode() + (PRIVATE if is_private else b"")
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[str], list[list[int]]]:

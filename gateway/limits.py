@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import NoReturn
+from typing import Any
 
-import anyio.to_thread
+import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.errors import ApiError, invalid
 
-OFF_LOOP_BYTES = 32 * 1024
-"""JSON or text longer than this is worked on in a thread: parsing it would hold every stream up."""
-
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+_STRING = re.compile(rb'"[^"]*"?')
+_PIECE_BYTES = 64 * 1024
+_CONTAINERS = frozenset({dict, list})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +25,12 @@ class Limits:
     max_header_bytes: int = 32 * 1024
     max_headers: int = 100
     max_json_depth: int = 32
+    max_json_containers: int = 16_384
+    """Arrays and objects of a body: each takes far more memory than its two brackets did."""
+    max_json_strings: int = 65_536
+    """Strings of a body, names of members included."""
+    max_json_members: int = 2048
+    """Of one object."""
     max_messages: int = 2048
     max_content_parts: int = 256
     max_prompts: int = 64
@@ -37,7 +40,10 @@ class Limits:
     max_stop_chars: int = 256
     max_stop_token_ids: int = 64
     max_logit_bias: int = 1024
+    max_metadata: int = 16
     max_top_logprobs: int = 20
+    max_logprobs: int = 2**20
+    """Log probabilities of a reply in one piece: all are kept until it is complete, at about 100 bytes each."""
     max_bytes_per_token: int = 16
     """A prompt of more bytes than the context times this is too long whatever its tokens are."""
 
@@ -105,40 +111,23 @@ def _body_too_large(max_bytes: int | None) -> ApiError:
     )
 
 
-def json_depth(body: bytes) -> int:
-    """How deep arrays and objects are nested, in time linear in the body and without parsing it.
-
-    For a body that is not JSON it is at least the depth that a parser reaches before it finds out.
-    """
-    depth = deepest = 0
-    for bracket in _STRING.sub(b"", body).translate(None, _NOT_BRACKETS):
-        depth += 1 if bracket in b"[{" else -1
-        deepest = max(deepest, depth)
-    return deepest
-
-
-async def parse_object(body: bytes, limits: Limits) -> dict[str, object]:
+def parse_object(body: bytes, limits: Limits) -> dict[str, object]:
     """The JSON object in a request body.
 
     Raises:
-        ApiError: 400, if it is none, or nested too deep.
+        ApiError: 400, if it is none, or larger or nested deeper than `limits` allow.
     """
-    if len(body) > OFF_LOOP_BYTES:
-        return await anyio.to_thread.run_sync(_parse_object, body, limits)
-    return _parse_object(body, limits)
-
-
-def _parse_object(body: bytes, limits: Limits) -> dict[str, object]:
-    if json_depth(body) > limits.max_json_depth:
-        message = f"The JSON body is nested deeper than {limits.max_json_depth} levels."
-        raise invalid(message, None, "json_too_deep")
+    _check_counts(body, limits)
     try:
-        value = json.loads(body.decode(), parse_constant=_refuse_constant)
-    except ValueError as error:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if error.msg.startswith("depth limit"):
+            raise _too_deep(limits) from None
         message = f"The request body could not be parsed as JSON: {error}."
         raise invalid(message, None, "invalid_json") from None
     if not isinstance(value, dict):
         raise invalid("The request body must be a JSON object.", None, "invalid_json")
+    _check_nesting(value, limits)
     return value
 
 
@@ -148,8 +137,55 @@ def parse_messages(text: str, limits: Limits) -> object:
     Raises:
         ApiError: 400, if it is not JSON.
     """
-    return _parse_object(b'{"messages":' + text.encode() + b"}", limits).get("messages")
+    return parse_object(b'{"messages":' + text.encode() + b"}", limits).get("messages")
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+def _check_counts(body: bytes, limits: Limits) -> None:
+    """Raises 400 for more containers or strings than `limits` allow, before any is made. Holds of all JSON."""
+    most_quotes = 2 * limits.max_json_strings
+    containers, quotes = _count(body)
+    if containers <= limits.max_json_containers and quotes <= most_quotes:
+        return
+    # Most of them may stand inside strings. Without escaped ones, every quote opens or closes a string; a piece at a
+    # time, for a search holds the interpreter until it is over.
+    body = body.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
+    containers = quotes = 0
+    for start in range(0, len(body), _PIECE_BYTES):
+        piece = body[start : start + _PIECE_BYTES]
+        found, _ = _count(_STRING.sub(b"", b'"' + piece if quotes % 2 else piece))
+        containers += found
+        quotes += piece.count(b'"')
+        if containers > limits.max_json_containers:
+            raise _too_many("arrays and objects", limits.max_json_containers)
+        if quotes > most_quotes:
+            raise _too_many("strings", limits.max_json_strings)
+
+
+def _count(text: bytes) -> tuple[int, int]:
+    """Opening brackets and quotes."""
+    return text.count(b"[") + text.count(b"{"), text.count(b'"')
+
+
+def _check_nesting(value: dict[str, object], limits: Limits) -> None:
+    level: list[dict[str, Any] | list[Any]] = [value]
+    for _ in range(limits.max_json_depth):
+        below: list[dict[str, Any] | list[Any]] = []
+        for node in level:
+            if isinstance(node, dict) and len(node) > limits.max_json_members:
+                raise _too_many("members in one object", limits.max_json_members)
+            items = node.values() if isinstance(node, dict) else node
+            if not _CONTAINERS.isdisjoint(map(type, items)):
+                below += [item for item in items if type(item) in _CONTAINERS]
+        if not below:
+            return
+        level = below
+    raise _too_deep(limits)
+
+
+def _too_deep(limits: Limits) -> ApiError:
+    message = f"The JSON body is nested deeper than {limits.max_json_depth} levels."
+    return invalid(message, None, "json_too_deep")
+
+
+def _too_many(what: str, most: int) -> ApiError:
+    return invalid(f"The JSON body has more than {most} {what}.", None, "json_too_large")

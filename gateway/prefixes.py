@@ -12,7 +12,7 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import islice
 from typing import TypeVar
@@ -27,6 +27,8 @@ log = logging.getLogger("penstock.gateway")
 
 _Counted = TypeVar("_Counted", int, bytes)
 
+PRIVATE = b"\0private"
+"""Salts with this end are of prompts whose tokens stay in this process."""
 MAX_TRACKED = 100_000
 MAX_ENDS = 1_000
 """Blocks at which a hit ended lately: the candidates for the hottest ones."""
@@ -268,8 +270,16 @@ class PrefixWriter:
     """Tells the store what changed, a batch at a time, whatever state the store is in."""
 
     def __init__(
-        self, tracker: PrefixTracker, store: Store, *, every_s: float = 0.1, max_changes: int = 200
+        self,
+        tracker: PrefixTracker,
+        store: Store,
+        *,
+        with_tokens: bool = True,
+        every_s: float = 0.1,
+        max_changes: int = 200,
     ) -> None:
+        """Without tokens, replicas find out what others hold, but nothing can be computed again from what is kept."""
+        self._with_tokens = with_tokens
         self._tracker = tracker
         self._store = store
         self._every_s = every_s
@@ -307,12 +317,17 @@ class PrefixWriter:
         if not changes:
             return
         try:
-            await self._store.write_prefixes(changes)
+            await self._store.write_prefixes([self._without_secrets(change) for change in changes])
         except StoreUnavailable:
             self._tracker.failed(changes)
         except BaseException:
             self._tracker.failed(changes)
             raise
+
+    def _without_secrets(self, change: PrefixChange) -> PrefixChange:
+        if self._with_tokens and not change.salt.endswith(PRIVATE):
+            return change
+        return replace(change, token_ids=())
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NoReturn, Protocol
 
@@ -164,8 +164,7 @@ def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def check_token_ids(token_ids: Mapping[str, int] | Sequence[int], vocab_size: int, field: str) -> None:
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
     """Raises 400 for an id that the model has no token for."""
-    ids = token_ids.values() if isinstance(token_ids, Mapping) else token_ids
-    if any(not 0 <= token_id < vocab_size for token_id in ids):
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         raise invalid(f"'{field}' has a token id outside the vocabulary of {vocab_size}.", field)

@@ -7,7 +7,6 @@ otherwise have megabytes.
 from __future__ import annotations
 
 import asyncio
-import re
 import socket
 from http import HTTPStatus
 from typing import Any
@@ -21,7 +20,20 @@ from gateway.limits import Limits, headers_too_large
 _DEFAULTS = Limits()
 
 
-_UPGRADE = re.compile(rb"(?i)\r\nupgrade(?=[ \t]*:)")
+class _OldCycle(RequestResponseCycle):
+    """Answers HTTP/1.0, which knows no chunks: without a length, a body ends with the connection."""
+
+    _has_length = True
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(
+                name.lower() == b"content-length" for name, _ in message.get("headers", ())
+            )
+            self.chunked_encoding = None if self._has_length else False
+        elif not self._has_length:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -65,8 +77,6 @@ class GatewayProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
-        if self._in_header:
-            data = _without_upgrade(data)
         # The parser keeps a header to itself until it is complete, so that what comes in is counted, too.
         self._received_bytes += len(data) if self._in_header else 0
         super().data_received(data)
@@ -96,14 +106,30 @@ class GatewayProtocol(HttpToolsProtocol):
             self._give_up(headers_too_large())
 
     def on_headers_complete(self) -> None:
+        is_old = self.parser.get_http_version() == "1.0"
+        self._check_headers(is_old)
         self._in_header = False
         self._expect_within(self.body_deadline_s)
         super().on_headers_complete()
+        if is_old and self.cycle is not None:
+            self.cycle.__class__ = _OldCycle
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         if self.cycle is not None:
             self._cycles.append(self.cycle)
         if 0 < len(self.pipeline) < self.max_pipelined:
             self.flow.resume_reading()  # or else nobody would notice that the client hangs up
+
+    def _check_headers(self, is_old: bool) -> None:
+        """Gives up on what could be understood in two ways, or not at all."""
+        if self.parser.should_upgrade():  # what follows such a header would not be parsed
+            self._give_up(_wrong("There is nothing to upgrade to.", "upgrade_not_supported"))
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or not (num_hosts or is_old):
+            self._give_up(_wrong("A request must have one Host header.", "invalid_host"))
+        codings = [value.strip().lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]):
+            message = "The only Transfer-Encoding that this server knows is 'chunked'."
+            self._give_up(_wrong(message, "unknown_transfer_encoding", HTTPStatus.NOT_IMPLEMENTED))
 
     def on_message_complete(self) -> None:
         self._clear_deadline()
@@ -168,10 +194,8 @@ class GatewayProtocol(HttpToolsProtocol):
             self._refuse(ApiError(HTTPStatus.REQUEST_TIMEOUT, message, code="request_timeout"))
 
 
-def _without_upgrade(data: bytes) -> bytes:
-    """Renames an Upgrade header: there is nothing to upgrade to, and the parser would not see the body."""
-    head, end, rest = data.partition(b"\r\n\r\n")
-    return _UPGRADE.sub(b"\r\nx-grade", head) + end + rest
+def _wrong(message: str, code: str, status: int = HTTPStatus.BAD_REQUEST) -> ApiError:
+    return ApiError(status, message, code=code, close=True)
 
 
 def _render(error: ApiError) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from gateway.quotas import Reservation
 from gateway.service import Service
 from gateway.shapes import Head, Shape
 from gateway.streams import Stream
-from gateway.wire import DONE, KEEPALIVE, StreamWriter, error_frame, timings_of, usage_of
+from gateway.wire import DONE, KEEPALIVE, StreamWriter, error_frame, json_pieces, timings_of, usage_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,14 +56,14 @@ class Reply(Response):
             if self._job.stream:
                 await self._send_stream(stream)
             else:
-                await self._send_whole(stream, scope, receive, send)
+                await self._send_whole(stream)
         finally:
             service.release(stream)
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
 
-    async def _send_whole(self, stream: Stream, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_whole(self, stream: Stream) -> None:
         await stream.end()
         if stream.error is not None:
             raise stream.error
@@ -73,8 +72,7 @@ class Reply(Response):
         arrival_s = stream.requests[0].arrival_s
         milliseconds = math.ceil((self._service.clock() - arrival_s) * 1000)
         headers = {**self._quota_headers, "openai-processing-ms": str(milliseconds)}
-        body = json.dumps(self._body(stream)).encode()
-        await Response(body, headers=headers, media_type="application/json")(scope, receive, send)
+        await stream.connection.send_whole(json_pieces(self._body(stream)), headers)
 
     def _body(self, stream: Stream) -> dict[str, object]:
         body = self._job.shape.body(self._job.head, sorted(stream.take(), key=lambda taken: taken[0]))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from functools import partial
 from http import HTTPStatus
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.errors import invalid
 from gateway.intake import Intake, salt_of
 from gateway.limits import parse_messages
+from gateway.off_loop import TOKENIZING, off_loop
 from gateway.prefixes import parse_token_ids
 from gateway.prompts import check_token_ids
-from gateway.schemas import DetokenizeBody, LocateBody, TokenizeBody, check_messages, read
+from gateway.schemas import DetokenizeBody, LocateBody, TokenizeBody, read
 from gateway.service import Service
+from gateway.wire import Json
 
 _MOST_PREFIXES = 100
 """Looked at for one listing, whoever they belong to."""
@@ -47,13 +48,13 @@ class Api:
     async def list_models(self, http: HttpRequest) -> Response:
         self._intake.client(http)
         models = [self._model(name) for name in self._service.options.models]
-        return JSONResponse({"object": "list", "data": models})
+        return Json({"object": "list", "data": models})
 
     async def show_model(self, http: HttpRequest) -> Response:
         self._intake.client(http)
         name = http.path_params["name"]
         self._intake.check_model(name)
-        return JSONResponse(self._model(name))
+        return Json(self._model(name))
 
     def _model(self, name: str) -> dict[str, object]:
         return {
@@ -76,15 +77,17 @@ class Api:
             "tokens": token_ids,
         }
         if body.return_token_strs:
-            spell = self._service.tokenizer.token_bytes
-            reply["token_strs"] = [spell(token_id).decode(errors="replace") for token_id in token_ids]
-        return JSONResponse(reply)
+            reply["token_strs"] = await off_loop(8 * len(token_ids), self._spell, token_ids)
+        return Json(reply)
+
+    def _spell(self, token_ids: list[int]) -> list[str]:
+        spell = self._service.tokenizer.token_bytes
+        return [spell(token_id).decode(errors="replace") for token_id in token_ids]
 
     async def _encode_either(self, body: TokenizeBody) -> list[int]:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
         if body.messages is not None:
-            check_messages(body.messages, self._service.options.limits)
             return await self._intake.encode_chat(
                 body.messages, add_generation_prompt=body.add_generation_prompt
             )
@@ -96,14 +99,18 @@ class Api:
         self._intake.client(http)
         body = await self._intake.read(http, DetokenizeBody)
         self._intake.check_model(body.model or self._service.options.models[0])
+        text = await off_loop(4 * len(body.tokens), self._decode, body.tokens, threads=TOKENIZING)
+        return Json({"prompt": text})
+
+    def _decode(self, token_ids: list[int]) -> str:
         tokenizer = self._service.tokenizer
-        check_token_ids(body.tokens, tokenizer.vocab_size, "tokens")
-        decode = partial(tokenizer.decode, skip_special=False)
-        return JSONResponse({"prompt": await self._intake.off_loop(len(body.tokens), decode, body.tokens)})
+        check_token_ids(token_ids, tokenizer.vocab_size, "tokens")
+        return tokenizer.decode(token_ids, skip_special=False)
 
     async def list_prefixes(self, http: HttpRequest) -> Response:
         """Of what is cached, the prefixes of the caller's that were found most and last."""
-        salt = salt_of(self._intake.client(http).tenant)
+        tenant = self._intake.client(http).tenant
+        salts = (salt_of(tenant), salt_of(tenant, is_private=True))
         hottest = self._service.prefixes.hottest(_MOST_PREFIXES)
         data = [
             {
@@ -114,9 +121,9 @@ class Api:
                 "last_used_at": int(prefix.last_used_s),
             }
             for prefix in hottest
-            if prefix.salt == salt
+            if prefix.salt in salts
         ]
-        return JSONResponse({"object": "list", "data": data})
+        return Json({"object": "list", "data": data})
 
     async def locate(self, http: HttpRequest) -> Response:
         """Which replica is warm for a prompt of the caller's."""
@@ -125,22 +132,22 @@ class Api:
         if (body.tokens is None) == (body.messages is None):
             raise invalid("Give either 'tokens' or 'messages'.", "tokens")
         if body.messages is not None:
-            check_messages(body.messages, self._service.options.limits)
             token_ids = await self._intake.encode_chat(body.messages)
         else:
             token_ids = body.tokens or []
             self._intake.check_prompt_ids(token_ids, "tokens")
-        return JSONResponse(await self._service.locator.locate(salt_of(client.tenant), token_ids))
+        return Json(await self._service.locator.locate(salt_of(client.tenant), token_ids))
 
     async def _locate_body(self, http: HttpRequest) -> LocateBody:
         if http.method == "POST":
             return await self._intake.read(http, LocateBody)
+        limits = self._service.options.limits
         values: dict[str, object] = dict(http.query_params)
         if "tokens" in values:
             values["tokens"] = parse_token_ids(http.query_params["tokens"])
         if "messages" in values:
-            values["messages"] = parse_messages(http.query_params["messages"], self._service.options.limits)
-        return read(LocateBody, values)
+            values["messages"] = parse_messages(http.query_params["messages"], limits)
+        return read(LocateBody, values, limits)
 
     # The operator's
 
@@ -148,13 +155,13 @@ class Api:
         """Red means: restart this process."""
         health = self._service.health
         status = HTTPStatus.OK if health == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
-        return JSONResponse({"status": health}, status)
+        return Json({"status": health}, status)
 
     async def ready(self, _: HttpRequest) -> Response:
         """Red means: send requests elsewhere."""
         readiness = self._service.readiness
         status = HTTPStatus.OK if readiness == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
-        return JSONResponse({"status": readiness}, status)
+        return Json({"status": readiness}, status)
 
     async def metrics(self, _: HttpRequest) -> Response:
         return Response(self._service.render_metrics(), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -6,10 +6,11 @@ none is silently ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from gateway.errors import ApiError, invalid, unsupported
 from gateway.limits import Limits
@@ -19,22 +20,21 @@ ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
 _INT64 = 2**63
 
 
-def _whole(text: str) -> str:
-    """JSON can spell half a character ("\\ud800"); no tokenizer can take it."""
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("there is half a surrogate pair in it") from None
-    return text
+STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
-
-Text = Annotated[str, AfterValidator(_whole)]
+Item = TypeVar("Item")
+Many = Annotated[list[Item], Field(fail_fast=True)]
+"""A list that is looked at up to its first mistake."""
 
 
 class StrictBody(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+    model_config = STRICT
+
+    MOST: ClassVar[Mapping[str, str | int]] = {}
+    """How many entries lists and maps may have, by their place in the body: a number, or the name of one of Limits.
+
+    They are counted before anything is made of them.
+    """
 
 
 class StreamOptions(StrictBody):
@@ -48,6 +48,12 @@ class Sampled(StrictBody):
 
     NOT_SUPPORTED: ClassVar[frozenset[str]] = frozenset()
     """Fields of OpenAI's that are refused by name unless they are null."""
+    MOST: ClassVar[Mapping[str, str | int]] = {
+        "stop": "max_stop",
+        "logit_bias": "max_logit_bias",
+        "stop_token_ids": "max_stop_token_ids",
+        "metadata": "max_metadata",
+    }
 
     model: Annotated[str, Field(min_length=1)]
     stream: bool | None = None
@@ -60,7 +66,7 @@ class Sampled(StrictBody):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
-    stop: Text | list[Text] | None = None
+    stop: str | Many[str] | None = None
     service_tier: ServiceTier | None = None
 
     # Not OpenAI's, but what clients of open models send.
@@ -69,7 +75,7 @@ class Sampled(StrictBody):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
+    stop_token_ids: Many[Annotated[int, Field(ge=0)]] | None = None
 
     # Accepted: they ask for nothing that could be seen in the answer.
     user: str | None = None
@@ -80,20 +86,26 @@ class Sampled(StrictBody):
     prompt_cache_retention: str | None = None
 
 
-class ContentPart(StrictBody):
+@with_config(STRICT)
+class ContentPart(TypedDict):
+    """There may be thousands of them: each is a plain dict."""
+
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 class Message(StrictBody):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[ContentPart]
-    name: Text | None = None
+    content: str | Many[ContentPart]
+    name: str | None = None
     refusal: None = None
     audio: None = None
     annotations: list[object] | None = None
     tool_calls: None = None
     function_call: None = None
+
+
+_MOST_MESSAGES = {"messages": "max_messages", "messages[].content": "max_content_parts"}
 
 
 class ResponseFormat(StrictBody):
@@ -118,13 +130,14 @@ class ChatBody(Sampled):
             "web_search_options",
         }
     )
+    MOST: ClassVar[Mapping[str, str | int]] = {**Sampled.MOST, **_MOST_MESSAGES}
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
 
 
 class CompletionBody(Sampled):
@@ -132,7 +145,7 @@ class CompletionBody(Sampled):
 
     NOT_SUPPORTED = frozenset({"suffix"})
 
-    prompt: Text | list[Text] | list[int] | list[list[int]]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
@@ -141,9 +154,11 @@ class CompletionBody(Sampled):
 class TokenizeBody(StrictBody):
     """`POST /tokenize`: a prompt or messages."""
 
+    MOST = _MOST_MESSAGES
+
     model: str | None = None
-    prompt: Text | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    prompt: str | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
@@ -153,14 +168,16 @@ class DetokenizeBody(StrictBody):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Many[Annotated[int, Field(ge=0)]]
 
 
 class LocateBody(StrictBody):
     """`/v1/prefixes/locate`: the prompt, as tokens or as messages."""
 
-    tokens: list[Annotated[int, Field(ge=0)]] | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    MOST = _MOST_MESSAGES
+
+    tokens: Many[Annotated[int, Field(ge=0)]] | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
 
 
 Body = TypeVar("Body", bound=StrictBody)
@@ -171,12 +188,16 @@ _MISSING_FEATURES = frozenset(
 )
 
 
-def read(kind: type[Body], values: Mapping[str, object]) -> Body:
+def read(kind: type[Body], values: Mapping[str, object], limits: Limits) -> Body:
     """A checked request body.
 
     Raises:
         ApiError: 400 that names the first field that is wrong.
     """
+    for place, most in kind.MOST.items():
+        number = getattr(limits, most) if isinstance(most, str) else most
+        for name, found in _at(values, place.replace("[]", ".[]").split(".")):
+            at_most(name, len(found) if isinstance(found, list | dict) else 0, number)
     for name in sorted(getattr(kind, "NOT_SUPPORTED", frozenset()) & values.keys()):
         if values[name] is not None:
             raise unsupported(name)
@@ -187,6 +208,19 @@ def read(kind: type[Body], values: Mapping[str, object]) -> Body:
         return kind.model_validate(accepted)
     except ValidationError as error:
         raise _explain(error) from None
+
+
+def _at(value: object, steps: Sequence[str], name: str = "") -> Iterator[tuple[str, object]]:
+    """What stands at a place, and what it is called; for each entry of the lists on the way there."""
+    if not steps:
+        yield name, value
+    elif steps[0] != "[]":
+        if isinstance(value, Mapping) and steps[0] in value:
+            step = f"{name}.{steps[0]}" if name else steps[0]
+            yield from _at(value[steps[0]], steps[1:], step)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _at(item, steps[1:], f"{name}[{i}]")
 
 
 def _explain(error: ValidationError) -> ApiError:
@@ -222,10 +256,8 @@ def _path(location: tuple[int | str, ...]) -> str:
 
 
 def check_counts(body: Sampled, limits: Limits) -> None:
-    """Raises 400 for a list that is longer than this server takes."""
+    """Raises 400 for what is more than this server takes."""
     _check_stop(body.stop, limits)
-    at_most("logit_bias", len(body.logit_bias or ()), limits.max_logit_bias)
-    at_most("stop_token_ids", len(body.stop_token_ids or ()), limits.max_stop_token_ids)
     at_most("n", body.n or 1, limits.max_choices)
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
@@ -233,7 +265,6 @@ def check_counts(body: Sampled, limits: Limits) -> None:
 
 def check_chat(body: ChatBody, limits: Limits) -> None:
     check_counts(body, limits)
-    check_messages(body.messages, limits)
     at_most("top_logprobs", body.top_logprobs or 0, limits.max_top_logprobs)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
@@ -248,16 +279,8 @@ def check_completion(body: CompletionBody, limits: Limits) -> None:
     at_most("logprobs", body.logprobs or 0, limits.max_top_logprobs)
 
 
-def check_messages(messages: list[Message], limits: Limits) -> None:
-    at_most("messages", len(messages), limits.max_messages)
-    for i, message in enumerate(messages):
-        if not isinstance(message.content, str):
-            at_most(f"messages[{i}].content", len(message.content), limits.max_content_parts)
-
-
 def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
     strings = [stop] if isinstance(stop, str) else stop or []
-    at_most("stop", len(strings), limits.max_stop)
     if not all(strings):
         raise invalid("'stop' must not contain an empty string.", "stop")
     if any(len(string) > limits.max_stop_chars for string in strings):
@@ -276,5 +299,5 @@ def as_strings(stop: str | list[str] | None) -> tuple[str, ...]:
 def as_dict(message: Message) -> dict[str, Any]:
     """A message as chat templates know it: parts of text are joined."""
     content = message.content
-    text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
     return {"role": message.role, "content": text} | ({"name": message.name} if message.name else {})

@@ -104,6 +104,8 @@ class ServiceOptions:
     promises: Mapping[Lane, float] = field(default_factory=dict)
     """Seconds to the first token that a lane promises, where it does."""
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
+    """Names that the server answers to; none is any."""
     metrics_compat: str | None = None
     replica: str = "local"
     """This process's name among those that share a store."""
@@ -142,7 +144,7 @@ class Service:
         self.metrics.registry.register(StoreMetrics(store.stats))
         self.prefixes = PrefixTracker()
         self.locator = PrefixLocator(store, options.replica, options.block_size, engine.num_cached_tokens)
-        self._prefix_writer = PrefixWriter(self.prefixes, store)
+        self._prefix_writer = PrefixWriter(self.prefixes, store, with_tokens=options.warm_up_tokens > 0)
         self.quotas = Quotas(store)
         self.idempotency = Idempotency(store)
         self.recordings = Recordings(self, store, sink, clock)

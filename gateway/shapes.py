@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,7 +42,8 @@ class Shape(Protocol):
 
     def logprobs(self, index: int, delta: Delta) -> str: ...
 
-    def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]: ...
+    def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        """A reply in one piece; lists that may be large are iterators, for `gateway.wire.json_pieces`."""
 
 
 class ChatShape:
@@ -59,10 +60,10 @@ class ChatShape:
         self._num_top = num_top
 
     def logprobs(self, index: int, delta: Delta) -> str:  # noqa: ARG002
-        return json.dumps(self._logprobs(delta))
+        return json.dumps(self._logprobs(delta), default=list)
 
     def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        return _body(head, "chat.completion", [self._choice(index, delta) for index, delta in deltas])
+        return _body(head, "chat.completion", (self._choice(index, delta) for index, delta in deltas))
 
     def _choice(self, index: int, delta: Delta) -> dict[str, object]:
         return {
@@ -74,7 +75,7 @@ class ChatShape:
 
     def _logprobs(self, delta: Delta) -> dict[str, object]:
         pairs = zip(delta.token_ids, delta.logprobs, strict=False)
-        return {"content": [self._token(token_id, logprobs) for token_id, logprobs in pairs], "refusal": None}
+        return {"content": (self._token(token_id, logprobs) for token_id, logprobs in pairs), "refusal": None}
 
     def _token(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, object]:
         top = [self._entry(other, logprob) for other, logprob in logprobs.top[: self._num_top]]
@@ -105,10 +106,10 @@ class CompletionShape:
         """Characters already spelt out, by choice."""
 
     def logprobs(self, index: int, delta: Delta) -> str:
-        return json.dumps(self._logprobs(index, delta))
+        return json.dumps(self._logprobs(index, delta), default=list)
 
     def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        return _body(head, "text_completion", [self._choice(index, delta) for index, delta in deltas])
+        return _body(head, "text_completion", (self._choice(index, delta) for index, delta in deltas))
 
     def _choice(self, index: int, delta: Delta) -> dict[str, object]:
         return {
@@ -123,7 +124,7 @@ class CompletionShape:
         return {
             "tokens": tokens,
             "token_logprobs": [max(found.logprob, _LOWEST_LOGPROB) for found in delta.logprobs],
-            "top_logprobs": [self._top(found) for found in delta.logprobs],
+            "top_logprobs": (self._top(found) for found in delta.logprobs),
             "text_offset": self._advance(index, tokens),
         }
 
@@ -145,7 +146,7 @@ class CompletionShape:
         return offsets
 
 
-def _body(head: Head, object_name: str, choices: list[dict[str, object]]) -> dict[str, object]:
+def _body(head: Head, object_name: str, choices: Iterator[dict[str, object]]) -> dict[str, object]:
     return {
         "id": head.id,
         "object": object_name,

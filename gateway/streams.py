@@ -174,7 +174,7 @@ class Stream(Generation):
         self.connection.wake()
 
     def look_after(self, now: float, timeouts: Timeouts) -> None:
-        if self.streamed:
+        if self.streamed or self.connection.committed:
             self.connection.look_after(now, timeouts)
 
     async def news(self) -> None:

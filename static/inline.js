@@ -34,11 +34,12 @@ export function safeUrl(text) {
 class InlineParser {
   #text;
   #at = 0;
-  #items = []; // {node, depth}, in order; an opener is its own literal text until a closer comes
+  #items = []; // {text}, {node} or {parts}, in order, with a depth; an opener is its own text until a closer comes
   #openers = []; // {index, mark, length}: delimiter runs that may yet begin an element
   #brackets = []; // indices of "[" that may yet begin a link
   #open = new Map(); // how many openers of a kind there are: spares looking for one in vain
   #lastFence = null; // length of a run of backticks -> where the last such run is
+  #noUrlUntil = 0; // up to here stands what began like an address and is none
 
   constructor(text) {
     this.#text = text;
@@ -75,7 +76,7 @@ class InlineParser {
   }
 
   #literal(text) {
-    if (text !== "") this.#push(document.createTextNode(text));
+    if (text !== "") this.#items.push({ text, depth: 0 });
   }
 
   #escape() {
@@ -107,14 +108,18 @@ class InlineParser {
   }
 
   #bareUrl(found, start) {
+    if (start < this.#noUrlUntil) return this.#literal(found);
     const bracketed = found[0] === "<";
     BARE_URL.lastIndex = bracketed ? start + 1 : start;
     const [whole] = BARE_URL.exec(this.#text) ?? [""];
     const address = bracketed ? whole : whole.replace(/[.,:;!?'*_~\])]{1,50}$/, "");
     const url = safeUrl(address);
-    if (url === null) return this.#literal(found);
+    if (url === null) {
+      this.#noUrlUntil = start + whole.length;
+      return this.#literal(found);
+    }
     this.#push(link(url, [document.createTextNode(address)]));
-    this.#at = BARE_URL.lastIndex - (whole.length - address.length);
+    this.#at = (bracketed ? start + 1 : start) + address.length;
     if (bracketed && this.#text[this.#at] === ">") this.#at += 1;
     return undefined;
   }
@@ -182,8 +187,9 @@ class InlineParser {
   #wrap(index, build) {
     const inside = this.#items.splice(index);
     const depth = 1 + inside.reduce((most, item) => Math.max(most, item.depth), 0);
-    if (depth > MAX_DEPTH) this.#push(fragmentOf(inside.slice(1)), depth - 1);
-    else this.#push(build(inside.slice(1).map((item) => item.node)), depth);
+    const parts = inside.slice(1);
+    if (depth > MAX_DEPTH) this.#items.push({ parts, depth: depth - 1 });
+    else this.#push(build(nodesOf(parts)), depth);
   }
 
   #forgetOpenersFrom(index) {
@@ -204,9 +210,29 @@ class InlineParser {
 
 function fragmentOf(items) {
   const fragment = document.createDocumentFragment();
-  for (const { node } of items) fragment.append(node);
-  fragment.normalize();
+  for (const node of nodesOf(items)) fragment.append(node);
   return fragment;
+}
+
+/** One node for all neighbouring texts: a browser that joins them one by one copies them as often. */
+function nodesOf(items) {
+  const nodes = [];
+  let texts = [];
+  const flush = () => {
+    if (texts.length > 0) nodes.push(document.createTextNode(texts.join("")));
+    texts = [];
+  };
+  const waiting = [...items].reverse();
+  for (let item = waiting.pop(); item !== undefined; item = waiting.pop()) {
+    if (item.parts) for (let at = item.parts.length - 1; at >= 0; at -= 1) waiting.push(item.parts[at]);
+    else if (item.text !== undefined) texts.push(item.text);
+    else {
+      flush();
+      nodes.push(item.node);
+    }
+  }
+  flush();
+  return nodes;
 }
 
 function elementFor(mark, length) {

@@ -7,13 +7,16 @@ import { copyButton } from "./clipboard.js";
 import { el } from "./dom.js";
 import { renderInline } from "./inline.js";
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)[^`]*$/;
-const HEADING = /^ {0,3}(#{1,6})\s+(.*?)(?:\s+#+)?\s*$/;
+// Patterns that fail do so in time linear in the line: none has two parts that could share what they match.
+const FENCE = /^ {0,3}(`{3,}|~{3,})/;
+const HEADING = /^ {0,3}(#{1,6})(?=\s)/;
 const RULE = /^ {0,3}(?:(?:\*\s*){3,}|(?:-\s*){3,}|(?:_\s*){3,})$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^(\s{0,8})([-*+]|\d{1,9}[.)])(?:\s+|$)/;
-const TABLE_RULE = /^ {0,3}\|?\s*:?-+:?\s*(?:\|\s*:?-+:?\s*)*\|?\s*$/;
+const TABLE_RULE = /^ {0,3}[|:-][|:\s-]*$/;
+const RULE_CELL = /^:?-+:?$/;
 const MAX_DEPTH = 6;
+const MAX_COLUMNS = 100; // a row has a cell for every column, however short it is
 
 /** @param {string} text  @returns {DocumentFragment} */
 export function renderMarkdown(text) {
@@ -38,12 +41,19 @@ export class MarkdownView {
     const lines = text.slice(this.#settled).split("\n");
     const blocks = parseBlocks(lines);
     const firstOpen = blocks.length - numOpen(blocks, lines);
-    const open = renderBlocks(blocks.slice(firstOpen));
-    for (const node of this.#open) node.remove();
-    this.#open = [...open.childNodes];
-    this.element.append(renderBlocks(blocks.slice(0, firstOpen)), open);
+    this.#grow(renderBlocks(blocks), firstOpen);
     const settled = lines.slice(0, blocks[firstOpen]?.line ?? 0);
     this.#settled += settled.reduce((sum, line) => sum + line.length + 1, 0);
+  }
+
+  /** What is there becomes what is wanted, from the first open node on; the last of it stays open. */
+  #grow(wanted, firstOpen) {
+    const nodes = [...wanted.childNodes];
+    const kept = Math.min(nodes.length, this.#open.length);
+    for (const node of this.#open.slice(kept)) node.remove();
+    for (let at = 0; at < kept; at += 1) nodes[at] = become(this.#open[at], nodes[at]);
+    this.element.append(...nodes.slice(kept));
+    this.#open = nodes.slice(firstOpen);
   }
 
   #clear() {
@@ -51,6 +61,36 @@ export class MarkdownView {
     this.#settled = 0;
     this.#open = [];
   }
+}
+
+/**
+ * Makes a node what another one is, and leaves untouched what they have in common: a selection stays, and so does how
+ * far somebody scrolled. Returns the one that stands there afterwards.
+ */
+function become(node, wanted) {
+  if (node.isEqualNode(wanted)) return node;
+  if (node.nodeType === Node.TEXT_NODE && wanted.nodeType === Node.TEXT_NODE) {
+    if (wanted.data.startsWith(node.data)) node.appendData(wanted.data.slice(node.data.length));
+    else node.data = wanted.data;
+    return node;
+  }
+  if (node.nodeName !== wanted.nodeName || !sameAttributes(node, wanted)) {
+    node.replaceWith(wanted);
+    return wanted;
+  }
+  const there = [...node.childNodes];
+  const news = [...wanted.childNodes];
+  const kept = Math.min(there.length, news.length);
+  for (const child of there.slice(kept)) child.remove();
+  for (let at = 0; at < kept; at += 1) become(there[at], news[at]);
+  node.append(...news.slice(kept));
+  return node;
+}
+
+function sameAttributes(one, other) {
+  const names = one.getAttributeNames?.() ?? [];
+  if (names.length !== (other.getAttributeNames?.().length ?? 0)) return false;
+  return names.every((name) => one.getAttribute(name) === other.getAttribute(name));
 }
 
 /**
@@ -83,11 +123,12 @@ function parseBlocks(lines, depth = 0) {
 
 function parseBlock(lines, line, depth) {
   const text = lines[line];
-  const fence = FENCE.exec(text);
+  const fence = fenceOf(text);
   if (fence) return code(lines, line, fence);
-  const heading = HEADING.exec(text);
-  if (heading) {
-    return { block: { kind: "heading", level: heading[1].length, text: heading[2] }, next: line + 1 };
+  const found = HEADING.exec(text);
+  if (found) {
+    const heading = { kind: "heading", level: found[1].length, text: title(text.slice(found[0].length)) };
+    return { block: heading, next: line + 1 };
   }
   if (RULE.test(text)) return { block: { kind: "rule" }, next: line + 1 };
   if (depth < MAX_DEPTH && QUOTE.test(text)) return quote(lines, line, depth);
@@ -96,7 +137,22 @@ function parseBlock(lines, line, depth) {
   return paragraph(lines, line, depth);
 }
 
-function code(lines, line, [, fence, language]) {
+/** What begins a block of code; behind its fence there may be a language, but no backtick. */
+function fenceOf(text) {
+  const found = FENCE.exec(text);
+  return found && !text.includes("`", found[0].length) ? found : null;
+}
+
+/** A heading's text, without the marks that may end it. */
+function title(text) {
+  const whole = text.trim();
+  let end = whole.length;
+  while (whole[end - 1] === "#") end -= 1;
+  return end === 0 || /\s/.test(whole[end - 1]) ? whole.slice(0, end).trimEnd() : whole;
+}
+
+function code(lines, line, [opening, fence]) {
+  const [language] = lines[line].slice(opening.length).trim().split(/\s/, 1);
   const closing = new RegExp(`^ {0,3}\\${fence[0]}{${fence.length},}\\s*$`);
   const end = endWhere(lines, line + 1, (text) => closing.test(text));
   const body = lines.slice(line + 1, end).join("\n");
@@ -155,7 +211,9 @@ function itemLines([first, ...rest]) {
 function isTable(lines, line) {
   const rule = lines[line + 1];
   if (!lines[line].includes("|") || rule === undefined || !TABLE_RULE.test(rule)) return false;
-  return cells(lines[line]).length === cells(rule).length;
+  const columns = cells(rule);
+  if (columns.length > MAX_COLUMNS || !columns.every((each) => RULE_CELL.test(each))) return false;
+  return cells(lines[line]).length === columns.length;
 }
 
 function table(lines, line) {
@@ -183,8 +241,9 @@ function paragraph(lines, line, depth) {
 }
 
 function startsBlock(lines, at) {
-  const starts = [FENCE, HEADING, RULE, QUOTE, ITEM];
-  return starts.some((pattern) => pattern.test(lines[at])) || isTable(lines, at);
+  const starts = [HEADING, RULE, QUOTE, ITEM];
+  if (fenceOf(lines[at]) || isTable(lines, at)) return true;
+  return starts.some((pattern) => pattern.test(lines[at]));
 }
 
 function endWhere(lines, from, test) {
@@ -210,11 +269,12 @@ function renderBlocks(blocks) {
 }
 
 function renderCode({ language, text }) {
-  const title = el("figcaption", {}, el("span", {}, language || "code"));
-  title.append(copyButton("Copy code", () => text));
+  const caption = el("figcaption", {}, el("span", {}, language || "code"));
+  const shown = el("code", {}, text);
+  caption.append(copyButton("Copy code", () => caption.nextElementSibling.textContent));
   const label = language ? `Code, ${language}` : "Code";
   const scroller = { tabindex: "0", role: "region", "aria-label": label };
-  return el("figure", { class: "code" }, title, el("pre", scroller, el("code", {}, text)));
+  return el("figure", { class: "code" }, caption, el("pre", scroller, shown));
 }
 
 function renderList({ ordered, start, items }) {

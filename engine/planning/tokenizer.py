@@ -90,8 +90,8 @@ class Tokenizer:
             add_special: adds what the tokenizer puts around a text of its own accord (a leading BOS, say).
         """
         if parse_special:
-            return list(self._parsing.encode(text, add_special_tokens=add_special).ids)
-        encoding = self._plain.encode(text, add_special_tokens=add_special)
+            return list(_encode(self._parsing, text, add_special).ids)
+        encoding = _encode(self._plain, text, add_special)
         if _count(encoding.ids, self._control_ids) == self._num_around[add_special]:
             return list(encoding.ids)
         mask = encoding.special_tokens_mask
@@ -124,7 +124,9 @@ class Tokenizer:
         return [token_id for piece in pieces for token_id in self._spell_out(piece)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        return str(self._parsing.decode(list(token_ids), skip_special_tokens=skip_special))
+        # Of a batch: unlike `decode`, that leaves the interpreter to other threads.
+        (text,) = self._parsing.decode_batch([token_ids], skip_special_tokens=skip_special)
+        return str(text)
 
     def id_of(self, token: str) -> int | None:
         found = self._parsing.token_to_id(token)
@@ -195,6 +197,12 @@ class _Beginning:
 
 def _is_byte(token: str) -> bool:
     return _BYTE_TOKEN.fullmatch(token) is not None
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special: bool) -> tokenizers.Encoding:
+    """As a batch of one, without offsets: unlike `encode`, that leaves the interpreter to other threads."""
+    (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special)
+    return encoding
 
 
 def _count(token_ids: Sequence[int], kind: frozenset[int]) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -14,7 +13,7 @@ from gateway.connections import Connection
 from gateway.errors import ApiError, invalid
 from gateway.recordings.recording import Format, Reader, Recording
 from gateway.service import Service
-from gateway.wire import KEEPALIVE
+from gateway.wire import KEEPALIVE, json_pieces
 
 
 class Attached(Response):
@@ -53,7 +52,7 @@ class Attached(Response):
             if self._streamed:
                 await self._send_stream(reader)
             else:
-                await self._send_whole(reader, scope, receive, send)
+                await self._send_whole(reader)
         finally:
             self._recording.detach(reader, service.clock())
             if self._recording.is_abandoned(service.clock()):
@@ -93,16 +92,16 @@ class Attached(Response):
             raise self._recording.error
         await connection.commit(self._quota_headers)
 
-    async def _send_whole(self, reader: Reader, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_whole(self, reader: Reader) -> None:
         while not (self._recording.settled or reader.connection.gone):
             await reader.connection.sleep()
         if not self._recording.settled:
             return
         if self._recording.error is not None:
             raise self._recording.error
-        body = json.dumps(self._format.body(self._recording)).encode()
-        reply = Response(body, headers=self._quota_headers, media_type="application/json")
-        await reply(scope, receive, send)
+        await reader.connection.send_whole(
+            json_pieces(self._format.body(self._recording)), self._quota_headers
+        )
 
 
 def position_asked(http: HttpRequest) -> int:

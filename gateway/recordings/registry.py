@@ -160,6 +160,11 @@ class Recordings:
             found = self._all.get(recording_id)
         return found if found is not None and found.tenant == tenant else None
 
+    def here(self, tenant: str, recording_id: str) -> Recording | None:
+        """One of the tenant's own that this process has, whatever state the store is in."""
+        found = self._all.get(recording_id)
+        return found if found is not None and found.tenant == tenant else None
+
     def cancel(self, recording: Recording) -> None:
         """Ends it; who reads it is told. What it brought so far is kept."""
         if not recording.ended:

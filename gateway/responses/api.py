@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.access import Client
 from gateway.errors import ApiError, gone, invalid, unavailable
 from gateway.idempotency import idempotency_key, not_here
-from gateway.intake import Batch, Intake, route
+from gateway.intake import MESSAGE_CHARS, Batch, Intake, route
+from gateway.off_loop import TOKENIZING, off_loop
 from gateway.recordings.attached import Attached
 from gateway.recordings.recording import Recording
 from gateway.responses import conversations, records
@@ -25,6 +26,7 @@ from gateway.responses.objects import (
     as_messages,
     deleted,
     input_items,
+    is_interrupted,
     new_id,
     page,
     response,
@@ -43,6 +45,7 @@ from gateway.responses.threads import Message, Thread, extend
 from gateway.sampling import MaxTokens
 from gateway.service import Service
 from gateway.store.interface import Key, StoreUnavailable
+from gateway.wire import Json
 
 _APPEND_ATTEMPTS = 3
 
@@ -90,6 +93,7 @@ class ResponsesApi:
             prompt_field="input",
             asked=MaxTokens("max_output_tokens", body.max_output_tokens),
             num_logprobs=None,
+            num_choices=1,
             tenant=client.tenant,
             lane=self._intake.lane(body, client.tenant),
             arrival_s=arrival_s,
@@ -141,14 +145,20 @@ class ResponsesApi:
         """What the response with that id has come to."""
         if response_id is None:
             return Thread()
-        record = await self._record(tenant, response_id)
-        if record is None:
-            if await self._visible(tenant, response_id) is None:
+        recording = self._here(tenant, response_id)
+        record = await self._record(tenant, response_id) if recording is None else None
+        if record is not None:
+            thread = record.thread
+        else:
+            recording = recording or await self._visible(tenant, response_id)
+            if recording is None:
                 raise previous_not_found(response_id)
-            raise _cannot_continue(response_id, "has not ended yet")
-        if record.thread is None:
+            if not recording.settled or is_interrupted(recording):
+                raise _cannot_continue(response_id, "has not ended yet")
+            thread = records.continued(recording)
+        if thread is None:
             raise _cannot_continue(response_id, "came to no answer")
-        return record.thread
+        return thread
 
     async def _prompt(
         self, thread: Thread, new_messages: Sequence[Message], instructions: str | None
@@ -161,13 +171,14 @@ class ResponsesApi:
             return extend(self._service.prompts, thread, new_messages, instructions=instructions)
 
         try:
-            return await self._intake.off_loop(num_chars, encode)
+            size = num_chars + MESSAGE_CHARS * len(contents) + len(thread.token_ids)
+            return await off_loop(size, encode, threads=TOKENIZING)
         except ApiError as error:
             raise invalid(error.message, "input", error.code) from None
 
     def _reply(self, recording: Recording, body: ResponseBody) -> Response:
         if body.background and not body.stream:
-            return JSONResponse(response(recording))
+            return Json(response(recording))
         form = ResponseFormat(recording)
         at_once = bool(body.background)
         return Attached(self._service, recording, form, streamed=bool(body.stream), at_once=at_once)
@@ -180,7 +191,7 @@ class ResponsesApi:
         record = None if body.stream else await self._record(tenant, response_id)
         if record is None:
             raise not_here()
-        return JSONResponse(record.object)
+        return Json(record.object)
 
     # Those there are
 
@@ -195,24 +206,28 @@ class ResponsesApi:
             if await self._record(tenant, response_id) is not None:
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)
+        if (recording := self._here(tenant, response_id)) is not None:
+            return Json(response(recording))
         record = await self._record(tenant, response_id)
         if record is not None:
-            return JSONResponse(record.object)
+            return Json(record.object)
         recording = await self._visible(tenant, response_id)
         if recording is None:
             raise self._unknown(response_id)
-        return JSONResponse(response(recording))
+        return Json(response(recording))
 
     async def list_input(self, http: HttpRequest) -> Response:
         tenant, response_id = self._asked(http)
         query = read_page_query(http.query_params)
+        if (recording := self._here(tenant, response_id)) is not None:
+            return Json(page(recording.about["input"], query))
         record = await self._record(tenant, response_id)
         if record is not None:
-            return JSONResponse(page(record.input, query))
+            return Json(page(record.input, query))
         recording = await self._visible(tenant, response_id)
         if recording is None:
             raise self._unknown(response_id)
-        return JSONResponse(page(recording.about["input"], query))
+        return Json(page(recording.about["input"], query))
 
     async def cancel(self, http: HttpRequest) -> Response:
         """Once a response has ended, this is as good as asking for it."""
@@ -223,10 +238,10 @@ class ResponsesApi:
             if record is None:
                 raise self._unknown(response_id)
             _check_background(bool(record.object.get("background")))
-            return JSONResponse(record.object)
+            return Json(record.object)
         _check_background(recording.about["background"])
         self._service.recordings.cancel(recording)
-        return JSONResponse(response(recording))
+        return Json(response(recording))
 
     async def delete(self, http: HttpRequest) -> Response:
         """A response that is still at work is ended; its conversation keeps what it has."""
@@ -240,7 +255,7 @@ class ResponsesApi:
             raise _store_unavailable() from None
         if recording is None and not was_kept:
             raise self._unknown(response_id)
-        return JSONResponse(deleted(response_id))
+        return Json(deleted(response_id))
 
     def _asked(self, http: HttpRequest) -> tuple[str, str]:
         """Whose response it would be, and its id."""
@@ -249,6 +264,12 @@ class ResponsesApi:
 
     async def _record(self, tenant: str, response_id: str) -> Record | None:
         return await records.find(self._service.store, tenant, response_id)
+
+    def _here(self, tenant: str, response_id: str) -> Recording | None:
+        """One that can be asked for and whose text this process has, whether or not there is a store to ask."""
+        found = self._service.recordings.here(tenant, response_id)
+        is_whole = found is not None and found.kind == KIND and found.about["store"] and not found.num_dropped
+        return found if is_whole else None
 
     async def _visible(self, tenant: str, response_id: str) -> Recording | None:
         """One that can be asked for: nobody can ask for what was not to be stored."""

@@ -7,21 +7,20 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Annotated, TypeVar
+from typing import Annotated
 from weakref import WeakValueDictionary
 
-import anyio.to_thread
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.errors import invalid, not_found, unavailable
 from gateway.intake import Intake, route
-from gateway.limits import OFF_LOOP_BYTES
+from gateway.off_loop import off_loop
 from gateway.responses.objects import JsonObject, as_messages, input_items, new_id, page
 from gateway.responses.schemas import (
     InputMessage,
@@ -32,9 +31,10 @@ from gateway.responses.schemas import (
     read_page_query,
 )
 from gateway.responses.threads import Thread, pack, unpack
-from gateway.schemas import StrictBody, Text, at_most
+from gateway.schemas import Many, StrictBody
 from gateway.service import Service
 from gateway.store.interface import Key, Store, StoreUnavailable
+from gateway.wire import Json
 
 log = logging.getLogger("penstock.gateway")
 
@@ -192,7 +192,7 @@ async def _writing(key: Key) -> AsyncIterator[None]:
 async def _read(store: Store, key: Key, ttl_s: float | None) -> Conversation | None:
     value = await store.get(key, ttl_s)
     try:
-        return None if value is None else await _off_loop(len(value), _decode, key.id, value)
+        return None if value is None else await off_loop(len(value), _decode, key.id, value)
     except (ValueError, RecursionError) as error:
         log.warning("the record of conversation %s is corrupt: %s", key.id, error)
         return None
@@ -200,7 +200,7 @@ async def _read(store: Store, key: Key, ttl_s: float | None) -> Conversation | N
 
 async def _write(store: Store, key: Key, conversation: Conversation) -> None:
     num_bytes = _num_bytes(conversation.items) + 4 * len(conversation.token_ids)
-    await store.put(key, await _off_loop(num_bytes, _encode, conversation), TTL_S)
+    await store.put(key, await off_loop(num_bytes, _encode, conversation), TTL_S)
 
 
 def _encode(conversation: Conversation) -> bytes:
@@ -241,15 +241,6 @@ def _is_item(value: object) -> bool:
     )
 
 
-_Result = TypeVar("_Result")
-
-
-async def _off_loop(num_bytes: int, work: Callable[..., _Result], *args: object) -> _Result:
-    if num_bytes <= OFF_LOOP_BYTES:
-        return work(*args)
-    return await anyio.to_thread.run_sync(work, *args)
-
-
 @contextlib.contextmanager
 def _answering_unavailable() -> Iterator[None]:
     try:
@@ -278,25 +269,38 @@ def _first_words(text: str) -> str:
 # Over HTTP
 
 
+_MOST: dict[str, str | int] = {
+    "items": MAX_ITEMS_A_CALL,
+    "items[].content": "max_content_parts",
+    "metadata": "max_metadata",
+}
+
+
 class _CreateBody(StrictBody):
-    items: list[InputMessage] | None = None
-    metadata: dict[Text, Text] | None = None
+    MOST = _MOST
+
+    items: Many[InputMessage] | None = None
+    metadata: dict[str, str] | None = None
 
 
 class _UpdateBody(StrictBody):
-    metadata: dict[Text, Text] | None
+    MOST = _MOST
+
+    metadata: dict[str, str] | None
 
 
 class _AddBody(StrictBody):
-    items: Annotated[list[InputMessage], Field(min_length=1)]
+    MOST = _MOST
+
+    items: Annotated[Many[InputMessage], Field(min_length=1)]
 
 
 class ConversationsApi:
     """The HTTP interface to one service's conversations."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, intake: Intake) -> None:
         self._service = service
-        self._intake = Intake(service)
+        self._intake = intake
 
     def routes(self) -> list[Route]:
         one = "/v1/conversations/{conversation_id}"
@@ -314,7 +318,7 @@ class ConversationsApi:
         conversation = Conversation(new_id("conv"), int(time.time()), body.metadata or {})
         conversation.add(self._items(body.items or []), "items")
         await _write(self._service.store, Key(KIND, tenant, conversation.id), conversation)
-        return JSONResponse(conversation.as_json())
+        return Json(conversation.as_json())
 
     async def list_conversations(self, http: HttpRequest) -> Response:
         """This tenant's, each with its title. Looking at them does not keep them alive."""
@@ -328,10 +332,10 @@ class ConversationsApi:
             conversations = await asyncio.gather(*(_read(store, key, None) for key in keys))
         # The ids of the page stay, for the next one to go on after.
         found["data"] = [{**one.as_json(), "title": one.title} for one in conversations if one is not None]
-        return JSONResponse(found)
+        return Json(found)
 
     async def show(self, http: HttpRequest) -> Response:
-        return JSONResponse((await self._find(http)).as_json())
+        return Json((await self._find(http)).as_json())
 
     async def update(self, http: HttpRequest) -> Response:
         key = self._key(http)
@@ -339,7 +343,7 @@ class ConversationsApi:
         check_metadata(body.metadata)
         async with self._changing(key) as conversation:
             conversation.metadata = body.metadata or {}
-        return JSONResponse(conversation.as_json())
+        return Json(conversation.as_json())
 
     async def delete(self, http: HttpRequest) -> Response:
         key = self._key(http)
@@ -347,36 +351,35 @@ class ConversationsApi:
             async with _writing(key):
                 _found(await _read(self._service.store, key, None), key.id)
                 await self._service.store.delete(key)
-        return JSONResponse({"id": key.id, "object": "conversation.deleted", "deleted": True})
+        return Json({"id": key.id, "object": "conversation.deleted", "deleted": True})
 
     async def list_items(self, http: HttpRequest) -> Response:
         conversation = await self._find(http)
-        return JSONResponse(page(conversation.items, read_page_query(http.query_params)))
+        return Json(page(conversation.items, read_page_query(http.query_params)))
 
     async def add_items(self, http: HttpRequest) -> Response:
         key = self._key(http)
         items = self._items((await self._intake.read(http, _AddBody)).items)
         async with self._changing(key) as conversation:
             conversation.add(items, "items")
-        return JSONResponse(page(items, PageQuery(order="asc")))
+        return Json(page(items, PageQuery(order="asc")))
 
     async def show_item(self, http: HttpRequest) -> Response:
         item_id = check_id("item_id", http.path_params["item_id"], "msg")
-        return JSONResponse((await self._find(http)).item(item_id))
+        return Json((await self._find(http)).item(item_id))
 
     async def delete_item(self, http: HttpRequest) -> Response:
         key = self._key(http)
         item_id = check_id("item_id", http.path_params["item_id"], "msg")
         async with self._changing(key) as conversation:
             conversation.items.remove(conversation.item(item_id))
-        return JSONResponse(conversation.as_json())
+        return Json(conversation.as_json())
 
     def _tenant(self, http: HttpRequest) -> str:
         return self._intake.client(http).tenant.name
 
     def _items(self, messages: list[InputMessage]) -> list[JsonObject]:
-        at_most("items", len(messages), MAX_ITEMS_A_CALL)
-        check_items(messages, self._service.options.limits, "items")
+        check_items(messages, "items")
         return input_items(messages)
 
     def _key(self, http: HttpRequest) -> Key:

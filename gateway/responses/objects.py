@@ -37,7 +37,7 @@ def input_items(body_input: str | list[InputMessage]) -> list[JsonObject]:
 
 
 def _texts(item: InputMessage) -> list[str]:
-    return [item.content] if isinstance(item.content, str) else [part.text for part in item.content]
+    return [item.content] if isinstance(item.content, str) else [part["text"] for part in item.content]
 
 
 def _item(item_id: str, role: str, texts: Sequence[str], status: str) -> JsonObject:

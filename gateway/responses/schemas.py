@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple, NotRequired
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, with_config
+from typing_extensions import TypedDict
 
 from gateway.errors import ApiError, invalid, unsupported
 from gateway.limits import Limits
-from gateway.schemas import ResponseFormat, Sampled, StrictBody, Text, at_most, check_counts
+from gateway.schemas import STRICT, Many, ResponseFormat, Sampled, StrictBody, check_counts
 
-MAX_METADATA_PAIRS = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 MAX_LISTED = 100
@@ -51,12 +51,15 @@ def _unsupported_value(param: str, value: object) -> ApiError:
     return invalid(message, param, "unsupported_value")
 
 
-class TextPart(StrictBody):
+@with_config(STRICT)
+class TextPart(TypedDict):
+    """There may be thousands of them: each is a plain dict."""
+
     type: Literal["input_text", "output_text"]
-    text: Text
-    annotations: list[object] | None = None
-    logprobs: list[object] | None = None
-    prompt_cache_breakpoint: None = None
+    text: str
+    annotations: NotRequired[list[object] | None]
+    logprobs: NotRequired[list[object] | None]
+    prompt_cache_breakpoint: NotRequired[None]
 
 
 class InputMessage(StrictBody):
@@ -64,7 +67,7 @@ class InputMessage(StrictBody):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[Many[TextPart], Field(min_length=1)]
     id: str | None = None
     status: ItemStatus | None = None
     phase: Literal["commentary", "final_answer"] | None = None
@@ -99,9 +102,14 @@ class ResponseBody(Sampled):
             "reasoning",
         }
     )
+    MOST: ClassVar[Mapping[str, str | int]] = {
+        **Sampled.MOST,
+        "input": "max_messages",
+        "input[].content": "max_content_parts",
+    }
 
-    input: Annotated[Text | Annotated[list[InputMessage], Field(min_length=1)], BeforeValidator(_known_items)]
-    instructions: Text | None = None
+    input: Annotated[str | Annotated[Many[InputMessage], Field(min_length=1)], BeforeValidator(_known_items)]
+    instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     previous_response_id: str | None = None
     conversation: Annotated[str, BeforeValidator(_its_id)] | None = None
@@ -109,13 +117,13 @@ class ResponseBody(Sampled):
     store: bool | None = None  # type: ignore[assignment]
 
     # Kept with the response, which must be text that can be written down.
-    metadata: dict[Text, Text] | None = None
-    user: Text | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     # Accepted as long as they ask for nothing that this server does not do.
-    include: list[Includable] | None = None
+    include: Many[Includable] | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -137,7 +145,7 @@ def check_response(body: ResponseBody, limits: Limits) -> None:
     check_metadata(body.metadata)
     _check_state(body)
     if not isinstance(body.input, str):
-        check_items(body.input, limits)
+        check_items(body.input)
 
 
 def _check_unsupported(body: ResponseBody) -> None:
@@ -155,9 +163,7 @@ def _check_unsupported(body: ResponseBody) -> None:
 
 def check_metadata(metadata: Mapping[str, str] | None) -> None:
     """Raises 400 for metadata beyond OpenAI's bounds."""
-    pairs = metadata or {}
-    at_most("metadata", len(pairs), MAX_METADATA_PAIRS)
-    for key, value in pairs.items():
+    for key, value in (metadata or {}).items():
         if len(key) > MAX_METADATA_KEY_CHARS:
             message = f"A key of 'metadata' may have at most {MAX_METADATA_KEY_CHARS} characters."
             raise invalid(message, "metadata")
@@ -180,13 +186,11 @@ def _check_state(body: ResponseBody) -> None:
         check_id("conversation", body.conversation, "conv")
 
 
-def check_items(items: list[InputMessage], limits: Limits, field: str = "input") -> None:
-    """Raises 400 for more items or parts than this server takes, and for ids that are none or are there twice."""
-    at_most(field, len(items), limits.max_messages)
+def check_items(items: list[InputMessage], field: str = "input") -> None:
+    """Raises 400 for parts that their role does not have, and for ids that are none or are there twice."""
     seen: set[str] = set()
     for i, item in enumerate(items):
         if not isinstance(item.content, str):
-            at_most(f"{field}[{i}].content", len(item.content), limits.max_content_parts)
             _check_parts(f"{field}[{i}].content", item.role, item.content)
         if item.id is not None:
             check_id(f"{field}[{i}].id", item.id, "msg")
@@ -197,7 +201,7 @@ def check_items(items: list[InputMessage], limits: Limits, field: str = "input")
 
 def _check_parts(field: str, role: str, parts: list[TextPart]) -> None:
     for i, part in enumerate(parts):
-        if part.type == "output_text" and role != "assistant":
+        if part["type"] == "output_text" and role != "assistant":
             message = f"Invalid '{field}[{i}].type': only messages of the assistant have output_text."
             raise invalid(message, f"{field}[{i}].type")
 

@@ -9,12 +9,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote, unquote
 
-import anyio.to_thread
-
-from gateway.limits import OFF_LOOP_BYTES
+from gateway.off_loop import off_loop
 from gateway.store import scripts
 from gateway.store.interface import (
     ALIVE_S,
@@ -64,9 +62,6 @@ TYPES = {
     "replicas": "zset",
     "since": "string",
 }
-
-A = TypeVar("A")
-R = TypeVar("R")
 
 
 class RedisStore:
@@ -136,7 +131,7 @@ class RedisStore:
     async def put_all(self, records: Sequence[tuple[Key, bytes, float]], *, only_new: bool = False) -> None:
         """Records with their times to live; with `only_new`, one that is there already stays as it is."""
         values = [value for _, value, _ in records]
-        packed = await _off_loop(sum(map(len, values)), _pack_all, values)
+        packed = await off_loop(sum(map(len, values)), _pack_all, values)
         commands = [
             self._put(key, value, ttl_s, only_new)
             for (key, _, ttl_s), value in zip(records, packed, strict=True)
@@ -146,7 +141,7 @@ class RedisStore:
         await self._all(commands, *keys)
 
     async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
-        packed = await _off_loop(len(value), pack, value)
+        packed = await off_loop(len(value), pack, value)
         command = self._put(key, packed, ttl_s, True)
         there = await self._value(key, found := await self._one(command, *self._keys_of(key)))
         if found is not None and there is None:
@@ -182,7 +177,7 @@ class RedisStore:
         if packed is None:
             return None
         try:
-            return await _off_loop(len(packed), unpack, packed)
+            return await off_loop(len(packed), unpack, packed)
         except Corrupt:
             self._note_corrupt(key.kind, key.id)
             await self.delete(key)
@@ -423,13 +418,6 @@ class RedisStore:
 
 def _pack_all(values: Sequence[bytes]) -> list[bytes]:
     return [pack(value) for value in values]
-
-
-async def _off_loop(num_bytes: int, work: Callable[[A], R], argument: A) -> R:
-    """In a thread, if there is so much of it that it would hold every stream up."""
-    if num_bytes > OFF_LOOP_BYTES:
-        return await anyio.to_thread.run_sync(work, argument)
-    return work(argument)
 
 
 def _hashed(tenant: str) -> str:

@@ -156,11 +156,18 @@ class SharedStore:
             if value is None and not self._is_known_better(key):
                 raise
             return value
-        self._notice_losses()
+        await self._look_for_losses(key, value)
         if self._is_known_better(key):
             return await self._get_local(key, ttl_s)
         await self._remember(key, value, ttl_s)
         return value
+
+    async def _look_for_losses(self, key: Key, found: bytes | None) -> None:
+        """Redis may have been emptied since the last beat: what it lacks and this process has gives that away."""
+        if found is None and self.local.records.peek(key) is not None:
+            with suppress(StoreUnavailable):
+                await self.remote.beat()
+        self._notice_losses()
 
     def _is_known_better(self, key: Key) -> bool:
         """Whether Redis does not have what is here."""
@@ -192,8 +199,13 @@ class SharedStore:
         if not self._is_known_better(key):
             with suppress(StoreUnavailable):
                 there = await self.remote.add(key, value, ttl_s)
-                await self._remember(key, value if there is None else there, ttl_s)
-                return there
+                await self._look_for_losses(key, there)
+                if not self._is_known_better(key):
+                    await self._remember(key, value if there is None else there, ttl_s)
+                    return there
+                if (ours := await self._get_local(key, None)) is not None:
+                    self._later(key, Pending(ours, self._clock() + ttl_s))
+                    return ours
         there = await self._get_local(key, None)
         if there is None:
             await self.put(key, value, ttl_s)

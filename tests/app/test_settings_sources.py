@@ -13,7 +13,16 @@ from app.errors import OperatorError
 from app.settings import Settings, flag, load_settings
 
 SETTINGS = sorted(set(Settings.model_fields) - {"config"})
-ANY_TEXT = {"model", "served_model_name", "host", "api_keys_file", "cors_origins", "redis_url", "replica"}
+ANY_TEXT = {
+    "model",
+    "served_model_name",
+    "host",
+    "api_keys_file",
+    "allowed_hosts",
+    "cors_origins",
+    "redis_url",
+    "replica",
+}
 """Settings of which any text may be a value."""
 
 # For each setting three values that differ from its default: as text for a flag, a variable and a key of the file.
@@ -23,6 +32,7 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "host": ("::1", "0.0.0.0", "localhost"),
     "port": ("0", "1", "65535"),
     "api_keys_file": ("/one", "/two", "/three"),
+    "allowed_hosts": ("one.example", "two.example", "three.example"),
     "cors_origins": ("http://one", "http://two", "http://three"),
     "dtype": ("float32", "bfloat16", "float16"),
     "kv_dtype": ("float32", "int8", "float16"),

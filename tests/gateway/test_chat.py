@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from engine.planning.request import FinishReason
+from gateway.prefixes import PRIVATE
 from tests.gateway.desk import MODEL, Desk, chat_body, client, events, logprobs, settled
 
 pytestmark = pytest.mark.anyio
@@ -180,3 +181,16 @@ async def test_a_fault_after_the_first_token_is_a_frame_and_the_end() -> None:
     *_, error, done = events(response.text)
     assert error["error"]["code"] == "internal_error"
     assert done == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_private"), [({"store": False}, True), ({}, False), ({"store": None}, False)]
+)
+async def test_what_is_not_to_be_stored_shares_no_blocks(fields: dict[str, Any], is_private: bool) -> None:
+    desk = Desk()
+    async with client(desk.app) as http:
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(**fields)))
+        request = await desk.taken()
+        desk.answer(request, "ok")
+        await asking
+    assert request.salt.endswith(PRIVATE) == is_private

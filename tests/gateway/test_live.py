@@ -130,7 +130,7 @@ def test_a_client_that_leaves_frees_the_engine(live_server: str, model: str, str
     address = urlsplit(live_server)
     body = json.dumps({"model": model, "messages": MESSAGES, "stream": stream, "n": 4, **ENDLESS}).encode()
     head = (
-        "POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+        "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
         f"content-type: application/json\r\ncontent-length: {len(body)}"
     )
     with socket.create_connection((str(address.hostname), int(address.port or 0))) as connection:

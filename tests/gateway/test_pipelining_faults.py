@@ -75,10 +75,12 @@ async def test_a_hang_up_behind_a_pipelined_request_cancels_the_stream() -> None
         assert desk.engine.cancelled == [request.request_id]
 
 
-async def test_an_offered_upgrade_is_passed_over() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line:
+async def test_an_offered_upgrade_is_refused() -> None:
+    async with serving(Desk().app) as url, dialled(url) as line:
         offer = ("connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
+        line.send(get("/health"))
+        assert (await line.answer()).status == 200
         line.send(post("/tokenize", {"prompt": "Hi"}, *offer))
-        answer = await line.answer()
-        assert (answer.status, json.loads(answer.body)["count"]) == (200, 3)
+        refused = await line.answer()
+        assert (refused.status, refused.error["code"]) == (400, "upgrade_not_supported")
+        assert await line.rest() == b""

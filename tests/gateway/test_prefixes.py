@@ -22,6 +22,7 @@ from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
 from gateway.errors import ApiError
 from gateway.prefixes import (
+    PRIVATE,
     PrefixLocator,
     PrefixTracker,
     PrefixWriter,
@@ -282,6 +283,21 @@ async def test_changes_are_written_in_batches_and_kept_while_the_store_is_away()
     await writer.write()
     assert written(store.written) == set(hashes_of(range(12)))
     assert len(store.written) == 3
+
+
+@pytest.mark.parametrize("with_tokens", [True, False])
+async def test_prompts_leave_the_process_only_where_they_may(with_tokens: bool) -> None:
+    """What is resident where is told all the same."""
+    tracker, store = PrefixTracker(), KeptStore()
+    prompts = {salt: stored(range(8), salt) for salt in (b"ann", b"ann" + PRIVATE)}
+    for events in prompts.values():
+        tracker.take(events)
+    await PrefixWriter(tracker, store, with_tokens=with_tokens).write()
+    found = await store.hottest(100)
+    assert {block.salt for block in found if block.token_ids} == ({b"ann"} if with_tokens else set())
+    for salt in prompts:
+        hashes = hashes_of(range(8), salt)
+        assert await store.locate(hashes) == {"local": len(hashes)}
 
 
 async def test_a_store_that_lost_its_memory_is_told_everything_again() -> None:

@@ -26,7 +26,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 def body_of(body_input: Any = "Hi", **fields: Any) -> ResponseBody:
     """A checked body."""
-    body = read(ResponseBody, {"model": MODEL, "input": body_input, **fields})
+    body = read(ResponseBody, {"model": MODEL, "input": body_input, **fields}, Limits())
     check_response(body, Limits())
     return body
 

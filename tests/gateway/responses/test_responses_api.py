@@ -32,7 +32,7 @@ RESPONSES = "/v1/responses"
 
 def app_of(desk: Desk) -> Any:
     intake = Intake(desk.service)
-    routes = [*ResponsesApi(desk.service, intake).routes(), *ConversationsApi(desk.service).routes()]
+    routes = [*ResponsesApi(desk.service, intake).routes(), *ConversationsApi(desk.service, intake).routes()]
     handlers: Any = {ApiError: answer_api_error}
     return ServerSendMiddleware(Starlette(routes=routes, exception_handlers=handlers))
 

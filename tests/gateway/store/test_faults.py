@@ -246,6 +246,33 @@ async def test_a_redis_that_was_emptied_is_found_out_by_the_heartbeat(server: Re
     assert store.num_losses == 1
 
 
+async def test_a_redis_that_was_emptied_is_found_out_by_whoever_asks_first(server: RedisServer) -> None:
+    """What this process has is served, and an idempotency key that was used stays used."""
+    store = SharedStore(MemoryStore(), redis_store(server))
+    key, claim = record("kept"), record("claim", kind="idempotency")
+    await store.beat()
+    await store.put(key, b"value", 60)
+    assert await store.add(claim, b"first", 60) is None
+    await store.flush()
+    server.call("FLUSHALL")
+    assert await store.add(claim, b"second", 60) == b"first"
+    assert await store.get(key) == b"value"
+    await store.flush()
+    other = redis_store(server, replica="b")
+    assert (await other.get(claim), await other.get(key)) == (b"first", b"value")
+
+
+async def test_what_another_replica_deleted_is_not_brought_back(server: RedisServer) -> None:
+    store, other = SharedStore(MemoryStore(), redis_store(server)), redis_store(server, replica="b")
+    claim = record("claim", kind="idempotency")
+    await store.beat()
+    await other.beat()
+    assert await store.add(claim, b"first", 60) is None
+    await other.delete(claim)
+    assert await store.get(claim) is None
+    assert await store.add(claim, b"second", 60) is None
+
+
 async def test_a_deletion_that_redis_did_not_hear_of_holds(server: RedisServer) -> None:
     clock = Clock()
     store, other = shared_store(server, clock), redis_store(server, replica="b")
