@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.buffers import StepBuffers
+from engine.execution.drafter import Drafter
 from engine.execution.graphs import (
     CudaDevice,
     Device,
@@ -91,6 +92,7 @@ class ModelRunner:
             max_model_len=model.max_model_len,
             window=model.config.context_window,
             max_drafts=self._steps.max_drafts,
+            draft=self._steps.drafter,
         )
 
     def launch(self, plan: Plan) -> LaunchedStep:
@@ -121,6 +123,7 @@ class Steps:
         """Sequences whose parameters the sampler cannot serve, and why."""
         self.max_drafts = model.options.max_drafts if model.kernels.team is not None else 0
         """The native kernels compute a row as if it were alone, and the host sees at once what was sampled."""
+        self.drafter = self._drafter()
         self.buffers = model.buffers
         self.passes, self.choices = self._ladders()
         self._warm_up()
@@ -195,6 +198,12 @@ class Steps:
         buffers.show(shape, placed)
         self.passes.run(shape)
         return buffers.logits[: shape.num_rows], buffers.numbers[: shape.num_rows]
+
+    def _drafter(self) -> Drafter | None:
+        model = self.model
+        if model.draft is None or not self.max_drafts:
+            return None
+        return Drafter(model.draft, model.sampler, self.seats.slot_of, model.options.max_batch_tokens)
 
     def _ladders(self) -> tuple[Ladder, dict[Filters, Ladder]]:
         options, buffers = self.model.options, self.buffers

@@ -115,6 +115,11 @@ class Seats:
             self._free.append(seat.slot)
             self._on_leave(seat.slot)
 
+    def slot_of(self, sequence: Sequence) -> int | None:
+        """The sequence's slot; None before its first step, and after it gave way."""
+        seat = self._seat_of.get(sequence)
+        return None if seat is None else seat.slot
+
     def place(self, plan: Plan, shape: StepShape) -> Placed:
         """Gives every sequence of a plan its slot, and sends what the device does not know.
 
