@@ -180,6 +180,7 @@ def _open_draft(
     options = replace(options, quantize_group_size=None)
     files, recipe = open_files(folder), make_recipe(config, options)
     check_tensors(config, files, recipe)
+    say(f"the draft model is {folder}")
     native = replace(native_kernels(kernels.team, kernels.embedding_dtype), kv_dtype=kernels.kv_dtype)
     return _Draft(Checkpoint(config, files, recipe), native, options)
 

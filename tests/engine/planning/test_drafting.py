@@ -131,7 +131,7 @@ COST = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5}
 
 
 def test_what_is_always_wrong_is_not_computed_and_comes_back_when_it_is_right() -> None:
-    tables = BlockTables(512, 4)
+    tables = BlockTables(4096, 4)
     (sequence,) = running(tables, 1, max_tokens=4000)
     drafting = drafting_at(COST)
     num_drafts = []
@@ -145,7 +145,7 @@ def test_what_is_always_wrong_is_not_computed_and_comes_back_when_it_is_right() 
 
 
 def test_a_model_that_is_always_wrong_is_asked_now_and_then_and_comes_back() -> None:
-    tables = BlockTables(512, 4)
+    tables = BlockTables(4096, 4)
     sequences = running(tables, 4, max_tokens=4000)
     model = Echo("draft", cost_s=0.05)
     drafting = drafting_at(COST, model=model)
@@ -164,7 +164,7 @@ def test_a_model_that_is_always_wrong_is_asked_now_and_then_and_comes_back() -> 
 
 
 def test_the_better_proposer_drafts() -> None:
-    tables = BlockTables(512, 4)
+    tables = BlockTables(4096, 4)
     repeating, writing = running(tables, 2, max_tokens=4000)
     lookup, model = Echo("lookup"), Telling([repeating])
     drafting = drafting_at(COST, lookup, model)
