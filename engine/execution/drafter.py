@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -56,43 +57,29 @@ class Drafter:
     @torch.inference_mode()
     def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
         """See `planning.step.DraftRunner`."""
-        batch = _first_batch(chunks, length, self.block_size)
-        hidden = self._draft.decoder(batch)
-        places = [i for i, chunk in enumerate(chunks) if chunk.end == len(chunk.sequence.token_ids)]
+        passes = _Passes(chunks, length, self.block_size)
+        hidden = self._draft.decoder(passes.first)
         found: list[list[int]] = [[] for _ in chunks]
-        if not places:
+        if not passes.places:
             return found
-        sequences = [chunks[i].sequence for i in places]
+        sequences = [chunks[i].sequence for i in passes.places]
         slots = [slot for sequence in sequences if (slot := self._slot_of(sequence)) is not None]
         with self._counts_kept(sequences, slots):
-            drafts = self._write_on(batch, hidden, places, sequences, slots, length)
-        for place, tokens in zip(places, torch.stack(drafts, 1).tolist(), strict=True):
+            drafts = self._write_on(passes, hidden, slots)
+        for place, tokens in zip(passes.places, torch.stack(drafts, 1).tolist(), strict=True):
             found[place] = tokens
         return found
 
-    def _write_on(
-        self,
-        batch: Batch,
-        hidden: Tensor,
-        places: list[int],
-        sequences: list[Sequence],
-        slots: list[int],
-        length: int,
-    ) -> list[Tensor]:
-        """The drafts after the last tokens at these places of a batch: `length` times token ids [P] int32."""
-        chosen_slots, filters = _ints(slots), self._filters(slots)
-        numbers = _ints([sequence.num_output_tokens for sequence in sequences])
-        positions, tables = batch.context_lens, batch.block_tables
-        if len(places) < hidden.shape[0]:
-            hidden, positions, tables = hidden[places], positions[places], tables[places]
-        drafts = [self._choose(hidden, chosen_slots, numbers, filters)]
-        rows = torch.arange(len(places) + 1, dtype=torch.int32)
-        for _ in range(length - 1):
-            context_lens = positions + 1
-            step = Batch(drafts[-1], positions, rows, context_lens, tables, rows[:-1], max_query_len=1)
-            numbers = numbers + 1
-            drafts.append(self._choose(self._draft.decoder(step), chosen_slots, numbers, filters))
-            positions = context_lens
+    def _write_on(self, passes: _Passes, hidden: Tensor, slots: list[int]) -> list[Tensor]:
+        """Token ids [P] int32 of each pass, the first of which has brought these hidden states."""
+        (chosen_slots,), filters = _tensors(slots), self._filters(slots)
+        if len(passes.places) < hidden.shape[0]:
+            hidden = hidden[passes.places]
+        drafts: list[Tensor] = []
+        for number, numbers in enumerate(passes.numbers):
+            if number:
+                hidden = self._draft.decoder(passes.after(number, drafts[-1]))
+            drafts.append(self._choose(hidden, chosen_slots, numbers, filters))
         return drafts
 
     def _choose(self, hidden: Tensor, slots: Tensor, numbers: Tensor, filters: Filters) -> Tensor:
@@ -123,30 +110,61 @@ class Drafter:
             counts[penalised] = before
 
 
-def _first_batch(chunks: list[DraftChunk], length: int, block_size: int) -> Batch:
-    """The tokens of all chunks, with block tables for as many more as are drafted; every chunk samples."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    starts = [0]
-    for chunk in chunks:
-        token_ids += chunk.sequence.token_ids[chunk.start : chunk.end]
-        positions += range(chunk.start, chunk.end)
-        starts.append(len(token_ids))
-    query_starts = _ints(starts)
-    num_blocks = -(-(max([chunk.end for chunk in chunks]) + length) // block_size)
-    return Batch(
-        token_ids=_ints(token_ids),
-        positions=_ints(positions),
-        query_starts=query_starts,
-        context_lens=_ints([chunk.end for chunk in chunks]),
-        block_tables=_ints([_padded(chunk.sequence.block_table, num_blocks) for chunk in chunks]),
-        sample_rows=query_starts[1:] - 1,
-    )
+class _Passes:
+    """The inputs of a pass over chunks, and of those after it, one for each draft but the last.
+
+    Attributes:
+        first: the tokens of all chunks, each of which samples.
+        places: the P chunks that end at the last token of their sequence: the others are not drafted for.
+        numbers: by pass, [P] int32: the output tokens that there are before the one that it brings.
+    """
+
+    def __init__(self, chunks: list[DraftChunk], length: int, block_size: int) -> None:
+        token_ids: list[int] = []
+        positions: list[int] = []
+        starts = [0]
+        for chunk in chunks:
+            token_ids += chunk.sequence.token_ids[chunk.start : chunk.end]
+            positions += range(chunk.start, chunk.end)
+            starts.append(len(token_ids))
+        ends = [chunk.end for chunk in chunks]
+        num_blocks = -(-(max(ends) + length) // block_size)
+        tables = [block for chunk in chunks for block in _padded(chunk.sequence.block_table, num_blocks)]
+        self.places = [i for i, chunk in enumerate(chunks) if chunk.end == len(chunk.sequence.token_ids)]
+        num = len(self.places)
+        lengths = [[ends[i] + number for i in self.places] for number in range(length)]
+        numbers = [
+            [chunks[i].sequence.num_output_tokens + number for i in self.places] for number in range(length)
+        ]
+        tensors = _tensors(
+            token_ids,
+            positions,
+            starts,
+            ends,
+            [start - 1 for start in starts[1:]],
+            tables,
+            range(num + 1),
+            *lengths,
+            *numbers,
+        )
+        token_tensor, position_tensor, start_tensor, end_tensor, rows, table, self._rows = tensors[:7]
+        self._lengths, self.numbers = tensors[7 : 7 + length], tensors[7 + length :]
+        self._tables = table = table.view(len(chunks), num_blocks)
+        if num < len(chunks):
+            self._tables = table[self.places]
+        self.first = Batch(token_tensor, position_tensor, start_tensor, end_tensor, table, rows)
+
+    def after(self, number: int, token_ids: Tensor) -> Batch:
+        """The pass after the first `number`, over the tokens [P] that the one before it brought."""
+        positions, contexts = self._lengths[number - 1 : number + 1]
+        return Batch(token_ids, positions, self._rows, contexts, self._tables, self._rows[:-1])
 
 
 def _padded(blocks: list[int], num: int) -> list[int]:
     return blocks[:num] + [0] * (num - len(blocks))
 
 
-def _ints(values: ListLike[object]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+def _tensors(*parts: ListLike[int]) -> list[Tensor]:
+    """The parts as int32 tensors, which are made at once: that is quicker."""
+    words = torch.tensor(list(chain.from_iterable(parts)), dtype=torch.int32)
+    return list(words.split_with_sizes([len(part) for part in parts]))

@@ -19,7 +19,17 @@ class Pace:
     computing and verifying them. As long as they pay, the turns with them become longer, and else those without.
     """
 
-    __slots__ = ("_kept", "_left", "_num_steps", "_num_tokens", "_plain_rate", "_rest", "_seconds", "drafts")
+    __slots__ = (
+        "_drafted_rate",
+        "_kept",
+        "_left",
+        "_num_steps",
+        "_num_tokens",
+        "_plain_rate",
+        "_rest",
+        "_seconds",
+        "drafts",
+    )
 
     def __init__(self) -> None:
         self.drafts = False
@@ -30,6 +40,8 @@ class Pace:
         """Trials of the next turn with drafts, and of the next one without if that does not pay."""
         self._plain_rate = 0.0
         """Tokens a second without drafts."""
+        self._drafted_rate = 0.0
+        """And with them, since they were found to pay; 0 before their first trial."""
         self._num_steps, self._num_tokens, self._seconds = 0, 0, 0.0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -43,10 +55,12 @@ class Pace:
         self._num_steps, self._num_tokens, self._seconds = 0, 0, 0.0
         if not self.drafts:
             self._plain_rate = (self._plain_rate + rate) / 2 if self._plain_rate else rate
-        elif rate < _GAIN * self._plain_rate:
-            self.drafts, self._left, self._kept = False, self._rest, 1
-            self._rest = min(2 * self._rest, _LONGEST_REST)
-            return
+        else:
+            self._drafted_rate = (self._drafted_rate + rate) / 2 if self._drafted_rate else rate
+            if self._drafted_rate < _GAIN * self._plain_rate:
+                self.drafts, self._left, self._kept = False, self._rest, 1
+                self._rest, self._drafted_rate = min(2 * self._rest, _LONGEST_REST), 0.0
+                return
         self._left -= 1
         if self._left:
             return

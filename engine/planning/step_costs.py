@@ -9,6 +9,8 @@ _FALLING, _RISING = 0.3, 0.03
 """The weights of a step that was quicker, or slower, than those before it."""
 _STALE_STEPS = 256
 """After so many steps of other sizes, what a size took is forgotten."""
+_SURE_STEPS = 3
+"""So many steps of a size have to be seen; before, what is supposed of it is that it costs what its neighbours do."""
 _FREE_TOKENS = 32.0
 """Before it is measured, so many tokens more are supposed to take as long again."""
 
@@ -21,6 +23,7 @@ class _Cost:
     seconds: float
     seen: int
     """The number of the last one."""
+    count: int = 1
 
 
 class StepCosts:
@@ -44,7 +47,10 @@ class StepCosts:
             self._costs[num_tokens.bit_length()] = _Cost(num_tokens, seconds, self._num_steps)
             return
         cost.seen = self._num_steps
+        cost.count += 1
         weight = _FALLING if seconds < cost.seconds else _RISING
+        if cost.count <= _SURE_STEPS:  # the first ones are slow
+            weight = float(seconds < cost.seconds)
         cost.seconds += weight * (seconds - cost.seconds)
         cost.num_tokens += weight * (num_tokens - cost.num_tokens)
 
@@ -62,7 +68,9 @@ class StepCosts:
 
     def _monotone(self) -> list[tuple[float, float]]:
         fresh = [
-            cost for _, cost in sorted(self._costs.items()) if self._num_steps - cost.seen <= _STALE_STEPS
+            cost
+            for _, cost in sorted(self._costs.items())
+            if self._num_steps - cost.seen <= _STALE_STEPS and cost.count >= _SURE_STEPS
         ]
         highest = accumulate((cost.seconds for cost in fresh), max)
         return [(cost.num_tokens, seconds) for cost, seconds in zip(fresh, highest, strict=True)]
