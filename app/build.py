@@ -220,7 +220,9 @@ def _make_runner(folder: Path, options: LoadOptions, draft: Path | None) -> Mode
     def load() -> LoadedModel:
         log.info("loading %s", folder)
         with progress("loading the weights") as show:
-            return load_model(folder, options, log.info, lambda done, total: show(done / max(1, total)), draft)
+            return load_model(
+                folder, options, log.info, lambda done, total: show(done / max(1, total)), draft
+            )
 
     @contextmanager
     def graphs() -> Iterator[Callable[[int, int], None]]:
