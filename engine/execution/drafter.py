@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.batch import Batch
+from engine.kernels.cpu.native import NativeDraft
 from engine.kernels.kv_cache import KVCache
 from engine.kernels.linear import Linear
 from engine.model.transformer import ForwardPass
@@ -32,6 +33,8 @@ class LoadedDraft:
     lm_head: Linear
     kv: KVCache
     """It has as many blocks, of as many tokens, as the target's."""
+    native: NativeDraft | None
+    """All passes in one call; None if its logits are not as many as the target's."""
 
 
 class Drafter:
@@ -58,29 +61,31 @@ class Drafter:
     def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
         """See `planning.step.DraftRunner`."""
         passes = _Passes(chunks, length, self.block_size)
-        hidden = self._draft.decoder(passes.first)
         found: list[list[int]] = [[] for _ in chunks]
         if not passes.places:
+            self._draft.decoder(passes.first)
             return found
         sequences = [chunks[i].sequence for i in passes.places]
         slots = [slot for sequence in sequences if (slot := self._slot_of(sequence)) is not None]
         with self._counts_kept(sequences, slots):
-            drafts = self._write_on(passes, hidden, slots)
-        for place, tokens in zip(passes.places, torch.stack(drafts, 1).tolist(), strict=True):
+            drafts = self._write_on(passes, slots)
+        for place, tokens in zip(passes.places, drafts.T.tolist(), strict=True):
             found[place] = tokens
         return found
 
-    def _write_on(self, passes: _Passes, hidden: Tensor, slots: list[int]) -> list[Tensor]:
-        """Token ids [P] int32 of each pass, the first of which has brought these hidden states."""
+    def _write_on(self, passes: _Passes, slots: list[int]) -> Tensor:
+        """Token ids [length, P] int32 that the passes bring."""
         (chosen_slots,), filters = _tensors(slots), self._filters(slots)
-        if len(passes.places) < hidden.shape[0]:
-            hidden = hidden[passes.places]
+        if self._draft.native is not None:
+            tables = self._sampler.tables
+            return self._draft.native(
+                passes.first, passes.tables, passes.ends, tables, chosen_slots, passes.numbers, filters
+            )
         drafts: list[Tensor] = []
         for number, numbers in enumerate(passes.numbers):
-            if number:
-                hidden = self._draft.decoder(passes.after(number, drafts[-1]))
-            drafts.append(self._choose(hidden, chosen_slots, numbers, filters))
-        return drafts
+            batch = passes.after(number, drafts[-1]) if number else passes.first
+            drafts.append(self._choose(self._draft.decoder(batch), chosen_slots, numbers, filters))
+        return torch.stack(drafts)
 
     def _choose(self, hidden: Tensor, slots: Tensor, numbers: Tensor, filters: Filters) -> Tensor:
         """Token ids [R] int32, by the target's rule."""
@@ -114,9 +119,11 @@ class _Passes:
     """The inputs of a pass over chunks, and of those after it, one for each draft but the last.
 
     Attributes:
-        first: the tokens of all chunks, each of which samples.
         places: the P chunks that end at the last token of their sequence: the others are not drafted for.
-        numbers: by pass, [P] int32: the output tokens that there are before the one that it brings.
+        first: the tokens of all chunks; P of them sample.
+        tables: [P, max blocks] int32, their blocks.
+        ends: [length, P] int32: the tokens that there are before each draft.
+        numbers: [length, P] int32: the output tokens among them.
     """
 
     def __init__(self, chunks: list[DraftChunk], length: int, block_size: int) -> None:
@@ -127,37 +134,27 @@ class _Passes:
             token_ids += chunk.sequence.token_ids[chunk.start : chunk.end]
             positions += range(chunk.start, chunk.end)
             starts.append(len(token_ids))
-        ends = [chunk.end for chunk in chunks]
-        num_blocks = -(-(max(ends) + length) // block_size)
-        tables = [block for chunk in chunks for block in _padded(chunk.sequence.block_table, num_blocks)]
-        self.places = [i for i, chunk in enumerate(chunks) if chunk.end == len(chunk.sequence.token_ids)]
-        num = len(self.places)
-        lengths = [[ends[i] + number for i in self.places] for number in range(length)]
-        numbers = [
-            [chunks[i].sequence.num_output_tokens + number for i in self.places] for number in range(length)
-        ]
-        tensors = _tensors(
-            token_ids,
-            positions,
-            starts,
-            ends,
-            [start - 1 for start in starts[1:]],
-            tables,
-            range(num + 1),
-            *lengths,
-            *numbers,
-        )
-        token_tensor, position_tensor, start_tensor, end_tensor, rows, table, self._rows = tensors[:7]
-        self._lengths, self.numbers = tensors[7 : 7 + length], tensors[7 + length :]
-        self._tables = table = table.view(len(chunks), num_blocks)
-        if num < len(chunks):
-            self._tables = table[self.places]
-        self.first = Batch(token_tensor, position_tensor, start_tensor, end_tensor, table, rows)
+        contexts = [chunk.end for chunk in chunks]
+        num_blocks = -(-(max(contexts) + length) // block_size)
+        blocks = [block for chunk in chunks for block in _padded(chunk.sequence.block_table, num_blocks)]
+        places = [i for i, chunk in enumerate(chunks) if chunk.end == len(chunk.sequence.token_ids)]
+        num_outputs = [chunks[i].sequence.num_output_tokens for i in places]
+        ends = [contexts[i] + number for number in range(length) for i in places]
+        numbers = [num + number for number in range(length) for num in num_outputs]
+        rows = [starts[i + 1] - 1 for i in places]
+        tensors = _tensors(blocks, ends, numbers, token_ids, positions, starts, contexts, rows)
+        tables = tensors[0].view(len(chunks), num_blocks)
+        self.places = places
+        token_tensor, position_tensor, start_tensor, context_tensor, row_tensor = tensors[3:]
+        self.first = Batch(token_tensor, position_tensor, start_tensor, context_tensor, tables, row_tensor)
+        self.tables = tables if len(places) == len(chunks) else tables[places]
+        self.ends, self.numbers = (tensor.view(length, len(places)) for tensor in tensors[1:3])
 
     def after(self, number: int, token_ids: Tensor) -> Batch:
         """The pass after the first `number`, over the tokens [P] that the one before it brought."""
-        positions, contexts = self._lengths[number - 1 : number + 1]
-        return Batch(token_ids, positions, self._rows, contexts, self._tables, self._rows[:-1])
+        rows = torch.arange(len(self.places) + 1, dtype=torch.int32)
+        positions, contexts = self.ends[number - 1], self.ends[number]
+        return Batch(token_ids, positions, rows, contexts, self.tables, rows[:-1])
 
 
 def _padded(blocks: list[int], num: int) -> list[int]:

@@ -21,7 +21,7 @@ from engine.execution.memory import (
     plan_memory,
     weight_bytes,
 )
-from engine.kernels.cpu.native import NativeUnavailable
+from engine.kernels.cpu.native import NativeDecoder, NativeDraft, NativeUnavailable, PackedLinear
 from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
@@ -133,6 +133,7 @@ class _Draft:
     """A draft model that can be loaded."""
 
     source: Checkpoint
+    target: ModelConfig
     kernels: Kernels
     options: LoadOptions
 
@@ -153,9 +154,13 @@ class _Draft:
         longest = (
             max_model_len + self.options.max_drafts
         )  # what is drafted beyond the end is of no use, and no harm
-        return LoadedDraft(
-            decoder=make_decoder(config, weights, kernels, kv, longest), lm_head=weights.lm_head, kv=kv
-        )
+        decoder, lm_head = make_decoder(config, weights, kernels, kv, longest), weights.lm_head
+        assert kernels.team is not None
+        assert isinstance(decoder, NativeDecoder)
+        assert isinstance(lm_head, PackedLinear)
+        is_whole = lm_head.out_features == self.target.vocab_size
+        native = NativeDraft(kernels.team, decoder, lm_head) if is_whole else None
+        return LoadedDraft(decoder=decoder, lm_head=lm_head, kv=kv, native=native)
 
 
 def _open_draft(
@@ -182,7 +187,7 @@ def _open_draft(
     check_tensors(config, files, recipe)
     say(f"the draft model is {folder}")
     native = replace(native_kernels(kernels.team, kernels.embedding_dtype), kv_dtype=kernels.kv_dtype)
-    return _Draft(Checkpoint(config, files, recipe), native, options)
+    return _Draft(Checkpoint(config, files, recipe), target, native, options)
 
 
 def _kernels_text(kernels: Kernels) -> str:

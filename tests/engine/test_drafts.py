@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from engine.execution.drafter import Drafter
 from engine.planning.draft_model import DraftModel
 from engine.planning.drafting import Proposer
 from engine.planning.lookup import Lookup
@@ -216,6 +217,20 @@ def test_what_the_draft_knows_survives_whatever_becomes_of_blocks(twin: Driver) 
         assert run(twin, requests, None, model=draft_model(twin), **how) == expected, how
         found = count(twin, "draft")
         assert found.num_accepted == found.num_drafted > 10, how
+
+
+def test_long_prompts_and_logits_of_another_number(twin: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of few tokens, and each of them by itself."""
+    runner = twin.facts.draft
+    assert isinstance(runner, Drafter)
+    monkeypatch.setattr(runner, "max_tokens", 9)
+    monkeypatch.setattr(runner, "_draft", replace(runner._draft, native=None))
+    for setting in ("cool", "penalties", "top-p"):
+        requests = requests_of(SETTINGS[setting])
+        expected = run(twin, requests, None)
+        assert run(twin, requests, None, model=draft_model(twin)) == expected
+        found = count(twin, "draft")
+        assert found.num_accepted == found.num_drafted > 10
 
 
 def test_prompts_that_others_computed_need_not_be_computed_again(twin: Driver) -> None:
