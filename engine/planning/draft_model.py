@@ -51,7 +51,7 @@ class DraftModel:
         self._runner = runner
         self._clock = clock
         self._costs = StepCosts()
-        """Of one pass."""
+        """Of one pass; what the host does for all of them takes about as long as one more."""
         self._progress: dict[Sequence, _Progress] = {}
         self._contents: dict[int, bytes] = {}
         """By block: the hash of the tokens whose KV the draft has in it."""
@@ -78,7 +78,7 @@ class DraftModel:
         started = self._clock()
         drafted = self._runner.draft(chunks, length)
         if not num_late:
-            self._costs.observe(len(chunks), (self._clock() - started) / length)
+            self._costs.observe(len(chunks), (self._clock() - started) / (length + 1))
         for place, chunk, drafts in zip(places, chunks, drafted, strict=True):
             progress = self._progress[chunk.sequence]
             progress.num_computed = chunk.end
@@ -88,7 +88,7 @@ class DraftModel:
 
     def seconds(self, num_sequences: int, length: int) -> float:
         """What drafting takes where there is nothing to catch up."""
-        return length * self._costs.seconds(num_sequences)
+        return (length + 1) * self._costs.seconds(num_sequences)
 
     def forget(self, sequence: Sequence) -> None:
         self._progress.pop(sequence, None)

@@ -174,7 +174,7 @@ class Drafting:
         key = num_sampling.bit_length()
         pace = self._paces.get(key)
         if pace is None:
-            pace = self._paces[key] = Pace()
+            pace = self._paces[key] = Pace(num_sampling)
         return pace
 
     def _may_pay(self, plan: Plan, num_sampling: int) -> bool:
