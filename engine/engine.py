@@ -215,8 +215,8 @@ class Engine:
         facts = self._facts
         if not facts.max_drafts:
             return None
-        model = None if facts.draft is None else DraftModel(facts.draft)
-        return Drafting(Lookup(), facts.max_drafts, model)
+        model = None if facts.draft is None else DraftModel(facts.draft, self._clock)
+        return Drafting(Lookup(), facts.max_drafts, model, self._clock)
 
     def _turn(self, scheduler: Scheduler) -> None:
         """Launches a step and waits for the one before, or waits for work."""

@@ -13,7 +13,16 @@ from app.errors import OperatorError
 from app.settings import Settings, flag, load_settings
 
 SETTINGS = sorted(set(Settings.model_fields) - {"config"})
-ANY_TEXT = {"model", "served_model_name", "host", "api_keys_file", "cors_origins", "redis_url", "replica"}
+ANY_TEXT = {
+    "draft",
+    "model",
+    "served_model_name",
+    "host",
+    "api_keys_file",
+    "cors_origins",
+    "redis_url",
+    "replica",
+}
 """Settings of which any text may be a value."""
 
 # For each setting three values that differ from its default: as text for a flag, a variable and a key of the file.
