@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from jinja2 import TemplateSyntaxError
 from starlette.types import ASGIApp
 
-from app.checkpoint import created, find_checkpoint, fingerprint, model_name
+from app.checkpoint import created, find_checkpoint, find_draft, fingerprint, model_name
 from app.errors import OperatorError
 from app.keys import KeyFile, weights_of
 from app.log import log, progress
@@ -26,10 +26,12 @@ from engine.engine import Engine, EngineState
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
 from engine.model.config import MAX_DRAFTS, LoadOptions, ModelConfig
+from engine.model.drafts import check_draft, check_vocabularies
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
 from engine.planning.stopping import TextSink
+from engine.planning.tokenizer import Tokenizer
 from gateway.app import create_app
 from gateway.hosts import LOOPBACK_HOSTS
 from gateway.service import SamplingDefaults, Service, ServiceOptions
@@ -123,12 +125,13 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
     options = load_options(settings)
+    draft = _find_draft(settings, config, tokenizer)
     lanes = settings.lanes
     queue = LaneQueue(threading.Lock(), lanes, weights=weights_of(clients.values()))
     outbox = Outbox()
     sink = TextSink(tokenizer, config.eos_token_ids)
     engine = Engine(
-        lambda: _make_runner(folder, options),
+        lambda: _make_runner(folder, options, draft),
         queue,
         sink,
         _limits(settings, config),
@@ -163,6 +166,23 @@ def _allowed_hosts(settings: Settings, is_open: bool) -> tuple[str, ...]:
     if settings.allowed_hosts or is_open or settings.api_keys_file is not None:
         return settings.allowed_hosts
     return (*LOOPBACK_HOSTS, settings.host)
+
+
+def _find_draft(settings: Settings, config: ModelConfig, tokenizer: Tokenizer) -> Path | None:
+    """The draft model's checkpoint; None without one.
+
+    Raises:
+        OperatorError: there is no such checkpoint, or its model cannot draft for the one that is served.
+    """
+    folder = None if settings.no_speculation else find_draft(settings.draft, settings.model)
+    if folder is None:
+        return None
+    try:
+        check_draft(config, read_config(folder), settings.max_model_len or config.max_position)
+        check_vocabularies(tokenizer, read_tokenizer(folder))
+    except CheckpointError as error:
+        raise OperatorError(f"--draft {settings.draft or folder}: {error}") from None
+    return folder
 
 
 def load_options(settings: Settings) -> LoadOptions:
@@ -201,7 +221,7 @@ def _sampling_defaults(folder: Path) -> SamplingDefaults:
     return SamplingDefaults(**{k: v for k, v in recommended.items() if k in known and v is not None})
 
 
-def _make_runner(folder: Path, options: LoadOptions) -> ModelRunner:
+def _make_runner(folder: Path, options: LoadOptions, draft: Path | None) -> ModelRunner:
     """Called on the step thread: importing torch takes seconds, and belongs there."""
     log.info("loading torch")
     from engine.execution.loader import LoadedModel, load_model
@@ -210,7 +230,9 @@ def _make_runner(folder: Path, options: LoadOptions) -> ModelRunner:
     def load() -> LoadedModel:
         log.info("loading %s", folder)
         with progress("loading the weights") as show:
-            return load_model(folder, options, log.info, lambda done, total: show(done / max(1, total)))
+            return load_model(
+                folder, options, log.info, lambda done, total: show(done / max(1, total)), draft
+            )
 
     @contextmanager
     def graphs() -> Iterator[Callable[[int, int], None]]:

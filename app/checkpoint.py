@@ -11,6 +11,7 @@ from app.errors import OperatorError
 from engine.model.gguf.container import SUFFIX, is_gguf, read_header
 
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
+DEMO_DRAFT = Path(__file__).parent / "demo" / "draft"
 DEMO_NAME = "penstock-demo"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -54,6 +55,19 @@ def find_checkpoint(model: str | None, argument: str = "--model") -> Path:
     if not path.is_file():
         raise OperatorError(f"{argument} {model}: there is no file {path}")
     return path
+
+
+def find_draft(draft: str | None, model: str | None) -> Path | None:
+    """The checkpoint of the draft model, found as the model itself is; None if there is to be none.
+
+    Raises:
+        OperatorError: there is none, or it lacks a file.
+    """
+    if draft == "none":
+        return None
+    if draft is not None:
+        return find_checkpoint(draft, "--draft")
+    return check_files(DEMO_DRAFT, "the draft of the demo model") if model is None else None
 
 
 def check_files(folder: Path, name: str) -> Path:

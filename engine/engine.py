@@ -19,10 +19,11 @@ from functools import partial
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import PoolViolation
+from engine.planning.draft_model import DraftModel
 from engine.planning.drafting import Drafting
 from engine.planning.lookup import Lookup
 from engine.planning.prefix_events import PrefixLog
-from engine.planning.request import Output
+from engine.planning.request import DraftCount, Output
 from engine.planning.scheduler import Counters, Scheduler, SchedulerLimits, TokenSink
 from engine.planning.step import (
     DeviceError,
@@ -208,8 +209,14 @@ class Engine:
             max_batch_tokens=min(self._limits.max_batch_tokens, self._facts.max_batch_tokens),
             max_model_len=min(self._limits.max_model_len, self._facts.max_model_len),
         )
-        drafting = Drafting(Lookup(), self._facts.max_drafts) if self._facts.max_drafts else None
-        return Scheduler(self._queue, tables, self._sink, limits, drafting)
+        return Scheduler(self._queue, tables, self._sink, limits, self._new_drafting())
+
+    def _new_drafting(self) -> Drafting | None:
+        facts = self._facts
+        if not facts.max_drafts:
+            return None
+        model = None if facts.draft is None else DraftModel(facts.draft, self._clock)
+        return Drafting(Lookup(), facts.max_drafts, model, self._clock)
 
     def _turn(self, scheduler: Scheduler) -> None:
         """Launches a step and waits for the one before, or waits for work."""
@@ -271,14 +278,16 @@ class Engine:
         """Delivers a report of the step that ended, with everything that was not delivered before."""
         now = self.last_progress_s = self._ended_s = self._clock()
         num_decode = sum(1 for c in plan.chunks if c.start >= c.sequence.num_prompt_tokens)
-        num_draft = sum(len(c.drafts) for c in plan.chunks)
-        num_prefill = plan.num_tokens - num_decode - num_draft
+        num_drafts = sum(len(c.drafts) for c in plan.chunks)
+        num_prefill = plan.num_tokens - num_decode - num_drafts
         if plan.chunks:
             self._queue.observe(self._load(scheduler, plan, num_prefill, now - started))
         counters, before = scheduler.counters, self._reported
-        num_accepted = counters.num_accepted_tokens - before.num_accepted_tokens
-        if scheduler.drafting is not None and plan.chunks and error is None:
-            scheduler.drafting.observe(plan, num_accepted, now - started)
+        drafting, failed = scheduler.drafting, list[str]()
+        if drafting is not None:
+            failed, drafting.failed = drafting.failed, []
+            if plan.chunks and error is None:
+                drafting.observe(plan, now - started)
         self._deliver(
             StepReport(
                 outputs=self._undelivered,
@@ -286,8 +295,8 @@ class Engine:
                 duration_s=now - started,
                 num_prefill_tokens=num_prefill,
                 num_decode_tokens=num_decode,
-                num_draft_tokens=num_draft,
-                num_accepted_tokens=num_accepted,
+                drafts=_drafts(plan) if num_drafts else {},
+                failed_proposers=failed,
                 num_running=len(scheduler.running),
                 num_waiting=len(scheduler.waiting),
                 num_blocks=scheduler.tables.pool.num_blocks - 1,
@@ -360,6 +369,17 @@ class Engine:
             self._on_state(state)
         except Exception:
             log.exception("whoever is told of the state raised; going on")
+
+
+def _drafts(plan: Plan) -> dict[str, DraftCount]:
+    """By proposer, the drafts of a step that came back."""
+    found: dict[str, DraftCount] = {}
+    for chunk in plan.chunks:
+        if chunk.drafts:
+            count = found.setdefault(chunk.proposer, DraftCount())
+            count.num_drafted += len(chunk.drafts)
+            count.num_accepted += chunk.num_accepted
+    return found
 
 
 def _raise(error: Exception) -> StepResult:

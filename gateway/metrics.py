@@ -226,10 +226,16 @@ class Metrics:
         )
 
         self.draft_tokens = Counter(
-            "penstock_draft_tokens", "Tokens that were guessed and verified.", registry=registry
+            "penstock_draft_tokens", "Tokens that were guessed and verified.", ["proposer"], registry=registry
         )
         self.accepted_tokens = Counter(
-            "penstock_accepted_tokens", "Guessed tokens that were right.", registry=registry
+            "penstock_accepted_tokens", "Guessed tokens that were right.", ["proposer"], registry=registry
+        )
+        self.failed_proposers = Counter(
+            "penstock_failed_proposers",
+            "Proposers of drafts that failed and are off.",
+            ["proposer"],
+            registry=registry,
         )
 
     def note_step(self, report: StepReport, num_output_tokens: int) -> None:
@@ -239,8 +245,11 @@ class Metrics:
         self.step_tokens.observe(report.num_prefill_tokens + report.num_decode_tokens)
         self.prefill_tokens.inc(report.num_prefill_tokens)
         self.output_tokens.inc(num_output_tokens)
-        self.draft_tokens.inc(report.num_draft_tokens)
-        self.accepted_tokens.inc(report.num_accepted_tokens)
+        for proposer, count in report.drafts.items():
+            self.draft_tokens.labels(proposer).inc(count.num_drafted)
+            self.accepted_tokens.labels(proposer).inc(count.num_accepted)
+        for proposer in report.failed_proposers:
+            self.failed_proposers.labels(proposer).inc()
         self.preemptions.inc(report.num_preemptions)
         self.prefix_queries.inc(report.num_prefix_query_tokens)
         self.prefix_hits.inc(report.num_prefix_hit_tokens)
@@ -257,8 +266,9 @@ class Metrics:
         ended_s = report.started_s + report.duration_s
         if self._last_step_end_s is not None and report.num_decode_tokens:
             self.inter_token.observe(ended_s - self._last_step_end_s, report.num_decode_tokens)
-            if report.num_accepted_tokens:
-                self.inter_token.observe(0.0, report.num_accepted_tokens)
+            num_accepted = sum(count.num_accepted for count in report.drafts.values())
+            if num_accepted:
+                self.inter_token.observe(0.0, num_accepted)
         self._last_step_end_s = ended_s
 
     def note_admitted(self, lane: Lane, num_prompt_tokens: int) -> None:

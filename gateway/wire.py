@@ -87,6 +87,7 @@ def timings_json(
 ) -> dict[str, object]:
     """Where the time went; over several choices: the first token's wait, the mean pace, and the sums of the counts."""
     first = min(timings, key=lambda t: t.first_token_s)
+    drafts = _drafts(timings)
     paces = [pace for t in timings if (pace := seconds_per_output_token(t)) is not None]
     return {
         "queue_ms": _ms(first.scheduled_s - first.arrival_s),
@@ -96,10 +97,24 @@ def timings_json(
         "prompt_tokens": usage.prompt_tokens,
         "predicted_ttft_ms": None if predicted_ttft_s is None else _ms(predicted_ttft_s),
         "preemptions": sum(t.num_preemptions for t in timings),
-        "draft_tokens": sum(t.num_draft_tokens for t in timings),
-        "accepted_tokens": sum(t.num_accepted_tokens for t in timings),
+        "draft_tokens": sum(drafted for drafted, _ in drafts.values()),
+        "accepted_tokens": sum(accepted for _, accepted in drafts.values()),
+        "drafts": {
+            name: {"draft_tokens": drafted, "accepted_tokens": accepted}
+            for name, (drafted, accepted) in sorted(drafts.items())
+        },
         "lane": lane.label,
     }
+
+
+def _drafts(timings: list[Timings]) -> dict[str, tuple[int, int]]:
+    """By proposer: drafts, and the right ones among them."""
+    sums: dict[str, tuple[int, int]] = {}
+    for choice in timings:
+        for name, count in choice.drafts.items():
+            drafted, accepted = sums.get(name, (0, 0))
+            sums[name] = drafted + count.num_drafted, accepted + count.num_accepted
+    return sums
 
 
 def seconds_per_output_token(timings: Timings) -> float | None:

@@ -51,6 +51,8 @@ class Answer:
     status: int = 0
     """Of HTTP; 0 if there was no answer."""
     predicted_ttft_s: float | None = None
+    drafts: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By proposer, the drafts that were verified and those that were right, as the server tells."""
 
     @property
     def was_refused(self) -> bool:
@@ -158,8 +160,10 @@ def _read_frame(frame: dict[str, object], time_s: float, answer: Answer) -> None
         answer.error = json.dumps(frame["error"])
     usage, choices = frame.get("usage"), frame.get("choices")
     timings = frame.get("timings")
-    if isinstance(timings, dict) and timings.get("predicted_ttft_ms"):
-        answer.predicted_ttft_s = timings["predicted_ttft_ms"] / 1000
+    if isinstance(timings, dict):
+        answer.drafts = timings.get("drafts") or {}
+        if timings.get("predicted_ttft_ms"):
+            answer.predicted_ttft_s = timings["predicted_ttft_ms"] / 1000
     if isinstance(usage, dict):
         answer.num_prompt_tokens = usage["prompt_tokens"]
         answer.num_output_tokens = usage["completion_tokens"]

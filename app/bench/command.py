@@ -30,12 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         choices=("int8", "int4"),
-        help="as of `penstock serve`, for linear, http, prefix, loop, workloads and parts",
+        help="as of `penstock serve`, for linear, http, prefix, loop, drafts, workloads and parts",
     )
     parser.add_argument(
         "--kv-dtype",
         choices=("auto", "float16", "bfloat16", "float32", "int8"),
-        help="as of `penstock serve`, for http, prefix, loop, workloads and parts",
+        help="as of `penstock serve`, for http, prefix, loop, drafts, workloads and parts",
     )
     parser.add_argument(
         "--only",

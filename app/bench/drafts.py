@@ -16,7 +16,22 @@ from app.bench.workloads import completion
 STREAMS = (1, 8, 32)
 OUTPUT_TOKENS = 256
 TURNS = 3
-_PERIOD, _PROMPT_TOKENS = 24, 192
+HEROES = (
+    "fox",
+    "robot",
+    "dragon",
+    "mouse",
+    "queen",
+    "baker",
+    "sailor",
+    "owl",
+    "wizard",
+    "cat",
+    "bear",
+    "painter",
+)
+PLACES = ("harbour", "forest", "castle", "desert", "village", "library", "mountain")
+_PERIOD, _PROMPT_TOKENS, _STORIES = 24, 192, 4
 
 Row = dict[str, Any]
 
@@ -31,11 +46,13 @@ class DraftsBench:
     token_ids: Sequence[int]
     """That prompts are made of."""
     quick: bool
+    tells_stories: bool = False
+    """The model tells the stories of the demo model."""
 
     def measure(self) -> list[Row]:
         return [
             self._compared(text, temperature, streams)
-            for text in ("again", "repeating", "random")
+            for text in (*(("stories",) if self.tells_stories else ()), "again", "repeating", "random")
             for temperature in (0.0, 0.8)
             for streams in STREAMS
         ]
@@ -43,11 +60,14 @@ class DraftsBench:
     def _compared(self, text: str, temperature: float, streams: int) -> Row:
         """One workload; every turn sends both servers the same prompts, new ones unless they are to come again."""
         rates: dict[str, list[float]] = {"with": [], "without": []}
+        drafts: dict[str, list[int]] = {}
         num_turns = 1 if self.quick else TURNS
         for turn in range(num_turns + (text == "again")):
             bodies = self._bodies(text, temperature, streams, 0 if text == "again" else turn)
             for name, server in (("with", self.drafting), ("without", self.plain)):
-                rates[name].append(self._tokens_per_s(server, bodies))
+                answers = self._answers(server, bodies)
+                rates[name].append(summarise(answers, streams).tokens_per_s)
+                _count(drafts, answers)
         if text == "again":  # the first time does not count
             rates = {name: found[1:] for name, found in rates.items()}
         with_drafts, without = median(rates["with"]), median(rates["without"])
@@ -58,6 +78,7 @@ class DraftsBench:
             "tokens_per_s": with_drafts,
             "without": without,
             "ratio": with_drafts / without,
+            "drafts": drafts,
         }
 
     def _bodies(
@@ -65,6 +86,8 @@ class DraftsBench:
     ) -> list[list[dict[str, object]]]:
         source = random.Random(f"{text} {temperature} {streams} {turn}")
         length = OUTPUT_TOKENS // 8 if self.quick else OUTPUT_TOKENS
+        if text == "stories":
+            return [[_story(source, temperature, length) for _ in range(_STORIES)] for _ in range(streams)]
         found = []
         for number in range(streams):
             period = _PERIOD if text == "repeating" else _PROMPT_TOKENS
@@ -73,7 +96,30 @@ class DraftsBench:
             found.append([{**body, "temperature": temperature, "seed": number}])
         return found
 
-    def _tokens_per_s(self, server: ServerProcess, bodies: list[list[dict[str, object]]]) -> float:
-        job = asdict(Job(server.host, server.port, "/v1/completions", bodies))
-        answers = [Answer(**answer) for answer in self.run_module("client", job)["answers"]]
-        return summarise(answers, len(bodies)).tokens_per_s
+    def _answers(self, server: ServerProcess, bodies: list[list[dict[str, object]]]) -> list[Answer]:
+        path = "/v1/chat/completions" if "messages" in bodies[0][0] else "/v1/completions"
+        job = asdict(Job(server.host, server.port, path, bodies))
+        return [Answer(**answer) for answer in self.run_module("client", job)["answers"]]
+
+
+def _story(source: random.Random, temperature: float, length: int) -> dict[str, object]:
+    """A request for one of the stories that the demo model tells, to its end."""
+    hero, place = source.choice(HEROES), source.choice(PLACES)
+    body = completion("bench", [], length)
+    del body["prompt"], body["ignore_eos"]
+    question = f"Tell me a story about a {hero} in a {place}."
+    return {
+        **body,
+        "messages": [{"role": "user", "content": question}],
+        "temperature": temperature,
+        "seed": source.randrange(1 << 30),
+    }
+
+
+def _count(drafts: dict[str, list[int]], answers: Sequence[Answer]) -> None:
+    """Adds up by proposer how many drafts there were, and how many were right."""
+    for answer in answers:
+        for name, count in answer.drafts.items():
+            sums = drafts.setdefault(name, [0, 0])
+            sums[0] += count["draft_tokens"]
+            sums[1] += count["accepted_tokens"]

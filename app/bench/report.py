@@ -46,7 +46,7 @@ def print_report(results: Row) -> None:
 
 
 def _print_drafts(rows: list[Row]) -> None:
-    head = ["drafts: model, text, temperature, streams", "tok/s", "without", "ratio"]
+    head = ["drafts: model, text, temperature, streams", "tok/s", "without", "ratio", "right of drafts"]
     print()
     print(
         table(
@@ -57,6 +57,10 @@ def _print_drafts(rows: list[Row]) -> None:
                     number(row["tokens_per_s"]),
                     number(row["without"]),
                     f"{row['ratio']:.2f}",
+                    ", ".join(
+                        f"{name} {right / drafted:.0%} of {drafted}"
+                        for name, (drafted, right) in row["drafts"].items()
+                    ),
                 ]
                 for row in rows
             ],

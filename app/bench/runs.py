@@ -30,7 +30,7 @@ from app.bench.server_process import ServerFailed, ServerProcess
 from app.bench.statistics import number, percentile, rate_until, summarise
 from app.bench.store import StoreBench
 from app.bench.workloads import WORKLOADS, Workload
-from app.checkpoint import DEMO_MODEL
+from app.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from app.errors import OperatorError
 from app.settings import num_cores
 
@@ -74,7 +74,7 @@ def run_parts(options: argparse.Namespace) -> Row:
     if "promise" in options.only:
         results["promise"] = _promise(options.quick)
     if "drafts" in options.only:
-        results["drafts"] = [row for subject in subjects for row in _drafts(subject, options.quick)]
+        results["drafts"] = [row for subject in subjects for row in _drafts(subject, options)]
     if "store" in options.only:
         results["store"] = _store(subjects, options.quick)
     print_report(results)
@@ -258,11 +258,20 @@ def _linear(subject: Subject, dtype: str, options: argparse.Namespace) -> list[R
     ]
 
 
-def _drafts(subject: Subject, quick: bool) -> list[Row]:
-    with _server(subject, "auto", drafts=True) as drafting, _server(subject, "auto") as plain:
+def _drafts(subject: Subject, options: argparse.Namespace) -> list[Row]:
+    """The demo model has its draft model, other models have the lookup alone."""
+    types, is_demo = _type_arguments(options), subject.path == DEMO_MODEL
+    model = ["--draft", str(DEMO_DRAFT)] if is_demo else []
+    with (
+        _server(subject, "auto", [*types, *model], drafts=True) as drafting,
+        _server(subject, "auto", types) as plain,
+    ):
         _say(f"{subject.name}: the same requests with drafts and without, in turns")
-        rows = DraftsBench(drafting, plain, _run_module, subject.token_ids, quick).measure()
-    return [{"model": subject.name, **row} for row in rows]
+        bench = DraftsBench(
+            drafting, plain, _run_module, subject.token_ids, options.quick, tells_stories=is_demo
+        )
+        rows = bench.measure()
+    return [{"model": " ".join([subject.name, *types]), **row} for row in rows]
 
 
 def _server(subject: Subject, dtype: str, more: Sequence[str] = (), *, drafts: bool = False) -> ServerProcess:

@@ -10,14 +10,26 @@ import torch
 
 from engine.errors import CheckpointError
 from engine.execution.buffers import StepBuffers
-from engine.execution.memory import Budget, MemoryPlan, budget, largest_batches, measure_steps, plan_memory
+from engine.execution.drafter import LoadedDraft
+from engine.execution.memory import (
+    Budget,
+    DraftSize,
+    MemoryPlan,
+    budget,
+    largest_batches,
+    measure_steps,
+    plan_memory,
+    weight_bytes,
+)
+from engine.kernels.cpu.native import NativeDecoder, NativeDraft, NativeUnavailable, PackedLinear
 from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
-from engine.kernels.select import select
+from engine.kernels.select import check_native, native_kernels, select
 from engine.kernels.sequence_table import SequenceTable
 from engine.model.checkpoint import read_config
 from engine.model.config import LoadOptions, ModelConfig
+from engine.model.drafts import check_draft
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from engine.model.files import open_files
 from engine.model.parameters import Weights
@@ -49,10 +61,15 @@ class LoadedModel:
     buffers: StepBuffers | None
     """None if no steps are captured."""
     memory: MemoryPlan
+    draft: LoadedDraft | None = None
 
 
 def load_model(
-    folder: Path, options: LoadOptions, say: Callable[[str], None], progress: Progress
+    folder: Path,
+    options: LoadOptions,
+    say: Callable[[str], None],
+    progress: Progress,
+    draft: Path | None = None,
 ) -> LoadedModel:
     """Loads the checkpoint in a folder.
 
@@ -60,6 +77,7 @@ def load_model(
         folder: a directory with config.json and safetensors files, or a GGUF file.
         say: is told lines for the operator: what memory the model takes, before it is taken; what could be faster.
         progress: is told bytes read and bytes in all.
+        draft: the checkpoint of a draft model; it is loaded as the model is, if drafts can be verified here.
 
     Raises:
         CheckpointError: the checkpoint is missing, broken or not supported, has fewer positions than asked for, or
@@ -76,7 +94,10 @@ def load_model(
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
     kernels = replace(kernels, kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device))
     limits = budget(device, options)
-    memory = plan_memory(config, kernels, options, limits, recipe=recipe)
+    companion = None if draft is None else _open_draft(draft, config, kernels, options, say)
+    memory = plan_memory(
+        config, kernels, options, limits, recipe=recipe, draft=None if companion is None else companion.size
+    )
     say(_kernels_text(kernels))
     say(memory.text)
     most = _most_tokens(memory)
@@ -103,7 +124,70 @@ def load_model(
         sampler=sampler,
         buffers=buffers,
         memory=memory,
+        draft=None if companion is None else companion.load(memory.num_blocks, max_model_len),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Draft:
+    """A draft model that can be loaded."""
+
+    source: Checkpoint
+    target: ModelConfig
+    kernels: Kernels
+    options: LoadOptions
+
+    @property
+    def size(self) -> DraftSize:
+        config, kernels = self.source.config, self.kernels
+        return DraftSize(
+            weight_bytes(config, kernels.embedding_dtype, self.source.recipe, kernels.packs),
+            KVShape.of(config, self.options.block_size).block_bytes(kernels.kv_dtype),
+        )
+
+    def load(self, num_blocks: int, max_model_len: int) -> LoadedDraft:
+        config, kernels = self.source.config, self.kernels
+        weights = load_weights(config, self.source.files, kernels, lambda *_: None, self.source.recipe)
+        kv = KVCache(
+            KVShape.of(config, self.options.block_size), num_blocks, kernels.kv_dtype, kernels.device
+        )
+        longest = (
+            max_model_len + self.options.max_drafts
+        )  # what is drafted beyond the end is of no use, and no harm
+        decoder, lm_head = make_decoder(config, weights, kernels, kv, longest), weights.lm_head
+        assert kernels.team is not None
+        assert isinstance(decoder, NativeDecoder)
+        assert isinstance(lm_head, PackedLinear)
+        is_whole = lm_head.out_features == self.target.vocab_size
+        native = NativeDraft(kernels.team, decoder, lm_head) if is_whole else None
+        return LoadedDraft(decoder=decoder, lm_head=lm_head, kv=kv, native=native)
+
+
+def _open_draft(
+    folder: Path, target: ModelConfig, kernels: Kernels, options: LoadOptions, say: Callable[[str], None]
+) -> _Draft | None:
+    """A draft model in the types of the target's kernels, on their threads; None if no drafts can be verified.
+
+    Raises:
+        CheckpointError: the draft is broken, or cannot be served as its target is.
+    """
+    if not options.max_drafts:
+        return None
+    if kernels.team is None:
+        say("the draft model is not used: drafts are verified by the native CPU kernels only")
+        return None
+    config = read_config(folder)
+    check_draft(target, config, _max_model_len(target, options))
+    try:
+        check_native(config, options.block_size)
+    except NativeUnavailable as error:
+        raise CheckpointError(f"the draft model cannot run on the native CPU kernels: {error}") from None
+    options = replace(options, quantize_group_size=None)
+    files, recipe = open_files(folder), make_recipe(config, options)
+    check_tensors(config, files, recipe)
+    say(f"the draft model is {folder}")
+    native = replace(native_kernels(kernels.team, kernels.embedding_dtype), kv_dtype=kernels.kv_dtype)
+    return _Draft(Checkpoint(config, files, recipe), target, native, options)
 
 
 def _kernels_text(kernels: Kernels) -> str:

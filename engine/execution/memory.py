@@ -77,6 +77,15 @@ class Budget:
         return limit if self.cap is None else min(limit, self.cap)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftSize:
+    """What a draft model takes, in bytes."""
+
+    weights: int
+    block: int
+    """Its part of each KV block."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What a model took on a GPU, in bytes."""
@@ -92,6 +101,8 @@ class MemoryPlan:
     """What goes where, in bytes."""
 
     weights: int
+    draft: int = 0
+    """Weights of the draft model."""
     workspace: int
     """Activations and logits of the largest step."""
     graphs: int = 0
@@ -99,6 +110,7 @@ class MemoryPlan:
     tables: int = 0
     """On a GPU, what steps keep of the running sequences."""
     block: int
+    """A KV block, of the model and its draft together."""
     num_blocks: int
     block_size: int
     """In tokens, not bytes."""
@@ -118,7 +130,7 @@ class MemoryPlan:
     @property
     def needed(self) -> int:
         """The bytes of all of it."""
-        return self.weights + self.workspace + self.tables + self.graphs + self.kv
+        return self.weights + self.draft + self.workspace + self.tables + self.graphs + self.kv
 
     @property
     def fits(self) -> bool:
@@ -130,6 +142,7 @@ class MemoryPlan:
         found_later = (("tables", self.tables), ("graphs", self.graphs))
         kept = [
             f"weights {size_text(self.weights)}",
+            *([f"draft {size_text(self.draft)}"] if self.draft else []),
             f"KV cache {size_text(self.kv)} ({self.num_tokens} tokens)",
             f"workspace {size_text(self.workspace)}",
             *(f"{name} {size_text(size)}" for name, size in found_later if size),
@@ -183,6 +196,7 @@ def plan_memory(
     budget: Budget,
     measured: Measured | None = None,
     recipe: Recipe = AS_IT_IS,
+    draft: DraftSize | None = None,
 ) -> MemoryPlan:
     """Decides how much memory goes where.
 
@@ -191,11 +205,12 @@ def plan_memory(
 
     Args:
         measured: what the model took, once it is there; until then the sizes of its tensors serve.
+        draft: of the draft model, if there is one.
 
     Raises:
         NotEnoughMemory: weights and KV cache do not fit; the message has the numbers.
     """
-    plan = draft_plan(config, kernels, options, budget, measured, recipe)
+    plan = draft_plan(config, kernels, options, budget, measured, recipe, draft)
     if not plan.fits:
         raise NotEnoughMemory(f"not enough memory: {plan.text}")
     return plan
@@ -208,6 +223,7 @@ def draft_plan(
     budget: Budget,
     measured: Measured | None = None,
     recipe: Recipe = AS_IT_IS,
+    draft: DraftSize | None = None,
 ) -> MemoryPlan:
     """The plan of `plan_memory`, which may need more than there is."""
     shape = KVShape.of(config, options.block_size)
@@ -215,10 +231,12 @@ def draft_plan(
     workspace = measured.workspace if measured else _workspace_bytes(config, options)
     tables = max(0, measured.resident - weights) if measured else 0
     graphs = _graph_bytes(options, workspace) if budget.card is not None and options.cuda_graphs else 0
-    block = shape.block_bytes(kernels.kv_dtype)
-    left = budget.available - weights - tables - workspace - graphs
+    draft = draft or DraftSize(0, 0)
+    block = shape.block_bytes(kernels.kv_dtype) + draft.block
+    left = budget.available - weights - draft.weights - tables - workspace - graphs
     return MemoryPlan(
         weights=weights,
+        draft=draft.weights,
         workspace=workspace,
         graphs=graphs,
         tables=tables,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.buffers import StepBuffers
+from engine.execution.drafter import Drafter
 from engine.execution.graphs import (
     CudaDevice,
     Device,
@@ -33,7 +34,7 @@ from engine.execution.seats import Placed, Seats, StepShape
 from engine.execution.verification import Verification
 from engine.model.weights import Progress
 from engine.planning.request import Request, SamplingParams, Sequence
-from engine.planning.step import Chunk, DeviceError, OutOfMemory, Plan, RunnerFacts, StepResult
+from engine.planning.step import Chunk, DeviceError, DraftChunk, OutOfMemory, Plan, RunnerFacts, StepResult
 from engine.sampling.reference import most_likely
 from engine.sampling.tables import GRAPH_FILTERS, Filters
 
@@ -91,6 +92,7 @@ class ModelRunner:
             max_model_len=model.max_model_len,
             window=model.config.context_window,
             max_drafts=self._steps.max_drafts,
+            draft=self._steps.drafter,
         )
 
     def launch(self, plan: Plan) -> LaunchedStep:
@@ -121,6 +123,7 @@ class Steps:
         """Sequences whose parameters the sampler cannot serve, and why."""
         self.max_drafts = model.options.max_drafts if model.kernels.team is not None else 0
         """The native kernels compute a row as if it were alone, and the host sees at once what was sampled."""
+        self.drafter = self._drafter()
         self.buffers = model.buffers
         self.passes, self.choices = self._ladders()
         self._warm_up()
@@ -183,11 +186,9 @@ class Steps:
         inputs = model.kernels.gather(model.table, placed.tokens)
         if placed.tokens.max_query_len > 1:  # attention of long chunks asks the host for their lengths
             inputs.batch.host_lengths = [(c.num_tokens, c.start + c.num_tokens) for c in plan.chunks]
-        numbers = inputs.numbers
         if verification is not None:
             inputs.batch.sample_rows = verification.rows
-            numbers = numbers - verification.num_drafts
-        return model.lm_head(model.decoder(inputs.batch)), numbers
+        return model.lm_head(model.decoder(inputs.batch)), inputs.numbers
 
     def _replay(self, shape: StepShape, placed: Placed) -> tuple[Tensor, Tensor]:
         buffers = self.buffers
@@ -195,6 +196,12 @@ class Steps:
         buffers.show(shape, placed)
         self.passes.run(shape)
         return buffers.logits[: shape.num_rows], buffers.numbers[: shape.num_rows]
+
+    def _drafter(self) -> Drafter | None:
+        model = self.model
+        if model.draft is None or not self.max_drafts:
+            return None
+        return Drafter(model.draft, model.sampler, self.seats.slot_of, model.options.max_batch_tokens)
 
     def _ladders(self) -> tuple[Ladder, dict[Filters, Ladder]]:
         options, buffers = self.model.options, self.buffers
@@ -249,6 +256,13 @@ class Steps:
             step = self.launch(Plan([chunk], num_tokens=chunk.num_tokens))
             step.choose()
             step.wait()
+        if self.max_drafts:
+            drafted = Chunk(sequence, 0, 3, samples=True, drafts=[0, 0])
+            step = self.launch(Plan([drafted], num_tokens=3))
+            step.choose()
+            step.wait()
+        if self.drafter is not None:
+            self.drafter.draft([DraftChunk(sequence, 0, 1)], 2)
         self.forget([sequence])
         for filters in self.choices:
             self.choices[filters].run(StepShape(1, 1, 1, True, 1))
@@ -297,16 +311,13 @@ class LaunchedStep:
         return self._landing.wait()
 
     def _verify(self, verification: Verification, wanted: list[Wanted]) -> tuple[list[Wanted], Chosen]:
-        """Chooses the tokens of a step with drafts, and tells the device's table how far these were right."""
+        """Chooses the tokens of a step with drafts, and which of them count."""
         steps, chunks, seats = self._steps, self._plan.chunks, self._placed.seats
         top, filters = self._top(wanted, len(verification.rows)), self._filters()
         slots = [seat.slot if chunk.samples else -1 for seat, chunk in zip(seats, chunks, strict=True)]
-        brought = verification.run(self.logits, self._numbers, slots, partial(steps.choose, filters=filters))
+        brought = verification.run(self.logits, slots, partial(steps.choose, filters=filters))
         steps.seats.note_launched(self._plan, seats)
-        drafted = [i for i, chunk in enumerate(chunks) if chunk.drafts]
-        steps.seats.note_verified(
-            [seats[i] for i in drafted], [chunks[i].start + len(brought[i]) for i in drafted]
-        )
+        steps.seats.note_verified(seat for seat, chunk in zip(seats, chunks, strict=True) if chunk.drafts)
         rows = (rows for rows, chunk in zip(brought, chunks, strict=True) if chunk.samples)
         found = [replace(one, rows=its_rows) for one, its_rows in zip(wanted, rows, strict=True)]
         return found, Chosen(verification.token_ids, verification.logprobs, top)

@@ -8,7 +8,7 @@ launched will have written, and sends only the difference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from itertools import repeat
@@ -115,6 +115,11 @@ class Seats:
             self._free.append(seat.slot)
             self._on_leave(seat.slot)
 
+    def slot_of(self, sequence: Sequence) -> int | None:
+        """The sequence's slot; None before its first step, and after it gave way."""
+        seat = self._seat_of.get(sequence)
+        return None if seat is None else seat.slot
+
     def place(self, plan: Plan, shape: StepShape) -> Placed:
         """Gives every sequence of a plan its slot, and sends what the device does not know.
 
@@ -141,13 +146,14 @@ class Seats:
             if chunk.samples:
                 seat.sampled_at = seat.length
 
-    def note_verified(self, seats: ListLike[Seat], lengths: list[int]) -> None:
-        """Drafts of these sequences were verified: KV beyond the lengths is that of wrong ones."""
-        for seat, length in zip(seats, lengths, strict=True):
-            seat.length, seat.sampled_at = length, -1
-        self.table.lengths[[seat.slot for seat in seats]] = torch.tensor(
-            lengths, dtype=torch.int32, device=self.table.words.device
-        )
+    def note_verified(self, seats: Iterable[Seat]) -> None:
+        """Drafts of these sequences were verified: the table has the token after the last one, whichever came last.
+
+        Its lengths count wrong drafts, too; the next step of a sequence begins where these are to be written over, and
+        `place` sends that.
+        """
+        for seat in seats:
+            seat.sampled_at = -1
 
     def distrust(self, plan: Plan) -> None:
         """The step's launch failed before it sampled: nobody knows how far it came."""

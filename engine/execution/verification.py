@@ -26,7 +26,6 @@ class Verification:
 
     Attributes:
         rows: [R] int32, of the step's tokens: those whose logits are wanted. Round 0 has one row for every chunk.
-        num_drafts: [S] int32.
         token_ids: [R] int32, what was chosen for each row; -1 where nothing was.
         logprobs: [R] float32, theirs.
     """
@@ -45,20 +44,22 @@ class Verification:
         while places:
             self._rounds.append(places)
             places = [i for i in places if len(self._drafts[i]) >= len(self._rounds)]
-        first, end = [], 0
+        first, before, end = [], [], 0
         for chunk in plan.chunks:
             end += chunk.num_tokens
+            known = chunk.num_tokens - len(chunk.drafts)
             first.append(end - 1 - len(chunk.drafts))
-        rows = [(first[i] + number, i, number) for number, places in enumerate(self._rounds) for i in places]
-        self.rows, self._places, self._numbers = torch.tensor(rows, dtype=torch.int32).T.contiguous()
-        self.num_drafts = torch.tensor([len(drafts) for drafts in self._drafts], dtype=torch.int32)
+            before.append(chunk.start + known - chunk.sequence.num_prompt_tokens)
+        order = [(i, number) for number, places in enumerate(self._rounds) for i in places]
+        self._places = [i for i, _ in order]
+        rows, numbers = [first[i] + n for i, n in order], [before[i] + n for i, n in order]
+        self.rows, self._numbers = torch.tensor([rows, numbers], dtype=torch.int32)
 
-    def run(self, logits: Tensor, numbers: Tensor, slots: ListLike[int], choose: Choose) -> list[list[int]]:
+    def run(self, logits: Tensor, slots: ListLike[int], choose: Choose) -> list[list[int]]:
         """Samples the rows.
 
         Args:
             logits: [R, vocab], of `rows`.
-            numbers: [S] int32, the output tokens before the first row of each chunk.
             slots: by chunk; -1 for one that does not sample.
 
         Returns:
@@ -66,24 +67,25 @@ class Verification:
             there is none.
         """
         alive, brought = list(slots), [list[int]() for _ in slots]
-        numbers = numbers[self._places] + self._numbers
         if self._in_rounds:
             self.token_ids, self.logprobs = (
                 torch.full_like(self.rows, -1),
                 torch.full(self.rows.shape, torch.nan),
             )
+            chosen = [-1] * len(self._places)
         else:
-            asked = torch.tensor(slots, dtype=torch.int32)[self._places]
-            self.token_ids, self.logprobs = choose(logits, asked, numbers)
+            asked = torch.tensor([slots[i] for i in self._places], dtype=torch.int32)
+            self.token_ids, self.logprobs = choose(logits, asked, self._numbers)
+            chosen = self.token_ids.tolist()
         start = 0
         for number, places in enumerate(self._rounds):
             rows = slice(start, start + len(places))
             if self._in_rounds:
                 asked = torch.tensor([alive[i] for i in places], dtype=torch.int32)
-                self.token_ids[rows], self.logprobs[rows] = choose(logits[rows], asked, numbers[rows])
-            for row, (i, token_id) in enumerate(
-                zip(places, self.token_ids[rows].tolist(), strict=True), start
-            ):
+                found = choose(logits[rows], asked, self._numbers[rows])
+                self.token_ids[rows], self.logprobs[rows] = found
+                chosen[rows] = found[0].tolist()
+            for row, (i, token_id) in enumerate(zip(places, chosen[rows], strict=True), start):
                 if alive[i] < 0:
                     continue
                 if token_id >= 0 or not number:

@@ -35,7 +35,7 @@ def drop_drafts(plan: Plan) -> int:
     """Leaves out all drafts of a plan; returns how many tokens they were."""
     num_dropped = 0
     for chunk in plan.chunks:
-        num_drafts, chunk.drafts = len(chunk.drafts), ()
+        num_drafts, chunk.drafts, chunk.proposer = len(chunk.drafts), (), ""
         chunk.num_tokens -= num_drafts
         chunk.sequence.num_computed -= num_drafts
         num_dropped += num_drafts

@@ -3,10 +3,12 @@
 Every position is sampled as it would be without drafts: a token depends on its number, its logits and its request's
 seed alone. So drafts never change an answer, only how many of its tokens one step brings.
 
-How many drafts a sequence gets is decided anew in every step, for all of them together: as many as bring the most
-tokens a second, by how often the sequence's drafts were right lately and by what steps of that size took. Under load,
-where each token of a step costs, that number fades to 0 by itself. And whether they pay at all is measured: steps
-without drafts are taken now and then where they do, and steps with drafts where they do not.
+Drafts come from up to two proposers: one that costs nothing, a lookup, and one that costs time, a draft model. Which of
+them drafts for a sequence, and how many tokens, is decided anew in every step, for all sequences together: what brings
+the most tokens a second, by how often each proposer was right for the sequence lately, by what steps of that size took,
+and by what the model takes. Under load, where each token of a step costs, the number of drafts fades to 0 by itself,
+and the model is not run at all. And whether drafts pay is measured (`pace.py`): steps without them are taken now and
+then where they do, and steps with them where they do not.
 
 The choice follows DSpark's rule (most expected tokens for a step's time, over all sequences); see also Liu et al.,
 "Optimizing speculative decoding for serving large language models using goodput", 2024.
@@ -15,178 +17,113 @@ The choice follows DSpark's rule (most expected tokens for a step's time, over a
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from heapq import merge
-from itertools import accumulate, pairwise
+from itertools import accumulate, repeat
 from operator import mul
 from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
-from engine.planning.request import Sequence
+from engine.planning.pace import Pace
+from engine.planning.request import DraftCount, Sequence
 from engine.planning.step import Chunk, Plan
+from engine.planning.step_costs import StepCosts
 
 log = logging.getLogger("penstock.engine")
 
 _FIRST_RATE = 0.6
-"""The share of drafts that are supposed to be right while nothing is known of any sequence."""
+"""The share of drafts that are supposed to be right while nothing is known of a proposer."""
 _LEARNING, _LEARNING_OF_ALL = 0.15, 0.02
 """The weights of the latest draft in the shares of its sequence, and of new ones."""
+_LOWEST_RATE = 0.2
+"""A model is not asked for drafts of a sequence for which fewer are right."""
 _PROBE_STEPS = 32
-"""A sequence whose drafts do not pay has one drafted after so many steps, to see whether that has changed."""
-_FALLING, _RISING = 0.3, 0.03
-"""The weights of a step that was quicker, or slower, than those before it."""
-_STALE_STEPS = 256
-"""After so many steps of other sizes, what a size took is forgotten."""
-_TRIAL_STEPS = 16
-"""Steps over which tokens a second are measured."""
-_LONGEST_KEPT = 16
-"""Trials in a row with drafts, while they pay, before there is one without."""
-_SHORTEST_REST, _LONGEST_REST = 8, 64
-"""Trials without drafts after one in which they did not pay."""
-_GAIN = 1.03
-"""Less than this is noise."""
-_FREE_TOKENS = 32.0
-"""Before it is measured, so many tokens more are supposed to take as long again."""
+"""A model whose drafts do not pay is asked for one, of one sequence, after so many steps: that may have changed."""
 
 
 class Proposer(Protocol):
-    """Guesses what comes next in a sequence."""
+    """Guesses what comes next in sequences."""
 
     name: str
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """At most `most` tokens that may follow those of a sequence, which are all known."""
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
+        """For each sequence, tokens that may follow those it has, which are all known; at most so many.
+
+        A sequence has blocks for the KV of its tokens and of so many more.
+        """
+
+    def seconds(self, num_sequences: int, length: int) -> float:
+        """What it takes to propose so many tokens for so many sequences; 0 while nobody knows."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ended."""
 
 
 @dataclass(slots=True)
-class _Cost:
-    """Steps of about the same number of tokens."""
+class _Record:
+    """What is known of the drafts of a sequence."""
 
-    num_tokens: float
-    seconds: float
-    seen: int
-    """The number of the last one."""
-
-
-class StepCosts:
-    """What steps take by their number of tokens: an estimate for each power of two, and straight lines between.
-
-    Whatever disturbs a step makes it longer, so an estimate falls quickly and rises slowly. One that is old is given
-    up: what is supposed in its place is cheap enough to be tried again.
-    """
-
-    def __init__(self) -> None:
-        self._costs: dict[int, _Cost] = {}
-        """By bit length of the number of tokens."""
-        self._num_steps = 0
-        self._line: list[tuple[float, float]] = []
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        self._num_steps += 1
-        self._line = []
-        cost = self._costs.get(num_tokens.bit_length())
-        if cost is None or self._num_steps - cost.seen > _STALE_STEPS:
-            self._costs[num_tokens.bit_length()] = _Cost(num_tokens, seconds, self._num_steps)
-            return
-        cost.seen = self._num_steps
-        weight = _FALLING if seconds < cost.seconds else _RISING
-        cost.seconds += weight * (seconds - cost.seconds)
-        cost.num_tokens += weight * (num_tokens - cost.num_tokens)
-
-    def seconds(self, num_tokens: int) -> float:
-        """An estimate that never falls as the number grows; 0 while nothing is known."""
-        line = self._line = self._line or self._monotone()
-        if not line:
-            return 0.0
-        for (below, low), (above, high) in pairwise(line):
-            if num_tokens <= above:
-                share = max(0.0, (num_tokens - below) / (above - below))
-                return low + share * (high - low)
-        tokens, seconds = line[-1]
-        return seconds * (1 + max(0.0, num_tokens - tokens) / max(_FREE_TOKENS, tokens))
-
-    def _monotone(self) -> list[tuple[float, float]]:
-        fresh = [
-            cost for _, cost in sorted(self._costs.items()) if self._num_steps - cost.seen <= _STALE_STEPS
-        ]
-        highest = accumulate((cost.seconds for cost in fresh), max)
-        return [(cost.num_tokens, seconds) for cost, seconds in zip(fresh, highest, strict=True)]
-
-
-class _Pace:
-    """Whether drafts make steps of about so many sequences bring more tokens a second, as measured in turns.
-
-    Steps without drafts and steps with them take turns. What is measured is all that drafts cost: looking for them,
-    computing and verifying them. As long as they pay, the turns with them become longer, and else those without.
-    """
-
-    __slots__ = ("_kept", "_left", "_num_steps", "_num_tokens", "_plain_rate", "_rest", "_seconds", "drafts")
-
-    def __init__(self) -> None:
-        self.drafts = False
-        """Whether the next step may have drafts."""
-        self._left = 1
-        """Trials, of _TRIAL_STEPS each, of this turn."""
-        self._kept, self._rest = 1, _SHORTEST_REST
-        """Trials of the next turn with drafts, and of the next one without if that does not pay."""
-        self._plain_rate = 0.0
-        """Tokens a second without drafts."""
-        self._num_steps, self._num_tokens, self._seconds = 0, 0, 0.0
-
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step brought so many tokens."""
-        self._num_steps += 1
-        self._num_tokens += num_tokens
-        self._seconds += seconds
-        if self._num_steps < _TRIAL_STEPS:
-            return
-        rate = self._num_tokens / max(self._seconds, 1e-9)
-        self._num_steps, self._num_tokens, self._seconds = 0, 0, 0.0
-        if not self.drafts:
-            self._plain_rate = (self._plain_rate + rate) / 2 if self._plain_rate else rate
-        elif rate < _GAIN * self._plain_rate:
-            self.drafts, self._left, self._kept = False, self._rest, 1
-            self._rest = min(2 * self._rest, _LONGEST_REST)
-            return
-        self._left -= 1
-        if self._left:
-            return
-        if self.drafts:
-            self._left, self._kept, self._rest = 1, min(2 * self._kept, _LONGEST_KEPT), _SHORTEST_REST
-        else:
-            self._left = self._kept
-        self.drafts = not self.drafts
+    rates: dict[str, float]
+    """By proposer: the share of its drafts that were right."""
+    start: int = 0
+    """The tokens that the sequence had when drafts were proposed last."""
+    proposed: dict[str, list[int]] = field(default_factory=dict)
+    """By proposer: those drafts, computed or not."""
 
 
 @dataclass(slots=True)
-class _Record:
-    """How the drafts of a sequence went."""
+class _Guess:
+    """The drafts that a chunk may get."""
 
-    rate: float
-    num_idle_steps: int = 0
-    """Steps since it last had drafts."""
+    chunk: Chunk
+    record: _Record
+    length: int
+    """No more can be used."""
+    proposer: str = ""
+    drafts: list[int] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return self.record.rates[self.proposer]
 
 
 class Drafting:
-    """Adds drafts to planned steps, and learns from what became of them.
+    """Adds drafts to planned steps, and learns from what came.
 
     A proposer that fails is switched off; sequences go on without it.
+
+    Attributes:
+        costs: what steps take, without the time it took to make drafts.
+        failed: the names of proposers that failed and that nobody took notice of.
     """
 
-    def __init__(self, proposer: Proposer, most: int) -> None:
-        """`most`: drafts of one sequence in a step."""
+    def __init__(
+        self,
+        lookup: Proposer | None,
+        most: int,
+        model: Proposer | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """
+        Args:
+            lookup: proposes at no cost.
+            most: drafts of one sequence in a step.
+            model: proposes at a cost.
+            clock: seconds; without one, drafting seems to take no time.
+        """
         self.most = most
         self.costs = StepCosts()
-        self._proposer: Proposer | None = proposer
-        self._rate = _FIRST_RATE
-        """Of all sequences."""
+        self.failed: list[str] = []
+        self._lookup, self._model = lookup, model
+        self._clock = clock
+        self._rates = {proposer.name: _FIRST_RATE for proposer in self._proposers}
+        """By proposer: the share of drafts that were right, of all sequences."""
         self._records: dict[Sequence, _Record] = {}
-        self._paces: dict[int, _Pace] = {}
+        self._paces: dict[int, Pace] = {}
         """By bit length of the number of sequences that sample."""
+        self._num_idle_steps = 0
+        """Steps since the model was asked last."""
 
     def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:
         """Adds drafts to a plan that is otherwise complete.
@@ -194,33 +131,27 @@ class Drafting:
         Args:
             num_tokens: the most that the whole step may have.
         """
-        if self._proposer is None or plan.num_tokens >= num_tokens:
+        if not self._proposers or plan.num_tokens >= num_tokens:
             return
         num_sampling = sum(chunk.samples for chunk in plan.chunks)
         if not self._pace(num_sampling).drafts or not self._may_pay(plan, num_sampling):
             return
-        chunks = (chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1)
-        proposed = [(chunk, drafts) for chunk in chunks if (drafts := self._propose(chunk))]
-        counts = self._choose(plan, num_sampling, proposed, num_tokens - plan.num_tokens)
-        for (chunk, drafts), count in zip(proposed, counts, strict=True):
+        started = self._clock()
+        guesses = [guess for chunk in plan.chunks if (guess := self._guess(chunk)) is not None]
+        self._look_up(guesses)
+        self._ask_model(guesses, plan, num_sampling, tables)
+        for guess, count in zip(
+            guesses, self._counts(guesses, plan, num_sampling, num_tokens - plan.num_tokens), strict=True
+        ):
             if count:
-                _add(plan, chunk, drafts[:count], tables)
+                _add(plan, guess, count, tables)
+        plan.drafting_s = self._clock() - started
 
-    def note(self, chunk: Chunk, num_brought: int) -> None:
-        """Learns what a step brought for a chunk with drafts: the right ones among these, and one more."""
-        sequence = chunk.sequence
-        record = self._record(sequence)
-        num_right = num_brought - 1
-        for number in range(min(num_right + 1, len(chunk.drafts))):
-            record.rate += _LEARNING * ((number < num_right) - record.rate)
-            self._rate += _LEARNING_OF_ALL * ((number < num_right) - self._rate)
-        sequence.num_draft_tokens += len(chunk.drafts)
-        sequence.num_accepted_tokens += num_right
-
-    def observe(self, plan: Plan, num_accepted: int, seconds: float) -> None:
-        """Learns what a step took, and how many drafts were right in it."""
-        self.costs.observe(plan.num_tokens, seconds)
+    def observe(self, plan: Plan, seconds: float) -> None:
+        """Learns what a step took, and what it brought."""
+        self.costs.observe(plan.num_tokens, seconds - plan.drafting_s)
         if all(chunk.samples and chunk.num_tokens == 1 + len(chunk.drafts) for chunk in plan.chunks):
+            num_accepted = sum(chunk.num_accepted for chunk in plan.chunks)
             self._pace(len(plan.chunks)).observe(len(plan.chunks) + num_accepted, seconds)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
@@ -229,89 +160,169 @@ class Drafting:
             if sequence.finish_reason is None:
                 continue
             self._records.pop(sequence, None)
-            if self._proposer is None:
-                continue
-            try:
-                self._proposer.forget(sequence)
-            except Exception:
-                self._switch_off()
+            for proposer in self._proposers:
+                try:
+                    proposer.forget(sequence)
+                except Exception:
+                    self._switch_off(proposer)
 
-    def _pace(self, num_sampling: int) -> _Pace:
+    @property
+    def _proposers(self) -> list[Proposer]:
+        return [proposer for proposer in (self._lookup, self._model) if proposer is not None]
+
+    def _pace(self, num_sampling: int) -> Pace:
         key = num_sampling.bit_length()
         pace = self._paces.get(key)
         if pace is None:
-            pace = self._paces[key] = _Pace()
+            pace = self._paces[key] = Pace(num_sampling)
         return pace
-
-    def _record(self, sequence: Sequence) -> _Record:
-        record = self._records.get(sequence)
-        if record is None:
-            record = self._records[sequence] = _Record(self._rate)
-        return record
 
     def _may_pay(self, plan: Plan, num_sampling: int) -> bool:
         """Whether one draft that is certainly right would be worth its place; also if nothing is known yet."""
         now, more = self.costs.seconds(plan.num_tokens), self.costs.seconds(plan.num_tokens + 1)
         return (num_sampling + 1) * now >= num_sampling * more
 
-    def _propose(self, chunk: Chunk) -> list[int]:
-        sequence = chunk.sequence
-        most = min(self.most, sequence.max_len - 1 - len(sequence.token_ids))
-        if sequence.num_pending != 1 or most <= 0:  # a token before the drafts is not known on the host
-            return []
-        if self._proposer is None:
-            return []
-        try:
-            return self._proposer.propose(sequence, most)
-        except Exception:
-            self._switch_off()
-            return []
+    # Guessing
 
-    def _choose(
-        self, plan: Plan, num_sampling: int, proposed: list[tuple[Chunk, list[int]]], room: int
-    ) -> list[int]:
+    def _guess(self, chunk: Chunk) -> _Guess | None:
+        """A place for the drafts of a chunk; None if it may not have any."""
+        sequence = chunk.sequence
+        if not chunk.samples or chunk.num_tokens != 1 or sequence.num_pending != 1:
+            return None  # in a longer step than it is worth, or a token before the drafts is not known on the host
+        length = min(self.most, sequence.max_len - 1 - len(sequence.token_ids))
+        if length <= 0:
+            return None
+        record = self._records.get(sequence)
+        if record is None:
+            record = self._records[sequence] = _Record(dict(self._rates))
+        else:
+            self._learn(record, sequence)
+        record.start = len(sequence.token_ids)
+        return _Guess(chunk, record, length)
+
+    def _learn(self, record: _Record, sequence: Sequence) -> None:
+        """Compares what was proposed last with what came: that needs no draft to have been computed."""
+        came = sequence.token_ids[record.start : record.start + self.most]
+        for name, drafts in record.proposed.items():
+            for draft, token_id in zip(drafts, came, strict=False):
+                is_right = draft == token_id
+                record.rates[name] += _LEARNING * (is_right - record.rates[name])
+                self._rates[name] += _LEARNING_OF_ALL * (is_right - self._rates[name])
+                if not is_right:
+                    break
+        record.proposed.clear()
+
+    def _look_up(self, guesses: list[_Guess]) -> None:
+        if self._lookup is not None:
+            self._ask(self._lookup, guesses, [guess.length for guess in guesses])
+
+    def _ask_model(self, guesses: list[_Guess], plan: Plan, num_sampling: int, tables: BlockTables) -> None:
+        """Has the model draft for the sequences for which it is the better proposer, if that pays."""
+        model = self._model
+        if model is None:
+            return
+        name = model.name
+        better = [guess for guess in guesses if not guess.drafts or guess.rate < guess.record.rates[name]]
+        if not better:
+            return
+        asked = [guess for guess in better if guess.record.rates[name] >= _LOWEST_RATE]
+        length = self._best_length(model, asked, plan, num_sampling) if asked else 0
+        self._num_idle_steps += 1
+        if length:
+            self._num_idle_steps = 0
+        elif self._num_idle_steps % _PROBE_STEPS == 0:
+            asked, length = [better[self._num_idle_steps // _PROBE_STEPS % len(better)]], 1
+        if length:
+            lengths = [min(length, guess.length) for guess in asked]
+            having_room = [
+                (guess, most)
+                for guess, most in zip(asked, lengths, strict=True)
+                if _grow(plan, guess.chunk, most, tables)
+            ]
+            self._ask(model, [guess for guess, _ in having_room], [most for _, most in having_room])
+
+    def _best_length(self, model: Proposer, asked: list[_Guess], plan: Plan, num_sampling: int) -> int:
+        """How many tokens the model is to draft for each: what brings the most tokens a second."""
+        num = len(asked)
+        rate = sum(guess.record.rates[model.name] for guess in asked) / num
+        shares = accumulate(repeat(rate, self.most), mul)
+        best, best_value, expected = 0, num_sampling / self._seconds(plan.num_tokens), float(num_sampling)
+        for length, share in enumerate(shares, 1):
+            expected += num * share
+            seconds = self._seconds(plan.num_tokens + num * length) + model.seconds(num, length)
+            if expected / seconds > best_value:
+                best, best_value = length, expected / seconds
+        return best
+
+    def _ask(self, proposer: Proposer, guesses: list[_Guess], lengths: list[int]) -> None:
+        """Takes the proposer's drafts where it has any."""
+        if not guesses:
+            return
+        try:
+            found = proposer.propose([guess.chunk.sequence for guess in guesses], lengths)
+        except Exception:
+            self._switch_off(proposer)
+            return
+        for guess, drafts in zip(guesses, found, strict=True):
+            if drafts:
+                guess.drafts, guess.proposer = drafts, proposer.name
+                guess.record.proposed[proposer.name] = drafts
+
+    def _counts(self, guesses: list[_Guess], plan: Plan, num_sampling: int, room: int) -> list[int]:
         """How many drafts each chunk gets: those that are most likely kept, as many as make the step worth most."""
         likely = []
-        for place, (chunk, drafts) in enumerate(proposed):
-            rate = self._record(chunk.sequence).rate
-            kept = accumulate([rate] * len(drafts), mul)
+        for place, guess in enumerate(guesses):
+            kept = accumulate(repeat(guess.rate, len(guess.drafts)), mul) if guess.drafts else ()
             likely.append([(-share, place) for share in kept])
-        counts = [0] * len(proposed)
+        counts = [0] * len(guesses)
         ordered = list(merge(*likely))[:room]
         expected = float(num_sampling)
-        best, best_value = 0, expected / max(self.costs.seconds(plan.num_tokens), 1e-9)
+        best, best_value = 0, expected / self._seconds(plan.num_tokens)
         for number, (share, _) in enumerate(ordered, 1):
             expected -= share
-            value = expected / max(self.costs.seconds(plan.num_tokens + number), 1e-9)
+            value = expected / self._seconds(plan.num_tokens + number)
             if value > best_value:
                 best, best_value = number, value
         for _, place in ordered[:best]:
             counts[place] += 1
-        self._probe(proposed, counts, room - best)
         return counts
 
-    def _probe(self, proposed: list[tuple[Chunk, list[int]]], counts: list[int], room: int) -> None:
-        """Has a draft now and then for those that have not had any for long."""
-        for place, (chunk, _) in enumerate(proposed):
-            record = self._records[chunk.sequence]
-            record.num_idle_steps = 0 if counts[place] else record.num_idle_steps + 1
-            if record.num_idle_steps >= _PROBE_STEPS and room > 0:
-                counts[place], record.num_idle_steps, room = 1, 0, room - 1
+    def _seconds(self, num_tokens: int) -> float:
+        return max(self.costs.seconds(num_tokens), 1e-9)
 
-    def _switch_off(self) -> None:
-        assert self._proposer is not None
-        log.exception("drafting by %s failed and is off from now on", self._proposer.name)
-        self._proposer = None
+    def _switch_off(self, proposer: Proposer) -> None:
+        log.exception("drafting by %s failed and is off from now on", proposer.name)
+        self.failed.append(proposer.name)
+        if proposer is self._lookup:
+            self._lookup = None
+        else:
+            self._model = None
 
 
-def _add(plan: Plan, chunk: Chunk, drafts: list[int], tables: BlockTables) -> None:
+def note_drafts(chunk: Chunk, num_brought: int) -> None:
+    """Counts the drafts of a chunk that came back: the right ones are among the tokens it brought, and one more."""
+    chunk.num_accepted = num_brought - 1
+    count = chunk.sequence.drafts.setdefault(chunk.proposer, DraftCount())
+    count.num_drafted += len(chunk.drafts)
+    count.num_accepted += chunk.num_accepted
+
+
+def _add(plan: Plan, guess: _Guess, count: int, tables: BlockTables) -> None:
     """Adds drafts to a chunk, if there are free blocks for them: nobody gives way for a guess."""
-    sequence = chunk.sequence
-    copies = tables.grow(sequence, sequence.num_computed + len(drafts))
-    if copies is None:
+    chunk = guess.chunk
+    if not _grow(plan, chunk, count, tables):
         return
+    chunk.drafts, chunk.proposer = guess.drafts[:count], guess.proposer
+    chunk.num_tokens += count
+    chunk.sequence.num_computed += count
+    plan.num_tokens += count
+
+
+def _grow(plan: Plan, chunk: Chunk, count: int, tables: BlockTables) -> bool:
+    """Makes room for the KV of drafts; False if there are not enough free blocks."""
+    sequence = chunk.sequence
+    copies = tables.grow(sequence, sequence.num_computed + count)
+    if copies is None:
+        return False
     plan.copies.extend(copies)
-    chunk.drafts = drafts
-    chunk.num_tokens += len(drafts)
-    sequence.num_computed += len(drafts)
-    plan.num_tokens += len(drafts)
+    return True

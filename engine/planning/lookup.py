@@ -108,20 +108,13 @@ class Lookup:
         self._indexes: dict[Sequence, TokenIndex] = {}
         self._memories: OrderedDict[tuple[str, bytes], _Memory] = OrderedDict()
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
-        """At most `most` tokens that may follow those of a sequence; none if nothing is known."""
-        tokens = sequence.token_ids
-        index = self._indexes.get(sequence)
-        if index is None:
-            index = self._indexes[sequence] = TokenIndex(tokens)
-        place, length = index.find(tokens)
-        memory = self._memories.get(_owner(sequence.request))
-        if memory is not None and length < _ENOUGH:
-            for other in (memory.newer, memory.older):
-                there, longer = other.find(tokens)
-                if longer > length:
-                    index, place, length = other, there, longer
-        return index.following(place, most) if length else []
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
+        """For each sequence, so many tokens that may follow those it has; none if nothing is known."""
+        return [self._propose(sequence, length) for sequence, length in zip(sequences, lengths, strict=True)]
+
+    def seconds(self, num_sequences: int, length: int) -> float:  # noqa: ARG002
+        """Next to nothing."""
+        return 0.0
 
     def forget(self, sequence: Sequence) -> None:
         """A sequence ended; its answer is remembered."""
@@ -137,6 +130,20 @@ class Lookup:
                 self._memories.popitem(last=False)
         self._memories.move_to_end(owner)
         memory.add(answer)
+
+    def _propose(self, sequence: Sequence, length: int) -> list[int]:
+        tokens = sequence.token_ids
+        index = self._indexes.get(sequence)
+        if index is None:
+            index = self._indexes[sequence] = TokenIndex(tokens)
+        place, run = index.find(tokens)
+        memory = self._memories.get(_owner(sequence.request))
+        if memory is not None and run < _ENOUGH:
+            for other in (memory.newer, memory.older):
+                there, longer = other.find(tokens)
+                if longer > run:
+                    index, place, run = other, there, longer
+        return index.following(place, length) if run else []
 
 
 def _owner(request: Request) -> tuple[str, bytes]:

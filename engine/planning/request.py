@@ -70,6 +70,16 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(slots=True)
+class DraftCount:
+    """Drafts of one proposer."""
+
+    num_drafted: int = 0
+    """Those that were verified."""
+    num_accepted: int = 0
+    """The right ones among them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """Where the time of a finished sequence went, in seconds on the engine's clock."""
@@ -83,8 +93,8 @@ class Timings:
     """Prompt tokens whose KV was found in the prefix cache when the request was first scheduled."""
     num_output_tokens: int
     num_preemptions: int
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
+    drafts: Mapping[str, DraftCount] = field(default_factory=dict)
+    """By proposer."""
 
     @classmethod
     def of(cls, sequence: Sequence, now: float) -> Timings:
@@ -98,8 +108,7 @@ class Timings:
             num_cached_tokens=max(0, sequence.num_cached_tokens),
             num_output_tokens=sequence.num_output_tokens,
             num_preemptions=sequence.num_preemptions,
-            num_draft_tokens=sequence.num_draft_tokens,
-            num_accepted_tokens=sequence.num_accepted_tokens,
+            drafts=sequence.drafts,
         )
 
 
@@ -141,15 +150,14 @@ class Sequence:
         "awaited_hash",
         "block_hashes",
         "block_table",
+        "drafts",
         "finish_reason",
         "first_token_s",
         "index",
         "max_len",
-        "num_accepted_tokens",
         "num_cached_tokens",
         "num_committed",
         "num_computed",
-        "num_draft_tokens",
         "num_null_blocks",
         "num_pending",
         "num_preemptions",
@@ -181,8 +189,8 @@ class Sequence:
         self.num_cached_tokens = -1
         """Tokens of its first prefix hit; -1 until it is first scheduled."""
         self.num_preemptions = 0
-        self.num_draft_tokens = 0
-        self.num_accepted_tokens = 0
+        self.drafts: dict[str, DraftCount] = {}
+        """By proposer."""
         self.block_table: list[int] = []
         """The block of token t is `block_table[t // block_size]`. Empty while the sequence does not run."""
         self.num_null_blocks = 0

@@ -19,7 +19,6 @@ class Counters:
     num_preemptions: int = 0
     num_prefix_query_tokens: int = 0
     num_prefix_hit_tokens: int = 0
-    num_accepted_tokens: int = 0
 
 
 class SequenceStore:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.planning.prefix_events import PrefixEvent
-from engine.planning.request import NO_LIMIT, Output, Request, Sequence, TokenLogprobs
+from engine.planning.request import NO_LIMIT, DraftCount, Output, Request, Sequence, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -22,6 +22,10 @@ class Chunk:
     """True if the chunk reaches the last token there is, so that its logits choose the next one."""
     drafts: ListLike[int] = ()
     """The last tokens of the chunk: guesses of what follows the last token there is. All of them sample."""
+    proposer: str = ""
+    """Who proposed the drafts."""
+    num_accepted: int = 0
+    """Drafts that were right, once the step has come back."""
     incarnation: int = field(init=False)
     """How often the sequence had been preempted when this was planned."""
 
@@ -39,6 +43,8 @@ class Plan:
     num_tokens: int = 0
     number: int = 0
     """Steps are numbered in the order in which they are planned; 0 has no number."""
+    drafting_s: float = 0.0
+    """The part of its time that went into making drafts."""
 
 
 @dataclass(slots=True)
@@ -90,6 +96,36 @@ class StepInFlight(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class DraftChunk:
+    """The tokens `[start, end)` of one sequence, to be computed by a draft model."""
+
+    sequence: Sequence
+    start: int
+    end: int
+    """At the last token that the sequence has, tokens are drafted after it; before it, none."""
+
+
+class DraftRunner(Protocol):
+    """A draft model, whose KV lies in the blocks of the sequences' own tables. Its calls return when all is done."""
+
+    block_size: int
+    max_tokens: int
+    """Tokens of the largest pass."""
+
+    def knows(self, sequence: Sequence) -> bool:
+        """Whether it can draft for the sequence, which has to have been in a step."""
+
+    def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
+        """Computes chunks, which have `max_tokens` tokens at most between them, and drafts after them.
+
+        The KV of the drafts but the last is computed, too, as far as the sequences have blocks for it.
+
+        Returns:
+            By chunk, `length` tokens; none for a chunk that ends before the last token of its sequence.
+        """
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerFacts:
     """What planning has to know of a runner."""
@@ -108,6 +144,8 @@ class RunnerFacts:
     """If all layers have a sliding window, the longest of them in tokens; else 0."""
     max_drafts: int = 0
     """Drafts that a chunk may have. With any, a row's logits must not depend on the rows around it, to the bit."""
+    draft: DraftRunner | None = None
+    """A model that makes drafts."""
 
 
 class Runner(Protocol):
@@ -210,10 +248,10 @@ class StepReport:
     duration_s: float = 0.0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0
-    num_draft_tokens: int = 0
-    """Drafts that the step verified."""
-    num_accepted_tokens: int = 0
-    """Those of them that were right, each of which brought one token more."""
+    drafts: Mapping[str, DraftCount] = field(default_factory=dict)
+    """By proposer: drafts that the step verified, and the right ones, each of which brought one token more."""
+    failed_proposers: ListLike[str] = ()
+    """Those that were switched off since the report before."""
     num_running: int = 0
     num_waiting: int = 0
     """Sequences that were preempted, or that wait for a prefix that another sequence computes."""

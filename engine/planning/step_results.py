@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import Drafting
+from engine.planning.drafting import Drafting, note_drafts
 from engine.planning.request import FinishReason, Output, Request, Sequence
 from engine.planning.sequence_store import SequenceStore
 from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepResult
@@ -138,9 +138,7 @@ class StepResults(SequenceStore):
         if chunk.incarnation == sequence.num_preemptions:
             sequence.num_computed = chunk.start + num_brought
             self.tables.commit(sequence, sequence.num_computed)
-        if self.drafting is not None:
-            self.drafting.note(chunk, num_brought)
-            self.counters.num_accepted_tokens += num_brought - 1
+        note_drafts(chunk, num_brought)
 
     def _fork_if_due(self, parent: Sequence) -> None:
         """Starts the other choices of a request, which share its blocks, once its prompt is computed."""

@@ -80,6 +80,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return int(self._parsing.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def vocabulary(self) -> dict[int, str]:
+        """The tokens by their ids, as the tokenizer spells them."""
+        return {i: token for token, i in self._parsing.get_vocab(with_added_tokens=True).items()}
+
     def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]:
         """Token ids of a text.
 

@@ -14,6 +14,7 @@ from app.settings import Settings, flag, load_settings
 
 SETTINGS = sorted(set(Settings.model_fields) - {"config"})
 ANY_TEXT = {
+    "draft",
     "model",
     "served_model_name",
     "host",
@@ -55,6 +56,7 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "gpu_memory_utilization": ("0.5", "0.75", "1"),
     "no_cuda_graphs": ("true", "true", "true"),
     "no_speculation": ("true", "true", "true"),
+    "draft": ("none", "some/draft", "none"),
     "drain_timeout": ("0", "0.5", "600"),
     "metrics_compat": ("vllm", "vllm", "vllm"),
     "log_level": ("debug", "warning", "error"),

@@ -36,26 +36,38 @@ class Driver:
         budget: int = 64,
         max_num_seqs: int = 64,
         num_blocks: int = 512,
+        draft: Path | None = None,
     ) -> None:
         options = LoadOptions(device="cpu", dtype=dtype, num_blocks=num_blocks, max_batch_tokens=budget)
-        self.runner = ModelRunner(lambda: load_model(folder, options, lambda _: None, lambda *_: None))
+        self.runner = ModelRunner(lambda: load_model(folder, options, lambda _: None, lambda *_: None, draft))
+        self.folder = folder
         self.facts = self.runner.load()
         self.budget = budget
         self.max_num_seqs = max_num_seqs
         self.fresh()
 
     def fresh(
-        self, *, prefix_cache: bool = True, budget: int | None = None, proposer: Proposer | None = None
+        self,
+        *,
+        prefix_cache: bool = True,
+        budget: int | None = None,
+        num_blocks: int | None = None,
+        proposer: Proposer | None = None,
+        model: Proposer | None = None,
     ) -> None:
-        """An empty scheduler and prefix cache on the same model."""
+        """An empty scheduler and prefix cache on the same model, with drafts of a lookup and a draft model, if any."""
         self.queue = LaneQueue(Lock())
         tables = BlockTables(
-            self.facts.num_blocks, self.facts.block_size, prefix_cache=prefix_cache, window=self.facts.window
+            num_blocks or self.facts.num_blocks,
+            self.facts.block_size,
+            prefix_cache=prefix_cache,
+            window=self.facts.window,
         )
         limits = SchedulerLimits(
             max_batch_tokens=budget or self.budget, max_num_seqs=self.max_num_seqs, max_model_len=10_000
         )
-        drafting = None if proposer is None else Drafting(proposer, self.facts.max_drafts)
+        has_drafts = proposer is not None or model is not None
+        drafting = Drafting(proposer, self.facts.max_drafts, model) if has_drafts else None
         self.scheduler = Scheduler(self.queue, tables, NoText(), limits, drafting)
         self.outputs: dict[tuple[str, int], list[Output]] = {}
 
@@ -74,10 +86,9 @@ class Driver:
         plan = self.scheduler.plan(0.0)
         self.runner.forget(self.scheduler.take_departed())
         result = launch_fitting(self.runner, self.scheduler, plan).wait() if plan.chunks else StepResult([])
-        before = self.scheduler.counters.num_accepted_tokens
         outputs = self.scheduler.commit(plan, result, 0.0)
         if (drafting := self.scheduler.drafting) is not None and plan.chunks:
-            drafting.observe(plan, self.scheduler.counters.num_accepted_tokens - before, 1.0)
+            drafting.observe(plan, 1.0)
         for output in outputs:
             self.outputs.setdefault((output.request_id, output.index), []).append(output)
         self.runner.forget(self.scheduler.take_departed())

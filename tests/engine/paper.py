@@ -11,9 +11,20 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.planning.drafting import Drafting, Proposer, _Pace
+from engine.planning.block_tables import BlockTables
+from engine.planning.drafting import Drafting, Proposer, _Guess
+from engine.planning.pace import Pace
 from engine.planning.request import FinishReason, Request, SamplingParams, Sequence
-from engine.planning.step import Chunk, OutOfMemory, Plan, RunnerFacts, Sampled, StepInFlight, StepResult
+from engine.planning.step import (
+    Chunk,
+    DraftChunk,
+    OutOfMemory,
+    Plan,
+    RunnerFacts,
+    Sampled,
+    StepInFlight,
+    StepResult,
+)
 
 VOCABULARY = 50
 
@@ -156,7 +167,13 @@ class PaperProposer:
     def __init__(self, pace: random.Random, rightness: float, window: int = 0) -> None:
         self._pace, self._rightness, self._window = pace, rightness, window
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
+        return [self._propose(*pair) for pair in zip(sequences, lengths, strict=True)]
+
+    def seconds(self, num_sequences: int, length: int) -> float:  # noqa: ARG002
+        return 0.0
+
+    def _propose(self, sequence: Sequence, most: int) -> list[int]:
         tokens, drafts = list(sequence.token_ids), list[int]()
         for _ in range(self._pace.randint(0, most)):
             tokens.append(next_token(tokens, sequence.request, sequence.index, self._window))
@@ -168,11 +185,87 @@ class PaperProposer:
         assert sequence.finish_reason is not None
 
 
-def drafting_always(proposer: Proposer, most: int) -> Drafting:
+class PaperDraft:
+    """A draft model on blocks of its own, of the same numbers; it says at once if these are not what they should be."""
+
+    max_tokens = 16
+
+    def __init__(self, num_blocks: int, block_size: int, pace: random.Random, rightness: float) -> None:
+        self.block_size = block_size
+        self.num_tokens = 0
+        """It computed so many, drafts aside."""
+        self._pace, self._rightness = pace, rightness
+        self._blocks: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks)]
+
+    def knows(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return self._pace.random() < 0.9
+
+    def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
+        assert sum(chunk.end - chunk.start for chunk in chunks) <= self.max_tokens
+        return [self._draft(chunk, length) for chunk in chunks]
+
+    def _draft(self, chunk: DraftChunk, length: int) -> list[int]:
+        sequence, tokens = chunk.sequence, list(chunk.sequence.token_ids)
+        assert chunk.start < chunk.end <= len(tokens)
+        self.num_tokens += chunk.end - chunk.start
+        for position in range(chunk.start, chunk.end):
+            self._write(sequence, position, tokens[position])
+        found = [self._read(sequence, position) for position in range(chunk.end)]
+        assert found == list(enumerate(tokens[: chunk.end])), (
+            f"of {sequence!r}, the draft knows something else"
+        )
+        if chunk.end < len(tokens):
+            return []
+        drafts: list[int] = []
+        for number in range(length):
+            right = next_token([*tokens, *drafts], sequence.request, sequence.index)
+            is_right = self._pace.random() < self._rightness
+            drafts.append(right if is_right else self._pace.randrange(VOCABULARY))
+            if number < length - 1:
+                self._write(sequence, chunk.end + number, drafts[-1])
+        return drafts
+
+    def _write(self, sequence: Sequence, position: int, token: int) -> None:
+        number = position // self.block_size
+        if number < len(sequence.block_table):  # else it is written to block 0, and lost
+            self._blocks[sequence.block_table[number]][position % self.block_size] = (position, token)
+
+    def _read(self, sequence: Sequence, position: int) -> tuple[int, int] | None:
+        return self._blocks[sequence.block_table[position // self.block_size]][position % self.block_size]
+
+
+class ReckonsNot(Drafting):
+    """Has as many drafts as there is room for, or some of them, whatever they cost."""
+
+    def __init__(
+        self, lookup: Proposer | None, most: int, model: Proposer | None, pace: random.Random
+    ) -> None:
+        super().__init__(lookup, most, model)
+        self._random = pace
+
+    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:
+        self._pace(sum(chunk.samples for chunk in plan.chunks)).drafts = True
+        super().extend(plan, tables, num_tokens)
+
+    def _may_pay(self, plan: Plan, num_sampling: int) -> bool:  # noqa: ARG002
+        return True
+
+    def _best_length(self, *_: object) -> int:
+        return self._random.randint(0, self.most)
+
+    def _counts(self, guesses: list[_Guess], plan: Plan, num_sampling: int, room: int) -> list[int]:  # noqa: ARG002
+        counts = []
+        for guess in guesses:
+            counts.append(min(room, self._random.randint(len(guess.drafts) // 2, len(guess.drafts))))
+            room -= counts[-1]
+        return counts
+
+
+def drafting_always(proposer: Proposer | None, most: int, model: Proposer | None = None) -> Drafting:
     """Drafts in every step, whether they pay or not."""
-    drafting = Drafting(proposer, most)
+    drafting = Drafting(proposer, most, model)
     for number in range(8):
-        drafting._paces[number] = pace = _Pace()
+        drafting._paces[number] = pace = Pace()
         pace.drafts, pace._left = True, 1 << 30
     return drafting
 

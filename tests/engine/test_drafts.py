@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from engine.execution.drafter import Drafter
+from engine.planning.draft_model import DraftModel
 from engine.planning.drafting import Proposer
 from engine.planning.lookup import Lookup
-from engine.planning.request import Output, Request, SamplingParams, Sequence
+from engine.planning.request import DraftCount, Output, Request, SamplingParams, Sequence
+from engine.planning.step import DraftChunk, DraftRunner
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.driver import Driver
 
@@ -39,7 +42,13 @@ class Prophet:
     def __init__(self, answers: dict[tuple[str, int], list[int]], rightness: float, seed: int = 0) -> None:
         self._answers, self._rightness, self._numbers = answers, rightness, random.Random(seed)
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
+        return [self._propose(*pair) for pair in zip(sequences, lengths, strict=True)]
+
+    def seconds(self, num_sequences: int, length: int) -> float:  # noqa: ARG002
+        return 0.0
+
+    def _propose(self, sequence: Sequence, most: int) -> list[int]:
         first = sequence.num_output_tokens
         right = self._answers[sequence.key][first : first + most]
         numbers = self._numbers
@@ -73,6 +82,7 @@ def told(outputs: list[Output]) -> list[Any]:
 
 
 def run(driver: Driver, requests: list[Request], proposer: Proposer | None, **how: Any) -> dict[Any, Any]:
+    """What is said, with the drafts of a proposer that costs nothing or, as `model`, of a draft model."""
     before_step: Callable[[int], None] = how.pop("before_step", lambda _: None)
     driver.fresh(proposer=proposer, **how)
     driver.run(*requests, before_step=before_step)
@@ -83,14 +93,21 @@ def answers(found: dict[Any, Any]) -> dict[tuple[str, int], list[int]]:
     return {key: [ids[0] for ids, *_ in outputs] for key, outputs in found.items()}
 
 
+def count(driver: Driver, proposer: str) -> DraftCount:
+    """The drafts of all sequences that ended."""
+    ends = [outputs[-1].timings for outputs in driver.outputs.values()]
+    found = [ended.drafts[proposer] for ended in ends if ended is not None and proposer in ended.drafts]
+    return DraftCount(sum(one.num_drafted for one in found), sum(one.num_accepted for one in found))
+
+
 def num_accepted(driver: Driver) -> int:
-    return driver.scheduler.counters.num_accepted_tokens
+    return count(driver, "prophet").num_accepted
 
 
 @pytest.fixture(autouse=True)
 def _short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are short here, and drafts are to be in most of their steps."""
-    monkeypatch.setattr("engine.planning.drafting._TRIAL_STEPS", 2)
+    monkeypatch.setattr("engine.planning.pace._TRIAL_STEPS", 2)
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +175,120 @@ def test_answers_that_repeat_themselves_take_few_steps(driver: Driver) -> None:
     run(driver, [request], Lookup(), before_step=steps.append)
     assert answers({("r", 0): told(driver.outputs["r", 0])})["r", 0] == [7] * 60
     assert len(steps) < 30
+
+
+def draft_model(driver: Driver) -> DraftModel:
+    assert driver.facts.draft is not None
+    return DraftModel(driver.facts.draft)
+
+
+@pytest.fixture(scope="module")
+def twin(driver: Driver) -> Driver:
+    """A model that drafts for itself: whatever happens, each of its drafts is right, to the bit."""
+    return Driver(driver.folder, num_blocks=256, draft=driver.folder)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_model_agrees_with_itself(twin: Driver, setting: str) -> None:
+    requests = requests_of(SETTINGS[setting])
+    expected = run(twin, requests, None)
+    assert run(twin, requests, None, model=draft_model(twin)) == expected
+    found = count(twin, "draft")
+    assert found.num_accepted == found.num_drafted > 50
+
+
+def test_what_the_draft_knows_survives_whatever_becomes_of_blocks(twin: Driver) -> None:
+    requests = requests_of({"temperature": 0.9})
+    expected = run(twin, requests, None)
+
+    def preempt(step: int) -> None:
+        if twin.scheduler.running and step % 3 == 2:
+            twin.scheduler.preempt(twin.scheduler.running[step % len(twin.scheduler.running)])
+
+    hows: tuple[dict[str, Any], ...] = (
+        {"budget": 7},
+        {"budget": 7, "prefix_cache": False},
+        {"before_step": preempt},
+        {"before_step": preempt, "prefix_cache": False},
+        {"num_blocks": 14},
+        {"num_blocks": 14, "prefix_cache": False},
+    )
+    for how in hows:
+        assert run(twin, requests, None, model=draft_model(twin), **how) == expected, how
+        found = count(twin, "draft")
+        assert found.num_accepted == found.num_drafted > 10, how
+
+
+def test_long_prompts_and_logits_of_another_number(twin: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of few tokens, and each of them by itself."""
+    runner = twin.facts.draft
+    assert isinstance(runner, Drafter)
+    monkeypatch.setattr(runner, "max_tokens", 9)
+    monkeypatch.setattr(runner, "_draft", replace(runner._draft, native=None))
+    for setting in ("cool", "penalties", "top-p"):
+        requests = requests_of(SETTINGS[setting])
+        expected = run(twin, requests, None)
+        assert run(twin, requests, None, model=draft_model(twin)) == expected
+        found = count(twin, "draft")
+        assert found.num_accepted == found.num_drafted > 10
+
+
+def test_prompts_that_others_computed_need_not_be_computed_again(twin: Driver) -> None:
+    request = Request(
+        request_id="r",
+        prompt_token_ids=tuple(range(5, 105)),
+        sampling=SamplingParams(temperature=0.9, max_tokens=20, ignore_eos=True),
+    )
+    drafted: list[DraftChunk] = []
+    model = DraftModel(Spy.of(twin, drafted))
+    expected = run(twin, [request], None, model=model)
+    assert drafted[0].start == 0
+    drafted.clear()
+    twin.outputs.clear()
+    twin.run(request)
+    assert {key: told(outputs) for key, outputs in twin.outputs.items()} == expected
+    assert drafted[0].start >= 96, "the blocks of the prompt have the draft's KV"
+
+
+def test_another_models_drafts_are_verified(tmp_path: Path, driver: Driver) -> None:
+    other = Driver(driver.folder, num_blocks=256, draft=make_checkpoint("llama", tmp_path))
+    for setting in ("cool", "penalties", "top-p"):
+        requests = requests_of(SETTINGS[setting])
+        expected = run(other, requests, None)
+        assert run(other, requests, Lookup(), model=draft_model(other)) == expected
+        found = count(other, "draft")
+        assert 0 <= found.num_accepted < found.num_drafted
+
+
+def test_a_draft_model_that_fails_leaves_the_answers_alone(twin: Driver) -> None:
+    requests = requests_of({"temperature": 0.9})
+    expected = run(twin, requests, None)
+    spy = Spy.of(twin, [])
+
+    def break_it(step: int) -> None:
+        spy.is_broken = step > 8
+
+    assert run(twin, requests, Lookup(), model=DraftModel(spy), before_step=break_it) == expected
+    assert twin.scheduler.drafting is not None
+    assert twin.scheduler.drafting.failed == ["draft"]
+
+
+class Spy:
+    """A runner of drafts that tells what it is asked for."""
+
+    def __init__(self, runner: DraftRunner, drafted: list[DraftChunk]) -> None:
+        self._runner, self._drafted = runner, drafted
+        self.block_size, self.max_tokens = runner.block_size, runner.max_tokens
+        self.knows = runner.knows
+        self.is_broken = False
+
+    @classmethod
+    def of(cls, driver: Driver, drafted: list[DraftChunk]) -> Spy:
+        assert driver.facts.draft is not None
+        return cls(driver.facts.draft, drafted)
+
+    def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
+        if self.is_broken:
+            raise RuntimeError("broken")
+        self._drafted += chunks
+        return self._runner.draft(chunks, length)

@@ -53,6 +53,7 @@ async def test_a_whole_answer_has_openais_shape() -> None:
         "predicted_ttft_ms": None,
         "preemptions": 1,
         "draft_tokens": 0,
+        "drafts": {},
         "accepted_tokens": 0,
         "lane": "standard",
     }

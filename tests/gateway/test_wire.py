@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning.request import FinishReason, Request, SamplingParams
+from engine.planning.request import DraftCount, FinishReason, Request, SamplingParams
 from gateway.errors import ApiError
 from gateway.shapes import ChatShape, CompletionShape, Head
 from gateway.streams import Delta
@@ -79,13 +79,19 @@ def test_usage_is_openais() -> None:
 
 def test_timings_of_several_choices_are_one() -> None:
     request = _request()
-    early = make_timings(request, num_preemptions=1, num_draft_tokens=4, num_accepted_tokens=3)
+    early = make_timings(request, num_preemptions=1, drafts={"lookup": DraftCount(4, 3)})
     late = make_timings(request, first_token_s=request.arrival_s + 0.5, finished_s=request.arrival_s + 1)
-    single = make_timings(request, num_output_tokens=1)
+    single = make_timings(
+        request, num_output_tokens=1, drafts={"draft": DraftCount(7, 1), "lookup": DraftCount(1, 0)}
+    )
     usage = Usage(prompt_tokens=9, completion_tokens=7, cached_tokens=4)
     timings = timings_json([late, early, single], usage, Lane.BATCH, 0.25)
     assert (timings["ttft_ms"], timings["lane"], timings["cached_tokens"]) == (30.0, "batch", 4)
-    assert (timings["preemptions"], timings["draft_tokens"], timings["accepted_tokens"]) == (3, 4, 3)
+    assert (timings["preemptions"], timings["draft_tokens"], timings["accepted_tokens"]) == (3, 12, 4)
+    assert timings["drafts"] == {
+        "draft": {"draft_tokens": 7, "accepted_tokens": 1},
+        "lookup": {"draft_tokens": 5, "accepted_tokens": 3},
+    }
     assert timings["tpot_ms"] == 135.0
     assert timings["predicted_ttft_ms"] == 250.0
     assert timings_json([single], usage, Lane.BATCH, 0.25)["tpot_ms"] is None

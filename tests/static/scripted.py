@@ -34,6 +34,7 @@ TIMINGS = {
     "predicted_ttft_ms": 90.0,
     "preemptions": 0,
     "draft_tokens": 0,
+    "drafts": {},
     "accepted_tokens": 0,
     "lane": "interactive",
 }

@@ -1,5 +1,6 @@
 // The C interface that library.py declares. Nothing is thrown across it: a null pointer or a status says what failed.
 #include "decoder.h"
+#include "drafts.h"
 #include "inputs.h"
 #include "measure.h"
 #include "sample.h"
@@ -81,6 +82,15 @@ int32_t penstock_choose(Chooser* chooser, const ChooseArgs* args) {
     int status = kNoMemory;
     guarded([&] {
         status = chooser->choose(*args) ? kOk : kBadSlot;
+        return true;
+    });
+    return status;
+}
+
+int32_t penstock_draft(Team* team, Decoder* decoder, const Linear* head, Chooser* chooser, const DraftArgs* args) {
+    int status = kNoMemory;
+    guarded([&] {
+        status = draft(*team, *decoder, *head, *chooser, *args);
         return true;
     });
     return status;

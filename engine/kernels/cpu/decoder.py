@@ -63,7 +63,7 @@ class _Model(ctypes.Structure):
     ]
 
 
-class _Step(ctypes.Structure):
+class Step(ctypes.Structure):
     _fields_ = [
         ("token_ids", c_void_p),
         ("positions", c_void_p),
@@ -159,7 +159,7 @@ class NativeDecoder:
         Raises:
             ValueError: the batch cannot be.
         """
-        step = _step(batch)
+        step = step_of(batch)
         hidden = torch.empty((step.samples, self.hidden_size))
         check(self._run(self.handle, ctypes.byref(step), hidden.data_ptr()))
         return hidden
@@ -197,7 +197,7 @@ class NativeDecoder:
         return weight.data_ptr()
 
 
-def _step(batch: Batch) -> _Step:
+def step_of(batch: Batch) -> Step:
     tokens, sequences = batch.token_ids.shape[0], batch.context_lens.shape[0]
     expect_ints("positions", batch.positions, (tokens,))
     expect_ints("token_ids", batch.token_ids, (tokens,))
@@ -205,7 +205,7 @@ def _step(batch: Batch) -> _Step:
     expect_ints("context_lens", batch.context_lens, (sequences,))
     expect_ints("block_tables", batch.block_tables, (sequences, batch.block_tables.shape[-1]))
     expect_ints("sample_rows", batch.sample_rows, (batch.sample_rows.shape[0],))
-    return _Step(
+    return Step(
         batch.token_ids.data_ptr(),
         batch.positions.data_ptr(),
         batch.query_starts.data_ptr(),

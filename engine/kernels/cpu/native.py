@@ -2,6 +2,7 @@
 
 from engine.kernels.cpu.build import NativeUnavailable
 from engine.kernels.cpu.decoder import BLOCK_SIZE, NativeDecoder, NativeLayer
+from engine.kernels.cpu.drafts import NativeDraft
 from engine.kernels.cpu.inputs import NativeGather
 from engine.kernels.cpu.library import NativeLibrary, Team, available_cores, load_library
 from engine.kernels.cpu.linear import PackedLinear
@@ -11,6 +12,7 @@ __all__ = [
     "BLOCK_SIZE",
     "NativeChoose",
     "NativeDecoder",
+    "NativeDraft",
     "NativeGather",
     "NativeLayer",
     "NativeLibrary",

@@ -13,7 +13,7 @@ from engine.kernels.cpu.library import Team, check, created, expect_ints
 from engine.sampling.tables import Filters, SamplingTables
 
 
-class _Choose(ctypes.Structure):
+class ChooseArguments(ctypes.Structure):
     _fields_ = [
         ("logits", c_void_p),
         ("slots", c_void_p),
@@ -42,11 +42,11 @@ class NativeChoose:
     def __init__(self, team: Team) -> None:
         self._team = team
         self._tables: SamplingTables | None = None
-        self._arguments = _Choose()
+        self._arguments = ChooseArguments()
         self._unknown = torch.empty(0)
         library = team.library
-        self._handle = created(library.call("penstock_chooser_new", team.handle))
-        weakref.finalize(self, library.call, "penstock_chooser_free", self._handle)
+        self.handle = created(library.call("penstock_chooser_new", team.handle))
+        weakref.finalize(self, library.call, "penstock_chooser_free", self.handle)
         self._choose = library.function("penstock_choose")
 
     def __call__(
@@ -57,8 +57,7 @@ class NativeChoose:
         Raises:
             ValueError: tensors that do not fit each other, or a slot that does not exist.
         """
-        if tables is not self._tables:
-            self._read(tables)
+        arguments = self.arguments_of(tables)
         num_rows = logits.shape[0]
         if logits.shape != (num_rows, tables.vocab_size):
             raise ValueError(f"logits {(num_rows, tables.vocab_size)} expected, not {tuple(logits.shape)}")
@@ -68,15 +67,20 @@ class NativeChoose:
         expect_ints("numbers", numbers, (num_rows,))
         token_ids = torch.empty(num_rows, dtype=torch.int32)
         logprobs = torch.empty(num_rows) if filters.logprobs else self._unknown_logprobs(num_rows)
-        arguments = self._arguments
         arguments.logits = logits.data_ptr()
         arguments.slots, arguments.numbers = slots.data_ptr(), numbers.data_ptr()
         arguments.token_ids = token_ids.data_ptr()
         arguments.logprobs = logprobs.data_ptr() if filters.logprobs else None
         arguments.num_rows = num_rows
         arguments.top_k, arguments.top_p = filters.top_k, filters.top_p
-        check(self._choose(self._handle, ctypes.byref(arguments)))
+        check(self._choose(self.handle, ctypes.byref(arguments)))
         return token_ids, logprobs
+
+    def arguments_of(self, tables: SamplingTables) -> ChooseArguments:
+        """The arguments of a call, with the addresses of the tables; the rows are missing."""
+        if tables is not self._tables:
+            self._read(tables)
+        return self._arguments
 
     def _unknown_logprobs(self, num_rows: int) -> Tensor:
         """NaN for every row; nobody writes to it, so that steps may share it."""

@@ -6,24 +6,32 @@ import random
 import pytest
 
 from engine.planning.block_tables import BlockTables
-from engine.planning.drafting import _LONGEST_REST, _TRIAL_STEPS, Drafting, StepCosts, _Pace
-from engine.planning.request import FinishReason, Sequence
+from engine.planning.drafting import Drafting, Proposer, note_drafts
+from engine.planning.pace import _LONGEST_REST, _TRIAL_STEPS, Pace
+from engine.planning.request import DraftCount, FinishReason, Sequence
 from engine.planning.step import Chunk, Plan
+from engine.planning.step_costs import StepCosts
 from tests.engine.paper import drafting_always, make_request
 
 
 class Echo:
     """Proposes as many tokens as may be."""
 
-    name = "echo"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str = "echo", cost_s: float = 0.0) -> None:
+        self.name = name
+        self.cost_s = cost_s
         self.fault: Exception | None = None
+        self.asked: list[int] = []
+        """For how many sequences, each time."""
 
-    def propose(self, sequence: Sequence, most: int) -> list[int]:  # noqa: ARG002
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
         if self.fault is not None:
             raise self.fault
-        return [1] * most
+        self.asked.append(len(sequences))
+        return [[1] * length for length in lengths]
+
+    def seconds(self, num_sequences: int, length: int) -> float:
+        return self.cost_s * length * (1 + num_sequences / 32)
 
     def forget(self, sequence: Sequence) -> None: ...
 
@@ -51,9 +59,18 @@ def counts(plan: Plan) -> list[int]:
     return [len(chunk.drafts) for chunk in plan.chunks]
 
 
-def drafting_at(cost: dict[int, float]) -> Drafting:
-    drafting = drafting_always(Echo(), 8)
-    for num_tokens, seconds in cost.items():
+def say(sequence: Sequence, *token_ids: int) -> None:
+    """The step came back with these tokens, of which the last is yet to be computed."""
+    sequence.token_ids += token_ids
+    sequence.num_computed = len(sequence.token_ids) - 1
+    sequence.num_pending = 0
+
+
+def drafting_at(
+    cost: dict[int, float], lookup: Proposer | None = None, model: Proposer | None = None
+) -> Drafting:
+    drafting = drafting_always(lookup or (None if model else Echo()), 8, model)
+    for num_tokens, seconds in [*cost.items()] * 3:
         drafting.costs.observe(num_tokens, seconds)
     return drafting
 
@@ -69,17 +86,25 @@ def test_what_is_free_is_taken_and_what_costs_is_left() -> None:
 
 def test_drafts_go_where_they_are_likeliest_to_be_right() -> None:
     tables = BlockTables(64, 4)
-    good, bad = running(tables, 2)
+    good, bad = running(tables, 2, max_tokens=1000)
     drafting = drafting_at({2: 1.0, 4: 1.2, 8: 1.6, 16: 2.4})
-    for sequence, num_brought in ((good, 9), (bad, 1)):
-        for _ in range(20):
-            drafting.note(Chunk(sequence, 3, 9, samples=True, drafts=[1] * 8), num_brought)
+    for _ in range(20):
+        drafting.extend(step_of([good, bad]), tables, 100)
+        say(good, *[1] * 8, 4)
+        say(bad, 4)
     plan = step_of([good, bad])
     drafting.extend(plan, tables, 100)
-    assert counts(plan)[0] == 8
-    assert counts(plan)[1] == 0
-    assert (good.num_draft_tokens, good.num_accepted_tokens) == (160, 160)
-    assert (bad.num_draft_tokens, bad.num_accepted_tokens) == (160, 0)
+    assert counts(plan) == [8, 0]
+
+
+def test_drafts_are_counted_by_who_proposed_them() -> None:
+    tables = BlockTables(64, 4)
+    (sequence,) = running(tables, 1)
+    for proposer, num_brought in (("lookup", 9), ("draft", 1), ("lookup", 3)):
+        chunk = Chunk(sequence, 3, 9, samples=True, drafts=[1] * 8, proposer=proposer)
+        note_drafts(chunk, num_brought)
+        assert chunk.num_accepted == num_brought - 1
+    assert sequence.drafts == {"lookup": DraftCount(16, 10), "draft": DraftCount(8, 0)}
 
 
 @pytest.mark.parametrize("room", [1, 3, 8, 20])
@@ -102,27 +127,94 @@ def test_nobody_gets_more_drafts_than_tokens_are_wanted_or_blocks_are_free() -> 
     assert not small.pool.num_free
 
 
-def test_a_proposer_that_is_always_wrong_is_hardly_asked_and_still_probed() -> None:
-    tables = BlockTables(64, 4)
-    (sequence,) = running(tables, 1)
-    drafting = drafting_at({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5})
+COST = {1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5}
+
+
+def test_what_is_always_wrong_is_not_computed_and_comes_back_when_it_is_right() -> None:
+    tables = BlockTables(4096, 4)
+    (sequence,) = running(tables, 1, max_tokens=4000)
+    drafting = drafting_at(COST)
     num_drafts = []
-    for _ in range(400):
-        sequence.num_computed = 3
+    for step in range(400):
         plan = step_of([sequence])
         drafting.extend(plan, tables, 100)
         num_drafts.append(counts(plan)[0])
-        if counts(plan)[0]:
-            drafting.note(plan.chunks[0], 1)
-    assert sum(num_drafts[100:]) <= 0.05 * 300
-    assert sum(num_drafts[100:]) >= 5
+        say(sequence, *([1, 4] if step >= 300 else [4]))
+    assert sum(num_drafts[30:300]) == 0
+    assert min(num_drafts[350:]) >= 1, "that it was right was seen without computing any"
+
+
+def test_a_model_that_is_always_wrong_is_asked_now_and_then_and_comes_back() -> None:
+    tables = BlockTables(4096, 4)
+    sequences = running(tables, 4, max_tokens=4000)
+    model = Echo("draft", cost_s=0.05)
+    drafting = drafting_at(COST, model=model)
+    num_drafts = []
+    for step in range(1_400):
+        plan = step_of(sequences)
+        drafting.extend(plan, tables, 100)
+        num_drafts.append(sum(counts(plan)))
+        for sequence in sequences:
+            say(sequence, *([1, 4] if step >= 400 else [4]))
+        if step == 399:
+            assert sum(num_drafts[100:]) <= 4
+            assert 8 <= len(model.asked) < 60
+            assert set(model.asked[-8:]) == {1}, "of one sequence only"
+    assert min(num_drafts[1_300:]) >= 4
+
+
+def test_the_better_proposer_drafts() -> None:
+    tables = BlockTables(4096, 4)
+    repeating, writing = running(tables, 2, max_tokens=4000)
+    lookup, model = Echo("lookup"), Telling([repeating])
+    drafting = drafting_at(COST, lookup, model)
+    for _ in range(60):
+        plan = step_of([repeating, writing])
+        drafting.extend(plan, tables, 100)
+        say(repeating, *[1] * 8, 4)
+        say(writing, 2, 2, 4)
+    assert [chunk.proposer for chunk in plan.chunks] == ["lookup", "draft"]
+    assert len(plan.chunks[0].drafts) == 8
+    assert 1 <= len(plan.chunks[1].drafts) < 8, "the third is never right"
+
+
+class Telling(Echo):
+    """A model that knows two tokens, and nothing of some sequences."""
+
+    def __init__(self, unknown: list[Sequence]) -> None:
+        super().__init__("draft", cost_s=0.05)
+        self._unknown = unknown
+
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
+        drafts = [3 if sequence in self._unknown else 2 for sequence in sequences]
+        return [[token_id] * length for token_id, length in zip(drafts, lengths, strict=True)]
+
+
+def test_a_model_that_costs_more_than_it_brings_is_not_asked() -> None:
+    for cost_s, is_asked in ((0.05, True), (2.0, False)):
+        tables = BlockTables(64, 4)
+        model = Echo("draft", cost_s)
+        plan = step_of(running(tables, 1))
+        drafting_at(COST, model=model).extend(plan, tables, 100)
+        assert bool(model.asked) == is_asked == (counts(plan) != [0])
+
+
+def test_the_time_that_drafting_took_is_none_of_the_steps() -> None:
+    tables = BlockTables(64, 4)
+    plan = step_of(running(tables, 1))
+    drafting = drafting_at({1: 1.0, 64: 1.0})
+    plan.drafting_s = 0.75
+    plan.num_tokens = 16
+    for _ in range(3):
+        drafting.observe(plan, 2.0)
+    assert drafting.costs.seconds(16) == pytest.approx(1.25)
 
 
 def test_a_proposer_that_fails_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
     tables = BlockTables(64, 4)
     sequences = running(tables, 2)
     drafting = drafting_at({1: 1.0, 64: 1.0})
-    proposer = drafting._proposer
+    proposer = drafting._lookup
     assert isinstance(proposer, Echo)
     proposer.fault = RuntimeError("broken")
     with caplog.at_level(logging.ERROR, "penstock.engine"):
@@ -135,6 +227,7 @@ def test_a_proposer_that_fails_is_switched_off(caplog: pytest.LogCaptureFixture)
     assert [record.getMessage() for record in caplog.records] == [
         "drafting by echo failed and is off from now on"
     ]
+    assert drafting.failed == ["echo"]
 
 
 def test_who_ended_is_forgotten_and_who_gave_way_is_not() -> None:
@@ -161,7 +254,7 @@ def test_costs_never_fall_with_more_tokens_and_forget_a_bad_start() -> None:
         assert costs.seconds(n) == pytest.approx(1 + n / 32, rel=0.2)
 
 
-def turns(pace: _Pace, plain_s: float, drafted_s: float, num_steps: int) -> float:
+def turns(pace: Pace, plain_s: float, drafted_s: float, num_steps: int) -> float:
     """The share of steps with drafts, each of which brings 2 tokens where one without brings 1."""
     num_drafted = 0
     for _ in range(num_steps):
@@ -171,9 +264,9 @@ def turns(pace: _Pace, plain_s: float, drafted_s: float, num_steps: int) -> floa
 
 
 def test_what_pays_is_kept_and_what_does_not_is_tried_now_and_then() -> None:
-    assert turns(_Pace(), 1.0, 1.5, 4_000) > 0.85
-    assert 0.005 < turns(_Pace(), 1.0, 2.5, 8_000) < 0.03
-    pace = _Pace()
+    assert turns(Pace(), 1.0, 1.5, 4_000) > 0.85
+    assert 0.005 < turns(Pace(), 1.0, 2.5, 8_000) < 0.03
+    pace = Pace()
     turns(pace, 1.0, 2.5, 4_000)
     turns(pace, 1.0, 1.5, 2 * _LONGEST_REST * _TRIAL_STEPS)
     assert turns(pace, 1.0, 1.5, 1_000) > 0.85, "it comes back"

@@ -49,25 +49,30 @@ def test_the_longest_run_is_found_in_another_text(tokens: list[int], recent: lis
     assert TokenIndex(tokens).find(recent) == best_by_hand(tokens, recent)
 
 
+def proposed(lookup: Lookup, sequence: Sequence, length: int) -> list[int]:
+    (found,) = lookup.propose([sequence], [length])
+    return found
+
+
 def test_what_followed_then_is_proposed() -> None:
     sequence = sequence_of([1, 2, 3, 4, 5, 6], [9, 1, 2, 3])
-    assert Lookup().propose(sequence, 2) == [4, 5]
-    assert Lookup().propose(sequence, 8) == [4, 5, 6, 9, 1, 2, 3, 4]
+    assert proposed(Lookup(), sequence, 2) == [4, 5]
+    assert proposed(Lookup(), sequence, 8) == [4, 5, 6, 9, 1, 2, 3, 4]
 
 
 def test_nothing_is_proposed_where_nothing_is_known() -> None:
-    assert Lookup().propose(sequence_of([1], []), 4) == []
-    assert Lookup().propose(sequence_of([1, 2, 3, 4], [5, 6]), 4) == []
+    assert proposed(Lookup(), sequence_of([1], []), 4) == []
+    assert proposed(Lookup(), sequence_of([1, 2, 3, 4], [5, 6]), 4) == []
 
 
 def test_answers_of_the_same_tenant_are_remembered_and_nobody_elses() -> None:
     lookup = Lookup()
     ended = sequence_of([1], [5, 6, 7, 8, 9])
-    assert lookup.propose(ended, 4) == []
+    assert proposed(lookup, ended, 4) == []
     ended.finish_reason = FinishReason.STOP
     lookup.forget(ended)
-    assert lookup.propose(sequence_of([3, 5, 6, 7], []), 2) == [8, 9]
-    assert lookup.propose(sequence_of([3, 5, 6, 7], [], tenant="bob"), 2) == []
+    assert proposed(lookup, sequence_of([3, 5, 6, 7], []), 2) == [8, 9]
+    assert proposed(lookup, sequence_of([3, 5, 6, 7], [], tenant="bob"), 2) == []
     assert len(lookup._indexes) == 2, "those of the two that run"
 
 
@@ -75,7 +80,7 @@ def test_memory_is_bounded() -> None:
     lookup = Lookup()
     for i in range(1000):
         ended = sequence_of([1], [i % 7 + j for j in range(200)], tenant=f"t{i % 300}")
-        lookup.propose(ended, 1)
+        lookup.propose([ended], [1])
         lookup.forget(ended)
     assert len(lookup._memories) == 256
     assert not lookup._indexes

@@ -18,16 +18,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.engine import launch_fitting
 from engine.planning.block_tables import BlockTables
+from engine.planning.draft_model import DraftModel
 from engine.planning.request import FinishReason, Output, Request
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import OutOfMemory, Plan, StepInFlight
 from priority.queue import LaneQueue
 from tests.engine.late import LateRunner
 from tests.engine.paper import (
+    PaperDraft,
     PaperProposer,
     PaperRunner,
     PaperSink,
-    drafting_always,
+    ReckonsNot,
     expected_output,
     make_request,
 )
@@ -44,6 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         window=st.sampled_from([0, 0, 1, 3, 4, 5, 8, 11, 20]),
         is_late=st.booleans(),
         max_drafts=st.sampled_from([0, 1, 3, 8]),
+        proposers=st.sampled_from(["lookup", "draft", "both"]),
         rightness=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
         pace=st.randoms(use_true_random=False),
     )
@@ -56,6 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         window: int,
         is_late: bool,
         max_drafts: int,
+        proposers: str,
         rightness: float,
         pace: random.Random,
     ) -> None:
@@ -69,8 +73,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.flights: deque[tuple[Plan, StepInFlight]] = deque()
         self.budget = budget
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=28)
-        proposer = PaperProposer(pace, rightness, window)
-        self.drafting = drafting_always(proposer, max_drafts) if max_drafts else None
+        lookup, model = None, None
+        if proposers != "draft" or window:  # under a window, blocks are given back that a draft would read
+            lookup = PaperProposer(pace, rightness, window)
+        if proposers != "lookup" and not window:
+            model = DraftModel(PaperDraft(num_blocks, BLOCK_SIZE, pace, rightness))
+        self.drafting = ReckonsNot(lookup, max_drafts, model, pace) if max_drafts else None
         self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits, self.drafting)
         self.pace = pace
         self.requests: dict[str, Request] = {}
@@ -150,8 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.receive(self.scheduler.commit(plan, step.wait(), self.now))
             if self.drafting is not None:
                 self.drafting.forget(self.scheduler.take_departed())
-                num_accepted = sum(len(chunk.drafts) for chunk in plan.chunks) // 2
-                self.drafting.observe(plan, num_accepted, self.pace.random())
+                self.drafting.observe(plan, self.pace.random())
 
     @precondition(lambda self: self.scheduler.running)
     @rule(pick=st.integers(0, 5))
@@ -239,6 +246,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.drafting is not None:
             self.drafting.forget(self.scheduler.take_departed())
             assert not self.drafting._records, "nobody asks after those who ended"
+            assert not self.drafting.failed
         for name, request in self.requests.items():
             for index in range(request.n):
                 self.check_choice(name, index, request)

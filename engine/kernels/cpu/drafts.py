@@ -1,0 +1,98 @@
+"""Drafting with the native kernels: all passes in one call."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_void_p
+
+import torch
+from torch import Tensor
+
+from engine.kernels.batch import Batch
+from engine.kernels.cpu.decoder import NativeDecoder, Step, step_of
+from engine.kernels.cpu.library import Team, check, expect_ints
+from engine.kernels.cpu.linear import PackedLinear
+from engine.kernels.cpu.sampling import ChooseArguments, NativeChoose
+from engine.sampling.tables import Filters, SamplingTables
+
+
+class _Draft(ctypes.Structure):
+    _fields_ = [
+        ("first", Step),
+        ("choose", ChooseArguments),
+        ("ends", c_void_p),
+        ("rows", c_void_p),
+        ("tables", c_void_p),
+        ("hidden", c_void_p),
+        ("logits", c_void_p),
+        ("width", c_int32),
+        ("length", c_int32),
+    ]
+
+
+class NativeDraft:
+    """Drafts for P sequences: a pass over a batch, then one over each token that was chosen, but for the last.
+
+    Calls must come from one thread at a time.
+    """
+
+    def __init__(self, team: Team, decoder: NativeDecoder, lm_head: PackedLinear) -> None:
+        self._team, self._decoder, self._lm_head = team, decoder, lm_head
+        self._chooser = NativeChoose(team)
+        self._draft = team.library.function("penstock_draft")
+
+    def __call__(
+        self,
+        first: Batch,
+        block_tables: Tensor,
+        ends: Tensor,
+        tables: SamplingTables,
+        slots: Tensor,
+        numbers: Tensor,
+        filters: Filters,
+    ) -> Tensor:
+        """Token ids [length, P] int32, chosen as `engine.sampling.reference.choose` has it.
+
+        Args:
+            first: samples P rows.
+            block_tables: [P, max blocks], of as many blocks as those of `first`.
+            ends: [length, P] the tokens of each sequence before its first draft, its second, and so on.
+            slots: [P]
+            numbers: [length, P] the output tokens before each draft.
+
+        Raises:
+            ValueError: tensors that do not fit each other, or a draft that is no token.
+        """
+        length, num = ends.shape
+        step = step_of(first)
+        expect_ints("sample_rows", first.sample_rows, (num,))
+        expect_ints("block_tables", block_tables, (num, step.max_blocks))
+        expect_ints("slots", slots, (num,))
+        expect_ints("ends", ends, (length, num))
+        expect_ints("numbers", numbers, (length, num))
+        if self._lm_head.out_features != tables.vocab_size:
+            raise ValueError(f"{self._lm_head.out_features} logits, and a vocabulary of {tables.vocab_size}")
+        rows = torch.arange(num + 1, dtype=torch.int32)
+        hidden, logits = (
+            torch.empty((num, self._decoder.hidden_size)),
+            torch.empty((num, tables.vocab_size)),
+        )
+        token_ids = torch.empty((length, num), dtype=torch.int32)
+        choose = self._chooser.arguments_of(tables)
+        choose.slots, choose.numbers, choose.num_rows = slots.data_ptr(), numbers.data_ptr(), num
+        choose.token_ids, choose.logprobs = token_ids.data_ptr(), None
+        choose.top_k, choose.top_p = filters.top_k, filters.top_p
+        arguments = _Draft(
+            step,
+            choose,
+            ends.data_ptr(),
+            rows.data_ptr(),
+            block_tables.data_ptr(),
+            hidden.data_ptr(),
+            logits.data_ptr(),
+            hidden.shape[1],
+            length,
+        )
+        handles = self._team.handle, self._decoder.handle, self._lm_head.handle, self._chooser.handle
+        check(self._draft(*handles, ctypes.byref(arguments)))
+        return token_ids
