@@ -318,7 +318,8 @@ class Impatient(GatewayProtocol):
         (b"", b"408"),
         (b"GET / HTTP/1.1\r\nhost: x", b"408"),
         (
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\ncontent-type: application/json\r\n\r\n{",
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n"
+            b"content-type: application/json\r\n\r\n{",
             b"408",
         ),
         (b"GET / HTTP/1.1\r\nx: " + b"y" * 40_000, b"431"),
