@@ -179,7 +179,7 @@ def _open_draft(
     config = read_config(folder)
     check_draft(target, config, _max_model_len(target, options))
     try:
-        check_native(config, options.block_size)
+        check_native(config, options)
     except NativeUnavailable as error:
         raise CheckpointError(f"the draft model cannot run on the native CPU kernels: {error}") from None
     options = replace(options, quantize_group_size=None)
