@@ -9,7 +9,7 @@ forecasts in twenty come true. Predicting before admitting follows Mooncake (Qin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
 
@@ -74,14 +74,14 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """The running sequences, all of them, as they were a few steps ago."""
+    """The running sequences, all of them."""
 
-    num_yielding: tuple[int, ...] = ()
+    num_yielding: tuple[int, ...]
     """By lane: those that would give way to a more urgent lane."""
-    num_sequences: int = 0
-    num_tokens: int = 0
+    num_sequences: int
+    num_tokens: int
     """Their known tokens, for which they hold KV."""
-    num_tokens_left: int = 0
+    num_tokens_left: int
     """Output tokens that they may still bring."""
 
 
@@ -91,11 +91,10 @@ class Admission:
     def __init__(self, policies: Mapping[Lane, LanePolicy], model: StepTimeModel) -> None:
         self.model = model
         self.policies = policies
-        self.census = Census()
         self._load: StepLoad | None = None
         self._last_step_s = 0.0
         self.step_began_s = -inf
-        """When the last step came back, which is when the one that runs began."""
+        """When the last step came back, which is when the one that runs began. On the simulator it may be to come."""
         self._context_each = 0.0
         """KV tokens of a running stream, as it was seen last."""
         self._finished = Rate()
@@ -176,7 +175,13 @@ class Admission:
     # The forecast
 
     def forecast(
-        self, lanes: Mapping[Lane, LaneLine], account: Account, num_uncached: int, num_prompt: int, now: float
+        self,
+        lanes: Mapping[Lane, LaneLine],
+        account: Account,
+        num_uncached: int,
+        num_prompt: int,
+        now: float,
+        census: Callable[[], Census],
     ) -> Forecast | None:
         """For a request that would be let in now; None while too little was measured."""
         load = self._load
@@ -200,10 +205,16 @@ class Admission:
             (running + mine) / share + pace.fixed_s,
         )
         # The step that runs has to end first.
-        left_s = max(0.0, self._last_step_s - (now - self.step_began_s)) if num_decode else 0.0
-        raw_s = left_s + wait_s + self._wait_for_room(lanes, account, load, ahead + num_prompt, now)
+        left_s = self._left_s(now) if num_decode else 0.0
+        raw_s = left_s + wait_s + self._wait_for_room(lanes, account, load, ahead + num_prompt, now, census)
         seconds = raw_s * account.factor
         return Forecast(seconds, raw_s, self._allowed(lane, num_uncached, load))
+
+    def _left_s(self, now: float) -> float:
+        """Seconds to the end of the step that runs, if it takes as long as the last one."""
+        if now < self.step_began_s:
+            return self.step_began_s - now
+        return max(0.0, self._last_step_s - (now - self.step_began_s))
 
     def _pace(
         self, decodes: Mapping[Lane, int], num_context: int, lively: Iterable[Lane], load: StepLoad
@@ -266,23 +277,31 @@ class Admission:
         return before
 
     def _wait_for_room(
-        self, lanes: Mapping[Lane, LaneLine], account: Account, load: StepLoad, num_tokens: float, now: float
+        self,
+        lanes: Mapping[Lane, LaneLine],
+        account: Account,
+        load: StepLoad,
+        num_tokens: float,
+        now: float,
+        census: Callable[[], Census],
     ) -> float:
         """Seconds until there is KV and a seat, which lower lanes give way for as far as they do.
 
         The rest comes from those who end: as fast as they did of late, or as those who run will.
         """
-        census, num_seats = self.census, self._seats_before(lanes, account) + 1
-        num_victims = min(MAX_VICTIMS * num_seats, sum(census.num_yielding[account.lane.lane + 1 :]))
-        missing_seats = num_seats - num_victims - (load.max_num_seqs - load.num_running)
+        num_seats = self._seats_before(lanes, account) + 1
+        missing_seats = num_seats - (load.max_num_seqs - load.num_running)
         missing_kv = num_tokens - load.num_free_tokens
-        if num_victims:
-            missing_kv -= num_victims * census.num_tokens / census.num_sequences
-        steps_s = self.model.seconds(0, census.num_sequences, census.num_tokens)
-        ends_s = steps_s * census.num_tokens_left / max(1, census.num_sequences)
+        if missing_seats <= 0 and missing_kv <= 0:
+            return 0.0
+        running = census()
+        num_victims = min(MAX_VICTIMS * num_seats, sum(running.num_yielding[account.lane.lane + 1 :]))
+        missing_kv -= num_victims * running.num_tokens / max(1, running.num_sequences)
+        steps_s = self.model.seconds(0, running.num_sequences, running.num_tokens)
+        ends_s = steps_s * running.num_tokens_left / max(1, running.num_sequences)
         return max(
-            _over(missing_kv, self._freed.per_second(now), census.num_tokens, ends_s),
-            _over(missing_seats, self.finish_rate(now), census.num_sequences, ends_s),
+            _over(missing_kv, self._freed.per_second(now), running.num_tokens, ends_s),
+            _over(missing_seats - num_victims, self.finish_rate(now), running.num_sequences, ends_s),
         )
 
     def _allowed(self, lane: LaneLine, num_uncached: int, load: StepLoad) -> float:

@@ -33,8 +33,6 @@ AGED_PART = 4
 _AGED_MOST_TOKENS = 2_048
 MAX_PREEMPTIONS = 3
 """A sequence that gave way so often is not asked again."""
-_CENSUS_STEPS = 16
-"""Running sequences are counted once in so many steps, for what the forecasts want to know of them."""
 _FORGET_AFTER_US = 600_000_000
 _RETRY_S = (1.0, 60.0)
 
@@ -79,7 +77,8 @@ class LaneQueue:
         self._aged_tokens = _AGED_MOST_TOKENS
         """What may still be spent on those who were passed over for too long."""
         self._now_us = 0
-        self._num_steps = 0
+        self._running: list[Sequence] = []
+        """Those of the scheduler, which changes them in its own thread."""
         self.admission = Admission(policies, model or StepTimeModel())
 
     # The event loop's side
@@ -188,11 +187,8 @@ class LaneQueue:
             if sequence.num_remaining == 1:
                 decodes[sequence.request.lane] += 1
                 num_context += len(sequence.token_ids)
-        census = _census(running) if self._num_steps % _CENSUS_STEPS == 0 else None
         with self._lock:
-            self._num_steps += 1
-            if census is not None:
-                self.admission.census = census
+            self._running = running
             by_lane = {lane: decodes[lane] for lane in Lane if decodes[lane]}
             lively = [line.lane for line in self._lanes.values() if line.is_lively(self._now_us / 1e6)]
             return self.admission.allowance(by_lane, num_context, lively)
@@ -316,7 +312,14 @@ class LaneQueue:
 
     def _check_promise(self, line: LaneLine, ticket: Ticket, now: float) -> Forecast | None:
         num_prompt = len(ticket.request.prompt_token_ids)
-        forecast = self.admission.forecast(self._lanes, ticket.account, ticket.num_uncached, num_prompt, now)
+        forecast = self.admission.forecast(
+            self._lanes,
+            ticket.account,
+            ticket.num_uncached,
+            num_prompt,
+            now,
+            lambda: _census(list(self._running)),
+        )
         if forecast is None:
             return None
         waited_s = max(0.0, now - ticket.request.arrival_s)
