@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.library import DTYPES, Team, check, created, float32, pointer
+from engine.quant.codebook import Codebook
+from engine.quant.float8 import BLOCK, Float8
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
 
+PACKED = (Integers, Float8, Codebook)
+"""The formats that have a layout of their own."""
+
 _INTEGER_TYPES = {8: 3, 4: 4}
 """The storage types of the kernels for integers, by their bits."""
-
+_FLOAT8_TYPE, _PLACES_TYPE = 5, 6
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.int8)
 """By the number that the kernels have for them."""
@@ -33,6 +38,7 @@ class _Source(ctypes.Structure):
         ("offsets", c_void_p),
         ("permutation", c_void_p),
         ("bias", c_void_p),
+        ("table", c_void_p),
     ]
 
 
@@ -41,7 +47,7 @@ class PackedLinear:
 
     An output of a floating-point weight is one chain of fused multiply-adds in float32, so that it does not depend on
     the other rows or on the number of threads, bit for bit. An output of a weight of integers is that of
-    `IntegerLinear`.
+    `IntegerLinear`. Weights in e4m3 and places in a table are decoded to floats, see `of_floats`.
 
     Args:
         weight: [rows, in]; it is rounded to `dtype`, float32, float16 or bfloat16.
@@ -74,6 +80,45 @@ class PackedLinear:
         linear = cls.__new__(cls)
         linear._pack(team, _INTEGER_TYPES[format.bits], tensors, format.group_size, bias, gated)
         return linear
+
+    @classmethod
+    def of_floats(
+        cls,
+        team: Team,
+        tensors: NamedTensors,
+        format: Float8 | Codebook,
+        bias: Tensor | None,
+        gated: bool = False,
+    ) -> PackedLinear:
+        """The layer of a weight whose numbers stand for floats, given as the tensors of its format.
+
+        An output is that of a layer in bfloat16, where the kernels have products of bfloat16, or else in float32, of
+        the unpacked weight, bit for bit. If every row in e4m3 has one scale, it is that of a layer of the numbers,
+        times the scale.
+        """
+        in_features = tensors["weight"].shape[1]
+        linear = cls.__new__(cls)
+        if isinstance(format, Codebook):
+            table = torch.tensor(format.table)
+            linear._pack(team, _PLACES_TYPE, {**tensors, "table": table}, format.group_size, bias, gated)
+        else:
+            scale = format.row_scales(tensors)
+            group_size = in_features if scale.shape[1] == 1 else BLOCK
+            linear._pack(team, _FLOAT8_TYPE, {**tensors, "scale": scale}, group_size, bias, gated)
+        return linear
+
+    @classmethod
+    def of(
+        cls,
+        team: Team,
+        tensors: NamedTensors,
+        format: Integers | Float8 | Codebook,
+        bias: Tensor | None,
+        gated: bool = False,
+    ) -> PackedLinear:
+        """The layer of a weight in one of PACKED, given as the tensors of its format."""
+        make = cls.of_integers if isinstance(format, Integers) else cls.of_floats
+        return make(team, tensors, format, bias, gated)  # type: ignore[arg-type]
 
     @property
     def activation_dtype(self) -> torch.dtype:
@@ -136,6 +181,7 @@ class PackedLinear:
             offsets=pointer(kept.get("offset")),
             permutation=pointer(kept.get("permutation")),
             bias=pointer(biases),
+            table=pointer(kept.get("table")),
         )
         self.handle = created(team.library.call("penstock_linear_new", team.handle, ctypes.byref(source)))
         weakref.finalize(self, team.library.call, "penstock_linear_free", self.handle)

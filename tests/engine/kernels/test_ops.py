@@ -25,7 +25,8 @@ from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, choose_quantization
 from engine.model.parse import parse_config
 from engine.quant.float8 import Float8
-from engine.quant.integers import Integers, Quantization
+from engine.quant.integers import Integers
+from engine.quant.quantization import Quantization
 from tests.engine import needs
 from tests.engine.checkpoints import make_config
 
@@ -326,4 +327,4 @@ def test_what_is_served_on_the_cpu_alone_is_one_line_on_cuda() -> None:
 
 def test_quantizations() -> None:
     assert choose_quantization(None, None) is None
-    assert choose_quantization("int4", 32) == Quantization(4, 32)
+    assert choose_quantization("int4", 32) == Quantization("int4", 32)
