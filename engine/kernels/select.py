@@ -59,7 +59,7 @@ def native_kernels(team: native.Team, dtype: torch.dtype) -> Kernels:
 
     def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:
         if isinstance(format, native.PACKED):
-            return native.PackedLinear.of(team, tensors, format, bias, gated)
+            return native.PackedLinear.of(team, tensors, format, bias, gated, is_exact=dtype == torch.float32)
         return native.PackedLinear(team, format.unpack(tensors), bias, dtype, gated)
 
     return replace(

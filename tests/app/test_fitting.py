@@ -260,7 +260,7 @@ def test_a_checkpoint_that_is_quantized_is_told_with_its_method(
     )
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if "proj" in name]:
-        packed = stored.integers.quantize(tensors.pop(name))
+        packed = stored.quantized.quantize(tensors.pop(name))
         tensors |= {f"{name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in packed.items()}
     save_tensors(folder, tensors)
     lines = tell(capsys, str(folder), "--dtype", "bfloat16")

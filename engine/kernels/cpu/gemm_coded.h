@@ -321,12 +321,11 @@ inline void coded_by_tiles(const Linear& linear, int panel, int panels, const Ac
 inline void multiply_coded(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums,
                            size_t by_panel) {
 #if PENSTOCK_TILES
-    coded_by_tiles(linear, panel, panels, x, rows, sums, by_panel);
+    if (linear.form == Form::bf16) return coded_by_tiles(linear, panel, panels, x, rows, sums, by_panel);
 #elif PENSTOCK_PAIRS
-    coded_by_vectors<BFloatPair>(linear, panel, panels, x, rows, sums, by_panel);
-#else
-    coded_by_vectors<float>(linear, panel, panels, x, rows, sums, by_panel);
+    if (linear.form == Form::bf16) return coded_by_vectors<BFloatPair>(linear, panel, panels, x, rows, sums, by_panel);
 #endif
+    coded_by_vectors<float>(linear, panel, panels, x, rows, sums, by_panel);
 }
 
 }  // namespace penstock

@@ -33,6 +33,7 @@ class _Source(ctypes.Structure):
         ("k", c_int32),
         ("gated", c_int32),
         ("group", c_int32),
+        ("is_exact", c_int32),
         ("weight", c_void_p),
         ("scales", c_void_p),
         ("offsets", c_void_p),
@@ -89,22 +90,26 @@ class PackedLinear:
         format: Float8 | Codebook,
         bias: Tensor | None,
         gated: bool = False,
+        *,
+        is_exact: bool = False,
     ) -> PackedLinear:
         """The layer of a weight whose numbers stand for floats, given as the tensors of its format.
 
-        An output is that of a layer in bfloat16, where the kernels have products of bfloat16, or else in float32, of
-        the unpacked weight, bit for bit. If every row in e4m3 has one scale, it is that of a layer of the numbers,
-        times the scale.
+        An output is that of a layer in bfloat16, where the kernels have products of bfloat16 and it need not be exact,
+        or else in float32, of the unpacked weight, bit for bit. If every row in e4m3 has one scale, it is that of a
+        layer of the numbers, times the scale.
         """
         in_features = tensors["weight"].shape[1]
         linear = cls.__new__(cls)
         if isinstance(format, Codebook):
             table = torch.tensor(format.table)
-            linear._pack(team, _PLACES_TYPE, {**tensors, "table": table}, format.group_size, bias, gated)
+            linear._pack(
+                team, _PLACES_TYPE, {**tensors, "table": table}, format.group_size, bias, gated, is_exact
+            )
         else:
             scale = format.row_scales(tensors)
             group_size = in_features if scale.shape[1] == 1 else BLOCK
-            linear._pack(team, _FLOAT8_TYPE, {**tensors, "scale": scale}, group_size, bias, gated)
+            linear._pack(team, _FLOAT8_TYPE, {**tensors, "scale": scale}, group_size, bias, gated, is_exact)
         return linear
 
     @classmethod
@@ -115,10 +120,13 @@ class PackedLinear:
         format: Integers | Float8 | Codebook,
         bias: Tensor | None,
         gated: bool = False,
+        *,
+        is_exact: bool = False,
     ) -> PackedLinear:
         """The layer of a weight in one of PACKED, given as the tensors of its format."""
-        make = cls.of_integers if isinstance(format, Integers) else cls.of_floats
-        return make(team, tensors, format, bias, gated)  # type: ignore[arg-type]
+        if isinstance(format, Integers):
+            return cls.of_integers(team, tensors, format, bias, gated)
+        return cls.of_floats(team, tensors, format, bias, gated, is_exact=is_exact)
 
     @property
     def activation_dtype(self) -> torch.dtype:
@@ -158,6 +166,7 @@ class PackedLinear:
         group_size: int,
         bias: Tensor | None,
         gated: bool,
+        is_exact: bool = False,
     ) -> None:
         self.num_rows, self.in_features = tensors["weight"].shape
         if gated and self.num_rows % 2:
@@ -176,6 +185,7 @@ class PackedLinear:
             k=self.in_features,
             gated=gated,
             group=group_size,
+            is_exact=is_exact,
             weight=kept["weight"].data_ptr(),
             scales=pointer(kept.get("scale")),
             offsets=pointer(kept.get("offset")),

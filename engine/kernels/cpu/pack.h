@@ -62,10 +62,11 @@ enum class Form { f32, bf16, int8 };
 
 inline size_t size_of(Form form) { return form == Form::f32 ? 4 : form == Form::bf16 ? 2 : 1; }
 
-inline Form form_for([[maybe_unused]] Type type) {
+// is_exact: weights that are decoded are not rounded, nor are their activations.
+inline Form form_for([[maybe_unused]] Type type, [[maybe_unused]] bool is_exact) {
     if (is_integer(type)) return Form::int8;
 #if PENSTOCK_TILES || PENSTOCK_PAIRS
-    if (type == Type::bf16 || is_coded(type)) return Form::bf16;
+    if (type == Type::bf16 || (is_coded(type) && !is_exact)) return Form::bf16;
 #endif
     return Form::f32;
 }
@@ -74,6 +75,7 @@ inline Form form_for([[maybe_unused]] Type type) {
 struct LinearSource {
     int32_t type, rows, k, gated;
     int32_t group;               // k per scale: k itself, or of integers a multiple of 16 that divides it, else of 8
+    int32_t is_exact;            // see form_for
     const void* weight;          // [rows][k]; a byte each: int4 -8 to 7, or 0 to 15 where there are offsets; places
     const float* scales;         // [rows][k / group, rounded up], or null
     const float* offsets;        // the same, or null
@@ -253,7 +255,7 @@ inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
     if (is_coded(type) && group != k && (group < 1 || group % kUnit)) return nullptr;
     if (is_integer(type) && k > kMostIntegers) return nullptr;
     if (type == Type::int4 && group != k && group > kMostUnpacked) return nullptr;
-    const Form form = form_for(type);
+    const Form form = form_for(type, source.is_exact != 0);
     const int n = gated ? source.rows / 2 : source.rows;
     const int panels = divide_up(n, kPanel) * (gated ? 2 : 1);
     auto linear = std::make_unique<Linear>(

@@ -48,29 +48,36 @@ def random_tensors(format: Format, rows: int, in_features: int, seed: int) -> Na
 
 
 def product_in_floats(
-    team: Team, x: Tensor, tensors: NamedTensors, format: Format, bias: Tensor | None, gated: bool
+    team: Team, x: Tensor, tensors: NamedTensors, format: Format, bias: Tensor | None, rounded: torch.dtype
 ) -> Tensor:
     """By the product of floats: of the numbers, where every row has one scale, or else of the unpacked weight."""
-    rounded = PackedLinear.of_floats(team, tensors, format, None).activation_dtype
     if isinstance(format, Codebook) or format.row_scales(tensors).shape[1] > 1:
-        return PackedLinear(team, format.unpack(tensors), bias, rounded, gated)(x)
+        return PackedLinear(team, format.unpack(tensors), bias, rounded)(x)
     sums = PackedLinear(team, tensors["weight"].float(), None, rounded)(x) * format.row_scales(tensors).T
     return sums if bias is None else sums + bias
 
 
 @settings(max_examples=50)
-@given(formats(), st.integers(1, 70), st.integers(1, 70), st.booleans(), st.integers(0, 1000))
+@given(formats(), st.integers(1, 70), st.integers(1, 70), st.booleans(), st.booleans(), st.integers(0, 1000))
 def test_the_product_has_the_bits_of_the_product_of_floats(
-    team: Team, chosen: tuple[Format, int], rows: int, num_tokens: int, biased: bool, seed: int
+    team: Team,
+    chosen: tuple[Format, int],
+    rows: int,
+    num_tokens: int,
+    biased: bool,
+    is_exact: bool,
+    seed: int,
 ) -> None:
     format, in_features = chosen
     generator = torch.Generator().manual_seed(seed)
     tensors = random_tensors(format, rows, in_features, seed)
     bias = torch.randn(rows, generator=generator) if biased else None
     x = torch.randn(num_tokens, in_features, generator=generator)
-    linear = PackedLinear.of(team, tensors, format, bias)
+    linear = PackedLinear.of(team, tensors, format, bias, is_exact=is_exact)
+    rounded = linear.activation_dtype
+    assert rounded == torch.float32 or not is_exact
     assert torch.equal(linear.dense(), format.unpack(tensors))
-    assert torch.equal(linear(x), product_in_floats(team, x, tensors, format, bias, gated=False))
+    assert torch.equal(linear(x), product_in_floats(team, x, tensors, format, bias, rounded))
 
 
 @settings(max_examples=20)
