@@ -133,12 +133,13 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type the weights are kept in; auto takes what is fastest here without a loss that shows."""
 
-    quantize: Literal["int8", "int4"] | None = None
-    """Round the weights of linear maps to integers as they are loaded, on a CPU: smaller and faster. With int4, the
-    first layer and the output head still have int8. The embedding keeps the type of --dtype."""
+    quantize: Literal["int8", "int4", "fp8", "nf4"] | None = None
+    """Round the weights of linear maps to fewer bits as they are loaded. int8 and int4 are the fastest on a CPU; fp8,
+    and nf4, which a GPU lacks, round no activations to 8 bits. With int4 and nf4, the first layer and the output head
+    still have int8. The embedding keeps the type of --dtype."""
 
     quantize_group_size: int | None = Field(default=None, json_schema_extra={"metavar": "32|64|128"})
-    """Inputs that share a scale with --quantize; without it, 64 or 32 for int4 and a whole row for int8."""
+    """Inputs that share a scale with --quantize; without it, 64 or 32 for int4 and nf4, a whole row for int8."""
 
     no_quantize_cache: bool = False
     """With --quantize, quantize at every start, and keep nothing of it in the cache folder."""
@@ -239,8 +240,10 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _groups_of_integers(self) -> Settings:
-        if self.quantize_group_size is not None and self.quantize is None:
-            raise ValueError(f"quantize_group_size {self.quantize_group_size} needs quantize int8 or int4")
+        if self.quantize_group_size is not None and self.quantize in (None, "fp8"):
+            raise ValueError(
+                f"quantize_group_size {self.quantize_group_size} needs quantize int8, int4 or nf4"
+            )
         return self
 
     @property

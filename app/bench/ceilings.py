@@ -72,7 +72,8 @@ class Sizes:
         kv = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}.get(kv_dtype or "auto", weight)
         if quantize is None:
             return cls(weight, kv, weight)
-        return cls({"int8": 1.0, "int4": 0.5}[quantize], kv, 1)
+        factor = 1 if quantize in ("int8", "int4") else 2
+        return cls(0.5 if quantize in ("int4", "nf4") else 1.0, kv, factor)
 
 
 def most_tokens_per_s(workload: Workload, arithmetic: Arithmetic, sizes: Sizes, ceilings: Ceilings) -> float:

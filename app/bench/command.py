@@ -10,6 +10,7 @@ from typing import Any
 from app.bench.workloads import WORKLOADS
 from app.errors import OperatorError
 from app.outputs import check_output
+from app.settings import choices
 
 PARTS = ("generate", "http", "linear", "prefix", "loop", "plan", "promise", "drafts", "store")
 BY_DEFAULT = tuple(part for part in PARTS if part != "store")
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", type=_names, default=["auto", "float32"], help="dtypes (auto,float32)")
     parser.add_argument(
         "--quantize",
-        choices=("int8", "int4"),
+        choices=choices("quantize"),
         help="as of `penstock serve`, for linear, http, prefix, loop, drafts, workloads and parts",
     )
     parser.add_argument(

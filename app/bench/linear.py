@@ -21,7 +21,8 @@ from engine.model.checkpoint import read_config
 from engine.model.config import ModelConfig
 from engine.model.dtype import choose_dtype, choose_quantization
 from engine.model.weights import linear_specs
-from engine.quant.integers import Integers, Quantization
+from engine.quant.formats import Rounding
+from engine.quant.quantization import Quantization
 
 Size = tuple[int, int]
 """(out, in)"""
@@ -65,7 +66,7 @@ def _rate_function(
     except NativeUnavailable:
         return _torch_rate
 
-    def kept(size: Size) -> torch.dtype | Integers:
+    def kept(size: Size) -> torch.dtype | Rounding:
         """What most weights of this size are kept in: those of the last layer."""
         if quantization is None:
             return dtype

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.library import Team
-from engine.kernels.cpu.linear import PackedLinear
-from engine.quant.integers import Integers
+from engine.kernels.cpu.linear import PACKED, PackedLinear
+from engine.quant.formats import Rounding
 
 _WALKED_BYTES = 64e6
 """More than the caches hold."""
@@ -28,7 +28,7 @@ def measure_linear(
     in_features: int,
     out_features: int,
     rows: int,
-    kept: torch.dtype | Integers,
+    kept: torch.dtype | Rounding,
     repeats: int = 10,
 ) -> float:
     """GFLOP/s of the bare product [rows, in] x [in, out], the weights coming from memory; the best of `repeats`.
@@ -45,10 +45,11 @@ def measure_linear(
     return float(2.0 * rows * in_features * out_features / seconds / 1e9)
 
 
-def _packed(team: Team, weight: Tensor, kept: torch.dtype | Integers) -> PackedLinear:
-    if isinstance(kept, Integers):
-        return PackedLinear.of_integers(team, kept.quantize(weight), kept, None)
-    return PackedLinear(team, weight, None, kept)
+def _packed(team: Team, weight: Tensor, kept: torch.dtype | Rounding) -> PackedLinear:
+    if isinstance(kept, torch.dtype):
+        return PackedLinear(team, weight, None, kept)
+    assert isinstance(kept, PACKED)
+    return PackedLinear.of(team, kept.quantize(weight), kept, None)
 
 
 def measure_fma(team: Team) -> float:

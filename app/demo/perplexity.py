@@ -1,8 +1,8 @@
 """Measures what each type of weights and KV cache costs: `python -m app.demo.perplexity`.
 
 The demo model reads held-out conversations on the CPU, loaded as `penstock serve` loads it, once for every choice of
---dtype, --quantize and --kv-dtype, and for every checkpoint that `penstock quantize` makes of it. Only what the
-assistant says counts.
+--dtype, --quantize and --kv-dtype, for every checkpoint that `penstock quantize` makes of it, and as GGUF files, which
+the `gguf` library writes. Only what the assistant says counts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from app.demo.corpus import conversation
 from app.demo.tokenizer import encode_conversation
 from engine.execution.loader import LoadedModel, load_model
 from engine.kernels.batch import Batch, blank_batch
+from engine.model.checkpoint import read_config
 from engine.model.config import LoadOptions
 
 SEED = "held out"  # training seeds are numbers
@@ -46,6 +47,8 @@ class Case:
     """Of LoadOptions."""
     made: str | None = None
     """The options of `penstock quantize`, which makes the checkpoint; None is the model as it comes."""
+    gguf: str | None = None
+    """The type of its linear maps in a GGUF file, which is made of it; see `_types`."""
 
 
 CASES = (
@@ -57,6 +60,13 @@ CASES = (
     Case("int4, groups of 32", {"quantize": "int4", "quantize_group_size": 32}),
     Case("int4, groups of 64", {"quantize": "int4", "quantize_group_size": 64}),
     Case("int4, groups of 128", {"quantize": "int4", "quantize_group_size": 128}),
+    Case("fp8", {"quantize": "fp8"}),
+    Case("nf4, groups of 32", {"quantize": "nf4", "quantize_group_size": 32}),
+    Case("nf4, groups of 64", {"quantize": "nf4", "quantize_group_size": 64}),
+    Case("GGUF, Q8_0", gguf="Q8_0"),
+    Case("GGUF, Q5_0", gguf="Q5_0"),
+    Case("GGUF, Q4_K", gguf="Q4_K"),
+    Case("GGUF, Q4_0", gguf="Q4_0"),
     Case("made: rtn, 8 bits", made="--method rtn --bits 8"),
     Case("made: rtn", made="--method rtn"),
     Case("made: awq", made="--method awq"),
@@ -125,6 +135,12 @@ def table(folder: Path, talks: Sequence[Talk], cases: Sequence[Case] = CASES) ->
 @contextmanager
 def _checkpoint(folder: Path, case: Case) -> Iterator[Path]:
     """The checkpoint of a case, which is there until the end; its making is told on stderr."""
+    if case.gguf is not None:
+        from app.demo.gguf_files import write_gguf  # not above: it needs gguf, which nothing else here does
+
+        with TemporaryDirectory() as place:
+            yield write_gguf(folder, Path(place) / "model.gguf", _types(folder, case.gguf))
+        return
     if case.made is None:
         yield folder
         return
@@ -137,6 +153,22 @@ def _checkpoint(folder: Path, case: Case) -> Iterator[Path]:
         if status:
             raise SystemExit(status)
         yield made
+
+
+def _types(folder: Path, wanted: str) -> Callable[[str], str]:
+    """The types of a GGUF file's matrices by their names there, as llama.cpp chooses them where rows do not fit.
+
+    Q4_K has blocks of 256 inputs: a matrix whose rows are no multiple of that gets Q5_0. The embedding, which is the
+    output head, gets Q8_0; llama.cpp's own mixtures have Q6_K there.
+    """
+    inner = read_config(folder).intermediate_size
+
+    def of(name: str) -> str:
+        if "token_embd" in name:
+            return "Q8_0"
+        return "Q5_0" if wanted == "Q4_K" and "ffn_down" in name and inner % 256 else wanted
+
+    return of
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from engine.errors import NotEnoughMemory
 from engine.kernels.batch import Batch, blank_batch
-from engine.kernels.cpu.native import NativeUnavailable
+from engine.kernels.cpu.native import PACKED, NativeUnavailable
 from engine.kernels.kv_cache import KVShape
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import check_native
@@ -336,7 +336,11 @@ def estimate(
     dtype = choose_dtype(options.dtype, config, device)
     is_native = has_native and _is_native(config, options)
     kernels = reference_kernels(device, dtype, dtype if is_native else torch.float32)
-    kernels = replace(kernels, kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device))
+    kernels = replace(
+        kernels,
+        kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device),
+        packs=PACKED if is_native and device.type == "cpu" else kernels.packs,
+    )
     recipe = make_recipe(config, options)
     check_recipe(config, recipe)
     plan = draft_plan(config, kernels, options, limits or budget(device, options), recipe=recipe)

@@ -20,7 +20,6 @@ from engine.kernels.packed import PACKED, UnpackedLinear, pack
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.sequence_table import SequenceTable, StepTokens
 from engine.quant.formats import Format, NamedTensors
-from engine.quant.integers import Integers
 from engine.sampling.tables import Filters, SamplingTables
 
 LONG_CHUNK = 1024
@@ -59,8 +58,8 @@ def native_kernels(team: native.Team, dtype: torch.dtype) -> Kernels:
     """C++ for the CPU; activations are float32, weights and KV are `dtype`, quantized weights are integers."""
 
     def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:
-        if isinstance(format, Integers):
-            return native.PackedLinear.of_integers(team, tensors, format, bias, gated)
+        if isinstance(format, native.PACKED):
+            return native.PackedLinear.of(team, tensors, format, bias, gated, is_exact=dtype == torch.float32)
         return native.PackedLinear(team, format.unpack(tensors), bias, dtype, gated)
 
     return replace(
@@ -69,6 +68,7 @@ def native_kernels(team: native.Team, dtype: torch.dtype) -> Kernels:
         embedding_dtype=dtype,
         kv_dtype=dtype,
         linear=linear,
+        packs=native.PACKED,
         gather=native.NativeGather(team.library),
         choose=native.NativeChoose(team),
         team=team,

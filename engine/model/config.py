@@ -104,7 +104,7 @@ class LoadOptions:
     dtype: str = "auto"
     """The type of the weights: "float32", "bfloat16", "float16", or "auto"; see `dtype.choose_dtype`."""
     quantize: str | None = None
-    """The integers that linear maps are quantized to as they are loaded: "int8", "int4", or None for none."""
+    """What linear maps are quantized to as they are loaded: "int8", "int4", "fp8", "nf4", or None for nothing."""
     quantize_group_size: int | None = None
     """The inputs of a row that share a scale; None stands for a default, see `Quantization.layer_format`."""
     keep_quantized: bool = False

@@ -1,7 +1,7 @@
 """Keeps what `--quantize` made of a checkpoint, so that the next start need not make it again.
 
 What is kept is one safetensors file in the cache folder, with the linear maps alone. Laid over the checkpoint, it makes
-one whose linear maps are stored as integers, which is checked and loaded like any other.
+one whose linear maps are stored quantized, which is checked and loaded like any other.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from engine.model.weights import (
     head_spec,
     linear_specs,
 )
-from engine.quant import integers, kept
-from engine.quant.integers import Integers
+from engine.quant import codebook, float8, integers, kept
+from engine.quant.formats import Rounding
 from engine.quant.kept import Kept
 from engine.quant.storages import packing
 from engine.quant.storages.names import LM_HEAD
@@ -75,7 +75,7 @@ class _Linear:
     name: str
     part: Part
     in_features: int
-    format: Integers
+    format: Rounding
 
     @property
     def sources(self) -> Iterator[tuple[str, str]]:
@@ -134,7 +134,9 @@ def quantized(checkpoint: Checkpoint, say: Callable[[str], None], progress: Prog
         if found is not None:
             say(f"weights were quantized to {quantization.name} by an earlier start: {path}")
             return found
-        size = sum(linear.format.num_bytes(linear.part.rows, linear.in_features) for linear in linears)
+        size = sum(
+            linear.format.num_bytes(linear.part.rows, linear.in_features, torch.float32) for linear in linears
+        )
         _make_room(path, size)
         say(f"quantizing to {quantization.name}; the result is kept for the next start")
         start = time.monotonic()
@@ -181,7 +183,7 @@ def _key(files: Files, linears: list[_Linear]) -> str:
     bytes: dates alone would not tell one image's model from the next's where all files are dated alike.
     """
     digest = blake2b(digest_size=8)
-    for module in (integers, kept, packing, tensor_writer):
+    for module in (codebook, float8, integers, kept, packing, tensor_writer):
         digest.update(Path(str(module.__file__)).read_bytes())
     digest.update(Path(__file__).read_bytes())
     for file in sorted({files.entries[name].file for linear in linears for _, name in linear.sources}):

@@ -13,12 +13,13 @@ from engine.errors import CheckpointError
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.dtype import choose_quantization
+from engine.model.dtype import choose_device, choose_quantization
 from engine.model.files import Files
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.quant.checkpoints import storages_of
-from engine.quant.formats import DENSE, Format, NamedTensors
-from engine.quant.integers import Integers, Quantization, common_format, widen
+from engine.quant.formats import DENSE, Format, NamedTensors, Rounding
+from engine.quant.integers import Integers, common_format, widen
+from engine.quant.quantization import Quantization
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
 from engine.quant.storages.names import EMBEDDING, LAYERS, LM_HEAD
 
@@ -53,6 +54,8 @@ def make_recipe(config: ModelConfig, options: LoadOptions) -> Recipe:
         raise CheckpointError(
             f"--quantize {options.quantize}: the checkpoint is quantized already, quant_method {method}"
         )
+    if options.quantize == "nf4" and choose_device(options.device).type == "cuda":
+        raise CheckpointError("--quantize nf4 is served on the CPU; on CUDA there are int8, int4 and fp8")
     return Recipe(storages, quantization)
 
 
@@ -75,7 +78,7 @@ class LinearSpec:
     bias: bool = False
     gated: bool = False
     """See LinearPacker."""
-    quantized: Integers | None = None
+    quantized: Rounding | None = None
     """What it is quantized to as it is loaded, if it is."""
 
     @property
@@ -292,7 +295,7 @@ def load_weights(
 ) -> Weights:
     """Reads, repacks or quantizes, and packs layer by layer, so that at most one layer exists twice.
 
-    If the output head has integers, the embedding is a tensor of its own even if the checkpoint ties them.
+    If the output head is quantized, the embedding is a tensor of its own even if the checkpoint ties them.
 
     Raises:
         CheckpointError: see `check_tensors`.

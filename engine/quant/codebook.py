@@ -10,8 +10,35 @@ from torch import Tensor
 
 from engine.quant.formats import NamedTensors
 
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""The quantiles of a normal distribution, as float32 (Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs,
+2023)."""
+
+UNIT = 8
+"""The kernels take groups of a multiple of so many inputs, or a whole row."""
+
 _ELEMENTS_AT_A_TIME = 1 << 20
 """Tables are looked up for so many weights at a time, because the places need four times the memory for that."""
+
+_SMALLEST = 1e-30
+"""Stands in for a largest magnitude of 0, so that nothing is divided by 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,5 +75,21 @@ class Codebook:
         return weight
 
     def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype) -> int:  # noqa: ARG002
-        """The bytes of the tensors."""
-        return out_features * (in_features + 4 * (in_features // self.group_size))
+        """The bytes of a packed weight: half a byte for each place, and a float32 for each scale."""
+        return out_features * (-(-in_features // 2) + 4 * (in_features // self.group_size))
+
+    def quantize(self, weight: Tensor) -> NamedTensors:
+        """The tensors of a float weight [out, in], whose inputs the group size divides.
+
+        The largest magnitude of a group becomes the largest number of the table, and every weight the nearest.
+        """
+        numbers, order = torch.tensor(self.table).sort()
+        middles = (numbers[1:] + numbers[:-1]) / 2
+        groups = torch.unflatten(weight.detach().float(), 1, (-1, self.group_size))
+        scale = groups.abs().amax(-1).clamp_(min=_SMALLEST) / numbers.abs().max()
+        places = torch.empty(groups.shape, dtype=torch.uint8)
+        rows = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
+        for start in range(0, len(groups), rows):
+            some = slice(start, start + rows)
+            places[some] = order[torch.bucketize(groups[some] / scale[some].unsqueeze(-1), middles)]
+        return {"weight": places.flatten(1), "scale": scale}

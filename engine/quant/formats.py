@@ -32,6 +32,13 @@ class Format(Protocol):
         """The bytes of a packed weight; `dtype` is that of weights in floating point."""
 
 
+class Rounding(Format, Protocol):
+    """A format that weights in floating point can be rounded to."""
+
+    def quantize(self, weight: Tensor) -> NamedTensors:
+        """The tensors of a float weight [out, in]; all machines get the same ones."""
+
+
 class Dense:
     """The weight itself, [out, in], in a floating-point type."""
 

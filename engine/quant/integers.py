@@ -18,12 +18,6 @@ from engine.quant.formats import NamedTensors
 
 _Floats = npt.NDArray[np.float32]
 
-_DEFAULT_SIZES = (64, 32)
-"""The group sizes for 4 bits where nobody asks; the first that divides the inputs is taken."""
-
-_LAYERS_OF_8_BITS = 1
-"""So many layers at the start have 8 bits where 4 are asked for: all later layers read what they write."""
-
 _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """The shares of a group's range that the 4-bit integers may span; what lies outside is clipped."""
 
@@ -187,49 +181,6 @@ def widen(tensors: NamedTensors, format: Integers, to: Integers) -> NamedTensors
     if to.is_permuted:
         widened["permutation"] = tensors["permutation"]
     return widened
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """How the linear maps of a model are quantized when it is loaded.
-
-    The output head and the first layer have 8 bits in any case: rounding them shows most in the logits.
-    """
-
-    bits: int
-    group_size: int | None = None
-    """None stands for a default: a whole row for 8 bits, and a size that divides the row for 4 bits."""
-
-    @property
-    def name(self) -> str:
-        return f"int{self.bits}"
-
-    @classmethod
-    def of(cls, name: str, group_size: int | None = None) -> Quantization:
-        """The quantization of an option: "int8" or "int4"."""
-        return cls({"int8": 8, "int4": 4}[name], group_size)
-
-    def layer_format(self, layer: int, in_features: int) -> Integers:
-        """The format of a linear map of a layer.
-
-        Raises:
-            CheckpointError: no group size that is allowed divides the inputs.
-        """
-        if self.bits == 4 and layer < _LAYERS_OF_8_BITS:
-            return self.head_format(in_features)
-        default = (in_features,) if self.bits == 8 else _DEFAULT_SIZES
-        allowed = default if self.group_size is None else (self.group_size,)
-        group_size = next((size for size in allowed if in_features % size == 0), None)
-        if group_size is None:
-            tried = " or ".join(str(size) for size in sorted(allowed))
-            raise CheckpointError(
-                f"--quantize int{self.bits}: groups of {tried} do not divide a linear map's {in_features} inputs"
-            )
-        return Integers(self.bits, group_size, has_offset=self.bits == 4)
-
-    def head_format(self, in_features: int) -> Integers:
-        """The format of the output head."""
-        return Integers(8, in_features)
 
 
 def _common_permutation(parts: Sequence[NamedTensors]) -> Tensor:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 
+import gguf
+import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Type
 from tokenizers import Tokenizer
 
 from app.checkpoint import DEMO_MODEL
+from app.demo.gguf_files import encode
 from app.demo.perplexity import CASES, Case, Talk, held_out, load, perplexity, table
 from app.demo.score import Talker
 
@@ -42,6 +46,25 @@ def test_every_case_is_held_against_the_first(talks: list[Talk]) -> None:
     change = float(cells[1][1]) / float(cells[0][1]) - 1
     assert float(cells[1][2].removesuffix(" %")) == pytest.approx(100 * change, abs=2e-3)
     assert cells[1][2] != "+0.000 %"
+
+
+@pytest.mark.parametrize(("type", "most"), [("Q8_0", 1.002), ("Q4_K", 1.05)])
+def test_a_gguf_file_is_written_for_its_case(talks: list[Talk], type: str, most: float) -> None:
+    *_, float32, written = table(DEMO_MODEL, talks, [CASES[0], Case(type, {"dtype": "float32"}, gguf=type)])
+    first, found = (float(line.split("|")[2]) for line in (float32, written))
+    assert found != first
+    assert first / most < found < first * most
+
+
+def test_q4_k_is_what_the_library_reads() -> None:
+    """Off by half a step and by the rounding of a group's scale and minimum to 6 bits, at most."""
+    weight = np.random.default_rng(0).standard_normal((5, 512)).astype(np.float32)
+    weight[0] = 0
+    weight[1] = np.abs(weight[1]) + 1
+    found = gguf.quants.dequantize(encode(weight, Type.Q4_K), Type.Q4_K)
+    blocks = weight.reshape(-1, 256)
+    span = np.maximum(blocks.max(-1), 0) - np.minimum(blocks.min(-1), 0)
+    assert np.all(np.abs(found - weight).reshape(-1, 256) <= (0.5 / 15 + 2 / 63) * span[:, None])
 
 
 def test_a_checkpoint_is_made_for_its_case(talks: list[Talk], capsys: pytest.CaptureFixture[str]) -> None:

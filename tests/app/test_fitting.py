@@ -183,9 +183,10 @@ def needed(**options: Any) -> int:
         ({}, "fits: ", 0),
         ({"quantize": "int8"}, "fits with --quantize int8: int8 weights and bfloat16 KV (*), ", 0),
         ({"quantize": "int4"}, "fits with --quantize int4: int4 weights and bfloat16 KV (*), ", 0),
+        ({"quantize": "nf4"}, "fits with --quantize nf4: nf4 weights and bfloat16 KV (*), ", 0),
         (
-            {"quantize": "int4", "kv_dtype": "int8"},
-            "fits with --quantize int4 --kv-dtype int8: int4 weights and int8 KV (*), ",
+            {"quantize": "nf4", "kv_dtype": "int8"},
+            "fits with --quantize nf4 --kv-dtype int8: nf4 weights and int8 KV (*), ",
             0,
         ),
         (None, "does not fit: needs ", 1),
@@ -199,14 +200,14 @@ def test_the_first_that_fits_is_the_verdict(
     verdict: str,
     status: int,
 ) -> None:
-    smallest = needed(dtype="bfloat16", quantize="int4", kv_dtype="int8")
+    smallest = needed(dtype="bfloat16", quantize="nf4", kv_dtype="int8")
     available = smallest - 1 if enough_for is None else needed(dtype="bfloat16", **enough_for)
     monkeypatch.setattr(memory, "available_bytes", lambda: available)
     lines = tell(capsys, str(large), "--dtype", "bfloat16", status=status)
     (line,) = [line for line in lines if line.startswith(("fits", "does not fit"))]
     assert line.startswith(verdict)
     if enough_for is None:
-        assert line.endswith(f" of {available / GIB:.2f} GiB, even with --quantize int4 --kv-dtype int8")
+        assert line.endswith(f" of {available / GIB:.2f} GiB, even with --quantize nf4 --kv-dtype int8")
     elif enough_for:
         assert line.endswith("sequences of up to 1,024 tokens of 32,768")
 
@@ -222,8 +223,9 @@ def test_what_the_operator_said_is_not_changed() -> None:
 
 def test_what_cannot_be_quantized_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = tell(capsys, str(make_checkpoint("llama", tmp_path)))
-    (line,) = [line for line in lines if line.startswith("not ")]
-    assert line.startswith("not int4: --quantize int4: groups of 32 or 64 do not divide")
+    refused = [line for line in lines if line.startswith("not ")]
+    for line, name in zip(refused, ("int4", "nf4"), strict=True):
+        assert line.startswith(f"not {name}: --quantize {name}: groups of 32 or 64 do not divide")
     assert has_row(lines, "int8")
     assert not has_row(lines, "int4")
 
@@ -270,7 +272,7 @@ def test_a_checkpoint_that_is_quantized_is_told_with_its_method(
     )
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if "proj" in name]:
-        packed = stored.integers.quantize(tensors.pop(name))
+        packed = stored.quantized.quantize(tensors.pop(name))
         tensors |= {f"{name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in packed.items()}
     save_tensors(folder, tensors)
     lines = tell(capsys, str(folder), "--dtype", "bfloat16")

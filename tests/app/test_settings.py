@@ -77,12 +77,16 @@ def test_sizes_can_have_units() -> None:
         ({"port": "99999"}, "--port: input should be less than or equal to 65535, not '99999'"),
         ({"port": "http"}, "--port: "),
         ({"dtype": "int3"}, "--dtype: "),
-        ({"quantize": "int3"}, "--quantize: input should be 'int8' or 'int4', not 'int3'"),
+        ({"quantize": "int3"}, "--quantize: input should be 'int8', 'int4', 'fp8' or 'nf4', not 'int3'"),
         (
             {"quantize": "int4", "quantize_group_size": "48"},
             "--quantize-group-size: must be 32, 64 or 128, not '48'",
         ),
-        ({"quantize_group_size": "64"}, "quantize_group_size 64 needs quantize int8 or int4"),
+        ({"quantize_group_size": "64"}, "quantize_group_size 64 needs quantize int8, int4 or nf4"),
+        (
+            {"quantize": "fp8", "quantize_group_size": "64"},
+            "quantize_group_size 64 needs quantize int8, int4 or nf4",
+        ),
         ({"kv_dtype": "int4"}, "--kv-dtype: input should be 'auto', "),
         ({"max_batch_tokens": "0"}, "--max-batch-tokens: "),
         ({"kv_memory": "much"}, "--kv-memory: "),

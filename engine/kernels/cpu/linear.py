@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.library import DTYPES, Team, check, created, float32, pointer
+from engine.quant.codebook import Codebook
+from engine.quant.float8 import BLOCK, Float8
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Integers
 
+PACKED = (Integers, Float8, Codebook)
+"""The formats that have a layout of their own."""
+
 _INTEGER_TYPES = {8: 3, 4: 4}
 """The storage types of the kernels for integers, by their bits."""
-
+_FLOAT8_TYPE, _PLACES_TYPE = 5, 6
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.int8)
 """By the number that the kernels have for them."""
@@ -28,11 +33,13 @@ class _Source(ctypes.Structure):
         ("k", c_int32),
         ("gated", c_int32),
         ("group", c_int32),
+        ("is_exact", c_int32),
         ("weight", c_void_p),
         ("scales", c_void_p),
         ("offsets", c_void_p),
         ("permutation", c_void_p),
         ("bias", c_void_p),
+        ("table", c_void_p),
     ]
 
 
@@ -41,7 +48,7 @@ class PackedLinear:
 
     An output of a floating-point weight is one chain of fused multiply-adds in float32, so that it does not depend on
     the other rows or on the number of threads, bit for bit. An output of a weight of integers is that of
-    `IntegerLinear`.
+    `IntegerLinear`. Weights in e4m3 and places in a table are decoded to floats, see `of_floats`.
 
     Args:
         weight: [rows, in]; it is rounded to `dtype`, float32, float16 or bfloat16.
@@ -74,6 +81,52 @@ class PackedLinear:
         linear = cls.__new__(cls)
         linear._pack(team, _INTEGER_TYPES[format.bits], tensors, format.group_size, bias, gated)
         return linear
+
+    @classmethod
+    def of_floats(
+        cls,
+        team: Team,
+        tensors: NamedTensors,
+        format: Float8 | Codebook,
+        bias: Tensor | None,
+        gated: bool = False,
+        *,
+        is_exact: bool = False,
+    ) -> PackedLinear:
+        """The layer of a weight whose numbers stand for floats, given as the tensors of its format.
+
+        An output is that of a layer in bfloat16, where the kernels have products of bfloat16 and it need not be exact,
+        or else in float32, of the unpacked weight, bit for bit. If every row in e4m3 has one scale, it is that of a
+        layer of the numbers, times the scale.
+        """
+        in_features = tensors["weight"].shape[1]
+        linear = cls.__new__(cls)
+        if isinstance(format, Codebook):
+            table = torch.tensor(format.table)
+            linear._pack(
+                team, _PLACES_TYPE, {**tensors, "table": table}, format.group_size, bias, gated, is_exact
+            )
+        else:
+            scale = format.row_scales(tensors)
+            group_size = in_features if scale.shape[1] == 1 else BLOCK
+            linear._pack(team, _FLOAT8_TYPE, {**tensors, "scale": scale}, group_size, bias, gated, is_exact)
+        return linear
+
+    @classmethod
+    def of(
+        cls,
+        team: Team,
+        tensors: NamedTensors,
+        format: Integers | Float8 | Codebook,
+        bias: Tensor | None,
+        gated: bool = False,
+        *,
+        is_exact: bool = False,
+    ) -> PackedLinear:
+        """The layer of a weight in one of PACKED, given as the tensors of its format."""
+        if isinstance(format, Integers):
+            return cls.of_integers(team, tensors, format, bias, gated)
+        return cls.of_floats(team, tensors, format, bias, gated, is_exact=is_exact)
 
     @property
     def activation_dtype(self) -> torch.dtype:
@@ -113,6 +166,7 @@ class PackedLinear:
         group_size: int,
         bias: Tensor | None,
         gated: bool,
+        is_exact: bool = False,
     ) -> None:
         self.num_rows, self.in_features = tensors["weight"].shape
         if gated and self.num_rows % 2:
@@ -131,11 +185,13 @@ class PackedLinear:
             k=self.in_features,
             gated=gated,
             group=group_size,
+            is_exact=is_exact,
             weight=kept["weight"].data_ptr(),
             scales=pointer(kept.get("scale")),
             offsets=pointer(kept.get("offset")),
             permutation=pointer(kept.get("permutation")),
             bias=pointer(biases),
+            table=pointer(kept.get("table")),
         )
         self.handle = created(team.library.call("penstock_linear_new", team.handle, ctypes.byref(source)))
         weakref.finalize(self, team.library.call, "penstock_linear_free", self.handle)

@@ -5,11 +5,12 @@ from engine.kernels.cpu.decoder import BLOCK_SIZE, NativeDecoder, NativeLayer
 from engine.kernels.cpu.drafts import NativeDraft
 from engine.kernels.cpu.inputs import NativeGather
 from engine.kernels.cpu.library import NativeLibrary, Team, available_cores, load_library
-from engine.kernels.cpu.linear import PackedLinear
+from engine.kernels.cpu.linear import PACKED, PackedLinear
 from engine.kernels.cpu.sampling import NativeChoose
 
 __all__ = [
     "BLOCK_SIZE",
+    "PACKED",
     "NativeChoose",
     "NativeDecoder",
     "NativeDraft",

@@ -5,7 +5,11 @@
 //     bfloat16 for tiles or pairs  [k / 2][16][2]
 //     int8                         [k / 4][16][4]
 //     int4                         [k / 8][16][4] bytes, low halves for four k, high halves for the next four
-// The integers have a scale for every output and group of k, and maybe an offset: [group][16] in each panel.
+//     e4m3                         as bfloat16, a byte each
+//     places in a table            the eight halves of 32-bit lane l of 64 bytes are numbers l, l + 16, ... of the 128
+//                                  that bfloat16, or float32, would have there
+// All but the first two have a scale for every output and group of k, and integers maybe an offset: [group][16] in each
+// panel.
 //
 // A gated linear (source: I gate rows, then I up rows) interleaves its panels: panel 2j has gates 16j to 16j + 15,
 // panel 2j + 1 the ups of the same indices, so that silu(gate) * up is computed where both were.
@@ -25,13 +29,22 @@ constexpr int kPanel = 16;
 constexpr int kLeastGroup = 16;         // of integers that share a scale: what a step of tiles takes at least
 constexpr int kMostUnpacked = 1024;     // k of int4 at a time: whole groups, or a part of a row that is one group
 constexpr int kMostIntegers = 1 << 17;  // in a row: the sum of so many products of int8 fits int32
+constexpr int kUnit = 8;                // k of places in a table that lie together
+constexpr float kNumberUnit = 256.0f;   // how many times larger scales of e4m3 are kept: see load_numbers
 
-enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2, int8 = 3, int4 = 4 };
+enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2, int8 = 3, int4 = 4, e4m3 = 5, places = 6 };
 
 // Of floating-point types.
 inline size_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
 inline bool is_integer(Type type) { return type == Type::int8 || type == Type::int4; }
+
+// Whether weights are decoded to floats before they are multiplied.
+inline bool is_coded(Type type) { return type == Type::e4m3 || type == Type::places; }
+
+// The bits of a number in e4m3 in the places that they have in a half, where they stand for 2^-8 of it: its exponent
+// counts from 15 and not from 7.
+PENSTOCK_INLINE Half half_of(uint8_t e4m3) { return {static_cast<uint16_t>((e4m3 & 0x80) << 8 | (e4m3 & 0x7f) << 7)}; }
 
 // Calls function with a null pointer of the floating-point storage type.
 template <class Function>
@@ -49,10 +62,11 @@ enum class Form { f32, bf16, int8 };
 
 inline size_t size_of(Form form) { return form == Form::f32 ? 4 : form == Form::bf16 ? 2 : 1; }
 
-inline Form form_for([[maybe_unused]] Type type) {
+// is_exact: weights that are decoded are not rounded, nor are their activations.
+inline Form form_for([[maybe_unused]] Type type, [[maybe_unused]] bool is_exact) {
     if (is_integer(type)) return Form::int8;
 #if PENSTOCK_TILES || PENSTOCK_PAIRS
-    if (type == Type::bf16) return Form::bf16;
+    if (type == Type::bf16 || (is_coded(type) && !is_exact)) return Form::bf16;
 #endif
     return Form::f32;
 }
@@ -60,12 +74,14 @@ inline Form form_for([[maybe_unused]] Type type) {
 // What a linear is packed from.
 struct LinearSource {
     int32_t type, rows, k, gated;
-    int32_t group;               // k per scale, of integers: k itself, or a multiple of 16 that divides it
-    const void* weight;          // [rows][k]; int4 as a byte each, -8 to 7, or 0 to 15 where there are offsets
-    const float* scales;         // [rows][k / group], or null
+    int32_t group;               // k per scale: k itself, or of integers a multiple of 16 that divides it, else of 8
+    int32_t is_exact;            // see form_for
+    const void* weight;          // [rows][k]; a byte each: int4 -8 to 7, or 0 to 15 where there are offsets; places
+    const float* scales;         // [rows][k / group, rounded up], or null
     const float* offsets;        // the same, or null
     const int32_t* permutation;  // [k]: weight i multiplies input permutation[i]; or null. Of integers only
     const float* bias;           // [rows], or null
+    const float* table;          // [16]: what places stand for; or null
 };
 
 struct Linear {
@@ -82,6 +98,7 @@ struct Linear {
     Buffer<float> scales;   // [panel][group][16], or null
     Buffer<float> offsets;  // the same, or null
     Buffer<int32_t> permutation;
+    Buffer<float> table;  // [16], or null
 
     int groups() const { return divide_up(k, group); }
     int group_depth() const { return groups() == 1 ? depth : group; }  // with the padding
@@ -89,7 +106,13 @@ struct Linear {
 
     size_t panel_bytes() const {
         const size_t count = static_cast<size_t>(depth) * kPanel;
-        return type == Type::int4 ? count / 2 : type == Type::int8 ? count : count * size_of(type);
+        switch (type) {
+            case Type::int4: return count / 2;
+            case Type::places: return static_cast<size_t>(round_up(depth, kUnit)) * kPanel / 2;
+            case Type::e4m3: return static_cast<size_t>(round_up(depth, 2)) * kPanel;
+            case Type::int8: return count;
+            default: return count * size_of(type);
+        }
     }
 
     size_t bytes() const {
@@ -108,6 +131,9 @@ struct Linear {
     // What the halves of the bytes of int4 stand for, less themselves.
     int int4_lowest() const { return offsets ? 0 : -8; }
 
+    // Whether sums are multiplied by their scales, and not weights.
+    bool scales_sums() const { return type == Type::e4m3 && groups() == 1; }
+
     // Source row of column c of panel p, -1 in the padding.
     int source_row(int p, int c) const {
         const int output = (gated ? p / 2 : p) * kPanel + c;
@@ -122,16 +148,24 @@ struct Linear {
     // How many neighbours in k lie side by side in a panel.
     int together() const { return is_integer(type) ? 4 : form == Form::bf16 ? 2 : 1; }
 
-    // Where weight (i, column) lies in a panel, counted in weights; of int4, as if each had a byte.
+    // Where weight (i, column) lies in a panel, counted in weights; of 4 bits, as if each had a byte.
     size_t place(int i, int column) const {
         const int t = together();
         return (static_cast<size_t>(i / t) * kPanel + column) * t + i % t;
     }
 
-    // The byte of an int4 panel that holds what would lie at `place`, and whether it is the high half.
-    static std::pair<size_t, bool> nibble(size_t place) {
-        constexpr size_t kQuads = 4 * kPanel;
-        return {place / (2 * kQuads) * kQuads + place % kQuads, place / kQuads % 2 == 1};
+    // The byte of a panel of 4 bits that holds what would lie at `place`, and whether it is the high half.
+    std::pair<size_t, bool> nibble(size_t place) const {
+        constexpr size_t kBytes = 4 * kPanel;
+        const size_t first = place / (2 * kBytes) * kBytes;
+        if (type == Type::int4) return {first + place % kBytes, place / kBytes % 2 == 1};
+        const size_t lane = place % kPanel, half = place / kPanel % kUnit;
+        return {first + lane * 4 + half / 2, half % 2 == 1};
+    }
+
+    int nibble_at(int p, size_t place) const {
+        const auto [byte, high] = nibble(place);
+        return panel<uint8_t>(p)[byte] >> (high ? 4 : 0) & 15;
     }
 
     // Writes the weights of one source row, as they were before packing.
@@ -146,14 +180,21 @@ struct Linear {
         for (int i = 0; i < k; i++) {
             const size_t at = place(i, column), factor = static_cast<size_t>(i / group) * kPanel + column;
             int w;
-            if (type == Type::int4) {
-                const auto [byte, high] = nibble(at);
-                w = (panel<uint8_t>(p)[byte] >> (high ? 4 : 0) & 15) + int4_lowest();
-            } else {
+            if (type == Type::int4)
+                w = nibble_at(p, at) + int4_lowest();
+            else
                 w = panel<int8_t>(p)[at];
-            }
             const float offset = offsets ? panel_offsets(p)[factor] : 0.0f;
             out[permutation ? permutation[i] : i] = static_cast<float>(w) * panel_scales(p)[factor] + offset;
+        }
+    }
+
+    void unpack_coded(int row, float* out) const {
+        const int p = panel_of(row), column = column_of(row);
+        for (int i = 0; i < k; i++) {
+            const size_t at = place(i, column);
+            const float scale = panel_scales(p)[static_cast<size_t>(i / group) * kPanel + column];
+            out[i] = scale * (type == Type::e4m3 ? to_float(half_of(panel<uint8_t>(p)[at])) : table[nibble_at(p, at)]);
         }
     }
 };
@@ -172,6 +213,7 @@ void pack_panel(const Linear& linear, const Word* source, int p) {
 }
 
 inline void pack_nibbles(const Linear& linear, const int8_t* source, int p) {
+    const int lowest = linear.type == Type::int4 ? linear.int4_lowest() : 0;
     uint8_t* out = reinterpret_cast<uint8_t*>(linear.data.get() + p * linear.panel_bytes());
     std::memset(out, 0, linear.panel_bytes());
     for (int c = 0; c < kPanel; c++) {
@@ -179,21 +221,21 @@ inline void pack_nibbles(const Linear& linear, const int8_t* source, int p) {
         if (row < 0) continue;
         const int8_t* in = source + static_cast<size_t>(row) * linear.k;
         for (int i = 0; i < linear.k; i++) {
-            const auto [byte, high] = Linear::nibble(linear.place(i, c));
-            out[byte] |= static_cast<uint8_t>((in[i] - linear.int4_lowest() & 15) << (high ? 4 : 0));
+            const auto [byte, high] = linear.nibble(linear.place(i, c));
+            out[byte] |= static_cast<uint8_t>((in[i] - lowest & 15) << (high ? 4 : 0));
         }
     }
 }
 
-// Factors of every output and group in panel order; 0 for outputs that are not there.
-inline Buffer<float> pack_factors(const Linear& linear, const float* source, int groups) {
+// Factors of every output and group in panel order, `unit` times larger; 0 for outputs that are not there.
+inline Buffer<float> pack_factors(const Linear& linear, const float* source, int groups, float unit = 1.0f) {
     Buffer<float> out = allocate<float>(static_cast<size_t>(linear.panels) * groups * kPanel);
     for (int p = 0; p < linear.panels; p++)
         for (int g = 0; g < groups; g++)
             for (int c = 0; c < kPanel; c++) {
                 const int row = linear.source_row(p, c);
                 out[(static_cast<size_t>(p) * groups + g) * kPanel + c] =
-                    row < 0 ? 0.0f : source[static_cast<size_t>(row) * groups + g];
+                    row < 0 ? 0.0f : unit * source[static_cast<size_t>(row) * groups + g];
             }
     return out;
 }
@@ -208,28 +250,36 @@ inline int padded_depth(Form form, int k, int group) {
 inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
     const Type type = static_cast<Type>(source.type);
     const bool gated = source.gated != 0;
-    const int k = source.k, group = is_integer(type) ? source.group : std::max(1, k);
-    if (k % std::max(1, group) || (group != k && group % kLeastGroup)) return nullptr;
+    const int k = source.k, group = is_integer(type) || is_coded(type) ? source.group : std::max(1, k);
+    if (is_integer(type) && (k % std::max(1, group) || (group != k && group % kLeastGroup))) return nullptr;
+    if (is_coded(type) && group != k && (group < 1 || group % kUnit)) return nullptr;
     if (is_integer(type) && k > kMostIntegers) return nullptr;
     if (type == Type::int4 && group != k && group > kMostUnpacked) return nullptr;
-    const Form form = form_for(type);
+    const Form form = form_for(type, source.is_exact != 0);
     const int n = gated ? source.rows / 2 : source.rows;
     const int panels = divide_up(n, kPanel) * (gated ? 2 : 1);
     auto linear = std::make_unique<Linear>(
-        Linear{type, form, n, k, padded_depth(form, k, group), group, gated, panels, {}, {}, {}, {}, {}});
+        Linear{type, form, n, k, padded_depth(form, k, group), group, gated, panels, {}, {}, {}, {}, {}, {}});
     linear->data = allocate<char>(panels * linear->panel_bytes());
     if (source.bias) linear->bias = pack_factors(*linear, source.bias, 1);
-    if (source.scales) linear->scales = pack_factors(*linear, source.scales, linear->groups());
+    const float unit = type == Type::e4m3 ? kNumberUnit : 1.0f;
+    if (source.scales) linear->scales = pack_factors(*linear, source.scales, linear->groups(), unit);
     if (source.offsets) linear->offsets = pack_factors(*linear, source.offsets, linear->groups());
     if (source.permutation) {
         linear->permutation = allocate<int32_t>(k);
         std::copy(source.permutation, source.permutation + k, linear->permutation.get());
     }
+    if (source.table) {
+        linear->table = allocate<float>(16);
+        std::copy(source.table, source.table + 16, linear->table.get());
+    }
     run_chunks(team, static_cast<uint32_t>(panels), [&](uint32_t p, int) {
         const int panel = static_cast<int>(p);
         switch (type) {
             case Type::f32: return pack_panel(*linear, static_cast<const uint32_t*>(source.weight), panel);
-            case Type::int8: return pack_panel(*linear, static_cast<const uint8_t*>(source.weight), panel);
+            case Type::int8:
+            case Type::e4m3: return pack_panel(*linear, static_cast<const uint8_t*>(source.weight), panel);
+            case Type::places:
             case Type::int4: return pack_nibbles(*linear, static_cast<const int8_t*>(source.weight), panel);
             default: return pack_panel(*linear, static_cast<const uint16_t*>(source.weight), panel);
         }
@@ -242,6 +292,7 @@ inline void unpack(Team& team, const Linear& linear, float* out) {
     run_chunks(team, static_cast<uint32_t>(linear.outputs()), [&](uint32_t row, int) {
         float* at = out + static_cast<size_t>(row) * linear.k;
         if (is_integer(linear.type)) return linear.unpack_integers(static_cast<int>(row), at);
+        if (is_coded(linear.type)) return linear.unpack_coded(static_cast<int>(row), at);
         with_type(linear.type, [&](auto* w) {
             using W = std::remove_pointer_t<decltype(w)>;
             linear.unpack_row<W>(static_cast<int>(row), at);

@@ -1,6 +1,7 @@
 // A whole linear applied to rows of activations, cut into chunks for the team.
 #pragma once
 
+#include "gemm_coded.h"
 #include "gemm_integers.h"
 
 namespace penstock {
@@ -68,7 +69,7 @@ template <class Sum>
 struct Outputs {
     const Sum* sums;  // [panels][by_panel / 16][16]
     size_t by_panel;
-    const float* panel_scales;  // of int32 sums, [panels][16]
+    const float* panel_scales;  // [panels][16], or null
     const float* row_scales;    // of int8 rows, or null
     const float* bias;          // [panels][16], or null
     char* out;
@@ -82,10 +83,10 @@ Outputs<Sum> outputs_of(const Product& job, int panel, int row, const Sum* sums,
     const Linear& linear = *job.linear;
     const int column = (linear.gated ? panel / 2 : panel) * kPanel;
     const size_t size = size_of(job.out_form), place = static_cast<size_t>(row) * job.ldo + column;
-    const bool exact = std::is_same_v<Sum, int32_t>;
+    const bool is_scaled = std::is_same_v<Sum, int32_t> || linear.scales_sums();
     return {sums,
             by_panel,
-            exact ? linear.panel_scales(panel) : nullptr,
+            is_scaled ? linear.panel_scales(panel) : nullptr,
             job.x.form == Form::int8 ? job.x.scales + row : nullptr,
             linear.bias ? linear.bias.get() + static_cast<size_t>(panel) * kPanel : nullptr,
             static_cast<char*>(job.out) + place * size,
@@ -120,10 +121,11 @@ void finish_panel(const Outputs<Sum>& to, int panel, int from, int end) {
                 if constexpr (std::is_same_v<Sum, int32_t>) {
                     wide_int exact;
                     std::memcpy(&exact, sums, sizeof exact);
-                    y = __builtin_convertvector(exact, wide) * load_as<wide>(to.panel_scales + factor + q * kPanel);
+                    y = __builtin_convertvector(exact, wide);
                 } else {
                     y = load_as<wide>(sums);
                 }
+                if (to.panel_scales) y = y * load_as<wide>(to.panel_scales + factor + q * kPanel);
                 if (to.row_scales) y = y * all<wide>(to.row_scales[r]);
                 if (to.bias) y = y + load_as<wide>(to.bias + factor + q * kPanel);
                 return y;
@@ -248,7 +250,7 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
     const Activations x = job.x.from(row);
 #if PENSTOCK_TILES
     const char* next = static_cast<const char*>(guess_next(job, by, panel));
-    if (linear.form == Form::bf16) return multiply_by_tiles<float>(job, panel, panels, row, rows, next);
+    if (linear.type == Type::bf16) return multiply_by_tiles<float>(job, panel, panels, row, rows, next);
     if (linear.type == Type::int8 && by_tiles(linear, rows) && linear.groups() == 1 && !linear.offsets)
         return multiply_by_tiles<int32_t>(job, panel, panels, row, rows, next);
 #endif
@@ -258,6 +260,8 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
             multiply_integers<true>(linear, panel, panels, x, rows, sums);
         else
             multiply_integers<false>(linear, panel, panels, x, rows, sums);
+    } else if (is_coded(linear.type)) {
+        multiply_coded(linear, panel, panels, x, rows, sums, by_panel);
     } else {
         by_panel = static_cast<size_t>(rows) * kPanel;
         with_weights(linear, [&](auto* w) {

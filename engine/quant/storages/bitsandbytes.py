@@ -16,38 +16,18 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.fields import Fields
-from engine.quant.codebook import Codebook
-from engine.quant.formats import NamedTensors
+from engine.quant.codebook import NF4, UNIT, Codebook
+from engine.quant.formats import DENSE, Dense, NamedTensors
 from engine.quant.integers import Integers
 from engine.quant.storage import BadTensor, Storage, Storages, StoredTensor
 from engine.quant.storages.names import all_but, excluded
 from engine.quant.storages.packing import finite, text_among, to_integers, unpack_nibbles
 
-_NF4 = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
-)
-"""The quantiles of a normal distribution, as float32."""
-
 _FP4_TWELFTHS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 _FP4 = tuple(sign * twelfths / 12 for sign in (1, -1) for twelfths in _FP4_TWELFTHS)
 """The floats of 4 bits of bitsandbytes, which are not E2M1: the largest is 1."""
 
-TABLES = {"nf4": _NF4, "fp4": _FP4}
+TABLES = {"nf4": NF4, "fp4": _FP4}
 
 _BLOCK = 64
 """The weights that share a scale, or a multiple of it, as blocks were in all versions; they go across rows."""
@@ -80,7 +60,12 @@ class Bnb4:
     def name(self) -> str:
         return f"bitsandbytes, {self.kind.upper()}"
 
-    def format(self, out_features: int, in_features: int) -> Codebook:  # noqa: ARG002
+    def format(self, out_features: int, in_features: int) -> Codebook | Dense:  # noqa: ARG002
+        codebook = self._codebook(in_features)
+        return codebook if codebook.group_size % UNIT == 0 else DENSE
+
+    def _codebook(self, in_features: int) -> Codebook:
+        """Blocks may go across rows, but groups do not."""
         return Codebook(self.kind, TABLES[self.kind], math.gcd(_BLOCK, in_features))
 
     def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
@@ -111,9 +96,11 @@ class Bnb4:
             raise BadTensor(
                 "weight.absmax", f"has {len(absmax)} scales for {count} weights in blocks of {block}"
             )
-        group = self.format(*state.shape).group_size
+        codebook = self._codebook(in_features)
+        group = codebook.group_size
         scale = absmax.repeat_interleave(block // group)[: count // group]
-        return {"weight": places.view(state.shape), "scale": scale.view(out_features, -1)}
+        found = {"weight": places.view(state.shape), "scale": scale.view(out_features, -1)}
+        return found if self.format(*state.shape) == codebook else {"weight": codebook.unpack(found)}
 
     def _state(self, tensors: NamedTensors) -> _State:
         suffix = _STATE + self.kind

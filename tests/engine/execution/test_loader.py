@@ -29,7 +29,7 @@ from engine.model.parse import parse_config, read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.transformer import Decoder
 from engine.model.weights import Recipe, load_weights
-from engine.quant.integers import Quantization
+from engine.quant.quantization import Quantization
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config
 
 CPU = torch.device("cpu")
@@ -72,7 +72,7 @@ def test_a_quantized_model_has_integers_and_an_embedding_in_16_bits(tmp_path: Pa
     assert model.lm_head.activation_dtype == torch.int8
     assert model.kernels.embedding_dtype.itemsize == 2
     assert model.kv.data.dtype == torch.float32
-    quantization = Quantization.of(name)
+    quantization = Quantization(name)
     assert model.memory.weights == weight_bytes(
         model.config, torch.float16, Recipe(quantization=quantization)
     )
@@ -204,7 +204,7 @@ def test_packed_weights_take_what_was_estimated_and_a_little_for_norms_and_paddi
 @pytest.mark.parametrize("tied", [True, False])
 def test_plain_torch_takes_exactly_what_was_estimated_for_8_bits(tmp_path: Path, tied: bool) -> None:
     folder = make_checkpoint("llama", tmp_path, tie_word_embeddings=tied)
-    quantization = Quantization.of("int8")
+    quantization = Quantization("int8")
     config, weights = weights_of(folder, ops.reference_kernels(CPU, torch.float32), quantization)
     assert real_bytes(weights) == weight_bytes(config, torch.float32, Recipe(quantization=quantization))
 
@@ -214,7 +214,7 @@ def test_packed_integers_take_what_was_estimated_and_a_little_for_padding(
     team: native.Team, tmp_path: Path, name: str
 ) -> None:
     folder = make_checkpoint("llama", tmp_path, hidden_size=128, intermediate_size=256)
-    quantization = Quantization.of(name)
+    quantization = Quantization(name)
     config, weights = weights_of(folder, select.native_kernels(team, torch.float16), quantization)
     estimate = weight_bytes(config, torch.float16, Recipe(quantization=quantization))
     assert 0.98 * estimate <= real_bytes(weights) <= 1.05 * estimate

@@ -22,7 +22,7 @@ from engine.kernels.ops import reference_kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parse import parse_config
 from engine.model.weights import Recipe
-from engine.quant.integers import Quantization
+from engine.quant.quantization import Quantization
 from engine.sizes import GIB
 from tests.engine.checkpoints import make_config, random_tensors
 
@@ -58,18 +58,18 @@ def test_quantized_weights_take_their_integers_scales_and_the_rest_in_16_bits(ti
     )
     rest = 2 * (vocab * hidden + 7 * hidden) + vocab * (hidden + 4)  # embedding, norms; the head
     assert (
-        weight_bytes(config, torch.float16, Recipe(quantization=Quantization.of("int8")))
+        weight_bytes(config, torch.float16, Recipe(quantization=Quantization("int8")))
         == rest + 3 * eight_bits
     )
     assert (
-        weight_bytes(config, torch.float16, Recipe(quantization=Quantization.of("int4")))
+        weight_bytes(config, torch.float16, Recipe(quantization=Quantization("int4")))
         == rest + eight_bits + 2 * four_bits
     )
 
 
 def test_a_plan_reckons_with_the_types_of_weights_and_cache() -> None:
     kernels = replace(KERNELS, kv_dtype=torch.int8)
-    recipe = Recipe(quantization=Quantization.of("int8"))
+    recipe = Recipe(quantization=Quantization("int8"))
     found = plan_memory(CONFIG, kernels, LoadOptions(num_blocks=9), Budget(GIB, 0.25), recipe=recipe)
     assert found.weights == weight_bytes(CONFIG, torch.float16, recipe)
     assert found.block == 3 * 2 * 2 * 16 * (16 + 4)
@@ -78,7 +78,7 @@ def test_a_plan_reckons_with_the_types_of_weights_and_cache() -> None:
 def test_an_estimate_needs_no_kernels() -> None:
     sizes = estimate(CONFIG, LoadOptions(device="cpu", dtype="float16", quantize="int8", kv_dtype="int8"))
     assert (sizes.dtype, sizes.kv_dtype) == ("float16", "int8")
-    assert sizes.weights == weight_bytes(CONFIG, torch.float16, Recipe(quantization=Quantization.of("int8")))
+    assert sizes.weights == weight_bytes(CONFIG, torch.float16, Recipe(quantization=Quantization("int8")))
     assert sizes.kv_of_a_token == 3 * 2 * 2 * (16 + 4)
 
 

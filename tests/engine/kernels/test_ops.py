@@ -24,8 +24,10 @@ from engine.kernels.select import only_what_runs, select, trials, triton_kernels
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, choose_quantization
 from engine.model.parse import parse_config
+from engine.model.weights import make_recipe
 from engine.quant.float8 import Float8
-from engine.quant.integers import Integers, Quantization
+from engine.quant.integers import Integers
+from engine.quant.quantization import Quantization
 from tests.engine import needs
 from tests.engine.checkpoints import make_config
 
@@ -332,6 +334,17 @@ def test_what_is_served_on_the_cpu_alone_is_one_line_on_cuda() -> None:
         choose_kv_dtype("float32", torch.bfloat16, CUDA)
 
 
+def test_nf4_is_not_made_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("int8", "int4", "fp8"):
+        assert make_recipe(CONFIG, LoadOptions(device="cuda", quantize=name)).quantization is not None
+    assert make_recipe(CONFIG, LoadOptions(device="cpu", quantize="nf4")).quantization is not None
+    with pytest.raises(
+        CheckpointError, match=r"^--quantize nf4 is served on the CPU; .* int8, int4 and fp8$"
+    ):
+        make_recipe(CONFIG, LoadOptions(device="cuda", quantize="nf4"))
+
+
 def test_quantizations() -> None:
     assert choose_quantization(None, None) is None
-    assert choose_quantization("int4", 32) == Quantization(4, 32)
+    assert choose_quantization("int4", 32) == Quantization("int4", 32)

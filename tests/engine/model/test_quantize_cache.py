@@ -29,7 +29,10 @@ from engine.model.quantize_cache import Checkpoint, quantized
 from engine.model.safetensors import TensorFiles
 from engine.model.weights import Recipe, load_weights
 from engine.quant import integers
-from engine.quant.integers import Integers, Quantization
+from engine.quant.codebook import Codebook
+from engine.quant.float8 import Float8
+from engine.quant.integers import Integers
+from engine.quant.quantization import Quantization
 from engine.quant.storage import Plain
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.gguf_files import same, write_gguf
@@ -57,7 +60,7 @@ def make(folder: Path, family: str = "llama", seed: int = 0) -> Path:
 def prepare(folder: Path, name: str = "int4") -> tuple[Checkpoint, list[str]]:
     """What weights would be loaded from, and what was said."""
     said: list[str] = []
-    source = Checkpoint(read_config(folder), TensorFiles(folder), Recipe(quantization=Quantization.of(name)))
+    source = Checkpoint(read_config(folder), TensorFiles(folder), Recipe(quantization=Quantization(name)))
     return quantized(source, said.append, lambda *_: None), said
 
 
@@ -88,7 +91,7 @@ def tensors_of(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 
 
 def made_at_load(folder: Path, name: str = "int4") -> dict[str, Tensor]:
-    recipe = Recipe(quantization=Quantization.of(name))
+    recipe = Recipe(quantization=Quantization(name))
     return load(Checkpoint(read_config(folder), TensorFiles(folder), recipe))
 
 
@@ -103,7 +106,7 @@ def never(*_: object) -> None:
     raise AssertionError("quantized once more")
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "nf4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_second_start_reads_what_the_first_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, name: str
@@ -114,7 +117,8 @@ def test_the_second_start_reads_what_the_first_made(
     assert said[0] == f"quantizing to {name}; the result is kept for the next start"
     assert said[1].startswith("quantized in ")
     assert_same(load(first), wanted)
-    monkeypatch.setattr(Integers, "quantize", never)
+    for format in (Integers, Float8, Codebook):
+        monkeypatch.setattr(format, "quantize", never)
     second, said = prepare(folder, name)
     assert_same(load(second), wanted)
     (line,) = said
@@ -124,7 +128,7 @@ def test_the_second_start_reads_what_the_first_made(
 def test_another_process_finds_it(folder: Path, cache: Path) -> None:
     """Where objects happen to lie in memory makes no difference."""
     for _ in range(2):
-        recipe = Recipe(lambda _: Plain(), Quantization.of("int8"))
+        recipe = Recipe(lambda _: Plain(), Quantization("int8"))
         quantized(
             Checkpoint(read_config(folder), TensorFiles(folder), recipe), lambda _: None, lambda *_: None
         )
@@ -157,7 +161,7 @@ def test_a_gguf_file_is_kept_with_its_rows_in_order(tmp_path: Path, monkeypatch:
         attention_bias=True,
     )
     path = write_gguf(folder, tmp_path / "model.gguf", same("F32"))
-    recipe = Recipe(quantization=Quantization.of("int4"))
+    recipe = Recipe(quantization=Quantization("int4"))
     source = Checkpoint(gguf_config(path), GgufTensors(path), recipe)
     wanted = load(source)
     for _ in range(2):
@@ -167,9 +171,7 @@ def test_a_gguf_file_is_kept_with_its_rows_in_order(tmp_path: Path, monkeypatch:
 
 def test_quantizing_is_told_as_it_goes_on(folder: Path) -> None:
     told: list[tuple[int, int]] = []
-    source = Checkpoint(
-        read_config(folder), TensorFiles(folder), Recipe(quantization=Quantization.of("int8"))
-    )
+    source = Checkpoint(read_config(folder), TensorFiles(folder), Recipe(quantization=Quantization("int8")))
     quantized(source, lambda _: None, lambda done, total: told.append((done, total)))
     linears = sum(t.nbytes for name, t in load_file(folder / "model.safetensors").items() if "proj" in name)
     head = 512 * 64 * 2
@@ -211,10 +213,12 @@ def test_other_code_makes_another_file(
 
 
 def test_every_quantization_has_a_file_of_its_own(folder: Path, cache: Path) -> None:
-    for quantization in (Quantization(8), Quantization(8, 32), Quantization(4), Quantization(4, 32)):
+    ways = [Quantization(name, size) for name in ("int8", "int4", "nf4") for size in (None, 32)]
+    ways.append(Quantization("fp8"))
+    for quantization in ways:
         source = Checkpoint(read_config(folder), TensorFiles(folder), Recipe(quantization=quantization))
         quantized(source, lambda _: None, lambda *_: None)
-    assert len(list(cache.iterdir())) == 4
+    assert len(list(cache.iterdir())) == len(ways)
 
 
 # Trouble

@@ -18,7 +18,7 @@ from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.weights import Recipe, check_tensors, load_weights
-from engine.quant.integers import Quantization
+from engine.quant.quantization import Quantization
 from tests.engine.checkpoints import Config, make_checkpoint, make_config, random_tensors, save_tensors
 
 CPU = torch.device("cpu")
@@ -246,7 +246,7 @@ def test_more_positions_than_the_model_has_are_refused(tmp_path: Path) -> None:
 
 def assert_quantized(linear: Linear, weight: Tensor, bias: Tensor | None, layer: int | None) -> None:
     """The linear map multiplies by the integers of the weight, in the format of its place; None is the head."""
-    quantization = Quantization.of("int4")
+    quantization = Quantization("int4")
     columns = weight.shape[1]
     format = quantization.head_format(columns) if layer is None else quantization.layer_format(layer, columns)
     assert isinstance(linear, IntegerLinear)
@@ -258,7 +258,7 @@ def assert_quantized(linear: Linear, weight: Tensor, bias: Tensor | None, layer:
 def test_linear_maps_are_quantized_as_they_are_loaded(tmp_path: Path, tied: bool) -> None:
     make_checkpoint("qwen2", tmp_path, tie_word_embeddings=tied, intermediate_size=96)
     tensors = load_file(tmp_path / "model.safetensors")
-    weights = load(tmp_path, quantization=Quantization.of("int4"))
+    weights = load(tmp_path, quantization=Quantization("int4"))
     for i, layer in enumerate(weights.layers):
         own = {name.removeprefix(f"model.layers.{i}."): t for name, t in tensors.items()}
         qkv, biases = (
@@ -279,5 +279,5 @@ def test_groups_that_do_not_divide_are_refused_before_anything_is_read(tmp_path:
     told: list[tuple[int, int]] = []
     make_checkpoint("llama", tmp_path)  # 112 inputs of down_proj
     with pytest.raises(CheckpointError, match=r"--quantize int4: groups of 64 do not divide .* 112 inputs"):
-        load(tmp_path, told, Quantization.of("int4", 64))
+        load(tmp_path, told, Quantization("int4", 64))
     assert told == []

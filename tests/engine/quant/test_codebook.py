@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.quant import codebook
-from engine.quant.codebook import Codebook
+from engine.quant.codebook import NF4, Codebook
+from engine.quant.storages.bitsandbytes import TABLES
 
 TABLE = tuple(x / 8 - 1 for x in range(16))
 
@@ -45,4 +46,35 @@ def test_parts_are_joined_row_by_row() -> None:
     joined = format.join(parts)
     assert {name: tuple(tensor.shape) for name, tensor in joined.items()} == dict(format.shapes(9, 24))
     assert torch.equal(format.unpack(joined), torch.cat([format.unpack(part) for part in parts]))
-    assert sum(tensor.nbytes for tensor in joined.values()) == format.num_bytes(9, 24, torch.float32)
+    assert joined["weight"].nbytes // 2 + joined["scale"].nbytes == format.num_bytes(9, 24, torch.float32)
+
+
+@pytest.mark.parametrize("table", [NF4, TABLE, TABLES["fp4"]], ids=["nf4", "even", "fp4"])
+@pytest.mark.parametrize("size", [1, 8, 64])
+def test_every_weight_becomes_the_nearest_number(table: tuple[float, ...], size: int) -> None:
+    format = Codebook("test", table, size)
+    weight = torch.randn(70, 3 * size, generator=torch.Generator().manual_seed(size))
+    tensors = format.quantize(weight)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == dict(
+        format.shapes(70, 3 * size)
+    )
+    groups = weight.view(70, 3, size, 1)
+    largest = max(map(abs, table))
+    numbers = torch.tensor(table) * (groups.abs().amax((2, 3), keepdim=True) / largest)
+    nearest = (groups - numbers).abs().amin(-1)
+    error = (format.unpack(tensors).view(70, 3, size) - groups[..., 0]).abs()
+    assert bool((error <= nearest + 1e-6 * groups.abs().amax()).all())
+
+
+def test_nf4_is_that_of_bitsandbytes() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = torch.randn(33, 128, generator=torch.Generator().manual_seed(5))
+    packed, state = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+    theirs = functional.dequantize_4bit(packed, state)
+    format = Codebook("nf4", NF4, 64)
+    assert torch.equal(format.unpack(format.quantize(weight)), theirs)
+
+
+def test_groups_of_zeros_stay_zeros() -> None:
+    format = Codebook("nf4", NF4, 32)
+    assert not format.unpack(format.quantize(torch.zeros(3, 64))).any()

@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.quant import integers as module
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Integers, Quantization, common_format, widen
+from engine.quant.integers import Integers, common_format, widen
 
 FORMATS = st.sampled_from(
     [Integers(8, 7), Integers(8, 64), Integers(8, 1), *(Integers(4, size, True) for size in (32, 64, 128))]
@@ -146,36 +146,6 @@ def test_groups_that_the_kernels_have_are_accepted(format: Integers, in_features
 def test_groups_that_the_kernels_lack_are_one_line(format: Integers, in_features: int, said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
         format.check(in_features)
-
-
-def test_groups_are_whole_rows_for_8_bits_and_what_divides_for_4() -> None:
-    assert Quantization.of("int8").layer_format(3, 100) == Integers(8, 100)
-    assert Quantization.of("int8", 32).layer_format(0, 96) == Integers(8, 32)
-    assert Quantization.of("int4").layer_format(1, 576) == Integers(4, 64, has_offset=True)
-    assert Quantization.of("int4").layer_format(1, 96) == Integers(4, 32, has_offset=True)
-    assert Quantization.of("int4", 128).layer_format(1, 256) == Integers(4, 128, has_offset=True)
-
-
-def test_the_first_layer_and_the_head_have_8_bits() -> None:
-    for name in ("int8", "int4"):
-        assert Quantization.of(name).layer_format(0, 96) == Integers(8, 96)
-        assert Quantization.of(name).head_format(96) == Integers(8, 96)
-
-
-@pytest.mark.parametrize(
-    ("quantization", "in_features", "said"),
-    [
-        (Quantization.of("int4"), 100, "--quantize int4: groups of 32 or 64 do not divide .* 100 inputs"),
-        (Quantization.of("int4", 128), 576, "--quantize int4: groups of 128 do not divide .* 576 inputs"),
-        (Quantization.of("int8", 64), 96, "--quantize int8: groups of 64 do not divide .* 96 inputs"),
-    ],
-)
-def test_groups_that_do_not_divide_are_one_line(
-    quantization: Quantization, in_features: int, said: str
-) -> None:
-    with pytest.raises(CheckpointError, match=said) as caught:
-        quantization.layer_format(1, in_features)
-    assert "\n" not in str(caught.value)
 
 
 # ---- formats that are multiplied together ----

@@ -1,0 +1,65 @@
+"""What `--quantize` makes of the linear maps of a model as it is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import CheckpointError
+from engine.quant.codebook import NF4, Codebook
+from engine.quant.float8 import Float8
+from engine.quant.formats import Rounding
+from engine.quant.integers import Integers
+
+_GROUPED = ("int4", "nf4")
+"""The quantizations of 4 bits: their rows are cut into groups, and layers that matter most have 8 bits."""
+
+_DEFAULT_SIZES = (64, 32)
+"""The group sizes for 4 bits where nobody asks; the first that divides the inputs is taken."""
+
+_LAYERS_OF_8_BITS = 1
+"""So many layers at the start have 8 bits where 4 are asked for: all later layers read what they write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How the linear maps of a model are quantized.
+
+    The output head and the first layer have 8 bits in any case: rounding them shows most in the logits.
+    """
+
+    name: str
+    """int8, int4, fp8 (numbers in e4m3, a scale for each row) or nf4."""
+    group_size: int | None = None
+    """None stands for a default: a whole row for 8 bits, and a size that divides the row for 4 bits."""
+
+    def layer_format(self, layer: int, in_features: int) -> Rounding:
+        """The format of a linear map of a layer.
+
+        Raises:
+            CheckpointError: no group size that is allowed divides the inputs.
+        """
+        if self.name in _GROUPED and layer < _LAYERS_OF_8_BITS:
+            return self.head_format(in_features)
+        match self.name:
+            case "int8":
+                return Integers(8, self._group(in_features))
+            case "int4":
+                return Integers(4, self._group(in_features), has_offset=True)
+            case "nf4":
+                return Codebook("nf4", NF4, self._group(in_features))
+        return self.head_format(in_features)
+
+    def head_format(self, in_features: int) -> Rounding:
+        """The format of the output head."""
+        return Float8() if self.name == "fp8" else Integers(8, in_features)
+
+    def _group(self, in_features: int) -> int:
+        default = _DEFAULT_SIZES if self.name in _GROUPED else (in_features,)
+        allowed = default if self.group_size is None else (self.group_size,)
+        group_size = next((size for size in allowed if in_features % size == 0), None)
+        if group_size is None:
+            tried = " or ".join(str(size) for size in sorted(allowed))
+            raise CheckpointError(
+                f"--quantize {self.name}: groups of {tried} do not divide a linear map's {in_features} inputs"
+            )
+        return group_size

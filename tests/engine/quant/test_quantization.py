@@ -1,0 +1,50 @@
+"""What each quantization makes of which linear map."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import CheckpointError
+from engine.quant.codebook import NF4, Codebook
+from engine.quant.float8 import Float8, Scaling
+from engine.quant.integers import Integers
+from engine.quant.quantization import Quantization
+
+
+def test_groups_are_whole_rows_for_8_bits_and_what_divides_for_4() -> None:
+    assert Quantization("int8").layer_format(3, 100) == Integers(8, 100)
+    assert Quantization("int8", 32).layer_format(0, 96) == Integers(8, 32)
+    assert Quantization("int4").layer_format(1, 576) == Integers(4, 64, has_offset=True)
+    assert Quantization("int4").layer_format(1, 96) == Integers(4, 32, has_offset=True)
+    assert Quantization("int4", 128).layer_format(1, 256) == Integers(4, 128, has_offset=True)
+    assert Quantization("nf4").layer_format(1, 576) == Codebook("nf4", NF4, 64)
+    assert Quantization("nf4").layer_format(1, 96) == Codebook("nf4", NF4, 32)
+    assert Quantization("nf4", 128).layer_format(1, 256) == Codebook("nf4", NF4, 128)
+    assert Quantization("fp8").layer_format(3, 101) == Float8(Scaling.ROW)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "nf4"])
+def test_the_first_layer_and_the_head_have_8_bits(name: str) -> None:
+    assert Quantization(name).layer_format(0, 96) == Integers(8, 96)
+    assert Quantization(name).head_format(96) == Integers(8, 96)
+
+
+def test_all_of_fp8_is_fp8() -> None:
+    assert Quantization("fp8").layer_format(0, 96) == Quantization("fp8").head_format(96) == Float8()
+
+
+@pytest.mark.parametrize(
+    ("quantization", "in_features", "said"),
+    [
+        (Quantization("int4"), 100, "--quantize int4: groups of 32 or 64 do not divide .* 100 inputs"),
+        (Quantization("int4", 128), 576, "--quantize int4: groups of 128 do not divide .* 576 inputs"),
+        (Quantization("int8", 64), 96, "--quantize int8: groups of 64 do not divide .* 96 inputs"),
+        (Quantization("nf4"), 100, "--quantize nf4: groups of 32 or 64 do not divide .* 100 inputs"),
+    ],
+)
+def test_groups_that_do_not_divide_are_one_line(
+    quantization: Quantization, in_features: int, said: str
+) -> None:
+    with pytest.raises(CheckpointError, match=said) as caught:
+        quantization.layer_format(1, in_features)
+    assert "\n" not in str(caught.value)
