@@ -18,6 +18,7 @@ from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
 from engine.model.weights import Recipe, check_tensors, load_weights
+from engine.quant.integers import Integers
 from engine.quant.quantization import Quantization
 from tests.engine.checkpoints import Config, make_checkpoint, make_config, random_tensors, save_tensors
 
@@ -250,6 +251,7 @@ def assert_quantized(linear: Linear, weight: Tensor, bias: Tensor | None, layer:
     columns = weight.shape[1]
     format = quantization.head_format(columns) if layer is None else quantization.layer_format(layer, columns)
     assert isinstance(linear, IntegerLinear)
+    assert isinstance(format, Integers)
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(0))
     assert torch.equal(linear(x), IntegerLinear(format.quantize(weight), format, bias)(x))
 
