@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from math import exp
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.execution.drafter import Drafter
@@ -18,6 +20,8 @@ from engine.planning.request import DraftCount, Output, Request, SamplingParams,
 from engine.planning.step import DraftChunk, DraftRunner
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.driver import Driver
+from tests.engine.paper import drafting_always
+from tests.engine.sampling.frequencies import bound
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -137,6 +141,38 @@ def test_every_family(tmp_path: Path, family: str) -> None:
     expected = run(driver, requests, None)
     assert run(driver, requests, Prophet(answers(expected), 0.8)) == expected
     assert num_accepted(driver) > 0
+
+
+def test_what_drafts_bring_follows_the_distribution(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two likely tokens, over many seeds, each is taken as often as its probability says: Pearson's chi-square."""
+    sampling = SamplingParams(temperature=0.125, top_k=2, max_tokens=16, num_logprobs=2, ignore_eos=True)
+    requests = [
+        Request(
+            request_id=f"r{seed}",
+            prompt_token_ids=prompt_of(9, seed),
+            sampling=replace(sampling, seed=seed),
+            n=8,
+        )
+        for seed in range(60)
+    ]
+    expected_answers = answers(run(driver, requests, None))
+    monkeypatch.setattr("tests.engine.driver.Drafting", drafting_always)
+    monkeypatch.setattr(driver, "max_num_seqs", 8)  # so that their steps have room
+    # A draft costs nothing.
+    monkeypatch.setattr("engine.planning.step_costs.StepCosts.seconds", lambda *_: 1.0)
+    found = run(driver, requests, Prophet(expected_answers, 0.7))
+    assert num_accepted(driver) > 1_000
+    first, chance = [], []
+    for token_ids, logprobs, _ in (output for outputs in found.values() for output in outputs):
+        (top_id, top), (_, second) = logprobs[0].top
+        first.append(token_ids[0] == top_id)
+        chance.append(1 / (1 + exp(8 * (second - top))))
+    bins, chances = np.digitize(chance, np.linspace(0.5, 1.0, 9)), np.array(chance)
+    expected, variance = np.bincount(bins, chances), np.bincount(bins, chances * (1 - chances))
+    some = variance > 5
+    assert some.sum() > 3
+    statistic = ((np.bincount(bins, first) - expected)[some] ** 2 / variance[some]).sum()
+    assert statistic < bound(int(some.sum()))
 
 
 def test_chunked_prompts_preemption_and_a_pool_that_is_nearly_full(driver: Driver) -> None:
