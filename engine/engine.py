@@ -376,9 +376,7 @@ def _drafts(plan: Plan) -> dict[str, DraftCount]:
     found: dict[str, DraftCount] = {}
     for chunk in plan.chunks:
         if chunk.drafts:
-            count = found.setdefault(chunk.proposer, DraftCount())
-            count.num_drafted += len(chunk.drafts)
-            count.num_accepted += chunk.num_accepted
+            DraftCount.add(found, chunk.proposer, len(chunk.drafts), chunk.num_accepted)
     return found
 
 

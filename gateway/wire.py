@@ -15,7 +15,7 @@ from json.encoder import encode_basestring_ascii
 import orjson
 from starlette.responses import JSONResponse
 
-from engine.planning.request import FinishReason, Timings
+from engine.planning.request import DraftCount, FinishReason, Timings
 from gateway.errors import ApiError
 from gateway.shapes import Head, Shape
 from gateway.streams import Delta, Generation
@@ -97,23 +97,22 @@ def timings_json(
         "prompt_tokens": usage.prompt_tokens,
         "predicted_ttft_ms": None if predicted_ttft_s is None else _ms(predicted_ttft_s),
         "preemptions": sum(t.num_preemptions for t in timings),
-        "draft_tokens": sum(drafted for drafted, _ in drafts.values()),
-        "accepted_tokens": sum(accepted for _, accepted in drafts.values()),
+        "draft_tokens": sum(count.num_drafted for count in drafts.values()),
+        "accepted_tokens": sum(count.num_accepted for count in drafts.values()),
         "drafts": {
-            name: {"draft_tokens": drafted, "accepted_tokens": accepted}
-            for name, (drafted, accepted) in sorted(drafts.items())
+            name: {"draft_tokens": count.num_drafted, "accepted_tokens": count.num_accepted}
+            for name, count in sorted(drafts.items())
         },
         "lane": lane.label,
     }
 
 
-def _drafts(timings: list[Timings]) -> dict[str, tuple[int, int]]:
-    """By proposer: drafts, and the right ones among them."""
-    sums: dict[str, tuple[int, int]] = {}
+def _drafts(timings: list[Timings]) -> dict[str, DraftCount]:
+    """By proposer, those of all choices."""
+    sums: dict[str, DraftCount] = {}
     for choice in timings:
         for name, count in choice.drafts.items():
-            drafted, accepted = sums.get(name, (0, 0))
-            sums[name] = drafted + count.num_drafted, accepted + count.num_accepted
+            DraftCount.add(sums, name, count.num_drafted, count.num_accepted)
     return sums
 
 

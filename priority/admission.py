@@ -9,19 +9,19 @@ forecasts in twenty come true. Predicting before admitting follows Mooncake (Qin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
 
+from engine.planning.request import Sequence
 from engine.planning.step import UNLIMITED, Allowance, StepLoad
 from priority.lanes import Lane, LanePolicy
 from priority.rates import Rate
 from priority.shares import COST_PREFILL, virtual
 from priority.steptime import StepShape, StepTimeModel
 from priority.waiting import Account, LaneLine, Ticket
+from priority.yielding import MAX_VICTIMS, yielding
 
-MAX_VICTIMS = 2
-"""Running sequences that give way for one request."""
 ALONE_SLACK = 1.5
 """A prompt so long that even alone it takes longer than the promise is let in if this times that can be kept."""
 _QUANTILE = 0.95
@@ -72,25 +72,14 @@ class Pace:
         return num_full * (self.fixed_s + self.each_s * self.num_prefill) + last_s
 
 
-@dataclass(frozen=True, slots=True)
-class Census:
-    """The running sequences, all of them."""
-
-    num_yielding: tuple[int, ...]
-    """By lane: those that would give way to a more urgent lane."""
-    num_sequences: int
-    num_tokens: int
-    """Their known tokens, for which they hold KV."""
-    num_tokens_left: int
-    """Output tokens that they may still bring."""
-
-
 class Admission:
     """What the engine was seen to do, and what follows from it."""
 
     def __init__(self, policies: Mapping[Lane, LanePolicy], model: StepTimeModel) -> None:
         self.model = model
         self.policies = policies
+        self.running: list[Sequence] = []
+        """Those of the scheduler, which changes them in its own thread."""
         self._load: StepLoad | None = None
         self._last_step_s = 0.0
         self.step_began_s = -inf
@@ -181,7 +170,6 @@ class Admission:
         num_uncached: int,
         num_prompt: int,
         now: float,
-        census: Callable[[], Census],
     ) -> Forecast | None:
         """For a request that would be let in now; None while too little was measured."""
         load = self._load
@@ -206,7 +194,7 @@ class Admission:
         )
         # The step that runs has to end first.
         left_s = self._left_s(now) if num_decode else 0.0
-        raw_s = left_s + wait_s + self._wait_for_room(lanes, account, load, ahead + num_prompt, now, census)
+        raw_s = left_s + wait_s + self._wait_for_room(lanes, account, load, ahead + num_prompt, now)
         seconds = raw_s * account.factor
         return Forecast(seconds, raw_s, self._allowed(lane, num_uncached, load))
 
@@ -283,7 +271,6 @@ class Admission:
         load: StepLoad,
         num_tokens: float,
         now: float,
-        census: Callable[[], Census],
     ) -> float:
         """Seconds until there is KV and a seat, which lower lanes give way for as far as they do.
 
@@ -294,14 +281,15 @@ class Admission:
         missing_kv = num_tokens - load.num_free_tokens
         if missing_seats <= 0 and missing_kv <= 0:
             return 0.0
-        running = census()
-        num_victims = min(MAX_VICTIMS * num_seats, sum(running.num_yielding[account.lane.lane + 1 :]))
-        missing_kv -= num_victims * running.num_tokens / max(1, running.num_sequences)
-        steps_s = self.model.seconds(0, running.num_sequences, running.num_tokens)
-        ends_s = steps_s * running.num_tokens_left / max(1, running.num_sequences)
+        running = list(self.running)
+        num_victims = min(MAX_VICTIMS * num_seats, len(yielding(running, account.lane.lane)))
+        num_held = sum(len(sequence.token_ids) for sequence in running)
+        num_left = sum(sequence.max_len for sequence in running) - num_held
+        ends_s = self.model.seconds(0, len(running), num_held) * num_left / max(1, len(running))
+        missing_kv -= num_victims * num_held / max(1, len(running))
         return max(
-            _over(missing_kv, self._freed.per_second(now), running.num_tokens, ends_s),
-            _over(missing_seats - num_victims, self.finish_rate(now), running.num_sequences, ends_s),
+            _over(missing_kv, self._freed.per_second(now), num_held, ends_s),
+            _over(missing_seats - num_victims, self.finish_rate(now), len(running), ends_s),
         )
 
     def _allowed(self, lane: LaneLine, num_uncached: int, load: StepLoad) -> float:

@@ -18,11 +18,12 @@ from math import inf, isfinite
 
 from engine.planning.request import Request, Sequence
 from engine.planning.step import Allowance, StepLoad
-from priority.admission import MAX_VICTIMS, Admission, Census, Forecast
+from priority.admission import Admission, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL, virtual
 from priority.steptime import StepTimeModel
 from priority.waiting import Account, LaneLine, Stage, Ticket, microseconds
+from priority.yielding import MAX_VICTIMS, yielding
 
 LEAD_TOKENS = 4_096
 """Prompt tokens that a lane may be ahead of the next less urgent one and still go first, at weight 1."""
@@ -31,8 +32,6 @@ LOCALITY_TOKENS = 2_048
 AGED_PART = 4
 """One token in so many may go to those who were passed over for too long."""
 _AGED_MOST_TOKENS = 2_048
-MAX_PREEMPTIONS = 3
-"""A sequence that gave way so often is not asked again."""
 _FORGET_AFTER_US = 600_000_000
 _RETRY_S = (1.0, 60.0)
 
@@ -77,8 +76,6 @@ class LaneQueue:
         self._aged_tokens = _AGED_MOST_TOKENS
         """What may still be spent on those who were passed over for too long."""
         self._now_us = 0
-        self._running: list[Sequence] = []
-        """Those of the scheduler, which changes them in its own thread."""
         self.admission = Admission(policies, model or StepTimeModel())
 
     # The event loop's side
@@ -188,7 +185,7 @@ class LaneQueue:
                 decodes[sequence.request.lane] += 1
                 num_context += len(sequence.token_ids)
         with self._lock:
-            self._running = running
+            self.admission.running = running
             by_lane = {lane: decodes[lane] for lane in Lane if decodes[lane]}
             lively = [line.lane for line in self._lanes.values() if line.is_lively(self._now_us / 1e6)]
             return self.admission.allowance(by_lane, num_context, lively)
@@ -252,12 +249,12 @@ class LaneQueue:
 
     def victim(self, running: list[Sequence], beneficiary: Sequence) -> Sequence | None:
         """A strictly lower lane gives way, cheapest recompute first; else the newest of the lowest lane."""
-        if lower := _yielding(running, beneficiary.request.lane):
+        if lower := yielding(running, beneficiary.request.lane):
             return lower[0]
         return max(running, key=lambda s: (s.request.lane, s.order, -s.num_computed, s.index), default=None)
 
     def giving_way(self, request: Request, running: list[Sequence]) -> list[Sequence]:
-        return _yielding(running, request.lane)[:MAX_VICTIMS]
+        return yielding(running, request.lane)[:MAX_VICTIMS]
 
     # Letting in
 
@@ -312,14 +309,7 @@ class LaneQueue:
 
     def _check_promise(self, line: LaneLine, ticket: Ticket, now: float) -> Forecast | None:
         num_prompt = len(ticket.request.prompt_token_ids)
-        forecast = self.admission.forecast(
-            self._lanes,
-            ticket.account,
-            ticket.num_uncached,
-            num_prompt,
-            now,
-            lambda: _census(list(self._running)),
-        )
+        forecast = self.admission.forecast(self._lanes, ticket.account, ticket.num_uncached, num_prompt, now)
         if forecast is None:
             return None
         waited_s = max(0.0, now - ticket.request.arrival_s)
@@ -450,22 +440,3 @@ def _tenant_turn(account: Account) -> tuple[float, int, str]:
     """The larger part of its prompt is cached, the sooner; then by what the tenant has had."""
     head = account.head
     return -head.num_cached / len(head.request.prompt_token_ids), account.share.clock, account.tenant
-
-
-def _census(running: list[Sequence]) -> Census:
-    yielding = [s for s in running if s.num_preemptions < MAX_PREEMPTIONS]
-    return Census(
-        num_yielding=tuple(sum(1 for s in yielding if s.request.lane == lane) for lane in Lane),
-        num_tokens=sum(len(s.token_ids) for s in running),
-        num_sequences=len(running),
-        num_tokens_left=sum(s.max_len - len(s.token_ids) for s in running),
-    )
-
-
-def _yielding(running: list[Sequence], lane: int) -> list[Sequence]:
-    """Those of strictly lower lanes that were not asked too often: lowest lane, cheapest recompute, newest first."""
-    lower = [
-        s for s in running if s.request.lane > lane and s.num_preemptions < MAX_PREEMPTIONS and s.block_table
-    ]
-    lower.sort(key=lambda s: (-s.request.lane, s.num_computed, -s.order, s.index))
-    return lower

@@ -12,25 +12,11 @@ from app.bench.client import Answer, Job
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import summarise
 from app.bench.workloads import completion
+from app.demo.words import HEROES, PLACES
 
 STREAMS = (1, 8, 32)
 OUTPUT_TOKENS = 256
 TURNS = 3
-HEROES = (
-    "fox",
-    "robot",
-    "dragon",
-    "mouse",
-    "queen",
-    "baker",
-    "sailor",
-    "owl",
-    "wizard",
-    "cat",
-    "bear",
-    "painter",
-)
-PLACES = ("harbour", "forest", "castle", "desert", "village", "library", "mountain")
 _PERIOD, _PROMPT_TOKENS, _STORIES = 24, 192, 4
 
 Row = dict[str, Any]
@@ -104,10 +90,10 @@ class DraftsBench:
 
 def _story(source: random.Random, temperature: float, length: int) -> dict[str, object]:
     """A request for one of the stories that the demo model tells, to its end."""
-    hero, place = source.choice(HEROES), source.choice(PLACES)
+    hero, (preposition, place, *_) = source.choice(HEROES), source.choice(PLACES)
     body = completion("bench", [], length)
     del body["prompt"], body["ignore_eos"]
-    question = f"Tell me a story about a {hero} in a {place}."
+    question = f"Tell me a story about a {hero} {preposition} {place}."
     return {
         **body,
         "messages": [{"role": "user", "content": question}],

@@ -252,13 +252,11 @@ class Steps:
         sequence = Sequence(Request(request_id="warm-up", prompt_token_ids=prompt, sampling=sampling))
         sequence.block_table = [0] * -(-len(prompt) // model.kv.block_size)
         chunks = [Chunk(sequence, 0, length, samples=False) for length in lengths]
-        for chunk in (*chunks, Chunk(sequence, len(prompt) - 1, 1, samples=True)):
-            step = self.launch(Plan([chunk], num_tokens=chunk.num_tokens))
-            step.choose()
-            step.wait()
+        chunks.append(Chunk(sequence, len(prompt) - 1, 1, samples=True))
         if self.max_drafts:
-            drafted = Chunk(sequence, 0, 3, samples=True, drafts=[0, 0])
-            step = self.launch(Plan([drafted], num_tokens=3))
+            chunks.append(Chunk(sequence, 0, 3, samples=True, drafts=[0, 0]))
+        for chunk in chunks:
+            step = self.launch(Plan([chunk], num_tokens=chunk.num_tokens))
             step.choose()
             step.wait()
         if self.drafter is not None:

@@ -302,9 +302,7 @@ class Drafting:
 def note_drafts(chunk: Chunk, num_brought: int) -> None:
     """Counts the drafts of a chunk that came back: the right ones are among the tokens it brought, and one more."""
     chunk.num_accepted = num_brought - 1
-    count = chunk.sequence.drafts.setdefault(chunk.proposer, DraftCount())
-    count.num_drafted += len(chunk.drafts)
-    count.num_accepted += chunk.num_accepted
+    DraftCount.add(chunk.sequence.drafts, chunk.proposer, len(chunk.drafts), chunk.num_accepted)
 
 
 def _add(plan: Plan, guess: _Guess, count: int, tables: BlockTables) -> None:

@@ -79,6 +79,13 @@ class DraftCount:
     num_accepted: int = 0
     """The right ones among them."""
 
+    @staticmethod
+    def add(counts: dict[str, DraftCount], proposer: str, num_drafted: int, num_accepted: int) -> None:
+        """Adds to the count of a proposer."""
+        count = counts.setdefault(proposer, DraftCount())
+        count.num_drafted += num_drafted
+        count.num_accepted += num_accepted
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:

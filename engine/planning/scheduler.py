@@ -310,7 +310,7 @@ class Scheduler(StepResults):
         """
         lane, num_blocks = sequence.request.lane, self.tables.pool.num_blocks - 1
         for_running, passed_over = 1 + len(self.running) // 4, self._passed_over
-        if passed_over is not None and passed_over.request is sequence.request:
+        if self._is_passed_over(sequence.request):
             return 0, for_running
         shares = self.limits.kv_shares
         share = shares[lane] if lane < len(shares) else 1.0
@@ -326,8 +326,11 @@ class Scheduler(StepResults):
         request = self.queue.passed_over()
         if request is None:
             self._passed_over = None
-        elif self._passed_over is None or self._passed_over.request is not request:
+        elif not self._is_passed_over(request):
             self._passed_over = self._made_of(request)
+
+    def _is_passed_over(self, request: Request | None) -> bool:
+        return self._passed_over is not None and self._passed_over.request is request
 
     def _fits(self, request: Request) -> bool:
         """Says whether the request could start now, and remembers the first one that could not."""
@@ -335,7 +338,7 @@ class Scheduler(StepResults):
         if max(self._shortage(sequence, self.tables.find_prefix(sequence))) <= 0:
             return True
         # Who was passed over may be tried before its turn: then nobody gives way for it if it is another's.
-        if self._refused is None or (self._passed_over and self._passed_over.request is self._refused):
+        if self._refused is None or self._is_passed_over(self._refused):
             self._refused = request
         return False
 
@@ -350,7 +353,7 @@ class Scheduler(StepResults):
     def _start(self, plan: Plan, sequence: Sequence, prefix: list[int], now: float) -> None:
         self.tables.start(sequence, prefix)
         self.running.append(sequence)
-        if self._passed_over is not None and self._passed_over.request is sequence.request:
+        if self._is_passed_over(sequence.request):
             self._passed_over = None
         if sequence.num_cached_tokens < 0:  # it starts for the first time
             sequence.scheduled_s = now

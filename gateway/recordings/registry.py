@@ -151,14 +151,12 @@ class Recordings:
             StoreUnavailable: nobody can say now whether there is one.
             ApiError: 503, for the same reason: what was interrupted is known when the engine is ready.
         """
-        found = self._all.get(recording_id)
-        if found is None and self._store.durable:
-            found = await self._read_ended(recording_id)
-        if found is None and self._store.durable:
+        if recording_id not in self._all and self._store.durable:
+            await self._read_ended(recording_id)
+        if recording_id not in self._all and self._store.durable:
             self._host.check_open()
             await self._claim()
-            found = self._all.get(recording_id)
-        return found if found is not None and found.tenant == tenant else None
+        return self.here(tenant, recording_id)
 
     def here(self, tenant: str, recording_id: str) -> Recording | None:
         """One of the tenant's own that this process has, whatever state the store is in."""
@@ -366,15 +364,14 @@ class Recordings:
         except ApiError as error:
             recording.fail(error)
 
-    async def _read_ended(self, recording_id: str) -> Recording | None:
-        """One that ended in another process; what another process still works on cannot be followed from here."""
+    async def _read_ended(self, recording_id: str) -> None:
+        """Takes up one that ended in another process; what another still works on cannot be followed from here."""
         journal = await self._store.read_journal(recording_id)
         recording = None if journal is None or journal.end is None else self._load(journal)
         if recording is not None:
             recording.ended_s = self._clock()
             recording.settled = True
             self._all[recording.id] = recording
-        return recording
 
     def _load(self, journal: Journal) -> Recording | None:
         """The recording as far as it came."""

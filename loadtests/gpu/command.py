@@ -58,9 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="tiny sizes, on the CPU: does the command itself work? No report",
     )
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help=f"of the whole run ({LIMIT_S:g})"
-    )
+    add_limit(parser)
     parser.add_argument("--reports", type=Path, default=REPORTS, metavar="DIR", help="where the report goes")
     parser.add_argument(
         "--scratch",
@@ -69,6 +67,12 @@ def _parser() -> argparse.ArgumentParser:
         help="room for 17 GB of checkpoints; the system's temporary folder",
     )
     return parser
+
+
+def add_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help=f"of the whole run ({LIMIT_S:g})"
+    )
 
 
 def _parts(text: str) -> list[Part]:

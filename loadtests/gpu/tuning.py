@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from loadtests.gpu.command import EXIT_CANNOT, LIMIT_S, NoDevice, check_device
+from loadtests.gpu.command import EXIT_CANNOT, NoDevice, add_limit, check_device
 from loadtests.gpu.figures import say
 from loadtests.gpu.packages import PackagesMissing, prepare
 
@@ -87,9 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="tiny sizes on the CPU, plain torch in the kernel's place; says what it would write, and writes nothing",
     )
-    parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help=f"of the whole run ({LIMIT_S:g})"
-    )
+    add_limit(parser)
     parser.add_argument(
         "--only",
         metavar="TEXT",

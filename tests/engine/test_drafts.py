@@ -180,12 +180,7 @@ def test_chunked_prompts_preemption_and_a_pool_that_is_nearly_full(driver: Drive
     expected = run(driver, requests, None)
     prophet = Prophet(answers(expected), 0.8)
     assert run(driver, requests, prophet, budget=7, prefix_cache=False) == expected
-
-    def preempt(step: int) -> None:
-        if driver.scheduler.running and step % 3 == 2:
-            driver.scheduler.preempt(driver.scheduler.running[step % len(driver.scheduler.running)])
-
-    assert run(driver, requests, prophet, before_step=preempt) == expected
+    assert run(driver, requests, prophet, before_step=preempting(driver)) == expected
     assert num_accepted(driver) > 0
 
 
@@ -218,6 +213,24 @@ def draft_model(driver: Driver) -> DraftModel:
     return DraftModel(driver.facts.draft)
 
 
+def preempting(driver: Driver) -> Callable[[int], None]:
+    """Has one of the running sequences give way before every third step."""
+
+    def preempt(step: int) -> None:
+        if driver.scheduler.running and step % 3 == 2:
+            driver.scheduler.preempt(driver.scheduler.running[step % len(driver.scheduler.running)])
+
+    return preempt
+
+
+def assert_always_right(twin: Driver, requests: list[Request], least: int, **how: Any) -> None:
+    """What is said is what is said without drafts, and each of more than `least` drafts is right."""
+    expected = run(twin, requests, None)
+    assert run(twin, requests, None, model=draft_model(twin), **how) == expected, how
+    found = count(twin, "draft")
+    assert found.num_accepted == found.num_drafted > least, how
+
+
 @pytest.fixture(scope="module")
 def twin(driver: Driver) -> Driver:
     """A model that drafts for itself: whatever happens, each of its drafts is right, to the bit."""
@@ -226,21 +239,12 @@ def twin(driver: Driver) -> Driver:
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_model_agrees_with_itself(twin: Driver, setting: str) -> None:
-    requests = requests_of(SETTINGS[setting])
-    expected = run(twin, requests, None)
-    assert run(twin, requests, None, model=draft_model(twin)) == expected
-    found = count(twin, "draft")
-    assert found.num_accepted == found.num_drafted > 50
+    assert_always_right(twin, requests_of(SETTINGS[setting]), 50)
 
 
 def test_what_the_draft_knows_survives_whatever_becomes_of_blocks(twin: Driver) -> None:
     requests = requests_of({"temperature": 0.9})
-    expected = run(twin, requests, None)
-
-    def preempt(step: int) -> None:
-        if twin.scheduler.running and step % 3 == 2:
-            twin.scheduler.preempt(twin.scheduler.running[step % len(twin.scheduler.running)])
-
+    preempt = preempting(twin)
     hows: tuple[dict[str, Any], ...] = (
         {"budget": 7},
         {"budget": 7, "prefix_cache": False},
@@ -250,9 +254,7 @@ def test_what_the_draft_knows_survives_whatever_becomes_of_blocks(twin: Driver) 
         {"num_blocks": 14, "prefix_cache": False},
     )
     for how in hows:
-        assert run(twin, requests, None, model=draft_model(twin), **how) == expected, how
-        found = count(twin, "draft")
-        assert found.num_accepted == found.num_drafted > 10, how
+        assert_always_right(twin, requests, 10, **how)
 
 
 def test_long_prompts_and_logits_of_another_number(twin: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,11 +264,7 @@ def test_long_prompts_and_logits_of_another_number(twin: Driver, monkeypatch: py
     monkeypatch.setattr(runner, "max_tokens", 9)
     monkeypatch.setattr(runner, "_draft", replace(runner._draft, native=None))
     for setting in ("cool", "penalties", "top-p"):
-        requests = requests_of(SETTINGS[setting])
-        expected = run(twin, requests, None)
-        assert run(twin, requests, None, model=draft_model(twin)) == expected
-        found = count(twin, "draft")
-        assert found.num_accepted == found.num_drafted > 10
+        assert_always_right(twin, requests_of(SETTINGS[setting]), 10)
 
 
 def test_prompts_that_others_computed_need_not_be_computed_again(twin: Driver) -> None:

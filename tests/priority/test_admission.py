@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.planning.request import Request
 from engine.planning.step import StepLoad
-from priority.admission import ALONE_SLACK, Admission, Census, Forecast
+from priority.admission import ALONE_SLACK, Admission, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal
 from priority.steptime import StepTimeModel
@@ -302,8 +302,7 @@ def test_an_empty_server_refuses_nobody(num_prompt: int, lane: Lane) -> None:
     assert found.seconds <= found.allowed_s
     admission = queue.admission
     account = lines(queue)[lane].account("other", 1)
-    nobody = Census((0, 0, 0), 0, 0, 0)
-    alone = admission.forecast(queue._lanes, account, num_prompt, num_prompt, 1_000.0, lambda: nobody)
+    alone = admission.forecast(queue._lanes, account, num_prompt, num_prompt, 1_000.0)
     assert alone is not None
     assert alone.allowed_s >= min(DEFAULT_POLICIES[lane].ttft_s, ALONE_SLACK * alone.raw_s / 2)
     assert isfinite(alone.seconds)

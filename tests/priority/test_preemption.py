@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.planning.request import FinishReason, Sequence
-from priority.admission import MAX_VICTIMS
 from priority.lanes import Lane
-from priority.queue import MAX_PREEMPTIONS
+from priority.yielding import MAX_PREEMPTIONS, MAX_VICTIMS
 from tests.priority.bench import PaperEngine, ask, make_queue
 
 
