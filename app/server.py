@@ -30,8 +30,8 @@ from app.log import configure_log, log
 from app.settings import Settings
 from engine.engine import EngineState
 from engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
-from gateway.access import Client
-from gateway.protocol import GatewayProtocol
+from gateway.access.keys import Client
+from gateway.http.protocol import GatewayProtocol
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STEP_THREAD_S = 5.0

@@ -17,19 +17,19 @@ from typing import Protocol
 from engine.engine import EngineState, EngineStats
 from engine.planning.request import FinishReason, Output, Request
 from engine.planning.step import StepReport
-from gateway.access import Access, Client
-from gateway.connections import Timeouts
-from gateway.errors import ApiError, internal, refused, unavailable
-from gateway.idempotency import Idempotency
-from gateway.limits import Limits
+from gateway.access.idempotency import Idempotency
+from gateway.access.keys import Access, Client
+from gateway.access.quotas import Quotas
+from gateway.http.connections import Timeouts
+from gateway.http.errors import ApiError, internal, refused, unavailable
+from gateway.http.limits import Limits
 from gateway.metrics import Metrics, StoreMetrics
-from gateway.prefixes import PrefixLocator, PrefixTracker, PrefixWriter, WarmUp
-from gateway.prompts import Prompts, Tokenizer
-from gateway.quotas import Quotas
-from gateway.recordings.registry import Recordings, Replayer
+from gateway.sessions.prefixes import PrefixLocator, PrefixTracker, PrefixWriter, WarmUp
+from gateway.sessions.recordings.registry import Recordings, Replayer
+from gateway.sessions.warming import Warming
 from gateway.store.interface import Store
-from gateway.streams import Generation, joined
-from gateway.warming import Warming
+from gateway.wire.prompts import Prompts, Tokenizer
+from gateway.wire.streams import Generation, joined
 from priority.admission import Forecast
 from priority.lanes import Lane, Tenant
 from priority.queue import Refusal
@@ -100,7 +100,7 @@ class ServiceOptions:
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
     clients: Mapping[bytes, Client | Tenant] = field(default_factory=dict)
-    """SHA-256 digest of each API key (see `gateway.access.digest_of`) to whose it is."""
+    """SHA-256 digest of each API key (see `gateway.access.keys.digest_of`) to whose it is."""
     promises: Mapping[Lane, float] = field(default_factory=dict)
     """Seconds to the first token that a lane promises, where it does."""
     cors_origins: tuple[str, ...] = ()

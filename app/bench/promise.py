@@ -26,7 +26,7 @@ from app.bench.server_process import ServerProcess
 from app.bench.statistics import percentile
 from app.bench.workloads import completion
 from app.settings import Settings
-from gateway.sampling import tier_of
+from gateway.wire.sampling import tier_of
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.simulator.run import Machine, simulate
 from priority.simulator.trace import Demand, mixed

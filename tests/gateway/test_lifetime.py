@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from engine.engine import EngineState
-from gateway.connections import Timeouts
-from gateway.protocol import GatewayProtocol
+from gateway.http.connections import Timeouts
+from gateway.http.protocol import GatewayProtocol
 from gateway.service import ServiceOptions
-from gateway.streams import MAX_PENDING_BYTES, Stream
+from gateway.wire.streams import MAX_PENDING_BYTES, Stream
 from priority.lanes import Lane, LanePolicy
 from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, events, serving, settled
 
