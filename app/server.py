@@ -177,8 +177,8 @@ class _Process:
         log.info("draining: running streams may go on for %g s; once more ends them at once", timeout_s)
         self.parts.service.begin_drain()
         with contextlib.suppress(asyncio.CancelledError):
-            await self.parts.service.drained(timeout_s)
-        self.parts.service.fail_all()
+            await self.parts.service.dispatch.drained(timeout_s)
+        self.parts.service.dispatch.fail_all()
         self.server.should_exit = True
 
 

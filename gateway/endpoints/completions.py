@@ -47,7 +47,7 @@ class CompletionsApi:
     async def chat(self, http: HttpRequest) -> Response:
         arrival_s = self._service.clock()
         client = self._intake.client(http)
-        self._service.check_open()
+        self._service.dispatch.check_open()
         body = await self._intake.read(http, ChatBody)
         check_chat(body, self._service.options.limits)
         self._intake.check_model(body.model)
@@ -77,7 +77,7 @@ class CompletionsApi:
     async def complete(self, http: HttpRequest) -> Response:
         arrival_s = self._service.clock()
         client = self._intake.client(http)
-        self._service.check_open()
+        self._service.dispatch.check_open()
         body = await self._intake.read(http, CompletionBody)
         check_completion(body, self._service.options.limits)
         if idempotency_key(http) is not None:
@@ -99,7 +99,7 @@ class CompletionsApi:
         return await self._reply(client, batch, prompts, shape, "cmpl")
 
     def _default_completion(self, prompts: list[list[int]]) -> int:
-        left = self._service.context_length - max(map(len, prompts))
+        left = self._service.dispatch.context_length - max(map(len, prompts))
         return max(1, min(DEFAULT_COMPLETION_TOKENS, left))
 
     async def _reply(

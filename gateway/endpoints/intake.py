@@ -74,7 +74,7 @@ class Intake:
     def lane(self, body: Sampled, tenant: Tenant) -> Lane:
         """Where the request goes, if there is room; asked before its prompt is tokenised."""
         lane = lane_of(body.service_tier, tenant)
-        self._service.check_room(lane, tenant.name)
+        self._service.dispatch.check_room(lane, tenant.name)
         return lane
 
     def request(self, batch: Batch, prompt: list[int], request_id: str) -> Request:
@@ -93,7 +93,7 @@ class Intake:
         )
 
     def _sampling(self, batch: Batch, num_prompt_tokens: int) -> SamplingParams:
-        room = Room(self._service.context_length, num_prompt_tokens)
+        room = Room(self._service.dispatch.context_length, num_prompt_tokens)
         max_tokens = room.output_tokens(batch.asked, batch.prompt_field)
         return sampling_params(
             batch.body,
@@ -141,7 +141,7 @@ class Intake:
         """
         recording = await self.find_recording(tenant, recording_id)
         if recording is None:
-            self._service.check_open()  # what was interrupted is known when the model is loaded
+            self._service.dispatch.check_open()  # what was interrupted is known when the model is loaded
             raise not_found(f"There is no reply '{recording_id}'.", "id")
         return recording
 
@@ -183,13 +183,13 @@ class Intake:
     def check_prompt_ids(self, prompt: Sequence[int], field: str = "prompt") -> None:
         if not prompt:
             raise invalid(f"'{field}' must not have an empty list of tokens.", field)
-        if len(prompt) >= self._service.context_length:
-            raise context_exceeded(self._service.context_length, f"{len(prompt)} tokens", field)
+        if len(prompt) >= self._service.dispatch.context_length:
+            raise context_exceeded(self._service.dispatch.context_length, f"{len(prompt)} tokens", field)
         check_token_ids(prompt, self._service.vocab_size, field)
 
     def check_length(self, num_chars: int, field: str) -> None:
         """Refuses what is too long whatever its tokens are, before it is tokenised."""
-        context_length = self._service.context_length
+        context_length = self._service.dispatch.context_length
         if num_chars > context_length * self._service.options.limits.max_bytes_per_token:
             raise context_exceeded(context_length, f"{num_chars} characters", field)
 

@@ -63,7 +63,7 @@ class Api:
             "created": self._service.options.created,
             "owned_by": "penstock",
             "root": self._service.options.models[0],
-            "max_model_len": self._service.context_length,
+            "max_model_len": self._service.dispatch.context_length,
         }
 
     async def tokenize(self, http: HttpRequest) -> Response:
@@ -73,7 +73,7 @@ class Api:
         token_ids = await self._encode_either(body)
         reply: dict[str, object] = {
             "count": len(token_ids),
-            "max_model_len": self._service.context_length,
+            "max_model_len": self._service.dispatch.context_length,
             "tokens": token_ids,
         }
         if body.return_token_strs:

@@ -50,15 +50,15 @@ class Reply(Response):
         connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
         stream = Stream(self._job.requests, connection, streamed=self._job.stream)
         stream.reservation = self._job.reservation
-        service.submit(stream)
-        watcher = asyncio.create_task(connection.watch(receive, partial(service.release, stream)))
+        service.dispatch.submit(stream)
+        watcher = asyncio.create_task(connection.watch(receive, partial(service.dispatch.release, stream)))
         try:
             if self._job.stream:
                 await self._send_stream(stream)
             else:
                 await self._send_whole(stream)
         finally:
-            service.release(stream)
+            service.dispatch.release(stream)
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher

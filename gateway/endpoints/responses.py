@@ -12,13 +12,13 @@ from starlette.routing import Route
 
 from gateway.access.idempotency import idempotency_key, not_here
 from gateway.access.keys import Client
-from gateway.endpoints import conversations
 from gateway.endpoints.attached import Attached
-from gateway.endpoints.conversations import ConversationLocks
 from gateway.endpoints.intake import MESSAGE_CHARS, Batch, Intake, route
 from gateway.http.errors import ApiError, gone, invalid, unavailable
 from gateway.http.off_loop import TOKENIZING, off_loop
 from gateway.service import Service
+from gateway.sessions import conversations
+from gateway.sessions.conversations import ConversationLocks
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.responses import records
 from gateway.sessions.responses.events import ResponseFormat
@@ -85,7 +85,7 @@ class ResponsesApi:
     async def create(self, http: HttpRequest) -> Response:
         arrival_s = self._service.clock()
         client = self._intake.client(http)
-        self._service.check_open()
+        self._service.dispatch.check_open()
         body = await self._intake.read(http, ResponseBody)
         check_response(body, self._service.options.limits)
         self._intake.check_model(body.model)
@@ -282,7 +282,7 @@ class ResponsesApi:
         return recording if recording is not None and recording.kind == KIND else None
 
     def _unknown(self, response_id: str) -> ApiError:
-        self._service.check_open()  # what was interrupted is known when the model is loaded
+        self._service.dispatch.check_open()  # what was interrupted is known when the model is loaded
         return response_not_found(response_id)
 
     # The end of one

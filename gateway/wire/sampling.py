@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NamedTuple, TypeVar
 
 from engine.planning.request import SamplingParams
 from gateway.http.errors import ApiError, invalid
-from gateway.service import SamplingDefaults
 from gateway.wire.prompts import check_token_ids
 from gateway.wire.schemas import Sampled, as_strings
 from priority.lanes import Lane, Tenant
 
 _Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What a request that does not say gets; a checkpoint's generation_config may say otherwise than OpenAI."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
 class MaxTokens(NamedTuple):

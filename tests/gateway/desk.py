@@ -175,7 +175,7 @@ class Desk:
 
     async def left(self) -> None:
         """Returns when no stream is there any more."""
-        assert await self.service.drained(10)
+        assert await self.service.dispatch.drained(10)
 
 
 async def settled() -> None:

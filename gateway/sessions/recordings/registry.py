@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from engine.engine import EngineState
 from engine.planning.request import FinishReason, Request
 from gateway.access.quotas import Reservation
+from gateway.dispatch import Dispatch
 from gateway.http.errors import ApiError, internal
 from gateway.sessions.recordings.journal import CorruptJournal, end_of, header_of, rebuild
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import Journal, JournalChange, Store, StoreUnavailable
 from gateway.wire.frames import timings_of
-from gateway.wire.streams import Generation
 
 log = logging.getLogger("penstock.gateway")
 
@@ -52,26 +52,6 @@ class Replayer(Protocol):
     ) -> tuple[list[str], FinishReason | None]: ...
 
 
-class Host(Protocol):
-    """What is needed of `gateway.service.Service`."""
-
-    draining: bool
-
-    @property
-    def engine_state(self) -> EngineState: ...
-
-    def check_open(self) -> None: ...
-
-    @property
-    def context_length(self) -> int: ...
-
-    def submit(self, generation: Generation) -> None: ...
-
-    def resume(self, generation: Generation) -> None: ...
-
-    def release(self, generation: Generation) -> None: ...
-
-
 EndHook = Callable[[Recording], Awaitable[None]]
 
 
@@ -80,13 +60,13 @@ class Recordings:
 
     def __init__(
         self,
-        host: Host,
+        dispatch: Dispatch,
         store: Store,
         replayer: Replayer,
         clock: Callable[[], float],
         keeping: Keeping | None = None,
     ) -> None:
-        self._host = host
+        self._dispatch = dispatch
         self._store = store
         self._replayer = replayer
         self._clock = clock
@@ -139,7 +119,7 @@ class Recordings:
             max_detached_s=max_detached_s,
         )
         recording.reservation = reservation
-        self._host.submit(recording)
+        self._dispatch.submit(recording)
         self._enter(recording)
         await self._write([recording])
         return recording
@@ -154,7 +134,7 @@ class Recordings:
         if recording_id not in self._all and self._store.durable:
             await self._read_ended(recording_id)
         if recording_id not in self._all and self._store.durable:
-            self._host.check_open()
+            self._dispatch.check_open()
             await self._claim()
         return self.here(tenant, recording_id)
 
@@ -230,7 +210,7 @@ class Recordings:
 
     async def _settle(self, recording: Recording) -> None:
         """What is to be done once a reply has ended, before anybody is told."""
-        self._host.release(recording)
+        self._dispatch.release(recording)
         recording.timings_json = timings_of(recording) if recording.timings else None
         hook = self.on_end.get(recording.kind)
         if hook is not None and not self.is_interrupted(recording):
@@ -326,7 +306,9 @@ class Recordings:
     @property
     def _may_claim(self) -> bool:
         return (
-            self._store.durable and not self._host.draining and self._host.engine_state is EngineState.READY
+            self._store.durable
+            and not self._dispatch.draining
+            and self._dispatch.engine_state is EngineState.READY
         )
 
     async def _claim(self) -> None:
@@ -360,7 +342,7 @@ class Recordings:
     def _resume(self, recording: Recording) -> None:
         self._written.pop(recording.id, None)  # the header says how often it was tried
         try:
-            self._host.resume(recording)
+            self._dispatch.resume(recording)
         except ApiError as error:
             recording.fail(error)
 
@@ -380,7 +362,9 @@ class Recordings:
         except CorruptJournal as error:
             log.warning("the journal of %s is passed over: %s", journal.stream_id, error)
             return None
-        texts, reason = self._replayer.replay(recording.request, journal.token_ids, self._host.context_length)
+        texts, reason = self._replayer.replay(
+            recording.request, journal.token_ids, self._dispatch.context_length
+        )
         recording.replay(texts, reason)
         return recording
 

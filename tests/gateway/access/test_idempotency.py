@@ -52,7 +52,7 @@ async def test_a_request_that_was_not_let_in_may_come_again() -> None:
     desk.service.begin_drain()
     async with client(desk.app) as http:
         assert (await http.post(CHAT, json=chat_body(), headers=KEY)).status_code == 503
-        desk.service.draining = False
+        desk.service.dispatch.draining = False
         too_long = chat_body(max_tokens=10**6)
         assert (await http.post(CHAT, json=too_long, headers=KEY)).status_code == 400
         reply = asyncio.create_task(http.post(CHAT, json=chat_body(), headers=KEY))

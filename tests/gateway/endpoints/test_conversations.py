@@ -25,21 +25,21 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 from gateway.access.keys import Access, digest_of
-from gateway.endpoints.conversations import (
+from gateway.endpoints.conversations import ConversationsApi
+from gateway.endpoints.intake import Intake
+from gateway.http.errors import ApiError, answer_api_error, answer_http_error
+from gateway.service import Service, ServiceOptions
+from gateway.sessions.conversations import (
     KIND,
     MAX_BYTES,
     MAX_ITEMS,
     TTL_S,
     Conversation,
     ConversationLocks,
-    ConversationsApi,
     append,
     find,
     load,
 )
-from gateway.endpoints.intake import Intake
-from gateway.http.errors import ApiError, answer_api_error, answer_http_error
-from gateway.service import Service, ServiceOptions
 from gateway.sessions.responses.objects import input_items, text_part
 from gateway.sessions.responses.schemas import InputMessage
 from gateway.sessions.responses.threads import Thread

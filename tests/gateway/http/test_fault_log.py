@@ -189,7 +189,7 @@ async def test_refusals_and_an_ordinary_end_are_no_lines(records: Callable[[], l
         line.send(post(CHAT, chat_body(stream=True)))
         desk.bring(await desk.taken(), "Hel")
         assert (await line.head())[0] == 200
-        desk.service.fail_all()
+        desk.service.dispatch.fail_all()
         assert b"shutting down" in await line.rest()
         desk.service.begin_drain()
         async with dialled(url) as other:

@@ -166,7 +166,7 @@ class Life(RuleBasedStateMachine):
     def the_server_stops(self) -> None:
         async def stop() -> None:
             self.desk.service.begin_drain()
-            self.desk.service.fail_all()
+            self.desk.service.dispatch.fail_all()
             await turns()
             await self.recordings._flush()
 
@@ -176,8 +176,8 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def what_has_ended_holds_nothing(self) -> None:
         service = self.desk.service
-        assert {r.id for r in self.alive} == set(service._by_request)
-        assert set(self.alive) == set(service._streams)
+        assert {r.id for r in self.alive} == set(service.dispatch._by_request)
+        assert set(self.alive) == set(service.dispatch._streams)
         for recording in self.recordings._all.values():
             if recording.settled and recording.reservation is not None:
                 assert recording.reservation.ended
@@ -198,7 +198,7 @@ class Life(RuleBasedStateMachine):
             assert len(self.recordings) == 0
             assert self.recordings._dirty == self.recordings._written == self.recordings._doomed == {}
             assert self.store.journals == []
-            assert not self.desk.service._streams
+            assert not self.desk.service.dispatch._streams
             assert not any(self.desk.queue.depths().values())
             grant = await self.store.reserve("ann", ANN.quota, 1, "last")
             assert grant.refused is None

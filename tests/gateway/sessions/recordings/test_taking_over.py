@@ -157,7 +157,7 @@ async def test_one_that_the_server_could_not_finish_goes_on() -> None:
     async with serving(store) as desk:
         recording = await begun(desk)
         engine_brings(desk, recording, 0, 4)
-        desk.service.fail_all()
+        desk.service.dispatch.fail_all()
         await settled(recording)
         assert b"server_shutting_down" in b"".join(frames(recording))
     store.orphan()
