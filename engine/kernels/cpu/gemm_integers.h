@@ -4,7 +4,7 @@
 // sum of a times the group's offset, are added to the output's sum by fused multiply-adds. Nothing else is rounded, so
 // that every instruction set gives the same bits.
 //
-// Instructions that multiply bytes want one side unsigned. AVX-512 adds 128 to int8 weights, AVX2 moves the sign of a
+// Instructions that multiply bytes want one side unsigned. VNNI adds 128 to int8 weights, plain AVX2 moves the sign of a
 // weight to the activation; the halves of the bytes of int4 are unsigned as they are. What they are above the weights
 // is taken off with the sum of the group's activations.
 #pragma once
@@ -26,7 +26,7 @@ struct IntegerSums {
 // How weights lie where they are read: int8, int4, or int4 that were unpacked to a byte each, 0 to 15.
 enum class Stored { int8, int4, unpacked };
 
-#if PENSTOCK_AVX512 && defined(__AVX512VNNI__)
+#if PENSTOCK_AVX512 && PENSTOCK_VNNI
 
 constexpr int kSignedOffset = 128;
 constexpr int kIntegerRows = 6, kIntegerPanels = 4;
@@ -51,9 +51,6 @@ PENSTOCK_INLINE void add_products(IntegerSums& sums, const Quads& quads, int32_t
 
 #elif PENSTOCK_AVX2
 
-constexpr int kSignedOffset = 0;
-constexpr int kIntegerRows = 4, kIntegerPanels = 1;
-
 struct Quads {
     __m256i w[2];
 };
@@ -61,6 +58,33 @@ struct Quads {
 PENSTOCK_INLINE __m256i half_at(const uint8_t* p, int half) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32 * half));
 }
+
+#if PENSTOCK_VNNI
+
+constexpr int kSignedOffset = 128;
+constexpr int kIntegerRows = 6, kIntegerPanels = 1;
+
+template <Stored kStored, bool kHigh = false>
+PENSTOCK_INLINE Quads quads_at(const uint8_t* p) {
+    const auto unsigned_at = [&](int half) __attribute__((always_inline)) {
+        const __m256i bytes = half_at(p, half);
+        if (kStored == Stored::unpacked) return bytes;
+        if (kStored == Stored::int8) return _mm256_xor_si256(bytes, _mm256_set1_epi8(static_cast<char>(0x80)));
+        return _mm256_and_si256(kHigh ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
+    };
+    return {unsigned_at(0), unsigned_at(1)};
+}
+
+template <Stored kStored>
+PENSTOCK_INLINE void add_products(IntegerSums& sums, const Quads& quads, int32_t a) {
+    for (int i = 0; i < 2; i++)
+        sums.part[i] = (v8i)_mm256_dpbusd_avx_epi32((__m256i)sums.part[i], quads.w[i], _mm256_set1_epi32(a));
+}
+
+#else
+
+constexpr int kSignedOffset = 0;
+constexpr int kIntegerRows = 4, kIntegerPanels = 1;
 
 template <Stored kStored>
 PENSTOCK_INLINE Quads quads_at(const uint8_t* p) {
@@ -77,6 +101,8 @@ PENSTOCK_INLINE void add_products(IntegerSums& sums, const Quads& quads, int32_t
         sums.part[i] += (v8i)_mm256_madd_epi16(pairs, ones);
     }
 }
+
+#endif
 
 #else
 
@@ -150,7 +176,7 @@ PENSTOCK_INLINE void add_quads(IntegerSums (&sums)[Rows][Panels], const Weights&
         });
 }
 
-#if PENSTOCK_AVX2 && !(PENSTOCK_AVX512 && defined(__AVX512VNNI__))
+#if PENSTOCK_AVX2 && !PENSTOCK_VNNI
 
 // Eight sums of two products of int4 fit 16 bits: 16 * 15 * 127 is below 2^15.
 template <Stored kStored, int Rows>
@@ -158,28 +184,31 @@ PENSTOCK_INLINE void add_nibbles(IntegerSums (&sums)[Rows][1], const Weights& we
                                  int count) {
     const __m256i low_bits = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
     const uint8_t* w = weights.data;
-    for (const int end = k + count; k < end; k += 32, w += bytes_of<kStored>(32)) {
-        const int some = std::min(32, end - k);
-        for (int half = 0; half < 2; half++) {
-            __m256i pairs[Rows];
-            unrolled<Rows>(PENSTOCK_EACH(r) { pairs[r] = _mm256_setzero_si256(); });
-            const auto add = [&](__m256i quads, int at) __attribute__((always_inline)) {
+    for (const int end = k + count; k < end;) {
+        asm volatile("" : "+m"(sums));  // they wait in memory, the registers are full of pairs
+        __m256i pairs[Rows][2] = {};
+        for (const int some = std::min(k + 32, end); k < some; k += 8, w += bytes_of<kStored>(8)) {
+            if (weights.streamed) __builtin_prefetch(w + kStreamAhead);
+            const auto add = [&](__m256i first, __m256i second, int at) __attribute__((always_inline)) {
                 unrolled<Rows>(PENSTOCK_EACH(r) {
                     const __m256i four = _mm256_set1_epi32(four_of(x.row<int8_t>(r) + at));
-                    pairs[r] = _mm256_add_epi16(pairs[r], _mm256_maddubs_epi16(quads, four));
+                    pairs[r][0] = _mm256_add_epi16(pairs[r][0], _mm256_maddubs_epi16(first, four));
+                    pairs[r][1] = _mm256_add_epi16(pairs[r][1], _mm256_maddubs_epi16(second, four));
                 });
             };
-            for (int i = 0; i < some; i += 8) {
-                const uint8_t* at = w + bytes_of<kStored>(i);
-                if (weights.streamed && half == 0) __builtin_prefetch(at + kStreamAhead);
-                const __m256i bytes = half_at(at, half);
-                const bool whole = kStored == Stored::unpacked;
-                add(whole ? bytes : _mm256_and_si256(bytes, low_bits), k + i);
-                add(whole ? half_at(at + kQuad, half) : _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low_bits),
-                    k + i + 4);
+            const __m256i first = half_at(w, 0), second = half_at(w, 1);
+            if constexpr (kStored == Stored::unpacked) {
+                add(first, second, k);
+                add(half_at(w + kQuad, 0), half_at(w + kQuad, 1), k + 4);
+            } else {
+                const auto high = [&](__m256i bytes) { return _mm256_and_si256(_mm256_srli_epi16(bytes, 4), low_bits); };
+                add(_mm256_and_si256(first, low_bits), _mm256_and_si256(second, low_bits), k);
+                add(high(first), high(second), k + 4);
             }
-            unrolled<Rows>(PENSTOCK_EACH(r) { sums[r][0].part[half] += (v8i)_mm256_madd_epi16(pairs[r], ones); });
         }
+        unrolled<Rows>(PENSTOCK_EACH(r) {
+            for (int i = 0; i < 2; i++) sums[r][0].part[i] += (v8i)_mm256_madd_epi16(pairs[r][i], ones);
+        });
     }
 }
 
@@ -267,14 +296,15 @@ void integer_block(const Linear& linear, int panel, Weights weights, int from, i
     const int shift = kStored == Stored::int8 ? kSignedOffset : -linear.int4_lowest();
     for (int g = from; g < to; g++, weights.data += bytes_of<kStored>(length)) {
         if (weights.streamed) unrolled<Panels>(PENSTOCK_EACH(p) { fetch_factors(linear, panel + Panels + p, g); });
-        IntegerSums products[Rows][Panels] = {};
+        IntegerSums products[Rows][Panels];
+        unrolled<Rows * Panels>(PENSTOCK_EACH(i) { products[i / Panels][i % Panels] = {}; });
         add_products_of_group<kStored>(products, weights, x, g * length, length);
-        for (int r = 0; r < Rows; r++) {
-            const float activations = x.sums[g * x.sums_stride + r];
-            const int32_t taken_off = shift * static_cast<int32_t>(activations);
-            for (int p = 0; p < Panels; p++) {
-                const Factors by = factors_of(linear, panel + p, g);
-                float* out = sums + p * by_panel + r * kPanel;
+        for (int p = 0; p < Panels; p++) {
+            const Factors by = factors_of(linear, panel + p, g);
+            float* out = sums + p * by_panel;
+            for (int r = 0; r < Rows; r++) {
+                const float activations = x.sums[g * x.sums_stride + r];
+                const int32_t taken_off = shift * static_cast<int32_t>(activations);
                 for (int i = 0; i < kParts; i++, out += kWide)
                     store(out, add_group(products[r][p].part[i] - taken_off, activations, by, i,
                                          g == 0 ? wide{} : load_as<wide>(out)));

@@ -46,6 +46,8 @@ class Level:
 
 _AVX2_FLAGS = ("-march=x86-64", "-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
 _AVX2_NEEDS = ("avx2", "fma", "f16c", "bmi1", "bmi2")
+_AVXVNNI_FLAGS = (*_AVX2_FLAGS, "-mavxvnni")
+_AVXVNNI_NEEDS = (*_AVX2_NEEDS, "avx_vnni")
 _AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni")
 _AVX512_NEEDS = (*_AVX2_NEEDS, "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni")
 _AVX512BF16_FLAGS = (*_AVX512_FLAGS, "-mavx512bf16")
@@ -61,6 +63,7 @@ LEVELS = {
             "portable", ("-march=x86-64", "-Wno-psabi"), (), "any x86-64 processor, without its vector units"
         ),
         Level("avx2", _AVX2_FLAGS, _AVX2_NEEDS, "AVX2 with FMA"),
+        Level("avxvnni", _AVXVNNI_FLAGS, _AVXVNNI_NEEDS, "AVX2 with FMA and VNNI"),
         Level("avx512", _AVX512_FLAGS, _AVX512_NEEDS, "AVX-512 with VNNI"),
         # Where AMX is meant to multiply bfloat16 (Sapphire Rapids and later), vectors do half as many in a cycle as of
         # float32; on Cooper Lake, and on AMD's processors since Zen 4, they do twice as many.

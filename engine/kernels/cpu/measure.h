@@ -58,15 +58,19 @@ inline double run_pairs(int rounds, float*) {
 }
 #endif
 
-#if defined(__AVX512VNNI__)
+#if PENSTOCK_VNNI
 inline double run_vnni(int rounds, float*) {
-    __m512i sums[kChains], operand = _mm512_set1_epi8(1);
+    wide_int sums[kChains], operand = wide_int{} + 0x01010101;
     unrolled<kChains>(PENSTOCK_EACH(i) { sums[i] = operand; });
     for (int round = 0; round < rounds; round++)
         unrolled<kChains>(PENSTOCK_EACH(i) {
+#if PENSTOCK_AVX512
             asm volatile("vpdpbusd %1, %1, %0" : "+v"(sums[i]) : "v"(operand));
+#else
+            asm volatile("%{vex%} vpdpbusd %1, %1, %0" : "+x"(sums[i]) : "x"(operand));
+#endif
         });
-    return 2.0 * 64 * kChains * rounds;
+    return 2.0 * sizeof(wide_int) * kChains * rounds;
 }
 #endif
 
@@ -103,7 +107,7 @@ inline Loop loop_of(Instruction instruction) {
 #if defined(__AVX512BF16__)
         case Instruction::pairs_bf16: return {run_pairs, 100'000};
 #endif
-#if defined(__AVX512VNNI__)
+#if PENSTOCK_VNNI
         case Instruction::vnni: return {run_vnni, 200'000};
 #endif
 #if PENSTOCK_AMX

@@ -91,6 +91,7 @@ struct Linear {
     int k;
     int depth;  // k with the padding of a panel
     int group;  // k per scale
+    int num_groups;
     bool gated;
     int panels;
     Buffer<char> data;
@@ -100,7 +101,7 @@ struct Linear {
     Buffer<int32_t> permutation;
     Buffer<float> table;  // [16], or null
 
-    int groups() const { return divide_up(k, group); }
+    int groups() const { return num_groups; }
     int group_depth() const { return groups() == 1 ? depth : group; }  // with the padding
     int outputs() const { return gated ? 2 * n : n; }
 
@@ -259,7 +260,7 @@ inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
     const int n = gated ? source.rows / 2 : source.rows;
     const int panels = divide_up(n, kPanel) * (gated ? 2 : 1);
     auto linear = std::make_unique<Linear>(
-        Linear{type, form, n, k, padded_depth(form, k, group), group, gated, panels, {}, {}, {}, {}, {}, {}});
+        Linear{type, form, n, k, padded_depth(form, k, group), group, divide_up(k, group), gated, panels, {}, {}, {}, {}, {}, {}});
     linear->data = allocate<char>(panels * linear->panel_bytes());
     if (source.bias) linear->bias = pack_factors(*linear, source.bias, 1);
     const float unit = type == Type::e4m3 ? kNumberUnit : 1.0f;

@@ -18,6 +18,9 @@
 #if PENSTOCK_AVX2 && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 #define PENSTOCK_AVX512 1
 #endif
+#if PENSTOCK_AVX512 ? defined(__AVX512VNNI__) : defined(__AVXVNNI__)
+#define PENSTOCK_VNNI 1
+#endif
 #if defined(__ARM_NEON) && defined(__aarch64__) && !defined(PENSTOCK_NO_NEON)
 #define PENSTOCK_NEON 1
 #include <arm_neon.h>
