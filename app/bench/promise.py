@@ -21,7 +21,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.bench.client import Answer, Job
+from app.bench.client import Job
+from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import percentile
 from app.bench.workloads import completion

@@ -20,10 +20,11 @@ from typing import Any
 from app.bench.arithmetic import Arithmetic, read_arithmetic
 from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
-from app.bench.client import Answer, Job
+from app.bench.client import Job
 from app.bench.drafts import DraftsBench
 from app.bench.planning import measure_planning
 from app.bench.promise import SECONDS, PromiseBench
+from app.bench.reader import Answer
 from app.bench.redis_process import RedisProcess, find_redis
 from app.bench.report import print_parts, print_report, print_workloads
 from app.bench.server_process import ServerFailed, ServerProcess
