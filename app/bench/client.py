@@ -28,6 +28,8 @@ class Job:
     bodies: list[list[dict[str, object]]]
     starts_s: list[float] | None = None
     stop_s: float | None = None
+    keys: list[str] | None = None
+    """The API key of each stream; empty for none."""
 
 
 class Recorder(asyncio.Protocol):
@@ -58,12 +60,14 @@ class Recorder(asyncio.Protocol):
 async def _run_stream(job: Job, number: int, began_s: float) -> list[Recorder]:
     loop = asyncio.get_running_loop()
     recorders: list[Recorder] = []
+    key = job.keys[number] if job.keys is not None else ""
+    headers = {"authorization": f"Bearer {key}"} if key else {}
     if job.starts_s is not None:
         await asyncio.sleep(began_s + job.starts_s[number] - loop.time())
     for body in job.bodies[number]:
         if job.stop_s is not None and loop.time() - began_s > job.stop_s:
             break
-        request = request_bytes("POST", job.path, f"{job.host}:{job.port}", body)
+        request = request_bytes("POST", job.path, f"{job.host}:{job.port}", body, headers)
         _, recorder = await loop.create_connection(partial(Recorder, request), job.host, job.port)
         await recorder.done
         recorders.append(recorder)

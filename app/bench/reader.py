@@ -136,6 +136,9 @@ def read_answer(recording: Recording, after_event: int = -1) -> Answer:
             or "no answer"
         )
         return answer
+    if b"text/event-stream" not in head.lower():
+        _read_whole(recording, answer)
+        return answer
     is_whole = False
     for payload, offset in frames(body_pieces(data, len(head) + 4)):
         is_whole = payload == _END
@@ -155,6 +158,18 @@ def read_json(recording: Recording) -> Any:
         return json.loads(body) if head.startswith(b"HTTP/1.1 200 ") else None
     except ValueError:
         return None
+
+
+def _read_whole(recording: Recording, answer: Answer) -> None:
+    """A reply that was not streamed."""
+    found = read_json(recording)
+    if found is None:
+        answer.error = "the answer is not whole"
+        return
+    answer.id = found.get("id", "")
+    _read_totals(found, answer)
+    if found.get("error"):
+        answer.error = json.dumps(found["error"])
 
 
 def _read_frame(frame: dict[str, Any], time_s: float, answer: Answer) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from app.bench.reader import Recording, body_pieces, frames, read_answer, read_json, request_bytes
 
-HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 def chunked(*pieces: bytes) -> bytes:
@@ -185,3 +185,19 @@ def test_json_is_read_if_it_is_whole() -> None:
     assert read_json(recorded([whole])) == {"a": 1}
     assert read_json(recorded([whole[:-2]])) is None
     assert read_json(recorded([b"HTTP/1.1 404 Not Found\r\n\r\n{}"])) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        (json.dumps(RESPONSE).encode(), None),
+        (json.dumps(RESPONSE | {"error": {"code": "lost"}}).encode(), "lost"),
+        (json.dumps(RESPONSE).encode()[:-1], "not whole"),
+    ],
+    ids=["whole", "failed", "cut"],
+)
+def test_a_reply_that_is_not_streamed(body: bytes, error: str | None) -> None:
+    answer = read_answer(recorded([b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + body]))
+    assert (answer.error is None) if error is None else error in (answer.error or "")
+    assert answer.num_output_tokens == (0 if error == "not whole" else 2)
+    assert answer.token_times_s == []
