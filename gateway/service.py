@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Protocol
 
 from engine.engine import EngineState, EngineStats
@@ -233,6 +234,8 @@ class Service:
         with self._refusing(lane):
             forecast = self.queue.put(request, self.clock(), num_cached)
         self.metrics.note_admitted(lane, len(request.prompt_token_ids))
+        if forecast is not None and isfinite(forecast.allowed_s):
+            self.metrics.note_forecast(lane, forecast.seconds, forecast.allowed_s)
         return forecast
 
     @contextlib.contextmanager

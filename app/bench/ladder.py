@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from math import inf
 from statistics import fmean
 from typing import Any
 
@@ -165,14 +166,16 @@ def print_ladder(model: str, rows: Sequence[Row], price: float) -> None:
         for row in rows
     ]
     print("\n" + table(head, cells))
-    print(
-        f"{USERS} users at once, {SHARED_TOKENS + OWN_TOKENS} tokens in, {OUTPUT_TOKENS} out. users: the most at once"
-    )
-    print(
-        f"of whom {_ENOUGH:.0%} have a first token within {_PROMISE.ttft_s:g} s, then one every {1000 * _PROMISE.tpot_s:g} ms"
-    )
+    promise = f"a first token within {_PROMISE.ttft_s:g} s, then one every {1000 * _PROMISE.tpot_s:g} ms"
+    print(f"{USERS} users at once, {SHARED_TOKENS + OWN_TOKENS} tokens in, {OUTPUT_TOKENS} out.")
+    print(f"users: the most at once of whom {_ENOUGH:.0%} have {promise}")
+    for row in rows:
+        if row["failed"]:
+            print(
+                f"{row['rung']}: {row['failed']} of {row['requests']} requests failed: {row['first_error']}"
+            )
 
 
 def cost_per_million(price: float, tokens_per_s: float) -> float:
     """What a million output tokens cost, of a machine with this price an hour."""
-    return price * 1e6 / (3600 * tokens_per_s)
+    return price * 1e6 / (3600 * tokens_per_s) if tokens_per_s else inf

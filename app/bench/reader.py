@@ -108,6 +108,14 @@ def body_pieces(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
         start = piece_end + 2
 
 
+def _plain_pieces(recording: Recording, start: int) -> Iterator[tuple[bytes, int]]:
+    """The pieces of a body that ends with its connection, as they came."""
+    for offset in recording.offsets:
+        if offset > start:
+            yield bytes(recording.data[start:offset]), offset
+            start = offset
+
+
 def frames(pieces: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
     """The payload of every `data:` event, with the offset at which it was complete."""
     rest = b""
@@ -139,8 +147,10 @@ def read_answer(recording: Recording, after_event: int = -1) -> Answer:
     if b"text/event-stream" not in head.lower():
         _read_whole(recording, answer)
         return answer
+    is_chunked = b"transfer-encoding: chunked" in head.lower()
+    pieces = body_pieces(data, len(head) + 4) if is_chunked else _plain_pieces(recording, len(head) + 4)
     is_whole = False
-    for payload, offset in frames(body_pieces(data, len(head) + 4)):
+    for payload, offset in frames(pieces):
         is_whole = payload == _END
         if not is_whole:
             frame = json.loads(payload)

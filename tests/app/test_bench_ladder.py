@@ -24,9 +24,24 @@ from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.errors import OperatorError
 
+ENDS = {"failed": 0, "requests": 64, "first_error": None}
 ROWS = [
-    {"rung": "generate", "tokens_per_s": 10.0, "ttft_p50_ms": 9_000.0, "ttft_p99_ms": 18_000.0, "users": 0},
-    {"rung": "batching", "tokens_per_s": 300.0, "ttft_p50_ms": 500.0, "ttft_p99_ms": 900.0, "users": 64},
+    {
+        "rung": "generate",
+        "tokens_per_s": 10.0,
+        "ttft_p50_ms": 9_000.0,
+        "ttft_p99_ms": 18_000.0,
+        "users": 0,
+        **ENDS,
+    },
+    {
+        "rung": "batching",
+        "tokens_per_s": 300.0,
+        "ttft_p50_ms": 500.0,
+        "ttft_p99_ms": 900.0,
+        "users": 64,
+        **ENDS,
+    },
 ]
 
 
@@ -89,6 +104,12 @@ def test_prompts_are_of_one_length_and_share_a_beginning_only_if_asked() -> None
     assert len({tuple(prompt[:SHARED_TOKENS]) for prompt in shared}) == 1
     assert len({tuple(prompt[SHARED_TOKENS:]) for prompt in shared}) == 3
     assert len({tuple(prompt[:16]) for prompt in apart}) == 3
+
+
+def test_a_rung_that_failed_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {**ROWS[1], "tokens_per_s": 0.0, "failed": 64, "first_error": "no answer"}
+    print_ladder("demo", [ROWS[0], row], 1.0)
+    assert "batching: 64 of 64 requests failed: no answer" in capsys.readouterr().out
 
 
 def test_rungs_are_times_the_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -76,6 +76,11 @@ def test_frames_with_text_are_timed_and_the_rest_is_not() -> None:
     assert (answer.num_prompt_tokens, answer.num_output_tokens, answer.num_cached_tokens) == (7, 3, 4)
 
 
+def test_a_body_that_ends_with_its_connection_is_read_as_it_came() -> None:
+    head = HEAD.replace(b"transfer-encoding: chunked\r\n", b"")
+    assert read_answer(recorded([head, *STREAM])).token_times_s == [1.0, 3.0, 3.0]
+
+
 @given(st.data())
 def test_it_does_not_matter_how_the_bytes_were_cut(data: st.DataObject) -> None:
     whole = HEAD + chunked(*STREAM)
