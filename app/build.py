@@ -33,8 +33,9 @@ from engine.planning.step import StepReport
 from engine.planning.stopping import TextSink
 from engine.planning.tokenizer import Tokenizer
 from gateway.app import create_app
-from gateway.hosts import LOOPBACK_HOSTS
-from gateway.service import SamplingDefaults, Service, ServiceOptions
+from gateway.http.hosts import LOOPBACK_HOSTS
+from gateway.service import Service, ServiceOptions
+from gateway.wire.sampling import SamplingDefaults
 from priority.lanes import Lane
 from priority.queue import LaneQueue
 

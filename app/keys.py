@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from app.errors import OperatorError
-from gateway.access import Client, digest_of
+from gateway.access.keys import Client, digest_of
 from gateway.store.interface import Quota
 from priority.lanes import Lane, Tenant, parse_lane
 

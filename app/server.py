@@ -30,8 +30,8 @@ from app.log import configure_log, log
 from app.settings import Settings
 from engine.engine import EngineState
 from engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
-from gateway.access import Client
-from gateway.protocol import GatewayProtocol
+from gateway.access.keys import Client
+from gateway.http.protocol import GatewayProtocol
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STEP_THREAD_S = 5.0
@@ -177,8 +177,8 @@ class _Process:
         log.info("draining: running streams may go on for %g s; once more ends them at once", timeout_s)
         self.parts.service.begin_drain()
         with contextlib.suppress(asyncio.CancelledError):
-            await self.parts.service.drained(timeout_s)
-        self.parts.service.fail_all()
+            await self.parts.service.dispatch.drained(timeout_s)
+        self.parts.service.dispatch.fail_all()
         self.server.should_exit = True
 
 

@@ -15,18 +15,18 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gateway import quotas
-from gateway.completions import CompletionsApi
-from gateway.connections import ServerSendMiddleware
-from gateway.correlation import RequestIdMiddleware
-from gateway.errors import ApiError, answer_api_error, answer_disconnect, answer_fault, answer_http_error
-from gateway.hosts import HostMiddleware
-from gateway.intake import Intake
-from gateway.limits import LimitsMiddleware
-from gateway.page import Page
-from gateway.responses.api import ResponsesApi
-from gateway.responses.conversations import ConversationsApi
-from gateway.routes import Api
+from gateway.access import quotas
+from gateway.endpoints.completions import CompletionsApi
+from gateway.endpoints.conversations import ConversationsApi
+from gateway.endpoints.intake import Intake
+from gateway.endpoints.models import Api
+from gateway.endpoints.responses import ResponsesApi
+from gateway.http.connections import ServerSendMiddleware
+from gateway.http.correlation import RequestIdMiddleware
+from gateway.http.errors import ApiError, answer_api_error, answer_disconnect, answer_fault, answer_http_error
+from gateway.http.hosts import HostMiddleware
+from gateway.http.limits import LimitsMiddleware
+from gateway.http.page import Page
 from gateway.service import Service
 from gateway.store.patience import PatienceMiddleware
 

@@ -16,7 +16,7 @@ from prometheus_client.utils import floatToGoString
 from engine.planning.request import FinishReason, Timings
 from engine.planning.step import StepReport
 from gateway.store.interface import StoreStats
-from gateway.wire import seconds_per_output_token
+from gateway.wire.frames import seconds_per_output_token
 from priority.lanes import Lane
 
 _SHORT = (

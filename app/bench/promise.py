@@ -24,7 +24,7 @@ from app.bench.replay import Run, compare
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import percentile
 from app.bench.workloads import completion
-from gateway.sampling import tier_of
+from gateway.wire.sampling import tier_of
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.simulator.summary import Summary
 from priority.simulator.trace import Demand, mixed

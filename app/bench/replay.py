@@ -17,7 +17,7 @@ from app.bench.statistics import number, table
 from app.bench.workloads import completion
 from app.settings import Settings
 from app.simulate.report import percent
-from gateway.sampling import tier_of
+from gateway.wire.sampling import tier_of
 from priority.simulator.run import Machine, Result, Served, simulate
 from priority.simulator.summary import Summary, summarise
 from priority.simulator.trace import BLOCK_TOKENS, Arrival

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 from urllib.parse import quote, unquote
 
-from gateway.off_loop import off_loop
+from gateway.http.off_loop import off_loop
 from gateway.store import scripts
 from gateway.store.interface import (
     ALIVE_S,

@@ -17,7 +17,7 @@ from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from app.build import build
 from app.errors import OperatorError
 from app.settings import Settings
-from gateway.access import digest_of
+from gateway.access.keys import digest_of
 
 PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 KEY = "alice-0123456789abcdef"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from app.cli import main
 from app.errors import OperatorError
 from app.keys import KeyFile, weights_of
-from gateway.access import Client, digest_of
+from gateway.access.keys import Client, digest_of
 from gateway.store.interface import Quota
 from priority.lanes import Lane, Tenant
 

@@ -16,7 +16,7 @@ from app.build import Outbox, build, load_options
 from app.settings import Settings
 from engine.engine import EngineState
 from engine.planning.step import StepReport
-from gateway.access import Client, digest_of
+from gateway.access.keys import Client, digest_of
 from priority.lanes import Tenant
 
 KEY = "alice-0123456789abcdef"

@@ -27,7 +27,7 @@ from engine.planning.step import StepReport
 from engine.planning.stopping import TextSink
 from engine.planning.tokenizer import Tokenizer
 from gateway.app import create_app
-from gateway.protocol import GatewayProtocol
+from gateway.http.protocol import GatewayProtocol
 from gateway.service import Service, ServiceOptions
 from gateway.store.interface import Store
 from gateway.store.memory import MemoryStore
@@ -175,7 +175,7 @@ class Desk:
 
     async def left(self) -> None:
         """Returns when no stream is there any more."""
-        assert await self.service.drained(10)
+        assert await self.service.dispatch.drained(10)
 
 
 async def settled() -> None:

@@ -23,7 +23,7 @@ import uvloop
 from app.build import Outbox
 from engine.engine import EngineState
 from engine.planning.request import FinishReason, Output, Request
-from gateway.protocol import GatewayProtocol
+from gateway.http.protocol import GatewayProtocol
 from tests.gateway.desk import Desk, chat_body, make_timings, step_report
 
 STEP_US = 4000

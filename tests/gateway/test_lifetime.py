@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from engine.engine import EngineState
-from gateway.connections import Timeouts
-from gateway.protocol import GatewayProtocol
+from gateway.http.connections import Timeouts
+from gateway.http.protocol import GatewayProtocol
 from gateway.service import ServiceOptions
-from gateway.streams import MAX_PENDING_BYTES, Stream
+from gateway.wire.streams import MAX_PENDING_BYTES, Stream
 from priority.lanes import Lane, LanePolicy
 from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, events, serving, settled
 
@@ -179,7 +179,7 @@ async def test_a_reader_that_stalls_is_cut_after_its_time() -> None:
     async with serving(desk.app) as url:
         caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=True), buffer=4096)
         request = await desk.taken()
-        (stream,) = desk.service._streams
+        (stream,) = desk.service.dispatch._streams
         assert isinstance(stream, Stream)
         while stream.connection.sending_since_s is None:
             desk.bring(request, "x" * 65536)
@@ -224,7 +224,7 @@ async def test_draining_lets_streams_end_and_takes_no_more() -> None:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
         request = await desk.taken()
         desk.service.begin_drain()
-        assert not await desk.service.drained(0.01)
+        assert not await desk.service.dispatch.drained(0.01)
         refused = await http.post("/v1/chat/completions", json=chat_body())
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "server_shutting_down"
@@ -235,7 +235,7 @@ async def test_draining_lets_streams_end_and_takes_no_more() -> None:
         assert (await http.get("/health")).status_code == 200
         desk.answer(request, "to the ", "end")
         assert events((await asking).text)[-1] == "[DONE]"
-    assert await desk.service.drained(1)
+    assert await desk.service.dispatch.drained(1)
 
 
 async def test_what_is_left_after_the_drain_gets_an_error() -> None:
@@ -248,7 +248,7 @@ async def test_what_is_left_after_the_drain_gets_an_error() -> None:
         waiting = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
         await desk.queued()
         desk.service.begin_drain()
-        desk.service.fail_all()
+        desk.service.dispatch.fail_all()
         await desk.left()
         *_, error, done = events((await begun).text)
         assert error["error"]["code"] == "server_shutting_down"

@@ -1,0 +1,1 @@
+"""Who may use how much: keys, quotas, and requests that are sent twice."""

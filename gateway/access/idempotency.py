@@ -1,0 +1,100 @@
+"""`Idempotency-Key`: a request that is sent twice is done once, and both are answered with the same reply."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from http import HTTPStatus
+
+from pydantic import BaseModel
+from starlette.requests import Request as HttpRequest
+
+from gateway.http.errors import ApiError, invalid
+from gateway.store.interface import Key, Store, StoreUnavailable
+
+log = logging.getLogger("penstock.gateway")
+
+HEADER = "Idempotency-Key"
+KEPT_S = 600.0
+_MAX_CHARS = 255
+
+
+def idempotency_key(http: HttpRequest) -> str | None:
+    """
+    Raises:
+        ApiError: 400, if the header has no sensible key.
+    """
+    key = http.headers.get(HEADER)
+    if key is not None and not (key.isascii() and key.isprintable() and 0 < len(key) <= _MAX_CHARS):
+        raise invalid(f"'{HEADER}' must be 1 to {_MAX_CHARS} printable ASCII characters.", HEADER)
+    return key
+
+
+def not_here() -> ApiError:
+    message = (
+        f"A request with this '{HEADER}' was made before; its reply is made elsewhere, or no longer kept."
+    )
+    return invalid(message, HEADER, "idempotency_reply_not_here", HTTPStatus.CONFLICT)
+
+
+class Idempotency:
+    """Which reply each tenant's keys of late belong to."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._starting: dict[Key, asyncio.Event] = {}
+        """Requests that are about to begin; another one with the same key waits for that."""
+
+    @contextlib.asynccontextmanager
+    async def once(self, tenant: str, key: str, body: BaseModel, reply_id: str) -> AsyncIterator[str | None]:
+        """Gives the id of the earlier reply, or None: then the one that is made inside is `reply_id`.
+
+        If it is not made, because an exception leaves the block, the key is as good as new.
+
+        Raises:
+            ApiError: 400, if the key was used for another request.
+        """
+        place = Key("idempotency", tenant, sha256(key.encode()).hexdigest())
+        digest = sha256(f"{type(body).__name__} {body.model_dump_json()}".encode()).hexdigest()
+        while (begun := self._starting.get(place)) is not None:
+            await begun.wait()
+        self._starting[place] = asyncio.Event()
+        try:
+            async with self._claimed(place, digest, reply_id) as earlier:
+                yield earlier
+        finally:
+            self._starting.pop(place).set()
+
+    @contextlib.asynccontextmanager
+    async def _claimed(self, place: Key, digest: str, reply_id: str) -> AsyncIterator[str | None]:
+        earlier = await self._claim(place, digest, reply_id)
+        try:
+            yield earlier
+        except BaseException:
+            if earlier is None:
+                with contextlib.suppress(StoreUnavailable):
+                    await self._store.delete(place)
+            raise
+
+    async def _claim(self, place: Key, digest: str, reply_id: str) -> str | None:
+        value = json.dumps({"digest": digest, "id": reply_id}).encode()
+        try:
+            found = await self._store.add(place, value, KEPT_S)
+        except StoreUnavailable:
+            return None
+        if found is None:
+            return None
+        try:
+            known = json.loads(found)
+            known_digest, known_id = str(known["digest"]), str(known["id"])
+        except (ValueError, LookupError, TypeError):
+            log.warning("the record of an %s cannot be read and is passed over", HEADER)
+            return None
+        if known_digest != digest:
+            message = f"The '{HEADER}' was used before, for another request."
+            raise invalid(message, HEADER, "idempotency_key_reused")
+        return known_id

@@ -1,0 +1,264 @@
+"""Quotas: what a tenant may use is asked of the store before its request is queued, and set right after its end.
+
+How long an answer will be nobody knows when it is asked for, so what is reserved is a guess from the tenant's last
+answers; the difference is charged or given back. Nothing but the first question is ever waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from http import HTTPStatus
+from weakref import WeakSet
+
+from gateway.access.keys import UNBOUNDED, Client
+from gateway.http.errors import ApiError
+from gateway.store.interface import LEASE_S, Allotment, Grant, Quota, Store, StoreUnavailable
+
+log = logging.getLogger("penstock.gateway")
+
+FIRST_GUESS_TOKENS = 512
+"""Of output, for a tenant that few answers are known of."""
+_NUM_OUTPUTS = 64
+_FEW_OUTPUTS = 8
+_RECENT_S = 3_600.0
+_QUANTILE = 0.75
+_LAST_WORDS_S = 1.0
+HEADERS = [
+    f"x-ratelimit-{what}-{unit}"
+    for what in ("limit", "remaining", "reset")
+    for unit in ("requests", "tokens")
+]
+_BOUNDS = {
+    "requests": "requests per min (RPM)",
+    "tokens": "tokens per min (TPM)",
+    "streams": "requests at a time",
+}
+
+
+class Reservation:
+    """One request's part of its tenant's quota, until `end`.
+
+    Its lease is renewed for as long as somebody holds it: one that is lost without an end is over after `LEASE_S`.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_quotas",
+        "client",
+        "ended",
+        "headers",
+        "lease_id",
+        "num_prompt",
+        "num_reserved",
+    )
+
+    def __init__(
+        self, quotas: Quotas, client: Client, lease_id: str, num_prompt: int, num_reserved: int | None
+    ) -> None:
+        """`num_reserved` is None if nothing was: there is no quota, or the store did not answer."""
+        self.client = client
+        self.lease_id = lease_id
+        self.num_prompt = num_prompt
+        self.num_reserved = num_reserved
+        self.headers: Mapping[str, str] = {}
+        """Where the tenant stands, as OpenAI's x-ratelimit headers; none without a quota."""
+        self.ended = False
+        self._quotas = quotas
+
+    def end(self, num_tokens_used: int) -> None:
+        """Charges what was used, prompt and output, instead of what was reserved. Only the first call counts."""
+        if not self.ended:
+            self.ended = True
+            self._quotas.settle(self, num_tokens_used)
+
+
+class Quotas:
+    """Between the endpoints and the store. For the event loop's thread."""
+
+    def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._open: WeakSet[Reservation] = WeakSet()
+        self._outputs: dict[str, deque[tuple[float, int]]] = {}
+        """Of each tenant's last answers, when they ended and how many tokens they had."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def reserve(
+        self, client: Client, num_prompt_tokens: int, max_output_tokens: int, lease_id: str
+    ) -> Reservation:
+        """Asks for room for one request, all its prompts and choices together. A store in trouble refuses nobody.
+
+        Raises:
+            ApiError: 429 if a bound is reached; without Retry-After if the prompt alone is more than ever fits.
+        """
+        reservation = Reservation(self, client, lease_id, num_prompt_tokens, None)
+        if client.quota == UNBOUNDED:
+            return reservation
+        num_tokens = self._cost(client, num_prompt_tokens, max_output_tokens)
+        try:
+            grant = await self._store.reserve(client.tenant.name, client.quota, num_tokens, lease_id)
+        except StoreUnavailable:
+            return reservation
+        except asyncio.CancelledError:
+            self._spawn(self._release(reservation))
+            raise
+        if grant.refused is not None:
+            raise _refusal(grant, client.quota, num_tokens)
+        reservation.num_reserved = num_tokens
+        reservation.headers = _headers(grant)
+        self._open.add(reservation)
+        return reservation
+
+    def settle(self, reservation: Reservation, num_tokens_used: int) -> None:
+        """To be called by `Reservation.end`."""
+        if reservation.client.quota == UNBOUNDED:
+            return
+        self._open.discard(reservation)
+        if num_tokens_used > reservation.num_prompt:
+            outputs = self._outputs.setdefault(reservation.client.tenant.name, deque(maxlen=_NUM_OUTPUTS))
+            outputs.append((self._clock(), num_tokens_used - reservation.num_prompt))
+        if reservation.num_reserved is not None and reservation.client.quota.tokens_per_minute is not None:
+            self._spawn(self._charge(reservation, num_tokens_used - reservation.num_reserved))
+        self._spawn(self._release(reservation))
+
+    async def renew(self) -> None:
+        """Renews the leases of all requests at work. `running` does it often enough."""
+        reservations = list(self._open)
+        if not reservations:
+            return
+        with contextlib.suppress(StoreUnavailable):
+            await self._store.renew([(r.client.tenant.name, r.lease_id) for r in reservations])
+        for reservation in reservations:
+            # The renewal may have come after its release.
+            if reservation.ended:
+                self._spawn(self._release(reservation))
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While this is entered, leases are renewed; at its end what the store was not told yet is told."""
+        task = asyncio.create_task(self._keep())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(LEASE_S / 3)
+            try:
+                await self.renew()
+            except Exception:
+                log.exception("renewing the leases failed; going on")
+
+    def _cost(self, client: Client, num_prompt: int, max_output: int) -> int:
+        """What to reserve: never more than ever fits because of a guess, but at least the prompt and one token."""
+        limit = client.quota.tokens_per_minute
+        guess = num_prompt + min(max_output, self._typical_output(client.tenant.name))
+        return guess if limit is None else max(num_prompt + 1, min(guess, limit))
+
+    def _typical_output(self, tenant: str) -> int:
+        """No shorter than three quarters of the tenant's recent answers."""
+        horizon = self._clock() - _RECENT_S
+        recent = sorted(num_tokens for end_s, num_tokens in self._outputs.get(tenant, ()) if end_s >= horizon)
+        if len(recent) < _FEW_OUTPUTS:
+            return FIRST_GUESS_TOKENS
+        return recent[math.ceil(_QUANTILE * len(recent)) - 1]
+
+    async def _charge(self, reservation: Reservation, num_tokens: int) -> None:
+        await self._store.settle(reservation.client.tenant.name, reservation.client.quota, num_tokens)
+
+    async def _release(self, reservation: Reservation) -> None:
+        await self._store.release(reservation.client.tenant.name, reservation.lease_id)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(_tell(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+async def _tell(work: Coroutine[None, None, None]) -> None:
+    try:
+        await work
+    except StoreUnavailable:
+        pass  # a lease runs out by itself, and within a minute so does a reservation
+    except Exception:
+        log.exception("telling the store of the end of a request failed")
+
+
+def duration(seconds: float) -> str:
+    """As Go and OpenAI write it: 0s, 12ms, 1.5s, 6m0s, 1h0m0s; rounded up to milliseconds."""
+    milliseconds = max(0, math.ceil(round(seconds * 1000, 3)))
+    if 0 < milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    whole, part = divmod(rest, 1000)
+    text = f"{whole}.{part:03}".rstrip("0").rstrip(".") + "s" if part else f"{whole}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes}m{text}"
+    return f"{minutes}m{text}" if minutes else text
+
+
+def _headers(grant: Grant) -> dict[str, str]:
+    return _allotment_headers("requests", grant.requests) | _allotment_headers("tokens", grant.tokens)
+
+
+def _allotment_headers(what: str, allotment: Allotment | None) -> dict[str, str]:
+    if allotment is None:
+        return {}
+    return {
+        f"x-ratelimit-limit-{what}": str(allotment.limit),
+        f"x-ratelimit-remaining-{what}": str(max(0, allotment.remaining)),
+        f"x-ratelimit-reset-{what}": duration(allotment.reset_s),
+    }
+
+
+def _refusal(grant: Grant, quota: Quota, num_tokens: int) -> ApiError:
+    assert grant.refused is not None
+    headers = _headers(grant)
+    if math.isinf(grant.retry_after_s):
+        message = (
+            f"Request too large for {_BOUNDS[grant.refused]}: Limit {quota.tokens_per_minute}, "
+            f"Requested {num_tokens}. It can never fit; make it smaller."
+        )
+        return _limited(message, None, headers | {"x-should-retry": "false"})
+    limit, used, requested = _figures(grant, quota, num_tokens)
+    message = (
+        f"Rate limit reached on {_BOUNDS[grant.refused]}: Limit {limit}, Used {used}, Requested {requested}. "
+        f"Please try again in {duration(grant.retry_after_s)}."
+    )
+    return _limited(message, grant.retry_after_s, headers)
+
+
+def _figures(grant: Grant, quota: Quota, num_tokens: int) -> tuple[int | None, int | None, int]:
+    """Limit, used, and what was asked for."""
+    if grant.refused == "streams":
+        return quota.max_streams, quota.max_streams, 1
+    allotment = grant.tokens if grant.refused == "tokens" else grant.requests
+    assert allotment is not None
+    return (
+        allotment.limit,
+        allotment.limit - allotment.remaining,
+        num_tokens if grant.refused == "tokens" else 1,
+    )
+
+
+def _limited(message: str, retry_after_s: float | None, headers: Mapping[str, str]) -> ApiError:
+    return ApiError(
+        HTTPStatus.TOO_MANY_REQUESTS,
+        message,
+        type="rate_limit_error",
+        code="rate_limit_exceeded",
+        retry_after_s=retry_after_s,
+        extra_headers=headers,
+    )

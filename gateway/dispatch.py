@@ -1,0 +1,262 @@
+"""Generations on their way: into the queue, from the engine's steps to their readers, and out again.
+
+Each is let in or refused, is handed what every step brought for it, and ends once: finished, failed or released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import isfinite
+from typing import Protocol
+
+from engine.engine import EngineState, EngineStats
+from engine.planning.request import FinishReason, Output, Request
+from engine.planning.step import StepReport
+from gateway.http.connections import Timeouts
+from gateway.http.errors import ApiError, internal, refused, unavailable
+from gateway.metrics import Metrics
+from gateway.wire.streams import Generation, joined
+from priority.admission import Forecast
+from priority.lanes import Lane
+from priority.queue import Refusal
+
+log = logging.getLogger("penstock.gateway")
+
+
+class Engine(Protocol):
+    """What the gateway needs of `engine.engine.Engine`."""
+
+    state: EngineState
+    error: str | None
+    last_progress_s: float
+
+    @property
+    def max_sequence_tokens(self) -> int: ...
+
+    def wake(self) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int: ...
+
+    def stats(self) -> EngineStats: ...
+
+
+class Queue(Protocol):
+    """What the gateway needs of `priority.queue.LaneQueue`."""
+
+    def put(self, request: Request, now: float, num_cached: int = 0) -> Forecast | None: ...
+
+    def readmit(self, request: Request, now: float) -> None: ...
+
+    def check_open(self, lane: Lane, tenant: str, now: float) -> None: ...
+
+    def cancel(self, request_id: str) -> bool: ...
+
+    def expire(self, now: float) -> list[Request]: ...
+
+    def depths(self) -> dict[Lane, int]: ...
+
+    def step_model(self) -> dict[str, float]: ...
+
+
+class Dispatch:
+    """All generations of this process that have not ended. For the event loop's thread."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        queue: Queue,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        promises: Mapping[Lane, float],
+    ) -> None:
+        """`promises` are the seconds to the first token that a lane promises, where it does."""
+        self._engine = engine
+        self._queue = queue
+        self.draining = False
+        """Nothing new is let in."""
+        self._metrics = metrics
+        self._clock = clock
+        self._promises = promises
+        self._streams: dict[Generation, None] = {}
+        self._by_request: dict[str, Generation] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __iter__(self) -> Iterator[Generation]:
+        return iter(self._streams)
+
+    @property
+    def context_length(self) -> int:
+        """Prompt and output tokens that one sequence can ever have."""
+        return self._engine.max_sequence_tokens
+
+    @property
+    def engine_state(self) -> EngineState:
+        return self._engine.state
+
+    # Requests come and go
+
+    def check_open(self) -> None:
+        """Raises 503 if no work is taken: still loading, draining, or the engine is lost."""
+        if self.draining:
+            raise unavailable("The server is shutting down.", "server_shutting_down", close=True)
+        if self._engine.state is EngineState.STARTING:
+            raise unavailable("The model is still loading.", "model_loading")
+        if self._engine.state is not EngineState.READY:
+            raise unavailable("The engine is not running.", "engine_failed")
+
+    def check_room(self, lane: Lane, tenant: str) -> None:
+        """Raises 429 or 503 if the lane is full, before any work is spent on the request."""
+        with self._refusing(lane):
+            self._queue.check_open(lane, tenant, self._clock())
+
+    def submit(self, stream: Generation) -> None:
+        """Queues all requests of a stream, or none.
+
+        Raises:
+            ApiError: 429 or 503 with Retry-After.
+        """
+        self.check_open()
+        self._streams[stream] = None
+        self._empty.clear()
+        try:
+            for request in stream.requests:
+                stream.note_forecast(self._put(request), self._clock())
+                self._by_request[request.request_id] = stream
+        except ApiError:
+            self.release(stream)
+            raise
+        self._engine.wake()
+
+    def resume(self, stream: Generation) -> None:
+        """Queues what another process let in and did not finish: it is not asked again whether there is room."""
+        self._streams[stream] = None
+        self._empty.clear()
+        for request in stream.requests:
+            self._queue.readmit(request, self._clock())
+            self._by_request[request.request_id] = stream
+        self._engine.wake()
+
+    def release(self, stream: Generation) -> None:
+        """The reader is done with its stream, or gone: whatever of it still waits or runs is cancelled. Idempotent."""
+        for request in stream.requests:
+            known = self._by_request.pop(request.request_id, None)
+            if known is not None and stream.num_unfinished(request.request_id):
+                self._cancel(request, stream.num_unfinished(request.request_id))
+        if stream.reservation is not None:
+            stream.reservation.end(stream.num_used_tokens)
+        stream.leave()
+        self._streams.pop(stream, None)
+        if not self._streams:
+            self._empty.set()
+
+    def _cancel(self, request: Request, num_choices: int) -> None:
+        if not self._queue.cancel(request.request_id):
+            self._engine.cancel(request.request_id)
+        for _ in range(num_choices):
+            self._metrics.note_finished(Lane(request.lane), FinishReason.CANCELLED, None)
+
+    def _put(self, request: Request) -> Forecast | None:
+        lane = Lane(request.lane)
+        num_cached = self._engine.num_cached_tokens(request.prompt_token_ids, request.salt)
+        with self._refusing(lane):
+            forecast = self._queue.put(request, self._clock(), num_cached)
+        self._metrics.note_admitted(lane, len(request.prompt_token_ids))
+        if forecast is not None and isfinite(forecast.allowed_s):
+            self._metrics.note_forecast(lane, forecast.seconds, forecast.allowed_s)
+        return forecast
+
+    @contextlib.contextmanager
+    def _refusing(self, lane: Lane) -> Iterator[None]:
+        try:
+            yield
+        except Refusal as refusal:
+            self._metrics.note_refused(lane, refusal.reason)
+            raise refused(
+                str(refusal), refusal.reason, refusal.retry_after_s, tenant_limit=refusal.tenant_limit
+            ) from None
+
+    # Steps come in
+
+    def deliver(self, *reports: StepReport) -> None:
+        """What a step brought, or several steps while the event loop had no time: then it is sent in fewer pieces."""
+        for report in reports:
+            self._metrics.note_step(report, sum(len(output.token_ids) for output in report.outputs))
+        for output in reports[0].outputs if len(reports) == 1 else self._joined(reports):
+            stream = self._by_request.get(output.request_id)
+            # One that was released is counted as cancelled already.
+            if stream is not None:
+                self._push(stream, output)
+
+    def _joined(self, reports: Iterable[StepReport]) -> list[Output]:
+        outputs = [output for report in reports for output in report.outputs]
+        streams = {output.request_id: self._by_request.get(output.request_id) for output in outputs}
+        apart = {request_id for request_id, stream in streams.items() if stream and not stream.may_join}
+        return [
+            *joined(output for output in outputs if output.request_id not in apart),
+            *(output for output in outputs if output.request_id in apart),
+        ]
+
+    def _push(self, stream: Generation, output: Output) -> None:
+        try:
+            stream.push(output)
+        except Exception:
+            log.exception("passing on the output of %s failed", output.request_id)
+            stream.fail(internal("The server could not send the output."))
+        if output.finish_reason is not None:
+            self._note_finished(output, stream)
+
+    def _note_finished(self, output: Output, stream: Generation) -> None:
+        assert output.finish_reason is not None
+        lane = Lane(stream.requests[0].lane)
+        self._metrics.note_finished(lane, output.finish_reason, output.timings)
+        self._note_promise(lane, output, stream)
+
+    def _note_promise(self, lane: Lane, output: Output, stream: Generation) -> None:
+        if output.timings is None or output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        ttft_s = output.timings.first_token_s - output.timings.arrival_s
+        self._metrics.note_promise(lane, ttft_s, self._promises.get(lane), stream.predicted_ttft_s)
+
+    # Watching over
+
+    def tick(self, now: float, timeouts: Timeouts) -> None:
+        """One look at everything that waits."""
+        for request in self._queue.expire(now):
+            self._expire(request)
+        if self._engine.state in (EngineState.FAILED, EngineState.STOPPED):
+            self.fail_all("The engine stopped.", code="engine_failed")
+        for stream in list(self._streams):
+            stream.look_after(now, timeouts)
+
+    def _expire(self, request: Request) -> None:
+        lane = Lane(request.lane)
+        self._metrics.note_refused(lane, "queue_timeout")
+        stream = self._by_request.get(request.request_id)
+        if stream is not None:
+            message = f"The request waited too long in the {lane.label} lane."
+            stream.fail(refused(message, "queue_timeout", 10.0, tenant_limit=False))
+
+    async def drained(self, timeout_s: float) -> bool:
+        """Waits until the last stream has ended; False if that took too long."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def fail_all(
+        self, message: str = "The server is shutting down.", code: str = "server_shutting_down"
+    ) -> None:
+        """Ends every stream with an error; each is answered or gets its error frame and [DONE]."""
+        error = unavailable(message, code, close=True)
+        for stream in list(self._streams):
+            stream.fail(error)

@@ -1,0 +1,163 @@
+"""`/v1/conversations`: messages kept on the server, and read, added to and deleted by clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.endpoints.intake import Intake, route
+from gateway.service import Service
+from gateway.sessions import conversations
+from gateway.sessions.conversations import KIND, Conversation
+from gateway.sessions.responses.objects import JsonObject, input_items, new_id, page
+from gateway.sessions.responses.schemas import (
+    InputMessage,
+    PageQuery,
+    check_id,
+    check_items,
+    check_metadata,
+    read_page_query,
+)
+from gateway.store.interface import Key
+from gateway.wire.frames import Json
+from gateway.wire.schemas import Many, StrictBody
+
+MAX_ITEMS_A_CALL = 20
+MAX_LISTED_CONVERSATIONS = 10_000
+
+_MOST: dict[str, str | int] = {
+    "items": MAX_ITEMS_A_CALL,
+    "items[].content": "max_content_parts",
+    "metadata": "max_metadata",
+}
+
+
+class _CreateBody(StrictBody):
+    MOST = _MOST
+
+    items: Many[InputMessage] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class _UpdateBody(StrictBody):
+    MOST = _MOST
+
+    metadata: dict[str, str] | None
+
+
+class _AddBody(StrictBody):
+    MOST = _MOST
+
+    items: Annotated[Many[InputMessage], Field(min_length=1)]
+
+
+class ConversationsApi:
+    """The HTTP interface to one service's conversations."""
+
+    def __init__(self, service: Service, intake: Intake) -> None:
+        self._service = service
+        self._intake = intake
+
+    def routes(self) -> list[Route]:
+        one = "/v1/conversations/{conversation_id}"
+        return [
+            route("/v1/conversations", GET=self.list_conversations, POST=self.create),
+            route(one, GET=self.show, POST=self.update, DELETE=self.delete),
+            route(f"{one}/items", GET=self.list_items, POST=self.add_items),
+            route(f"{one}/items/{{item_id}}", GET=self.show_item, DELETE=self.delete_item),
+        ]
+
+    async def create(self, http: HttpRequest) -> Response:
+        tenant = self._tenant(http)
+        body = await self._intake.read(http, _CreateBody)
+        check_metadata(body.metadata)
+        conversation = Conversation(new_id("conv"), int(time.time()), body.metadata or {})
+        conversation.add(self._items(body.items or []), "items")
+        await conversations.write(self._service.store, Key(KIND, tenant, conversation.id), conversation)
+        return Json(conversation.as_json())
+
+    async def list_conversations(self, http: HttpRequest) -> Response:
+        """This tenant's, each with its title. Looking at them does not keep them alive."""
+        tenant = self._tenant(http)
+        query = read_page_query(http.query_params)
+        store = self._service.store
+        with conversations.answering_unavailable():
+            newest_first = await store.list(KIND, tenant, MAX_LISTED_CONVERSATIONS)
+            found = page([{"id": conversation_id} for conversation_id in reversed(newest_first)], query)
+            keys = [Key(KIND, tenant, entry["id"]) for entry in found["data"]]
+            read = await asyncio.gather(*(conversations.read(store, key, None) for key in keys))
+        # The ids of the page stay, for the next one to go on after.
+        found["data"] = [{**one.as_json(), "title": one.title} for one in read if one is not None]
+        return Json(found)
+
+    async def show(self, http: HttpRequest) -> Response:
+        return Json((await self._find(http)).as_json())
+
+    async def update(self, http: HttpRequest) -> Response:
+        key = self._key(http)
+        body = await self._intake.read(http, _UpdateBody)
+        check_metadata(body.metadata)
+        async with self._changing(key) as conversation:
+            conversation.metadata = body.metadata or {}
+        return Json(conversation.as_json())
+
+    async def delete(self, http: HttpRequest) -> Response:
+        key = self._key(http)
+        with conversations.answering_unavailable():
+            async with conversations.writing(key):
+                conversations.found(await conversations.read(self._service.store, key, None), key.id)
+                await self._service.store.delete(key)
+        return Json({"id": key.id, "object": "conversation.deleted", "deleted": True})
+
+    async def list_items(self, http: HttpRequest) -> Response:
+        conversation = await self._find(http)
+        return Json(page(conversation.items, read_page_query(http.query_params)))
+
+    async def add_items(self, http: HttpRequest) -> Response:
+        key = self._key(http)
+        items = self._items((await self._intake.read(http, _AddBody)).items)
+        async with self._changing(key) as conversation:
+            conversation.add(items, "items")
+        return Json(page(items, PageQuery(order="asc")))
+
+    async def show_item(self, http: HttpRequest) -> Response:
+        item_id = check_id("item_id", http.path_params["item_id"], "msg")
+        return Json((await self._find(http)).item(item_id))
+
+    async def delete_item(self, http: HttpRequest) -> Response:
+        key = self._key(http)
+        item_id = check_id("item_id", http.path_params["item_id"], "msg")
+        async with self._changing(key) as conversation:
+            conversation.items.remove(conversation.item(item_id))
+        return Json(conversation.as_json())
+
+    def _tenant(self, http: HttpRequest) -> str:
+        return self._intake.client(http).tenant.name
+
+    def _items(self, messages: list[InputMessage]) -> list[JsonObject]:
+        check_items(messages, "items")
+        return input_items(messages)
+
+    def _key(self, http: HttpRequest) -> Key:
+        """Who asks, then for what: a stranger is told nothing about ids."""
+        tenant = self._tenant(http)
+        conversation_id = check_id("conversation_id", http.path_params["conversation_id"], "conv")
+        return Key(KIND, tenant, conversation_id)
+
+    async def _find(self, http: HttpRequest) -> Conversation:
+        key = self._key(http)
+        return await conversations.find(self._service.store, key.tenant, key.id, "conversation_id")
+
+    @contextlib.asynccontextmanager
+    async def _changing(self, key: Key) -> AsyncIterator[Conversation]:
+        with conversations.answering_unavailable():
+            async with conversations.changing(self._service.store, key) as conversation:
+                yield conversations.found(conversation, key.id)

@@ -1,0 +1,221 @@
+"""What every endpoint that takes work in does: who is it, what is asked, which lane, which tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from http import HTTPStatus
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.planning.request import Request, SamplingParams
+from gateway.access.keys import Client
+from gateway.access.quotas import Reservation
+from gateway.http.errors import ApiError, invalid, model_not_found, not_found, unavailable
+from gateway.http.limits import parse_object
+from gateway.http.off_loop import TOKENIZING, off_loop
+from gateway.service import Service
+from gateway.sessions.prefixes import PRIVATE
+from gateway.sessions.recordings.recording import Recording
+from gateway.store.interface import StoreUnavailable
+from gateway.wire.prompts import check_token_ids
+from gateway.wire.sampling import MaxTokens, Room, context_exceeded, lane_of, sampling_params
+from gateway.wire.schemas import Body, CompletionBody, Message, Sampled, as_dict, read
+from priority.lanes import Lane, Tenant
+
+MESSAGE_CHARS = 100
+"""The work that a template has with one message, beside its text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What the requests of one body have in common."""
+
+    body: Sampled
+    prompt_field: str
+    asked: MaxTokens
+    num_logprobs: int | None
+    num_choices: int
+    """Of all its prompts together."""
+    tenant: Tenant
+    lane: Lane
+    arrival_s: float
+
+
+class Intake:
+    """For one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def client(self, http: HttpRequest) -> Client:
+        """Raises 401 if keys are configured and the request has none of them."""
+        return self._service.access.client(http.headers.get("authorization"))
+
+    async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
+        media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            # Any page may send a browser's form or text to this machine without being asked; JSON it may not.
+            raise ApiError(
+                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+                "The request must have the header 'Content-Type: application/json'.",
+                code="unsupported_media_type",
+            )
+        body, limits = await http.body(), self._service.options.limits
+        return await off_loop(len(body), lambda: read(kind, parse_object(body, limits), limits))
+
+    def check_model(self, name: str) -> None:
+        if name not in self._service.options.models:
+            raise model_not_found(name)
+
+    def lane(self, body: Sampled, tenant: Tenant) -> Lane:
+        """Where the request goes, if there is room; asked before its prompt is tokenised."""
+        lane = lane_of(body.service_tier, tenant)
+        self._service.dispatch.check_room(lane, tenant.name)
+        return lane
+
+    def request(self, batch: Batch, prompt: list[int], request_id: str) -> Request:
+        # A tokenizer can know tokens that the model does not.
+        if max(prompt, default=0) >= self._service.vocab_size:
+            raise invalid("The prompt has tokens that the model does not know.", batch.prompt_field)
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt),
+            sampling=self._sampling(batch, len(prompt)),
+            n=batch.body.n or 1,
+            arrival_s=batch.arrival_s,
+            lane=batch.lane,
+            tenant=batch.tenant.name,
+            salt=salt_of(batch.tenant, is_private=batch.body.store is False),
+        )
+
+    def _sampling(self, batch: Batch, num_prompt_tokens: int) -> SamplingParams:
+        room = Room(self._service.dispatch.context_length, num_prompt_tokens)
+        max_tokens = room.output_tokens(batch.asked, batch.prompt_field)
+        return sampling_params(
+            batch.body,
+            self._service.options.defaults,
+            max_tokens=self._bounded(batch, max_tokens),
+            num_logprobs=batch.num_logprobs,
+            vocab_size=self._service.vocab_size,
+        )
+
+    def _bounded(self, batch: Batch, max_tokens: int) -> int:
+        """The output tokens of each choice whose log probabilities can be kept until the reply is complete."""
+        if batch.num_logprobs is None or batch.body.stream:
+            return max_tokens
+        at_once = self._service.options.limits.max_logprobs
+        most = max(1, at_once // (batch.num_choices * (1 + batch.num_logprobs)))
+        if batch.asked.number is not None and max_tokens > most:
+            message = (
+                f"A reply in one piece may have at most {at_once} log probabilities: with these logprobs and choices, "
+                f"{batch.asked.field} may be at most {most}. Ask for fewer, or stream it."
+            )
+            raise invalid(message, batch.asked.field)
+        return min(max_tokens, most)
+
+    async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
+        """Room for these requests in the quota of who sends them.
+
+        Raises:
+            ApiError: 429, if there is none.
+        """
+        try:
+            return await self._service.quotas.reserve(
+                client,
+                sum(len(request.prompt_token_ids) for request in requests),
+                sum(request.n * request.sampling.max_tokens for request in requests),
+                requests[0].request_id,
+            )
+        except ApiError as error:
+            self._service.metrics.note_refused(Lane(requests[0].lane), error.code or "quota")
+            raise
+
+    async def recording(self, tenant: str, recording_id: str) -> Recording:
+        """
+        Raises:
+            ApiError: 404, if the tenant has none of this id; 503, if that cannot be said now.
+        """
+        recording = await self.find_recording(tenant, recording_id)
+        if recording is None:
+            self._service.dispatch.check_open()  # what was interrupted is known when the model is loaded
+            raise not_found(f"There is no reply '{recording_id}'.", "id")
+        return recording
+
+    async def find_recording(self, tenant: str, recording_id: str) -> Recording | None:
+        """Raises 503 if it cannot be said now whether there is one."""
+        try:
+            return await self._service.recordings.find(tenant, recording_id)
+        except StoreUnavailable:
+            raise unavailable("The store is not there.", "store_unavailable") from None
+
+    async def encode_chat(self, messages: list[Message], *, add_generation_prompt: bool = True) -> list[int]:
+        conversation = [as_dict(message) for message in messages]
+        num_chars = sum(len(message["content"]) for message in conversation)
+        self.check_length(num_chars, "messages")
+        encode = partial(self._service.prompts.chat, add_generation_prompt=add_generation_prompt)
+        return await off_loop(
+            num_chars + MESSAGE_CHARS * len(conversation), encode, conversation, threads=TOKENIZING
+        )
+
+    async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
+        texts, token_ids = await off_loop(4 * len(body.prompt), _split_prompt, body.prompt)
+        limits, num_prompts = self._service.options.limits, len(texts) + len(token_ids)
+        if not num_prompts or num_prompts > limits.max_prompts:
+            raise invalid(f"'prompt' must be 1 to {limits.max_prompts} prompts.", "prompt")
+        if num_prompts * (body.n or 1) > limits.max_choices:
+            raise invalid(f"'n' times the prompts must be at most {limits.max_choices}.", "n")
+        for prompt in token_ids:
+            await off_loop(4 * len(prompt), self.check_prompt_ids, prompt)
+        return token_ids or [await self.encode_text(text, "prompt") for text in texts]
+
+    async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
+        self.check_length(len(text), field)
+        encode = partial(self._service.prompts.text, add_special=add_special)
+        token_ids = await off_loop(len(text), encode, text, threads=TOKENIZING)
+        if not token_ids:
+            raise invalid(f"'{field}' must not be empty.", field)
+        return token_ids
+
+    def check_prompt_ids(self, prompt: Sequence[int], field: str = "prompt") -> None:
+        if not prompt:
+            raise invalid(f"'{field}' must not have an empty list of tokens.", field)
+        if len(prompt) >= self._service.dispatch.context_length:
+            raise context_exceeded(self._service.dispatch.context_length, f"{len(prompt)} tokens", field)
+        check_token_ids(prompt, self._service.vocab_size, field)
+
+    def check_length(self, num_chars: int, field: str) -> None:
+        """Refuses what is too long whatever its tokens are, before it is tokenised."""
+        context_length = self._service.dispatch.context_length
+        if num_chars > context_length * self._service.options.limits.max_bytes_per_token:
+            raise context_exceeded(context_length, f"{num_chars} characters", field)
+
+
+def salt_of(tenant: Tenant, *, is_private: bool = False) -> bytes:
+    """What a tenant's blocks are hashed with: nobody finds, or times, another's prompts.
+
+    Those of private prompts (`store: false`) are apart, for their tokens never leave the process.
+    """
+    return tenant.name.encode() + (PRIVATE if is_private else b"")
+
+
+def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[str], list[list[int]]]:
+    """The four forms of `prompt` as texts or as token ids."""
+    if isinstance(prompt, str):
+        return [prompt], []
+    if prompt and isinstance(prompt[0], int):
+        return [], [[token_id for token_id in prompt if isinstance(token_id, int)]]
+    texts = [text for text in prompt if isinstance(text, str)]
+    return texts, [token_ids for token_ids in prompt if isinstance(token_ids, list)]
+
+
+def route(path: str, **handlers: Callable[[HttpRequest], Awaitable[Response]]) -> Route:
+    """One route for all methods of a path, so that a 405 names them all."""
+
+    async def handle(http: HttpRequest) -> Response:
+        return await handlers["GET" if http.method == "HEAD" else http.method](http)
+
+    return Route(path, handle, methods=list(handlers))

@@ -1,0 +1,167 @@
+"""The small endpoints: models, tokens, and the operator's."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.endpoints.intake import Intake, salt_of
+from gateway.http.errors import invalid
+from gateway.http.limits import parse_messages
+from gateway.http.off_loop import TOKENIZING, off_loop
+from gateway.service import Service
+from gateway.sessions.prefixes import parse_token_ids
+from gateway.wire.frames import Json
+from gateway.wire.prompts import check_token_ids
+from gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody, read
+
+_MOST_PREFIXES = 100
+"""Looked at for one listing, whoever they belong to."""
+
+
+class Api:
+    """What one service says of itself and of its tokens."""
+
+    def __init__(self, service: Service, intake: Intake) -> None:
+        self._service = service
+        self._intake = intake
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/models", self.list_models, methods=["GET"]),
+            Route("/v1/models/{name:path}", self.show_model, methods=["GET"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/v1/prefixes", self.list_prefixes, methods=["GET"]),
+            Route("/v1/prefixes/locate", self.locate, methods=["GET", "POST"]),
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+        ]
+
+    # Models and tokens
+
+    async def list_models(self, http: HttpRequest) -> Response:
+        self._intake.client(http)
+        models = [self._model(name) for name in self._service.options.models]
+        return Json({"object": "list", "data": models})
+
+    async def show_model(self, http: HttpRequest) -> Response:
+        self._intake.client(http)
+        name = http.path_params["name"]
+        self._intake.check_model(name)
+        return Json(self._model(name))
+
+    def _model(self, name: str) -> dict[str, object]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._service.options.created,
+            "owned_by": "penstock",
+            "root": self._service.options.models[0],
+            "max_model_len": self._service.dispatch.context_length,
+        }
+
+    async def tokenize(self, http: HttpRequest) -> Response:
+        self._intake.client(http)
+        body = await self._intake.read(http, TokenizeBody)
+        self._intake.check_model(body.model or self._service.options.models[0])
+        token_ids = await self._encode_either(body)
+        reply: dict[str, object] = {
+            "count": len(token_ids),
+            "max_model_len": self._service.dispatch.context_length,
+            "tokens": token_ids,
+        }
+        if body.return_token_strs:
+            reply["token_strs"] = await off_loop(8 * len(token_ids), self._spell, token_ids)
+        return Json(reply)
+
+    def _spell(self, token_ids: list[int]) -> list[str]:
+        spell = self._service.tokenizer.token_bytes
+        return [spell(token_id).decode(errors="replace") for token_id in token_ids]
+
+    async def _encode_either(self, body: TokenizeBody) -> list[int]:
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("Give either 'prompt' or 'messages'.", "prompt")
+        if body.messages is not None:
+            return await self._intake.encode_chat(
+                body.messages, add_generation_prompt=body.add_generation_prompt
+            )
+        if not body.prompt:
+            return []
+        return await self._intake.encode_text(body.prompt, "prompt", add_special=body.add_special_tokens)
+
+    async def detokenize(self, http: HttpRequest) -> Response:
+        self._intake.client(http)
+        body = await self._intake.read(http, DetokenizeBody)
+        self._intake.check_model(body.model or self._service.options.models[0])
+        text = await off_loop(4 * len(body.tokens), self._decode, body.tokens, threads=TOKENIZING)
+        return Json({"prompt": text})
+
+    def _decode(self, token_ids: list[int]) -> str:
+        tokenizer = self._service.tokenizer
+        check_token_ids(token_ids, tokenizer.vocab_size, "tokens")
+        return tokenizer.decode(token_ids, skip_special=False)
+
+    async def list_prefixes(self, http: HttpRequest) -> Response:
+        """Of what is cached, the prefixes of the caller's that were found most and last."""
+        tenant = self._intake.client(http).tenant
+        salts = (salt_of(tenant), salt_of(tenant, is_private=True))
+        hottest = self._service.prefixes.hottest(_MOST_PREFIXES)
+        data = [
+            {
+                "object": "prefix",
+                "id": prefix.leaf.hex(),
+                "num_tokens": prefix.num_tokens,
+                "hits": prefix.hits,
+                "last_used_at": int(prefix.last_used_s),
+            }
+            for prefix in hottest
+            if prefix.salt in salts
+        ]
+        return Json({"object": "list", "data": data})
+
+    async def locate(self, http: HttpRequest) -> Response:
+        """Which replica is warm for a prompt of the caller's."""
+        client = self._intake.client(http)
+        body = await self._locate_body(http)
+        if (body.tokens is None) == (body.messages is None):
+            raise invalid("Give either 'tokens' or 'messages'.", "tokens")
+        if body.messages is not None:
+            token_ids = await self._intake.encode_chat(body.messages)
+        else:
+            token_ids = body.tokens or []
+            self._intake.check_prompt_ids(token_ids, "tokens")
+        return Json(await self._service.locator.locate(salt_of(client.tenant), token_ids))
+
+    async def _locate_body(self, http: HttpRequest) -> LocateBody:
+        if http.method == "POST":
+            return await self._intake.read(http, LocateBody)
+        limits = self._service.options.limits
+        values: dict[str, object] = dict(http.query_params)
+        if "tokens" in values:
+            values["tokens"] = parse_token_ids(http.query_params["tokens"])
+        if "messages" in values:
+            values["messages"] = parse_messages(http.query_params["messages"], limits)
+        return read(LocateBody, values, limits)
+
+    # The operator's
+
+    async def health(self, _: HttpRequest) -> Response:
+        """Red means: restart this process."""
+        health = self._service.health
+        status = HTTPStatus.OK if health == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
+        return Json({"status": health}, status)
+
+    async def ready(self, _: HttpRequest) -> Response:
+        """Red means: send requests elsewhere."""
+        readiness = self._service.readiness
+        status = HTTPStatus.OK if readiness == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
+        return Json({"status": readiness}, status)
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        return Response(self._service.render_metrics(), headers={"content-type": CONTENT_TYPE_LATEST})

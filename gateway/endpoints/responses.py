@@ -1,0 +1,325 @@
+"""`/v1/responses`: a turn of a conversation, run while its client waits or in the background, kept and gone on from."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.access.idempotency import idempotency_key, not_here
+from gateway.access.keys import Client
+from gateway.endpoints.attached import Attached
+from gateway.endpoints.intake import MESSAGE_CHARS, Batch, Intake, route
+from gateway.http.errors import ApiError, gone, invalid, unavailable
+from gateway.http.off_loop import TOKENIZING, off_loop
+from gateway.service import Service
+from gateway.sessions import conversations
+from gateway.sessions.conversations import ConversationLocks
+from gateway.sessions.recordings.recording import Recording
+from gateway.sessions.responses import records
+from gateway.sessions.responses.events import ResponseFormat
+from gateway.sessions.responses.objects import (
+    JsonObject,
+    about,
+    as_messages,
+    deleted,
+    input_items,
+    is_interrupted,
+    new_id,
+    page,
+    response,
+)
+from gateway.sessions.responses.records import KIND, Record
+from gateway.sessions.responses.schemas import (
+    ResponseBody,
+    check_id,
+    check_response,
+    previous_not_found,
+    read_page_query,
+    read_stream_query,
+    response_not_found,
+)
+from gateway.sessions.responses.threads import Message, Thread, extend
+from gateway.store.interface import Key, StoreUnavailable
+from gateway.wire.frames import Json
+from gateway.wire.sampling import MaxTokens
+
+_APPEND_ATTEMPTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One request, checked."""
+
+    client: Client
+    batch: Batch
+    body: ResponseBody
+    id: str
+    resumable: bool
+    """It goes on for a while when its client is gone."""
+
+
+class ResponsesApi:
+    """The responses of one service."""
+
+    def __init__(self, service: Service, intake: Intake) -> None:
+        self._service = service
+        self._intake = intake
+        self._locks = ConversationLocks()
+        service.recordings.on_end[KIND] = self.on_end
+
+    def routes(self) -> list[Route]:
+        return [
+            route("/v1/responses", POST=self.create),
+            route("/v1/responses/{id}", GET=self.show, DELETE=self.delete),
+            route("/v1/responses/{id}/cancel", POST=self.cancel),
+            route("/v1/responses/{id}/input_items", GET=self.list_input),
+        ]
+
+    # A new response
+
+    async def create(self, http: HttpRequest) -> Response:
+        arrival_s = self._service.clock()
+        client = self._intake.client(http)
+        self._service.dispatch.check_open()
+        body = await self._intake.read(http, ResponseBody)
+        check_response(body, self._service.options.limits)
+        self._intake.check_model(body.model)
+        batch = Batch(
+            body=body,
+            prompt_field="input",
+            asked=MaxTokens("max_output_tokens", body.max_output_tokens),
+            num_logprobs=None,
+            num_choices=1,
+            tenant=client.tenant,
+            lane=self._intake.lane(body, client.tenant),
+            arrival_s=arrival_s,
+        )
+        key = idempotency_key(http)
+        asked_to_resume = body.stream_options is not None and bool(body.stream_options.resumable)
+        turn = _Turn(client, batch, body, new_id("resp"), asked_to_resume or key is not None)
+        if key is None:
+            return self._reply(await self._start(turn), body)
+        async with self._service.idempotency.once(client.tenant.name, key, body, turn.id) as earlier:
+            if earlier is None:
+                return self._reply(await self._start(turn), body)
+        return await self._repeat(client.tenant.name, earlier, body)
+
+    async def _start(self, turn: _Turn) -> Recording:
+        items = input_items(turn.body.input)
+        tenant, conversation_id = turn.client.tenant.name, turn.body.conversation
+        if conversation_id is None:
+            thread = await self._previous(tenant, turn.body.previous_response_id)
+            return await self._submit(turn, items, thread)
+        store = self._service.store
+        self._locks.take(tenant, conversation_id)
+        try:
+            conversation = await conversations.find(store, tenant, conversation_id, "conversation")
+            thread = conversation.thread()
+            conversation.add(items, "input")
+            return await self._submit(turn, items, thread)
+        except BaseException:
+            self._locks.release(tenant, conversation_id)
+            raise
+
+    async def _submit(self, turn: _Turn, items: list[JsonObject], thread: Thread) -> Recording:
+        body = turn.body
+        prompt = await self._prompt(thread, as_messages(items), body.instructions)
+        request = self._intake.request(turn.batch, prompt, turn.id)
+        outlives = bool(body.background) or turn.resumable
+        return await self._service.recordings.start(
+            request,
+            kind=KIND,
+            about=about(body, turn.batch.lane, items, thread.messages),
+            created=int(time.time()),
+            detachable=outlives,
+            journalled=outlives,
+            max_detached_s=None if body.background else self._service.options.timeouts.detached_s,
+            reservation=await self._intake.reserve(turn.client, [request]),
+        )
+
+    async def _previous(self, tenant: str, response_id: str | None) -> Thread:
+        """What the response with that id has come to."""
+        if response_id is None:
+            return Thread()
+        recording = self._here(tenant, response_id)
+        record = await self._record(tenant, response_id) if recording is None else None
+        if record is not None:
+            thread = record.thread
+        else:
+            recording = recording or await self._visible(tenant, response_id)
+            if recording is None:
+                raise previous_not_found(response_id)
+            if not recording.settled or is_interrupted(recording):
+                raise _cannot_continue(response_id, "has not ended yet")
+            thread = records.continued(recording)
+        if thread is None:
+            raise _cannot_continue(response_id, "came to no answer")
+        return thread
+
+    async def _prompt(
+        self, thread: Thread, new_messages: Sequence[Message], instructions: str | None
+    ) -> list[int]:
+        contents = [message["content"] for message in (*thread.messages, *new_messages)]
+        num_chars = sum(map(len, contents)) + len(instructions or "")
+        self._intake.check_length(num_chars, "input")
+
+        def encode() -> list[int]:
+            return extend(self._service.prompts, thread, new_messages, instructions=instructions)
+
+        try:
+            size = num_chars + MESSAGE_CHARS * len(contents) + len(thread.token_ids)
+            return await off_loop(size, encode, threads=TOKENIZING)
+        except ApiError as error:
+            raise invalid(error.message, "input", error.code) from None
+
+    def _reply(self, recording: Recording, body: ResponseBody) -> Response:
+        if body.background and not body.stream:
+            return Json(response(recording))
+        form = ResponseFormat(recording)
+        at_once = bool(body.background)
+        return Attached(self._service, recording, form, streamed=bool(body.stream), at_once=at_once)
+
+    async def _repeat(self, tenant: str, response_id: str, body: ResponseBody) -> Response:
+        """The answer to a request that was sent before."""
+        recording = await self._recording(tenant, response_id)
+        if recording is not None:
+            return self._reply(recording, body)
+        record = None if body.stream else await self._record(tenant, response_id)
+        if record is None:
+            raise not_here()
+        return Json(record.object)
+
+    # Those there are
+
+    async def show(self, http: HttpRequest) -> Response:
+        tenant, response_id = self._asked(http)
+        query = read_stream_query(http.query_params)
+        if query.stream:
+            recording = await self._visible(tenant, response_id)
+            if recording is not None:
+                form, after = ResponseFormat(recording), query.starting_after
+                return Attached(self._service, recording, form, after, at_once=True)
+            if await self._record(tenant, response_id) is not None:
+                raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
+            raise self._unknown(response_id)
+        if (recording := self._here(tenant, response_id)) is not None:
+            return Json(response(recording))
+        record = await self._record(tenant, response_id)
+        if record is not None:
+            return Json(record.object)
+        recording = await self._visible(tenant, response_id)
+        if recording is None:
+            raise self._unknown(response_id)
+        return Json(response(recording))
+
+    async def list_input(self, http: HttpRequest) -> Response:
+        tenant, response_id = self._asked(http)
+        query = read_page_query(http.query_params)
+        if (recording := self._here(tenant, response_id)) is not None:
+            return Json(page(recording.about["input"], query))
+        record = await self._record(tenant, response_id)
+        if record is not None:
+            return Json(page(record.input, query))
+        recording = await self._visible(tenant, response_id)
+        if recording is None:
+            raise self._unknown(response_id)
+        return Json(page(recording.about["input"], query))
+
+    async def cancel(self, http: HttpRequest) -> Response:
+        """Once a response has ended, this is as good as asking for it."""
+        tenant, response_id = self._asked(http)
+        recording = await self._visible(tenant, response_id)
+        if recording is None:
+            record = await self._record(tenant, response_id)
+            if record is None:
+                raise self._unknown(response_id)
+            _check_background(bool(record.object.get("background")))
+            return Json(record.object)
+        _check_background(recording.about["background"])
+        self._service.recordings.cancel(recording)
+        return Json(response(recording))
+
+    async def delete(self, http: HttpRequest) -> Response:
+        """A response that is still at work is ended; its conversation keeps what it has."""
+        tenant, response_id = self._asked(http)
+        recording = await self._visible(tenant, response_id)
+        if recording is not None:
+            await self._service.recordings.discard(recording)
+        try:
+            was_kept = await self._service.store.delete(Key(KIND, tenant, response_id))
+        except StoreUnavailable:
+            raise _store_unavailable() from None
+        if recording is None and not was_kept:
+            raise self._unknown(response_id)
+        return Json(deleted(response_id))
+
+    def _asked(self, http: HttpRequest) -> tuple[str, str]:
+        """Whose response it would be, and its id."""
+        tenant = self._intake.client(http).tenant.name
+        return tenant, check_id("response_id", http.path_params["id"], "resp")
+
+    async def _record(self, tenant: str, response_id: str) -> Record | None:
+        return await records.find(self._service.store, tenant, response_id)
+
+    def _here(self, tenant: str, response_id: str) -> Recording | None:
+        """One that can be asked for and whose text this process has, whether or not there is a store to ask."""
+        found = self._service.recordings.here(tenant, response_id)
+        is_whole = found is not None and found.kind == KIND and found.about["store"] and not found.num_dropped
+        return found if is_whole else None
+
+    async def _visible(self, tenant: str, response_id: str) -> Recording | None:
+        """One that can be asked for: nobody can ask for what was not to be stored."""
+        recording = await self._recording(tenant, response_id)
+        return recording if recording is not None and recording.about["store"] else None
+
+    async def _recording(self, tenant: str, response_id: str) -> Recording | None:
+        recording = await self._intake.find_recording(tenant, response_id)
+        return recording if recording is not None and recording.kind == KIND else None
+
+    def _unknown(self, response_id: str) -> ApiError:
+        self._service.dispatch.check_open()  # what was interrupted is known when the model is loaded
+        return response_not_found(response_id)
+
+    # The end of one
+
+    async def on_end(self, recording: Recording) -> None:
+        """Keeps a response that has ended, here or in a process before this one."""
+        try:
+            await self._add_to_conversation(recording)
+            await records.keep(self._service.store, recording)
+        finally:
+            if (conversation_id := recording.about["conversation"]) is not None:
+                self._locks.release(recording.tenant, conversation_id)
+
+    async def _add_to_conversation(self, recording: Recording) -> None:
+        conversation_id, thread = recording.about["conversation"], records.continued(recording)
+        if conversation_id is None or thread is None:
+            return
+        (item,) = response(recording)["output"]
+        store, items = self._service.store, recording.about["input"]
+        for attempt in range(_APPEND_ATTEMPTS):
+            try:
+                await conversations.append(store, recording.tenant, conversation_id, items, item, thread)
+                return
+            except StoreUnavailable:
+                if attempt == _APPEND_ATTEMPTS - 1:
+                    raise
+
+
+def _check_background(background: bool) -> None:
+    if not background:
+        raise invalid("Cannot cancel a synchronous response.", None, None)
+
+
+def _cannot_continue(response_id: str, why: str) -> ApiError:
+    message = f"The response '{response_id}' {why}, so that nothing can follow it."
+    return invalid(message, "previous_response_id", "previous_response_not_ready")
+
+
+def _store_unavailable() -> ApiError:
+    return unavailable("Kept responses cannot be read now.", "store_unavailable")

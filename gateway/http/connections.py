@@ -1,0 +1,190 @@
+"""The connection that a reply goes out on: what it was sent last, whether it takes more, whether it is still there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+ABORT = "penstock.abort"
+"""ASGI extension of gateway.http.protocol: a callable that drops the connection and what is still unsent."""
+
+WRITABLE = "penstock.writable"
+"""ASGI extension of gateway.http.protocol: a callable that says whether `send` would return without waiting."""
+
+_SERVER_SEND = "penstock.server_send"
+
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache, no-transform",
+    # Or else nginx collects 16 KiB before it lets anything through.
+    "x-accel-buffering": "no",
+}
+_JSON = {"content-type": "application/json"}
+_PIECE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """How long the gateway waits for what, in seconds."""
+
+    tick_s: float = 0.25
+    """How often waiting requests are looked at."""
+    commit_after_s: float = 2.0
+    """A stream's status is held back so long, so that a refusal can still be one."""
+    keepalive_s: float = 5.0
+    send_stall_s: float = 30.0
+    engine_stall_s: float = 30.0
+    """A step loop that ended no turn for so long is taken to be stuck."""
+    detached_s: float = 60.0
+    """A resumable stream that nobody reads goes on for so long."""
+
+
+class ServerSendMiddleware:
+    """The outermost layer: keeps the server's own `send` for the bodies of streams.
+
+    Middleware has had its say when a response has started; each that wraps `send` would cost a coroutine a token.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app({**scope, _SERVER_SEND: send}, receive, send)
+
+
+class Connection:
+    """One client's end of a reply. `gone` once it has hung up or was cut off."""
+
+    def __init__(
+        self, scope: Scope, send: Send, clock: Callable[[], float], on_cut: Callable[[], None]
+    ) -> None:
+        """`on_cut` is called, once, when a reader that does not read is cut off."""
+        extensions = scope.get("extensions", {})
+        self.committed = False
+        """The status line is out."""
+        self.gone = False
+        self.overdue = False
+        """Nothing was sent for so long that the client is to be told that it is not forgotten."""
+        self.last_sent_s = clock()
+        self.sending_since_s: float | None = None
+        self._send = send
+        self._send_body: Send = scope[_SERVER_SEND]
+        self._writable: Callable[[], bool] = extensions.get(WRITABLE, _never)
+        self._abort: Callable[[], None] | None = extensions.get(ABORT)
+        self._clock = clock
+        self._on_cut = on_cut
+        self._news: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    # Waiting
+
+    @property
+    def waits(self) -> bool:
+        """It has been sent everything, and waits for more."""
+        return self._news is not None and not self._news.done()
+
+    def wake(self) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
+
+    async def sleep(self) -> None:
+        """Until somebody calls `wake`."""
+        self._news = self._loop.create_future()
+        await self._news
+
+    # Sending
+
+    async def commit(self, headers: Mapping[str, str]) -> None:
+        """Starts a stream: from here on the status is 200."""
+        await self._start({**_STREAM_HEADERS, **headers})
+
+    async def _start(self, headers: Mapping[str, str]) -> None:
+        self.committed = True
+        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": encoded})
+
+    async def send_whole(self, pieces: Iterable[bytes], headers: Mapping[str, str]) -> None:
+        """Sends a reply's JSON with its length; if it is long, in pieces between which others have their turn."""
+        sending = iter(pieces)
+        if len(body := _next_piece(sending)) < _PIECE_BYTES:
+            await self._start({**headers, **_JSON, "content-length": str(len(body))})
+            await self.send(body, more=False)
+            return
+        await self._start({**headers, **_JSON})
+        while body and not self.gone:
+            await self.send(body, more=True)
+            await asyncio.sleep(0)
+            body = _next_piece(sending)
+        await self.send(b"", more=False)
+
+    async def send(self, body: bytes, *, more: bool) -> None:
+        """Waits while the client's buffers are full; `look_after` looks at the clock meanwhile."""
+        self.sending_since_s = self._clock()
+        await self._send_body({"type": "http.response.body", "body": body, "more_body": more})
+        self.last_sent_s = self.sending_since_s
+        self.sending_since_s = None
+
+    def is_writable(self) -> bool:
+        """`send_now` would work."""
+        return self.committed and self._writable()
+
+    def send_now(self, body: bytes) -> None:
+        """Sends without waiting; only while `is_writable`."""
+        _send_at_once(self._send_body, {"type": "http.response.body", "body": body, "more_body": True})
+        self.last_sent_s = self._clock()
+
+    # Ending
+
+    async def watch(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+        """Until the client hangs up."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.leave()
+        on_gone()
+
+    def leave(self) -> None:
+        self.gone = True
+        self.wake()
+
+    def cut(self) -> None:
+        """Ends the connection of a reader that does not read."""
+        if not self.gone:
+            self.leave()
+            self._on_cut()
+            if self._abort is not None:
+                self._abort()
+
+    def look_after(self, now: float, timeouts: Timeouts) -> None:
+        """Cuts a reader that takes nothing, and notes when one is to be told that it is not forgotten."""
+        patience_s = timeouts.keepalive_s if self.committed else timeouts.commit_after_s
+        if self.sending_since_s is not None:
+            if now - self.sending_since_s > timeouts.send_stall_s:
+                self.cut()
+        elif now - self.last_sent_s >= patience_s:
+            self.overdue = True
+            self.wake()
+
+
+def _next_piece(pieces: Iterator[bytes]) -> bytes:
+    """So many of them as are worth being sent together; nothing at their end."""
+    taken, size = [], 0
+    for piece in pieces:
+        taken.append(piece)
+        size += len(piece)
+        if size >= _PIECE_BYTES:
+            break
+    return b"".join(taken)
+
+
+def _never() -> bool:
+    return False
+
+
+def _send_at_once(send: Send, message: Message) -> None:
+    """Runs a `send` that is known not to wait."""
+    sending = send(message).__await__()
+    for _ in sending:
+        raise RuntimeError("send waited although the connection was writable")

@@ -1,0 +1,190 @@
+"""Every refusal and fault as OpenAI's error object, made in one place."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.http.correlation import CORRELATION
+
+log = logging.getLogger("penstock.gateway")
+
+_MAX_REASON_CHARS = 500
+
+
+class ApiError(Exception):
+    """Something the client is told about.
+
+    Attributes:
+        status: the HTTP status, if nothing was sent yet.
+        type, param, code: as in OpenAI's error object.
+        retry_after_s: when it is worth coming back.
+        close: True if the connection is not to be used again.
+        extra_headers: what else the reply has, if nothing was sent yet.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        close: bool = False,
+        extra_headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+        self.close = close
+        self.extra_headers = dict(extra_headers or {})
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether the server failed over the request; False if it refused the request or was told to end."""
+        return self.status == HTTPStatus.INTERNAL_SERVER_ERROR or self.code == "engine_failed"
+
+    def body(self) -> bytes:
+        """OpenAI's error object as JSON; the same in a reply and in a frame of a stream."""
+        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return json.dumps({"error": error}).encode()
+
+    def headers(self) -> dict[str, str]:
+        headers = dict(self.extra_headers)
+        if self.retry_after_s is not None:
+            headers |= _retry_headers(self.retry_after_s)
+        if self.status == HTTPStatus.UNAUTHORIZED:
+            headers["www-authenticate"] = "Bearer"
+        if self.close:
+            headers["connection"] = "close"
+        return headers
+
+    def response(self) -> Response:
+        return Response(self.body(), self.status, self.headers(), media_type="application/json")
+
+
+def _retry_headers(seconds: float) -> dict[str, str]:
+    """Up to a fifth is added at random: clients that were refused together must not come back together."""
+    seconds = min(seconds * random.uniform(1.0, 1.2), 60.0)
+    return {"retry-after": str(max(1, math.ceil(seconds))), "retry-after-ms": str(math.ceil(seconds * 1000))}
+
+
+def invalid(
+    message: str, param: str | None, code: str | None = "invalid_value", status: int = HTTPStatus.BAD_REQUEST
+) -> ApiError:
+    """The client's own mistake, in the field `param`."""
+    return ApiError(status, message, param=param, code=code)
+
+
+def not_found(message: str, param: str | None = None) -> ApiError:
+    return invalid(message, param, "not_found", HTTPStatus.NOT_FOUND)
+
+
+def gone(message: str, code: str) -> ApiError:
+    """It was there, and is not kept any more."""
+    return invalid(message, "starting_after", code, HTTPStatus.GONE)
+
+
+def unsupported(param: str) -> ApiError:
+    return invalid(f"'{param}' is not supported by this server.", param, "unsupported_parameter")
+
+
+def unauthorized(message: str) -> ApiError:
+    return ApiError(HTTPStatus.UNAUTHORIZED, message, code="invalid_api_key")
+
+
+def model_not_found(name: str) -> ApiError:
+    message = f"The model '{name}' does not exist or you do not have access to it."
+    return invalid(message, "model", "model_not_found", HTTPStatus.NOT_FOUND)
+
+
+def refused(message: str, reason: str, retry_after_s: float, *, tenant_limit: bool) -> ApiError:
+    """Not now: 429 if it is this tenant's own limit, 503 if it is the server's."""
+    if tenant_limit:
+        status, kind = HTTPStatus.TOO_MANY_REQUESTS, "rate_limit_error"
+    else:
+        status, kind = HTTPStatus.SERVICE_UNAVAILABLE, "server_error"
+    return ApiError(status, message, type=kind, code=reason, retry_after_s=retry_after_s)
+
+
+def unavailable(message: str, code: str, *, close: bool = False) -> ApiError:
+    """The server as a whole does not take work now."""
+    return ApiError(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        message,
+        type="server_error",
+        code=code,
+        retry_after_s=5.0,
+        close=close,
+    )
+
+
+def internal(message: str = "The server had an error while processing your request.") -> ApiError:
+    return ApiError(HTTPStatus.INTERNAL_SERVER_ERROR, message, type="server_error", code="internal_error")
+
+
+def log_fault(error: ApiError) -> None:
+    """Writes the one line about a request that the server failed over; a refusal is no fault, and is not logged.
+
+    Whoever sends the error to the client calls this, in a reply and in a stream alike.
+    """
+    if error.is_fault:
+        _log_failed(error.message)
+
+
+def _log_failed(reason: str, cause: Exception | None = None) -> None:
+    request = CORRELATION.get()
+    request_id = "unknown" if request is None else request.request_id
+    line = " ".join(reason.split())[:_MAX_REASON_CHARS]
+    log.error("%s failed: %s (x-request-id %s)", request or "a request", line, request_id, exc_info=cause)
+
+
+async def answer_api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    log_fault(error)
+    return error.response()
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """404 and 405, which the router raises."""
+    assert isinstance(error, HTTPException)
+    reply = ApiError(error.status_code, _explain(request, error), code=_code(error.status_code)).response()
+    reply.headers.update(error.headers or {})
+    return reply
+
+
+def _explain(request: Request, error: HTTPException) -> str:
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return f"Unknown request URL: {request.method} {request.url.path}."
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        return f"Method {request.method} is not allowed on {request.url.path}."
+    return error.detail
+
+
+def _code(status: int) -> str:
+    return {404: "unknown_url", 405: "method_not_allowed"}.get(status, "http_error")
+
+
+async def answer_disconnect(_: Request, __: Exception) -> Response:
+    """Nobody is there to read it; 499 is what logs call it."""
+    return Response(status_code=499)
+
+
+async def answer_fault(_: Request, error: Exception) -> Response:
+    """Answers what no code foresaw. The trace goes to the log, never to the client."""
+    _log_failed(f"{type(error).__name__}: {error}", error)
+    return internal().response()

@@ -1,0 +1,191 @@
+"""What a request may be at most, checked before any work is done for it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import orjson
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.http.errors import ApiError, invalid
+
+_STRING = re.compile(rb'"[^"]*"?')
+_PIECE_BYTES = 64 * 1024
+_CONTAINERS = frozenset({dict, list})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bounds on one request. Beyond them it is refused with a 4xx that names the field."""
+
+    max_body_bytes: int = 4 * 1024 * 1024
+    max_header_bytes: int = 32 * 1024
+    max_headers: int = 100
+    max_json_depth: int = 32
+    max_json_containers: int = 16_384
+    """Arrays and objects of a body: each takes far more memory than its two brackets did."""
+    max_json_strings: int = 65_536
+    """Strings of a body, names of members included."""
+    max_json_members: int = 2048
+    """Of one object."""
+    max_messages: int = 2048
+    max_content_parts: int = 256
+    max_prompts: int = 64
+    max_choices: int = 128
+    """Choices of one request, those of all its prompts together."""
+    max_stop: int = 16
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 64
+    max_logit_bias: int = 1024
+    max_metadata: int = 16
+    max_top_logprobs: int = 20
+    max_logprobs: int = 2**20
+    """Log probabilities of a reply in one piece: all are kept until it is complete, at about 100 bytes each."""
+    max_bytes_per_token: int = 16
+    """A prompt of more bytes than the context times this is too long whatever its tokens are."""
+
+
+class LimitsMiddleware:
+    """Refuses too many headers, too long ones, and bodies that are too long, declared or not."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self.app = app
+        self.limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        error = self._check_headers(scope["headers"])
+        if error is not None:
+            await error.response()(scope, receive, send)
+            return
+        await self.app(scope, _Counted(receive, self.limits.max_body_bytes), send)
+
+    def _check_headers(self, headers: list[tuple[bytes, bytes]]) -> ApiError | None:
+        size = sum(len(name) + len(value) for name, value in headers)
+        if len(headers) > self.limits.max_headers or size > self.limits.max_header_bytes:
+            return headers_too_large()
+        declared = next((value for name, value in headers if name == b"content-length"), b"0")
+        if not declared.isdigit() or int(declared[:20]) > self.limits.max_body_bytes:
+            return _body_too_large(self.limits.max_body_bytes)
+        return None
+
+
+class _Counted:
+    """A `receive` that refuses to hand out more than so many bytes of body."""
+
+    __slots__ = ("_left", "_receive")
+
+    def __init__(self, receive: Receive, max_bytes: int) -> None:
+        self._receive = receive
+        self._left = max_bytes
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        self._left -= len(message.get("body", b""))
+        if self._left < 0:
+            raise _body_too_large(None)
+        return message
+
+
+def headers_too_large() -> ApiError:
+    return ApiError(
+        HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+        "The request's headers are too many or too long.",
+        code="headers_too_large",
+        close=True,
+    )
+
+
+def _body_too_large(max_bytes: int | None) -> ApiError:
+    most = "" if max_bytes is None else f" It may have {max_bytes} bytes."
+    return ApiError(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+        f"The request body is too large.{most}",
+        code="body_too_large",
+        close=True,
+    )
+
+
+def parse_object(body: bytes, limits: Limits) -> dict[str, object]:
+    """The JSON object in a request body.
+
+    Raises:
+        ApiError: 400, if it is none, or larger or nested deeper than `limits` allow.
+    """
+    _check_counts(body, limits)
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        if error.msg.startswith("depth limit"):
+            raise _too_deep(limits) from None
+        message = f"The request body could not be parsed as JSON: {error}."
+        raise invalid(message, None, "invalid_json") from None
+    if not isinstance(value, dict):
+        raise invalid("The request body must be a JSON object.", None, "invalid_json")
+    _check_nesting(value, limits)
+    return value
+
+
+def parse_messages(text: str, limits: Limits) -> object:
+    """The value of a query's `messages`.
+
+    Raises:
+        ApiError: 400, if it is not JSON.
+    """
+    return parse_object(b'{"messages":' + text.encode() + b"}", limits).get("messages")
+
+
+def _check_counts(body: bytes, limits: Limits) -> None:
+    """Raises 400 for more containers or strings than `limits` allow, before any is made. Holds of all JSON."""
+    most_quotes = 2 * limits.max_json_strings
+    containers, quotes = _count(body)
+    if containers <= limits.max_json_containers and quotes <= most_quotes:
+        return
+    # Most of them may stand inside strings. Without escaped ones, every quote opens or closes a string; a piece at a
+    # time, for a search holds the interpreter until it is over.
+    body = body.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
+    containers = quotes = 0
+    for start in range(0, len(body), _PIECE_BYTES):
+        piece = body[start : start + _PIECE_BYTES]
+        found, _ = _count(_STRING.sub(b"", b'"' + piece if quotes % 2 else piece))
+        containers += found
+        quotes += piece.count(b'"')
+        if containers > limits.max_json_containers:
+            raise _too_many("arrays and objects", limits.max_json_containers)
+        if quotes > most_quotes:
+            raise _too_many("strings", limits.max_json_strings)
+
+
+def _count(text: bytes) -> tuple[int, int]:
+    """Opening brackets and quotes."""
+    return text.count(b"[") + text.count(b"{"), text.count(b'"')
+
+
+def _check_nesting(value: dict[str, object], limits: Limits) -> None:
+    level: list[dict[str, Any] | list[Any]] = [value]
+    for _ in range(limits.max_json_depth):
+        below: list[dict[str, Any] | list[Any]] = []
+        for node in level:
+            if isinstance(node, dict) and len(node) > limits.max_json_members:
+                raise _too_many("members in one object", limits.max_json_members)
+            items = node.values() if isinstance(node, dict) else node
+            if not _CONTAINERS.isdisjoint(map(type, items)):
+                below += [item for item in items if type(item) in _CONTAINERS]
+        if not below:
+            return
+        level = below
+    raise _too_deep(limits)
+
+
+def _too_deep(limits: Limits) -> ApiError:
+    message = f"The JSON body is nested deeper than {limits.max_json_depth} levels."
+    return invalid(message, None, "json_too_deep")
+
+
+def _too_many(what: str, most: int) -> ApiError:
+    return invalid(f"The JSON body has more than {most} {what}.", None, "json_too_large")

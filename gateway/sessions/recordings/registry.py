@@ -1,0 +1,373 @@
+"""All recordings of this process: how they begin, are found, are written down, end and are forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.engine import EngineState
+from engine.planning.request import FinishReason, Request
+from gateway.access.quotas import Reservation
+from gateway.dispatch import Dispatch
+from gateway.http.errors import ApiError, internal
+from gateway.sessions.recordings.journal import CorruptJournal, end_of, header_of, rebuild
+from gateway.sessions.recordings.recording import Recording
+from gateway.store.interface import Journal, JournalChange, Store, StoreUnavailable
+from gateway.wire.frames import timings_of
+
+log = logging.getLogger("penstock.gateway")
+
+MAX_ATTEMPTS = 3
+"""Processes that may die over one request; then it fails."""
+INTERRUPTED = frozenset({"server_shutting_down", "engine_failed"})
+"""Errors that end what this process does for a reply, but not the reply: another process goes on with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keeping:
+    """How long recordings are kept, and how much of them."""
+
+    keep_s: float = 300.0
+    """After the end."""
+    max_age_s: float = 3_600.0
+    """Nothing is generated for longer than this."""
+    max_bytes: int = 64 * 1024 * 1024
+    """Of all that have ended; the oldest are forgotten first."""
+    flush_s: float = 0.05
+    """How often what is new is written down."""
+    claim_s: float = 2.0
+    """How often streams are looked for whose process is gone."""
+    batch: int = 100
+
+
+class Replayer(Protocol):
+    """What is needed of `engine.planning.stopping.TextSink`."""
+
+    def replay(
+        self, request: Request, token_ids: Iterable[int], max_len: int
+    ) -> tuple[list[str], FinishReason | None]: ...
+
+
+EndHook = Callable[[Recording], Awaitable[None]]
+
+
+class Recordings:
+    """Every method is for the event loop."""
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        store: Store,
+        replayer: Replayer,
+        clock: Callable[[], float],
+        keeping: Keeping | None = None,
+    ) -> None:
+        self._dispatch = dispatch
+        self._store = store
+        self._replayer = replayer
+        self._clock = clock
+        self.keeping = keeping or Keeping()
+        self.on_end: dict[str, EndHook] = {}
+        """By kind: what is to be done before the client is told that its reply is complete."""
+        self.on_resume: Callable[[], None] = _nothing
+        self._all: dict[str, Recording] = {}
+        self._written: dict[str, int] = {}
+        """Tokens that are in the journal; missing, if not even the header is."""
+        self._dirty: dict[str, None] = {}
+        self._doomed: dict[str, None] = {}
+        """Journals to be deleted."""
+        self._settling: dict[str, asyncio.Task[None]] = {}
+        self._claiming = asyncio.Lock()
+        self._claimed_s = float("-inf")
+        self._num_losses = store.num_losses
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    # What requests ask for
+
+    async def start(
+        self,
+        request: Request,
+        *,
+        kind: str,
+        about: dict[str, Any],
+        created: int,
+        detachable: bool,
+        journalled: bool,
+        max_detached_s: float | None = None,
+        reservation: Reservation | None = None,
+    ) -> Recording:
+        """Submits a request whose reply is recorded under its id.
+
+        Returns when the journal knows of it, or the store is not there: the id may be given away.
+
+        Raises:
+            ApiError: it is not let in.
+        """
+        recording = Recording(
+            request,
+            kind=kind,
+            about=about,
+            created=created,
+            detachable=detachable,
+            journalled=journalled and self._store.durable,
+            max_detached_s=max_detached_s,
+        )
+        recording.reservation = reservation
+        self._dispatch.submit(recording)
+        self._enter(recording)
+        await self._write([recording])
+        return recording
+
+    async def find(self, tenant: str, recording_id: str) -> Recording | None:
+        """One of the tenant's own that runs or has ended lately, wherever it ran.
+
+        Raises:
+            StoreUnavailable: nobody can say now whether there is one.
+            ApiError: 503, for the same reason: what was interrupted is known when the engine is ready.
+        """
+        if recording_id not in self._all and self._store.durable:
+            await self._read_ended(recording_id)
+        if recording_id not in self._all and self._store.durable:
+            self._dispatch.check_open()
+            await self._claim()
+        return self.here(tenant, recording_id)
+
+    def here(self, tenant: str, recording_id: str) -> Recording | None:
+        """One of the tenant's own that this process has, whatever state the store is in."""
+        found = self._all.get(recording_id)
+        return found if found is not None and found.tenant == tenant else None
+
+    def cancel(self, recording: Recording) -> None:
+        """Ends it; who reads it is told. What it brought so far is kept."""
+        if not recording.ended:
+            recording.cancelled = True
+            recording.fail(ApiError(409, "The reply was cancelled.", code="cancelled"))
+
+    async def discard(self, recording: Recording) -> None:
+        """Ends and forgets it; if the store is there, for good."""
+        self.cancel(recording)
+        if (settling := self._settling.get(recording.id)) is not None:
+            await settling
+        self._forget(recording)
+        await self._delete_doomed()
+
+    # What the service's own loops do
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While this is entered, what is new is written down, and streams of dead processes are taken over."""
+        task = asyncio.create_task(self._keep())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            await asyncio.gather(*self._settling.values())
+            await self._flush()
+
+    async def _keep(self) -> None:
+        while True:
+            await asyncio.sleep(self.keeping.flush_s)
+            try:
+                await self._flush()
+                if self._may_claim and self._clock() - self._claimed_s >= self.keeping.claim_s:
+                    with contextlib.suppress(StoreUnavailable):
+                        await self._claim()
+            except Exception:
+                log.exception("writing the journal failed; going on")
+
+    def tick(self, now: float) -> None:
+        """Ends what nobody reads or what is too old, and forgets what has ended long ago."""
+        for recording in list(self._all.values()):
+            if recording.ended_s is not None:
+                if now - recording.ended_s > self.keeping.keep_s and not recording.is_read:
+                    self._forget(recording, keep_journal=True)
+            elif recording.is_abandoned(now) or now - recording.request.arrival_s > self.keeping.max_age_s:
+                self.cancel(recording)
+        self._bound_bytes()
+
+    # Life of a recording
+
+    def _enter(self, recording: Recording) -> None:
+        self._all[recording.id] = recording
+        recording.on_news = self._note_news
+        self._dirty[recording.id] = None
+
+    def _note_news(self, recording: Recording) -> None:
+        self._dirty[recording.id] = None
+        if recording.ended and recording.ended_s is None:
+            recording.ended_s = self._clock()
+            task = asyncio.get_running_loop().create_task(self._settle(recording))
+            self._settling[recording.id] = task
+            task.add_done_callback(lambda _: self._settling.pop(recording.id))
+
+    async def _settle(self, recording: Recording) -> None:
+        """What is to be done once a reply has ended, before anybody is told."""
+        self._dispatch.release(recording)
+        recording.timings_json = timings_of(recording) if recording.timings else None
+        hook = self.on_end.get(recording.kind)
+        if hook is not None and not self.is_interrupted(recording):
+            try:
+                await hook(recording)
+            except Exception:
+                log.exception("keeping the reply %s failed", recording.id)
+                recording.error = recording.error or internal("The server could not keep the reply.")
+        if recording.error is not None and recording.error.is_fault and not recording.is_read:
+            log.error("the reply %s failed, and nobody reads it: %s", recording.id, recording.error.message)
+        recording.settled = True
+        self._dirty[recording.id] = None
+        recording.wake()
+
+    def is_interrupted(self, recording: Recording) -> bool:
+        """This process does not finish it, but another one can."""
+        error = recording.error
+        return recording.journalled and error is not None and error.code in INTERRUPTED
+
+    def _forget(self, recording: Recording, *, keep_journal: bool = False) -> None:
+        self._all.pop(recording.id, None)
+        self._dirty.pop(recording.id, None)
+        self._written.pop(recording.id, None)
+        if recording.journalled and not keep_journal:
+            self._doomed[recording.id] = None
+
+    def _bound_bytes(self) -> None:
+        ended = [r for r in self._all.values() if r.settled and not r.is_read]
+        excess = sum(recording.num_bytes for recording in ended) - self.keeping.max_bytes
+        for recording in sorted(ended, key=lambda r: r.ended_s or 0.0):
+            if excess <= 0:
+                return
+            excess -= recording.num_bytes
+            self._forget(recording, keep_journal=True)
+
+    # The journal
+
+    async def _flush(self) -> None:
+        if self._store.num_losses != self._num_losses:
+            self._num_losses = self._store.num_losses
+            self._written.clear()
+            self._dirty.update(dict.fromkeys(self._all))
+        while self._dirty:
+            ids = list(self._dirty)[: self.keeping.batch]
+            if not await self._write([self._all[i] for i in ids if i in self._all]):
+                return
+            for recording_id in ids:
+                if recording_id not in self._all:
+                    self._dirty.pop(recording_id, None)
+        await self._delete_doomed()
+
+    async def _write(self, recordings: Sequence[Recording]) -> bool:
+        """False if the store is not there; then what is new stays noted."""
+        for recording in recordings:
+            self._dirty.pop(recording.id, None)
+        wanted = [recording for recording in recordings if recording.journalled]
+        changes = [self._change(recording) for recording in wanted]
+        if not changes:
+            return True
+        try:
+            await self._store.write_journals(changes)
+        except StoreUnavailable:
+            self._dirty.update(dict.fromkeys(change.stream_id for change in changes))
+            return False
+        for change in changes:
+            if change.stream_id in self._all:
+                self._written[change.stream_id] = change.offset + len(change.token_ids)
+        return True
+
+    def _change(self, recording: Recording) -> JournalChange:
+        written = self._written.get(recording.id)
+        is_over = recording.settled and not self.is_interrupted(recording)
+        return JournalChange(
+            stream_id=recording.id,
+            header=header_of(recording) if written is None else None,
+            offset=written or 0,
+            token_ids=tuple(recording.token_ids[written or 0 :]),
+            ttl_s=self.keeping.keep_s if is_over else self.keeping.max_age_s,
+            end=end_of(recording) if is_over else None,
+        )
+
+    async def _delete_doomed(self) -> None:
+        doomed = list(self._doomed)[: self.keeping.batch]
+        if not doomed:
+            return
+        with contextlib.suppress(StoreUnavailable):
+            await self._store.delete_journals(doomed)
+            for recording_id in doomed:
+                self._doomed.pop(recording_id, None)
+
+    # Taking over
+
+    @property
+    def _may_claim(self) -> bool:
+        return (
+            self._store.durable
+            and not self._dispatch.draining
+            and self._dispatch.engine_state is EngineState.READY
+        )
+
+    async def _claim(self) -> None:
+        """Goes on with the streams of processes that are gone.
+
+        What is claimed and not taken over, because the store went away between the two, is told again next time.
+        """
+        async with self._claiming:
+            for recording_id in await self._store.claim():
+                if recording_id not in self._all and recording_id not in self._doomed:
+                    await self._take_over(recording_id)
+            self._claimed_s = self._clock()
+
+    async def _take_over(self, recording_id: str) -> None:
+        journal = await self._store.read_journal(recording_id)
+        if journal is None or recording_id in self._all:
+            return
+        recording = self._load(journal)
+        if recording is None:
+            self._doomed[recording_id] = None
+            return
+        self.on_resume()
+        self._enter(recording)
+        if recording.finished:  # only its end was not written down
+            self._note_news(recording)
+        elif recording.attempts > MAX_ATTEMPTS:
+            recording.fail(internal("The server failed several times over this request."))
+        else:
+            self._resume(recording)
+
+    def _resume(self, recording: Recording) -> None:
+        self._written.pop(recording.id, None)  # the header says how often it was tried
+        try:
+            self._dispatch.resume(recording)
+        except ApiError as error:
+            recording.fail(error)
+
+    async def _read_ended(self, recording_id: str) -> None:
+        """Takes up one that ended in another process; what another still works on cannot be followed from here."""
+        journal = await self._store.read_journal(recording_id)
+        recording = None if journal is None or journal.end is None else self._load(journal)
+        if recording is not None:
+            recording.ended_s = self._clock()
+            recording.settled = True
+            self._all[recording.id] = recording
+
+    def _load(self, journal: Journal) -> Recording | None:
+        """The recording as far as it came."""
+        try:
+            recording = rebuild(journal, self._clock())
+        except CorruptJournal as error:
+            log.warning("the journal of %s is passed over: %s", journal.stream_id, error)
+            return None
+        texts, reason = self._replayer.replay(
+            recording.request, journal.token_ids, self._dispatch.context_length
+        )
+        recording.replay(texts, reason)
+        return recording
+
+
+def _nothing() -> None:
+    pass

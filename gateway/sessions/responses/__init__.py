@@ -1,0 +1,1 @@
+"""The objects, events and records of the Responses API."""

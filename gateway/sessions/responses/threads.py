@@ -1,0 +1,144 @@
+"""Conversations as the model saw them: the tokens that it really generated, kept from turn to turn.
+
+A text that a model wrote can often be tokenised in other ways than the one it chose. If a follow-up's prompt were made
+from text alone, its KV prefix would end where the first answer's tokens differ. So the tokens are kept, and a new
+prompt takes them over wherever they say what the chat template wants said there.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gateway.wire.prompts import Prompts, Tokenizer
+
+Message = dict[str, str]
+"""As chat templates know it: role, content, maybe name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """Messages, and the context that the last answer to them was generated in.
+
+    The context need not fit the messages: instructions come and go, templates rewrite what is past, clients delete
+    messages. What of it can be used is found out when it is extended.
+    """
+
+    messages: tuple[Message, ...] = ()
+    """Without the instructions of any one turn."""
+    token_ids: tuple[int, ...] = ()
+    """Prompt and output of the last answer; empty if nothing was generated yet."""
+
+    def answered(
+        self,
+        messages: Sequence[Message],
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        text: str,
+    ) -> Thread:
+        """The thread after `messages` were added and the model answered with `text`."""
+        answer = {"role": "assistant", "content": text}
+        return Thread((*self.messages, *messages, answer), (*prompt_token_ids, *output_token_ids))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"messages": list(self.messages), "token_ids": pack(self.token_ids)}
+
+    @classmethod
+    def from_json(cls, value: object) -> Thread:
+        """
+        Raises:
+            ValueError: this was not made by `to_json`.
+        """
+        if not isinstance(value, dict) or not isinstance(value.get("messages"), list):
+            raise ValueError("a thread has messages")
+        if not all(map(_is_message, value["messages"])):
+            raise ValueError("a message has a role and a content, both text")
+        return cls(tuple(value["messages"]), unpack(value.get("token_ids")))
+
+
+def extend(
+    prompts: Prompts, thread: Thread, new_messages: Sequence[Message], *, instructions: str | None = None
+) -> list[int]:
+    """The prompt for a thread and what is new, with as many of the thread's own tokens as possible.
+
+    Args:
+        instructions: a system message to go before all others, in this turn only.
+
+    Raises:
+        ApiError: 400, if there is no chat template or it does not take these messages.
+    """
+    head = [] if instructions is None else [{"role": "system", "content": instructions}]
+    wanted = prompts.chat([*head, *thread.messages, *new_messages])
+    # A thread can be older than the model that is served now.
+    is_ours = max(thread.token_ids, default=0) < prompts.tokenizer.vocab_size
+    return splice(prompts.tokenizer, list(thread.token_ids), wanted) if is_ours else wanted
+
+
+def splice(tokenizer: Tokenizer, known: list[int], wanted: list[int]) -> list[int]:
+    """Tokens that say what `wanted` says, the first of them as in `known` for as long as both say the same.
+
+    Special tokens cut both into runs. To say the same is to have the same special tokens around runs of the same text.
+    """
+    special = tokenizer.special_ids
+    i = j = 0
+    while True:
+        a, b = _end_of_run(known, i, special), _end_of_run(wanted, j, special)
+        if not _same_text(tokenizer, known[i:a], wanted[j:b]):
+            return [*known[:i], *_continue_run(tokenizer, known[i:a], wanted[j:b]), *wanted[b:]]
+        i, j = a, b
+        if i == len(known) or j == len(wanted) or known[i] != wanted[j]:
+            return [*known[:i], *wanted[j:]]
+        i, j = i + 1, j + 1
+
+
+def _end_of_run(token_ids: list[int], start: int, special: frozenset[int]) -> int:
+    return next((i for i in range(start, len(token_ids)) if token_ids[i] in special), len(token_ids))
+
+
+def _same_text(tokenizer: Tokenizer, known: list[int], wanted: list[int]) -> bool:
+    return known == wanted or _text(tokenizer, known) == _text(tokenizer, wanted)
+
+
+def _text(tokenizer: Tokenizer, token_ids: list[int]) -> str:
+    return tokenizer.decode(token_ids, skip_special=False)
+
+
+def _continue_run(tokenizer: Tokenizer, known: list[int], wanted: list[int]) -> list[int]:
+    """`known` and what `wanted` says after it; `wanted` if that is not to be had."""
+    said, text = _text(tokenizer, known), _text(tokenizer, wanted)
+    if not said:
+        return wanted
+    run = [*known, *tokenizer.encode(text[len(said) :])]
+    # It may begin otherwise; and some tokenizers put a space before every text that they encode.
+    return run if _text(tokenizer, run) == text else wanted
+
+
+def pack(token_ids: Sequence[int]) -> str:
+    """Little-endian uint32 in base64."""
+    return base64.b64encode(struct.pack(f"<{len(token_ids)}I", *token_ids)).decode()
+
+
+def unpack(text: object) -> tuple[int, ...]:
+    """The reverse of `pack`.
+
+    Raises:
+        ValueError: this was not made by `pack`.
+    """
+    if not isinstance(text, str):
+        raise ValueError("packed token ids are text")
+    packed = base64.b64decode(text, validate=True)
+    if len(packed) % 4:
+        raise ValueError("a packed token id has four bytes")
+    return struct.unpack(f"<{len(packed) // 4}I", packed)
+
+
+def _is_message(value: object) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() <= {"role", "content", "name"}
+        and {"role", "content"} <= value.keys()
+        and all(isinstance(text, str) for text in value.values())
+    )

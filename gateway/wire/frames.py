@@ -1,0 +1,193 @@
+"""OpenAI's wire format, byte by byte.
+
+All that is the same in every chunk of a stream is rendered once: a token costs the escaping of its text and one join.
+Everything is ASCII. Clients that split lines the way str.splitlines does would cut an event at U+2028 or U+0085, and
+no character is ever cut in two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
+
+import orjson
+from starlette.responses import JSONResponse
+
+from engine.planning.request import DraftCount, FinishReason, Timings
+from gateway.http.errors import ApiError
+from gateway.wire.shapes import Head, Shape
+from gateway.wire.streams import Delta, Generation
+from priority.lanes import Lane
+
+
+class Json(JSONResponse):
+    """JSON of any size: rendering it takes a fraction of what the standard library would."""
+
+    def render(self, content: object) -> bytes:
+        return orjson.dumps(content)
+
+
+def json_pieces(value: object) -> Iterator[bytes]:
+    """The JSON of a value in pieces; iterators in it are lists whose entries are made one at a time."""
+    if isinstance(value, Iterator):
+        comma = b"["
+        for item in value:
+            yield comma
+            yield from json_pieces(item)
+            comma = b","
+        yield b"]" if comma == b"," else b"[]"
+    elif isinstance(value, dict) and any(isinstance(item, (Iterator, dict)) for item in value.values()):
+        comma = b"{"
+        for name, item in value.items():
+            yield b"%b%b:" % (comma, orjson.dumps(name))
+            yield from json_pieces(item)
+            comma = b","
+        yield b"}"
+    else:
+        yield orjson.dumps(value)
+
+
+KEEPALIVE = b": ping\n"
+"""One newline: a blank line would make clients that saw an `id:` dispatch an empty event (openai-python #2722)."""
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+def usage_of(generation: Generation) -> Usage:
+    return Usage(
+        prompt_tokens=sum(len(request.prompt_token_ids) for request in generation.requests),
+        completion_tokens=generation.num_output_tokens,
+        cached_tokens=generation.num_cached_tokens,
+    )
+
+
+def timings_of(generation: Generation) -> dict[str, object]:
+    lane = Lane(generation.requests[0].lane)
+    return timings_json(generation.timings, usage_of(generation), lane, generation.predicted_ttft_s)
+
+
+def timings_json(
+    timings: list[Timings], usage: Usage, lane: Lane, predicted_ttft_s: float | None
+) -> dict[str, object]:
+    """Where the time went; over several choices: the first token's wait, the mean pace, and the sums of the counts."""
+    first = min(timings, key=lambda t: t.first_token_s)
+    drafts = _drafts(timings)
+    paces = [pace for t in timings if (pace := seconds_per_output_token(t)) is not None]
+    return {
+        "queue_ms": _ms(first.scheduled_s - first.arrival_s),
+        "ttft_ms": _ms(first.first_token_s - first.arrival_s),
+        "tpot_ms": _ms(sum(paces) / len(paces)) if paces else None,
+        "cached_tokens": usage.cached_tokens,
+        "prompt_tokens": usage.prompt_tokens,
+        "predicted_ttft_ms": None if predicted_ttft_s is None else _ms(predicted_ttft_s),
+        "preemptions": sum(t.num_preemptions for t in timings),
+        "draft_tokens": sum(count.num_drafted for count in drafts.values()),
+        "accepted_tokens": sum(count.num_accepted for count in drafts.values()),
+        "drafts": {
+            name: {"draft_tokens": count.num_drafted, "accepted_tokens": count.num_accepted}
+            for name, count in sorted(drafts.items())
+        },
+        "lane": lane.label,
+    }
+
+
+def _drafts(timings: list[Timings]) -> dict[str, DraftCount]:
+    """By proposer, those of all choices."""
+    sums: dict[str, DraftCount] = {}
+    for choice in timings:
+        for name, count in choice.drafts.items():
+            DraftCount.add(sums, name, count.num_drafted, count.num_accepted)
+    return sums
+
+
+def seconds_per_output_token(timings: Timings) -> float | None:
+    """Of the tokens after the first; None if there are none."""
+    if timings.num_output_tokens < 2:
+        return None
+    return (timings.finished_s - timings.first_token_s) / (timings.num_output_tokens - 1)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
+
+
+class StreamWriter:
+    """Renders the chunks of one streamed reply."""
+
+    def __init__(self, shape: Shape, head: Head, *, include_usage: bool) -> None:
+        self._shape = shape
+        self._opening = _head_json(head, shape.chunk_object)
+        self._usage = ',"usage":null' if include_usage else ""
+        self._tail = self._tail_of("null", "")
+        self._prefixes: dict[int, str] = {}
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        """The chunks that show what is new for one choice, without its end."""
+        if not delta.logprobs:
+            return self.text(index, delta.text)
+        return self._chunk(index, delta.text, self._shape.logprobs(index, delta))
+
+    def text(self, index: int, text: str) -> bytes:
+        """The same for text alone; empty if there is nothing to show."""
+        if not text:
+            return b"" if index in self._prefixes else self._open(index).encode("ascii")
+        return self._chunk(index, text, "null")
+
+    def _chunk(self, index: int, text: str, logprobs: str) -> bytes:
+        opening = "" if index in self._prefixes else self._open(index)
+        content = encode_basestring_ascii(text) + self._shape.after_text
+        chunk = f'{opening}{self._prefixes[index]}{content},"logprobs":{logprobs}{self._tail}'
+        return chunk.encode("ascii")
+
+    def finish(self, index: int, reason: FinishReason, timings: dict[str, object] | None) -> bytes:
+        """The last chunk of a choice; the last of the last choice carries the timings."""
+        extra = f',"timings":{json.dumps(timings)}' if timings else ""
+        start = f'{self._opening},"choices":[{{"index":{index},{self._shape.empty_delta}'
+        tail = self._tail_of(f'"{reason.value}"', extra)
+        return f'{start},"logprobs":null{tail}'.encode("ascii")
+
+    def usage(self, usage: Usage) -> bytes:
+        body = f'{self._opening},"choices":[],"usage":{json.dumps(usage.as_json())}}}\n\n'
+        return body.encode("ascii")
+
+    def _open(self, index: int) -> str:
+        """What comes before a choice's first text."""
+        start = f'{self._opening},"choices":[{{"index":{index},'
+        self._prefixes[index] = f"{start}{self._shape.before_text}"
+        if not self._shape.first_delta:
+            return ""
+        return f'{start}{self._shape.first_delta},"logprobs":null{self._tail}'
+
+    def _tail_of(self, finish_reason: str, extra: str) -> str:
+        return f',"finish_reason":{finish_reason}}}]{self._usage}{extra}}}\n\n'
+
+
+def error_frame(error: ApiError) -> bytes:
+    return b"data: " + error.body() + b"\n\n"
+
+
+def _head_json(head: Head, object_name: str) -> str:
+    fields = {
+        "id": head.id,
+        "object": object_name,
+        "created": head.created,
+        "model": head.model,
+        "service_tier": head.service_tier,
+    }
+    return "data: " + json.dumps(fields, separators=(",", ":"))[:-1]

@@ -1,0 +1,170 @@
+"""From messages or text to token ids.
+
+Templates are rendered the way transformers renders them. What users wrote can never become a special token: where their
+text spells one, that spot is marked before rendering and tokenised as plain text. Text that spells none is left as it
+is, so that its tokens are those of the reference, whatever the template does with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, NoReturn, Protocol
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from gateway.http.errors import invalid
+
+# A noncharacter of Unicode: no text has a use for it, and where it comes in it is replaced.
+_MARK, _REPLACEMENT = "\ufdd0", "\ufffd"
+_MARKED = re.compile(f"({_MARK}(?:[^{_MARK}]{_MARK})+)")
+
+
+class Tokenizer(Protocol):
+    """What the gateway needs of `engine.planning.tokenizer.Tokenizer`."""
+
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    special_ids: frozenset[int]
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str, *, parse_special: bool = False, add_special: bool = False) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+class Prompts:
+    """One model's chat template and tokenizer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """
+        Raises:
+            jinja2.TemplateSyntaxError: the checkpoint's template is broken.
+        """
+        self.tokenizer = tokenizer
+        source = tokenizer.chat_template
+        self._template = None if source is None else _environment().from_string(source)
+        self._special = _any_of(_special_texts(tokenizer))
+
+    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """The tokens of a conversation.
+
+        Raises:
+            ApiError: 400, if there is no template or it does not take these messages.
+        """
+        marked = [
+            {key: value if key == "role" else self._mark(value) for key, value in message.items()}
+            for message in messages
+        ]
+        return self._encode_rendered(self._render(marked, add_generation_prompt))
+
+    def text(self, text: str, *, add_special: bool = True) -> list[int]:
+        """The tokens of a plain prompt, with what the tokenizer itself puts around it."""
+        return self.tokenizer.encode(text, add_special=add_special)
+
+    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        if self._template is None:
+            message = "This model has no chat template; use /v1/completions."
+            raise invalid(message, "messages", "no_chat_template")
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self.tokenizer.special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            message = f"The model's chat template does not take these messages: {error}"
+            raise invalid(message, "messages", "chat_template_error") from None
+
+    def _mark(self, text: str) -> str:
+        """Sets marks around and between the characters of every special token that is spelt out.
+
+        Between them, too: a template that cuts the text would otherwise leave the token behind without its marks.
+        """
+        return self._special.sub(_with_marks, text.replace(_MARK, _REPLACEMENT))
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        if _MARK not in text:
+            return self.tokenizer.encode(text, parse_special=True)
+        token_ids: list[int] = []
+        for i, piece in enumerate(_MARKED.split(text)):
+            if i % 2 == 1:
+                token_ids += self.tokenizer.encode(piece.replace(_MARK, ""))
+                continue
+            # A mark can be left alone where the template cut; it still keeps its two sides apart.
+            for part in filter(None, piece.split(_MARK)):
+                token_ids += self.tokenizer.encode(part, parse_special=True)
+        return token_ids
+
+
+def _with_marks(found: re.Match[str]) -> str:
+    return _MARK + "".join(character + _MARK for character in found[0])
+
+
+def _special_texts(tokenizer: Tokenizer) -> list[str]:
+    texts = [tokenizer.token_bytes(token_id).decode(errors="replace") for token_id in tokenizer.special_ids]
+    return [text for text in texts if text]
+
+
+def _any_of(texts: list[str]) -> re.Pattern[str]:
+    longest_first = sorted(texts, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+
+def _environment() -> jinja2.Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationBlock]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}` marks what a model is trained to say; it leaves no trace in the text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes for HTML, which no model was trained on."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str) -> None:
+    """Raises 400 for an id that the model has no token for."""
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        raise invalid(f"'{field}' has a token id outside the vocabulary of {vocab_size}.", field)

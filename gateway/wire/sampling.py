@@ -1,0 +1,135 @@
+"""From a request body to the engine's SamplingParams."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import NamedTuple, TypeVar
+
+from engine.planning.request import SamplingParams
+from gateway.http.errors import ApiError, invalid
+from gateway.wire.prompts import check_token_ids
+from gateway.wire.schemas import Sampled, as_strings
+from priority.lanes import Lane, Tenant
+
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """What a request that does not say gets; a checkpoint's generation_config may say otherwise than OpenAI."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+class MaxTokens(NamedTuple):
+    """How much output was asked for, and by which field."""
+
+    field: str
+    number: int | None
+
+
+class Room(NamedTuple):
+    """What a prompt leaves of the context."""
+
+    context_length: int
+    num_prompt_tokens: int
+
+    def output_tokens(self, asked: MaxTokens, prompt_field: str) -> int:
+        """The most output tokens of each choice.
+
+        Raises:
+            ApiError: 400, if the prompt, or prompt and answer together, do not fit.
+        """
+        left = self.context_length - self.num_prompt_tokens
+        if left < 1:
+            raise context_exceeded(self.context_length, f"{self.num_prompt_tokens} tokens", prompt_field)
+        if asked.number is not None and asked.number > left:
+            what = f"{self.num_prompt_tokens} tokens and {asked.field} {asked.number}"
+            raise context_exceeded(self.context_length, what, asked.field)
+        return left if asked.number is None else asked.number
+
+
+def context_exceeded(context_length: int, what: str, field: str) -> ApiError:
+    message = f"This model's maximum context length is {context_length} tokens, but the request has {what}."
+    return invalid(message, field, "context_length_exceeded")
+
+
+def sampling_params(
+    body: Sampled,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int,
+    num_logprobs: int | None,
+    vocab_size: int,
+) -> SamplingParams:
+    """
+    Raises:
+        ApiError: 400 for token ids outside the vocabulary, or min_tokens that cannot be reached.
+    """
+    min_tokens = body.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise invalid(f"'min_tokens' is greater than the {max_tokens} tokens there can be.", "min_tokens")
+    stop_token_ids = frozenset(body.stop_token_ids or ())
+    check_token_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
+    return SamplingParams(
+        temperature=_given(body.temperature, defaults.temperature),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=max(0, _given(body.top_k, defaults.top_k)),
+        min_p=_given(body.min_p, defaults.min_p),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        seed=secrets.randbits(63) if body.seed is None else body.seed,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=as_strings(body.stop),
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(body.ignore_eos),
+        num_logprobs=num_logprobs,
+    )
+
+
+def _given(value: _Number | None, default: _Number) -> _Number:
+    return default if value is None else value
+
+
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+    if any(not (key.isascii() and key.isdigit() and len(key) < 12) for key in bias):
+        raise invalid("The keys of 'logit_bias' must be token ids.", "logit_bias")
+    by_id = {int(key): value for key, value in bias.items()}
+    check_token_ids(list(by_id), vocab_size, "logit_bias")
+    return by_id
+
+
+_LANES = {
+    "default": Lane.STANDARD,
+    "flex": Lane.BATCH,
+    "priority": Lane.INTERACTIVE,
+    "fast": Lane.INTERACTIVE,
+}
+_TIERS = {Lane.BATCH: "flex", Lane.INTERACTIVE: "priority", Lane.STANDARD: "default"}
+
+
+def lane_of(service_tier: str | None, tenant: Tenant) -> Lane:
+    """The lane that a request asks for; the tenant's own if it leaves that to the server.
+
+    Raises:
+        ApiError: 403, if it is above what the tenant's key allows.
+    """
+    lane = _LANES.get(service_tier or "auto", tenant.default_lane)
+    if lane < tenant.top_lane:
+        message = f"Your API key does not allow the service_tier '{service_tier}'."
+        raise invalid(message, "service_tier", "service_tier_not_allowed", HTTPStatus.FORBIDDEN)
+    return lane
+
+
+def tier_of(lane: Lane) -> str:
+    """What the reply says was used."""
+    return _TIERS[lane]

@@ -1,0 +1,303 @@
+"""Request bodies: what clients may send, and the first thing that is wrong with what they did send.
+
+OpenAI's names and ranges, strictly typed. A field is either honoured, or known to be harmless, or refused by name:
+none is silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from typing_extensions import TypedDict
+
+from gateway.http.errors import ApiError, invalid, unsupported
+from gateway.http.limits import Limits
+
+ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
+
+_INT64 = 2**63
+
+
+STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
+Item = TypeVar("Item")
+Many = Annotated[list[Item], Field(fail_fast=True)]
+"""A list that is looked at up to its first mistake."""
+
+
+class StrictBody(BaseModel):
+    model_config = STRICT
+
+    MOST: ClassVar[Mapping[str, str | int]] = {}
+    """How many entries lists and maps may have, by their place in the body: a number, or the name of one of Limits.
+
+    They are counted before anything is made of them.
+    """
+
+
+class StreamOptions(StrictBody):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+    resumable: bool | None = None
+
+
+class Sampled(StrictBody):
+    """What chat and text completions share: how tokens are chosen, and fields that change nothing here."""
+
+    NOT_SUPPORTED: ClassVar[frozenset[str]] = frozenset()
+    """Fields of OpenAI's that are refused by name unless they are null."""
+    MOST: ClassVar[Mapping[str, str | int]] = {
+        "stop": "max_stop",
+        "logit_bias": "max_logit_bias",
+        "stop_token_ids": "max_stop_token_ids",
+        "metadata": "max_metadata",
+    }
+
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64)] | None = None
+    stop: str | Many[str] | None = None
+    service_tier: ServiceTier | None = None
+
+    # Not OpenAI's, but what clients of open models send.
+    top_k: Annotated[int, Field(ge=-1, lt=_INT64)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Many[Annotated[int, Field(ge=0)]] | None = None
+
+    # Accepted: they ask for nothing that could be seen in the answer.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+@with_config(STRICT)
+class ContentPart(TypedDict):
+    """There may be thousands of them: each is a plain dict."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(StrictBody):
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Many[ContentPart]
+    name: str | None = None
+    refusal: None = None
+    audio: None = None
+    annotations: list[object] | None = None
+    tool_calls: None = None
+    function_call: None = None
+
+
+_MOST_MESSAGES = {"messages": "max_messages", "messages[].content": "max_content_parts"}
+
+
+class ResponseFormat(StrictBody):
+    type: Literal["text"]
+
+
+class ChatBody(Sampled):
+    """`POST /v1/chat/completions`."""
+
+    NOT_SUPPORTED = frozenset(
+        {
+            "audio",
+            "function_call",
+            "functions",
+            "moderation",
+            "parallel_tool_calls",
+            "prediction",
+            "reasoning_effort",
+            "tool_choice",
+            "tools",
+            "verbosity",
+            "web_search_options",
+        }
+    )
+    MOST: ClassVar[Mapping[str, str | int]] = {**Sampled.MOST, **_MOST_MESSAGES}
+
+    messages: Annotated[Many[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    response_format: ResponseFormat | None = None
+    modalities: Many[Literal["text"]] | None = None
+
+
+class CompletionBody(Sampled):
+    """`POST /v1/completions`."""
+
+    NOT_SUPPORTED = frozenset({"suffix"})
+
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+
+
+class TokenizeBody(StrictBody):
+    """`POST /tokenize`: a prompt or messages."""
+
+    MOST = _MOST_MESSAGES
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(StrictBody):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: Many[Annotated[int, Field(ge=0)]]
+
+
+class LocateBody(StrictBody):
+    """`/v1/prefixes/locate`: the prompt, as tokens or as messages."""
+
+    MOST = _MOST_MESSAGES
+
+    tokens: Many[Annotated[int, Field(ge=0)]] | None = None
+    messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+
+
+Body = TypeVar("Body", bound=StrictBody)
+
+# Refused for their value, not for their type: clients are told that the feature is missing.
+_MISSING_FEATURES = frozenset(
+    {"echo", "best_of", "store", "response_format", "modalities", "include_obfuscation"}
+)
+
+
+def read(kind: type[Body], values: Mapping[str, object], limits: Limits) -> Body:
+    """A checked request body.
+
+    Raises:
+        ApiError: 400 that names the first field that is wrong.
+    """
+    for place, most in kind.MOST.items():
+        number = getattr(limits, most) if isinstance(most, str) else most
+        for name, found in _at(values, place.replace("[]", ".[]").split(".")):
+            at_most(name, len(found) if isinstance(found, list | dict) else 0, number)
+    for name in sorted(getattr(kind, "NOT_SUPPORTED", frozenset()) & values.keys()):
+        if values[name] is not None:
+            raise unsupported(name)
+    accepted = {
+        name: value for name, value in values.items() if name not in getattr(kind, "NOT_SUPPORTED", ())
+    }
+    try:
+        return kind.model_validate(accepted)
+    except ValidationError as error:
+        raise _explain(error) from None
+
+
+def _at(value: object, steps: Sequence[str], name: str = "") -> Iterator[tuple[str, object]]:
+    """What stands at a place, and what it is called; for each entry of the lists on the way there."""
+    if not steps:
+        yield name, value
+    elif steps[0] != "[]":
+        if isinstance(value, Mapping) and steps[0] in value:
+            step = f"{name}.{steps[0]}" if name else steps[0]
+            yield from _at(value[steps[0]], steps[1:], step)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _at(item, steps[1:], f"{name}[{i}]")
+
+
+def _explain(error: ValidationError) -> ApiError:
+    details = max(error.errors(include_url=False, include_context=False), key=lambda found: len(found["loc"]))
+    path = _path(details["loc"])
+    field = str(details["loc"][0]) if details["loc"] else None
+    if details["type"] == "extra_forbidden":
+        return invalid(f"Unrecognized request argument supplied: {path}.", path, "unknown_parameter")
+    if details["type"] == "missing":
+        return invalid(f"You must provide the parameter '{path}'.", path, "missing_required_parameter")
+    if _MISSING_FEATURES & {field, path.rpartition(".")[2]} and details["type"] == "literal_error":
+        return invalid(f"This value of '{path}' is not supported by this server.", path, "unsupported_value")
+    return invalid(f"Invalid '{path}': {details['msg']}.", path)
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content`: pydantic's location without the names it gives the branches of a union."""
+    path = ""
+    for number, part in enumerate(location):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif number == 0 or (
+            not part.startswith(("list[", "constrained", "function-"))
+            and part
+            not in (
+                "str",
+                "int",
+                "none",
+            )
+        ):
+            path += f".{part}" if path else part
+    return path
+
+
+def check_counts(body: Sampled, limits: Limits) -> None:
+    """Raises 400 for what is more than this server takes."""
+    _check_stop(body.stop, limits)
+    at_most("n", body.n or 1, limits.max_choices)
+    if body.stream_options is not None and not body.stream:
+        raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+
+
+def check_chat(body: ChatBody, limits: Limits) -> None:
+    check_counts(body, limits)
+    at_most("top_logprobs", body.top_logprobs or 0, limits.max_top_logprobs)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens):
+        raise invalid("Give 'max_tokens' or 'max_completion_tokens', not both.", "max_tokens")
+
+
+def check_completion(body: CompletionBody, limits: Limits) -> None:
+    check_counts(body, limits)
+    if body.stream_options is not None and body.stream_options.resumable:
+        raise unsupported("stream_options.resumable")
+    at_most("logprobs", body.logprobs or 0, limits.max_top_logprobs)
+
+
+def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
+    strings = [stop] if isinstance(stop, str) else stop or []
+    if not all(strings):
+        raise invalid("'stop' must not contain an empty string.", "stop")
+    if any(len(string) > limits.max_stop_chars for string in strings):
+        raise invalid(f"A stop string may have at most {limits.max_stop_chars} characters.", "stop")
+
+
+def at_most(name: str, number: int, most: int) -> None:
+    if number > most:
+        raise invalid(f"'{name}' is {number}, but this server takes at most {most}.", name)
+
+
+def as_strings(stop: str | list[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """A message as chat templates know it: parts of text are joined."""
+    content = message.content
+    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return {"role": message.role, "content": text} | ({"name": message.name} if message.name else {})

@@ -1,0 +1,157 @@
+"""Where chat and text completions differ on the wire."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.planning.request import TokenLogprobs
+from gateway.wire.streams import Delta
+
+_LOWEST_LOGPROB = -9999.0
+"""JSON has no -inf; OpenAI says this instead."""
+
+
+class TokenText(Protocol):
+    """The part of a tokenizer that log probabilities are spelt with."""
+
+    def token_bytes(self, token_id: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """What all chunks of one reply say."""
+
+    id: str
+    created: int
+    model: str
+    service_tier: str
+
+
+class Shape(Protocol):
+    """Where chat and text completions differ."""
+
+    chunk_object: str
+    first_delta: str
+    """The delta that opens a choice, "" if none does."""
+    before_text: str
+    after_text: str
+    empty_delta: str
+
+    def logprobs(self, index: int, delta: Delta) -> str: ...
+
+    def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        """A reply in one piece; lists that may be large are iterators, for `gateway.wire.frames.json_pieces`."""
+
+
+class ChatShape:
+    """`/v1/chat/completions`."""
+
+    chunk_object = "chat.completion.chunk"
+    first_delta = '"delta":{"role":"assistant","content":""}'
+    before_text = '"delta":{"content":'
+    after_text = "}"
+    empty_delta = '"delta":{}'
+
+    def __init__(self, tokens: TokenText, num_top: int) -> None:
+        self._tokens = tokens
+        self._num_top = num_top
+
+    def logprobs(self, index: int, delta: Delta) -> str:  # noqa: ARG002
+        return json.dumps(self._logprobs(delta), default=list)
+
+    def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        return _body(head, "chat.completion", (self._choice(index, delta) for index, delta in deltas))
+
+    def _choice(self, index: int, delta: Delta) -> dict[str, object]:
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "logprobs": self._logprobs(delta) if delta.logprobs else None,
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _logprobs(self, delta: Delta) -> dict[str, object]:
+        pairs = zip(delta.token_ids, delta.logprobs, strict=False)
+        return {"content": (self._token(token_id, logprobs) for token_id, logprobs in pairs), "refusal": None}
+
+    def _token(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, object]:
+        top = [self._entry(other, logprob) for other, logprob in logprobs.top[: self._num_top]]
+        return self._entry(token_id, logprobs.logprob) | {"top_logprobs": top}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, object]:
+        text = self._tokens.token_bytes(token_id)
+        return {
+            "token": text.decode(errors="replace"),
+            "logprob": max(logprob, _LOWEST_LOGPROB),
+            "bytes": list(text),
+        }
+
+
+class CompletionShape:
+    """`/v1/completions`."""
+
+    chunk_object = "text_completion"
+    first_delta = ""
+    before_text = '"text":'
+    after_text = ""
+    empty_delta = '"text":""'
+
+    def __init__(self, tokens: TokenText, num_top: int) -> None:
+        self._tokens = tokens
+        self._num_top = num_top
+        self._offsets: dict[int, int] = {}
+        """Characters already spelt out, by choice."""
+
+    def logprobs(self, index: int, delta: Delta) -> str:
+        return json.dumps(self._logprobs(index, delta), default=list)
+
+    def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        return _body(head, "text_completion", (self._choice(index, delta) for index, delta in deltas))
+
+    def _choice(self, index: int, delta: Delta) -> dict[str, object]:
+        return {
+            "index": index,
+            "text": delta.text,
+            "logprobs": self._logprobs(index, delta) if delta.logprobs else None,
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _logprobs(self, index: int, delta: Delta) -> dict[str, object]:
+        tokens = [self._text(token_id) for token_id in delta.token_ids]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [max(found.logprob, _LOWEST_LOGPROB) for found in delta.logprobs],
+            "top_logprobs": (self._top(found) for found in delta.logprobs),
+            "text_offset": self._advance(index, tokens),
+        }
+
+    def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
+        # Several tokens can look the same as text; the most likely one is shown.
+        worst_first = reversed(logprobs.top[: self._num_top])
+        return {self._text(token_id): max(logprob, _LOWEST_LOGPROB) for token_id, logprob in worst_first}
+
+    def _text(self, token_id: int) -> str:
+        return self._tokens.token_bytes(token_id).decode(errors="replace")
+
+    def _advance(self, index: int, tokens: list[str]) -> list[int]:
+        offset = self._offsets.get(index, 0)
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[index] = offset
+        return offsets
+
+
+def _body(head: Head, object_name: str, choices: Iterator[dict[str, object]]) -> dict[str, object]:
+    return {
+        "id": head.id,
+        "object": object_name,
+        "created": head.created,
+        "model": head.model,
+        "choices": choices,
+        "service_tier": head.service_tier,
+    }

@@ -1,0 +1,213 @@
+"""Streams: what the engine brought for one reply and its reader has not taken yet.
+
+Nobody waits for a reader. What it has not taken is kept and joined: the slower it is, the longer the pieces; past a
+bound it is cut off. All of this happens on the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
+from gateway.access.quotas import Reservation
+from gateway.http.connections import Connection, Timeouts
+from gateway.http.errors import ApiError, internal
+from priority.admission import Forecast
+
+MAX_PENDING_BYTES = 1024 * 1024
+"""A reader that leaves more than this lying is cut off."""
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new for one choice since the reader last looked."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    """Those that `logprobs` are of; nobody else asks."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    def add(self, output: Output) -> None:
+        self.text += output.text
+        self.finish_reason = output.finish_reason
+        if output.logprobs:
+            self.token_ids += output.token_ids
+            self.logprobs += output.logprobs
+
+
+def joined(outputs: Iterable[Output]) -> list[Output]:
+    """The same in fewer pieces: one for each choice, where its first one was."""
+    pieces: dict[tuple[str, int], Output] = {}
+    for output in outputs:
+        piece = pieces.setdefault((output.request_id, output.index), output)
+        if piece is not output:
+            piece.token_ids += output.token_ids
+            piece.text += output.text
+            if output.logprobs:
+                piece.logprobs = (piece.logprobs or []) + output.logprobs
+            piece.finish_reason, piece.error, piece.timings = (
+                output.finish_reason,
+                output.error,
+                output.timings,
+            )
+    return list(pieces.values())
+
+
+class Generation:
+    """All choices of all requests of one reply, from submission to the last of them.
+
+    Ends in exactly one of finished (every choice has its finish_reason), failed (`error` is set) or left (nobody wants
+    it any more).
+    """
+
+    may_join = True
+    """What several steps brought may come in one piece."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self.requests = requests
+        self.error: ApiError | None = None
+        self.timings: list[Timings] = []
+        self.num_output_tokens = 0
+        self.num_cached_tokens = 0
+        self.predicted_ttft_s: float | None = None
+        """From arrival, as it was forecast at admission; the last of several requests'."""
+        self.left = False
+        self.reservation: Reservation | None = None
+        """What it may use of its tenant's quota."""
+        self._unfinished = {request.request_id: request.n for request in requests}
+        self._num_unfinished = sum(self._unfinished.values())
+
+    @property
+    def finished(self) -> bool:
+        return not self._num_unfinished
+
+    @property
+    def ended(self) -> bool:
+        return not self._num_unfinished or self.error is not None or self.left
+
+    @property
+    def num_used_tokens(self) -> int:
+        """What it counts as in its tenant's quota: prompt and output, nothing if it never came to a token."""
+        if not self.num_output_tokens:
+            return 0
+        return self.num_output_tokens + sum(len(request.prompt_token_ids) for request in self.requests)
+
+    def note_forecast(self, forecast: Forecast | None, now: float) -> None:
+        if forecast is not None:
+            predicted_s = now - self.requests[0].arrival_s + forecast.seconds
+            self.predicted_ttft_s = max(self.predicted_ttft_s or 0.0, predicted_s)
+
+    def num_unfinished(self, request_id: str) -> int:
+        """Choices of one of the requests that the engine has not ended."""
+        return self._unfinished[request_id]
+
+    def push(self, output: Output) -> None:
+        """Takes in what one step brought for one choice."""
+        if output.finish_reason is not None:
+            self._end_choice(output)
+        if not self.left and self.error is None:
+            self.num_output_tokens += len(output.token_ids)
+            self.receive(output)
+
+    def receive(self, output: Output) -> None:
+        """What a step brought, for whoever reads it."""
+        raise NotImplementedError
+
+    def wake(self) -> None:
+        """Tells whoever reads to look again."""
+        raise NotImplementedError
+
+    def look_after(self, now: float, timeouts: Timeouts) -> None:
+        """Called several times a second while it has not ended."""
+        raise NotImplementedError
+
+    def fail(self, error: ApiError) -> None:
+        if not self.ended:
+            self.error = error
+            self.wake()
+
+    def leave(self) -> None:
+        """Nobody wants it any more."""
+        self.left = True
+        self.wake()
+
+    def _end_choice(self, output: Output) -> None:
+        self._unfinished[output.request_id] -= 1
+        self._num_unfinished -= 1
+        if output.timings is not None:
+            self.timings.append(output.timings)
+            # The choices of one request share its prompt.
+            self.num_cached_tokens += output.timings.num_cached_tokens if output.index == 0 else 0
+        if output.finish_reason in (FinishReason.FAILED, FinishReason.CANCELLED) and not self.left:
+            # Nobody cancels what somebody still reads: for the reader that, too, is a fault.
+            self.error = self.error or internal(output.error or "The server ended the request.")
+            self.wake()
+
+
+class Stream(Generation):
+    """A reply with one reader, over the connection that its request came by; it ends with it."""
+
+    def __init__(self, requests: list[Request], connection: Connection, *, streamed: bool) -> None:
+        super().__init__(requests)
+        self.streamed = streamed
+        self.connection = connection
+        self.pass_on: Callable[[int, str], bool] = _keep_back
+        """Sends the new text of a choice at once, if it can, so that the reader need not wake up for it."""
+        self._first_choice = _first_choices(requests)
+        self._pending: dict[int, Delta] = {}
+        self._pending_bytes = 0
+
+    def receive(self, output: Output) -> None:
+        index = self._first_choice[output.request_id] + output.index
+        is_plain = output.finish_reason is None and not output.logprobs
+        if is_plain and self.connection.waits and self.pass_on(index, output.text):
+            return
+        self._keep(index, output)
+        if self.streamed and self._pending_bytes > MAX_PENDING_BYTES:
+            self.connection.cut()
+        elif self.streamed or self.ended:
+            self.wake()
+
+    def wake(self) -> None:
+        self.connection.wake()
+
+    def look_after(self, now: float, timeouts: Timeouts) -> None:
+        if self.streamed or self.connection.committed:
+            self.connection.look_after(now, timeouts)
+
+    async def news(self) -> None:
+        """Returns when there is something to take, to tell or to end."""
+        if not (self._pending or self.ended or self.connection.overdue or self.connection.gone):
+            await self.connection.sleep()
+
+    async def end(self) -> None:
+        """Returns when the stream has ended; what it brought stays to be taken."""
+        while not self.ended:
+            await self.connection.sleep()
+
+    def take(self) -> Iterable[tuple[int, Delta]]:
+        """All that is new, by choice."""
+        pending, self._pending, self._pending_bytes = self._pending, {}, 0
+        return pending.items()
+
+    def _keep(self, index: int, output: Output) -> None:
+        pending = self._pending.get(index)
+        if pending is None:
+            pending = self._pending[index] = Delta()
+        pending.add(output)
+        self._pending_bytes += len(output.text)
+
+
+def _keep_back(_index: int, _text: str) -> bool:
+    return False
+
+
+def _first_choices(requests: list[Request]) -> dict[str, int]:
+    """The number of each request's first choice: those of one prompt stand together (OpenAI's order)."""
+    first, number = {}, 0
+    for request in requests:
+        first[request.request_id] = number
+        number += request.n
+    return first

@@ -1,0 +1,342 @@
+"""Quotas: what is asked of the store for a request, what it is told afterwards, and what the client is told."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.access.keys import Client
+from gateway.access.quotas import FIRST_GUESS_TOKENS, Quotas, Reservation, duration
+from gateway.http.errors import ApiError
+from gateway.store.interface import LEASE_S, Grant, Quota, StoreUnavailable
+from gateway.store.memory import MemoryStore
+from priority.lanes import Tenant
+from tests.gateway.desk import Clock, settled
+
+pytestmark = pytest.mark.anyio
+
+MINUTE_S = 60.0
+
+
+class Told(MemoryStore):
+    """A store that remembers what it was told, and fails if it is `gone`."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.calls: list[tuple[Any, ...]] = []
+        self.gone = False
+        self.answer = asyncio.Event()
+        self.answer.set()
+
+    async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
+        await self._note("reserve", tenant, num_tokens, lease_id)
+        return await super().reserve(tenant, quota, num_tokens, lease_id)
+
+    async def settle(self, tenant: str, quota: Quota, num_tokens: int) -> None:
+        await self._note("settle", tenant, num_tokens)
+        await super().settle(tenant, quota, num_tokens)
+
+    async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
+        await self._note("renew", *leases)
+        await super().renew(leases)
+
+    async def release(self, tenant: str, lease_id: str) -> None:
+        await self._note("release", tenant, lease_id)
+        await super().release(tenant, lease_id)
+
+    async def _note(self, *call: Any) -> None:
+        self.calls.append(call)
+        if self.gone:
+            raise StoreUnavailable
+        await self.answer.wait()
+
+
+class Till:
+    """Quotas on a store and a clock that are the test's."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.store = Told(self.clock)
+        self.quotas = Quotas(self.store, self.clock)
+
+    async def ask(
+        self, client: Client, num_prompt: int = 10, max_output: int = 90, lease_id: str = "a"
+    ) -> Reservation:
+        return await self.quotas.reserve(client, num_prompt, max_output, lease_id)
+
+    async def refusal(self, client: Client, num_prompt: int = 10, max_output: int = 90) -> ApiError:
+        with pytest.raises(ApiError) as caught:
+            await self.ask(client, num_prompt, max_output, "refused")
+        return caught.value
+
+
+def ann(
+    *,
+    requests_per_minute: int | None = None,
+    tokens_per_minute: int | None = None,
+    max_streams: int | None = None,
+) -> Client:
+    quota = Quota(
+        requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute, max_streams=max_streams
+    )
+    return Client(Tenant(name="ann"), quota)
+
+
+async def test_who_has_no_quota_costs_the_store_nothing() -> None:
+    till = Till()
+    async with till.quotas.running():
+        reservation = await till.ask(ann())
+        await till.quotas.renew()
+        reservation.end(100)
+    assert reservation.headers == {}
+    assert till.store.calls == []
+
+
+async def test_a_request_is_reserved_settled_and_released() -> None:
+    till, client = Till(), ann(tokens_per_minute=1_000)
+    async with till.quotas.running():
+        reservation = await till.ask(client)
+        reservation.end(30)
+    assert till.store.calls == [("reserve", "ann", 100, "a"), ("settle", "ann", -70), ("release", "ann", "a")]
+    assert (await till.ask(client, 1, 1)).headers["x-ratelimit-remaining-tokens"] == str(1_000 - 30 - 2)
+
+
+async def test_more_than_was_guessed_is_charged() -> None:
+    till = Till()
+    async with till.quotas.running():
+        (await till.ask(ann(tokens_per_minute=10_000), 10, 4_000)).end(2_010)
+    assert till.store.calls[0] == ("reserve", "ann", 10 + FIRST_GUESS_TOKENS, "a")
+    assert ("settle", "ann", 2_000 - FIRST_GUESS_TOKENS) in till.store.calls
+
+
+async def test_only_the_first_end_counts() -> None:
+    till = Till()
+    async with till.quotas.running():
+        reservation = await till.ask(ann(tokens_per_minute=1_000))
+        reservation.end(30)
+        reservation.end(90)
+    assert [call[0] for call in till.store.calls] == ["reserve", "settle", "release"]
+
+
+async def test_the_end_waits_for_nothing() -> None:
+    till = Till()
+    reservation = await till.ask(ann(tokens_per_minute=1_000, max_streams=1))
+    till.store.answer.clear()
+    reservation.end(30)
+    assert till.store.calls == [("reserve", "ann", 100, "a")]
+    await settled()
+    assert {call[0] for call in till.store.calls} == {"reserve", "settle", "release"}
+    till.store.answer.set()
+
+
+@pytest.mark.parametrize(
+    ("client", "message", "retry_after_ms"),
+    [
+        (ann(requests_per_minute=1), "requests per min (RPM): Limit 1, Used 1, Requested 1. ", 60_000),
+        (ann(tokens_per_minute=150), "tokens per min (TPM): Limit 150, Used 100, Requested 100. ", 20_000),
+        (ann(max_streams=1), "requests at a time: Limit 1, Used 1, Requested 1. ", 1_000),
+    ],
+)
+async def test_a_refusal_names_the_bound_and_when_to_come_back(
+    client: Client, message: str, retry_after_ms: int
+) -> None:
+    till = Till()
+    held = await till.ask(client)
+    error = await till.refusal(client)
+    assert (error.status, error.type, error.code) == (429, "rate_limit_error", "rate_limit_exceeded")
+    assert error.message == (
+        f"Rate limit reached on {message}Please try again in {duration(retry_after_ms / 1000)}."
+    )
+    headers = error.response().headers
+    assert retry_after_ms <= int(headers["retry-after-ms"]) <= min(60_000, 1.2 * retry_after_ms)
+    assert int(headers["retry-after"]) * 1000 >= int(headers["retry-after-ms"])
+    for name in held.headers:
+        assert name in headers
+    assert "x-should-retry" not in headers
+
+
+async def test_what_was_refused_is_let_in_when_it_was_told_to_come_back() -> None:
+    till, client = Till(), ann(requests_per_minute=2)
+    for name in "ab":
+        await till.ask(client, lease_id=name)
+    assert (await till.refusal(client)).retry_after_s == 30.0
+    till.clock.now += 29.9
+    await till.refusal(client)
+    till.clock.now += 0.1
+    await till.ask(client)
+
+
+async def test_a_prompt_that_never_fits_is_told_so() -> None:
+    till, client = Till(), ann(tokens_per_minute=100, requests_per_minute=6)
+    error = await till.refusal(client, num_prompt=100)
+    assert (error.status, error.type, error.code) == (429, "rate_limit_error", "rate_limit_exceeded")
+    assert "Limit 100, Requested 101. It can never fit" in error.message
+    headers = error.response().headers
+    assert "retry-after" not in headers
+    assert "retry-after-ms" not in headers
+    assert headers["x-should-retry"] == "false"
+    assert headers["x-ratelimit-remaining-tokens"] == "100"
+    assert headers["x-ratelimit-remaining-requests"] == "6"
+
+
+async def test_a_guess_is_no_reason_to_refuse_for_ever() -> None:
+    till = Till()
+    await till.ask(ann(tokens_per_minute=100), num_prompt=99, max_output=4_000)
+    assert till.store.calls == [("reserve", "ann", 100, "a")]
+
+
+async def test_where_the_tenant_stands_is_in_the_headers() -> None:
+    till = Till()
+    reservation = await till.ask(ann(requests_per_minute=60, tokens_per_minute=600))
+    assert reservation.headers == {
+        "x-ratelimit-limit-requests": "60",
+        "x-ratelimit-remaining-requests": "59",
+        "x-ratelimit-reset-requests": "1s",
+        "x-ratelimit-limit-tokens": "600",
+        "x-ratelimit-remaining-tokens": "500",
+        "x-ratelimit-reset-tokens": "10s",
+    }
+    assert (await till.ask(ann(max_streams=9), lease_id="b")).headers == {}
+
+
+async def test_a_clock_that_goes_on_meanwhile_takes_nothing_away() -> None:
+    microseconds = count(10**9)
+    quotas = Quotas(MemoryStore(lambda: next(microseconds) / 1e6))
+    reservation = await quotas.reserve(ann(requests_per_minute=2), 1, 1, "a")
+    assert reservation.headers["x-ratelimit-remaining-requests"] == "1"
+
+
+async def test_the_guess_is_what_three_quarters_of_the_last_answers_keep_within() -> None:
+    till, client = Till(), ann(tokens_per_minute=1_000_000)
+    for number, output in enumerate([40, 20, 80, 10, 30, 70, 50, 60]):
+        (await till.ask(client, 10, 4_000)).end(10 + output)
+        assert till.store.calls.count(("reserve", "ann", 10 + FIRST_GUESS_TOKENS, "a")) == number + 1
+        await settled()
+    ninth = await till.ask(client, 10, 4_000)
+    assert till.store.calls[-1] == ("reserve", "ann", 10 + 60, "a")
+    ninth.end(10 + 90)
+    await settled()
+    await till.ask(client, 10, 4_000)
+    assert till.store.calls[-1] == ("reserve", "ann", 10 + 70, "a")
+    await till.ask(client, 10, 25)
+    assert till.store.calls[-1] == ("reserve", "ann", 10 + 25, "a")
+    till.clock.now += 60 * MINUTE_S + 1
+    await till.ask(client, 10, 4_000)
+    assert till.store.calls[-1] == ("reserve", "ann", 10 + FIRST_GUESS_TOKENS, "a")
+
+
+async def test_requests_that_came_to_nothing_do_not_count_as_answers() -> None:
+    till, client = Till(), ann(tokens_per_minute=1_000_000)
+    for num_used in [0, 10] * 8:
+        (await till.ask(client, 10, 4_000)).end(num_used)
+    await till.ask(client, 10, 4_000)
+    assert till.store.calls[-1][2] == 10 + FIRST_GUESS_TOKENS
+    await settled()
+
+
+async def test_a_store_in_trouble_refuses_nobody() -> None:
+    till = Till()
+    till.store.gone = True
+    async with till.quotas.running():
+        reservation = await till.ask(ann(requests_per_minute=1, tokens_per_minute=1, max_streams=1))
+        assert reservation.headers == {}
+        reservation.end(50)
+        await till.quotas.renew()
+    assert [call[0] for call in till.store.calls] == ["reserve", "release"]
+
+
+async def test_a_store_that_goes_away_meanwhile_is_told_what_can_be() -> None:
+    till = Till()
+    async with till.quotas.running():
+        reservation = await till.ask(ann(tokens_per_minute=1_000))
+        till.store.gone = True
+        await till.quotas.renew()
+        reservation.end(50)
+    assert [call[0] for call in till.store.calls] == ["reserve", "renew", "settle", "release"]
+
+
+async def test_requests_at_work_keep_their_leases() -> None:
+    till, client = Till(), ann(max_streams=1)
+    reservation = await till.ask(client)
+    for _ in range(4):
+        till.clock.now += LEASE_S / 3
+        await till.quotas.renew()
+    await till.refusal(client)
+    reservation.end(1)
+    await settled()
+    num_calls = len(till.store.calls)
+    await till.quotas.renew()
+    assert len(till.store.calls) == num_calls
+    await till.ask(client)
+
+
+async def test_a_reservation_that_was_lost_is_renewed_no_more() -> None:
+    till, client = Till(), ann(max_streams=1)
+    reservation = await till.ask(client)
+    del reservation
+    gc.collect()
+    await till.quotas.renew()
+    assert till.store.calls == [("reserve", "ann", 10 + 90, "a")]
+    till.clock.now += LEASE_S + 1
+    await till.ask(client)
+
+
+async def test_a_renewal_under_way_does_not_bring_a_released_lease_back() -> None:
+    till, client = Till(), ann(max_streams=1)
+    reservation = await till.ask(client)
+    till.store.answer.clear()
+    renewing = asyncio.create_task(till.quotas.renew())
+    await settled()
+    reservation.end(1)
+    till.store.answer.set()
+    await renewing
+    await settled()
+    assert [call[0] for call in till.store.calls] == ["reserve", "renew", "release", "release"]
+    await till.ask(client)
+
+
+async def test_who_goes_away_while_it_is_asked_for_leaves_no_lease() -> None:
+    till, client = Till(), ann(max_streams=1)
+    till.store.answer.clear()
+    asking = asyncio.create_task(till.ask(client))
+    await settled()
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await settled()
+    assert till.store.calls[-1] == ("release", "ann", "a")
+    till.store.answer.set()
+    await settled()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"), (-1, "0s"), (0.012, "12ms"), (0.0001, "1ms"), (0.9999, "1s"), (1, "1s"), (1.5, "1.5s"),
+        (7.66, "7.66s"), (10, "10s"), (60, "1m0s"), (90.25, "1m30.25s"), (360, "6m0s"), (3_600, "1h0m0s"),
+        (7_325.001, "2h2m5.001s"),
+    ],
+)  # fmt: skip
+def test_durations_are_written_as_go_does(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@given(st.integers(0, 100_000_000))
+def test_a_duration_says_all_of_its_milliseconds(milliseconds: int) -> None:
+    units = {"h": 3_600_000, "m": 60_000, "s": 1_000}
+    text, total = duration(milliseconds / 1000), 0.0
+    if text.endswith("ms"):
+        total = int(text.removesuffix("ms"))
+    else:
+        for unit, size in units.items():
+            part, found, rest = text.partition(unit)
+            if found:
+                total, text = total + float(part) * size, rest
+    assert round(total) == milliseconds

@@ -1,0 +1,197 @@
+"""Chat completions: the wire format, streamed and not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from engine.planning.request import FinishReason
+from gateway.sessions.prefixes import PRIVATE
+from tests.gateway.desk import MODEL, Desk, chat_body, client, events, logprobs, settled
+
+pytestmark = pytest.mark.anyio
+
+
+async def ask(desk: Desk, body: dict[str, Any], *texts: str) -> Any:
+    """Posts a chat, answers it with these tokens, and returns the response."""
+    async with client(desk.app) as http:
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+        desk.answer(await desk.taken(), *texts)
+        return await asking
+
+
+async def test_a_whole_answer_has_openais_shape() -> None:
+    desk = Desk()
+    response = await ask(desk, chat_body("Hi"), "Hel", "lo")
+    assert response.status_code == 200
+    body = response.json()
+    assert body["id"].startswith("chatcmpl-")
+    assert isinstance(body["created"], int)
+    assert (body["object"], body["model"], body["service_tier"]) == ("chat.completion", MODEL, "default")
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": "Hello", "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+        }
+    ]
+    assert body["usage"] == {
+        "prompt_tokens": 6,
+        "completion_tokens": 2,
+        "total_tokens": 8,
+        "prompt_tokens_details": {"cached_tokens": 4},
+    }
+    assert body["timings"] == {
+        "queue_ms": 10.0,
+        "ttft_ms": 30.0,
+        "tpot_ms": 20.0,
+        "cached_tokens": 4,
+        "prompt_tokens": 6,
+        "predicted_ttft_ms": None,
+        "preemptions": 1,
+        "draft_tokens": 0,
+        "drafts": {},
+        "accepted_tokens": 0,
+        "lane": "standard",
+    }
+
+
+async def test_a_stream_has_openais_shape() -> None:
+    response = await ask(Desk(), chat_body("Hi", stream=True), "Hel", "lo")
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache, no-transform"
+    assert response.headers["x-accel-buffering"] == "no"
+    *chunks, done = events(response.text)
+    assert done == "[DONE]"
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert len({chunk["created"] for chunk in chunks}) == 1
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert {chunk["service_tier"] for chunk in chunks} == {"default"}
+    assert not any("usage" in chunk for chunk in chunks)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert "".join(delta.get("content", "") for delta in deltas) == "Hello"
+    assert deltas[-1] == {}
+    assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-2:] == [None, "stop"]
+    assert chunks[-1]["timings"]["lane"] == "standard"
+    assert not any("timings" in chunk for chunk in chunks[:-1])
+
+
+async def test_usage_comes_before_the_end_when_it_is_asked_for() -> None:
+    body = chat_body(stream=True, stream_options={"include_usage": True})
+    *chunks, usage, done = events((await ask(Desk(), body, "a", "b")).text)
+    assert done == "[DONE]"
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 2
+    assert "timings" in chunks[-1]
+
+
+async def test_every_choice_of_a_stream_is_opened_and_ended() -> None:
+    *chunks, _ = events((await ask(Desk(), chat_body(stream=True, n=3), "x", "y")).text)
+    for index in range(3):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"].get("content", "") for choice in own) == "xy"
+        assert [choice["finish_reason"] for choice in own if choice["finish_reason"]] == ["stop"]
+    assert [("timings" in chunk) for chunk in chunks].count(True) == 1
+
+
+async def test_choices_are_numbered_and_sorted() -> None:
+    desk = Desk()
+    async with client(desk.app) as http:
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(n=2)))
+        request = await desk.taken()
+        assert request.n == 2
+        desk.finish(request, "second", 1, FinishReason.LENGTH)
+        desk.finish(request, "first", 0)
+        body = (await asking).json()
+    assert [(c["index"], c["message"]["content"], c["finish_reason"]) for c in body["choices"]] == [
+        (0, "first", "stop"),
+        (1, "second", "length"),
+    ]
+    assert body["usage"]["prompt_tokens"] == 6
+
+
+async def test_a_text_and_an_end_in_one_step_are_two_chunks() -> None:
+    *chunks, _ = events((await ask(Desk(), chat_body(stream=True), "all at once")).text)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert [(c["delta"].get("content"), c["finish_reason"]) for c in choices] == [
+        ("", None),
+        ("all at once", None),
+        (None, "stop"),
+    ]
+
+
+async def test_logprobs_of_a_chat() -> None:
+    desk = Desk()
+    spelt = desk.service.tokenizer.encode("é")
+    async with client(desk.app) as http:
+        body = chat_body(logprobs=True, top_logprobs=1)
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+        request = await desk.taken()
+        assert request.sampling.num_logprobs == 1
+        found = [logprobs((spelt[0], -0.5), (9, -1.0)), logprobs((spelt[1], float("-inf")))]
+        desk.finish(request, "é", token_ids=spelt, logprobs=found)
+        content = (await asking).json()["choices"][0]["logprobs"]["content"]
+    assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9]]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "é"
+    assert content[0]["logprob"] == -0.5
+    assert [top["logprob"] for top in content[0]["top_logprobs"]] == [-0.5]
+    assert content[1]["logprob"] == -9999.0
+
+
+async def test_logprobs_of_a_streamed_chat() -> None:
+    desk = Desk()
+    async with client(desk.app) as http:
+        body = chat_body(stream=True, logprobs=True)
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+        request = await desk.taken()
+        assert request.sampling.num_logprobs == 0
+        desk.finish(request, "", token_ids=[7], logprobs=[logprobs((7, -0.25))])
+        *chunks, _ = events((await asking).text)
+    entries = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert entries[0] is None
+    assert entries[1]["content"][0]["logprob"] == -0.25
+    assert entries[1]["content"][0]["top_logprobs"] == []
+
+
+async def test_a_fault_before_the_first_token_is_a_500() -> None:
+    desk = Desk()
+    async with client(desk.app) as http:
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
+        desk.finish(await desk.taken(), reason=FinishReason.FAILED, error="logits were not finite")
+        response = await asking
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "logits were not finite"
+
+
+async def test_a_fault_after_the_first_token_is_a_frame_and_the_end() -> None:
+    desk = Desk()
+    async with client(desk.app) as http:
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
+        request = await desk.taken()
+        desk.bring(request, "Hel")
+        await settled()
+        desk.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
+        response = await asking
+    assert response.status_code == 200
+    *_, error, done = events(response.text)
+    assert error["error"]["code"] == "internal_error"
+    assert done == "[DONE]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_private"), [({"store": False}, True), ({}, False), ({"store": None}, False)]
+)
+async def test_what_is_not_to_be_stored_shares_no_blocks(fields: dict[str, Any], is_private: bool) -> None:
+    desk = Desk()
+    async with client(desk.app) as http:
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(**fields)))
+        request = await desk.taken()
+        desk.answer(request, "ok")
+        await asking
+    assert request.salt.endswith(PRIVATE) == is_private

@@ -1,0 +1,230 @@
+"""The real openai package against a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import anyio.to_thread
+import openai
+import pytest
+
+from engine.planning.request import FinishReason
+from gateway.access.keys import digest_of
+from gateway.http.connections import Timeouts
+from gateway.service import ServiceOptions
+from priority.lanes import DEFAULT_POLICIES, Lane, Tenant
+from tests.gateway.desk import MODEL, Desk, logprobs, serving
+
+pytestmark = pytest.mark.anyio
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+
+
+@contextlib.asynccontextmanager
+async def connected(desk: Desk, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with (
+        serving(desk.app) as url,
+        openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=options.pop("api_key", "none"), max_retries=0, timeout=20, **options
+        ) as api,
+    ):
+        yield api
+
+
+async def answered(desk: Desk, asking: Any, *texts: str) -> Any:
+    """Awaits a call to the client while an engine answers it."""
+    task = asyncio.ensure_future(asking)
+    desk.answer(await desk.taken(), *texts)
+    return await task
+
+
+async def test_a_chat() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        reply = await answered(desk, api.chat.completions.create(model=MODEL, messages=HI, n=2), "Hel", "lo")
+    assert [choice.message.content for choice in reply.choices] == ["Hello", "Hello"]
+    assert reply.choices[1].finish_reason == "stop"
+    assert reply.usage.prompt_tokens_details.cached_tokens == 4
+    assert reply.timings["lane"] == "standard"
+    assert reply._request_id
+
+
+async def test_a_streamed_chat_arrives_token_by_token() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(
+            api.chat.completions.create(
+                model=MODEL, messages=HI, stream=True, stream_options={"include_usage": True}
+            )
+        )
+        request = await desk.taken()
+        desk.bring(request, "Hel")
+        stream = await asking
+        chunks = aiter(stream)
+        assert (await anext(chunks)).choices[0].delta.role == "assistant"
+        # The client has this piece before the engine brings the next.
+        assert (await anext(chunks)).choices[0].delta.content == "Hel"
+        desk.bring(request, "lo")
+        assert (await anext(chunks)).choices[0].delta.content == "lo"
+        desk.finish(request, reason=FinishReason.LENGTH)
+        last = await anext(chunks)
+        assert last.choices[0].finish_reason == "length"
+        assert last.model_extra is not None
+        assert last.model_extra["timings"]["ttft_ms"] == 30.0
+        usage = (await anext(chunks)).usage
+        assert usage is not None
+        assert usage.completion_tokens == 3
+        with pytest.raises(StopAsyncIteration):
+            await anext(chunks)
+
+
+async def test_the_synchronous_client() -> None:
+    desk = Desk()
+
+    def read(url: str) -> str:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as api:
+            stream = api.chat.completions.create(model=MODEL, messages=HI, stream=True)
+            return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+
+    async with serving(desk.app) as url:
+        assert await answered(desk, anyio.to_thread.run_sync(read, url), "a", "b", "c") == "abc"
+
+
+async def test_keepalives_do_not_disturb_the_client() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(api.chat.completions.create(model=MODEL, messages=HI, stream=True))
+        await desk.queued()
+        desk.clock.now += 2
+        desk.service.tick(desk.clock.now)
+        stream = await asking  # The status is there before any token is.
+        request = await desk.taken()
+        for text in "abc":
+            desk.clock.now += 6
+            desk.service.tick(desk.clock.now)
+            desk.bring(request, text)
+        desk.finish(request)
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
+
+
+async def test_logprobs_in_both_shapes() -> None:
+    desk = Desk()
+    found = [logprobs((7, -0.5), (8, -1.5))]
+    async with connected(desk) as api:
+        chat = asyncio.ensure_future(
+            api.chat.completions.create(model=MODEL, messages=HI, logprobs=True, top_logprobs=2)
+        )
+        desk.finish(await desk.taken(), "x", logprobs=found)
+        completion = asyncio.ensure_future(api.completions.create(model=MODEL, prompt="Hi", logprobs=2))
+        desk.finish(await desk.taken(), "x", logprobs=found)
+        chat_logprobs = (await chat).choices[0].logprobs
+        text_logprobs = (await completion).choices[0].logprobs
+    assert chat_logprobs is not None
+    assert chat_logprobs.content is not None
+    assert [top.logprob for top in chat_logprobs.content[0].top_logprobs] == [-0.5, -1.5]
+    assert text_logprobs is not None
+    assert text_logprobs.token_logprobs == [-0.5]
+    assert text_logprobs.text_offset == [0]
+
+
+async def test_sampling_reaches_the_engine() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = api.chat.completions.create(
+            model=MODEL,
+            messages=HI,
+            temperature=0.5,
+            top_p=0.9,
+            presence_penalty=0.1,
+            frequency_penalty=0.2,
+            logit_bias={"7": 5},
+            seed=-3,
+            stop=["x", "y"],
+            max_completion_tokens=9,
+            service_tier="flex",
+            extra_body={
+                "top_k": 40,
+                "min_p": 0.05,
+                "repetition_penalty": 1.1,
+                "min_tokens": 2,
+                "ignore_eos": True,
+                "stop_token_ids": [3],
+            },
+        )
+        task = asyncio.ensure_future(asking)
+        request = await desk.taken()
+        desk.answer(request, "ok")
+        reply = await task
+    params = request.sampling
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.05)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.1, 0.2, 1.1)
+    assert params.logit_bias == {7: 5.0}
+    assert params.seed == -3
+    assert params.stop == ("x", "y")
+    assert (params.max_tokens, params.min_tokens, params.ignore_eos) == (9, 2, True)
+    assert params.stop_token_ids == {3}
+    assert request.lane == Lane.BATCH
+    assert reply.service_tier == "flex"
+
+
+async def test_completions_of_several_prompts() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(api.completions.create(model=MODEL, prompt=["a", "b"], n=2))
+        first, second = await desk.taken(), await desk.taken()
+        desk.answer(second, "of b")
+        desk.answer(first, "of a")
+        reply = await asking
+    assert [(c.index, c.text) for c in reply.choices] == [(0, "of a"), (1, "of a"), (2, "of b"), (3, "of b")]
+    assert reply.usage is not None
+    assert reply.usage.prompt_tokens == 4
+    assert reply.usage.completion_tokens == 4
+
+
+async def test_errors_are_the_right_exceptions() -> None:
+    keys = {digest_of("a-key-of-16-chars"): Tenant(name="ours")}
+    full = {Lane.STANDARD: replace(DEFAULT_POLICIES[Lane.STANDARD], max_requests=1)}
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=keys), bounds=full)
+    async with connected(desk, api_key="a-key-of-16-chars") as api:
+        create = api.chat.completions.create
+        with pytest.raises(openai.AuthenticationError):
+            await api.with_options(api_key="wrong").models.list()
+        with pytest.raises(openai.NotFoundError) as unknown:
+            await create(model="other", messages=HI)
+        assert unknown.value.param == "model"
+        with pytest.raises(openai.BadRequestError) as wrong:
+            await create(model=MODEL, messages=HI, temperature=3)
+        assert wrong.value.param == "temperature"
+        waiting = asyncio.ensure_future(create(model=MODEL, messages=HI))
+        await desk.queued()
+        with pytest.raises(openai.InternalServerError) as refused:
+            await create(model=MODEL, messages=HI, stream=True)
+        assert refused.value.status_code == 503
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        desk.answer(await desk.taken(), "ok")
+        await waiting
+
+
+async def test_an_error_in_a_stream_is_raised() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(api.chat.completions.create(model=MODEL, messages=HI, stream=True))
+        request = await desk.taken()
+        desk.bring(request, "x")
+        stream = await asking
+        desk.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
+        with pytest.raises(openai.APIError, match="logits were not finite"):
+            async for _ in stream:
+                pass
+
+
+async def test_models() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL, "org/alias"), created=7))
+    async with connected(desk) as api:
+        assert [model.id async for model in api.models.list()] == [MODEL, "org/alias"]
+        model = await api.models.retrieve("org/alias")
+    assert (model.id, model.created, model.owned_by) == ("org/alias", 7, "penstock")

@@ -1,0 +1,282 @@
+"""What the operator sees and sets: keys, metrics, request ids, origins, the page."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.planning.request import FinishReason
+from gateway.access.keys import OPEN_TENANT, Access, digest_of
+from gateway.app import create_app
+from gateway.http.errors import ApiError
+from gateway.http.page import Page
+from gateway.service import ServiceOptions
+from priority.lanes import Lane, Tenant
+from tests.gateway.desk import MODEL, Desk, chat_body, client, settled, step_report
+
+pytestmark = pytest.mark.anyio
+
+ANN, BOB = Tenant(name="ann", top_lane=Lane.STANDARD), Tenant(name="bob", default_lane=Lane.BATCH)
+KEYS = {digest_of("key-of-ann"): ANN, digest_of("key-of-bob"): BOB}
+
+
+def test_without_keys_there_is_one_tenant() -> None:
+    assert Access().tenant(None) == Access().tenant("Bearer anything") == OPEN_TENANT
+
+
+@pytest.mark.parametrize(
+    "header",
+    [None, "", "Bearer", "Bearer ", "Basic key-of-ann", "key-of-ann", "Bearer key-of-an", "Bearer \udcff"],
+)
+def test_what_is_no_key_is_a_401(header: str | None) -> None:
+    with pytest.raises(ApiError) as error:
+        Access(KEYS).tenant(header)
+    assert (error.value.status, error.value.code) == (401, "invalid_api_key")
+    assert "key-of" not in error.value.message
+
+
+def test_a_key_is_its_tenants() -> None:
+    access = Access(KEYS)
+    assert access.tenant("Bearer key-of-ann") == ANN
+    assert access.tenant("bearer  key-of-bob ") == BOB
+
+
+def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+
+    def compare(known: bytes, given: bytes) -> bool:
+        compared.append(known)
+        return known == given
+
+    monkeypatch.setattr("hmac.compare_digest", compare)
+    Access(KEYS).tenant("Bearer key-of-ann")
+    assert compared == list(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("GET", "/v1/models"),
+        ("GET", f"/v1/models/{MODEL}"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+    ],
+)
+async def test_what_needs_a_key(method: str, path: str) -> None:
+    async with client(Desk(ServiceOptions(models=(MODEL,), clients=KEYS)).app) as http:
+        response = await http.request(method, path, json={})
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+async def test_what_needs_no_key(path: str) -> None:
+    async with client(Desk(ServiceOptions(models=(MODEL,), clients=KEYS)).app) as http:
+        assert (await http.get(path)).status_code == 200
+        assert (await http.head(path)).content == b""
+
+
+async def test_the_tenant_salts_the_prefix_cache() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=KEYS))
+    async with client(desk.app) as http:
+        headers = {"authorization": "Bearer key-of-bob"}
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(), headers=headers))
+        request = await desk.taken()
+        desk.answer(request, "ok")
+        await asking
+    assert (request.tenant, request.salt) == ("bob", b"bob")
+
+
+async def test_a_usable_request_id_is_echoed() -> None:
+    async with client(Desk().app) as http:
+        assert (await http.get("/health", headers={"x-request-id": "a-1"})).headers["x-request-id"] == "a-1"
+        for unusable in ("a b", "x" * 129, "<a>", ""):
+            reply = await http.get("/health", headers={"x-request-id": unusable})
+            assert reply.headers["x-request-id"].startswith("req_")
+
+
+async def test_the_same_request_id_twice_is_two_requests() -> None:
+    desk = Desk()
+    async with client(desk.app) as http:
+        headers = {"x-request-id": "same"}
+        body = chat_body()
+        asking = [
+            asyncio.create_task(http.post("/v1/chat/completions", json=body, headers=headers))
+            for _ in range(2)
+        ]
+        first, second = await desk.taken(), await desk.taken()
+        desk.answer(second, "second")
+        desk.answer(first, "first")
+        texts = [(await task).json()["choices"][0]["message"]["content"] for task in asking]
+    assert texts == ["first", "second"]
+
+
+async def test_origins_are_closed_unless_named() -> None:
+    origin = {"origin": "https://ours.example", "access-control-request-method": "POST"}
+    async with client(Desk().app) as http:
+        assert "access-control-allow-origin" not in (await http.get("/health", headers=origin)).headers
+    desk = Desk(ServiceOptions(models=(MODEL,), cors_origins=("https://ours.example",)))
+    async with client(desk.app) as http:
+        preflight = await http.options("/v1/chat/completions", headers=origin)
+        assert preflight.headers["access-control-allow-origin"] == "https://ours.example"
+        other = await http.get("/health", headers={"origin": "https://other.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+def samples(text: str) -> dict[str, float]:
+    """Value by name and labels."""
+    return {
+        sample.name
+        + "".join(f" {k}={v}" for k, v in sorted(sample.labels.items()) if k != "le"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_tell_what_happened() -> None:
+    desk = Desk()
+    async with client(desk.app) as http:
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
+        request = await desk.taken()
+        desk.bring(request, "a")
+        desk.finish(request, "b")
+        await asking
+        failing = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
+        desk.finish(await desk.taken(), reason=FinishReason.FAILED, error="x")
+        await failing
+        waiting = asyncio.create_task(
+            http.post("/v1/chat/completions", json=chat_body(service_tier="priority"))
+        )
+        await desk.queued()
+        found = samples((await http.get("/metrics")).text)
+        desk.answer(await desk.taken(), "x")
+        await waiting
+    assert found["penstock_choices_total finish_reason=stop lane=standard"] == 1
+    assert found["penstock_choices_total finish_reason=failed lane=standard"] == 1
+    assert found["penstock_output_tokens_total"] == 3
+    assert found["penstock_prompt_tokens_total"] == 18
+    assert found["penstock_time_to_first_token_seconds_count lane=standard"] == 1
+    assert found["penstock_time_to_first_token_seconds_sum lane=standard"] == pytest.approx(0.030)
+    assert found["penstock_time_per_output_token_seconds_sum lane=standard"] == pytest.approx(0.020)
+    assert found["penstock_step_seconds_count"] == 3
+    assert found["penstock_inter_token_seconds_count"] == 2
+    assert found["penstock_kv_usage_ratio"] == 0.25
+    assert found["penstock_queued_requests lane=interactive"] == 1
+    assert found["penstock_streams"] == 1
+    assert found["penstock_engine_up"] == 1
+
+
+async def test_cancelled_and_refused_are_counted_once() -> None:
+    desk = Desk()
+    async with client(desk.app) as http:
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(n=2)))
+        request = await desk.taken()
+        asking.cancel()
+        await settled()
+        for index in range(2):
+            desk.finish(request, "", index, FinishReason.CANCELLED)
+        found = samples((await http.get("/metrics")).text)
+    assert found["penstock_choices_total finish_reason=cancelled lane=standard"] == 2
+
+
+async def test_vllms_names_say_the_same() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), metrics_compat="vllm"))
+    desk.service.deliver(
+        step_report(num_running=3, num_waiting=1, num_preemptions=2, num_prefix_hit_tokens=5)
+    )
+    async with client(desk.app) as http:
+        found = samples((await http.get("/metrics")).text)
+    label = f" engine=0 model_name={MODEL}"
+    assert found[f"vllm:num_requests_running{label}"] == found["penstock_running_sequences"] == 3
+    assert found[f"vllm:num_requests_waiting{label}"] == 1
+    assert found[f"vllm:kv_cache_usage_perc{label}"] == 0.25
+    assert found[f"vllm:num_preemptions_total{label}"] == 2
+    assert found[f"vllm:prefix_cache_hits_total{label}"] == 5
+    assert found[f"vllm:cache_config_info block_size=16{label} num_gpu_blocks=32"] == 1
+    assert f"vllm:iteration_tokens_total_count{label}" in found
+
+
+async def test_two_apps_share_no_metric() -> None:
+    first, second = Desk(), Desk()
+    first.service.deliver(step_report())
+    assert samples(second.service.render_metrics().decode())["penstock_step_seconds_count"] == 0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "index.html").write_text("<!doctype html>")
+    (tmp_path / "main.js").write_text("export {};")
+    (tmp_path / "secret.py").write_text("no")
+    (tmp_path.parent / "outside.txt").write_text("no")
+    return tmp_path
+
+
+async def test_the_page_is_served_under_a_strict_policy(folder: Path) -> None:
+    async with client(create_app(Desk().service, folder)) as http:
+        page, script = await http.get("/"), await http.get("/static/main.js")
+        assert page.headers["content-type"].startswith("text/html")
+        assert script.headers["content-type"].startswith("text/javascript")
+        for reply in (page, script):
+            policy = reply.headers["content-security-policy"]
+            assert policy.startswith("default-src 'none'; script-src 'self'")
+            assert "unsafe" not in policy
+            assert reply.headers["x-content-type-options"] == "nosniff"
+            assert reply.headers["referrer-policy"] == "no-referrer"
+        again = await http.get("/", headers={"if-none-match": page.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/static/",
+        "/static/none.js",
+        "/static/secret.py",
+        "/static/../outside.txt",
+        "/static/%2e%2e/outside.txt",
+    ],
+)
+async def test_nothing_else_is_served(folder: Path, path: str) -> None:
+    async with client(create_app(Desk().service, folder)) as http:
+        reply = await http.get(path)
+    assert reply.status_code == 404
+    assert reply.json()["error"]["code"] == "unknown_url"
+
+
+async def test_without_a_page_there_is_none() -> None:
+    async with client(Desk().app) as http:
+        assert (await http.get("/")).status_code == 404
+
+
+def test_the_page_of_this_project_is_complete() -> None:
+    page: Any = Page(Path(__file__).parents[2] / "static")
+    assert "index.html" in page._files
+
+
+async def test_a_key_names_the_lane_of_requests_that_do_not() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=KEYS))
+    headers = {"authorization": "Bearer key-of-bob"}
+    async with client(desk.app) as http:
+        reply = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(), headers=headers))
+        request = await desk.taken()
+        assert request.lane == Lane.BATCH
+        desk.finish(request, "done")
+        assert (await reply).json()["service_tier"] == "flex"
+
+
+async def test_nobody_raises_its_lane_above_what_its_key_allows() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=KEYS))
+    headers = {"authorization": "Bearer key-of-ann"}
+    async with client(desk.app) as http:
+        body = chat_body(service_tier="priority")
+        reply = await http.post("/v1/chat/completions", json=body, headers=headers)
+    assert reply.status_code == 403
+    assert reply.json()["error"]["param"] == "service_tier"
+    assert reply.json()["error"]["code"] == "service_tier_not_allowed"

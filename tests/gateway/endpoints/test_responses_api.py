@@ -1,0 +1,487 @@
+"""The Responses API over real connections, with the engine in the test's hands."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+from starlette.applications import Starlette
+
+from engine.planning.request import FinishReason, Request
+from gateway.access.keys import digest_of
+from gateway.endpoints.conversations import ConversationsApi
+from gateway.endpoints.intake import Intake
+from gateway.endpoints.responses import ResponsesApi
+from gateway.http.connections import ServerSendMiddleware
+from gateway.http.errors import ApiError, answer_api_error
+from gateway.service import ServiceOptions
+from gateway.store.interface import Key, StoreUnavailable
+from priority.lanes import Lane, Tenant
+from tests.gateway.desk import MODEL, Desk, client, serving
+from tests.gateway.raw import dialled, get, post
+
+pytestmark = pytest.mark.anyio
+
+RESPONSES = "/v1/responses"
+
+
+def app_of(desk: Desk) -> Any:
+    intake = Intake(desk.service)
+    routes = [*ResponsesApi(desk.service, intake).routes(), *ConversationsApi(desk.service, intake).routes()]
+    handlers: Any = {ApiError: answer_api_error}
+    return ServerSendMiddleware(Starlette(routes=routes, exception_handlers=handlers))
+
+
+@contextlib.asynccontextmanager
+async def connected(desk: Desk, **options: Any) -> AsyncIterator[Any]:
+    async with (
+        serving(app_of(desk)) as url,
+        openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key=options.pop("api_key", "none"), max_retries=0, timeout=20
+        ) as api,
+    ):
+        yield api
+
+
+def told(desk: Desk, request: Request, *texts: str, reason: FinishReason = FinishReason.STOP) -> None:
+    """The model says these texts, with the tokens that spell them, and ends."""
+    for text in texts:
+        desk.bring(request, text, token_ids=desk.service.tokenizer.encode(text))
+    desk.finish(request, reason=reason, token_ids=[1] if reason is FinishReason.STOP else [])
+
+
+async def answered(desk: Desk, asking: Any, *texts: str, **fields: Any) -> Any:
+    """Awaits a call to the client while an engine answers it."""
+    task = asyncio.ensure_future(asking)
+    told(desk, await desk.taken(), *texts, **fields)
+    return await asyncio.wait_for(task, 10)
+
+
+async def taken_of(desk: Desk, asking: Any) -> tuple[Request, Any]:
+    """A call that is not answered yet, and what the engine has of it."""
+    task = asyncio.ensure_future(asking)
+    return await desk.taken(), task
+
+
+def spelt(desk: Desk, request: Request) -> str:
+    return desk.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+
+
+async def refused(asking: Any) -> Any:
+    """The error that a call ends with."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        await asyncio.wait_for(asking, 10)
+    return caught.value
+
+
+# One response
+
+
+async def test_a_response_and_what_is_kept_of_it() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        made = await answered(desk, api.responses.create(model=MODEL, input="Hi"), "Hel", "lo")
+        assert (made.status, made.output_text) == ("completed", "Hello")
+        assert made.usage.input_tokens_details.cached_tokens == 4
+        assert made.timings["lane"] == "standard"
+        assert await api.responses.retrieve(made.id) == made
+        (item,) = (await api.responses.input_items.list(made.id)).data
+        assert (item.role, item.content[0].text) == ("user", "Hi")
+        await api.responses.delete(made.id)
+        assert (await refused(api.responses.retrieve(made.id))).status_code == 404
+        assert (await refused(api.responses.delete(made.id))).status_code == 404
+
+
+async def test_what_is_asked_for_reaches_the_engine() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        request, task = await taken_of(
+            desk,
+            api.responses.create(
+                model=MODEL,
+                instructions="Be brief.",
+                input=[{"role": "user", "content": "Hi"}],
+                max_output_tokens=2,
+                service_tier="flex",
+                temperature=0.5,
+            ),
+        )
+        assert spelt(desk, request) == "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
+        assert (request.lane, request.sampling.max_tokens, request.sampling.temperature) == (
+            Lane.BATCH,
+            2,
+            0.5,
+        )
+        told(desk, request, "a", "b", reason=FinishReason.LENGTH)
+        made = await task
+    assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (made.service_tier, made.max_output_tokens) == ("flex", 2)
+
+
+async def test_a_stream_and_the_rest_of_it_from_every_event_on() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        stream = await answered(
+            desk, api.responses.create(model=MODEL, input="Hi", stream=True), "Hel", "", "lo"
+        )
+        events = [event async for event in stream]
+        assert [event.sequence_number for event in events] == list(range(10))
+        assert "".join(event.delta for event in events if event.type.endswith("text.delta")) == "Hello"
+        response_id = events[0].response.id
+        for number in range(-1, 10):
+            after = {} if number < 0 else {"starting_after": number}
+            rest = await api.responses.retrieve(response_id, stream=True, **after)
+            assert [event async for event in rest] == events[number + 1 :]
+        assert events[-1].response == await api.responses.retrieve(response_id)
+
+
+async def test_the_openai_stream_helper_reads_it() -> None:
+    desk = Desk()
+
+    async def read(api: Any) -> str:
+        async with api.responses.stream(model=MODEL, input="Hi") as stream:
+            found: str = (await stream.get_final_response()).output_text
+            return found
+
+    async with connected(desk) as api:
+        assert await answered(desk, read(api), "Hel", "lo") == "Hello"
+
+
+async def test_a_fault_before_the_first_byte_is_a_plain_one() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        request, task = await taken_of(desk, api.responses.create(model=MODEL, input="Hi", stream=True))
+        desk.finish(request, reason=FinishReason.FAILED)
+        assert (await refused(task)).status_code == 500
+
+
+async def test_a_fault_after_the_first_byte_ends_with_response_failed() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        request, task = await taken_of(desk, api.responses.create(model=MODEL, input="Hi", stream=True))
+        desk.bring(request, "Hel")
+        stream = await task
+        first = await anext(stream)
+        desk.finish(request, reason=FinishReason.FAILED)
+        last = [event async for event in stream][-1]
+        assert (last.type, last.response.error.code) == ("response.failed", "server_error")
+        assert last.response.output_text == "Hel"
+        assert (await api.responses.retrieve(first.response.id)).status == "failed"
+
+
+async def test_a_client_that_leaves_ends_its_response() -> None:
+    desk = Desk()
+    async with serving(app_of(desk)) as url, dialled(url) as line:
+        line.send(post(RESPONSES, {"model": MODEL, "input": "Hi"}))
+        request = await desk.taken()
+        line.hang_up()
+        await desk.left()
+    assert desk.engine.cancelled == [request.request_id]
+
+
+async def test_what_is_not_to_be_stored_cannot_be_asked_for() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        made = await answered(desk, api.responses.create(model=MODEL, input="Hi", store=False), "a")
+        assert (await refused(api.responses.retrieve(made.id))).status_code == 404
+        assert (await refused(api.responses.delete(made.id))).status_code == 404
+        error = await refused(api.responses.create(model=MODEL, input="b", previous_response_id=made.id))
+        assert (error.status_code, error.code) == (400, "previous_response_not_found")
+
+
+# In the background
+
+
+async def test_a_response_in_the_background() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        made = await api.responses.create(model=MODEL, input="Hi", background=True)
+        assert (made.status, made.output) == ("queued", [])
+        request = await desk.taken()
+        desk.bring(request, "Hel", token_ids=[7])
+        assert (await api.responses.retrieve(made.id)).status == "in_progress"
+        (item,) = (await api.responses.input_items.list(made.id)).data
+        assert item.content[0].text == "Hi"
+        stream = await api.responses.retrieve(made.id, stream=True, starting_after=3)
+        assert (await anext(stream)).delta == "Hel"
+        desk.finish(request, "lo")
+        assert [event async for event in stream][-1].response.output_text == "Hello"
+        assert (await api.responses.retrieve(made.id)).output_text == "Hello"
+
+
+async def test_cancelling() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        stream = await api.responses.create(model=MODEL, input="Hi", background=True, stream=True)
+        request = await desk.taken()
+        desk.bring(request, "Hel", token_ids=[7])
+        response_id = (await anext(stream)).response.id
+        cancelled = await api.responses.cancel(response_id)
+        assert (cancelled.status, cancelled.output_text) == ("cancelled", "Hel")
+        last = [event async for event in stream][-1]
+        assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+        assert desk.engine.cancelled == [request.request_id]
+        assert (await api.responses.cancel(response_id)).status == "cancelled"
+        assert (await api.responses.retrieve(response_id)).status == "cancelled"
+        whole = [event async for event in await api.responses.retrieve(response_id, stream=True)]
+        assert whole[-1] == last
+        for event in whole:
+            after = event.sequence_number
+            rest = await api.responses.retrieve(response_id, stream=True, starting_after=after)
+            assert [event async for event in rest] == whole[after + 1 :]
+
+
+async def test_only_the_background_can_be_cancelled() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        made = await answered(desk, api.responses.create(model=MODEL, input="Hi"), "a")
+        for _ in range(2):
+            error = await refused(api.responses.cancel(made.id))
+            assert (error.status_code, error.body["message"]) == (
+                400,
+                "Cannot cancel a synchronous response.",
+            )
+            _forget_all(desk)
+
+
+async def test_deleting_ends_what_is_at_work() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        made = await api.responses.create(model=MODEL, input="Hi", background=True)
+        request = await desk.taken()
+        await api.responses.delete(made.id)
+        assert desk.engine.cancelled == [request.request_id]
+        assert (await refused(api.responses.retrieve(made.id))).status_code == 404
+
+
+# What is found, and by whom
+
+
+@pytest.mark.parametrize("header", [True, False])
+async def test_what_is_resumable_goes_on_without_its_client(header: bool) -> None:
+    desk = Desk()
+    body = {"model": MODEL, "input": "Hi", "stream": True}
+    options = {} if header else {"stream_options": {"resumable": True}}
+    sent = post(RESPONSES, body | options, *(["idempotency-key: k"] if header else []))
+    async with serving(app_of(desk)) as url, dialled(url) as line, dialled(url) as other:
+        line.send(sent)
+        request = await desk.taken()
+        desk.bring(request, "Hel")
+        await line.head()
+        line.hang_up()
+        recording = await desk.service.recordings.find("default", request.request_id)
+        assert recording is not None
+        while recording.is_read:
+            await asyncio.sleep(0)
+        assert desk.engine.cancelled == []
+        desk.finish(request, "lo")
+        other.send(sent if header else get(f"{RESPONSES}/{request.request_id}?stream=true"))
+        assert b'"text":"Hello"' in (await other.answer()).body
+
+
+def _forget_all(desk: Desk) -> None:
+    """The recordings are gone; what is in the store stays."""
+    desk.clock.now += 301
+    desk.service.recordings.tick(desk.clock.now)
+    assert len(desk.service.recordings) == 0
+
+
+async def test_a_response_outlives_its_events() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        made = await answered(desk, api.responses.create(model=MODEL, input="Hi"), "a")
+        _forget_all(desk)
+        assert await api.responses.retrieve(made.id) == made
+        assert len((await api.responses.input_items.list(made.id)).data) == 1
+        error = await refused(api.responses.retrieve(made.id, stream=True))
+        assert error.status_code == 410
+
+
+async def test_each_look_at_a_response_keeps_it_for_a_day() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        made = await answered(desk, api.responses.create(model=MODEL, input="Hi"), "a")
+        for _ in range(3):
+            desk.clock.now += 23 * 3600
+            assert (await api.responses.retrieve(made.id)).id == made.id
+        desk.clock.now += 25 * 3600
+        desk.service.recordings.tick(desk.clock.now)
+        assert (await refused(api.responses.retrieve(made.id))).status_code == 404
+
+
+async def test_anothers_response_is_no_response() -> None:
+    keys = {digest_of(key): Tenant(name=key) for key in ("ann", "bob")}
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=keys))
+    async with connected(desk, api_key="ann") as ann:
+        bob = ann.with_options(api_key="bob")
+        made = await answered(desk, ann.responses.create(model=MODEL, input="Hi"), "a")
+        unknown = "resp_" + "0" * 48
+        for find in (
+            bob.responses.retrieve,
+            bob.responses.delete,
+            bob.responses.cancel,
+            bob.responses.input_items.list,
+            lambda one: bob.responses.retrieve(one, stream=True),
+        ):
+            foreign, none = await refused(_awaited(find(made.id))), await refused(_awaited(find(unknown)))
+            assert foreign.status_code == none.status_code == 404
+            assert foreign.body["message"].replace(made.id, unknown) == none.body["message"]
+        error = await refused(bob.responses.create(model=MODEL, input="b", previous_response_id=made.id))
+        assert error.code == "previous_response_not_found"
+        assert (await ann.responses.retrieve(made.id)).id == made.id
+
+
+async def _awaited(call: Any) -> Any:
+    return await call
+
+
+async def test_malformed_questions() -> None:
+    desk = Desk()
+    async with client(app_of(desk)) as http:
+        for path, param in (
+            ("resp-1", "response_id"),
+            ("conv_1", "response_id"),
+            ("resp_1?stream=true&starting_after=x", "starting_after"),
+            ("resp_1/input_items?limit=0", "limit"),
+        ):
+            reply = await http.get(f"{RESPONSES}/{path}")
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_corrupt_record_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    desk = Desk()
+    await desk.service.store.put(Key("response", "default", "resp_1"), b'{"object":', 60.0)
+    async with client(app_of(desk)) as http:
+        with caplog.at_level(logging.WARNING):
+            reply = await http.get(f"{RESPONSES}/resp_1")
+    assert reply.status_code == 404
+    assert len([line for line in caplog.messages if "resp_1" in line]) == 1
+
+
+# Going on
+
+
+async def test_a_thread_goes_on_from_its_own_tokens() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        request, task = await taken_of(
+            desk, api.responses.create(model=MODEL, input="Hi", instructions="Be brief.")
+        )
+        told(desk, request, "Hel", "lo")
+        first = await task
+        request, task = await taken_of(
+            desk, api.responses.create(model=MODEL, input="And?", previous_response_id=first.id)
+        )
+        # The instructions were the first turn's alone.
+        asked = "<|bos|><|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>And?<|end|><|assistant|>"
+        assert spelt(desk, request) == asked
+        told(desk, request, "Yes")
+        second = await task
+        request, task = await taken_of(
+            desk, api.responses.create(model=MODEL, input="So", previous_response_id=second.id)
+        )
+        assert spelt(desk, request) == f"{asked}Yes<|end|><|user|>So<|end|><|assistant|>"
+        told(desk, request, "x")
+        assert (await task).previous_response_id == second.id
+
+
+async def test_what_has_no_answer_is_not_gone_on_from() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        made = await api.responses.create(model=MODEL, input="Hi", background=True)
+        await desk.taken()
+        going_on = {"model": MODEL, "input": "b", "previous_response_id": made.id}
+        assert (await refused(api.responses.create(**going_on))).code == "previous_response_not_ready"
+        await api.responses.cancel(made.id)
+        error = await refused(api.responses.create(**going_on))
+        assert (error.status_code, error.code) == (400, "previous_response_not_ready")
+        going_on["previous_response_id"] = "resp_0"
+        assert (await refused(api.responses.create(**going_on))).code == "previous_response_not_found"
+
+
+async def test_a_conversation_takes_in_its_responses() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        conversation = await api.conversations.create()
+        ask = {"model": MODEL, "conversation": conversation.id}
+        first = await answered(desk, api.responses.create(input="Hi", **ask), "Hel", "lo")
+        assert first.conversation.id == conversation.id
+        request, task = await taken_of(desk, api.responses.create(input="And?", **ask))
+        assert "<|assistant|>Hello<|end|><|user|>And?" in spelt(desk, request)
+        # One at a time.
+        error = await refused(api.responses.create(input="Me, too", **ask))
+        assert (error.status_code, error.code) == (409, "conversation_locked")
+        told(desk, request, "Yes")
+        await task
+        items = (await api.conversations.items.list(conversation.id, order="asc")).data
+        assert [(item.role, item.content[0].text) for item in items] == [
+            ("user", "Hi"),
+            ("assistant", "Hello"),
+            ("user", "And?"),
+            ("assistant", "Yes"),
+        ]
+        assert items[1].id == first.output[0].id
+
+
+async def test_a_response_that_fails_leaves_its_conversation_as_it_was_and_free() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        conversation = await api.conversations.create()
+        ask = {"model": MODEL, "conversation": conversation.id}
+        request, task = await taken_of(desk, api.responses.create(input="Hi", **ask))
+        desk.finish(request, reason=FinishReason.FAILED)
+        assert (await refused(task)).status_code == 500
+        # Too long: refused before it was queued.
+        assert (await refused(api.responses.create(input="x" * 600, **ask))).code == "context_length_exceeded"
+        assert (await api.conversations.items.list(conversation.id)).data == []
+        await answered(desk, api.responses.create(input="Hi", **ask), "a")
+        assert len((await api.conversations.items.list(conversation.id)).data) == 2
+
+
+async def test_a_conversation_that_is_not_there() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        error = await refused(api.responses.create(model=MODEL, input="Hi", conversation="conv_0"))
+        assert error.status_code == 404
+
+
+async def test_a_store_that_is_away_for_a_moment_costs_a_conversation_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    desk = Desk()
+    store, times_away = desk.service.store, 2
+    get = store.get
+
+    async def away_at_first(key: Key, ttl_s: float | None = None) -> bytes | None:
+        nonlocal times_away
+        times_away -= 1
+        if times_away >= 0:
+            raise StoreUnavailable
+        return await get(key, ttl_s)
+
+    async with connected(desk) as api:
+        conversation = await api.conversations.create()
+        request, task = await taken_of(
+            desk, api.responses.create(model=MODEL, input="Hi", conversation=conversation.id)
+        )
+        monkeypatch.setattr(store, "get", away_at_first)
+        told(desk, request, "a")
+        assert (await task).status == "completed"
+        assert len((await api.conversations.items.list(conversation.id)).data) == 2
+
+
+async def test_a_request_that_is_sent_twice_is_done_once() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        ask = {"model": MODEL, "input": "Hi", "extra_headers": {"Idempotency-Key": "k"}}
+        first = await answered(desk, api.responses.create(**ask), "a")
+        assert await api.responses.create(**ask) == first
+        _forget_all(desk)
+        assert await api.responses.create(**ask) == first
+        ask["input"] = "Ho"
+        assert (await refused(api.responses.create(**ask))).code == "idempotency_key_reused"

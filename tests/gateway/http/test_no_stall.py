@@ -1,0 +1,310 @@
+"""No body within the limits holds the server up: measured in processor time, beside a plain request's.
+
+Two clocks, both deaf to other processes. That of the event loop's thread, around every callback, says for how long the
+loop was held. That of the whole process, between the ticks of a thread that does nothing else, says for how long
+nobody could have the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+
+from gateway.http.limits import Limits
+from gateway.service import ServiceOptions
+from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, logprobs, make_tokenizer
+
+pytestmark = pytest.mark.anyio
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CONTEXT = 131_072
+MAX_BYTES = Limits().max_body_bytes
+
+HELD_BY_LOOP = 40
+"""Plain requests' worth of time. Where a plain one takes half a millisecond, as it does on a slow core, it is 20 ms."""
+HELD_IN_ONE_PIECE = 200
+TIMES_ITS_SIZE = 20
+SPARE_BYTES = 8 * 1024 * 1024
+"""What any request may take beside, however small: thousands of empty messages come to a few megabytes."""
+
+
+def filled(start: str, entry: str, end: str, most: int = MAX_BYTES) -> bytes:
+    """A body of `most` bytes that is nearly all one list of the same entries."""
+    number = (most - len(start) - len(end)) // (len(entry) + 1)
+    return f"{start}{','.join([entry] * number)}{end}".encode()
+
+
+def numbered(start: str, entry: str, end: str, number: int) -> bytes:
+    """The same of different entries, each with its number in it."""
+    return f"{start}{','.join(entry % i for i in range(number))}{end}".encode()[:MAX_BYTES]
+
+
+MODEL_JSON = f'"model":"{MODEL}"'
+HELLO = '"messages":[{"role":"user","content":"Hi"}]'
+IN_CHAT = f"{{{MODEL_JSON},{HELLO},"
+IN_TEXT = f'{{{MODEL_JSON},"prompt":"Hi",'
+IN_RESPONSE = f'{{{MODEL_JSON},"input":"Hi",'
+MESSAGE = '{"role":"user","content":""}'
+PART = '{"type":"text","text":""}'
+LONG = "All work and no play. " * (CONTEXT * 3 // 4 // 22)
+
+# Every field that takes a list or a map, at its largest: right, wrong, and as large as it is let in.
+CORPUS: dict[str, tuple[str, bytes]] = {
+    "prompt of floats": (COMPLETIONS, filled(f'{{{MODEL_JSON},"prompt":[', "0.5", "]}")),
+    "prompt of zeros": (COMPLETIONS, filled(f'{{{MODEL_JSON},"prompt":[', "0", "]}")),
+    "prompt of texts": (COMPLETIONS, filled(f'{{{MODEL_JSON},"prompt":[', '"a"', "]}")),
+    "prompt of lists": (COMPLETIONS, filled(f'{{{MODEL_JSON},"prompt":[', "[]", "]}")),
+    "prompts of zeros": (
+        COMPLETIONS,
+        filled(f'{{{MODEL_JSON},"prompt":[', f"[{','.join(['0'] * 60_000)}]", "]}"),
+    ),
+    "prompt to the brim": (COMPLETIONS, filled(f'{{{MODEL_JSON},"prompt":[', "200", "]}", 4 * CONTEXT - 200)),
+    "stop": (COMPLETIONS, filled(IN_TEXT + '"stop":[', '"a"', "]}")),
+    "stop_token_ids": (COMPLETIONS, filled(IN_TEXT + '"stop_token_ids":[', "-1", "]}")),
+    "logit_bias": (COMPLETIONS, numbered(IN_TEXT + '"logit_bias":{', '"%d":0', "}}", 300_000)),
+    "unknown": (COMPLETIONS, numbered(IN_TEXT, '"%x":0', "}", 300_000)),
+    "unknown, as many as may be": (COMPLETIONS, numbered(IN_TEXT, '"%x":0', "}", 1000)),
+    "messages": (CHAT, filled(f'{{{MODEL_JSON},"messages":[', MESSAGE, "]}")),
+    "messages of numbers": (CHAT, filled(f'{{{MODEL_JSON},"messages":[', "0", "]}")),
+    "messages, as many as may be": (CHAT, filled(f'{{{MODEL_JSON},"messages":[', MESSAGE, "]}", 29 * 2048)),
+    "messages, all wrong": (CHAT, filled(f'{{{MODEL_JSON},"messages":[', '{"role":0}', "]}", 11 * 2048)),
+    "parts": (
+        CHAT,
+        filled(
+            f'{{{MODEL_JSON},"messages":[', f'{{"role":"user","content":[{",".join([PART] * 256)}]}}', "]}"
+        ),
+    ),
+    "parts, as many as may be": (
+        CHAT,
+        filled(
+            f'{{{MODEL_JSON},"messages":[',
+            f'{{"role":"user","content":[{",".join([PART] * 256)}]}}',
+            "]}",
+            63 * 6800,
+        ),
+    ),
+    "metadata": (CHAT, numbered(IN_CHAT + '"metadata":{', '"%x":""', "}}", 300_000)),
+    "modalities": (CHAT, filled(IN_CHAT + '"modalities":[', '"text"', "]}", 8 * 65_000)),
+    "annotations": (
+        CHAT,
+        filled(f'{{{MODEL_JSON},"messages":[{{"role":"assistant","content":"","annotations":[', "0", "]}]}"),
+    ),
+    "tools": (RESPONSES, filled(IN_RESPONSE + '"tools":[', "{}", "]}")),
+    "include": (RESPONSES, filled(IN_RESPONSE + '"include":[', '"web_search_call.results"', "]}")),
+    "input of numbers": (RESPONSES, filled(f'{{{MODEL_JSON},"input":[', "0", "]}")),
+    "input, as much as may be": (RESPONSES, filled(f'{{{MODEL_JSON},"input":[', MESSAGE, "]}", 29 * 2048)),
+    "items": ("/v1/conversations", filled('{"items":[', MESSAGE, "]}")),
+    "tokens": ("/detokenize", filled('{"tokens":[', "200", "]}")),
+    "tokens to locate": ("/v1/prefixes/locate", filled('{"tokens":[', "200", "]}", 4 * CONTEXT - 200)),
+    "depth": (CHAT, b'{"messages":' + b"[" * 4_000_000),
+    "quotes": (CHAT, b'{"user":"' + b'\\"' * 2_000_000 + b'"}'),
+    "empty texts": (CHAT, filled('{"user":[', '""', "]}")),
+    "commas and brackets in texts": (CHAT, filled('{"user":[', '"[,[,[,"', "]}")),
+    "long text": (
+        COMPLETIONS,
+        f'{{{MODEL_JSON},"prompt":"{LONG}"}}'.encode(),
+    ),
+    "long message": (
+        CHAT,
+        f'{{{MODEL_JSON},"messages":[{{"role":"user","content":"{LONG}"}}]}}'.encode(),
+    ),
+    "long text, spelt": (
+        "/tokenize",
+        f'{{"return_token_strs":true,"prompt":"{LONG}"}}'.encode(),
+    ),
+    "long input": (
+        RESPONSES,
+        f'{{{MODEL_JSON},"input":"{LONG}"}}'.encode(),
+    ),
+    "too long a text": (COMPLETIONS, f'{{{MODEL_JSON},"prompt":"{"a" * 4_000_000}"}}'.encode()),
+}
+
+
+class Watch:
+    """For how long the loop, and the interpreter, were held at most; in seconds of processor time."""
+
+    def __init__(self) -> None:
+        self.loop_s = self.piece_s = 0.0
+        self._over = threading.Event()
+
+    @contextlib.contextmanager
+    def watching(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        run = asyncio.Handle._run
+
+        def timed(handle: asyncio.Handle) -> None:
+            started_s = time.thread_time()
+            run(handle)
+            self.loop_s = max(self.loop_s, time.thread_time() - started_s)
+
+        ticking = threading.Thread(target=self._tick)
+        with monkeypatch.context() as patched:
+            patched.setattr(asyncio.Handle, "_run", timed)
+            ticking.start()
+            try:
+                yield
+            finally:
+                self._over.set()
+                ticking.join()
+
+    def _tick(self) -> None:
+        last_s = time.process_time()
+        while not self._over.wait(0.0005):
+            now_s = time.process_time()
+            self.piece_s = max(self.piece_s, now_s - last_s)
+            last_s = now_s
+
+
+@contextlib.asynccontextmanager
+async def answering(desk: Desk) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an engine that says one word to everything."""
+
+    async def answer() -> None:
+        while True:
+            desk.answer(await desk.taken(), "ok")
+
+    task = asyncio.create_task(answer())
+    try:
+        async with client(desk.app) as http:
+            yield http
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def desk_of_a_long_context() -> Desk:
+    desk = Desk(ServiceOptions(models=(MODEL,)), tokenizer=make_tokenizer())
+    desk.engine.max_sequence_tokens = CONTEXT
+    return desk
+
+
+async def send(http: httpx.AsyncClient, path: str, body: bytes) -> int:
+    reply = await http.post(path, content=body, headers={"content-type": "application/json"})
+    return reply.status_code
+
+
+async def plain_s(http: httpx.AsyncClient) -> float:
+    """What one plain request takes of the processor, client included."""
+    body, times = orjson.dumps(chat_body()), 20
+    started_s = time.process_time()
+    for _ in range(times):
+        assert await send(http, CHAT, body) == 200
+    return (time.process_time() - started_s) / times
+
+
+async def least(times: int, measure: Callable[[], Any]) -> tuple[float, float]:
+    """Each figure's least: what is there every time is the code's doing."""
+    found = [await measure() for _ in range(times)]
+    return min(loop_s for loop_s, _ in found), min(piece_s for _, piece_s in found)
+
+
+@pytest.mark.parametrize("name", CORPUS)
+async def test_no_body_holds_the_server_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, body = CORPUS[name]
+    assert len(body) <= MAX_BYTES
+
+    async def measure() -> tuple[float, float]:
+        watch = Watch()
+        with watch.watching(monkeypatch):
+            assert await send(http, path, body) in (200, 400, 429, 503)
+        return watch.loop_s, watch.piece_s
+
+    gc.collect()
+    async with answering(desk_of_a_long_context()) as http:
+        unit_s = await plain_s(http)
+        loop_s, piece_s = await least(2, measure)
+        if loop_s > HELD_BY_LOOP * unit_s or piece_s > HELD_IN_ONE_PIECE * unit_s:
+            loop_s, piece_s = await least(3, measure)
+    print(f"{name}: loop {loop_s * 1e3:.1f} ms, piece {piece_s * 1e3:.1f} ms, plain {unit_s * 1e3:.2f} ms")
+    assert loop_s <= HELD_BY_LOOP * unit_s
+    assert piece_s <= HELD_IN_ONE_PIECE * unit_s
+
+
+NUM_CHOICES, NUM_TOKENS = 32, 1500
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_no_answer_holds_the_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer of tens of megabytes, in one piece for its client."""
+    desk, watch = desk_of_a_long_context(), Watch()
+    wanted = {"logprobs": True, "top_logprobs": 20} if path == CHAT else {"logprobs": 20}
+    fields: dict[str, Any] = {"n": NUM_CHOICES, "max_tokens": NUM_TOKENS, **wanted}
+    body = chat_body(**fields) if path == CHAT else completion_body(**fields)
+    found = logprobs(*((token_id, -0.1 * token_id) for token_id in range(5, 25)))
+    async with answering(desk) as http:
+        unit_s = await plain_s(http)
+    async with client(desk.app) as http:
+        asking = asyncio.create_task(http.post(path, json=body))
+        request = await desk.taken()
+        for index in range(NUM_CHOICES):
+            token_ids, many = [7] * NUM_TOKENS, [found] * NUM_TOKENS
+            desk.finish(request, "x", index, token_ids=token_ids, logprobs=many)
+        gc.collect()
+        with watch.watching(monkeypatch):
+            reply = await asking
+    choices = orjson.loads(reply.content)["choices"]
+    assert [len(str(choice["logprobs"])) > 10**5 for choice in choices] == [True] * NUM_CHOICES
+    print(f"{len(reply.content)} bytes: loop {watch.loop_s * 1e3:.1f} ms, plain {unit_s * 1e3:.2f} ms")
+    assert watch.loop_s <= HELD_BY_LOOP * unit_s
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": 20, "max_completion_tokens": 400}, "max_completion_tokens"),
+        (COMPLETIONS, {"logprobs": 20, "max_tokens": 400}, "max_tokens"),
+    ],
+)
+async def test_an_answer_in_one_piece_is_bounded(path: str, fields: dict[str, Any], param: str) -> None:
+    desk = desk_of_a_long_context()
+    body = chat_body(n=128, **fields) if path == CHAT else completion_body(n=128, **fields)
+    async with client(desk.app) as http:
+        refused = await http.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        asking = asyncio.create_task(http.post(path, json={**body, "stream": True}))
+        assert (await desk.taken()).sampling.max_tokens == 400
+        del body[param]
+        asking_all = asyncio.create_task(http.post(path, json=body))
+        most = Limits().max_logprobs // (128 * 21)
+        assert (await desk.taken()).sampling.max_tokens == (most if path == CHAT else 16)
+        for task in (asking, asking_all):
+            task.cancel()
+        await asyncio.gather(asking, asking_all, return_exceptions=True)
+
+
+MEMORY = Path("/proc/self")
+
+
+def peak_bytes() -> int:
+    lines = (MEMORY / "status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+def forget_peak() -> int:
+    """The memory in use, from which on peaks count."""
+    gc.collect()
+    (MEMORY / "clear_refs").write_text("5")
+    return peak_bytes()
+
+
+@pytest.mark.skipif(not (MEMORY / "clear_refs").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("name", CORPUS)
+async def test_no_body_takes_many_times_its_size(name: str) -> None:
+    path, body = CORPUS[name]
+    async with answering(desk_of_a_long_context()) as http:
+        await plain_s(http)
+        before = forget_peak()
+        await send(http, path, body)
+        taken = peak_bytes() - before
+    print(f"{name}: {taken / len(body):.1f} times its {len(body)} bytes")
+    assert taken <= TIMES_ITS_SIZE * len(body) + SPARE_BYTES

@@ -1,0 +1,86 @@
+"""What goes wrong behind a stream on the same connection leaves the stream alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from gateway.http.protocol import GatewayProtocol
+from tests.gateway.desk import Desk, chat_body, serving
+from tests.gateway.raw import Line, dialled, get, post, read_events
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+
+
+class Hasty(GatewayProtocol):
+    header_deadline_s = 0.05
+    body_deadline_s = 0.05
+
+
+async def whole_stream(desk: Desk, line: Line, behind: bytes) -> bytes:
+    """A stream that gets a token before and one after the client sends something behind it; all that came."""
+    line.send(post(CHAT, chat_body(stream=True)))
+    request = await desk.taken()
+    desk.bring(request, "Hel")
+    assert (await line.head())[0] == 200
+    begun = await line.chunk()
+    line.send(behind)
+    await asyncio.sleep(0.2)  # longer than the hasty deadlines: nothing may happen in this time
+    desk.finish(request, "lo")
+    return begun + b"".join([chunk async for chunk in line.chunks()])
+
+
+def text_of(stream: bytes) -> str:
+    *chunks, done = (event.data for event in read_events(stream))
+    assert done == "[DONE]"
+    return "".join(json.loads(chunk)["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        b"garbage\r\n\r\n",
+        get("/health") + b"\x00\x01 nonsense\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nhost",
+        get(CHAT, "content-length: 100", "content-type: application/json", method="POST") + b"{",
+    ],
+    ids=["garbage", "garbage after a request", "half a header", "half a body"],
+)
+async def test_a_stream_ends_whole_whatever_comes_behind_it(behind: bytes) -> None:
+    desk = Desk()
+    async with serving(desk.app, Hasty) as url, dialled(url) as line:
+        assert text_of(await whole_stream(desk, line, behind)) == "Hello"
+
+
+async def test_after_garbage_behind_a_stream_the_connection_ends_with_it() -> None:
+    desk = Desk()
+    async with serving(desk.app) as url, dialled(url) as line:
+        await whole_stream(desk, line, b"garbage\r\n\r\n")
+        assert await line.rest() == b""
+
+
+async def test_a_hang_up_behind_a_pipelined_request_cancels_the_stream() -> None:
+    desk = Desk()
+    async with serving(desk.app) as url, dialled(url) as line:
+        line.send(post(CHAT, chat_body(stream=True)) + get("/health"))
+        request = await desk.taken()
+        desk.bring(request, "Hel")
+        await line.head()
+        line.hang_up()
+        await desk.left()
+        assert desk.engine.cancelled == [request.request_id]
+
+
+async def test_an_offered_upgrade_is_refused() -> None:
+    async with serving(Desk().app) as url, dialled(url) as line:
+        offer = ("connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
+        line.send(get("/health"))
+        assert (await line.answer()).status == 200
+        line.send(post("/tokenize", {"prompt": "Hi"}, *offer))
+        refused = await line.answer()
+        assert (refused.status, refused.error["code"]) == (400, "upgrade_not_supported")
+        assert await line.rest() == b""

@@ -1,0 +1,88 @@
+"""Recordings without a server, and a connection whose willingness to take more is the test's choice."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from engine.planning.request import FinishReason, Output, Request, SamplingParams
+from gateway.http.connections import Connection, Timeouts
+from gateway.sessions.recordings.chat import ChatFormat, about
+from gateway.sessions.recordings.recording import Reader, Recording
+from gateway.wire.shapes import Head
+from tests.gateway.desk import make_timings, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+
+
+def make_request(request_id: str = "chatcmpl-1", **fields: Any) -> Request:
+    return Request(
+        request_id=request_id, prompt_token_ids=(5, 6), sampling=SamplingParams(max_tokens=100), **fields
+    )
+
+
+def make_recording(request: Request | None = None, *, include_usage: bool = False) -> Recording:
+    head = Head(id="chatcmpl-1", created=7, model="paper", service_tier="default")
+    return Recording(
+        request or make_request(),
+        kind="chat",
+        about=about(head, stream=True, include_usage=include_usage),
+        created=7,
+        detachable=True,
+        journalled=True,
+        max_detached_s=60.0,
+    )
+
+
+def bring(recording: Recording, text: str) -> None:
+    recording.push(Output(request_id=recording.id, index=0, token_ids=[9], text=text))
+
+
+def end(recording: Recording) -> None:
+    timings = make_timings(recording.request)
+    last = Output(request_id=recording.id, index=0, finish_reason=FinishReason.STOP, timings=timings)
+    recording.push(last)
+    recording.settled = True
+
+
+class PaperConnection:
+    """Takes frames at once while `writable`."""
+
+    def __init__(self) -> None:
+        self.committed = True
+        self.gone = False
+        self.overdue = False
+        self.waits = True
+        self.writable = True
+        self.sent: list[bytes] = []
+
+    def is_writable(self) -> bool:
+        return self.writable
+
+    def send_now(self, body: bytes) -> None:
+        self.sent.append(body)
+
+    def wake(self) -> None:
+        self.waits = False
+
+    def look_after(self, now: float, timeouts: Timeouts) -> None:
+        """It is patient."""
+
+
+class PaperReader:
+    """A reader, and all that it was sent."""
+
+    def __init__(self, recording: Recording, position: int = -1) -> None:
+        self.connection = PaperConnection()
+        format = ChatFormat(recording, TOKENIZER)
+        self.reader = Reader(recording, format, cast(Connection, self.connection), position)
+        recording.attach(self.reader)
+
+    def take(self) -> None:
+        """The connection's own task gets its turn."""
+        self.connection.sent += self.reader.take()
+        self.connection.waits = True
+
+    @property
+    def frames(self) -> list[bytes]:
+        """One a frame, however they were sent."""
+        return [frame + b"\n\n" for frame in b"".join(self.connection.sent).split(b"\n\n") if frame]

@@ -1,0 +1,99 @@
+"""What a connection is sent does not depend on when it came, how fast it reads, or how the tokens were brought."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.http.errors import ApiError
+from tests.gateway.sessions.recordings.paper import PaperReader, bring, end, make_recording
+
+texts = st.lists(st.sampled_from(["", "a", "é", "\n", '"', "long " * 9]), max_size=12)
+
+
+def canonical(brought: list[str], *, include_usage: bool) -> list[bytes]:
+    recording = make_recording(include_usage=include_usage)
+    for text in brought:
+        bring(recording, text)
+    end(recording)
+    reader = PaperReader(recording)
+    reader.take()
+    return reader.frames
+
+
+@settings(max_examples=200)
+@given(texts, st.booleans(), st.data())
+def test_every_reader_gets_every_event_after_its_position_once(
+    brought: list[str], include_usage: bool, data: st.DataObject
+) -> None:
+    expected = canonical(brought, include_usage=include_usage)
+    recording = make_recording(include_usage=include_usage)
+    readers: list[tuple[int, PaperReader]] = []
+    for text in brought:
+        if data.draw(st.booleans(), label="a reader comes"):
+            position = data.draw(st.integers(-1, recording.num_texts), label="position")
+            readers.append((position, PaperReader(recording, position)))
+        for _, reader in readers:
+            reader.connection.writable = data.draw(st.booleans(), label="writable")
+        bring(recording, text)
+        for _, reader in readers:
+            if data.draw(st.booleans(), label="its task runs"):
+                reader.take()
+    end(recording)
+    for position, reader in readers:
+        reader.take()
+        assert reader.reader.at_end
+        assert reader.frames == expected[position + 1 :]
+
+
+@given(texts)
+def test_numbers_have_no_gaps(brought: list[str]) -> None:
+    *numbered, done = canonical(brought, include_usage=True)
+    assert done == b"data: [DONE]\n\n"
+    assert [int(frame.split(b"\n")[0].removeprefix(b"id: ")) for frame in numbered] == list(
+        range(len(numbered))
+    )
+
+
+def test_what_replaying_brings_is_what_was_said() -> None:
+    recording, again = make_recording(), make_recording()
+    for text in ("a", "", "b"):
+        bring(recording, text)
+    end(recording)
+    again.replay(["a", "", "b", ""], recording.finish_reason)
+    again.timings_json = recording.timings_json
+    again.settled = True
+    first, second = PaperReader(recording), PaperReader(again)
+    first.take()
+    second.take()
+    assert first.frames == second.frames
+
+
+def test_a_reader_that_falls_behind_what_is_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 200)
+    recording = make_recording()
+    reader = PaperReader(recording)
+    reader.connection.writable = False
+    for text in "abcdefg":
+        bring(recording, text)
+    with pytest.raises(ApiError) as caught:
+        reader.take()
+    assert caught.value.status == 410
+    fault, done = reader.reader.give_up(caught.value)
+    assert b"position_expired" in fault
+    assert done == b"data: [DONE]\n\n"
+    assert reader.reader.at_end
+
+
+@given(st.integers(1, 30), st.integers(0, 20))
+def test_what_is_forgotten_is_the_oldest(number: int, kept: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 65 * kept)
+        recording = make_recording()
+        for i in range(number):
+            bring(recording, chr(97 + i))
+    assert recording.num_texts == number
+    assert recording.num_dropped == max(0, number - kept)
+    assert recording.texts == [chr(97 + i) for i in range(recording.num_dropped, number)]
+    assert recording.texts_from(number - 1)[-1:] == recording.texts[-1:]

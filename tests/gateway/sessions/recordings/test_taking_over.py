@@ -1,0 +1,279 @@
+"""What one server began another one finishes: same events, same numbers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine.engine import EngineState
+from engine.planning.request import FinishReason, Request
+from gateway.http.errors import ApiError
+from gateway.sessions.recordings.recording import Recording
+from gateway.sessions.recordings.registry import MAX_ATTEMPTS
+from gateway.store.interface import JournalChange, StoreUnavailable
+from tests.gateway.desk import Clock, Desk, make_timings, make_tokenizer
+from tests.gateway.sessions.recordings.paper import PaperReader, make_recording, make_request
+from tests.gateway.sessions.recordings.surviving import SurvivingStore
+
+pytestmark = pytest.mark.anyio
+
+TEXT = "Grüße, 日本!"
+TOKENS = make_tokenizer().encode(TEXT)
+"""One a byte: most bring no text of their own."""
+ID = "chatcmpl-" + "1" * 32
+
+
+@asynccontextmanager
+async def serving(store: SurvivingStore) -> AsyncIterator[Desk]:
+    desk = Desk(store=store, clock=store.clock)
+    async with desk.service.recordings.running():
+        yield desk
+
+
+async def begun(desk: Desk, request: Request | None = None) -> Recording:
+    like = make_recording()
+    recordings = desk.service.recordings
+    recording = await recordings.start(
+        request or make_request(ID, tenant="ann"),
+        kind="chat",
+        about=like.about,
+        created=7,
+        detachable=True,
+        journalled=True,
+    )
+    assert await desk.taken() == recording.request
+    return recording
+
+
+def engine_brings(desk: Desk, recording: Recording, first: int, last: int, *, ends: bool = False) -> None:
+    """The text of TOKENS from `first` to `last`, as the engine's own text side would cut it."""
+    texts, _ = desk.sink.replay(recording.request, TOKENS, 512)
+    for i in range(first, last):
+        desk.bring(recording.request, texts[i], token_ids=[TOKENS[i]])
+    if ends:
+        desk.deliver(
+            desk.output(
+                recording.request, "", token_ids=[1], finish_reason=FinishReason.STOP,
+                timings=make_timings(recording.request),
+            )
+        )  # fmt: skip
+
+
+async def settled(recording: Recording) -> None:
+    async with asyncio.timeout(10):
+        while not recording.settled:
+            await asyncio.sleep(0)
+
+
+def frames(recording: Recording, position: int = -1) -> list[bytes]:
+    reader = PaperReader(recording, position)
+    reader.take()
+    return reader.frames
+
+
+async def expected_frames() -> list[bytes]:
+    async with serving(SurvivingStore(Clock())) as desk:
+        recording = await begun(desk)
+        engine_brings(desk, recording, 0, len(TOKENS), ends=True)
+        await settled(recording)
+        return frames(recording)
+
+
+@pytest.mark.parametrize("recorded", range(len(TOKENS) + 1))
+async def test_from_any_token_on(recorded: int) -> None:
+    store = SurvivingStore(Clock())
+    async with serving(store) as desk:
+        engine_brings(desk, await begun(desk), 0, recorded)
+    store.orphan()
+    async with serving(store) as desk:
+        recording = await desk.service.recordings.find("ann", ID)
+        assert recording is not None
+        taken = await desk.taken()
+        assert taken.output_token_ids == tuple(TOKENS[:recorded])
+        engine_brings(desk, recording, recorded, len(TOKENS), ends=True)
+        await settled(recording)
+        found = frames(recording)
+        assert recording.num_output_tokens == len(TOKENS) + 1
+    assert found == await expected_frames()
+
+
+async def test_what_was_not_written_down_is_made_again() -> None:
+    store = SurvivingStore(Clock())
+    desk = Desk(store=store, clock=store.clock)
+    recording = await begun(desk)  # nobody flushes here: only the header is in the journal
+    engine_brings(desk, recording, 0, 5)
+    told = frames(recording)
+    store.orphan()
+    async with serving(store) as desk:
+        recording = await begun_again(desk)
+        assert recording.request.output_token_ids == ()
+        engine_brings(desk, recording, 0, len(TOKENS), ends=True)
+        await settled(recording)
+        assert told + frames(recording, len(told) - 1) == await expected_frames()
+
+
+async def begun_again(desk: Desk) -> Recording:
+    recording = await desk.service.recordings.find("ann", ID)
+    assert recording is not None
+    await desk.taken()
+    return recording
+
+
+async def test_one_that_ended_is_told_by_the_next_server_too() -> None:
+    store = SurvivingStore(Clock())
+    async with serving(store) as desk:
+        recording = await begun(desk)
+        engine_brings(desk, recording, 0, len(TOKENS), ends=True)
+        await settled(recording)
+    store.orphan()
+    async with serving(store) as desk:
+        again = await desk.service.recordings.find("ann", ID)
+        assert again is not None
+        assert frames(again) == frames(recording)
+        assert not any(desk.queue.depths().values())
+
+
+async def test_one_whose_end_alone_was_not_written_down_ends() -> None:
+    store = SurvivingStore(Clock())
+    async with serving(store) as desk:
+        recording = await begun(desk)
+        engine_brings(desk, recording, 0, len(TOKENS))
+        desk.bring(recording.request, "", token_ids=[1])
+    store.orphan()
+    async with serving(store) as desk:
+        again = await desk.service.recordings.find("ann", ID)
+        assert again is not None
+        await settled(again)
+        assert again.finish_reason is FinishReason.STOP
+        assert not any(desk.queue.depths().values())
+        assert again.text == TEXT
+
+
+async def test_one_that_the_server_could_not_finish_goes_on() -> None:
+    store = SurvivingStore(Clock())
+    async with serving(store) as desk:
+        recording = await begun(desk)
+        engine_brings(desk, recording, 0, 4)
+        desk.service.dispatch.fail_all()
+        await settled(recording)
+        assert b"server_shutting_down" in b"".join(frames(recording))
+    store.orphan()
+    async with serving(store) as desk:
+        again = await begun_again(desk)
+        engine_brings(desk, again, 4, len(TOKENS), ends=True)
+        await settled(again)
+        assert frames(again) == await expected_frames()
+
+
+async def test_one_that_was_cancelled_is_over() -> None:
+    store = SurvivingStore(Clock())
+    async with serving(store) as desk:
+        recording = await begun(desk)
+        engine_brings(desk, recording, 0, 4)
+        desk.service.recordings.cancel(recording)
+        await settled(recording)
+    store.orphan()
+    async with serving(store) as desk:
+        again = await desk.service.recordings.find("ann", ID)
+        assert again is not None
+        assert again.cancelled
+        assert not any(desk.queue.depths().values())
+
+
+async def test_nobody_says_that_there_is_none_before_it_can_be_known() -> None:
+    store = SurvivingStore(Clock())
+    async with serving(store) as desk:
+        engine_brings(desk, await begun(desk), 0, 4)
+    store.orphan()
+    async with serving(store) as desk:
+        find = desk.service.recordings.find
+        desk.engine.state = EngineState.STARTING
+        with pytest.raises(ApiError) as refused:
+            await find("ann", ID)
+        assert refused.value.code == "model_loading"
+        desk.engine.state = EngineState.READY
+        store.away = True
+        with pytest.raises(StoreUnavailable):
+            await find("ann", ID)
+        store.away = False
+        store.loses_answers = True
+        with pytest.raises(StoreUnavailable):
+            await find("ann", ID)
+        store.loses_answers = False
+        assert (await begun_again(desk)).request.output_token_ids == tuple(TOKENS[:4])
+
+
+async def test_nobody_else_finds_it() -> None:
+    store = SurvivingStore(Clock())
+    async with serving(store) as desk:
+        await begun(desk)
+        assert await desk.service.recordings.find("bob", ID) is None
+    store.orphan()
+    async with serving(store) as desk:
+        assert await desk.service.recordings.find("bob", ID) is None
+        assert await desk.service.recordings.find("ann", ID) is not None
+
+
+async def test_a_request_that_kills_every_server_fails_in_the_end() -> None:
+    store = SurvivingStore(Clock())
+    async with serving(store) as desk:
+        await begun(desk)
+    for _ in range(MAX_ATTEMPTS - 1):
+        store.orphan()
+        async with serving(store) as desk:
+            await begun_again(desk)
+    store.orphan()
+    async with serving(store) as desk:
+        recording = await desk.service.recordings.find("ann", ID)
+        assert recording is not None
+        await settled(recording)
+        assert recording.error is not None
+        assert recording.error.status == 500
+        assert not any(desk.queue.depths().values())
+    store.orphan()
+    assert await store.claim() == []
+
+
+@pytest.mark.parametrize("header", [b"", b"{}", b"\xff", b'{"kind": 1}'])
+async def test_a_broken_journal_is_a_miss(header: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    store = SurvivingStore(Clock())
+    async with serving(store) as desk:
+        recording = await begun(desk)
+        engine_brings(desk, recording, 0, 3)
+    journal = await store.read_journal(ID)
+    assert journal is not None
+    await store.delete_journals([ID])
+    await store.write_journals([JournalChange(ID, header, 0, journal.token_ids, 100.0)])
+    store.orphan()
+    async with serving(store) as desk:
+        assert await desk.service.recordings.find("ann", ID) is None
+    assert sum("passed over" in record.getMessage() for record in caplog.records) == 1
+
+
+async def test_a_store_that_is_away_holds_nobody_up_and_catches_up() -> None:
+    store = SurvivingStore(Clock())
+    store.away = True
+    async with serving(store) as desk:
+        recording = await begun(desk)
+        engine_brings(desk, recording, 0, 5)
+        assert store.journals == []
+        store.away = False
+    journal = await store.read_journal(ID)
+    assert journal is not None
+    assert journal.token_ids == tuple(TOKENS[:5])
+
+
+async def test_what_the_store_lost_is_written_again() -> None:
+    store = SurvivingStore(Clock())
+    async with serving(store) as desk:
+        recording = await begun(desk)
+        engine_brings(desk, recording, 0, 5)
+        await store.delete_journals([ID])
+        store.num_losses += 1
+        engine_brings(desk, recording, 5, 6)
+    journal = await store.read_journal(ID)
+    assert journal is not None
+    assert journal.token_ids == tuple(TOKENS[:6])

@@ -1,0 +1,107 @@
+"""Recordings of responses as the server makes them, without a server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from engine.planning.request import FinishReason, Output, Request, SamplingParams
+from gateway.http.errors import ApiError
+from gateway.http.limits import Limits
+from gateway.sessions.recordings.recording import Recording
+from gateway.sessions.responses.events import ResponseFormat
+from gateway.sessions.responses.objects import about, input_items
+from gateway.sessions.responses.records import KIND
+from gateway.sessions.responses.schemas import ResponseBody, check_response
+from gateway.wire.frames import timings_of
+from gateway.wire.schemas import read
+from priority.lanes import Lane
+from tests.gateway.desk import MODEL, make_timings
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+def body_of(body_input: Any = "Hi", **fields: Any) -> ResponseBody:
+    """A checked body."""
+    body = read(ResponseBody, {"model": MODEL, "input": body_input, **fields}, Limits())
+    check_response(body, Limits())
+    return body
+
+
+def recording_of(body_input: Any = "Hi", **fields: Any) -> Recording:
+    """A response that was just asked for. Call it on an event loop, or see that nothing ends it."""
+    body = body_of(body_input, **fields)
+    request = Request(
+        request_id="resp_1a2b",
+        prompt_token_ids=(3, 4, 5, 6),
+        sampling=SamplingParams(temperature=0.5, top_p=0.9),
+        arrival_s=10.0,
+        lane=Lane.STANDARD,
+        tenant="default",
+    )
+    return Recording(
+        request,
+        kind=KIND,
+        about=about(body, Lane.STANDARD, input_items(body.input), []),
+        created=1_700_000_000,
+        detachable=bool(body.background),
+        journalled=bool(body.background),
+    )
+
+
+def say(recording: Recording, *texts: str, token_id: int = 7) -> None:
+    """One token for each text."""
+    for text in texts:
+        recording.push(_output(recording, text, token_id))
+
+
+def finish(
+    recording: Recording, reason: FinishReason = FinishReason.STOP, text: str = "", token_id: int = 7
+) -> None:
+    timings = make_timings(recording.request)
+    recording.push(_output(recording, text, token_id, finish_reason=reason, timings=timings))
+    recording.timings_json = timings_of(recording)
+
+
+def fail(recording: Recording, code: str = "internal_error", **fields: Any) -> ApiError:
+    error = ApiError(500, "It broke.", type="server_error", code=code, **fields)
+    recording.fail(error)
+    return error
+
+
+def cancel(recording: Recording) -> ApiError:
+    recording.cancelled = True
+    return fail(recording, "cancelled")
+
+
+def _output(recording: Recording, text: str, token_id: int, **fields: Any) -> Output:
+    return Output(request_id=recording.id, index=0, text=text, token_ids=[token_id], **fields)
+
+
+def frames_of(recording: Recording) -> list[bytes]:
+    """All events of a response, as a client is sent them."""
+    form = ResponseFormat(recording)
+    texts = [form.text(form.num_opening + k, text) for k, text in enumerate(recording.texts)]
+    frames = [*form.opening(recording), *texts]
+    if recording.error is not None:
+        return [*frames, *form.fault(recording, recording.error, len(frames))]
+    return [*frames, *form.closing(recording, len(frames))]
+
+
+def data_of(frame: bytes) -> Any:
+    """The data of one frame that is spelt as it should be."""
+    event, data, *rest = frame.decode("ascii").split("\n")
+    assert rest == ["", ""]
+    found = json.loads(data.removeprefix("data: "))
+    assert event == f"event: {found['type']}"
+    return found
+
+
+def strict(value: Any) -> Any:
+    """What openai's own type reads, and that it reads all of it but our timings."""
+    found = Response.model_validate_json(json.dumps(value), strict=True)
+    assert set(found.model_extra or {}) <= {"store", "timings"}
+    return found

@@ -1,0 +1,207 @@
+"""The stream as bytes on a socket, read by a parser that knows the standard and not the gateway."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from engine.planning.request import FinishReason, Request
+from gateway.http.connections import Timeouts
+from gateway.service import ServiceOptions
+from tests.gateway.desk import MODEL, Desk, chat_body, completion_body, logprobs, serving, settled
+from tests.gateway.raw import Event, dialled, post, read_events
+
+pytestmark = pytest.mark.anyio
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+# What line splitters, JSON parsers and encoders have stumbled over.
+HARD = [
+    "\u2028",
+    "\u2029",
+    "\x85",
+    "\x00",
+    "\x0b",
+    "\r\n",
+    "\n\n",
+    "data: [DONE]\n\n",
+    '"\\',
+    "é",
+    "日",
+    "😀",
+    "\ufeff",
+    "</script>",
+]
+Bring = Callable[[Desk, Request], Awaitable[None]]
+
+
+async def streamed(desk: Desk, path: str, body: dict[str, Any], bring: Bring) -> bytes:
+    async with serving(desk.app) as url, dialled(url) as line:
+        line.send(post(path, {**body, "stream": True}))
+        await bring(desk, await desk.taken())
+        answer = await line.answer()
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    return answer.body
+
+
+async def whole(desk: Desk, path: str, body: dict[str, Any], bring: Bring) -> Any:
+    async with serving(desk.app) as url, dialled(url) as line:
+        line.send(post(path, body))
+        await bring(desk, await desk.taken())
+        answer = await line.answer()
+    assert answer.headers["content-type"] == "application/json"
+    return json.loads(answer.body)
+
+
+def answered_with(*texts: str) -> Bring:
+    async def bring(desk: Desk, request: Request) -> None:
+        for text in texts:
+            desk.deliver(*(desk.output(request, text, index) for index in range(request.n)))
+            await settled()
+        desk.answer(request, "")
+
+    return bring
+
+
+def parsed(stream: bytes) -> list[Any]:
+    """The chunks of a stream that is complete."""
+    *events, done = read_events(stream)
+    assert done == Event("[DONE]")
+    assert {event.type for event in events} <= {"message"}
+    return [json.loads(event.data) for event in events]
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_every_event_is_one_line_of_ascii(path: str) -> None:
+    body = chat_body() if path == CHAT else completion_body()
+    stream = await streamed(Desk(), path, body, answered_with("a", *HARD, "".join(HARD)))
+    # Stricter than the standard: these lines survive every way that clients are known to split them.
+    assert stream.isascii()
+    lines = stream.decode().splitlines()
+    assert all(line.startswith("data: ") for line in lines[::2])
+    assert set(lines[1::2]) == {""}
+    assert len(lines) % 2 == 0
+    assert stream.endswith(b"\n\ndata: [DONE]\n\n")
+    chunks = parsed(stream)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    said = [choice["text"] if path != CHAT else choice["delta"].get("content", "") for choice in choices]
+    assert "".join(said) == "a" + "".join(HARD) * 2
+
+
+async def test_no_piece_on_the_wire_ends_within_an_event() -> None:
+    desk = Desk()
+    async with serving(desk.app) as url, dialled(url) as line:
+        line.send(post(CHAT, chat_body(stream=True, n=2)))
+        request = await desk.taken()
+        for text in HARD:
+            desk.deliver(desk.output(request, text, 0), desk.output(request, text[::-1], 1))
+            await settled()
+        desk.finish(request, "", 0)
+        desk.finish(request, "", 1)
+        await line.head()
+        pieces = [chunk async for chunk in line.chunks()]
+    assert all(piece.startswith(b"data: ") and piece.endswith(b"\n\n") for piece in pieces)
+
+
+async def test_a_sign_of_life_is_no_event() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
+    async with serving(desk.app) as url, dialled(url) as line:
+        line.send(post(CHAT, chat_body(stream=True)))
+        request = await desk.taken()
+        pieces: list[bytes] = []
+        for text in ("a", "b"):
+            desk.clock.now += 6
+            desk.service.tick(desk.clock.now)
+            if not pieces:
+                status, _ = await line.head()
+                assert status == 200
+            pieces.append(await line.chunk())
+            desk.bring(request, text)
+            pieces.append(await line.chunk())
+        desk.finish(request)
+        stream = b"".join([*pieces, *[chunk async for chunk in line.chunks()]])
+    assert pieces[0] == pieces[2] == b": ping\n"
+    contents = [chunk["choices"][0]["delta"].get("content") for chunk in parsed(stream)]
+    assert contents == ["", "a", "b", None]
+
+
+def tokens_of(desk: Desk, text: str) -> dict[str, Any]:
+    """A text as the engine would bring it: its tokens, and what they were worth."""
+    token_ids = desk.service.tokenizer.encode(text)
+    found = [logprobs((token_id, -0.5 - number), (9, -7.0)) for number, token_id in enumerate(token_ids)]
+    return {"token_ids": token_ids, "logprobs": found}
+
+
+async def bring_with_logprobs(desk: Desk, request: Request) -> None:
+    for text in ("é", "", "日本", "x😀"):
+        spelt = tokens_of(desk, text)
+        desk.deliver(*(desk.output(request, text, index, **spelt) for index in range(request.n)))
+        await settled()
+    desk.finish(request, "!", 0, **tokens_of(desk, "!"))
+    desk.finish(request, "?", 1, FinishReason.LENGTH, **tokens_of(desk, "?"))
+
+
+async def test_a_streamed_chat_adds_up_to_the_whole_one() -> None:
+    asked = chat_body(n=2, logprobs=True, top_logprobs=2)
+    stream_body = {**asked, "stream_options": {"include_usage": True}}
+    *chunks, usage = parsed(await streamed(Desk(), CHAT, stream_body, bring_with_logprobs))
+    answer = await whole(Desk(), CHAT, asked, bring_with_logprobs)
+    for choice in answer["choices"]:
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["delta"].get("content", "") for c in own) == choice["message"]["content"]
+        assert [c["finish_reason"] for c in own if c["finish_reason"]] == [choice["finish_reason"]]
+        entries = [entry for c in own if c["logprobs"] for entry in c["logprobs"]["content"]]
+        assert entries == choice["logprobs"]["content"]
+        spelt = bytes(byte for entry in entries for byte in entry["bytes"])
+        assert spelt.decode() == choice["message"]["content"]
+    assert usage["choices"] == []
+    assert usage["usage"] == answer["usage"]
+    assert [chunk["timings"] for chunk in chunks if "timings" in chunk] == [answer["timings"]]
+
+
+async def test_a_streamed_completion_adds_up_to_the_whole_one() -> None:
+    asked = completion_body(n=2, logprobs=2)
+    chunks = parsed(await streamed(Desk(), COMPLETIONS, asked, bring_with_logprobs))
+    answer = await whole(Desk(), COMPLETIONS, asked, bring_with_logprobs)
+    for choice in answer["choices"]:
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in own) == choice["text"]
+        found = [c["logprobs"] for c in own if c["logprobs"]]
+        assert len(found) == 4
+        for name, values in choice["logprobs"].items():
+            assert [value for logprobs_ in found for value in logprobs_[name]] == values
+        offsets, tokens = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
+        assert offsets == [sum(map(len, tokens[:number])) for number in range(len(tokens))]
+
+
+async def test_the_choices_of_several_prompts_are_told_apart() -> None:
+    desk = Desk()
+    async with serving(desk.app) as url, dialled(url) as line:
+        line.send(post(COMPLETIONS, completion_body(["a", "b"], n=2, stream=True)))
+        first, second = await desk.taken(), await desk.taken()
+        desk.deliver(*(desk.output(r, t, i) for r, t in ((second, "B"), (first, "A")) for i in (1, 0)))
+        for request in (second, first):
+            desk.finish(request, "1", 1)
+            desk.finish(request, "0", 0)
+        chunks = parsed((await line.answer()).body)
+    texts = dict.fromkeys(range(4), "")
+    for chunk in chunks:
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert texts == {0: "A0", 1: "A1", 2: "B0", 3: "B1"}
+
+
+async def test_usage_is_null_until_it_is_known() -> None:
+    body = chat_body(stream_options={"include_usage": True})
+    *chunks, usage = parsed(await streamed(Desk(), CHAT, body, answered_with("a", "b", "c")))
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+    assert usage["usage"]["completion_tokens"] == 4
+    assert {chunk["id"] for chunk in chunks} == {usage["id"]}
+
+
+async def test_the_reader_of_this_file_knows_the_standard() -> None:
+    """Or else it would prove nothing."""
+    stream = b": hello\r\ndata: a\rdata:b\r\n\r\nevent: x\ndata\n\nid: 7\n\ndata:  c\n\ndata: cut off"
+    assert read_events(stream) == [Event("a\nb"), Event("", "x"), Event(" c")]

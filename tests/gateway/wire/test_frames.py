@@ -1,0 +1,102 @@
+"""Rendering: whatever the text, a client reads back exactly what the model said."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.planning.request import DraftCount, FinishReason, Request, SamplingParams
+from gateway.http.errors import ApiError
+from gateway.wire.frames import StreamWriter, Usage, error_frame, timings_json
+from gateway.wire.shapes import ChatShape, CompletionShape, Head
+from gateway.wire.streams import Delta
+from priority.lanes import Lane
+from tests.gateway.desk import events, logprobs, make_timings, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+ANYTHING = st.text(st.characters(), max_size=40)
+
+
+def writer_of(name: str, model: str = "m", *, include_usage: bool = False) -> StreamWriter:
+    shape = ChatShape(TOKENIZER, 2) if name == "chat" else CompletionShape(TOKENIZER, 2)
+    head = Head(id="id-1", created=7, model=model, service_tier="default")
+    return StreamWriter(shape, head, include_usage=include_usage)
+
+
+def said(chunk: Any, name: str) -> str:
+    choice = chunk["choices"][0]
+    text = choice["delta"].get("content", "") if name == "chat" else choice["text"]
+    assert isinstance(text, str)
+    return text
+
+
+@given(st.lists(ANYTHING, max_size=6), ANYTHING, st.sampled_from(["chat", "text"]), st.booleans())
+def test_any_text_survives(texts: list[str], model: str, name: str, include_usage: bool) -> None:
+    writer = writer_of(name, model, include_usage=include_usage)
+    frames = [writer.chunk(0, Delta(text=text)) for text in texts]
+    frames.append(writer.finish(0, FinishReason.STOP, {"lane": "standard"}))
+    stream = b"".join(frames).decode("ascii")
+    # Also for clients that split lines at everything Python calls a line end.
+    assert all(line.startswith("data: ") or not line for line in stream.splitlines())
+    chunks = events(stream)
+    assert "".join(said(chunk, name) for chunk in chunks) == "".join(texts)
+    assert all(chunk["model"] == model for chunk in chunks)
+    assert all(("usage" in chunk) == include_usage for chunk in chunks)
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert chunks[-1]["timings"] == {"lane": "standard"}
+
+
+@given(ANYTHING)
+def test_any_error_message_survives(message: str) -> None:
+    (frame,) = events(error_frame(ApiError(500, message, code="x")).decode("ascii"))
+    assert frame["error"]["message"] == message
+
+
+def test_offsets_of_streamed_logprobs_go_on() -> None:
+    writer = writer_of("text")
+    ids = TOKENIZER.encode("ab")
+    frames = [
+        writer.chunk(0, Delta(text=text, token_ids=[i], logprobs=[logprobs((i, -1.0))]))
+        for text, i in zip("ab", ids, strict=True)
+    ]
+    found = [chunk["choices"][0]["logprobs"] for chunk in events(b"".join(frames).decode())]
+    assert [logprob["tokens"] for logprob in found] == [["a"], ["b"]]
+    assert [logprob["text_offset"] for logprob in found] == [[0], [1]]
+    assert found[0]["top_logprobs"] == [{"a": -1.0}]
+
+
+def test_usage_is_openais() -> None:
+    (chunk,) = events(
+        writer_of("chat").usage(Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=0)).decode()
+    )
+    assert chunk["choices"] == []
+    assert chunk["usage"]["total_tokens"] == 5
+    assert chunk["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_timings_of_several_choices_are_one() -> None:
+    request = _request()
+    early = make_timings(request, num_preemptions=1, drafts={"lookup": DraftCount(4, 3)})
+    late = make_timings(request, first_token_s=request.arrival_s + 0.5, finished_s=request.arrival_s + 1)
+    single = make_timings(
+        request, num_output_tokens=1, drafts={"draft": DraftCount(7, 1), "lookup": DraftCount(1, 0)}
+    )
+    usage = Usage(prompt_tokens=9, completion_tokens=7, cached_tokens=4)
+    timings = timings_json([late, early, single], usage, Lane.BATCH, 0.25)
+    assert (timings["ttft_ms"], timings["lane"], timings["cached_tokens"]) == (30.0, "batch", 4)
+    assert (timings["preemptions"], timings["draft_tokens"], timings["accepted_tokens"]) == (3, 12, 4)
+    assert timings["drafts"] == {
+        "draft": {"draft_tokens": 7, "accepted_tokens": 1},
+        "lookup": {"draft_tokens": 5, "accepted_tokens": 3},
+    }
+    assert timings["tpot_ms"] == 135.0
+    assert timings["predicted_ttft_ms"] == 250.0
+    assert timings_json([single], usage, Lane.BATCH, 0.25)["tpot_ms"] is None
+    json.dumps(timings)
+
+
+def _request() -> Request:
+    return Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), arrival_s=10.0)

@@ -1,0 +1,264 @@
+"""Tokens on their way out: at once where the connection takes them, later where it does not, and never lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.planning.request import Output, Request
+from engine.planning.step import StepReport
+from gateway.http.connections import WRITABLE
+from tests.gateway.desk import (
+    Desk,
+    chat_body,
+    completion_body,
+    events,
+    logprobs,
+    make_tokenizer,
+    serving,
+    settled,
+    step_report,
+)
+from tests.gateway.raw import dialled, post, read_events
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+PATIENCE_S = 10
+TOKENIZER = make_tokenizer()
+
+
+class Guest:
+    """A client without a socket, whose connection is stuffed and freed by the test."""
+
+    def __init__(self, desk: Desk, body: dict[str, Any], path: str = CHAT) -> None:
+        self.sent: list[bytes] = []
+        self.is_writable = True
+        self.claims_writable = False
+        """Whatever is true."""
+        self._freed = asyncio.Event()
+        self._messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "extensions": {WRITABLE: lambda: self.is_writable or self.claims_writable},
+        }
+        self._asking = asyncio.ensure_future(desk.app(scope, self._receive, self._send))
+
+    def stuff(self) -> None:
+        self.is_writable = False
+        self._freed.clear()
+
+    def free(self) -> None:
+        self.is_writable = True
+        self._freed.set()
+
+    async def answered(self) -> str:
+        """All that it was sent."""
+        await asyncio.wait_for(self._asking, PATIENCE_S)
+        return b"".join(self.sent).decode()
+
+    async def _receive(self) -> Any:
+        if self._messages:
+            return self._messages.pop()
+        await asyncio.Event().wait()  # It stays until the end.
+        return None
+
+    async def _send(self, message: Any) -> None:
+        if not self.is_writable:
+            await self._freed.wait()
+        self.sent.append(message.get("body", b""))
+
+
+async def begun(desk: Desk, **fields: Any) -> tuple[Guest, Request]:
+    """A stream whose first token is out."""
+    guest = Guest(desk, chat_body(stream=True, **fields))
+    request = await desk.taken()
+    desk.bring(request, "<")
+    await settled()
+    return guest, request
+
+
+def contents(body: str) -> list[str]:
+    chunks = (event for event in events(body) if event != "[DONE]" and "choices" in event)
+    return [text for chunk in chunks if (text := chunk["choices"][0]["delta"].get("content"))]
+
+
+async def test_a_token_is_out_when_the_delivery_returns() -> None:
+    desk = Desk()
+    guest, request = await begun(desk)
+    desk.bring(request, "now")
+    assert b'"now"' in guest.sent[-1]
+    desk.finish(request)
+    assert contents(await guest.answered()) == ["<", "now"]
+
+
+async def test_a_delivery_waits_for_no_reader() -> None:
+    desk = Desk()
+    guest, request = await begun(desk)
+    guest.stuff()
+    before = list(guest.sent)
+    for text in "abc":
+        desk.bring(request, text)
+        await settled()
+    assert guest.sent == before
+    guest.free()
+    await settled()
+    desk.bring(request, "d")
+    desk.finish(request, ">")
+    # The first of them was under way; what came while it waited was joined.
+    assert contents(await guest.answered()) == ["<", "a", "bc", "d", ">"]
+
+
+async def test_what_is_kept_goes_before_what_comes_after_it() -> None:
+    """Also if the connection is freed before the reader has woken up for what was kept."""
+    desk = Desk()
+    guest, request = await begun(desk)
+    guest.stuff()
+    desk.bring(request, "kept")
+    guest.free()
+    desk.bring(request, ", then this")
+    desk.finish(request)
+    assert contents(await guest.answered()) == ["<", "kept, then this"]
+
+
+TEXTS = st.text(
+    st.characters(exclude_categories=["Cs"]) | st.sampled_from('\u2028\x85\n\r"\\é😀'), max_size=5
+)
+STEPS = st.dictionaries(st.integers(0, 2), TEXTS, max_size=3)
+HAPPENINGS = st.lists(STEPS | st.sampled_from(["stuff", "free", "turn"]), max_size=25)
+
+
+class LateDesk(Desk):
+    """Its event loop comes for so many reports at a time."""
+
+    def __init__(self, num_at_a_time: int) -> None:
+        super().__init__(tokenizer=TOKENIZER)
+        self._num_at_a_time = num_at_a_time
+        self._reports: list[StepReport] = []
+
+    def deliver(self, *outputs: Output, **fields: Any) -> None:
+        self._reports.append(step_report(*outputs, **fields))
+        if len(self._reports) >= self._num_at_a_time or any(output.finish_reason for output in outputs):
+            reports, self._reports = self._reports, []
+            self.service.deliver(*reports)
+
+
+async def happen(desk: Desk, guest: Guest, request: Request, what: Any, **fields: Any) -> None:
+    if what == "turn":
+        await settled()
+    elif what == "stuff":
+        guest.stuff()
+    elif what == "free":
+        guest.free()
+    else:
+        desk.deliver(*(desk.output(request, text, index, **fields) for index, text in what.items()))
+
+
+@given(HAPPENINGS, STEPS, st.booleans(), st.sampled_from([CHAT, "/v1/completions"]), st.integers(1, 4))
+async def test_nothing_is_lost_or_out_of_order(
+    happenings: list[Any], last: dict[int, str], with_logprobs: bool, path: str, num_at_a_time: int
+) -> None:
+    """Reports come one by one, or several at a time, as they do while the event loop is busy."""
+    desk = LateDesk(num_at_a_time)
+    asked: dict[str, Any] = {"stream": True, "n": 3, "stream_options": {"include_usage": True}}
+    brought: dict[str, Any] = {"logprobs": [logprobs((7, -0.5))]} if with_logprobs else {}
+    if path == CHAT:
+        guest = Guest(desk, chat_body(**asked, logprobs=with_logprobs))
+    else:
+        guest = Guest(desk, completion_body(**asked, logprobs=0 if with_logprobs else None), path)
+    request = await desk.taken()
+    for what in happenings:
+        await happen(desk, guest, request, what, **brought)
+    for index in range(3):
+        desk.finish(request, last.get(index, ""), index, **brought)
+    guest.free()
+    steps = [what for what in happenings if isinstance(what, dict)]
+    *chunks, usage, done = events(await guest.answered())
+    assert done == "[DONE]"
+    assert usage["usage"]["completion_tokens"] == sum(map(len, steps)) + 3
+    for index in range(3):
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+        texts = [choice["text"] if path != CHAT else choice["delta"].get("content", "") for choice in own]
+        assert "".join(texts) == "".join(step.get(index, "") for step in [*steps, last])
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["stop"]
+        entries = [choice["logprobs"] for choice in own if choice["logprobs"]]
+        spelt = sum(len(entry["content" if path == CHAT else "tokens"]) for entry in entries)
+        assert spelt == (sum(index in step for step in steps) + 1 if with_logprobs else 0)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    openings = Counter(choice["index"] for choice in choices if "role" in choice.get("delta", ()))
+    assert openings == ({0: 1, 1: 1, 2: 1} if path == CHAT else {})
+
+
+async def test_a_narrow_connection_gets_the_same_text_in_fewer_pieces() -> None:
+    desk = Desk()
+    pieces = [f"{number:08}" * 2560 for number in range(48)]
+    async with serving(desk.app) as url, dialled(url, narrow=True) as line:
+        line.send(post(CHAT, chat_body(stream=True)))
+        request = await desk.taken()
+        for piece in pieces:
+            desk.bring(request, piece)
+            await settled()
+        desk.finish(request)
+        await line.head()
+        stream = b"".join([chunk async for chunk in line.chunks()])
+    chunks = [json.loads(event.data) for event in read_events(stream)[:-1]]
+    texts = [text for chunk in chunks if (text := chunk["choices"][0]["delta"].get("content"))]
+    assert "".join(texts) == "".join(pieces)
+    assert 1 < len(texts) < len(pieces)
+
+
+async def test_a_connection_that_waits_after_all_fails_its_own_stream_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    desk = Desk()
+    before, bad, after = [await begun(desk) for _ in range(3)]
+    bad[0].stuff()
+    bad[0].claims_writable = True
+    desk.deliver(*(desk.output(request, "token") for _, request in (before, bad, after)))
+    assert f"passing on the output of {bad[1].request_id} failed" in caplog.text
+    bad[0].free()
+    *_, error, done = events(await bad[0].answered())
+    assert (error["error"]["code"], done) == ("internal_error", "[DONE]")
+    assert desk.engine.cancelled == [bad[1].request_id]
+    for guest, request in (before, after):
+        desk.finish(request, ">")
+        assert contents(await guest.answered()) == ["<", "token", ">"]
+
+
+async def test_the_step_is_counted_although_a_push_failed() -> None:
+    desk = Desk()
+    guest, request = await begun(desk)
+    guest.stuff()
+    guest.claims_writable = True
+    desk.bring(request, "token")
+    guest.free()
+    await guest.answered()
+    found = desk.service.render_metrics()
+    assert b"penstock_output_tokens_total 2.0" in found
+    assert b"penstock_step_seconds_count 2.0" in found
+    assert b'penstock_choices_total{finish_reason="cancelled",lane="standard"} 1.0' in found
+
+
+async def test_what_the_engine_brings_after_a_failed_push_harms_nobody() -> None:
+    desk = Desk()
+    guest, request = await begun(desk)
+    guest.stuff()
+    guest.claims_writable = True
+    desk.bring(request, "lost")
+    guest.free()
+    desk.bring(request, "late")
+    desk.finish(request, "later")
+    body = await guest.answered()
+    assert body.count("[DONE]") == 1
+    assert body.count('"error"') == 1
+    await desk.left()
