@@ -91,11 +91,11 @@ class Ground:
         """The sum of each metric's samples, by name."""
         with urllib.request.urlopen(f"{self.server.url}/metrics", timeout=30) as reply:
             text = reply.read().decode()
-        sums: Counter[str] = Counter()
+        sums: dict[str, float] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                sums[sample.name] += sample.value
-        return dict(sums)
+                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+        return sums
 
     @property
     def memory_mib(self) -> float:
