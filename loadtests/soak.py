@@ -83,6 +83,15 @@ class Ground:
         self.process.wait_ready()
         self._down[-1] = (began_s, time.perf_counter())
 
+    def wait_written(self) -> None:
+        """Until Redis knows all that it was not told while it was away: what it never heard of, no kill can spare."""
+        end_s = time.perf_counter() + 30.0
+        while time.perf_counter() < end_s:
+            found = self.metrics()
+            if found["penstock_store_up"] and not found["penstock_store_unwritten"]:
+                return
+            time.sleep(0.05)
+
     def was_down(self, began_s: float, ended_s: float) -> bool:
         """Whether the server was away at some time between the two."""
         return any(began_s <= until_s and ended_s >= from_s for from_s, until_s in self._down)
@@ -148,13 +157,13 @@ class Clients:
 
     def _ending(self, name: str, answer: Answer, began_s: float) -> str:
         is_cut = self._ground.was_down(began_s, time.perf_counter())
+        if name == "resume" and answer.error and answer.last_event >= 0:
+            return "failed"  # a client that has its id and an event goes on, in the next process if it must
         if answer.was_refused:
             return "refused"
         if (400 <= answer.status < 500) if name == "nonsense" else not answer.error:
             return "done"
-        # A response that the client has an id of goes on in the next process.
-        excused = is_cut and not (name == "resume" and answer.last_event >= 0)
-        return "cut" if excused else "left" if name == "leave" else "failed"
+        return "cut" if is_cut else "left" if name == "leave" else "failed"
 
 
 def _body(**fields: object) -> Body:
@@ -218,6 +227,7 @@ def troubles(ground: Ground, redis: RedisProcess, line: SlowLine) -> Iterator[tu
     yield "a storm of disconnects", lambda: storm(ground), nothing
     yield "Redis stopped", redis.pause, redis.resume
     yield "Redis slow", slow(0.3), slow(0.0)
+    yield "Redis well", ground.wait_written, nothing
     yield "kill -9 and a new start", lambda: ground.restart(signal.SIGKILL), nothing
     yield "SIGTERM and a new start", lambda: ground.restart(signal.SIGTERM), nothing
     yield "another storm", lambda: storm(ground), nothing

@@ -6,4 +6,4 @@ from loadtests.soak import soak
 
 
 def test_nothing_fails_and_nothing_is_left() -> None:
-    assert soak(seconds=10, num_clients=4) == []
+    assert soak(seconds=8, num_clients=4) == []
