@@ -2,7 +2,7 @@
 
 ARGS ?=
 
-.PHONY: serve check test explore loadtest bench clean
+.PHONY: serve check test explore loadtest soak bench clean
 
 serve:     ## sets up everything and serves the demo model on http://127.0.0.1:8000
 	@.ci/setup
@@ -28,6 +28,11 @@ explore:   ## tries the property tests with new examples; make test has the same
 loadtest:  ## one minute of mixed traffic against a server it starts; fails on any failed request
 	@.ci/setup loadtest
 	.venv/bin/python loadtests/run.py $(ARGS)
+
+soak:      ## ten minutes of every client and every trouble: disconnects, Redis faults, SIGTERM, kill -9
+	@.ci/setup check test
+	@.ci/tools
+	.venv/bin/python -m loadtests.soak $(ARGS)
 
 bench:     ## this server against transformers' generate
 	@.ci/setup bench

@@ -97,8 +97,17 @@ def _doctor(parser: _Parser, arguments: list[str]) -> int:
     from app.settings import load_settings
 
     parser.add_argument("MODEL", nargs="?", help=_DOCTOR_MODEL)
+    parser.add_argument(
+        "--url", help="says how a running server is, and whether its streams come through; nothing else"
+    )
     flags = _parse_settings(parser, arguments)
-    model = flags.pop("MODEL", None)
+    model, url = flags.pop("MODEL", None), flags.pop("url", None)
+    if url is not None:
+        if model is not None or flags:
+            parser.error("--url goes with nothing else")
+        from app import remote
+
+        return remote.run(url)
     if model is not None and "model" in flags:
         parser.error(f"give {model} or --model, not both")
     settings = load_settings(flags)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import UTC, datetime
+from typing import Literal
 
 log = logging.getLogger("penstock")
 
@@ -25,12 +28,29 @@ class _Line(logging.Formatter):
         return super().formatMessage(record)
 
 
-def configure_log(level: str) -> None:
-    """Our own lines from `level` on; of libraries only what is an error."""
+class _Json(logging.Formatter):
+    """One object a line: time, level, logger and message, and the `fields` that a record may have."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure_log(level: str, form: Literal["plain", "json"] = "plain", *, access: bool = False) -> None:
+    """Our own lines from `level` on, with `access` one for each request too; of libraries only what is an error."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Line())
+    handler.setFormatter(_Json() if form == "json" else _Line())
     logging.basicConfig(level=logging.ERROR, handlers=[handler], force=True)
     log.setLevel(level.upper())
+    log.getChild("access").setLevel(logging.NOTSET if access else logging.WARNING)
 
 
 def progress(title: str) -> AbstractContextManager[Callable[[float], None]]:

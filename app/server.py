@@ -41,7 +41,7 @@ def serve(settings: Settings) -> int:
     """Serves until a signal or a fault; the exit status."""
     for number in _SIGNALS:  # until the event loop takes them over, nothing runs that would have to be ended
         signal.signal(number, _exit_at_once)
-    configure_log(settings.log_level)
+    configure_log(settings.log_level, settings.log_format, access=settings.access_log)
     started_s = time.monotonic()
     listener = bind(settings.host, settings.port)
     log.info("starting on %s", url(listener))

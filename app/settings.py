@@ -213,6 +213,12 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important kind of line in the log."""
 
+    log_format: Literal["plain", "json"] = "plain"
+    """Lines to read, or one JSON object a line."""
+
+    access_log: bool = False
+    """A line for each request that ended: its id, status and duration; of probes only at level debug."""
+
     @field_validator("quantize_group_size")
     @classmethod
     def _known_group_size(cls, size: int | None) -> int | None:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import isfinite
 from typing import Protocol
 
 from engine.engine import EngineState, EngineStats
@@ -169,6 +170,8 @@ class Dispatch:
         with self._refusing(lane):
             forecast = self._queue.put(request, self._clock(), num_cached)
         self._metrics.note_admitted(lane, len(request.prompt_token_ids))
+        if forecast is not None and isfinite(forecast.allowed_s):
+            self._metrics.note_forecast(lane, forecast.seconds, forecast.allowed_s)
         return forecast
 
     @contextlib.contextmanager

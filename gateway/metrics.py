@@ -133,6 +133,13 @@ class Metrics:
             ["lane", "outcome"],
             registry=registry,
         )
+        self.promise_use = Histogram(
+            "penstock_promise_use_ratio",
+            "Part of the promised time to first token that the forecast of a request let in takes.",
+            lane,
+            registry=registry,
+            buckets=_RATIOS,
+        )
         self.forecast_ratio = Histogram(
             "penstock_ttft_forecast_ratio",
             "Time to first token, as a part of what was forecast at admission; 19 in 20 should be below 1.",
@@ -275,6 +282,9 @@ class Metrics:
         self.admissions.labels(lane.label, "admitted", "").inc()
         self.prompt_tokens.inc(num_prompt_tokens)
         self.prompt_length.observe(num_prompt_tokens)
+
+    def note_forecast(self, lane: Lane, predicted_s: float, promised_s: float) -> None:
+        self.promise_use.labels(lane.label).observe(predicted_s / promised_s)
 
     def note_refused(self, lane: Lane, reason: str) -> None:
         self.admissions.labels(lane.label, "refused", reason).inc()

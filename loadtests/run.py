@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 from app.bench.server_process import ServerFailed, ServerProcess
+from loadtests.keys import key_file
 
 USERS, RAMP_PER_S, DURATION = 16, 4, "1m"
+TENANTS = ("ann", "bob", "cy")
 
 
 def main(arguments: list[str]) -> int:
     """Runs locust with our users, and with whatever other options it is given; its exit status."""
     print("loadtest: starting a server", flush=True)
     try:
-        with ServerProcess() as server:
+        with key_file(TENANTS) as (path, keys), ServerProcess(["--api-keys-file", path]) as server:
             print(f"loadtest: {USERS} users for {DURATION} on {server.url}", flush=True)
-            return subprocess.run(_command(server.url, arguments), check=False).returncode
+            tenants = ",".join(f"{name}={key}" for name, key in keys.items())
+            environment = {**os.environ, "LOADTEST_TENANTS": tenants}
+            return subprocess.run(_command(server.url, arguments), check=False, env=environment).returncode
     except ServerFailed as error:
         print(f"loadtest: the server did not start: {error}", file=sys.stderr)
         return 2

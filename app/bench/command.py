@@ -57,6 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="where a step of 135 M on the CPU spends its time, beside what the machine can do; no other part",
     )
+    parser.add_argument(
+        "--ladder",
+        action="store_true",
+        help="generate, batching, prefix cache, 8 bits and drafts, one on top of the other; no other part",
+    )
+    parser.add_argument(
+        "--price", type=float, default=1.0, metavar="N", help="with --ladder: of the machine's hour (1)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --ladder: draw it there, as PNG")
     parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, once")
     parser.add_argument(
         "--cost",
@@ -68,15 +77,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from app.bench.runs import run_parts, run_step_parts, run_workloads
+    from app.bench.runs import run_ladder, run_parts, run_step_parts, run_workloads
 
-    for flag, path in (("--json", options.json), ("--cost", options.cost)):
+    for flag, path in (("--json", options.json), ("--cost", options.cost), ("--plot", options.plot)):
         check_output(flag, path)
-    if options.workload and options.parts:
-        raise OperatorError("--workload and --parts are two runs; give one of them")
-    if options.cost is not None and (options.workload or options.parts or "promise" not in options.only):
+    whole_runs = [flag for flag in ("workload", "parts", "ladder") if getattr(options, flag)]
+    if len(whole_runs) > 1:
+        raise OperatorError(f"--{' and --'.join(whole_runs)} are separate runs; give one of them")
+    if options.plot is not None and not options.ladder:
+        raise OperatorError("--plot goes with --ladder")
+    if options.cost is not None and (whole_runs or "promise" not in options.only):
         raise OperatorError("--cost needs the part promise")
-    if options.parts:
+    if options.ladder:
+        results = run_ladder(options)
+    elif options.parts:
         results = run_step_parts(options)
     else:
         results = run_workloads(options) if options.workload else run_parts(options)
@@ -90,7 +104,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _rows_of_requests(results: dict[str, Any]) -> list[dict[str, Any]]:
     store = results.get("store", {"streams": [], "trouble": []})
-    return [*results.get("http", []), *store["streams"], *store["trouble"]]
+    rungs = [row for rows in results.get("ladder", {}).values() for row in rows]
+    return [*rungs, *results.get("http", []), *store["streams"], *store["trouble"]]
 
 
 def _numbers(text: str) -> list[int]:

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from app.bench.client import Answer, Job
+from app.bench.client import Job
+from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import summarise
 from app.bench.workloads import completion

@@ -12,39 +12,29 @@ The 135 M shape, through HTTP. Each part runs on the same server, one after anot
 from __future__ import annotations
 
 import sys
-import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from math import nan
 from random import Random
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from app.bench.client import Answer, Job
+from app.bench.client import Job
+from app.bench.reader import Answer
+from app.bench.replay import Run, compare
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import percentile
 from app.bench.workloads import completion
-from app.settings import Settings
 from gateway.wire.sampling import tier_of
 from priority.lanes import DEFAULT_POLICIES, Lane
-from priority.simulator.run import Machine, simulate
+from priority.simulator.summary import Summary
 from priority.simulator.trace import Demand, mixed
-from priority.steptime import NAMES
 
-Run = Callable[[str, object], Any]
 Row = dict[str, Any]
 
 SECONDS = 60.0
 BATCH_STREAMS, BATCH_PROMPT, BATCH_OUTPUT = 8, 512, 128
 PROMPT, OUTPUT = 64, 32
 PROMISE_S = DEFAULT_POLICIES[Lane.INTERACTIVE].ttft_s
-_SIZES = {
-    "num_kv_tokens": 400_000,
-    "max_batch_tokens": Settings.model_fields["max_batch_tokens"].default,
-    "max_num_seqs": Settings.model_fields["max_num_seqs"].default,
-}
-"""Of the machine that is simulated: as large as the server, with more KV than the trace needs."""
 
 
 class PromiseBench:
@@ -87,35 +77,17 @@ class PromiseBench:
         return {"capacity_per_s": rate, "offered_per_s": 2 * rate, **self._figures(answers)}
 
     def _replay(self) -> Row:
-        """The same trace served and simulated."""
+        """The same trace served and simulated, with more KV than it needs."""
         trace = mixed(Demand(2.0, self.seconds, seed=7, kind="chat"))
-        starts = [arrival.at_s for arrival in trace]
-        bodies = [[self._body(a.num_prompt, a.num_output, a.lane)] for a in trace]
-        answers = self._send(bodies, starts)
-        coefficients = self.step_model()
-        machine = Machine(coefficients=coefficients, **_SIZES)
-        simulated = simulate(trace, machine)
-        said = [s.ttft_s for s in simulated.served if s.ttft_s is not None]
-        was = [a.ttft_s for a in answers if not a.error]
-        duration_s = max(a.ended_s for a in answers) - min(a.started_s for a in answers)
+        machine, served, simulated = compare(self.server, self.run, trace, self.token_ids)
+        sizes = {
+            name: getattr(machine, name) for name in ("num_kv_tokens", "max_batch_tokens", "max_num_seqs")
+        }
         return {
-            "machine": {**coefficients, **_SIZES},
-            "served": _spread(was) | {"tokens_per_s": sum(a.num_output_tokens for a in answers) / duration_s},
-            "simulated": _spread(said)
-            | {"tokens_per_s": sum(s.num_tokens for s in simulated.served) / simulated.duration_s},
+            "machine": {**machine.coefficients, **sizes},
+            "served": _side(served),
+            "simulated": _side(simulated),
         }
-
-    def step_model(self) -> dict[str, float]:
-        """What the server has learnt about its steps."""
-        with urllib.request.urlopen(f"{self.server.url}/metrics") as reply:
-            text = reply.read().decode()
-        found = {
-            sample.labels["coefficient"]: sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == "penstock_step_model_seconds"
-        }
-        return {name: found[name] for name in NAMES}
 
     def _batch_streams(self) -> list[list[dict[str, object]]]:
         return [self._batch_stream() for _ in range(BATCH_STREAMS)]
@@ -164,6 +136,13 @@ class PromiseBench:
 
 def _spread(seconds: list[float]) -> Row:
     return {f"ttft_p{p}_ms": percentile(seconds, p) * 1000 if seconds else nan for p in (50, 90, 99)}
+
+
+def _side(summary: Summary) -> Row:
+    ttft_s = summary.total.ttft_s
+    spread = {"ttft_p50_ms": ttft_s.p50, "ttft_p90_ms": ttft_s.p90, "ttft_p99_ms": ttft_s.p99}
+    in_ms = {name: nan if value is None else 1000 * value for name, value in spread.items()}
+    return in_ms | {"tokens_per_s": summary.output_tokens_per_s}
 
 
 def _every_second(number: int) -> list[float]:

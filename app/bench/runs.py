@@ -20,10 +20,12 @@ from typing import Any
 from app.bench.arithmetic import Arithmetic, read_arithmetic
 from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
-from app.bench.client import Answer, Job
+from app.bench.client import Job
 from app.bench.drafts import DraftsBench
+from app.bench.ladder import Ladder, print_ladder
 from app.bench.planning import measure_planning
 from app.bench.promise import SECONDS, PromiseBench
+from app.bench.reader import Answer
 from app.bench.redis_process import RedisProcess, find_redis
 from app.bench.report import print_parts, print_report, print_workloads
 from app.bench.server_process import ServerFailed, ServerProcess
@@ -59,17 +61,17 @@ def run_parts(options: argparse.Namespace) -> Row:
     results: Row = {"machine": _machine(), "generate": [], "http": [], "linear": [], "prefix": []}
     if "store" in options.only:
         find_redis()
-    subjects = [_subject(path) for path in _model_paths(options)]
+    subjects = [read_subject(path) for path in _model_paths(options)]
     for subject in subjects:
         if "generate" in options.only:
-            results["generate"].append(_generate(subject, options.quick))
+            results["generate"].append(generate(subject, options.quick))
         for dtype in options.dtype:
             if "linear" in options.only:
                 results["linear"] += _linear(subject, dtype, options)
             if {"http", "prefix", "loop"} & set(options.only):
                 _serve_and_measure(subject, dtype, options, results)
     if "plan" in options.only:
-        _say("planning of 256 running sequences")
+        say("planning of 256 running sequences")
         results["plan"] = measure_planning(num_steps=50 if options.quick else 200)
     if "promise" in options.only:
         results["promise"] = _promise(options.quick)
@@ -82,35 +84,35 @@ def run_parts(options: argparse.Namespace) -> Row:
 
 
 def _promise(quick: bool) -> Row:
-    subject = _subject(ensure_checkpoint(LLAMA_135M))
-    with _server(subject, "auto") as server:
-        _say(f"{subject.name}: promises, alone, beside batch work, overloaded, and simulated")
+    subject = read_subject(ensure_checkpoint(LLAMA_135M))
+    with start_server(subject, "auto") as server:
+        say(f"{subject.name}: promises, alone, beside batch work, overloaded, and simulated")
         seconds = SECONDS / 4 if quick else SECONDS
-        return PromiseBench(server, _run_module, subject.token_ids, seconds).measure()
+        return PromiseBench(server, run_module, subject.token_ids, seconds).measure()
 
 
 def _store(subjects: list[Subject], quick: bool) -> Row:
     """What Redis costs on each model, and what becomes of the first token without it, on the first."""
     results: Row = {"streams": [], "trouble": []}
     for subject in subjects:
-        start = partial(_server, subject, "auto")
+        start = partial(start_server, subject, "auto")
         with RedisProcess() as redis, start() as without, start(["--redis-url", redis.url]) as shared:
-            bench = StoreBench(redis, without, shared, _run_module, quick=quick)
-            _say(f"{subject.name}: streams with and without Redis, in turns")
+            bench = StoreBench(redis, without, shared, run_module, quick=quick)
+            say(f"{subject.name}: streams with and without Redis, in turns")
             results["streams"].append({"model": subject.name, **bench.streams()})
             if subject is subjects[0]:
-                _say(f"{subject.name}: the first token while Redis is well, and while it is not")
+                say(f"{subject.name}: the first token while Redis is well, and while it is not")
                 results["trouble"] = bench.trouble(start)
     return results
 
 
 def run_workloads(options: argparse.Namespace) -> Row:
     """The fixed workloads on the 135 M shape, each dtype on a server of its own."""
-    subject = _subject(ensure_checkpoint(LLAMA_135M))
+    subject = read_subject(ensure_checkpoint(LLAMA_135M))
     ceilings, rows = _ceilings(), list[Row]()
     for dtype in options.dtype:
         label = _types_label(dtype, options)
-        with _server(subject, dtype, _type_arguments(options)) as server:
+        with start_server(subject, dtype, _type_arguments(options)) as server:
             for name in options.workload:
                 row = _http(server, subject, label, WORKLOADS[name])
                 rows.append(row | {"sizes": asdict(Sizes.of(dtype, options.quantize, options.kv_dtype))})
@@ -124,11 +126,45 @@ def run_workloads(options: argparse.Namespace) -> Row:
     return results
 
 
+def run_ladder(options: argparse.Namespace) -> Row:
+    """The rungs of each model; prints a table for each as soon as it is there."""
+    ladders: dict[str, list[Row]] = {}
+    for subject in [read_subject(path) for path in _model_paths(options)]:
+        is_demo = subject.path == DEMO_MODEL
+        ladder = Ladder(
+            start=partial(start_server, subject, "auto", drafts=True),
+            run_module=run_module,
+            encode=_encoder(subject.path) if is_demo else None,
+            token_ids=subject.token_ids,
+            model=str(subject.path),
+            quantize=options.quantize or "int8",
+            draft=["--draft", str(DEMO_DRAFT)] if is_demo else [],
+            threads=num_cores(),
+        )
+        rows = ladders[subject.name] = []
+        for row in ladder.measure():
+            say(f"{subject.name}: {row['rung']}, {number(row['tokens_per_s'])} tokens/s")
+            rows.append(row)
+        print_ladder(subject.name, rows, options.price)
+    if options.plot is not None:
+        from app.bench.ladder_plot import draw_ladder
+
+        draw_ladder(options.plot, ladders)
+    return {"machine": _machine(), "price_per_hour": options.price, "ladder": ladders}
+
+
+def _encoder(path: Path) -> Callable[[str], list[int]]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
 def run_step_parts(options: argparse.Namespace) -> Row:
     """Where steps of each model and dtype spend their time, in a process of its own; prints the tables."""
     ceilings, parts = _ceilings(), list[Row]()
     for path in map(Path, options.model) if options.model else [ensure_checkpoint(LLAMA_135M)]:
-        subject = _subject(path)
+        subject = read_subject(path)
         for dtype in options.dtype:
             parts += _step_parts(subject, dtype, options)
     ceilings = ceilings.or_better(_ceilings())
@@ -139,33 +175,33 @@ def run_step_parts(options: argparse.Namespace) -> Row:
 
 def _step_parts(subject: Subject, dtype: str, options: argparse.Namespace) -> list[Row]:
     label = _types_label(dtype, options)
-    _say(f"{subject.name}, {label}: the parts of a step")
+    say(f"{subject.name}, {label}: the parts of a step")
     job = {
         "model": str(subject.path),
         "types": {"dtype": dtype, "quantize": options.quantize, "kv_dtype": options.kv_dtype or "auto"},
         "threads": num_cores(),
         "most_repeats": 2 if options.quick else 100,
     }
-    return [{"model": subject.name, "dtype": label, **row} for row in _run_module("parts", job)]
+    return [{"model": subject.name, "dtype": label, **row} for row in run_module("parts", job)]
 
 
 def _ceilings() -> Ceilings:
-    _say("what the machine can do")
-    return Ceilings(**_run_module("ceilings", {"threads": num_cores()}))
+    say("what the machine can do")
+    return Ceilings(**run_module("ceilings", {"threads": num_cores()}))
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
 def _model_paths(options: argparse.Namespace) -> list[Path]:
     if options.model:
         return [Path(path) for path in options.model]
-    _say("writing the random 135 M checkpoint, if it is not there yet")
+    say("writing the random 135 M checkpoint, if it is not there yet")
     return [DEMO_MODEL, ensure_checkpoint(LLAMA_135M)]
 
 
-def _subject(path: Path) -> Subject:
+def read_subject(path: Path) -> Subject:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         vocabulary = json.loads((path / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
@@ -190,7 +226,7 @@ def _processor() -> str:
     )
 
 
-def _run_module(module: str, job: object) -> Any:
+def run_module(module: str, job: object) -> Any:
     """Runs a module of the bench in a process of its own: a job as JSON in, figures as JSON out."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", f"app.bench.{module}"],
@@ -211,10 +247,10 @@ def _own_packages_first() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGES), *([known] if known else [])])}
 
 
-def _generate(subject: Subject, quick: bool) -> Row:
+def generate(subject: Subject, quick: bool) -> Row:
     """transformers' generate, one request after another."""
     num_requests, length = (1, OUTPUT_TOKENS // 4) if quick else (3, OUTPUT_TOKENS)
-    _say(f"{subject.name}: transformers' generate, {num_requests} times {length} tokens")
+    say(f"{subject.name}: transformers' generate, {num_requests} times {length} tokens")
     workload = Workload(
         name="", streams=1, prompt_tokens=PROMPT_TOKENS, output_tokens=length, rounds=num_requests
     )
@@ -225,7 +261,7 @@ def _generate(subject: Subject, quick: bool) -> Row:
         "num_output_tokens": length,
         "threads": num_cores(),
     }
-    seconds = _run_module("generate", job)["seconds"]
+    seconds = run_module("generate", job)["seconds"]
     return {"model": subject.name, "tokens_per_s": length * len(seconds) / sum(seconds), "seconds": seconds}
 
 
@@ -243,7 +279,7 @@ def _types_label(dtype: str, options: argparse.Namespace) -> str:
 def _linear(subject: Subject, dtype: str, options: argparse.Namespace) -> list[Row]:
     """What the linear operators alone reach, with as many rows as there are streams."""
     label = _types_label(dtype, options)
-    _say(f"{subject.name}, {label}: the linear operators alone")
+    say(f"{subject.name}, {label}: the linear operators alone")
     job = {
         "model": str(subject.path),
         "dtype": dtype,
@@ -251,7 +287,7 @@ def _linear(subject: Subject, dtype: str, options: argparse.Namespace) -> list[R
         "rows": options.streams,
         "threads": num_cores(),
     }
-    rates = _run_module("linear", job)["gflop_per_s"]
+    rates = run_module("linear", job)["gflop_per_s"]
     return [
         {"model": subject.name, "dtype": label, "streams": rows, "gflop_per_s": rate}
         for rows, rate in zip(options.streams, rates, strict=True)
@@ -263,26 +299,28 @@ def _drafts(subject: Subject, options: argparse.Namespace) -> list[Row]:
     types, is_demo = _type_arguments(options), subject.path == DEMO_MODEL
     model = ["--draft", str(DEMO_DRAFT)] if is_demo else []
     with (
-        _server(subject, "auto", [*types, *model], drafts=True) as drafting,
-        _server(subject, "auto", types) as plain,
+        start_server(subject, "auto", [*types, *model], drafts=True) as drafting,
+        start_server(subject, "auto", types) as plain,
     ):
-        _say(f"{subject.name}: the same requests with drafts and without, in turns")
+        say(f"{subject.name}: the same requests with drafts and without, in turns")
         bench = DraftsBench(
-            drafting, plain, _run_module, subject.token_ids, options.quick, tells_stories=is_demo
+            drafting, plain, run_module, subject.token_ids, options.quick, tells_stories=is_demo
         )
         rows = bench.measure()
     return [{"model": " ".join([subject.name, *types]), **row} for row in rows]
 
 
-def _server(subject: Subject, dtype: str, more: Sequence[str] = (), *, drafts: bool = False) -> ServerProcess:
+def start_server(
+    subject: Subject, dtype: str, more: Sequence[str] = (), *, drafts: bool = False
+) -> ServerProcess:
     """A server that computes one token of each sequence in a step, unless drafts are what is measured."""
-    _say(" ".join([f"{subject.name}, {dtype}: starting the server", *more]))
+    say(" ".join([f"{subject.name}, {dtype}: starting the server", *more]))
     arguments = ["--model", str(subject.path), "--dtype", dtype, "--served-model-name", "bench", *more]
     arguments += [] if drafts else ["--no-speculation"]
     server = ServerProcess(arguments)
     try:
         server.wait_ready()
-        _send(server, Workload(name="", streams=2, prompt_tokens=8, output_tokens=4), subject)
+        send(server, Workload(name="", streams=2, prompt_tokens=8, output_tokens=4), subject)
     except ServerFailed as error:
         raise OperatorError(f"the server did not start: {error}") from None
     except BaseException:
@@ -293,7 +331,7 @@ def _server(subject: Subject, dtype: str, more: Sequence[str] = (), *, drafts: b
 
 def _serve_and_measure(subject: Subject, dtype: str, options: argparse.Namespace, results: Row) -> None:
     label = _types_label(dtype, options)
-    with _server(subject, dtype, _type_arguments(options)) as server:
+    with start_server(subject, dtype, _type_arguments(options)) as server:
         if "http" in options.only:
             for streams in options.streams:
                 workload = _closed_loop(streams, options.quick)
@@ -312,26 +350,26 @@ def _closed_loop(streams: int, quick: bool) -> Workload:
     )
 
 
-def _send(server: ServerProcess, workload: Workload, subject: Subject) -> tuple[list[Answer], float]:
+def send(server: ServerProcess, workload: Workload, subject: Subject) -> tuple[list[Answer], float]:
     """Runs a workload from a client process: its answers, and the client's CPU seconds."""
     seed = subject.seeds()
     bodies = workload.bodies("bench", subject.token_ids, seed)
     bodies += workload.interactive_bodies("bench", subject.token_ids, seed)
     starts_s = [0.0] * workload.streams + workload.interactive_starts_s()
     job = Job(server.host, server.port, "/v1/completions", bodies, starts_s, workload.seconds)
-    result = _run_module("client", asdict(job))
+    result = run_module("client", asdict(job))
     return [Answer(**answer) for answer in result["answers"]], result["cpu_s"]
 
 
 def _http(server: ServerProcess, subject: Subject, dtype: str, workload: Workload) -> Row:
     """One workload, with the server's own cost beside it; `dtype` is the label of its types."""
     label = f"{workload.name or 'closed loop'}, {workload.streams} streams"
-    _say(f"{subject.name}, {dtype}: {label}")
+    say(f"{subject.name}, {dtype}: {label}")
     loop_before = _loop_cpu_s(server.process.pid)
-    answers, client_cpu_s = _send(server, workload, subject)
+    answers, client_cpu_s = send(server, workload, subject)
     loop_cpu_s = _loop_cpu_s(server.process.pid) - loop_before
     row = _figures(answers, workload)
-    _say(f"{subject.name}, {dtype}: {number(row['tokens_per_s'])} tokens/s")
+    say(f"{subject.name}, {dtype}: {number(row['tokens_per_s'])} tokens/s")
     everything = summarise(answers, workload.streams)
     computed = everything.prompt_tokens - everything.cached_tokens
     flop = subject.arithmetic.total(computed, everything.output_tokens)
@@ -375,13 +413,13 @@ def _loop_cpu_s(pid: int) -> float:
 def _prefix(server: ServerProcess, subject: Subject, num_pairs: int) -> Row:
     """Time to first token of a prompt never seen, and of one that begins like it."""
     shared = min(PREFIX_TOKENS, subject.max_length - PROMPT_TOKENS - 8)
-    _say(f"{subject.name}: a shared prefix of {shared} tokens, cold and found")
+    say(f"{subject.name}: a shared prefix of {shared} tokens, cold and found")
     cold, hit = [], []
     for _ in range(num_pairs):
         workload = Workload(
             name="", streams=1, prompt_tokens=PROMPT_TOKENS, shared_tokens=shared, output_tokens=2, rounds=2
         )
-        first, second = _send(server, workload, subject)[0]
+        first, second = send(server, workload, subject)[0]
         cold.append(first.ttft_s * 1000)
         hit.append(second.ttft_s * 1000)
     return {

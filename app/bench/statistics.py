@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from app.bench.client import Answer
+from app.bench.reader import Answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from app.bench.client import Answer, Job
+from app.bench.client import Job
+from app.bench.reader import Answer
 from app.bench.redis_process import RedisProcess, SlowLine
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import Figures, summarise

@@ -33,7 +33,7 @@ _COST_HELP = ("a step", "a prompt token", "a decoded token", "a token of KV that
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _add_traffic(parser)
+    add_traffic(parser)
     _add_machine(parser)
     parser.add_argument(
         "--policies",
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_traffic(parser: argparse.ArgumentParser) -> None:
+def add_traffic(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--scenario", choices=SCENARIOS, help=f"who sends what and when ({DEFAULTS['scenario']})"

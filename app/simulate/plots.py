@@ -14,10 +14,10 @@ from priority.simulator.summary import Summary, spread
 
 SIZE = (1280, 640)
 """Pixels of every picture."""
-_DPI = 160
-_INK, _FAINT, _GRID = "#1f2933", "#5f6c7b", "#dde2e8"
-_OURS, _OTHER, _REFUSED, _LATE = "#0072b2", "#9fa9b5", "#d9dfe6", "#f1f3f6"
-_COLOURS = {"fcfs": "#d55e00", "strict": "#cc79a7", "fair": "#009e73", "penstock": _OURS}
+DPI = 160
+INK, FAINT, GRID = "#1f2933", "#5f6c7b", "#dde2e8"
+OURS, OTHER, _REFUSED, _LATE = "#0072b2", "#9fa9b5", "#d9dfe6", "#f1f3f6"
+_COLOURS = {"fcfs": "#d55e00", "strict": "#cc79a7", "fair": "#009e73", "penstock": OURS}
 """Okabe and Ito's, which colour-blind people tell apart."""
 _MARKS = {"fcfs": "s", "strict": "^", "fair": "D", "penstock": "o"}
 _WINDOWS = 48
@@ -36,14 +36,14 @@ def draw(
     paths = [folder / "promise.png", folder / "ttft.png"]
     pictures = [_promise(traffic, summaries, policy), _ttft(traffic, results, policy)]
     for path, picture in zip(paths, pictures, strict=True):
-        picture.savefig(path, dpi=_DPI, facecolor="white")
+        picture.savefig(path, dpi=DPI, facecolor="white")
     return paths
 
 
 def _promise(traffic: str, summaries: Sequence[Summary], policy: LanePolicy) -> Figure:
     """A bar per policy: the part of the interactive requests whose promise was kept; goodput beside it."""
     promise = f"first token within {policy.ttft_s:g} s, then one every {policy.tpot_s * 1000:g} ms"
-    figure = _figure(
+    figure = new_figure(
         "Interactive requests whose promise was kept", f"Promise: {promise}. Of all that were offered."
     )
     axes = figure.add_axes((0.15, 0.12, 0.66, 0.6))
@@ -51,8 +51,8 @@ def _promise(traffic: str, summaries: Sequence[Summary], policy: LanePolicy) -> 
         _bar(axes, place, summary)
     axes.set(xlim=(0, 100), ylim=(len(summaries) - 0.5, -0.5))
     axes.axis("off")
-    figure.text(0.91, 0.735, "goodput,\nrequests/s", ha="center", fontsize=10, color=_FAINT)
-    figure.text(0.03, 0.045, f"Traffic: {traffic}.", fontsize=9, color=_FAINT)
+    figure.text(0.91, 0.735, "goodput,\nrequests/s", ha="center", fontsize=10, color=FAINT)
+    figure.text(0.03, 0.045, f"Traffic: {traffic}.", fontsize=9, color=FAINT)
     return figure
 
 
@@ -63,24 +63,24 @@ def _bar(axes: Any, place: int, summary: Summary) -> None:
     style: dict[str, Any] = {"va": "center", "fontsize": 13, "weight": "bold" if ours else "normal"}
     axes.barh(place, 100, height=0.66, color=_LATE)
     axes.barh(place, refused, left=kept, height=0.66, color=_REFUSED)
-    axes.barh(place, kept, height=0.66, color=_OURS if ours else _OTHER)
-    axes.text(-2, place, summary.policy, ha="right", color=_INK, **style)
-    axes.text(115.2, place, f"{summary.goodput:.1f}", ha="center", color=_INK, **style)
+    axes.barh(place, kept, height=0.66, color=OURS if ours else OTHER)
+    axes.text(-2, place, summary.policy, ha="right", color=INK, **style)
+    axes.text(115.2, place, f"{summary.goodput:.1f}", ha="center", color=INK, **style)
     if kept > 14:
-        axes.text(kept - 1.5, place, f"{kept:.0f} %", ha="right", color="white" if ours else _INK, **style)
+        axes.text(kept - 1.5, place, f"{kept:.0f} %", ha="right", color="white" if ours else INK, **style)
     else:
-        axes.text(kept + 1.5, place, f"{kept:.0f} %", ha="left", color=_INK, **style)
+        axes.text(kept + 1.5, place, f"{kept:.0f} %", ha="left", color=INK, **style)
     for start, width, text in (
         (kept, refused, "refused"),
         (kept + refused, 100 - kept - refused, "too late"),
     ):
         if width > 12:
-            axes.text(start + width / 2, place, text, ha="center", va="center", fontsize=10, color=_FAINT)
+            axes.text(start + width / 2, place, text, ha="center", va="center", fontsize=10, color=FAINT)
 
 
 def _ttft(traffic: str, results: Sequence[Result], policy: LanePolicy) -> Figure:
     """For each policy the P90 of the time to first token, by when the requests came."""
-    figure = _figure(
+    figure = new_figure(
         "Nine in ten interactive requests had their first token within …",
         f"Of those let in, by the time at which they came. Traffic: {traffic}.",
     )
@@ -98,28 +98,28 @@ def _ttft(traffic: str, results: Sequence[Result], policy: LanePolicy) -> Figure
             marker=_MARKS[result.policy], markersize=3.5, markevery=4,
         )  # fmt: skip
         ends.append((ttft_s[-1], result.policy))
-    axes.axhline(policy.ttft_s, color=_INK, linewidth=1.6, linestyle=(0, (5, 3)), zorder=4)
+    axes.axhline(policy.ttft_s, color=INK, linewidth=1.6, linestyle=(0, (5, 3)), zorder=4)
     axes.set_yscale("log")
     axes.set_xlim(0, width_s * _WINDOWS)
     axes.set_ylim(*_limits(axes.get_ylim(), policy.ttft_s))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} s")
-    axes.set_xlabel("seconds since the start", fontsize=10, color=_FAINT)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.tick_params(which="both", colors=_FAINT, labelsize=10, length=0)
+    axes.set_xlabel("seconds since the start", fontsize=10, color=FAINT)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.tick_params(which="both", colors=FAINT, labelsize=10, length=0)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_GRID)
+    axes.spines["bottom"].set_color(GRID)
     axes.annotate(
         f"promise, {policy.ttft_s:g} s", (0, policy.ttft_s), (5, 5), textcoords="offset points", fontsize=10,
-        color=_INK,
+        color=INK,
     )  # fmt: skip
     _label_ends(axes, ends)
     return figure
 
 
-def _figure(title: str, subtitle: str) -> Figure:
-    figure = Figure(figsize=(SIZE[0] / _DPI, SIZE[1] / _DPI))
-    figure.text(0.03, 0.925, title, fontsize=15, weight="bold", color=_INK)
-    figure.text(0.03, 0.862, subtitle, fontsize=10, color=_FAINT)
+def new_figure(title: str, subtitle: str) -> Figure:
+    figure = Figure(figsize=(SIZE[0] / DPI, SIZE[1] / DPI))
+    figure.text(0.03, 0.925, title, fontsize=15, weight="bold", color=INK)
+    figure.text(0.03, 0.862, subtitle, fontsize=10, color=FAINT)
     return figure
 
 

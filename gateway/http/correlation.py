@@ -1,9 +1,11 @@
-"""One name per request, the client's own if it gave a usable one: `x-request-id`."""
+"""One name per request, the client's own if it gave a usable one: `x-request-id`; and a line in the log for each."""
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
+import time
 from contextvars import ContextVar
 from dataclasses import dataclass
 from urllib.parse import quote
@@ -11,6 +13,10 @@ from urllib.parse import quote
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+access_log = logging.getLogger("penstock.access")
+
+_PROBES = ("/health", "/ready", "/metrics")
+"""Asked for every few seconds: they are in the log of level debug alone."""
 _VALID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _MAX_PATH_CHARS = 200
 
@@ -33,7 +39,7 @@ CORRELATION: ContextVar[Correlation | None] = ContextVar("CORRELATION", default=
 
 
 class RequestIdMiddleware:
-    """Answers every request with its `x-request-id`, and tells CORRELATION of it."""
+    """Answers every request with its `x-request-id`, tells CORRELATION of it, and logs how it ended."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -43,12 +49,15 @@ class RequestIdMiddleware:
             await self.app(scope, receive, send)
             return
         request_id = _given(scope["headers"]) or f"req_{secrets.token_hex(12)}"
-        CORRELATION.set(Correlation(request_id, scope["method"], scope["path"]))
-        answered = False
+        request = Correlation(request_id, scope["method"], scope["path"])
+        CORRELATION.set(request)
+        began_s = time.perf_counter()
+        answered, status = False, 0
 
         async def send_named(message: Message) -> None:
-            nonlocal answered
+            nonlocal answered, status
             if message["type"] == "http.response.start":
+                status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
             answered = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -59,6 +68,34 @@ class RequestIdMiddleware:
             # Starlette raises again what `answer_fault` has answered and logged; the server would log it once more.
             if not answered:
                 raise
+        finally:
+            _note(request, status, is_whole=answered, seconds=time.perf_counter() - began_s)
+
+
+def _note(request: Correlation, status: int, *, is_whole: bool, seconds: float) -> None:
+    """One line; its parts are `fields` of the record, for logs that machines read."""
+    level = logging.DEBUG if request.path in _PROBES else logging.INFO
+    if not access_log.isEnabledFor(level):
+        return
+    ending = "" if is_whole else ", left"
+    fields = {
+        "request_id": request.request_id,
+        "method": request.method,
+        "path": request.path[:_MAX_PATH_CHARS],
+        "status": status,
+        "seconds": round(seconds, 4),
+        "whole": is_whole,
+    }
+    access_log.log(
+        level,
+        "%s %d%s, %.0f ms, %s",
+        request,
+        status,
+        ending,
+        1000 * seconds,
+        request.request_id,
+        extra={"fields": fields},
+    )
 
 
 def _given(headers: list[tuple[bytes, bytes]]) -> str | None:

@@ -20,7 +20,8 @@ from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from app.bench.client import Answer, Job
+from app.bench.client import Job
+from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import summarise
 from app.bench.workloads import Workload

@@ -84,7 +84,7 @@ def test_a_client_that_fails_leaves_no_server_behind(
         raise OperatorError(f"{module} failed")
 
     monkeypatch.setattr(runs, "ServerProcess", Known)
-    monkeypatch.setattr(runs, "_run_module", fail)
+    monkeypatch.setattr(runs, "run_module", fail)
     model = ensure_checkpoint(LLAMA_TINY, tmp_path)
     status = main(["bench", "--only", "http", "--dtype", "float32", "--model", str(model)])
     (server,) = servers

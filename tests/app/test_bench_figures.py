@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from app.bench.arithmetic import read_arithmetic
 from app.bench.checkpoint import LLAMA_135M, LLAMA_TINY, ensure_checkpoint, letter_token_ids
-from app.bench.client import Answer
 from app.bench.planning import measure_planning
+from app.bench.reader import Answer
 from app.bench.statistics import number, percentile, rate_until, summarise, table
 from app.bench.workloads import WORKLOADS, Interactive, Workload
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from app.bench import command, runs
 from app.bench.arithmetic import Arithmetic
 from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
-from app.bench.client import Answer
+from app.bench.reader import Answer
 from app.bench.report import print_parts, print_report, print_workloads
 from app.bench.statistics import Figures, number, percentile, summarise, table
 from app.bench.workloads import WORKLOADS

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from app.bench.client import Answer, Job, run_job
+from app.bench.client import Job, run_job
+from app.bench.reader import Answer
 from app.bench.statistics import Figures, summarise
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

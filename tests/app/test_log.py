@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import json
 import logging
 import re
 import sys
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from app import log as log_module
 from app.log import configure_log, counter, log, progress
+from gateway.http.correlation import RequestIdMiddleware
 
 Capture = pytest.CaptureFixture[str]
 
@@ -25,6 +30,7 @@ def _leave_no_trace() -> Iterator[None]:
     root.handlers[:] = handlers
     root.setLevel(level)
     log.setLevel(own)
+    log.getChild("access").setLevel(logging.NOTSET)
 
 
 class Terminal(io.StringIO):
@@ -161,3 +167,65 @@ def test_a_bar_goes_away_when_loading_fails_too(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ZeroDivisionError), progress("loading the weights") as show:
         show(1 / 0)
     assert "\x1b[?25h" in terminal.getvalue(), "the cursor is shown again"
+
+
+# For machines, and for each request
+
+
+def test_a_line_of_json_has_the_fields_of_its_record(capsys: Capture) -> None:
+    configure_log("info", "json")
+    log.getChild("store").warning("gone\n%s", "for good", extra={"fields": {"request_id": "req_1"}})
+    (line,) = capsys.readouterr().err.splitlines()
+    found = json.loads(line)
+    assert found.pop("time").endswith("+00:00")
+    assert found == {
+        "level": "warning", "logger": "penstock.store", "message": "gone\nfor good", "request_id": "req_1",
+    }  # fmt: skip
+
+
+def test_a_fault_is_one_line_of_json_too(capsys: Capture) -> None:
+    configure_log("info", "json")
+    try:
+        raise ValueError("why")
+    except ValueError:
+        log.exception("failed")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ValueError: why" in json.loads(line)["exception"]
+
+
+@pytest.mark.parametrize(("level", "paths"), [("info", ["/"]), ("debug", ["/", "/health"]), ("warning", [])])
+def test_each_request_has_a_line_but_probes_only_at_debug(
+    level: str, paths: list[str], capsys: Capture
+) -> None:
+    configure_log(level, "json", access=True)
+    answer_requests("/", "/health")
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [line["path"] for line in lines] == paths
+    assert all((line["method"], line["status"], line["whole"]) == ("GET", 204, True) for line in lines)
+    assert all(line["request_id"] == "req-1" and line["seconds"] >= 0 for line in lines)
+
+
+def test_without_access_log_there_is_none(capsys: Capture) -> None:
+    configure_log("debug")
+    answer_requests("/")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reply_that_nobody_waited_for_is_not_whole(capsys: Capture) -> None:
+    configure_log("info", access=True)
+    answer_requests("/gone", is_whole=False)
+    assert re.search(r"GET /gone 204, left, \d+ ms, req-1$", capsys.readouterr().err.strip())
+
+
+def answer_requests(*paths: str, is_whole: bool = True) -> None:
+    """Requests to an app that answers them with 204."""
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "more_body": not is_whole})
+
+    async def nothing(*_: object) -> None: ...
+
+    for path in paths:
+        scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"x-request-id", b"req-1")]}
+        asyncio.run(RequestIdMiddleware(app)(scope, cast("Receive", nothing), nothing))

@@ -60,6 +60,8 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "drain_timeout": ("0", "0.5", "600"),
     "metrics_compat": ("vllm", "vllm", "vllm"),
     "log_level": ("debug", "warning", "error"),
+    "log_format": ("json", "json", "json"),
+    "access_log": ("true", "true", "true"),
 }
 
 

@@ -20,7 +20,7 @@ from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from app.bench.server_process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
-NOT_INSTALLED = {"tests", "loadtests"}
+NOT_INSTALLED = {"tests", "loadtests", "deploy"}
 
 # Every process of the environment writes down, as it ends, which modules it had and from where.
 REPORT = """

@@ -95,4 +95,6 @@ async def test_the_metrics_say_how_promises_and_forecasts_came_out() -> None:
     }
     assert samples["penstock_promises_total", "interactive", "kept"] == 1
     assert samples["penstock_ttft_forecast_ratio_count", "interactive"] == 1
+    assert samples["penstock_promise_use_ratio_count", "interactive"] == 1
+    assert 0 < samples["penstock_promise_use_ratio_sum", "interactive"] < 1
     assert samples["penstock_step_model_seconds", "beta_s"] == pytest.approx(0.0005, rel=0.1)

@@ -1,0 +1,145 @@
+"""A trace on a real server, and beside it what the simulator says of it, with the step times of that server."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from random import Random
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from app.bench.client import Job
+from app.bench.reader import Answer
+from app.bench.server_process import ServerProcess
+from app.bench.statistics import number, table
+from app.bench.workloads import completion
+from app.settings import Settings
+from app.simulate.report import percent
+from gateway.wire.sampling import tier_of
+from priority.simulator.run import Machine, Result, Served, simulate
+from priority.simulator.summary import Summary, summarise
+from priority.simulator.trace import BLOCK_TOKENS, Arrival
+from priority.steptime import NAMES
+
+Run = Callable[[str, object], Any]
+"""Runs a module of the bench in a process of its own: its name, its job, and what it writes."""
+
+_BLOCK_SIZE = 16
+_MAX_BATCH_TOKENS = 512
+"""Of a server on a CPU that was not told otherwise."""
+
+
+def compare(
+    server: ServerProcess,
+    run: Run,
+    arrivals: Sequence[Arrival],
+    token_ids: Sequence[int],
+    keys: Mapping[str, str] | None = None,
+) -> tuple[Machine, Summary, Summary]:
+    """Sends the trace when it says, then simulates it: the machine, what was served, what was simulated.
+
+    Args:
+        token_ids: what prompts are made of.
+        keys: API key by tenant; without any, all requests are of one tenant, in the simulation too.
+    """
+    if keys is None:
+        arrivals = [
+            Arrival(a.at_s, a.num_prompt, a.num_output, a.lane, hash_ids=a.hash_ids) for a in arrivals
+        ]
+    answers = _send(server, run, arrivals, token_ids, keys or {})
+    served = [
+        served_of(arrival, answer, arrival.at_s) for arrival, answer in zip(arrivals, answers, strict=True)
+    ]
+    last_s = max(a.at_s + b.ended_s - b.started_s for a, b in zip(arrivals, answers, strict=True))
+    machine = machine_of(server.url)
+    simulated = simulate(list(arrivals), machine)
+    return machine, summarise(Result("served", served, last_s)), summarise(simulated)
+
+
+def served_of(arrival: Arrival, answer: Answer, at_s: float) -> Served:
+    """A real answer as the simulator says it, on a clock on which its request came at `at_s`."""
+    served = Served(arrival, num_tokens=answer.num_output_tokens, num_cached=answer.num_cached_tokens)
+    if answer.was_refused:
+        served.refused = f"HTTP {answer.status}"
+    elif answer.token_times_s:
+        served.first_token_s = at_s + answer.ttft_s
+        served.last_token_s = at_s + answer.token_times_s[-1] - answer.started_s
+        served.finished_s = None if answer.error else at_s + answer.ended_s - answer.started_s
+    return served
+
+
+def machine_of(url: str) -> Machine:
+    """The machine that a server has found itself to be, for the simulator."""
+    with urllib.request.urlopen(f"{url}/metrics") as reply:
+        text = reply.read().decode()
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    learnt = {s.labels["coefficient"]: s.value for s in samples if s.name == "penstock_step_model_seconds"}
+    blocks = next(s.value for s in samples if s.name == "penstock_kv_blocks")
+    return Machine(
+        coefficients={name: learnt[name] for name in NAMES},
+        num_kv_tokens=int(blocks) * _BLOCK_SIZE,
+        max_batch_tokens=_MAX_BATCH_TOKENS,
+        max_num_seqs=Settings.model_fields["max_num_seqs"].default,
+    )
+
+
+def prompts(arrivals: Sequence[Arrival], token_ids: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """A prompt for each request: random, but 512 tokens that follow from each of its `hash_ids`."""
+    return [_prompt(arrival, place, token_ids, seed) for place, arrival in enumerate(arrivals)]
+
+
+def _prompt(arrival: Arrival, place: int, token_ids: Sequence[int], seed: int) -> list[int]:
+    sources = [Random(f"{seed}/block/{hash_id}") for hash_id in arrival.hash_ids]
+    prompt = [token_id for source in sources for token_id in source.choices(token_ids, k=BLOCK_TOKENS)]
+    missing = max(0, arrival.num_prompt - len(prompt))
+    own = Random(f"{seed}/own/{place}").choices(token_ids, k=missing)
+    return (prompt + own)[: arrival.num_prompt]
+
+
+def print_comparison(name: str, served: Summary, simulated: Summary) -> None:
+    """Both side by side, and served over simulated."""
+    head = [name, "TTFT P50 ms", "P90 ms", "tok/s", "kept", "refused"]
+    rows = [_row("served", served), _row("simulated", simulated)]
+    ratios = [
+        "-" if not (real and said) else f"{real / said:.2f}"
+        for real, said in zip(_figures(served), _figures(simulated), strict=True)
+    ]
+    print("\n" + table(head, [*rows, ["served / simulated", *ratios, ""]]))
+
+
+def _row(name: str, summary: Summary) -> list[str]:
+    ttft_p50_ms, ttft_p90_ms, rate, kept = _figures(summary)
+    cells = ["-" if value is None else number(value) for value in (ttft_p50_ms, ttft_p90_ms, rate)]
+    return [name, *cells, percent(kept), str(summary.total.refused)]
+
+
+def _figures(summary: Summary) -> tuple[float | None, float | None, float, float | None]:
+    ttft_s = summary.total.ttft_s
+    p50_ms, p90_ms = (None if value is None else 1000 * value for value in (ttft_s.p50, ttft_s.p90))
+    return p50_ms, p90_ms, summary.output_tokens_per_s, summary.total.attainment
+
+
+def _send(
+    server: ServerProcess,
+    run: Run,
+    arrivals: Sequence[Arrival],
+    token_ids: Sequence[int],
+    keys: Mapping[str, str],
+) -> list[Answer]:
+    """The answers, in the order of the trace."""
+    first_s = arrivals[0].at_s
+    bodies = [
+        [completion("bench", prompt, arrival.num_output, tier_of(arrival.lane))]
+        for arrival, prompt in zip(arrivals, prompts(arrivals, token_ids), strict=True)
+    ]
+    job = Job(
+        server.host,
+        server.port,
+        "/v1/completions",
+        bodies,
+        starts_s=[arrival.at_s - first_s for arrival in arrivals],
+        keys=[keys.get(arrival.tenant, "") for arrival in arrivals],
+    )
+    return [Answer(**answer) for answer in run("client", asdict(job))["answers"]]

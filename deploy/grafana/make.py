@@ -1,0 +1,193 @@
+"""Writes dashboards/penstock.json: `python deploy/grafana/make.py`. A dashboard is easier to review as this list."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+PATH = Path(__file__).with_name("dashboards") / "penstock.json"
+_WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
+
+Query = tuple[str, str]
+"""The expression, and the name of its lines."""
+
+
+def quantile(percent: int, metric: str, by: str = "lane") -> Query:
+    groups = ", ".join(["le", *([by] if by else [])])
+    name = f"P{percent} {{{{{by}}}}}" if by else f"P{percent}"
+    return (
+        f"histogram_quantile({percent / 100}, sum by ({groups}) (rate({metric}_bucket[$__rate_interval])))",
+        name,
+    )
+
+
+def rate(metric: str, by: str = "", name: str = "") -> Query:
+    expression = f"rate({metric}[$__rate_interval])"
+    return (f"sum by ({by}) ({expression})" if by else f"sum({expression})"), name or f"{{{{{by}}}}}"
+
+
+PANELS: list[tuple[str, str, str, list[Query]]] = [
+    (
+        "Promises kept",
+        "Of those let in, the part that had its first token in time.",
+        "percentunit",
+        [
+            (
+                'sum by (lane) (rate(penstock_promises_total{outcome="kept"}[$__rate_interval]))'
+                " / sum by (lane) (rate(penstock_promises_total[$__rate_interval]))",
+                "{{lane}}",
+            )
+        ],
+    ),
+    (
+        "Promise in use",
+        "The part of the promised time that forecasts take: at 1 requests are refused.",
+        "percentunit",
+        [quantile(50, "penstock_promise_use_ratio"), quantile(90, "penstock_promise_use_ratio")],
+    ),
+    (
+        "Let in and refused",
+        "Requests a second, and why they were refused.",
+        "reqps",
+        [rate("penstock_admissions_total", "decision, reason", "{{decision}} {{reason}}")],
+    ),
+    (
+        "Time to first token",
+        "",
+        "s",
+        [
+            quantile(50, "penstock_time_to_first_token_seconds"),
+            quantile(99, "penstock_time_to_first_token_seconds"),
+        ],
+    ),
+    (
+        "Time per output token",
+        "",
+        "s",
+        [
+            quantile(50, "penstock_time_per_output_token_seconds"),
+            quantile(99, "penstock_time_per_output_token_seconds"),
+        ],
+    ),
+    (
+        "Wait in the queue",
+        "",
+        "s",
+        [quantile(50, "penstock_queue_wait_seconds"), quantile(99, "penstock_queue_wait_seconds")],
+    ),
+    (
+        "First token over its forecast",
+        "19 in 20 should be below 1.",
+        "none",
+        [quantile(50, "penstock_ttft_forecast_ratio"), quantile(95, "penstock_ttft_forecast_ratio")],
+    ),
+    (
+        "Tokens",
+        "A second.",
+        "none",
+        [
+            rate("penstock_output_tokens_total", name="to clients"),
+            rate("penstock_prefill_tokens_total", name="prompt, computed"),
+            rate("penstock_prefix_cache_hit_tokens_total", name="prompt, found"),
+        ],
+    ),
+    (
+        "Requests",
+        "",
+        "none",
+        [
+            ("sum(penstock_streams)", "replies in the making"),
+            ("sum(penstock_running_sequences)", "in the batch"),
+            ("sum by (lane) (penstock_queued_requests)", "queued, {{lane}}"),
+        ],
+    ),
+    (
+        "KV blocks",
+        "In use, and how often sequences gave way.",
+        "percentunit",
+        [
+            ("penstock_kv_usage_ratio", "in use"),
+            rate("penstock_preemptions_total", name="gave way, a second"),
+        ],
+    ),
+    (
+        "Prefix cache",
+        "The part of prompt tokens that was found.",
+        "percentunit",
+        [
+            (
+                "sum(rate(penstock_prefix_cache_hit_tokens_total[$__rate_interval]))"
+                " / sum(rate(penstock_prefix_cache_query_tokens_total[$__rate_interval]))",
+                "found",
+            )
+        ],
+    ),
+    (
+        "Drafts",
+        "The part of guessed tokens that was right.",
+        "percentunit",
+        [
+            (
+                "sum by (proposer) (rate(penstock_accepted_tokens_total[$__rate_interval]))"
+                " / sum by (proposer) (rate(penstock_draft_tokens_total[$__rate_interval]))",
+                "{{proposer}}",
+            )
+        ],
+    ),
+    (
+        "Steps",
+        "",
+        "s",
+        [quantile(50, "penstock_step_seconds", ""), quantile(99, "penstock_step_seconds", "")],
+    ),
+    (
+        "Event loop",
+        "How late it runs a timer: above some milliseconds streams stutter.",
+        "s",
+        [quantile(99, "penstock_event_loop_lag_seconds", "")],
+    ),
+    (
+        "Trouble",
+        "A second.",
+        "none",
+        [
+            rate("penstock_failed_steps_total", name="failed steps"),
+            rate("penstock_slow_reader_disconnects_total", name="slow readers cut"),
+            rate("penstock_store_failures_total", "kind", "Redis, {{kind}}"),
+            ("1 - min(penstock_store_up)", "Redis gone"),
+        ],
+    ),
+]
+
+
+def dashboard() -> dict[str, object]:
+    return {
+        "uid": "penstock",
+        "title": "Penstock",
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "panels": [_panel(place, *panel) for place, panel in enumerate(PANELS)],
+    }
+
+
+def _panel(place: int, title: str, text: str, unit: str, queries: list[Query]) -> dict[str, object]:
+    row, column = divmod(place, _COLUMNS)
+    source = {"type": "prometheus", "uid": "prometheus"}
+    return {
+        "id": place + 1,
+        "type": "timeseries",
+        "title": title,
+        "description": text,
+        "datasource": source,
+        "gridPos": {"x": column * _WIDTH, "y": row * _HEIGHT, "w": _WIDTH, "h": _HEIGHT},
+        "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + i), "datasource": source, "expr": expression, "legendFormat": name}
+            for i, (expression, name) in enumerate(queries)
+        ],
+    }
+
+
+if __name__ == "__main__":
+    PATH.write_text(json.dumps(dashboard(), indent=1) + "\n", encoding="utf-8")

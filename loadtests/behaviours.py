@@ -1,0 +1,98 @@
+"""What clients do beside waiting for their answer: they poll, leave, dawdle, and lose their connection and come back.
+
+Plain sockets and plain waiting: users of locust run this in greenlets, the soak test in threads.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from app.bench.reader import Answer, Recording, read_answer, read_json
+from loadtests.exchange import Server
+
+Body = dict[str, object]
+
+_TOPICS = ("the sea", "a lighthouse", "bread", "a winter walk", "the moon", "an old clock", "bees", "a river")
+_INTRODUCTION = "Once upon a time there was a small house at the edge of a great forest. " * 4
+_POLL_S = 0.2
+_PIECE_BYTES, _PIECE_S = 512, 0.02
+"""What a slow reader takes at a time, and how long it then looks away."""
+
+
+def question() -> str:
+    return f"Tell me about {random.choice(_TOPICS)}."
+
+
+def long_prompt() -> str:
+    """A beginning that all have in common, and an end."""
+    return _INTRODUCTION + random.choice(_TOPICS)
+
+
+def complete(server: Server, body: Body) -> Answer:
+    return server.answer("POST", "/v1/completions", body | _USAGE)
+
+
+def respond(server: Server, body: Body) -> Answer:
+    return server.answer("POST", "/v1/responses", body)
+
+
+def poll(server: Server, body: Body) -> Answer:
+    """A background response, looked for now and then; it has no first token that anybody sees."""
+    recording = server.exchange("POST", "/v1/responses", body | {"background": True, "stream": False})
+    while (found := read_json(recording)) and found["status"] in ("queued", "in_progress"):
+        time.sleep(_POLL_S)
+        recording = server.exchange("GET", f"/v1/responses/{found['id']}")
+    return read_answer(recording)
+
+
+def leave(server: Server, body: Body, after_s: float) -> Answer:
+    """Goes away, before the first token or in the middle."""
+
+    def stays(recording: Recording) -> bool:
+        return time.perf_counter() - recording.started_s < after_s
+
+    return read_answer(server.exchange("POST", "/v1/chat/completions", body | _USAGE, patience=stays))
+
+
+def dawdle(server: Server, body: Body) -> Answer:
+    """Reads a little at a time."""
+
+    def looks_away(_: Recording) -> bool:
+        time.sleep(_PIECE_S)
+        return True
+
+    return read_answer(
+        server.exchange(
+            "POST", "/v1/chat/completions", body | _USAGE, patience=looks_away, piece_bytes=_PIECE_BYTES
+        )
+    )
+
+
+def resume(server: Server, body: Body, after_bytes: int, patience_s: float = 0.0) -> Answer:
+    """Loses the connection after so many bytes, but not before it has the id, and goes on after the last event.
+
+    Args:
+        patience_s: how long to try again while the server is away, or cannot tell yet.
+    """
+    resumable = body | {"stream_options": {"resumable": True}}
+
+    def reads_on(recording: Recording) -> bool:
+        return len(recording.data) < after_bytes or b"response.in_progress" not in recording.data
+
+    first = read_answer(server.exchange("POST", "/v1/responses", resumable, patience=reads_on))
+    answer, give_up_s = first, time.perf_counter() + patience_s
+    while first.id and (answer.error or answer is first) and not answer.num_output_tokens:
+        path = f"/v1/responses/{first.id}?stream=true&starting_after={first.last_event}"
+        answer = server.answer("GET", path, after_event=first.last_event)
+        first.token_times_s += answer.token_times_s
+        first.last_event = max(first.last_event, answer.last_event)
+        if answer.error and time.perf_counter() > give_up_s:
+            break
+        if answer.error:
+            time.sleep(_POLL_S)
+    answer.started_s, answer.token_times_s = first.started_s, first.token_times_s
+    return answer
+
+
+_USAGE: Body = {"stream_options": {"include_usage": True}}

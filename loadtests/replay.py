@@ -1,0 +1,97 @@
+"""`python -m loadtests.replay`: a trace on a real server and in the simulator, side by side in one table.
+
+It takes the traffic of `penstock simulate`: a scenario that is generated, or Mooncake's JSONL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
+from app.bench.client import Job
+from app.bench.replay import compare, print_comparison
+from app.bench.runs import Subject, read_subject, run_module
+from app.bench.server_process import ServerFailed, ServerProcess
+from app.bench.workloads import Workload
+from app.checkpoint import DEMO_MODEL
+from app.errors import OperatorError
+from app.outputs import check_output
+from app.simulate.command import add_traffic
+from app.simulate.inputs import GPU_COST, check_can_run, read_traffic
+from loadtests.keys import key_file
+from priority.simulator.run import Machine
+
+DEFAULTS = {"scenario": "mixed", "kind": "chat", "rate": 4.0, "duration": 60.0}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m loadtests.replay", description=__doc__)
+    add_traffic(parser)
+    parser.add_argument(
+        "--model",
+        metavar="DIR",
+        default="demo",
+        help="checkpoint; `demo`, or `135m` for a random Llama (demo)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    try:
+        return run(parser.parse_args(arguments))
+    except OperatorError as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return 2
+
+
+def run(options: argparse.Namespace) -> int:
+    """0 unless a request failed."""
+    check_output("--json", options.json)
+    if options.trace is None:
+        for name, default in DEFAULTS.items():
+            if getattr(options, name) is None and not (name == "duration" and options.requests):
+                setattr(options, name, default)
+    traffic, subject = read_traffic(options), read_subject(_model(options.model))
+    check_can_run(traffic, Machine(coefficients=GPU_COST, max_model_len=subject.max_length), options)
+    tenants = sorted({arrival.tenant for arrival in traffic.arrivals})
+    with key_file(tenants) as (path, keys), _server(subject, path) as server:
+        _warm(server, subject, keys[tenants[0]])
+        machine, served, simulated = compare(server, run_module, traffic.arrivals, subject.token_ids, keys)
+    print_comparison(f"{subject.name}: {traffic.name}, {traffic.rate:.3g}/s", served, simulated)
+    if options.json is not None:
+        found = {"machine": asdict(machine), "served": asdict(served), "simulated": asdict(simulated)}
+        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _model(name: str) -> Path:
+    return {"demo": DEMO_MODEL}.get(name) or (ensure_checkpoint(LLAMA_135M) if name == "135m" else Path(name))
+
+
+@contextmanager
+def _server(subject: Subject, keys: str) -> Iterator[ServerProcess]:
+    """Without drafts, for the simulator has none: a step computes one token of each sequence."""
+    arguments = ["--model", str(subject.path), "--served-model-name", "bench", "--no-speculation"]
+    try:
+        with ServerProcess([*arguments, "--api-keys-file", keys]) as server:
+            yield server
+    except ServerFailed as error:
+        raise OperatorError(f"the server did not start: {error}") from None
+
+
+def _warm(server: ServerProcess, subject: Subject, key: str) -> None:
+    """The server sees steps of many kinds, so that it knows how long they take."""
+    workload = Workload(name="", streams=8, prompt_tokens=200, output_tokens=64, rounds=2)
+    bodies = workload.bodies("bench", subject.token_ids, subject.seeds())
+    starts_s = [0.2 * stream for stream in range(workload.streams)]
+    job = Job(server.host, server.port, "/v1/completions", bodies, starts_s, keys=[key] * workload.streams)
+    answers = run_module("client", asdict(job))["answers"]
+    if failed := next((answer["error"] for answer in answers if answer["error"]), None):
+        raise OperatorError(f"the server answers with {failed}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
