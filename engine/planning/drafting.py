@@ -53,8 +53,8 @@ class Proposer(Protocol):
         A sequence has blocks for the KV of its tokens and of so many more.
         """
 
-    def seconds(self, num_sequences: int, length: int) -> float:
-        """What it takes to propose so many tokens for so many sequences; 0 while nobody knows."""
+    def seconds(self, sequences: list[Sequence], length: int) -> float:
+        """What it takes to propose so many tokens for each sequence; 0 while nobody knows."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ended."""
@@ -243,13 +243,13 @@ class Drafting:
 
     def _best_length(self, model: Proposer, asked: list[_Guess], plan: Plan, num_sampling: int) -> int:
         """How many tokens the model is to draft for each: what brings the most tokens a second."""
-        num = len(asked)
+        num, sequences = len(asked), [guess.chunk.sequence for guess in asked]
         rate = sum(guess.record.rates[model.name] for guess in asked) / num
         shares = accumulate(repeat(rate, self.most), mul)
         best, best_value, expected = 0, num_sampling / self._seconds(plan.num_tokens), float(num_sampling)
         for length, share in enumerate(shares, 1):
             expected += num * share
-            seconds = self._seconds(plan.num_tokens + num * length) + model.seconds(num, length)
+            seconds = self._seconds(plan.num_tokens + num * length) + model.seconds(sequences, length)
             if expected / seconds > best_value:
                 best, best_value = length, expected / seconds
         return best

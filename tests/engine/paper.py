@@ -170,7 +170,7 @@ class PaperProposer:
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
         return [self._propose(*pair) for pair in zip(sequences, lengths, strict=True)]
 
-    def seconds(self, num_sequences: int, length: int) -> float:  # noqa: ARG002
+    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
         return 0.0
 
     def _propose(self, sequence: Sequence, most: int) -> list[int]:

@@ -30,8 +30,8 @@ class Echo:
         self.asked.append(len(sequences))
         return [[1] * length for length in lengths]
 
-    def seconds(self, num_sequences: int, length: int) -> float:
-        return self.cost_s * length * (1 + num_sequences / 32)
+    def seconds(self, sequences: list[Sequence], length: int) -> float:
+        return self.cost_s * length * (1 + len(sequences) / 32)
 
     def forget(self, sequence: Sequence) -> None: ...
 
@@ -261,6 +261,30 @@ def turns(pace: Pace, plain_s: float, drafted_s: float, num_steps: int) -> float
         num_drafted += pace.drafts
         pace.observe(2 if pace.drafts else 1, drafted_s if pace.drafts else plain_s)
     return num_drafted / num_steps
+
+
+@pytest.mark.parametrize("num_sequences", [1, 32])
+@pytest.mark.parametrize("drafted_s", [2.05, 2.2, 2.6])
+def test_what_drafts_lose_is_a_small_share_of_the_time(num_sequences: int, drafted_s: float) -> None:
+    """The first step of a turn takes five times as long: proposers catch up."""
+    pace, was_drafted, lost_s, total_s = Pace(num_sequences), False, 0.0, 0.0
+    for _ in range(20_000):
+        seconds = 1.0 if not pace.drafts else drafted_s if was_drafted else 5 * drafted_s
+        was_drafted = pace.drafts
+        lost_s += seconds - (2 if pace.drafts else 1)
+        total_s += seconds
+        pace.observe(2 if pace.drafts else 1, seconds)
+    assert 0.0 < lost_s / total_s < 0.03
+
+
+def test_what_pays_after_a_slow_first_step_is_kept() -> None:
+    pace, was_drafted, num_drafted = Pace(32), False, 0
+    for _ in range(2_000):
+        seconds = 1.0 if not pace.drafts else 1.4 if was_drafted else 5.0
+        was_drafted = pace.drafts
+        num_drafted += was_drafted
+        pace.observe(2 if was_drafted else 1, seconds)
+    assert num_drafted > 1_600
 
 
 def test_what_pays_is_kept_and_what_does_not_is_tried_now_and_then() -> None:
