@@ -134,7 +134,11 @@ class Drafting:
         if not self._proposers or plan.num_tokens >= num_tokens:
             return
         num_sampling = sum(chunk.samples for chunk in plan.chunks)
-        if not self._pace(num_sampling).drafts or not self._may_pay(plan, num_sampling):
+        pace = self._pace(num_sampling)
+        may_draft = (
+            pace.drafts if num_sampling == plan.num_tokens else pace.pays
+        )  # a trial takes decodes alone
+        if not may_draft or not self._may_pay(plan, num_sampling):
             return
         started = self._clock()
         guesses = [guess for chunk in plan.chunks if (guess := self._guess(chunk)) is not None]

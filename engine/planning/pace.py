@@ -64,6 +64,11 @@ class Pace:
         """The next step is the first of a turn with drafts, in which proposers catch up: it says nothing of others."""
         self._num_steps, self._num_tokens, self._seconds = 0, 0, 0.0
 
+    @property
+    def pays(self) -> bool:
+        """Whether drafts are known to pay, and not only tried."""
+        return self.drafts and self._drafted_rate > 0
+
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step brought so many tokens."""
         if self.drafts:

@@ -244,7 +244,8 @@ class ReckonsNot(Drafting):
         self._random = pace
 
     def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:
-        self._pace(sum(chunk.samples for chunk in plan.chunks)).drafts = True
+        pace = self._pace(sum(chunk.samples for chunk in plan.chunks))
+        pace.drafts, pace._drafted_rate = True, 1.0
         super().extend(plan, tables, num_tokens)
 
     def _may_pay(self, plan: Plan, num_sampling: int) -> bool:  # noqa: ARG002

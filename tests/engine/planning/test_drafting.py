@@ -107,6 +107,20 @@ def test_drafts_are_counted_by_who_proposed_them() -> None:
     assert sequence.drafts == {"lookup": DraftCount(16, 10), "draft": DraftCount(8, 0)}
 
 
+def test_beside_a_prompt_only_what_is_known_to_pay_is_drafted() -> None:
+    """A trial there would not be measured."""
+    for rate, expected in ((0.0, [0, 0]), (1.0, [8, 0])):
+        tables = BlockTables(64, 4)
+        decode, prompt = running(tables, 2)
+        plan = step_of([decode])
+        plan.chunks.append(Chunk(prompt, 0, 3, samples=False))
+        plan.num_tokens += 3
+        drafting = drafting_at({1: 1.0, 64: 1.0})
+        drafting._pace(1)._drafted_rate = rate
+        drafting.extend(plan, tables, 100)
+        assert counts(plan) == expected
+
+
 @pytest.mark.parametrize("room", [1, 3, 8, 20])
 def test_a_step_never_has_more_tokens_than_it_may(room: int) -> None:
     tables = BlockTables(64, 4)
