@@ -376,7 +376,7 @@ def _drafts(plan: Plan) -> dict[str, DraftCount]:
     found: dict[str, DraftCount] = {}
     for chunk in plan.chunks:
         if chunk.drafts:
-            DraftCount.add(found, chunk.proposer, len(chunk.drafts), chunk.num_accepted)
+            found.setdefault(chunk.proposer, DraftCount()).note(len(chunk.drafts), chunk.num_accepted)
     return found
 
 

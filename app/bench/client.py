@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 _TAIL = 16
 """More than the length of the end mark, which can arrive in two pieces."""
@@ -51,7 +52,7 @@ class Answer:
     status: int = 0
     """Of HTTP; 0 if there was no answer."""
     predicted_ttft_s: float | None = None
-    drafts: dict[str, dict[str, int]] = field(default_factory=dict)
+    drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By proposer, the drafts that were verified and those that were right, as the server tells."""
 
     @property

@@ -105,7 +105,10 @@ def count(driver: Driver, proposer: str) -> DraftCount:
     """The drafts of all sequences that ended."""
     ends = [outputs[-1].timings for outputs in driver.outputs.values()]
     found = [ended.drafts[proposer] for ended in ends if ended is not None and proposer in ended.drafts]
-    return DraftCount(sum(one.num_drafted for one in found), sum(one.num_accepted for one in found))
+    sums = DraftCount()
+    for one in found:
+        sums.add(one)
+    return sums
 
 
 def num_accepted(driver: Driver) -> int:

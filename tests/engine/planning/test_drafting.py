@@ -104,7 +104,24 @@ def test_drafts_are_counted_by_who_proposed_them() -> None:
         chunk = Chunk(sequence, 3, 9, samples=True, drafts=[1] * 8, proposer=proposer)
         note_drafts(chunk, num_brought)
         assert chunk.num_accepted == num_brought - 1
-    assert sequence.drafts == {"lookup": DraftCount(16, 10), "draft": DraftCount(8, 0)}
+    assert sequence.drafts == {
+        "lookup": DraftCount([2] * 8, [2, 2, *[1] * 6]),
+        "draft": DraftCount([1] * 8, [0] * 8),
+    }
+    assert (sequence.drafts["lookup"].num_drafted, sequence.drafts["lookup"].num_accepted) == (16, 10)
+
+
+def test_how_many_drafts_there_are_follows_how_often_each_position_was_right() -> None:
+    """The first three are always right, the fourth never: less than three would be a waste, and more, too."""
+    tables = BlockTables(4096, 4)
+    (sequence,) = running(tables, 1, max_tokens=8000)
+    drafting = drafting_at({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5})
+    for _ in range(400):
+        drafting.extend(step_of([sequence]), tables, 100)
+        say(sequence, 1, 1, 1, 4)
+    plan = step_of([sequence])
+    drafting.extend(plan, tables, 100)
+    assert counts(plan) == [3]
 
 
 def test_beside_a_prompt_only_what_is_known_to_pay_is_drafted() -> None:
