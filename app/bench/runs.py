@@ -75,6 +75,7 @@ def run_parts(options: argparse.Namespace) -> Row:
         results["promise"] = _promise(options.quick)
     if "drafts" in options.only:
         results["drafts"] = [row for subject in subjects for row in _drafts(subject, options)]
+        results["depths"] = [row for subject in subjects for row in _depths(subject, options)]
     if "store" in options.only:
         results["store"] = _store(subjects, options.quick)
     print_report(results)
@@ -272,6 +273,23 @@ def _drafts(subject: Subject, options: argparse.Namespace) -> list[Row]:
         )
         rows = bench.measure()
     return [{"model": " ".join([subject.name, *types]), **row} for row in rows]
+
+
+def _depths(subject: Subject, options: argparse.Namespace) -> list[Row]:
+    """What each number of drafts brings the demo model."""
+    if subject.path != DEMO_MODEL:
+        return []
+    _say(f"{subject.name}: as many drafts in every step, for each number of them")
+    job = {
+        "model": str(DEMO_MODEL),
+        "draft": str(DEMO_DRAFT),
+        "quantize": options.quantize,
+        "threads": num_cores(),
+        "streams": [1] if options.quick else [1, 8, 32],
+        "num_tokens": 32 if options.quick else 64,
+        "rounds": 1 if options.quick else 3,
+    }
+    return _run_module("depth", job)  # type: ignore[no-any-return]
 
 
 def _server(subject: Subject, dtype: str, more: Sequence[str] = (), *, drafts: bool = False) -> ServerProcess:

@@ -120,7 +120,7 @@ class Drafting:
         self._rates = {proposer.name: _FIRST_RATE for proposer in self._proposers}
         """By proposer: the share of drafts that were right, of all sequences."""
         self._factors = {proposer.name: [1.0] * most for proposer in self._proposers}
-        """By proposer and position: how often a draft after right ones is right, as a multiple of its sequence's rate."""
+        """By proposer and position: how often drafts after right ones are right, in units of a sequence's rate."""
         self._records: dict[Sequence, _Record] = {}
         self._paces: dict[int, Pace] = {}
         """By bit length of the number of sequences that sample."""
