@@ -161,7 +161,8 @@ def _say(text: str) -> None:
 
 def _model_paths(options: argparse.Namespace) -> list[Path]:
     if options.model:
-        return [Path(path) for path in options.model]
+        demo = DEMO_MODEL.resolve()
+        return [DEMO_MODEL if Path(path).resolve() == demo else Path(path) for path in options.model]
     _say("writing the random 135 M checkpoint, if it is not there yet")
     return [DEMO_MODEL, ensure_checkpoint(LLAMA_135M)]
 
