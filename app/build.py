@@ -26,7 +26,7 @@ from engine.engine import Engine, EngineState
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
 from engine.model.config import MAX_DRAFTS, LoadOptions, ModelConfig
-from engine.model.drafts import check_draft, check_vocabularies
+from engine.model.drafts import DraftSource, check_draft, shared_tokens
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
@@ -169,7 +169,7 @@ def _allowed_hosts(settings: Settings, is_open: bool) -> tuple[str, ...]:
     return (*LOOPBACK_HOSTS, settings.host)
 
 
-def _find_draft(settings: Settings, config: ModelConfig, tokenizer: Tokenizer) -> Path | None:
+def _find_draft(settings: Settings, config: ModelConfig, tokenizer: Tokenizer) -> DraftSource | None:
     """The draft model's checkpoint; None without one.
 
     Raises:
@@ -180,10 +180,9 @@ def _find_draft(settings: Settings, config: ModelConfig, tokenizer: Tokenizer) -
         return None
     try:
         check_draft(config, read_config(folder), settings.max_model_len or config.max_position)
-        check_vocabularies(tokenizer, read_tokenizer(folder))
+        return DraftSource(folder, shared_tokens(tokenizer, read_tokenizer(folder)))
     except CheckpointError as error:
         raise OperatorError(f"--draft {settings.draft or folder}: {error}") from None
-    return folder
 
 
 def load_options(settings: Settings) -> LoadOptions:
@@ -222,7 +221,7 @@ def _sampling_defaults(folder: Path) -> SamplingDefaults:
     return SamplingDefaults(**{k: v for k, v in recommended.items() if k in known and v is not None})
 
 
-def _make_runner(folder: Path, options: LoadOptions, draft: Path | None) -> ModelRunner:
+def _make_runner(folder: Path, options: LoadOptions, draft: DraftSource | None) -> ModelRunner:
     """Called on the step thread: importing torch takes seconds, and belongs there."""
     log.info("loading torch")
     from engine.execution.loader import LoadedModel, load_model

@@ -316,6 +316,8 @@ class Engine:
         return StepLoad(
             num_prefill_tokens=num_prefill,
             num_decode_tokens=plan.num_tokens - num_prefill,
+            num_drafts=sum(len(chunk.drafts) for chunk in plan.chunks),
+            num_accepted=sum(chunk.num_accepted for chunk in plan.chunks),
             num_context_tokens=sum(chunk.start + chunk.num_tokens for chunk in plan.chunks),
             duration_s=duration_s,
             num_running=len(scheduler.running),
@@ -376,7 +378,7 @@ def _drafts(plan: Plan) -> dict[str, DraftCount]:
     found: dict[str, DraftCount] = {}
     for chunk in plan.chunks:
         if chunk.drafts:
-            DraftCount.add(found, chunk.proposer, len(chunk.drafts), chunk.num_accepted)
+            found.setdefault(chunk.proposer, DraftCount()).note(len(chunk.drafts), chunk.num_accepted)
     return found
 
 

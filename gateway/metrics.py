@@ -233,10 +233,16 @@ class Metrics:
         )
 
         self.draft_tokens = Counter(
-            "penstock_draft_tokens", "Tokens that were guessed and verified.", ["proposer"], registry=registry
+            "penstock_draft_tokens",
+            "Tokens that were guessed and verified, by their place among those of a step.",
+            ["proposer", "position"],
+            registry=registry,
         )
         self.accepted_tokens = Counter(
-            "penstock_accepted_tokens", "Guessed tokens that were right.", ["proposer"], registry=registry
+            "penstock_accepted_tokens",
+            "Guessed tokens that were right.",
+            ["proposer", "position"],
+            registry=registry,
         )
         self.failed_proposers = Counter(
             "penstock_failed_proposers",
@@ -253,8 +259,11 @@ class Metrics:
         self.prefill_tokens.inc(report.num_prefill_tokens)
         self.output_tokens.inc(num_output_tokens)
         for proposer, count in report.drafts.items():
-            self.draft_tokens.labels(proposer).inc(count.num_drafted)
-            self.accepted_tokens.labels(proposer).inc(count.num_accepted)
+            for position, (drafted, accepted) in enumerate(
+                zip(count.drafted, count.accepted, strict=True), 1
+            ):
+                self.draft_tokens.labels(proposer, position).inc(drafted)
+                self.accepted_tokens.labels(proposer, position).inc(accepted)
         for proposer in report.failed_proposers:
             self.failed_proposers.labels(proposer).inc()
         self.preemptions.inc(report.num_preemptions)

@@ -86,6 +86,8 @@ class Admission:
         """When the last step came back, which is when the one that runs began. On the simulator it may be to come."""
         self._context_each = 0.0
         """KV tokens of a running stream, as it was seen last."""
+        self._rows_each, self._tokens_each = 1.0, 1.0
+        """What a step computes for a running stream, drafts included, and the tokens that this brings: of late."""
         self._finished = Rate()
         self._freed = Rate()
         """KV tokens given back."""
@@ -97,8 +99,11 @@ class Admission:
         shape = StepShape(load.num_prefill_tokens, load.num_decode_tokens, load.num_context_tokens)
         self.model.observe(shape, load.duration_s)
         self._last_step_s = self.model.seconds(shape.num_prefill, shape.num_decode, shape.num_context)
-        if shape.num_decode and not shape.num_prefill:
-            self._context_each = shape.num_context / shape.num_decode
+        num_streams = load.num_decode_tokens - load.num_drafts
+        if num_streams and not shape.num_prefill:
+            self._context_each = shape.num_context / num_streams
+            self._rows_each += _LEARNING * (1 + load.num_drafts / num_streams - self._rows_each)
+            self._tokens_each += _LEARNING * (1 + load.num_accepted / num_streams - self._tokens_each)
 
     def note_finished(self, num_tokens: int, now: float) -> None:
         """A request ended and gave back the KV of so many tokens."""
@@ -285,7 +290,8 @@ class Admission:
         num_victims = min(MAX_VICTIMS * num_seats, len(yielding(running, account.lane.lane)))
         num_held = sum(len(sequence.token_ids) for sequence in running)
         num_left = sum(sequence.max_len for sequence in running) - num_held
-        ends_s = self.model.seconds(0, len(running), num_held) * num_left / max(1, len(running))
+        step_s = self.model.seconds(0, len(running) * self._rows_each, num_held)
+        ends_s = step_s * num_left / max(1, len(running)) / self._tokens_each
         missing_kv -= num_victims * num_held / max(1, len(running))
         return max(
             _over(missing_kv, self._freed.per_second(now), num_held, ends_s),

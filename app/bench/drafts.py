@@ -17,8 +17,8 @@ from app.demo.words import HEROES, PLACES
 
 STREAMS = (1, 8, 32)
 OUTPUT_TOKENS = 256
-TURNS = 3
-_PERIOD, _PROMPT_TOKENS, _STORIES = 24, 192, 4
+TURNS = 2
+_PERIOD, _PROMPT_TOKENS, _STORIES = 24, 192, 2
 
 Row = dict[str, Any]
 
@@ -51,7 +51,8 @@ class DraftsBench:
         num_turns = 1 if self.quick else TURNS
         for turn in range(num_turns + (text == "again")):
             bodies = self._bodies(text, temperature, streams, 0 if text == "again" else turn)
-            for name, server in (("with", self.drafting), ("without", self.plain)):
+            servers = [("with", self.drafting), ("without", self.plain)]
+            for name, server in servers if turn % 2 else reversed(servers):  # neither is always the first
                 answers = self._answers(server, bodies)
                 rates[name].append(summarise(answers, streams).tokens_per_s)
                 _count(drafts, answers)
@@ -91,16 +92,20 @@ class DraftsBench:
 
 def _story(source: random.Random, temperature: float, length: int) -> dict[str, object]:
     """A request for one of the stories that the demo model tells, to its end."""
-    hero, (preposition, place, *_) = source.choice(HEROES), source.choice(PLACES)
     body = completion("bench", [], length)
     del body["prompt"], body["ignore_eos"]
-    question = f"Tell me a story about a {hero} {preposition} {place}."
     return {
         **body,
-        "messages": [{"role": "user", "content": question}],
+        "messages": [{"role": "user", "content": question(source)}],
         "temperature": temperature,
         "seed": source.randrange(1 << 30),
     }
+
+
+def question(source: random.Random) -> str:
+    """What somebody asks who wants one of these stories."""
+    hero, (preposition, place, *_) = source.choice(HEROES), source.choice(PLACES)
+    return f"Tell me a story about a {hero} {preposition} {place}."
 
 
 def _count(drafts: dict[str, list[int]], answers: Sequence[Answer]) -> None:

@@ -64,7 +64,7 @@ class Answer:
     """What the server says that the request waited in its queue."""
     lane: str | None = None
     """The lane that the server says it used."""
-    drafts: dict[str, dict[str, int]] = field(default_factory=dict)
+    drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By proposer, the drafts that were verified and those that were right, as the server tells."""
     id: str = ""
     """Of a response."""

@@ -40,6 +40,7 @@ def print_report(results: Row) -> None:
         _print_promise(results["promise"])
     if "drafts" in results:
         _print_drafts(results["drafts"])
+        _print_depths(results["depths"])
     if "store" in results:
         _print_store(results["store"])
     _print_failures(results)
@@ -66,6 +67,42 @@ def _print_drafts(rows: list[Row]) -> None:
             ],
         )
     )
+
+
+def _print_depths(rows: list[Row]) -> None:
+    """Tokens of a sequence in a step, beside those of independent drafts, and tokens a second as multiples of k = 0."""
+    plain_s: dict[tuple[int, float], float] = {}
+    lines = []
+    for row in rows:
+        of, per_token_s = (row["streams"], row["temperature"]), row["seconds"] / max(1, row["num_tokens"])
+        if not row["length"]:
+            plain_s[of] = per_token_s
+        per_step = row["num_tokens"] / max(1, row["num_steps"] * row["streams"])
+        lines.append(
+            [
+                f"{row['streams']}, {row['temperature']:g}, {row['length']}",
+                " ".join(f"{share:.2f}" for share in row["acceptance"]),
+                f"{per_step:.2f}",
+                f"{row['expected']:.2f}",
+                f"{1000 * row['seconds'] / max(1, row['num_steps']):.2f}",
+                f"{plain_s[of] / per_token_s:.2f}" if per_token_s else "",
+            ]
+        )
+    if lines:
+        print()
+        print(
+            table(
+                [
+                    "streams, temperature, k",
+                    "right by position",
+                    "tokens",
+                    "if each alone",
+                    "ms a step",
+                    "gain",
+                ],
+                lines,
+            )
+        )
 
 
 def _print_promise(promise: Row) -> None:

@@ -77,6 +77,7 @@ def run_parts(options: argparse.Namespace) -> Row:
         results["promise"] = _promise(options.quick)
     if "drafts" in options.only:
         results["drafts"] = [row for subject in subjects for row in _drafts(subject, options)]
+        results["depths"] = [row for subject in subjects for row in _depths(subject, options)]
     if "store" in options.only:
         results["store"] = _store(subjects, options.quick)
     print_report(results)
@@ -196,7 +197,8 @@ def say(text: str) -> None:
 
 def _model_paths(options: argparse.Namespace) -> list[Path]:
     if options.model:
-        return [Path(path) for path in options.model]
+        demo = DEMO_MODEL.resolve()
+        return [DEMO_MODEL if Path(path).resolve() == demo else Path(path) for path in options.model]
     say("writing the random 135 M checkpoint, if it is not there yet")
     return [DEMO_MODEL, ensure_checkpoint(LLAMA_135M)]
 
@@ -308,6 +310,23 @@ def _drafts(subject: Subject, options: argparse.Namespace) -> list[Row]:
         )
         rows = bench.measure()
     return [{"model": " ".join([subject.name, *types]), **row} for row in rows]
+
+
+def _depths(subject: Subject, options: argparse.Namespace) -> list[Row]:
+    """What each number of drafts brings the demo model."""
+    if subject.path != DEMO_MODEL:
+        return []
+    say(f"{subject.name}: as many drafts in every step, for each number of them")
+    job = {
+        "model": str(DEMO_MODEL),
+        "draft": str(DEMO_DRAFT),
+        "quantize": options.quantize,
+        "threads": num_cores(),
+        "streams": [1] if options.quick else [1, 8, 32],
+        "num_tokens": 32 if options.quick else 64,
+        "rounds": 1 if options.quick else 3,
+    }
+    return run_module("depth", job)  # type: ignore[no-any-return]
 
 
 def start_server(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -16,6 +16,7 @@ from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import NativeDraft
 from engine.kernels.kv_cache import KVCache
 from engine.kernels.linear import Linear
+from engine.model.drafts import SharedTokens
 from engine.model.transformer import ForwardPass
 from engine.planning.request import Sequence
 from engine.planning.step import DraftChunk
@@ -23,6 +24,38 @@ from engine.sampling.sampler import Sampler, has_penalties
 from engine.sampling.tables import Filters
 
 _VERY_UNLIKELY = -1e30
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """Between the tokens of a target and those of a draft whose logits are others, or of another number."""
+
+    context: Tensor
+    """[vocab] int32: by token of the target, what the draft reads."""
+    columns: Tensor
+    """[vocab] int64: by token of the target, its logit among the draft's; one past the last if there is none."""
+
+    @classmethod
+    def of(cls, tokens: SharedTokens | None, vocab: int, num_logits: int) -> Translation:
+        """Without shared tokens, all are the same; what one of the two has more are rows of padding."""
+        same = torch.arange(vocab)
+        context = same
+        if tokens is not None:
+            num = min(vocab, len(tokens.same))
+            same, context = torch.full((vocab,), num_logits), torch.zeros(vocab, dtype=torch.int64)
+            same[:num] = torch.tensor(tokens.same)[:num]
+            context[:num] = torch.tensor(tokens.context)[:num]
+        is_there = (same >= 0) & (same < num_logits)
+        is_known = context < num_logits  # a row of padding is never read
+        return cls(torch.where(is_known, context, 0).int(), torch.where(is_there, same, num_logits))
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """[R, vocab] of the target's tokens, from the draft's logits."""
+        return F.pad(logits, (0, 1), value=_VERY_UNLIKELY).index_select(1, self.columns)
+
+    def read(self, batch: Batch) -> Batch:
+        """The batch in the draft's tokens."""
+        return replace(batch, token_ids=self.context[batch.token_ids.long()])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +66,19 @@ class LoadedDraft:
     lm_head: Linear
     kv: KVCache
     """It has as many blocks, of as many tokens, as the target's."""
-    native: NativeDraft | None
-    """All passes in one call; None if its logits are not as many as the target's."""
+    native: NativeDraft | None = None
+    """All passes in one call; it needs the target's tokens."""
+    translation: Translation | None = None
+    """None if its tokens and their number are the target's."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states [R, hidden] after a batch of the target's tokens."""
+        return self.decoder(batch if self.translation is None else self.translation.read(batch))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, vocab] of the target's tokens."""
+        logits = self.lm_head(hidden)
+        return logits if self.translation is None else self.translation.logits(logits)
 
 
 class Drafter:
@@ -63,7 +107,7 @@ class Drafter:
         passes = _Passes(chunks, length, self.block_size)
         found: list[list[int]] = [[] for _ in chunks]
         if not passes.places:
-            self._draft.decoder(passes.first)
+            self._draft.forward(passes.first)
             return found
         sequences = [chunks[i].sequence for i in passes.places]
         slots = [slot for sequence in sequences if (slot := self._slot_of(sequence)) is not None]
@@ -84,16 +128,12 @@ class Drafter:
         drafts: list[Tensor] = []
         for number, numbers in enumerate(passes.numbers):
             batch = passes.after(number, drafts[-1]) if number else passes.first
-            drafts.append(self._choose(self._draft.decoder(batch), chosen_slots, numbers, filters))
+            drafts.append(self._choose(self._draft.forward(batch), chosen_slots, numbers, filters))
         return torch.stack(drafts)
 
     def _choose(self, hidden: Tensor, slots: Tensor, numbers: Tensor, filters: Filters) -> Tensor:
         """Token ids [R] int32, by the target's rule."""
-        logits = self._draft.lm_head(hidden)
-        vocab = self._sampler.vocab_size
-        if logits.shape[1] != vocab:  # what one of the two has more are rows of padding
-            logits = F.pad(logits, (0, vocab - logits.shape[1]), value=_VERY_UNLIKELY).contiguous()
-        return self._sampler.sample(logits, slots, numbers, filters)[0]
+        return self._sampler.sample(self._draft.logits(hidden), slots, numbers, filters)[0]
 
     def _filters(self, slots: list[int]) -> Filters:
         filters = self._sampler.filters(slots)

@@ -10,7 +10,7 @@ import torch
 
 from engine.errors import CheckpointError
 from engine.execution.buffers import StepBuffers
-from engine.execution.drafter import LoadedDraft
+from engine.execution.drafter import LoadedDraft, Translation
 from engine.execution.memory import (
     Budget,
     DraftSize,
@@ -29,7 +29,7 @@ from engine.kernels.select import check_native, native_kernels, select
 from engine.kernels.sequence_table import SequenceTable
 from engine.model.checkpoint import read_config
 from engine.model.config import LoadOptions, ModelConfig
-from engine.model.drafts import check_draft
+from engine.model.drafts import DraftSource, SharedTokens, check_draft
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
 from engine.model.files import open_files
 from engine.model.parameters import Weights
@@ -69,7 +69,7 @@ def load_model(
     options: LoadOptions,
     say: Callable[[str], None],
     progress: Progress,
-    draft: Path | None = None,
+    draft: DraftSource | None = None,
 ) -> LoadedModel:
     """Loads the checkpoint in a folder.
 
@@ -77,7 +77,7 @@ def load_model(
         folder: a directory with config.json and safetensors files, or a GGUF file.
         say: is told lines for the operator: what memory the model takes, before it is taken; what could be faster.
         progress: is told bytes read and bytes in all.
-        draft: the checkpoint of a draft model; it is loaded as the model is, if drafts can be verified here.
+        draft: a draft model; it is loaded as the model is, if drafts can be verified here.
 
     Raises:
         CheckpointError: the checkpoint is missing, broken or not supported, has fewer positions than asked for, or
@@ -136,6 +136,7 @@ class _Draft:
     target: ModelConfig
     kernels: Kernels
     options: LoadOptions
+    tokens: SharedTokens | None
 
     @property
     def size(self) -> DraftSize:
@@ -158,13 +159,20 @@ class _Draft:
         assert kernels.team is not None
         assert isinstance(decoder, NativeDecoder)
         assert isinstance(lm_head, PackedLinear)
-        is_whole = lm_head.out_features == self.target.vocab_size
-        native = NativeDraft(kernels.team, decoder, lm_head) if is_whole else None
-        return LoadedDraft(decoder=decoder, lm_head=lm_head, kv=kv, native=native)
+        vocab, num_logits = self.target.vocab_size, lm_head.out_features
+        if self.tokens is None and num_logits == vocab:
+            native = NativeDraft(kernels.team, decoder, lm_head)
+            return LoadedDraft(decoder=decoder, lm_head=lm_head, kv=kv, native=native)
+        translation = Translation.of(self.tokens, vocab, num_logits)
+        return LoadedDraft(decoder=decoder, lm_head=lm_head, kv=kv, translation=translation)
 
 
 def _open_draft(
-    folder: Path, target: ModelConfig, kernels: Kernels, options: LoadOptions, say: Callable[[str], None]
+    draft: DraftSource,
+    target: ModelConfig,
+    kernels: Kernels,
+    options: LoadOptions,
+    say: Callable[[str], None],
 ) -> _Draft | None:
     """A draft model in the types of the target's kernels, on their threads; None if no drafts can be verified.
 
@@ -176,6 +184,7 @@ def _open_draft(
     if kernels.team is None:
         say("the draft model is not used: drafts are verified by the native CPU kernels only")
         return None
+    folder = draft.folder
     config = read_config(folder)
     check_draft(target, config, _max_model_len(target, options))
     try:
@@ -185,9 +194,11 @@ def _open_draft(
     options = replace(options, quantize_group_size=None)
     files, recipe = open_files(folder), make_recipe(config, options)
     check_tensors(config, files, recipe)
-    say(f"the draft model is {folder}")
+    tokens = draft.tokens
+    some = "" if tokens is None else f"; it has {sum(i >= 0 for i in tokens.same)} of the model's tokens"
+    say(f"the draft model is {folder}{some}")
     native = replace(native_kernels(kernels.team, kernels.embedding_dtype), kv_dtype=kernels.kv_dtype)
-    return _Draft(Checkpoint(config, files, recipe), target, native, options)
+    return _Draft(Checkpoint(config, files, recipe), target, native, options, tokens)
 
 
 def _kernels_text(kernels: Kernels) -> str:

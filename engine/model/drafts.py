@@ -1,10 +1,35 @@
-"""Whether one model can draft for another."""
+"""Whether one model can draft for another, and which of its tokens are the other's."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
 
 from engine.errors import CheckpointError
 from engine.model.config import ModelConfig
 from engine.planning.tokenizer import Tokenizer
+
+_LEAST_SHARED = 0.25
+"""The share of the model's tokens that a draft model has to have."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTokens:
+    """What the tokens of a target are in a draft model of another vocabulary, by their ids in the target."""
+
+    same: list[int]
+    """The same token, the only one that is drafted; -1 if there is none."""
+    context: list[int]
+    """The token that the draft reads in its place: without the same one, the last of those that spell it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSource:
+    """A draft model's checkpoint."""
+
+    folder: Path
+    tokens: SharedTokens | None = None
+    """None if it has its target's vocabulary."""
 
 
 def check_draft(target: ModelConfig, draft: ModelConfig, max_model_len: int) -> None:
@@ -27,28 +52,47 @@ def check_draft(target: ModelConfig, draft: ModelConfig, max_model_len: int) -> 
         )
 
 
-def check_vocabularies(target: Tokenizer, draft: Tokenizer) -> None:
-    """Checks that every token of a draft model is the same token of its target.
+def shared_tokens(target: Tokenizer, draft: Tokenizer) -> SharedTokens | None:
+    """The tokens of the same bytes that a draft model shares with its target; None if the two have the same vocabulary.
+
+    Timor et al., "Accelerating LLM inference with lossless speculative decoding algorithms for heterogeneous
+    vocabularies", 2025, draft from this intersection, too.
 
     Raises:
-        CheckpointError: naming what differs.
+        CheckpointError: they are too few, or one is a special token in one of the models only.
     """
     ours, theirs = target.vocabulary, draft.vocabulary
-    for token_id in sorted(ours.keys() | theirs.keys()):
-        one, other = ours.get(token_id), theirs.get(token_id)
-        if one != other:
-            raise CheckpointError(
-                f"the draft model has another vocabulary: token {token_id} is {_told(other)}, "
-                f"and {_told(one)} in the model"
-            )
-    differing = sorted(target.special_ids ^ draft.special_ids)
-    if differing:
-        text, is_ours = ours.get(differing[0]), differing[0] in target.special_ids
-        which = "the model only" if is_ours else "the draft model only"
+    if ours == theirs and target.special_ids == draft.special_ids:
+        return None
+    by_bytes = {draft.token_bytes(i): i for i in sorted(theirs, key=lambda i: (not draft.is_byte(i), -i))}
+    same, context, num_shared = [], [], 0
+    for token_id in range(max(ours, default=-1) + 1):
+        spelled = target.token_bytes(token_id)
+        found = by_bytes.get(spelled, -1) if spelled else -1
+        if found >= 0:
+            num_shared += 1
+            _check_special(target, token_id, draft, found)
+        same.append(found)
+        context.append(found if found >= 0 else _last_token(draft, spelled))
+    if num_shared < _LEAST_SHARED * len(ours):
         raise CheckpointError(
-            f"the draft model has other special tokens: {text!r} ({differing[0]}) is one in {which}"
+            f"the draft model has another vocabulary: {num_shared} of the model's {len(ours)} tokens are among its "
+            f"tokens, and fewer than {_LEAST_SHARED:.0%} are too few to draft with"
+        )
+    return SharedTokens(same, context)
+
+
+def _check_special(target: Tokenizer, token_id: int, draft: Tokenizer, found: int) -> None:
+    is_special = token_id in target.special_ids
+    if is_special != (found in draft.special_ids):
+        which = "the model only" if is_special else "the draft model only"
+        text = target.vocabulary[token_id]
+        raise CheckpointError(
+            f"the draft model has other special tokens: {text!r} ({token_id}) is one in {which}"
         )
 
 
-def _told(token: str | None) -> str:
-    return "missing" if token is None else repr(token)
+def _last_token(draft: Tokenizer, spelled: bytes) -> int:
+    """The last of the draft's tokens that spell a token that it does not have."""
+    token_ids = draft.encode(spelled.decode(errors="ignore"))
+    return token_ids[-1] if token_ids else 0

@@ -19,6 +19,9 @@ from engine.planning.request import Sequence
 from engine.planning.step import DraftChunk, DraftRunner
 from engine.planning.step_costs import StepCosts
 
+_SPREAD = 16
+"""What a sequence has to catch up is taken to serve so many steps."""
+
 
 @dataclass(slots=True)
 class _Progress:
@@ -50,7 +53,7 @@ class DraftModel:
         self._runner = runner
         self._clock = clock
         self._costs = StepCosts()
-        """Of one pass; what the host does for all of them takes about as long as one more."""
+        """Of one pass, by its tokens; what the host does for all of them takes about as long as one more."""
         self._progress: dict[Sequence, _Progress] = {}
         self._contents: dict[int, bytes] = {}
         """By block: the hash of the tokens whose KV the draft has in it."""
@@ -68,7 +71,7 @@ class DraftModel:
             start = progress.num_computed
             end = min(num_known, start + room)
             room -= end - start
-            num_late += end - start > 2
+            num_late += max(0, end - start - 2)
             self._write(progress, sequence, end + length - 1 if end == num_known else end)
             chunks.append(DraftChunk(sequence, start, end))
             places.append(place)
@@ -76,8 +79,7 @@ class DraftModel:
             return found
         started = self._clock()
         drafted = self._runner.draft(chunks, length)
-        if not num_late:
-            self._costs.observe(len(chunks), (self._clock() - started) / (length + 1))
+        self._note_cost(len(chunks), num_late, length, self._clock() - started)
         for place, chunk, drafts in zip(places, chunks, drafted, strict=True):
             progress = self._progress[chunk.sequence]
             progress.num_computed = chunk.end
@@ -85,9 +87,24 @@ class DraftModel:
             progress.drafts = found[place][:-1]  # the last one was not computed
         return found
 
-    def seconds(self, num_sequences: int, length: int) -> float:
-        """What drafting takes where there is nothing to catch up."""
-        return (length + 1) * self._costs.seconds(num_sequences)
+    def seconds(self, sequences: list[Sequence], length: int) -> float:
+        """What drafting takes, and a share of what it takes to catch up first."""
+        num_late = min(sum(map(self._num_late, sequences)), self._runner.max_tokens)
+        seconds = (length + 1) * self._costs.seconds(len(sequences))
+        return seconds + self._costs.seconds(num_late) / _SPREAD if num_late else seconds
+
+    def _num_late(self, sequence: Sequence) -> int:
+        """About how many tokens a sequence has to catch up."""
+        progress = self._progress.get(sequence)
+        if progress is None:
+            return len(sequence.token_ids)
+        return max(0, len(sequence.token_ids) - progress.num_computed - len(progress.drafts) - 2)
+
+    def _note_cost(self, num_sequences: int, num_late: int, length: int, seconds: float) -> None:
+        if not num_late:
+            self._costs.observe(num_sequences, seconds / (length + 1))
+        elif (others_s := length * self._costs.seconds(num_sequences)) > 0:
+            self._costs.observe(num_sequences + num_late, max(0.0, seconds - others_s))
 
     def forget(self, sequence: Sequence) -> None:
         self._progress.pop(sequence, None)

@@ -17,10 +17,10 @@ The choice follows DSpark's rule (most expected tokens for a step's time, over a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import merge
-from itertools import accumulate, repeat
+from itertools import accumulate
 from operator import mul
 from typing import Protocol
 
@@ -53,8 +53,8 @@ class Proposer(Protocol):
         A sequence has blocks for the KV of its tokens and of so many more.
         """
 
-    def seconds(self, num_sequences: int, length: int) -> float:
-        """What it takes to propose so many tokens for so many sequences; 0 while nobody knows."""
+    def seconds(self, sequences: list[Sequence], length: int) -> float:
+        """What it takes to propose so many tokens for each sequence; 0 while nobody knows."""
 
     def forget(self, sequence: Sequence) -> None:
         """The sequence ended."""
@@ -119,6 +119,8 @@ class Drafting:
         self._clock = clock
         self._rates = {proposer.name: _FIRST_RATE for proposer in self._proposers}
         """By proposer: the share of drafts that were right, of all sequences."""
+        self._factors = {proposer.name: [1.0] * most for proposer in self._proposers}
+        """By proposer and position: how often drafts after right ones are right, in units of a sequence's rate."""
         self._records: dict[Sequence, _Record] = {}
         self._paces: dict[int, Pace] = {}
         """By bit length of the number of sequences that sample."""
@@ -134,7 +136,11 @@ class Drafting:
         if not self._proposers or plan.num_tokens >= num_tokens:
             return
         num_sampling = sum(chunk.samples for chunk in plan.chunks)
-        if not self._pace(num_sampling).drafts or not self._may_pay(plan, num_sampling):
+        pace = self._pace(num_sampling)
+        may_draft = (
+            pace.drafts if num_sampling == plan.num_tokens else pace.pays
+        )  # a trial takes decodes alone
+        if not may_draft or not self._may_pay(plan, num_sampling):
             return
         started = self._clock()
         guesses = [guess for chunk in plan.chunks if (guess := self._guess(chunk)) is not None]
@@ -204,13 +210,21 @@ class Drafting:
         """Compares what was proposed last with what came: that needs no draft to have been computed."""
         came = sequence.token_ids[record.start : record.start + self.most]
         for name, drafts in record.proposed.items():
-            for draft, token_id in zip(drafts, came, strict=False):
+            factors = self._factors[name]
+            for position, (draft, token_id) in enumerate(zip(drafts, came, strict=False)):
                 is_right = draft == token_id
+                factors[position] += _LEARNING_OF_ALL * (
+                    is_right - min(1.0, record.rates[name] * factors[position])
+                )
                 record.rates[name] += _LEARNING * (is_right - record.rates[name])
                 self._rates[name] += _LEARNING_OF_ALL * (is_right - self._rates[name])
                 if not is_right:
                     break
         record.proposed.clear()
+
+    def _chances(self, name: str, rate: float, num: int) -> Iterator[float]:
+        """How likely each of so many drafts is kept, of a sequence for which a share of `rate` is right."""
+        return accumulate((min(1.0, rate * factor) for factor in self._factors[name][:num]), mul)
 
     def _look_up(self, guesses: list[_Guess]) -> None:
         if self._lookup is not None:
@@ -243,13 +257,13 @@ class Drafting:
 
     def _best_length(self, model: Proposer, asked: list[_Guess], plan: Plan, num_sampling: int) -> int:
         """How many tokens the model is to draft for each: what brings the most tokens a second."""
-        num = len(asked)
+        num, sequences = len(asked), [guess.chunk.sequence for guess in asked]
         rate = sum(guess.record.rates[model.name] for guess in asked) / num
-        shares = accumulate(repeat(rate, self.most), mul)
+        shares = self._chances(model.name, rate, self.most)
         best, best_value, expected = 0, num_sampling / self._seconds(plan.num_tokens), float(num_sampling)
         for length, share in enumerate(shares, 1):
             expected += num * share
-            seconds = self._seconds(plan.num_tokens + num * length) + model.seconds(num, length)
+            seconds = self._seconds(plan.num_tokens + num * length) + model.seconds(sequences, length)
             if expected / seconds > best_value:
                 best, best_value = length, expected / seconds
         return best
@@ -272,7 +286,8 @@ class Drafting:
         """How many drafts each chunk gets: those that are most likely kept, as many as make the step worth most."""
         likely = []
         for place, guess in enumerate(guesses):
-            kept = accumulate(repeat(guess.rate, len(guess.drafts)), mul) if guess.drafts else ()
+            num = len(guess.drafts)
+            kept = self._chances(guess.proposer, guess.rate, num) if num else ()
             likely.append([(-share, place) for share in kept])
         counts = [0] * len(guesses)
         ordered = list(merge(*likely))[:room]
@@ -302,7 +317,8 @@ class Drafting:
 def note_drafts(chunk: Chunk, num_brought: int) -> None:
     """Counts the drafts of a chunk that came back: the right ones are among the tokens it brought, and one more."""
     chunk.num_accepted = num_brought - 1
-    DraftCount.add(chunk.sequence.drafts, chunk.proposer, len(chunk.drafts), chunk.num_accepted)
+    count = chunk.sequence.drafts.setdefault(chunk.proposer, DraftCount())
+    count.note(len(chunk.drafts), chunk.num_accepted)
 
 
 def _add(plan: Plan, guess: _Guess, count: int, tables: BlockTables) -> None:

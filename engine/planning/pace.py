@@ -10,8 +10,10 @@ _LONGEST_KEPT = 16
 """Trials in a row with drafts, while they pay, before there is one without."""
 _SHORTEST_REST, _LONGEST_REST = 8, 64
 """Trials without drafts after one in which they did not pay, four times as many if they are short."""
-_GAIN = 1.03
-"""Less than this is noise."""
+_LOSS = 0.01
+"""The share of the time that drafts may lose: the more a trial lost, the longer the rest after it."""
+_GAIN, _GAIN_OF_MANY = 1.03, 1.1
+"""Less than this is noise; and where there are many sequences, those without drafts pay for the longer steps."""
 
 
 class Pace:
@@ -23,13 +25,16 @@ class Pace:
 
     __slots__ = (
         "_drafted_rate",
+        "_gain",
+        "_is_first",
         "_kept",
         "_left",
         "_longest_rest",
+        "_lost_s",
         "_num_steps",
         "_num_tokens",
         "_plain_rate",
-        "_rest",
+        "_plain_s",
         "_seconds",
         "_shortest_rest",
         "_trial_steps",
@@ -37,44 +42,66 @@ class Pace:
     )
 
     def __init__(self, num_sequences: int = 1) -> None:
-        self._trial_steps, rest_factor = _TRIAL_STEPS, 1
+        self._trial_steps, rest_factor, self._gain = _TRIAL_STEPS, 1, _GAIN
         if num_sequences >= _MANY:
-            self._trial_steps, rest_factor = max(1, _TRIAL_STEPS // 4), 4
+            self._trial_steps, rest_factor, self._gain = max(1, _TRIAL_STEPS // 4), 4, _GAIN_OF_MANY
         self._shortest_rest, self._longest_rest = rest_factor * _SHORTEST_REST, rest_factor * _LONGEST_REST
         self.drafts = False
         """Whether the next step may have drafts."""
         self._left = 1
         """Trials of this turn."""
-        self._kept, self._rest = 1, self._shortest_rest
-        """Trials of the next turn with drafts, and of the next one without if that does not pay."""
+        self._kept = 1
+        """Trials of the next turn with drafts."""
         self._plain_rate = 0.0
         """Tokens a second without drafts."""
+        self._plain_s = 0.0
+        """What the last trial without drafts took."""
         self._drafted_rate = 0.0
-        """And with them, since they were found to pay; 0 before their first trial."""
+        """Tokens a second with drafts, since they were found to pay; 0 before their first trial."""
+        self._lost_s = 0.0
+        """What the turn with drafts took longer than its tokens would have taken without."""
+        self._is_first = False
+        """The next step is the first of a turn with drafts, in which proposers catch up: it says nothing of others."""
         self._num_steps, self._num_tokens, self._seconds = 0, 0, 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Whether drafts are known to pay, and not only tried."""
+        return self.drafts and self._drafted_rate > 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """A step brought so many tokens."""
+        if self.drafts:
+            self._lost_s += seconds - num_tokens / max(self._plain_rate, 1e-9)
+        if self._is_first:
+            self._is_first = False
+            return
         self._num_steps += 1
         self._num_tokens += num_tokens
         self._seconds += seconds
         if self._num_steps < self._trial_steps:
             return
         rate = self._num_tokens / max(self._seconds, 1e-9)
+        taken_s = self._seconds
         self._num_steps, self._num_tokens, self._seconds = 0, 0, 0.0
+        self._left -= 1
         if not self.drafts:
             self._plain_rate = (self._plain_rate + rate) / 2 if self._plain_rate else rate
-        else:
-            self._drafted_rate = (self._drafted_rate + rate) / 2 if self._drafted_rate else rate
-            if self._drafted_rate < _GAIN * self._plain_rate:
-                self.drafts, self._left, self._kept = False, self._rest, 1
-                self._rest, self._drafted_rate = min(2 * self._rest, self._longest_rest), 0.0
-                return
-        self._left -= 1
-        if self._left:
+            self._plain_s = taken_s
+            if not self._left:
+                self._begin_turn()
             return
-        if self.drafts:
-            self._left, self._kept, self._rest = 1, min(2 * self._kept, _LONGEST_KEPT), self._shortest_rest
-        else:
-            self._left = self._kept
-        self.drafts = not self.drafts
+        self._drafted_rate = (self._drafted_rate + rate) / 2 if self._drafted_rate else rate
+        if self._drafted_rate < self._gain * self._plain_rate:
+            self._rest()
+        elif not self._left:
+            self.drafts, self._left, self._kept = False, 1, min(2 * self._kept, _LONGEST_KEPT)
+
+    def _begin_turn(self) -> None:
+        self.drafts, self._is_first, self._left, self._lost_s = True, True, self._kept, 0.0
+
+    def _rest(self) -> None:
+        """Goes without drafts for so long that what they lost is a small share of the time."""
+        wanted = int(self._lost_s / (_LOSS * max(self._plain_s, 1e-9)))
+        self._left = min(max(wanted, self._shortest_rest), self._longest_rest)
+        self.drafts, self._kept, self._drafted_rate = False, 1, 0.0

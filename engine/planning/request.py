@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import zip_longest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,19 +73,32 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class DraftCount:
-    """Drafts of one proposer."""
+    """Drafts of one proposer, by position: whether one is right is only known if those before it are."""
 
-    num_drafted: int = 0
+    drafted: list[int] = field(default_factory=list)
     """Those that were verified."""
-    num_accepted: int = 0
+    accepted: list[int] = field(default_factory=list)
     """The right ones among them."""
 
-    @staticmethod
-    def add(counts: dict[str, DraftCount], proposer: str, num_drafted: int, num_accepted: int) -> None:
-        """Adds to the count of a proposer."""
-        count = counts.setdefault(proposer, DraftCount())
-        count.num_drafted += num_drafted
-        count.num_accepted += num_accepted
+    @property
+    def num_drafted(self) -> int:
+        return sum(self.drafted)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted)
+
+    def note(self, num_drafted: int, num_accepted: int) -> None:
+        """Adds drafts of one sequence in one step, of which the first `num_accepted` were right."""
+        self.add(DraftCount([1] * num_drafted, [int(i < num_accepted) for i in range(num_drafted)]))
+
+    def add(self, other: DraftCount) -> None:
+        self.drafted = _sums(self.drafted, other.drafted)
+        self.accepted = _sums(self.accepted, other.accepted)
+
+
+def _sums(one: list[int], other: list[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

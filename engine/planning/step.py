@@ -193,6 +193,9 @@ class StepLoad:
     num_prefill_tokens: int
     num_decode_tokens: int
     """Drafts included."""
+    num_drafts: int = 0
+    num_accepted: int = 0
+    """Drafts that were right, each of which brought a token more."""
     num_context_tokens: int
     """Tokens whose KV the step read, over all its sequences."""
     duration_s: float

@@ -100,7 +100,12 @@ def timings_json(
         "draft_tokens": sum(count.num_drafted for count in drafts.values()),
         "accepted_tokens": sum(count.num_accepted for count in drafts.values()),
         "drafts": {
-            name: {"draft_tokens": count.num_drafted, "accepted_tokens": count.num_accepted}
+            name: {
+                "draft_tokens": count.num_drafted,
+                "accepted_tokens": count.num_accepted,
+                "drafted_by_position": count.drafted,
+                "accepted_by_position": count.accepted,
+            }
             for name, count in sorted(drafts.items())
         },
         "lane": lane.label,
@@ -112,7 +117,7 @@ def _drafts(timings: list[Timings]) -> dict[str, DraftCount]:
     sums: dict[str, DraftCount] = {}
     for choice in timings:
         for name, count in choice.drafts.items():
-            DraftCount.add(sums, name, count.num_drafted, count.num_accepted)
+            sums.setdefault(name, DraftCount()).add(count)
     return sums
 
 

@@ -10,6 +10,7 @@ from engine.engine import launch_fitting
 from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
 from engine.model.config import LoadOptions
+from engine.model.drafts import DraftSource
 from engine.planning.block_tables import BlockTables
 from engine.planning.drafting import Drafting, Proposer
 from engine.planning.request import FinishReason, Output, Request, Sequence
@@ -36,7 +37,7 @@ class Driver:
         budget: int = 64,
         max_num_seqs: int = 64,
         num_blocks: int = 512,
-        draft: Path | None = None,
+        draft: DraftSource | None = None,
     ) -> None:
         options = LoadOptions(device="cpu", dtype=dtype, num_blocks=num_blocks, max_batch_tokens=budget)
         self.runner = ModelRunner(lambda: load_model(folder, options, lambda _: None, lambda *_: None, draft))

@@ -170,7 +170,7 @@ class PaperProposer:
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
         return [self._propose(*pair) for pair in zip(sequences, lengths, strict=True)]
 
-    def seconds(self, num_sequences: int, length: int) -> float:  # noqa: ARG002
+    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
         return 0.0
 
     def _propose(self, sequence: Sequence, most: int) -> list[int]:
@@ -244,7 +244,8 @@ class ReckonsNot(Drafting):
         self._random = pace
 
     def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:
-        self._pace(sum(chunk.samples for chunk in plan.chunks)).drafts = True
+        pace = self._pace(sum(chunk.samples for chunk in plan.chunks))
+        pace.drafts, pace._drafted_rate = True, 1.0
         super().extend(plan, tables, num_tokens)
 
     def _may_pay(self, plan: Plan, num_sampling: int) -> bool:  # noqa: ARG002

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from math import exp
@@ -11,14 +12,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from engine.execution.drafter import Drafter
+from engine.model.drafts import DraftSource, SharedTokens
 from engine.planning.draft_model import DraftModel
 from engine.planning.drafting import Proposer
 from engine.planning.lookup import Lookup
 from engine.planning.request import DraftCount, Output, Request, SamplingParams, Sequence
 from engine.planning.step import DraftChunk, DraftRunner
-from tests.engine.checkpoints import FAMILIES, make_checkpoint
+from tests.engine.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.paper import drafting_always
 from tests.engine.sampling.frequencies import bound
@@ -49,7 +53,7 @@ class Prophet:
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
         return [self._propose(*pair) for pair in zip(sequences, lengths, strict=True)]
 
-    def seconds(self, num_sequences: int, length: int) -> float:  # noqa: ARG002
+    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
         return 0.0
 
     def _propose(self, sequence: Sequence, most: int) -> list[int]:
@@ -101,7 +105,10 @@ def count(driver: Driver, proposer: str) -> DraftCount:
     """The drafts of all sequences that ended."""
     ends = [outputs[-1].timings for outputs in driver.outputs.values()]
     found = [ended.drafts[proposer] for ended in ends if ended is not None and proposer in ended.drafts]
-    return DraftCount(sum(one.num_drafted for one in found), sum(one.num_accepted for one in found))
+    sums = DraftCount()
+    for one in found:
+        sums.add(one)
+    return sums
 
 
 def num_accepted(driver: Driver) -> int:
@@ -234,7 +241,7 @@ def assert_always_right(twin: Driver, requests: list[Request], least: int, **how
 @pytest.fixture(scope="module")
 def twin(driver: Driver) -> Driver:
     """A model that drafts for itself: whatever happens, each of its drafts is right, to the bit."""
-    return Driver(driver.folder, num_blocks=256, draft=driver.folder)
+    return Driver(driver.folder, num_blocks=256, draft=DraftSource(driver.folder))
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -285,13 +292,66 @@ def test_prompts_that_others_computed_need_not_be_computed_again(twin: Driver) -
 
 
 def test_another_models_drafts_are_verified(tmp_path: Path, driver: Driver) -> None:
-    other = Driver(driver.folder, num_blocks=256, draft=make_checkpoint("llama", tmp_path))
+    other = Driver(driver.folder, num_blocks=256, draft=DraftSource(make_checkpoint("llama", tmp_path)))
     for setting in ("cool", "penalties", "top-p"):
         requests = requests_of(SETTINGS[setting])
         expected = run(other, requests, None)
         assert run(other, requests, Lookup(), model=draft_model(other)) == expected
         found = count(other, "draft")
         assert 0 <= found.num_accepted < found.num_drafted
+
+
+@pytest.fixture(scope="module")
+def numbers() -> list[int]:
+    """By token, its number in another vocabulary."""
+    return random.Random(1).sample(range(VOCAB_SIZE), VOCAB_SIZE)
+
+
+@pytest.fixture(scope="module")
+def renumbered(driver: Driver, numbers: list[int], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model itself, with other numbers for its tokens."""
+    folder = tmp_path_factory.mktemp("renumbered") / "model"
+    shutil.copytree(driver.folder, folder)
+    tensors = load_file(folder / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    assert "lm_head.weight" not in tensors, "it is tied to the embedding"
+    tensors["model.embed_tokens.weight"] = torch.empty_like(embedding).index_copy_(
+        0, torch.tensor(numbers), embedding
+    )
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def test_a_model_of_other_numbers_is_always_right(
+    driver: Driver, renumbered: Path, numbers: list[int]
+) -> None:
+    tokens = SharedTokens(numbers, numbers)
+    other = Driver(driver.folder, num_blocks=256, draft=DraftSource(renumbered, tokens))
+    for setting in ("greedy", "cool", "penalties", "top-p"):
+        assert_always_right(other, requests_of(SETTINGS[setting]), 50)
+
+
+def test_only_shared_tokens_are_drafted(driver: Driver, renumbered: Path, numbers: list[int]) -> None:
+    """Every third token is another one in the draft, and read as 5."""
+    same = [-1 if token % 3 == 0 else number for token, number in enumerate(numbers)]
+    tokens = SharedTokens(same, [number if number >= 0 else numbers[5] for number in same])
+    other = Driver(driver.folder, num_blocks=256, draft=DraftSource(renumbered, tokens))
+    proposed: list[int] = []
+    for setting in ("greedy", "hot", "penalties", "bias", "log probabilities"):
+        requests = requests_of(SETTINGS[setting])
+        expected = run(other, requests, None)
+        model = draft_model(other)
+        ask = model.propose
+
+        def propose(sequences: list[Sequence], lengths: list[int], ask: Any = ask) -> list[list[int]]:
+            found: list[list[int]] = ask(sequences, lengths)
+            proposed.extend(token for drafts in found for token in drafts)
+            return found
+
+        model.propose = propose  # type: ignore[method-assign]
+        assert run(other, requests, Lookup(), model=model) == expected, setting
+    assert len(proposed) > 100
+    assert all(token % 3 for token in proposed)
 
 
 def test_a_draft_model_that_fails_leaves_the_answers_alone(twin: Driver) -> None:

@@ -2,35 +2,30 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+import tokenizers
 
 from app.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_config, read_tokenizer
-from engine.model.drafts import check_draft, check_vocabularies
+from engine.model.drafts import check_draft, shared_tokens
 from engine.planning.tokenizer import Tokenizer
+from tests.engine.checkpoints import byte_level_tokenizer, metaspace_tokenizer
 
 CONFIG = read_config(DEMO_DRAFT)
 
 
-def changed(change: str) -> Tokenizer:
-    """The draft's tokenizer with another token, another special token, or one more."""
-    content = json.loads(Path(DEMO_DRAFT / "tokenizer.json").read_text(encoding="utf-8"))
-    if change == "special":
-        content["added_tokens"][2]["special"] = False
-    elif change == "renamed":
-        content["added_tokens"][2]["content"] = "<|other|>"
-        vocabulary = content["model"]["vocab"]
-        name = next(token for token, i in vocabulary.items() if i == content["added_tokens"][2]["id"])
-        vocabulary["<|other|>"] = vocabulary.pop(name)
-    return Tokenizer(json.dumps(content))
+def tokenizer_of(made: tokenizers.Tokenizer) -> Tokenizer:
+    return Tokenizer(made.to_str())
+
+
+OURS = tokenizer_of(byte_level_tokenizer())
 
 
 def test_the_demo_pair_fits() -> None:
     check_draft(read_config(DEMO_MODEL), CONFIG, 2048)
-    check_vocabularies(read_tokenizer(DEMO_MODEL), read_tokenizer(DEMO_DRAFT))
+    assert shared_tokens(read_tokenizer(DEMO_MODEL), read_tokenizer(DEMO_DRAFT)) is None
 
 
 def test_a_draft_needs_as_many_positions_as_sequences_have_tokens() -> None:
@@ -44,9 +39,43 @@ def test_a_target_that_gives_blocks_back_has_no_draft() -> None:
         check_draft(target, CONFIG, 2048)
 
 
-@pytest.mark.parametrize(
-    ("change", "told"), [("renamed", "another vocabulary: token 2 is"), ("special", "other special")]
-)
-def test_a_draft_of_other_tokens_is_refused(change: str, told: str) -> None:
-    with pytest.raises(CheckpointError, match=told):
-        check_vocabularies(read_tokenizer(DEMO_MODEL), changed(change))
+@pytest.mark.parametrize("kind", ["smaller", "SentencePiece"])
+def test_tokens_of_the_same_bytes_are_shared(kind: str) -> None:
+    theirs = tokenizer_of(metaspace_tokenizer()) if kind == "SentencePiece" else changed(OURS, keep=330)
+    found = shared_tokens(OURS, theirs)
+    assert found is not None
+    spelled = {theirs.token_bytes(i) for i in theirs.vocabulary}
+    for token_id in OURS.vocabulary:
+        same, ours = found.same[token_id], OURS.token_bytes(token_id)
+        assert (same >= 0) == (ours in spelled)
+        assert same < 0 or theirs.token_bytes(same) == ours
+        assert same in (-1, found.context[token_id])
+        assert found.context[token_id] in theirs.vocabulary
+    unknown = next(i for i, same in enumerate(found.same) if same < 0 and OURS.token_bytes(i).isascii())
+    assert OURS.token_bytes(unknown).endswith(theirs.token_bytes(found.context[unknown]).lstrip())
+
+
+def changed(tokenizer: Tokenizer, keep: int = 1 << 30, special: bool = True) -> Tokenizer:
+    """A tokenizer with the first of the tokens only, or whose special tokens are none."""
+    content = json.loads(tokenizer._parsing.to_str())
+    for added in content["added_tokens"]:
+        added["special"] = special
+    model = content["model"]
+    model["vocab"] = {token: i for token, i in model["vocab"].items() if i < keep}
+    model["merges"] = [pair for pair in model["merges"] if "".join(pair) in model["vocab"]]
+    return Tokenizer(json.dumps(content))
+
+
+def test_a_draft_of_other_special_tokens_is_refused() -> None:
+    for ours, theirs, told in (
+        (OURS, changed(OURS, special=False), "the model only"),
+        (changed(OURS, special=False), OURS, "the draft model only"),
+    ):
+        with pytest.raises(CheckpointError, match=f"other special tokens: .* is one in {told}"):
+            shared_tokens(ours, theirs)
+
+
+def test_a_draft_of_too_few_shared_tokens_is_refused() -> None:
+    theirs = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1}, [])).to_str())
+    with pytest.raises(CheckpointError, match="another vocabulary: 2 of the model's 365 tokens"):
+        shared_tokens(OURS, theirs)

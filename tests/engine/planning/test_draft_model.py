@@ -134,3 +134,40 @@ def test_right_drafts_and_blocks_that_others_filled_are_not_computed_again() -> 
     second = started(tables, "s", list(range(10)))
     model.propose([second], [1])
     assert runner.spans[3:] == [(8, 10)]
+
+
+def test_what_there_is_to_catch_up_counts_in_what_drafting_takes() -> None:
+    """A pass takes 1 s and 0.1 s for each token; five drafts and what the host does are six passes."""
+    now = 0.0
+
+    class Ticking(Timed):
+        def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
+            nonlocal now
+            now += (length + 1) * (1.0 + 0.1 * len(chunks)) + 0.1 * (
+                chunks[0].end - chunks[0].start - len(chunks)
+            )
+            return super().draft(chunks, length)
+
+    model = DraftModel(Ticking(), lambda: now)
+    late, prompt = Sequence(make_request("late", [1] * 400)), Sequence(make_request("known", [1, 2]))
+    assert model.seconds([late], 5) == 0.0, "nobody knows"
+    for _ in range(8):
+        model.propose([prompt], [5])
+        prompt.token_ids.append(3)
+    caught_up = 6 * 1.1
+    assert model.seconds([prompt], 5) == pytest.approx(caught_up, rel=0.05)
+    assert model.seconds([late], 5) > 1.1 * caught_up
+    model.propose([late], [5])
+    assert model.seconds([late], 5) == pytest.approx(caught_up, rel=0.05)
+
+
+class Timed:
+    """Drafts nothing but 7."""
+
+    block_size, max_tokens = BLOCK_SIZE, 512
+
+    def knows(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return True
+
+    def draft(self, chunks: list[DraftChunk], length: int) -> list[list[int]]:
+        return [[7] * length for _ in chunks]

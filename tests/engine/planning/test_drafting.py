@@ -30,8 +30,8 @@ class Echo:
         self.asked.append(len(sequences))
         return [[1] * length for length in lengths]
 
-    def seconds(self, num_sequences: int, length: int) -> float:
-        return self.cost_s * length * (1 + num_sequences / 32)
+    def seconds(self, sequences: list[Sequence], length: int) -> float:
+        return self.cost_s * length * (1 + len(sequences) / 32)
 
     def forget(self, sequence: Sequence) -> None: ...
 
@@ -104,7 +104,38 @@ def test_drafts_are_counted_by_who_proposed_them() -> None:
         chunk = Chunk(sequence, 3, 9, samples=True, drafts=[1] * 8, proposer=proposer)
         note_drafts(chunk, num_brought)
         assert chunk.num_accepted == num_brought - 1
-    assert sequence.drafts == {"lookup": DraftCount(16, 10), "draft": DraftCount(8, 0)}
+    assert sequence.drafts == {
+        "lookup": DraftCount([2] * 8, [2, 2, *[1] * 6]),
+        "draft": DraftCount([1] * 8, [0] * 8),
+    }
+    assert (sequence.drafts["lookup"].num_drafted, sequence.drafts["lookup"].num_accepted) == (16, 10)
+
+
+def test_how_many_drafts_there_are_follows_how_often_each_position_was_right() -> None:
+    """The first three are always right, the fourth never: less than three would be a waste, and more, too."""
+    tables = BlockTables(4096, 4)
+    (sequence,) = running(tables, 1, max_tokens=8000)
+    drafting = drafting_at({1: 1.0, 2: 1.1, 4: 1.3, 8: 1.7, 16: 2.5})
+    for _ in range(400):
+        drafting.extend(step_of([sequence]), tables, 100)
+        say(sequence, 1, 1, 1, 4)
+    plan = step_of([sequence])
+    drafting.extend(plan, tables, 100)
+    assert counts(plan) == [3]
+
+
+def test_beside_a_prompt_only_what_is_known_to_pay_is_drafted() -> None:
+    """A trial there would not be measured."""
+    for rate, expected in ((0.0, [0, 0]), (1.0, [8, 0])):
+        tables = BlockTables(64, 4)
+        decode, prompt = running(tables, 2)
+        plan = step_of([decode])
+        plan.chunks.append(Chunk(prompt, 0, 3, samples=False))
+        plan.num_tokens += 3
+        drafting = drafting_at({1: 1.0, 64: 1.0})
+        drafting._pace(1)._drafted_rate = rate
+        drafting.extend(plan, tables, 100)
+        assert counts(plan) == expected
 
 
 @pytest.mark.parametrize("room", [1, 3, 8, 20])
@@ -261,6 +292,30 @@ def turns(pace: Pace, plain_s: float, drafted_s: float, num_steps: int) -> float
         num_drafted += pace.drafts
         pace.observe(2 if pace.drafts else 1, drafted_s if pace.drafts else plain_s)
     return num_drafted / num_steps
+
+
+@pytest.mark.parametrize("num_sequences", [1, 32])
+@pytest.mark.parametrize("drafted_s", [2.05, 2.2, 2.6])
+def test_what_drafts_lose_is_a_small_share_of_the_time(num_sequences: int, drafted_s: float) -> None:
+    """The first step of a turn takes five times as long: proposers catch up."""
+    pace, was_drafted, lost_s, total_s = Pace(num_sequences), False, 0.0, 0.0
+    for _ in range(20_000):
+        seconds = 1.0 if not pace.drafts else drafted_s if was_drafted else 5 * drafted_s
+        was_drafted = pace.drafts
+        lost_s += seconds - (2 if pace.drafts else 1)
+        total_s += seconds
+        pace.observe(2 if pace.drafts else 1, seconds)
+    assert 0.0 < lost_s / total_s < 0.03
+
+
+def test_what_pays_after_a_slow_first_step_is_kept() -> None:
+    pace, was_drafted, num_drafted = Pace(32), False, 0
+    for _ in range(2_000):
+        seconds = 1.0 if not pace.drafts else 1.4 if was_drafted else 5.0
+        was_drafted = pace.drafts
+        num_drafted += was_drafted
+        pace.observe(2 if was_drafted else 1, seconds)
+    assert num_drafted > 1_600
 
 
 def test_what_pays_is_kept_and_what_does_not_is_tried_now_and_then() -> None:

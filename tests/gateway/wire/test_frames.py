@@ -79,18 +79,30 @@ def test_usage_is_openais() -> None:
 
 def test_timings_of_several_choices_are_one() -> None:
     request = _request()
-    early = make_timings(request, num_preemptions=1, drafts={"lookup": DraftCount(4, 3)})
+    early = make_timings(request, num_preemptions=1, drafts={"lookup": DraftCount([2, 2], [2, 1])})
     late = make_timings(request, first_token_s=request.arrival_s + 0.5, finished_s=request.arrival_s + 1)
     single = make_timings(
-        request, num_output_tokens=1, drafts={"draft": DraftCount(7, 1), "lookup": DraftCount(1, 0)}
+        request,
+        num_output_tokens=1,
+        drafts={"draft": DraftCount([4, 2, 1], [1, 0, 0]), "lookup": DraftCount([1], [0])},
     )
     usage = Usage(prompt_tokens=9, completion_tokens=7, cached_tokens=4)
     timings = timings_json([late, early, single], usage, Lane.BATCH, 0.25)
     assert (timings["ttft_ms"], timings["lane"], timings["cached_tokens"]) == (30.0, "batch", 4)
     assert (timings["preemptions"], timings["draft_tokens"], timings["accepted_tokens"]) == (3, 12, 4)
     assert timings["drafts"] == {
-        "draft": {"draft_tokens": 7, "accepted_tokens": 1},
-        "lookup": {"draft_tokens": 5, "accepted_tokens": 3},
+        "draft": {
+            "draft_tokens": 7,
+            "accepted_tokens": 1,
+            "drafted_by_position": [4, 2, 1],
+            "accepted_by_position": [1, 0, 0],
+        },
+        "lookup": {
+            "draft_tokens": 5,
+            "accepted_tokens": 3,
+            "drafted_by_position": [3, 2],
+            "accepted_by_position": [2, 1],
+        },
     }
     assert timings["tpot_ms"] == 135.0
     assert timings["predicted_ttft_ms"] == 250.0
