@@ -151,6 +151,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         cors_origins=settings.cors_origins,
         allowed_hosts=_allowed_hosts(settings, is_open),
         metrics_compat=settings.metrics_compat,
+        metrics_elsewhere=settings.metrics_port is not None,
         replica=replica,
         warm_up_tokens=settings.warm_up_tokens,
     )

@@ -11,7 +11,7 @@ from app.errors import OperatorError
 _BACKLOG = 2048
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
     """A socket that listens already: who connects while the model loads waits for an answer, and gets one.
 
     Raises:
@@ -28,16 +28,16 @@ def bind(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise OperatorError(_reason(host, port, error)) from None
+        raise OperatorError(_reason(host, port, flag, error)) from None
     listener.setblocking(False)
     return listener
 
 
-def _reason(host: str, port: int, error: OSError) -> str:
+def _reason(host: str, port: int, flag: str, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"--port {port}: another program listens there already; stop it or take another port"
+        return f"{flag} {port}: another program listens there already; stop it or take another port"
     if error.errno == errno.EACCES:
-        return f"--port {port}: this user may not listen there; take a port from 1024 on"
+        return f"{flag} {port}: this user may not listen there; take a port from 1024 on"
     return f"--host {host}: not an address of this machine ({error.strerror})"
 
 

@@ -18,9 +18,10 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from app.build import Parts, build
 from app.errors import OperatorError
@@ -31,6 +32,7 @@ from app.settings import Settings
 from engine.engine import EngineState
 from engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
 from gateway.access.keys import Client
+from gateway.app import create_metrics_app
 from gateway.http.protocol import GatewayProtocol
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -45,13 +47,17 @@ def serve(settings: Settings) -> int:
     started_s = time.monotonic()
     listener = bind(settings.host, settings.port)
     log.info("starting on %s", url(listener))
+    metrics_listener = None
+    if settings.metrics_port is not None:
+        metrics_listener = bind(settings.host, settings.metrics_port, "--metrics-port")
+        log.info("metrics on %s", url(metrics_listener))
     if not is_loopback(listener) and settings.api_keys_file is None:
         log.warning("anybody who reaches %s can use this server; set --api-keys-file", settings.host)
     if settings.redis_url is not None:
         log.info("conversations, streams and quotas are kept in Redis")
     replica = settings.replica or f"{socket.gethostname()}:{port_of(listener)}"
     parts = build(settings, replica, is_open=not is_loopback(listener))
-    process = _Process(settings, parts, listener, started_s)
+    process = _Process(settings, parts, listener, metrics_listener, started_s)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         ended = runner.run(process.run())
     return process.finish(ended)
@@ -90,13 +96,21 @@ class _Server(uvicorn.Server):
 class _Process:
     """What happens between the first line of the log and the exit status."""
 
-    def __init__(self, settings: Settings, parts: Parts, listener: socket.socket, started_s: float) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        parts: Parts,
+        listener: socket.socket,
+        metrics_listener: socket.socket | None,
+        started_s: float,
+    ) -> None:
         self.settings = settings
         self.parts = parts
         self.listener = listener
+        self.metrics_listener = metrics_listener
         self.started_s = started_s
         self.was_ready = False
-        self.server = _Server(_uvicorn_config(parts))
+        self.server = _Server(_uvicorn_config(parts.app))
         # That a model cannot be loaded is told once, by `finish`.
         logging.getLogger("penstock.engine").addFilter(lambda _: self.was_ready)
         self._drain: asyncio.Task[None] | None = None
@@ -108,7 +122,7 @@ class _Process:
             loop.add_signal_handler(number, self._on_signal)
         self.parts.outbox.open(loop, self.parts.service.deliver, self._on_state)
         self.parts.engine.start()
-        async with self._watching_keys():
+        async with self._watching_keys(), self._serving_metrics():
             await self.server.serve(sockets=[self.listener])
         # A load cannot be interrupted, and a step that hangs must not keep the process.
         ended = await asyncio.to_thread(self.parts.engine.stop, _STEP_THREAD_S if self.was_ready else 0.0)
@@ -127,6 +141,20 @@ class _Process:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
+
+    @contextlib.asynccontextmanager
+    async def _serving_metrics(self) -> AsyncIterator[None]:
+        """On a port of its own, to the end of the drain."""
+        if self.metrics_listener is None:
+            yield
+            return
+        server = _Server(_uvicorn_config(create_metrics_app(self.parts.service), lifespan="off"))
+        task = asyncio.create_task(server.serve(sockets=[self.metrics_listener]))
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            await task
 
     def _take_keys(self, clients: dict[bytes, Client]) -> None:
         self.parts.service.access.replace(clients)
@@ -192,12 +220,12 @@ def describe_failure(error: BaseException, folder: Path) -> str:
     return f"{folder} cannot be loaded: {type(error).__name__}: {text}"
 
 
-def _uvicorn_config(parts: Parts) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, lifespan: Literal["on", "off"] = "on") -> uvicorn.Config:
     return uvicorn.Config(
-        parts.app,
+        app,
         http=GatewayProtocol,
         ws="none",
-        lifespan="on",
+        lifespan=lifespan,
         log_config=None,
         access_log=False,
         server_header=False,

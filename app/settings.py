@@ -121,7 +121,7 @@ class Settings(BaseSettings):
     """Port to listen on; 0 takes a free one."""
 
     api_keys_file: Path | None = None
-    """File with one `name:key` or `key` a line; with it, requests need one of the keys."""
+    """File with one `NAME:sha256:DIGEST` a line, as `penstock key NAME` makes them; with it, requests need a key."""
 
     cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = ()
     """Comma-separated origins whose pages may call this server."""
@@ -206,6 +206,9 @@ class Settings(BaseSettings):
 
     drain_timeout: float = Field(default=30.0, ge=0, json_schema_extra={"metavar": "SECONDS"})
     """Seconds that running streams may go on for after SIGTERM."""
+
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port for /metrics, /health and /ready alone, on the same address; then /metrics is not on --port."""
 
     metrics_compat: Literal["vllm"] | None = None
     """Give /metrics a second set of names, those of another server's dashboards."""

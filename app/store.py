@@ -12,7 +12,8 @@ from gateway.store.memory import MemoryStore
 def make_store(redis_url: str | None, namespace: str, replica: str) -> Store:
     """
     Args:
-        namespace: servers of the same model share what they keep, others do not.
+        namespace: servers of the same model share streams, quotas and prefixes, others do not. All share records:
+            conversations outlive a model.
         replica: this process's name among them.
 
     Raises:
@@ -25,7 +26,7 @@ def make_store(redis_url: str | None, namespace: str, replica: str) -> Store:
     from gateway.store.shared import SharedStore
 
     try:
-        remote = RedisStore(redis_url, namespace=namespace, replica=replica)
+        remote = RedisStore(redis_url, namespace=namespace, replica=replica, records_namespace="records")
     except ValueError as error:
         raise OperatorError(f"--redis-url: {error}") from None
     return SharedStore(local, remote)

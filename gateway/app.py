@@ -18,8 +18,10 @@ from starlette.types import ASGIApp
 from gateway.access import quotas
 from gateway.endpoints.completions import CompletionsApi
 from gateway.endpoints.conversations import ConversationsApi
+from gateway.endpoints.events import EventsApi
 from gateway.endpoints.intake import Intake
 from gateway.endpoints.models import Api
+from gateway.endpoints.operator import OperatorApi
 from gateway.endpoints.responses import ResponsesApi
 from gateway.http.connections import ServerSendMiddleware
 from gateway.http.correlation import RequestIdMiddleware
@@ -29,6 +31,18 @@ from gateway.http.limits import LimitsMiddleware
 from gateway.http.page import Page
 from gateway.service import Service
 from gateway.store.patience import PatienceMiddleware
+
+_REQUEST_HEADERS = [
+    *("authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id"),
+    *("openai-organization", "openai-project", "openai-beta"),
+    # What OpenAI's own package says of itself in a browser.
+    *(
+        f"x-stainless-{name}"
+        for name in ("lang", "package-version", "os", "arch", "runtime", "runtime-version")
+    ),
+    *(f"x-stainless-{name}" for name in ("retry-count", "timeout", "helper-method", "async")),
+    *("x-stainless-poll-helper", "x-stainless-custom-poll-interval"),
+]
 
 
 def create_app(service: Service, static: Path | None = None) -> ASGIApp:
@@ -43,6 +57,8 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         *ResponsesApi(service, intake).routes(),
         *ConversationsApi(service, intake).routes(),
         *Api(service, intake).routes(),
+        *EventsApi(service, intake).routes(),
+        *OperatorApi(service).routes(with_metrics=not service.options.metrics_elsewhere),
     ]
     app = Starlette(
         routes=[*routes, *(_page_routes(static) if static else ())],
@@ -63,6 +79,14 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     return ServerSendMiddleware(_with_origins(RequestIdMiddleware(app), service.options.cors_origins))
 
 
+def create_metrics_app(service: Service) -> ASGIApp:
+    """What is served on a port of its own where the operator asked for one."""
+    return Starlette(
+        routes=OperatorApi(service).routes(with_metrics=True),
+        exception_handlers={HTTPException: answer_http_error},
+    )
+
+
 def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
     """Lets pages of these origins call, and read every answer, a fault's included: it lies outside all that answers."""
     if not origins:
@@ -71,7 +95,7 @@ def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
         app,
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id"],
+        allow_headers=_REQUEST_HEADERS,
         expose_headers=["x-request-id", "retry-after", "retry-after-ms", *quotas.HEADERS],
     )
 

@@ -60,6 +60,10 @@ class Queue(Protocol):
 
     def depths(self) -> dict[Lane, int]: ...
 
+    def position(self, request_id: str) -> int | None: ...
+
+    def forecasts(self, now: float) -> dict[Lane, float]: ...
+
     def step_model(self) -> dict[str, float]: ...
 
 
@@ -101,6 +105,19 @@ class Dispatch:
     @property
     def engine_state(self) -> EngineState:
         return self._engine.state
+
+    def waiting(self, tenant: str, correlation: str) -> dict[str, object] | None:
+        """Where the tenant's request of that `x-request-id` stands in the queue; None if it does not wait there."""
+        for stream in self._streams:
+            if stream.correlation != correlation or stream.requests[0].tenant != tenant:
+                continue
+            places = [self._queue.position(request.request_id) for request in stream.requests]
+            if (place := max((place for place in places if place is not None), default=None)) is not None:
+                waited_s = self._clock() - stream.requests[0].arrival_s
+                predicted_s = stream.predicted_ttft_s
+                left_ms = None if predicted_s is None else round(1000 * max(0.0, predicted_s - waited_s))
+                return {"position": place, "waited_ms": round(1000 * waited_s), "first_token_in_ms": left_ms}
+        return None
 
     # Requests come and go
 
@@ -150,7 +167,7 @@ class Dispatch:
         for request in stream.requests:
             known = self._by_request.pop(request.request_id, None)
             if known is not None and stream.num_unfinished(request.request_id):
-                self._cancel(request, stream.num_unfinished(request.request_id))
+                self._cancel(stream, request)
         if stream.reservation is not None:
             stream.reservation.end(stream.num_used_tokens)
         stream.leave()
@@ -158,10 +175,11 @@ class Dispatch:
         if not self._streams:
             self._empty.set()
 
-    def _cancel(self, request: Request, num_choices: int) -> None:
+    def _cancel(self, stream: Generation, request: Request) -> None:
         if not self._queue.cancel(request.request_id):
             self._engine.cancel(request.request_id)
-        for _ in range(num_choices):
+            stream.was_begun = True
+        for _ in range(stream.num_unfinished(request.request_id)):
             self._metrics.note_finished(Lane(request.lane), FinishReason.CANCELLED, None)
 
     def _put(self, request: Request) -> Forecast | None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -39,7 +38,7 @@ _SHORT = (
 )
 """Small models take milliseconds a token."""
 _SECONDS = (*_SHORT, 0.5, 0.75, 1, 2.5, 5, 10)
-_LONG_SECONDS = (
+_LONG = (
     0.001,
     0.005,
     0.01,
@@ -63,6 +62,7 @@ _LONG_SECONDS = (
 )
 _RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 _TOKENS = tuple(2**exponent for exponent in range(0, 18))
+_LANE = ["lane"]
 
 
 class Metrics:
@@ -70,186 +70,126 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
+        self.num_output_tokens = 0
+        self._promises_of: dict[Lane, tuple[int, int]] = {}
+        """Kept and broken, for those who do not read the registry."""
         self._name_requests()
         self._name_steps()
-        self._name_loop()
-        self._name_keeping()
+        self._name_the_rest()
+
+    def _counter(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(f"penstock_{name}", documentation, labels, registry=self.registry)
+
+    def _gauge(self, name: str, documentation: str, labels: Sequence[str] = ()) -> Gauge:
+        return Gauge(f"penstock_{name}", documentation, labels, registry=self.registry)
+
+    def _histogram(
+        self, name: str, documentation: str, buckets: Sequence[float], labels: Sequence[str] = ()
+    ) -> Histogram:
+        return Histogram(f"penstock_{name}", documentation, labels, registry=self.registry, buckets=buckets)
 
     def _name_requests(self) -> None:
-        lane, registry = ["lane"], self.registry
-        self.ttft = Histogram(
-            "penstock_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
-            lane,
-            registry=registry,
-            buckets=_LONG_SECONDS,
+        histogram, counter = self._histogram, self._counter
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token.", _LONG, _LANE
         )
-        self.tpot = Histogram(
-            "penstock_time_per_output_token_seconds",
-            "Mean time per token after the first, one value a choice.",
-            lane,
-            registry=registry,
-            buckets=_SECONDS,
+        self.tpot = histogram(
+            "time_per_output_token_seconds",
+            "Mean time per token after the first, one a choice.",
+            _SECONDS,
+            _LANE,
         )
-        self.queue_wait = Histogram(
-            "penstock_queue_wait_seconds",
-            "From a request's arrival to its first step.",
-            lane,
-            registry=registry,
-            buckets=_LONG_SECONDS,
+        self.queue_wait = histogram(
+            "queue_wait_seconds", "From a request's arrival to its first step.", _LONG, _LANE
         )
-        self.latency = Histogram(
-            "penstock_request_seconds",
-            "From a request's arrival to the end of a choice.",
-            lane,
-            registry=registry,
-            buckets=_LONG_SECONDS,
+        self.prefill = histogram(
+            "prefill_seconds", "From a request's first step to its first token.", _LONG, _LANE
         )
-        self.prompt_length = Histogram(
-            "penstock_request_prompt_tokens",
-            "Prompt tokens of a request.",
-            registry=registry,
-            buckets=_TOKENS,
+        self.decode = histogram(
+            "decode_seconds", "From the first token to the end of a choice.", _LONG, _LANE
         )
-        self.output_length = Histogram(
-            "penstock_request_output_tokens", "Output tokens of a choice.", registry=registry, buckets=_TOKENS
+        self.inference = histogram(
+            "inference_seconds", "From a request's first step to the end of a choice.", _LONG, _LANE
         )
-        self.finished = Counter(
-            "penstock_choices",
-            "Choices that ended, by how.",
-            ["lane", "finish_reason"],
-            registry=registry,
+        self.latency = histogram(
+            "request_seconds", "From a request's arrival to the end of a choice.", _LONG, _LANE
         )
-        self.admissions = Counter(
-            "penstock_admissions",
-            "Requests that were let in or refused, and why.",
-            ["lane", "decision", "reason"],
-            registry=registry,
+        self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self.output_length = histogram("request_output_tokens", "Output tokens of a choice.", _TOKENS)
+        self.finished = counter("choices", "Choices that ended, by how.", ["lane", "finish_reason"])
+        self.admissions = counter(
+            "admissions", "Requests that were let in or refused, and why.", ["lane", "decision", "reason"]
         )
-
-        self.promises = Counter(
-            "penstock_promises",
-            "Promises on the time to first token, kept or broken.",
-            ["lane", "outcome"],
-            registry=registry,
+        self.promises = counter(
+            "promises", "Promises on the time to first token, kept or broken.", ["lane", "outcome"]
         )
-        self.promise_use = Histogram(
-            "penstock_promise_use_ratio",
+        self.promise_use = histogram(
+            "promise_use_ratio",
             "Part of the promised time to first token that the forecast of a request let in takes.",
-            lane,
-            registry=registry,
-            buckets=_RATIOS,
+            _RATIOS,
+            _LANE,
         )
-        self.forecast_ratio = Histogram(
-            "penstock_ttft_forecast_ratio",
+        self.forecast_ratio = histogram(
+            "ttft_forecast_ratio",
             "Time to first token, as a part of what was forecast at admission; 19 in 20 should be below 1.",
-            lane,
-            registry=registry,
-            buckets=_RATIOS,
+            _RATIOS,
+            _LANE,
         )
 
     def _name_steps(self) -> None:
-        registry = self.registry
-        self.step_model = Gauge(
-            "penstock_step_model_seconds",
+        histogram, counter, gauge = self._histogram, self._counter, self._gauge
+        self.step_model = gauge(
+            "step_model_seconds",
             "The fitted step time: alpha, and beta per prefill token, gamma per decode, delta per context token.",
             ["coefficient"],
-            registry=registry,
         )
-        self.step_seconds = Histogram(
-            "penstock_step_seconds", "Duration of a step.", registry=registry, buckets=_SECONDS
+        self.step_seconds = histogram("step_seconds", "Duration of a step.", _SECONDS)
+        self.step_tokens = histogram("step_tokens", "Tokens computed in a step.", _TOKENS)
+        self.failed_steps = counter("failed_steps", "Steps that failed.")
+        self.prefill_tokens = counter("prefill_tokens", "Prompt tokens computed.")
+        self.output_tokens = counter("output_tokens", "Tokens brought to clients.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of the requests let in.")
+        self.preemptions = counter("preemptions", "Sequences that made room for others.")
+        self.prefix_queries = counter("prefix_cache_query_tokens", "Prompt tokens looked up in the cache.")
+        self.prefix_hits = counter("prefix_cache_hit_tokens", "Prompt tokens found in the cache.")
+        self.running = gauge("running_sequences", "Sequences in the batch.")
+        self.preempted = gauge("waiting_sequences", "Sequences in the engine that are not in the batch.")
+        self.blocks = gauge("kv_blocks", "KV blocks in the pool.")
+        self.free_blocks = gauge("kv_free_blocks", "KV blocks that can be taken.")
+        self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks in use.")
+        places = ["proposer", "position"]
+        self.draft_tokens = counter(
+            "draft_tokens",
+            "Tokens that were guessed and verified, by their place among those of a step.",
+            places,
         )
-        self.step_tokens = Histogram(
-            "penstock_step_tokens", "Tokens computed in a step.", registry=registry, buckets=_TOKENS
+        self.accepted_tokens = counter("accepted_tokens", "Guessed tokens that were right.", places)
+        self.failed_proposers = counter(
+            "failed_proposers", "Proposers of drafts that failed and are off.", ["proposer"]
         )
-        self.failed_steps = Counter("penstock_failed_steps", "Steps that failed.", registry=registry)
-        self.prefill_tokens = Counter("penstock_prefill_tokens", "Prompt tokens computed.", registry=registry)
-        self.output_tokens = Counter(
-            "penstock_output_tokens", "Tokens brought to clients.", registry=registry
-        )
-        self.prompt_tokens = Counter(
-            "penstock_prompt_tokens", "Prompt tokens of the requests let in.", registry=registry
-        )
-        self.preemptions = Counter(
-            "penstock_preemptions", "Sequences that made room for others.", registry=registry
-        )
-        self.prefix_queries = Counter(
-            "penstock_prefix_cache_query_tokens", "Prompt tokens looked up in the cache.", registry=registry
-        )
-        self.prefix_hits = Counter(
-            "penstock_prefix_cache_hit_tokens", "Prompt tokens found in the cache.", registry=registry
-        )
-        self.running = Gauge("penstock_running_sequences", "Sequences in the batch.", registry=registry)
-        self.preempted = Gauge(
-            "penstock_waiting_sequences",
-            "Sequences in the engine that are not in the batch.",
-            registry=registry,
-        )
-        self.blocks = Gauge("penstock_kv_blocks", "KV blocks in the pool.", registry=registry)
-        self.free_blocks = Gauge("penstock_kv_free_blocks", "KV blocks that can be taken.", registry=registry)
-        self.kv_usage = Gauge("penstock_kv_usage_ratio", "Share of the KV blocks in use.", registry=registry)
         self.inter_token = WeightedHistogram(
             "penstock_inter_token_seconds",
             "From the end of one step to the end of the next, once for every sequence that goes on.",
             _SECONDS,
         )
-        registry.register(self.inter_token)
+        self.registry.register(self.inter_token)
         self._last_step_end_s: float | None = None
 
-    def _name_loop(self) -> None:
-        registry = self.registry
-        self.loop_lag = Histogram(
-            "penstock_event_loop_lag_seconds",
-            "How late the event loop ran a timer.",
-            registry=registry,
-            buckets=_SECONDS,
+    def _name_the_rest(self) -> None:
+        counter, gauge = self._counter, self._gauge
+        self.loop_lag = self._histogram(
+            "event_loop_lag_seconds", "How late the event loop ran a timer.", _SECONDS
         )
-        self.slow_readers = Counter(
-            "penstock_slow_reader_disconnects", "Streams cut because nobody read them.", registry=registry
-        )
-        self.streams = Gauge("penstock_streams", "Replies in the making.", registry=registry)
-        self.queued = Gauge("penstock_queued_requests", "Requests in the queue.", ["lane"], registry=registry)
-        self.up = Gauge("penstock_engine_up", "1 if the step loop makes progress.", registry=registry)
-        self.pool_violations = Gauge(
-            "penstock_pool_violations", "Times the KV pool had to start afresh.", registry=registry
-        )
-
-    def _name_keeping(self) -> None:
-        registry = self.registry
-        self.recordings = Gauge(
-            "penstock_recordings", "Replies that can be followed again.", registry=registry
-        )
-        self.resumes = Counter(
-            "penstock_stream_resumes", "Replies taken over from a process that is gone.", registry=registry
-        )
-        self.follows = Counter(
-            "penstock_stream_follows", "Connections that went on with a reply.", registry=registry
-        )
-        self.prefix_blocks = Gauge(
-            "penstock_prefix_blocks", "Blocks whose prefix is known.", registry=registry
-        )
-        self.prefix_depth = Gauge(
-            "penstock_prefix_depth_blocks", "Blocks of the longest known prefix.", registry=registry
-        )
-
-        self.draft_tokens = Counter(
-            "penstock_draft_tokens",
-            "Tokens that were guessed and verified, by their place among those of a step.",
-            ["proposer", "position"],
-            registry=registry,
-        )
-        self.accepted_tokens = Counter(
-            "penstock_accepted_tokens",
-            "Guessed tokens that were right.",
-            ["proposer", "position"],
-            registry=registry,
-        )
-        self.failed_proposers = Counter(
-            "penstock_failed_proposers",
-            "Proposers of drafts that failed and are off.",
-            ["proposer"],
-            registry=registry,
-        )
+        self.slow_readers = counter("slow_reader_disconnects", "Streams cut because nobody read them.")
+        self.streams = gauge("streams", "Replies in the making.")
+        self.queued = gauge("queued_requests", "Requests in the queue.", _LANE)
+        self.up = gauge("engine_up", "1 if the step loop makes progress.")
+        self.pool_violations = gauge("pool_violations", "Times the KV pool had to start afresh.")
+        self.recordings = gauge("recordings", "Replies that can be followed again.")
+        self.resumes = counter("stream_resumes", "Replies taken over from a process that is gone.")
+        self.follows = counter("stream_follows", "Connections that went on with a reply.")
+        self.prefix_blocks = gauge("prefix_blocks", "Blocks whose prefix is known.")
+        self.prefix_depth = gauge("prefix_depth_blocks", "Blocks of the longest known prefix.")
 
     def note_step(self, report: StepReport, num_output_tokens: int) -> None:
         """Called once per step, whatever came of it."""
@@ -258,6 +198,7 @@ class Metrics:
         self.step_tokens.observe(report.num_prefill_tokens + report.num_decode_tokens)
         self.prefill_tokens.inc(report.num_prefill_tokens)
         self.output_tokens.inc(num_output_tokens)
+        self.num_output_tokens += num_output_tokens
         for proposer, count in report.drafts.items():
             for position, (drafted, accepted) in enumerate(
                 zip(count.drafted, count.accepted, strict=True), 1
@@ -305,6 +246,9 @@ class Metrics:
             return
         self.ttft.labels(lane.label).observe(timings.first_token_s - timings.arrival_s)
         self.queue_wait.labels(lane.label).observe(timings.scheduled_s - timings.arrival_s)
+        self.prefill.labels(lane.label).observe(timings.first_token_s - timings.scheduled_s)
+        self.decode.labels(lane.label).observe(timings.finished_s - timings.first_token_s)
+        self.inference.labels(lane.label).observe(timings.finished_s - timings.scheduled_s)
         self.latency.labels(lane.label).observe(timings.finished_s - timings.arrival_s)
         self.output_length.observe(timings.num_output_tokens)
         pace = seconds_per_output_token(timings)
@@ -316,9 +260,17 @@ class Metrics:
     ) -> None:
         """How the promise and the forecast came out; called once per choice."""
         if promised_s is not None:
-            self.promises.labels(lane.label, "kept" if ttft_s <= promised_s else "broken").inc()
+            is_kept = ttft_s <= promised_s
+            self.promises.labels(lane.label, "kept" if is_kept else "broken").inc()
+            kept, broken = self._promises_of.get(lane, (0, 0))
+            self._promises_of[lane] = (kept + is_kept, broken + (not is_kept))
         if predicted_s:
             self.forecast_ratio.labels(lane.label).observe(ttft_s / predicted_s)
+
+    def attainment(self, lane: Lane) -> float | None:
+        """The part of a lane's promises that were kept; None before the first."""
+        kept, broken = self._promises_of.get(lane, (0, 0))
+        return kept / (kept + broken) if kept + broken else None
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -336,29 +288,33 @@ class StoreMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        up = GaugeMetricFamily("penstock_store_up", "0 while Redis is gone and memory stands in for it.")
-        up.add_metric([], stats.state == "ok")
         failures = CounterMetricFamily(
             "penstock_store_failures", "Calls to Redis that failed, by how.", labels=["kind"]
         )
         for kind, number in stats.failures.items():
             failures.add_metric([kind], number)
-        yield from (up, failures)
-        yield CounterMetricFamily("penstock_store_calls", "Calls to Redis.", stats.num_calls)
-        yield CounterMetricFamily(
-            "penstock_store_rejected", "Calls not tried: Redis was known to be gone.", stats.num_rejected
-        )
-        yield GaugeMetricFamily(
-            "penstock_store_unwritten", "Changes that Redis does not know of yet.", stats.num_dirty
-        )
-        yield CounterMetricFamily(
-            "penstock_store_dropped", "Changes that Redis will never know of.", stats.num_dropped
-        )
-        yield CounterMetricFamily(
-            "penstock_store_corrupt", "Values in Redis that could not be read.", stats.num_corrupt
-        )
-        yield GaugeMetricFamily("penstock_store_records", "Records in memory.", stats.num_records)
-        yield GaugeMetricFamily("penstock_store_bytes", "Memory that they take.", stats.num_bytes)
+        yield failures
+        for family, name, documentation, value in (
+            (
+                GaugeMetricFamily,
+                "up",
+                "0 while Redis is gone and memory stands in for it.",
+                stats.state == "ok",
+            ),
+            (CounterMetricFamily, "calls", "Calls to Redis.", stats.num_calls),
+            (
+                CounterMetricFamily,
+                "rejected",
+                "Calls not tried: Redis was known to be gone.",
+                stats.num_rejected,
+            ),
+            (GaugeMetricFamily, "unwritten", "Changes that Redis does not know of yet.", stats.num_dirty),
+            (CounterMetricFamily, "dropped", "Changes that Redis will never know of.", stats.num_dropped),
+            (CounterMetricFamily, "corrupt", "Values in Redis that could not be read.", stats.num_corrupt),
+            (GaugeMetricFamily, "records", "Records in memory.", stats.num_records),
+            (GaugeMetricFamily, "bytes", "Memory that they take.", stats.num_bytes),
+        ):
+            yield family(f"penstock_store_{name}", documentation, value)
 
 
 class WeightedHistogram(Collector):
@@ -381,29 +337,28 @@ class WeightedHistogram(Collector):
         yield HistogramMetricFamily(self._name, self._documentation, buckets=buckets, sum_value=self._sum)
 
 
-class _Alias(NamedTuple):
-    name: str
-    documentation: str
-
-
 _VLLM = {
-    "penstock_running_sequences": _Alias("vllm:num_requests_running", "Requests in the batch."),
-    "penstock_kv_usage_ratio": _Alias("vllm:kv_cache_usage_perc", "KV cache usage; 1 is all of it."),
-    "penstock_prompt_tokens": _Alias("vllm:prompt_tokens", "Prompt tokens."),
-    "penstock_output_tokens": _Alias("vllm:generation_tokens", "Generated tokens."),
-    "penstock_preemptions": _Alias("vllm:num_preemptions", "Preemptions."),
-    "penstock_prefix_cache_query_tokens": _Alias("vllm:prefix_cache_queries", "Tokens looked up."),
-    "penstock_prefix_cache_hit_tokens": _Alias("vllm:prefix_cache_hits", "Tokens found."),
-    "penstock_choices": _Alias("vllm:request_success", "Finished requests."),
-    "penstock_time_to_first_token_seconds": _Alias("vllm:time_to_first_token_seconds", "TTFT."),
-    "penstock_inter_token_seconds": _Alias("vllm:inter_token_latency_seconds", "Inter-token latency."),
-    "penstock_time_per_output_token_seconds": _Alias("vllm:request_time_per_output_token_seconds", "TPOT."),
-    "penstock_request_seconds": _Alias("vllm:e2e_request_latency_seconds", "End-to-end latency."),
-    "penstock_queue_wait_seconds": _Alias("vllm:request_queue_time_seconds", "Time in the queue."),
-    "penstock_request_prompt_tokens": _Alias("vllm:request_prompt_tokens", "Prompt length."),
-    "penstock_request_output_tokens": _Alias("vllm:request_generation_tokens", "Output length."),
-    "penstock_step_tokens": _Alias("vllm:iteration_tokens_total", "Tokens per step."),
+    "penstock_running_sequences": "num_requests_running",
+    "penstock_kv_usage_ratio": "kv_cache_usage_perc",
+    "penstock_prompt_tokens": "prompt_tokens",
+    "penstock_output_tokens": "generation_tokens",
+    "penstock_preemptions": "num_preemptions",
+    "penstock_prefix_cache_query_tokens": "prefix_cache_queries",
+    "penstock_prefix_cache_hit_tokens": "prefix_cache_hits",
+    "penstock_choices": "request_success",
+    "penstock_time_to_first_token_seconds": "time_to_first_token_seconds",
+    "penstock_inter_token_seconds": "inter_token_latency_seconds",
+    "penstock_time_per_output_token_seconds": "request_time_per_output_token_seconds",
+    "penstock_request_seconds": "e2e_request_latency_seconds",
+    "penstock_queue_wait_seconds": "request_queue_time_seconds",
+    "penstock_prefill_seconds": "request_prefill_time_seconds",
+    "penstock_decode_seconds": "request_decode_time_seconds",
+    "penstock_inference_seconds": "request_inference_time_seconds",
+    "penstock_request_prompt_tokens": "request_prompt_tokens",
+    "penstock_request_output_tokens": "request_generation_tokens",
+    "penstock_step_tokens": "iteration_tokens_total",
 }
+_VLLM_LABELS = {"finish_reason": "finished_reason"}
 
 
 class _VllmNames(Collector):
@@ -423,20 +378,18 @@ class _VllmNames(Collector):
                 if metric.name in ("penstock_queued_requests", "penstock_waiting_sequences"):
                     waiting += sum(sample.value for sample in metric.samples)
                 if metric.name in _VLLM:
-                    yield self._renamed(metric, _VLLM[metric.name])
+                    yield self._renamed(metric, f"vllm:{_VLLM[metric.name]}")
         yield self._single("vllm:num_requests_waiting", "Requests that wait.", waiting, {})
         config = dict(self._cache_config())
         yield self._single("vllm:cache_config_info", "The KV cache.", 1.0, config)
 
-    def _renamed(self, metric: Metric, alias: _Alias) -> Metric:
-        renamed = Metric(alias.name, alias.documentation, metric.type)
-        renamed.samples = [
-            sample._replace(
-                name=alias.name + sample.name.removeprefix(metric.name),
-                labels={**sample.labels, **self._labels},
+    def _renamed(self, metric: Metric, name: str) -> Metric:
+        renamed = Metric(name, metric.documentation, metric.type)
+        for sample in metric.samples:
+            labels = {_VLLM_LABELS.get(label, label): value for label, value in sample.labels.items()}
+            renamed.add_sample(
+                name + sample.name.removeprefix(metric.name), labels | self._labels, sample.value
             )
-            for sample in metric.samples
-        ]
         return renamed
 
     def _single(self, name: str, documentation: str, value: float, labels: dict[str, str]) -> Metric:

@@ -51,6 +51,8 @@ class ServiceOptions:
     allowed_hosts: tuple[str, ...] = ()
     """Names that the server answers to; none is any."""
     metrics_compat: str | None = None
+    metrics_elsewhere: bool = False
+    """/metrics has a port of its own."""
     replica: str = "local"
     """This process's name among those that share a store."""
     warm_up_tokens: int = 0
@@ -183,6 +185,30 @@ class Service:
             return "loading"
         return "ready" if self.health == "ok" else self.health
 
+    def status(self) -> dict[str, object]:
+        """What `/v1/events` tells of the server: its state, its lanes, and what the engine has done and holds."""
+        forecasts, stats = self._queue.forecasts(self.clock()), self._engine.stats()
+        lanes = {
+            lane.label: {
+                "waiting": depth,
+                "forecast_ttft_ms": _ms(forecasts.get(lane)),
+                "promised_ttft_ms": _ms(self.options.promises.get(lane)),
+                "attainment": self.metrics.attainment(lane),
+            }
+            for lane, depth in self._queue.depths().items()
+        }
+        engine = {
+            "running": stats.num_running,
+            "waiting": stats.num_waiting,
+            "steps": stats.num_steps,
+            "preemptions": stats.num_preemptions,
+            "output_tokens": self.metrics.num_output_tokens,
+            "kv_blocks": stats.num_blocks,
+            "kv_free_blocks": stats.num_free_blocks,
+            "kv_cached_blocks": stats.num_cached_blocks,
+        }
+        return {"state": self.readiness, "streams": len(self.dispatch), "lanes": lanes, "engine": engine}
+
     def render_metrics(self) -> bytes:
         """The metrics; what changes without a step is read now."""
         self.metrics.streams.set(len(self.dispatch))
@@ -208,6 +234,10 @@ class Service:
         self.dispatch.draining = True
         if self._warm_up is not None:
             self._warm_up.cancel()
+
+
+def _ms(seconds: float | None) -> int | None:
+    return None if seconds is None else round(1000 * seconds)
 
 
 async def _end(task: asyncio.Task[None] | None) -> None:

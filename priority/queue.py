@@ -32,6 +32,7 @@ LOCALITY_TOKENS = 2_048
 AGED_PART = 4
 """One token in so many may go to those who were passed over for too long."""
 _AGED_MOST_TOKENS = 2_048
+_SHORT_PROMPT = 64
 _FORGET_AFTER_US = 600_000_000
 _RETRY_S = (1.0, 60.0)
 
@@ -144,6 +145,17 @@ class LaneQueue:
         """Requests that wait, by lane."""
         with self._lock:
             return {lane: line.num_requests for lane, line in self._lanes.items()}
+
+    def forecasts(self, now: float) -> dict[Lane, float]:
+        """Seconds to the first token of a new tenant's short request, by lane; none while too little was measured."""
+        with self._lock:
+            found = {}
+            for lane, line in self._lanes.items():
+                account = Account("", 1, line)
+                forecast = self.admission.forecast(self._lanes, account, _SHORT_PROMPT, _SHORT_PROMPT, now)
+                if forecast is not None:
+                    found[lane] = forecast.seconds
+            return found
 
     def position(self, request_id: str) -> int | None:
         """How many requests of its lane have an earlier deadline; None if it does not wait here."""

@@ -43,17 +43,20 @@ export async function servedModel(key) {
   return data?.[0] ?? null;
 }
 
-const UNREADY = ["loading", "draining", "stalled", "failed"];
+const STATES = ["ready", "loading", "draining", "stalled", "failed"];
 
-/** @returns {Promise<string>} "ready", why the server is not, or "unreachable" */
-export async function readiness() {
-  try {
-    const response = await fetch("ready", { cache: "no-store" });
-    if (response.ok) return "ready";
-    const { status } = await response.json().catch(() => ({}));
-    return UNREADY.includes(status) ? status : "not ready";
-  } catch {
-    return "unreachable";
+/**
+ * What the server says of itself, for as long as it does: "ready", or why it is not.
+ * @param {AbortSignal} signal
+ * @returns {AsyncGenerator<string>}
+ * @throws whatever fetch does, or the reader
+ */
+export async function* serverStates(signal) {
+  const response = await fetch("v1/events", { cache: "no-store", signal });
+  if (!response.ok) return;
+  for await (const { data } of readEvents(response.body)) {
+    const { state } = JSON.parse(data);
+    yield STATES.includes(state) ? state : "not ready";
   }
 }
 

@@ -21,7 +21,6 @@ const store = await openStore();
 
 const announcer = new Announcer(byId("announcer"));
 const status = new Status(byId("status"), {
-  isIdle: () => !chat.isStreaming,
   onReady: () => showModel().catch(() => {}), // the next request says what is wrong
 });
 

@@ -1,24 +1,21 @@
 /** The dot that says whether the server takes requests. */
 
-import { readiness } from "./api.js";
+import { serverStates } from "./api.js";
 
-const CALM_MS = 15_000;
-const WORRIED_MS = 3_000;
+const AGAIN_MS = 3_000;
 
-/** Asks the server gently: only while the page is seen, and none that is ready while an answer streams. */
+/** Listens to the server while the page is seen. */
 export class Status {
   #node;
-  #isIdle;
   #onReady;
-  #timer = 0;
+  #listening = new AbortController();
 
   /**
    * @param {Element} node  shows the state as its text and its data-state
-   * @param {{isIdle: () => boolean, onReady: () => void}} options  onReady: the server became ready
+   * @param {{onReady: () => void}} options  onReady: the server became ready
    */
-  constructor(node, { isIdle, onReady }) {
+  constructor(node, { onReady }) {
     this.#node = node;
-    this.#isIdle = isIdle;
     this.#onReady = onReady;
   }
 
@@ -27,17 +24,20 @@ export class Status {
     return this.check();
   }
 
-  /** Asks now, and again in a while. */
+  /** Listens anew. Browsers give a server few connections: a page that is not seen takes none. */
   async check() {
-    clearTimeout(this.#timer);
-    if (document.hidden) return;
-    if (this.#isIdle() || !this.#isCalm) this.#show(await readiness());
-    clearTimeout(this.#timer);
-    this.#timer = setTimeout(() => this.check(), this.#isCalm ? CALM_MS : WORRIED_MS);
-  }
-
-  get #isCalm() {
-    return this.#node.dataset.state === "ready";
+    this.#listening.abort();
+    const { signal } = (this.#listening = new AbortController());
+    while (!document.hidden && !signal.aborted) {
+      try {
+        for await (const state of serverStates(signal)) this.#show(state);
+      } catch {
+        // the connection is gone: said below
+      }
+      if (signal.aborted) return;
+      this.#show("unreachable");
+      await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
+    }
   }
 
   #show(state) {

@@ -26,7 +26,7 @@ from engine.planning.drafting import Drafting
 from engine.planning.request import DraftCount, FinishReason, Request, SamplingParams, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan
-from gateway.prompts import Prompts
+from gateway.wire.prompts import Prompts
 from priority.queue import LaneQueue
 
 LENGTHS = (0, 1, 2, 3, 4, 6, MAX_DRAFTS)

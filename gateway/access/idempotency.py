@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from http import HTTPStatus
+from typing import TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request as HttpRequest
@@ -21,6 +22,8 @@ log = logging.getLogger("penstock.gateway")
 HEADER = "Idempotency-Key"
 KEPT_S = 600.0
 _MAX_CHARS = 255
+
+Made = TypeVar("Made")
 
 
 def idempotency_key(http: HttpRequest) -> str | None:
@@ -49,35 +52,40 @@ class Idempotency:
         self._starting: dict[Key, asyncio.Event] = {}
         """Requests that are about to begin; another one with the same key waits for that."""
 
-    @contextlib.asynccontextmanager
-    async def once(self, tenant: str, key: str, body: BaseModel, reply_id: str) -> AsyncIterator[str | None]:
-        """Gives the id of the earlier reply, or None: then the one that is made inside is `reply_id`.
+    async def once(
+        self,
+        tenant: str,
+        key: str | None,
+        body: BaseModel,
+        reply_id: str,
+        make: Callable[[], Awaitable[Made]],
+    ) -> Made | str:
+        """What `make` makes under `reply_id`; or the id of the reply that was made for this key before.
 
-        If it is not made, because an exception leaves the block, the key is as good as new.
+        If nothing is made, because `make` raises, the key is as good as new. Without a key it is made every time.
 
         Raises:
             ApiError: 400, if the key was used for another request.
         """
+        if key is None:
+            return await make()
         place = Key("idempotency", tenant, sha256(key.encode()).hexdigest())
         digest = sha256(f"{type(body).__name__} {body.model_dump_json()}".encode()).hexdigest()
         while (begun := self._starting.get(place)) is not None:
             await begun.wait()
         self._starting[place] = asyncio.Event()
         try:
-            async with self._claimed(place, digest, reply_id) as earlier:
-                yield earlier
+            earlier = await self._claim(place, digest, reply_id)
+            return await self._make(place, make) if earlier is None else earlier
         finally:
             self._starting.pop(place).set()
 
-    @contextlib.asynccontextmanager
-    async def _claimed(self, place: Key, digest: str, reply_id: str) -> AsyncIterator[str | None]:
-        earlier = await self._claim(place, digest, reply_id)
+    async def _make(self, place: Key, make: Callable[[], Awaitable[Made]]) -> Made:
         try:
-            yield earlier
+            return await make()
         except BaseException:
-            if earlier is None:
-                with contextlib.suppress(StoreUnavailable):
-                    await self._store.delete(place)
+            with contextlib.suppress(StoreUnavailable):
+                await self._store.delete(place)
             raise
 
     async def _claim(self, place: Key, digest: str, reply_id: str) -> str | None:

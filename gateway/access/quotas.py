@@ -175,7 +175,8 @@ class Quotas:
         return recent[math.ceil(_QUANTILE * len(recent)) - 1]
 
     async def _charge(self, reservation: Reservation, num_tokens: int) -> None:
-        await self._store.settle(reservation.client.tenant.name, reservation.client.quota, num_tokens)
+        client = reservation.client
+        await self._store.settle(client.tenant.name, client.quota, num_tokens, reservation.lease_id)
 
     async def _release(self, reservation: Reservation) -> None:
         await self._store.release(reservation.client.tenant.name, reservation.lease_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -20,7 +21,7 @@ from gateway.service import Service
 from gateway.sessions.recordings.chat import KIND, ChatFormat, about
 from gateway.sessions.recordings.recording import Recording
 from gateway.wire.frames import Json
-from gateway.wire.sampling import MaxTokens, tier_of
+from gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat, check_completion
 from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape
 
@@ -51,8 +52,6 @@ class CompletionsApi:
         body = await self._intake.read(http, ChatBody)
         check_chat(body, self._service.options.limits)
         self._intake.check_model(body.model)
-        lane = self._intake.lane(body, client.tenant)
-        prompt = await self._intake.encode_chat(body.messages)
         asked = (
             MaxTokens("max_completion_tokens", body.max_completion_tokens)
             if body.max_tokens is None
@@ -65,12 +64,14 @@ class CompletionsApi:
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             num_choices=body.n or 1,
             tenant=client.tenant,
-            lane=lane,
+            lane=lane_of(body.service_tier, client.tenant),
             arrival_s=arrival_s,
         )
         key = idempotency_key(http)
         if key is not None or (body.stream_options and body.stream_options.resumable):
-            return await self._record(client, batch, body, prompt, key)
+            return await self._record(client, batch, body, key)
+        self._intake.check_room(batch)
+        prompt = await self._intake.encode_chat(body.messages)
         shape = ChatShape(self._service.tokenizer, batch.num_logprobs or 0)
         return await self._reply(client, batch, [prompt], shape, "chatcmpl")
 
@@ -83,7 +84,8 @@ class CompletionsApi:
         if idempotency_key(http) is not None:
             raise invalid("'Idempotency-Key' is not supported on this endpoint.", "Idempotency-Key")
         self._intake.check_model(body.model)
-        lane = self._intake.lane(body, client.tenant)
+        lane = lane_of(body.service_tier, client.tenant)
+        self._service.dispatch.check_room(lane, client.tenant.name)
         prompts = await self._intake.encode_prompts(body)
         batch = Batch(
             body=body,
@@ -122,28 +124,25 @@ class CompletionsApi:
 
     # Replies that are recorded
 
-    async def _record(
-        self, client: Client, batch: Batch, body: ChatBody, prompt: list[int], key: str | None
-    ) -> Response:
+    async def _record(self, client: Client, batch: Batch, body: ChatBody, key: str | None) -> Response:
         if (body.n or 1) > 1 or body.logprobs:
             field = "logprobs" if body.logprobs else "n"
             what = "'stream_options.resumable'" if key is None else "the header 'Idempotency-Key'"
             raise invalid(f"'{field}' cannot be used together with {what}.", field)
-        recording_id = f"chatcmpl-{secrets.token_hex(16)}"
-        if key is None:
-            return await self._start(client, batch, prompt, recording_id)
-        async with self._service.idempotency.once(client.tenant.name, key, body, recording_id) as earlier:
-            if earlier is None:
-                return await self._start(client, batch, prompt, recording_id)
-        recording = await self._intake.find_recording(client.tenant.name, earlier)
+        recording_id, tenant = f"chatcmpl-{secrets.token_hex(16)}", client.tenant.name
+        start = partial(self._start, client, batch, body, recording_id)
+        made = await self._service.idempotency.once(tenant, key, body, recording_id, start)
+        recording = await self._intake.find_recording(tenant, made) if isinstance(made, str) else made
         if recording is None:
             raise not_here()
         return self._follow(recording, -1)
 
-    async def _start(self, client: Client, batch: Batch, prompt: list[int], recording_id: str) -> Response:
+    async def _start(self, client: Client, batch: Batch, body: ChatBody, recording_id: str) -> Recording:
+        self._intake.check_room(batch)
+        prompt = await self._intake.encode_chat(body.messages)
         head = _head(batch, recording_id)
         request = self._intake.request(batch, prompt, recording_id)
-        recording = await self._service.recordings.start(
+        return await self._service.recordings.start(
             request,
             kind=KIND,
             about=about(head, stream=bool(batch.body.stream), include_usage=_wants_usage(batch.body)),
@@ -153,7 +152,6 @@ class CompletionsApi:
             max_detached_s=self._service.options.timeouts.detached_s,
             reservation=await self._intake.reserve(client, [request]),
         )
-        return self._follow(recording, -1)
 
     def _follow(self, recording: Recording, position: int) -> Attached:
         return Attached(

@@ -22,7 +22,7 @@ from gateway.sessions.prefixes import PRIVATE
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import StoreUnavailable
 from gateway.wire.prompts import check_token_ids
-from gateway.wire.sampling import MaxTokens, Room, context_exceeded, lane_of, sampling_params
+from gateway.wire.sampling import MaxTokens, Room, context_exceeded, sampling_params
 from gateway.wire.schemas import Body, CompletionBody, Message, Sampled, as_dict, read
 from priority.lanes import Lane, Tenant
 
@@ -71,11 +71,9 @@ class Intake:
         if name not in self._service.options.models:
             raise model_not_found(name)
 
-    def lane(self, body: Sampled, tenant: Tenant) -> Lane:
-        """Where the request goes, if there is room; asked before its prompt is tokenised."""
-        lane = lane_of(body.service_tier, tenant)
-        self._service.dispatch.check_room(lane, tenant.name)
-        return lane
+    def check_room(self, batch: Batch) -> None:
+        """Raises 429 or 503 if its lane is full; asked before a prompt is tokenised."""
+        self._service.dispatch.check_room(batch.lane, batch.tenant.name)
 
     def request(self, batch: Batch, prompt: list[int], request_id: str) -> Request:
         # A tokenizer can know tokens that the model does not.
@@ -200,6 +198,11 @@ def salt_of(tenant: Tenant, *, is_private: bool = False) -> bytes:
     Those of private prompts (`store: false`) are apart, for their tokens never leave the process.
     """
     return tenant.name.encode() + (PRIVATE if is_private else b"")
+
+
+def salts_of(tenant: Tenant) -> tuple[bytes, bytes]:
+    """Of all its blocks."""
+    return salt_of(tenant), salt_of(tenant, is_private=True)
 
 
 def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[str], list[list[int]]]:

@@ -1,15 +1,12 @@
-"""The small endpoints: models, tokens, and the operator's."""
+"""The small endpoints: models, their tokens, and which prompts are cached."""
 
 from __future__ import annotations
 
-from http import HTTPStatus
-
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gateway.endpoints.intake import Intake, salt_of
+from gateway.endpoints.intake import Intake, salt_of, salts_of
 from gateway.http.errors import invalid
 from gateway.http.limits import parse_messages
 from gateway.http.off_loop import TOKENIZING, off_loop
@@ -20,7 +17,6 @@ from gateway.wire.prompts import check_token_ids
 from gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody, read
 
 _MOST_PREFIXES = 100
-"""Looked at for one listing, whoever they belong to."""
 
 
 class Api:
@@ -38,9 +34,6 @@ class Api:
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/v1/prefixes", self.list_prefixes, methods=["GET"]),
             Route("/v1/prefixes/locate", self.locate, methods=["GET", "POST"]),
-            Route("/health", self.health, methods=["GET"]),
-            Route("/ready", self.ready, methods=["GET"]),
-            Route("/metrics", self.metrics, methods=["GET"]),
         ]
 
     # Models and tokens
@@ -109,9 +102,7 @@ class Api:
 
     async def list_prefixes(self, http: HttpRequest) -> Response:
         """Of what is cached, the prefixes of the caller's that were found most and last."""
-        tenant = self._intake.client(http).tenant
-        salts = (salt_of(tenant), salt_of(tenant, is_private=True))
-        hottest = self._service.prefixes.hottest(_MOST_PREFIXES)
+        salts = salts_of(self._intake.client(http).tenant)
         data = [
             {
                 "object": "prefix",
@@ -120,8 +111,7 @@ class Api:
                 "hits": prefix.hits,
                 "last_used_at": int(prefix.last_used_s),
             }
-            for prefix in hottest
-            if prefix.salt in salts
+            for prefix in self._service.prefixes.hottest(_MOST_PREFIXES, salts)
         ]
         return Json({"object": "list", "data": data})
 
@@ -148,20 +138,3 @@ class Api:
         if "messages" in values:
             values["messages"] = parse_messages(http.query_params["messages"], limits)
         return read(LocateBody, values, limits)
-
-    # The operator's
-
-    async def health(self, _: HttpRequest) -> Response:
-        """Red means: restart this process."""
-        health = self._service.health
-        status = HTTPStatus.OK if health == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
-        return Json({"status": health}, status)
-
-    async def ready(self, _: HttpRequest) -> Response:
-        """Red means: send requests elsewhere."""
-        readiness = self._service.readiness
-        status = HTTPStatus.OK if readiness == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
-        return Json({"status": readiness}, status)
-
-    async def metrics(self, _: HttpRequest) -> Response:
-        return Response(self._service.render_metrics(), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -46,7 +47,7 @@ from gateway.sessions.responses.schemas import (
 from gateway.sessions.responses.threads import Message, Thread, extend
 from gateway.store.interface import Key, StoreUnavailable
 from gateway.wire.frames import Json
-from gateway.wire.sampling import MaxTokens
+from gateway.wire.sampling import MaxTokens, lane_of
 
 _APPEND_ATTEMPTS = 3
 
@@ -96,20 +97,18 @@ class ResponsesApi:
             num_logprobs=None,
             num_choices=1,
             tenant=client.tenant,
-            lane=self._intake.lane(body, client.tenant),
+            lane=lane_of(body.service_tier, client.tenant),
             arrival_s=arrival_s,
         )
         key = idempotency_key(http)
         asked_to_resume = body.stream_options is not None and bool(body.stream_options.resumable)
         turn = _Turn(client, batch, body, new_id("resp"), asked_to_resume or key is not None)
-        if key is None:
-            return self._reply(await self._start(turn), body)
-        async with self._service.idempotency.once(client.tenant.name, key, body, turn.id) as earlier:
-            if earlier is None:
-                return self._reply(await self._start(turn), body)
-        return await self._repeat(client.tenant.name, earlier, body)
+        tenant, start = client.tenant.name, partial(self._start, turn)
+        made = await self._service.idempotency.once(tenant, key, body, turn.id, start)
+        return await self._repeat(tenant, made, body) if isinstance(made, str) else self._reply(made, body)
 
     async def _start(self, turn: _Turn) -> Recording:
+        self._intake.check_room(turn.batch)
         items = input_items(turn.body.input)
         tenant, conversation_id = turn.client.tenant.name, turn.body.conversation
         if conversation_id is None:

@@ -11,6 +11,7 @@ import socket
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from gateway.http.connections import ABORT, WRITABLE
@@ -36,6 +37,21 @@ class _OldCycle(RequestResponseCycle):
         await super().send(message)
 
 
+class _Parser(httptools.HttpRequestParser):
+    """Tells the protocol what it leaves unread behind the head of a request that offers an upgrade."""
+
+    def __init__(self, protocol: GatewayProtocol) -> None:
+        super().__init__(protocol)
+        self.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        self._protocol = protocol
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # uvicorn has nothing but bytes
+        try:
+            super().feed_data(data)
+        except httptools.HttpParserUpgrade as stopped:
+            self._protocol.decline_upgrade(data[stopped.args[0] :])
+
+
 class GatewayProtocol(HttpToolsProtocol):
     """For `uvicorn.Config(http=GatewayProtocol)`. Subclass it to set other bounds."""
 
@@ -50,6 +66,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.parser = _Parser(self)
         self._deadline: asyncio.TimerHandle | None = None
         self._in_header = True
         self._received_bytes = 0
@@ -108,6 +125,8 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         is_old = self.parser.get_http_version() == "1.0"
         self._check_headers(is_old)
+        if self.parser.should_upgrade():
+            return  # see `decline_upgrade`
         self._in_header = False
         self._expect_within(self.body_deadline_s)
         super().on_headers_complete()
@@ -121,7 +140,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def _check_headers(self, is_old: bool) -> None:
         """Gives up on what could be understood in two ways, or not at all."""
-        if self.parser.should_upgrade():  # what follows such a header would not be parsed
+        if self.parser.should_upgrade() and not self._offers_http_2():
             self._give_up(_wrong("There is nothing to upgrade to.", "upgrade_not_supported"))
         num_hosts = sum(name == b"host" for name, _ in self.headers)
         if num_hosts > 1 or not (num_hosts or is_old):
@@ -131,7 +150,28 @@ class GatewayProtocol(HttpToolsProtocol):
             message = "The only Transfer-Encoding that this server knows is 'chunked'."
             self._give_up(_wrong(message, "unknown_transfer_encoding", HTTPStatus.NOT_IMPLEMENTED))
 
+    def _offers_http_2(self) -> bool:
+        return [value.strip().lower() for name, value in self.headers if name == b"upgrade"] == [b"h2c"]
+
+    def decline_upgrade(self, rest: bytes) -> None:
+        """Reads a request again without its offer, which a server may pass over (RFC 9110, 7.8), and what follows.
+
+        Java's HttpClient offers HTTP/2 with every request; a parser that has seen an offer reads no body.
+        """
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        offered = (b"upgrade", b"http2-settings")
+        lines = [b"%b: %b" % header for header in self.headers if header[0] not in (b"connection", *offered)]
+        wanted = [
+            value for name, value in self.headers if name == b"connection" and b"close" in value.lower()
+        ]
+        lines += [b"connection: close"] if wanted else []
+        head = b"\r\n".join([b"%b %b HTTP/%b" % (method, self.url, version), *lines, b"", b""])
+        self.parser = _Parser(self)
+        self.parser.feed_data(head + rest)
+
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._clear_deadline()
         self._in_header = True
         self._received_bytes = 0

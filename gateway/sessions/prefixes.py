@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import islice
@@ -30,8 +31,10 @@ _Counted = TypeVar("_Counted", int, bytes)
 PRIVATE = b"\0private"
 """Salts with this end are of prompts whose tokens stay in this process."""
 MAX_TRACKED = 100_000
-MAX_ENDS = 1_000
-"""Blocks at which a hit ended lately: the candidates for the hottest ones."""
+MAX_RECENT = 1_000
+"""Of each salt: ends of chains and blocks at which a hit ended, the candidates for the hottest ones."""
+PASS_ON_S = 60.0
+"""How often a block tells its parent of its hits: the blocks of a long chain are not all looked at with every hit."""
 MAX_WARMED_BLOCKS = 4_096
 """Asked of the store at once, however many tokens may be computed again."""
 
@@ -47,6 +50,12 @@ class _Block:
     last_used_s: float
     written: bool = False
     """The store may know it."""
+    owed: int = 0
+    """Hits that its parent was not told of yet."""
+    passed_on_s: float = -math.inf
+    """When it told its parent of its hits."""
+    is_end: bool = False
+    """A hit ended here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +68,22 @@ class HotPrefix:
     hits: int
     last_used_s: float
     """In seconds since 1970."""
+
+
+class BlockChanges:
+    """Blocks that came and went since somebody last took them out."""
+
+    def __init__(self, salts: Collection[bytes]) -> None:
+        self._salts = salts
+        self.stored: dict[bytes, None] = {}
+        self.removed: dict[bytes, None] = {}
+
+    def note(self, known: bytes, salt: bytes, *, resident: bool) -> None:
+        """What came and went in between is no change."""
+        if salt in self._salts:
+            of, other = (self.stored, self.removed) if resident else (self.removed, self.stored)
+            if other.pop(known, self) is self:
+                of[known] = None
 
 
 class PrefixTracker:
@@ -76,12 +101,26 @@ class PrefixTracker:
         self._num_children: dict[bytes, int] = {}
         self._leaves: OrderedDict[bytes, None] = OrderedDict()
         """Blocks without a child, the one used longest ago first."""
-        self._ends: OrderedDict[bytes, None] = OrderedDict()
+        self._recent: dict[bytes, OrderedDict[bytes, None]] = {}
+        """By salt, the one used longest ago first."""
         self._num_at_depth: dict[int, int] = {}
         self._dirty: dict[bytes, None] = {}
         self._gone: dict[bytes, _Block] = {}
         """No longer resident, which the store does not know yet."""
         self._remembered: dict[bytes, int] = {}
+        self._listeners: dict[BlockChanges, None] = {}
+
+    @contextlib.contextmanager
+    def listening(self, salts: Collection[bytes]) -> Iterator[BlockChanges]:
+        """The blocks of these salts: first those that are there, then, while this is entered, what comes and goes."""
+        changes = BlockChanges(salts)
+        for known, block in self._blocks.items():
+            changes.note(known, block.salt, resident=True)
+        self._listeners[changes] = None
+        try:
+            yield changes
+        finally:
+            del self._listeners[changes]
 
     def take(self, events: Iterable[PrefixEvent]) -> None:
         """What a step's report says; to be called with every report, in order."""
@@ -126,9 +165,9 @@ class PrefixTracker:
             count += 1
         return count
 
-    def hottest(self, limit: int) -> list[HotPrefix]:
-        """Prefixes that were found most, and last; chains that were never found come after them."""
-        candidates = dict.fromkeys([*self._ends, *islice(reversed(self._leaves), limit)])
+    def hottest(self, limit: int, salts: Iterable[bytes]) -> list[HotPrefix]:
+        """Prefixes of these salts that were found most, and last; chains that were never found come after them."""
+        candidates = [known for salt in salts for known in self._recent.get(salt, ())]
         best = nlargest(limit, candidates, key=self._heat)
         return [self._hot(leaf, self._blocks[leaf]) for leaf in best]
 
@@ -189,53 +228,86 @@ class PrefixTracker:
         )
         self._num_at_depth[event.depth] = self._num_at_depth.get(event.depth, 0) + 1
         self._dirty[known] = None
+        for changes in self._listeners:
+            changes.note(known, event.salt, resident=True)
         if known not in self._num_children:
             self._leaves[known] = None
+            self._note_recent(known, event.salt)
         if event.parent is not None:
             self._num_children[event.parent] = self._num_children.get(event.parent, 0) + 1
             self._leaves.pop(event.parent, None)
+            parent = self._blocks.get(event.parent)
+            if parent is not None and not parent.is_end:
+                self._forget_recent(event.parent, parent.salt)
         if len(self._blocks) > self._max_blocks:
             self.num_untracked += 1
             self._remove(next(iter(self._leaves)))
 
     def _note_hit(self, known: bytes) -> None:
         self.num_hits += 1
-        if known not in self._blocks:
+        block = self._blocks.get(known)
+        if block is None:
             return
-        self._ends[known] = None
-        self._ends.move_to_end(known)
-        if len(self._ends) > MAX_ENDS:
-            self._ends.popitem(last=False)
+        block.is_end = True
+        self._note_recent(known, block.salt)
         if known in self._leaves:
             self._leaves.move_to_end(known)
-        now, at = self._clock(), known
-        while (block := self._blocks.get(at)) is not None:
-            block.hits += 1
-            block.last_used_s = now
-            self._dirty[at] = None
-            if block.parent is None:
-                break
-            at = block.parent
+        now = self._clock()
+        self._count_hits(known, block, 1, now)
+        while block.parent is not None and now - block.passed_on_s >= PASS_ON_S:
+            parent = self._blocks.get(block.parent)
+            if parent is None:
+                return
+            self._count_hits(block.parent, parent, block.owed, now)
+            block.owed, block.passed_on_s = 0, now
+            block = parent
+
+    def _count_hits(self, known: bytes, block: _Block, hits: int, now: float) -> None:
+        block.hits += hits
+        block.owed += hits
+        block.last_used_s = now
+        self._dirty[known] = None
+
+    def _note_recent(self, known: bytes, salt: bytes) -> None:
+        recent = self._recent.setdefault(salt, OrderedDict())
+        recent[known] = None
+        recent.move_to_end(known)
+        if len(recent) > MAX_RECENT:
+            recent.popitem(last=False)
+
+    def _forget_recent(self, known: bytes, salt: bytes) -> None:
+        recent = self._recent.get(salt)
+        if recent is not None:
+            recent.pop(known, None)
+            if not recent:
+                del self._recent[salt]
 
     def _remove(self, known: bytes) -> None:
         block = self._blocks.pop(known, None)
         if block is None:
             return
         self._leaves.pop(known, None)
-        self._ends.pop(known, None)
+        for changes in self._listeners:
+            changes.note(known, block.salt, resident=False)
+        self._forget_recent(known, block.salt)
         self._dirty.pop(known, None)
         if block.written:
             self._note_gone(known, block)
         _count_down(self._num_at_depth, block.depth)
         if block.parent is not None:
-            self._release_parent(block.parent, block.last_used_s)
+            self._release_parent(block.parent, block)
 
-    def _release_parent(self, parent: bytes, last_used_s: float) -> None:
-        _count_down(self._num_children, parent)
-        block = self._blocks.get(parent)
-        if block is not None and parent not in self._num_children:
-            self._leaves[parent] = None
-            self._leaves.move_to_end(parent, last=block.last_used_s > last_used_s)
+    def _release_parent(self, known: bytes, child: _Block) -> None:
+        _count_down(self._num_children, known)
+        parent = self._blocks.get(known)
+        if parent is None:
+            return
+        if child.owed:
+            self._count_hits(known, parent, child.owed, max(parent.last_used_s, child.last_used_s))
+        if known not in self._num_children:
+            self._leaves[known] = None
+            self._leaves.move_to_end(known, last=parent.last_used_s > child.last_used_s)
+            self._note_recent(known, parent.salt)
 
 
 def _count_down(counts: dict[_Counted, int], name: _Counted) -> None:

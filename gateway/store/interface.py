@@ -183,8 +183,8 @@ class Store(Protocol):
     async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
         """Asks for one request of so many tokens, and a lease for as long as it is at work."""
 
-    async def settle(self, tenant: str, quota: Quota, num_tokens: int) -> None:
-        """Charges so many tokens more than were reserved; fewer, if it is negative."""
+    async def settle(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:
+        """Charges so many tokens more than were reserved for this lease; fewer, if it is negative."""
 
     async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         """(tenant, lease id) of all requests at work, at least every `LEASE_S / 3`."""

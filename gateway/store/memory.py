@@ -207,7 +207,7 @@ class MemoryStore:
     async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
         return self.quotas.reserve(tenant, quota, num_tokens, lease_id)
 
-    async def settle(self, tenant: str, quota: Quota, num_tokens: int) -> None:
+    async def settle(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:  # noqa: ARG002
         self.quotas.settle(tenant, quota, num_tokens)
 
     async def renew(self, leases: Sequence[tuple[str, str]]) -> None:

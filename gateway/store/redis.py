@@ -75,17 +75,24 @@ class RedisStore:
         *,
         namespace: str,
         replica: str,
+        records_namespace: str | None = None,
         clock: Callable[[], float] | None = None,
         link: Link | None = None,
     ) -> None:
-        """`replica` is this server's name, the same after a restart; two that run at a time have two names.
+        """
+        Args:
+            replica: this server's name, the same after a restart; two that run at a time have two names.
+            records_namespace: of records, if they are shared with servers of other namespaces.
+            clock: stands in for Redis's own time in tests.
 
-        `clock` stands in for Redis's own time in tests. Raises ValueError if the URL is none.
+        Raises:
+            ValueError: the URL is none.
         """
         self.link = link or Link(url, client_name=f"penstock-{quote(replica, safe='.:')}")
         self.num_corrupt = 0
         self._clock = clock
-        self._prefix = f"penstock:{{{quote(namespace, safe='')}}}:"
+        self._prefix = _prefix_of(namespace)
+        self._records_prefix = _prefix_of(records_namespace or namespace)
         self._name = quote(replica, safe="") + ":"
         self._owner = self._name + os.urandom(8).hex()
         self._has_beaten = False
@@ -257,7 +264,7 @@ class RedisStore:
             return granted(quota, requests_us, tokens_us)
         return judge(quota, num_tokens, num_streams, requests_us, tokens_us)
 
-    async def settle(self, tenant: str, quota: Quota, num_tokens: int) -> None:
+    async def settle(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:  # noqa: ARG002
         if quota.tokens_per_minute is None or num_tokens == 0:
             return
         key = self._quota_keys(tenant)[1]
@@ -376,10 +383,10 @@ class RedisStore:
         return self._prefix + ":".join((section, *rest))
 
     def _record(self, key: Key) -> str:
-        return self._key("record", quote(key.kind, safe=""), _hashed(key.tenant), key.id)
+        return f"{self._records_prefix}record:{quote(key.kind, safe='')}:{_hashed(key.tenant)}:{key.id}"
 
     def _index(self, kind: str, tenant: str) -> str:
-        return self._key("records", quote(kind, safe=""), _hashed(tenant))
+        return f"{self._records_prefix}records:{quote(kind, safe='')}:{_hashed(tenant)}"
 
     def _keys_of(self, key: Key) -> tuple[str, str]:
         return self._record(key), self._index(key.kind, key.tenant)
@@ -406,7 +413,7 @@ class RedisStore:
     async def _drop_wrong_types(self, keys: Sequence[str]) -> None:
         kinds = await self.link.all([Command("TYPE", key) for key in keys])
         for key, kind in zip(keys, kinds, strict=True):
-            section = key.removeprefix(self._prefix).partition(":")[0]
+            section = key.removeprefix(self._prefix).removeprefix(self._records_prefix).partition(":")[0]
             if kind.decode() not in (TYPES[section], "none"):
                 self._note_corrupt(section, key)
                 await self.link.one(Command("UNLINK", key))
@@ -414,6 +421,10 @@ class RedisStore:
     def _note_corrupt(self, what: str, name: str) -> None:
         self.num_corrupt += 1
         log.warning("a %s in Redis is not what was written there, and dropped: %r", what, name)
+
+
+def _prefix_of(namespace: str) -> str:
+    return f"penstock:{{{quote(namespace, safe='')}}}:"
 
 
 def _pack_all(values: Sequence[bytes]) -> list[bytes]:

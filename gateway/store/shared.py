@@ -126,6 +126,8 @@ class SharedStore:
         self._lost: dict[Key, None] = {}
         """Records that Redis may have lost, to be put again where there are none."""
         self._releases: OrderedDict[tuple[str, str], None] = OrderedDict()
+        self._unshared: dict[str, int] = {}
+        """Tokens that were reserved here alone, by lease: Redis was gone, and has to be told of all that was used."""
         self._num_losses_seen = remote.num_losses
         self._work = asyncio.Event()
         self._closing = asyncio.Event()
@@ -261,15 +263,21 @@ class SharedStore:
         try:
             grant = await self.remote.reserve(tenant, quota, num_tokens, lease_id)
         except StoreUnavailable:
-            return await self.local.reserve(tenant, quota, num_tokens, lease_id)
+            grant = await self.local.reserve(tenant, quota, num_tokens, lease_id)
+            if grant.refused is None:
+                self._unshared[lease_id] = num_tokens
+                if len(self._unshared) > MAX_DIRTY:
+                    del self._unshared[next(iter(self._unshared))]
+            return grant
         if grant.refused is None:
             self.local.quotas.charge(tenant, quota, num_tokens, lease_id)
         return grant
 
-    async def settle(self, tenant: str, quota: Quota, num_tokens: int) -> None:
-        await self.local.settle(tenant, quota, num_tokens)
+    async def settle(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:
+        num_unshared = self._unshared.pop(lease_id, 0)
+        await self.local.settle(tenant, quota, num_tokens, lease_id)
         with suppress(StoreUnavailable):
-            await self.remote.settle(tenant, quota, num_tokens)
+            await self.remote.settle(tenant, quota, num_tokens + num_unshared, lease_id)
 
     async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         await self.local.renew(leases)
@@ -277,6 +285,7 @@ class SharedStore:
             await self.remote.renew(leases)
 
     async def release(self, tenant: str, lease_id: str) -> None:
+        self._unshared.pop(lease_id, None)
         await self.local.release(tenant, lease_id)
         try:
             await self.remote.release(tenant, lease_id)

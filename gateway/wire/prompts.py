@@ -54,6 +54,7 @@ class Prompts:
         self.tokenizer = tokenizer
         source = tokenizer.chat_template
         self._template = None if source is None else _environment().from_string(source)
+        self._knows_developers = source is not None and "developer" in source
         self._special = _any_of(_special_texts(tokenizer))
 
     def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
@@ -63,7 +64,7 @@ class Prompts:
             ApiError: 400, if there is no template or it does not take these messages.
         """
         marked = [
-            {key: value if key == "role" else self._mark(value) for key, value in message.items()}
+            {key: self._role(value) if key == "role" else self._mark(value) for key, value in message.items()}
             for message in messages
         ]
         return self._encode_rendered(self._render(marked, add_generation_prompt))
@@ -87,6 +88,10 @@ class Prompts:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             message = f"The model's chat template does not take these messages: {error}"
             raise invalid(message, "messages", "chat_template_error") from None
+
+    def _role(self, role: str) -> str:
+        """OpenAI's newer name for "system", which most templates do not know."""
+        return "system" if role == "developer" and not self._knows_developers else role
 
     def _mark(self, text: str) -> str:
         """Sets marks around and between the characters of every special token that is spelt out.

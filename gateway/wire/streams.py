@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
 from gateway.access.quotas import Reservation
 from gateway.http.connections import Connection, Timeouts
+from gateway.http.correlation import CORRELATION
 from gateway.http.errors import ApiError, internal
 from priority.admission import Forecast
 
 MAX_PENDING_BYTES = 1024 * 1024
 """A reader that leaves more than this lying is cut off."""
+_LOGPROB_BYTES = 100
+"""What one log probability takes, about, here and on the wire."""
 
 
 @dataclass(slots=True)
@@ -67,6 +70,9 @@ class Generation:
 
     def __init__(self, requests: list[Request]) -> None:
         self.requests = requests
+        asked = CORRELATION.get()
+        self.correlation = "" if asked is None else asked.request_id
+        """The `x-request-id` of who asked for it."""
         self.error: ApiError | None = None
         self.timings: list[Timings] = []
         self.num_output_tokens = 0
@@ -76,6 +82,8 @@ class Generation:
         self.left = False
         self.reservation: Reservation | None = None
         """What it may use of its tenant's quota."""
+        self.was_begun = False
+        """The engine had one of its requests when it was cancelled: its prompt may have been computed."""
         self._unfinished = {request.request_id: request.n for request in requests}
         self._num_unfinished = sum(self._unfinished.values())
 
@@ -89,8 +97,8 @@ class Generation:
 
     @property
     def num_used_tokens(self) -> int:
-        """What it counts as in its tenant's quota: prompt and output, nothing if it never came to a token."""
-        if not self.num_output_tokens:
+        """What it counts as in its tenant's quota: prompt and output, nothing if it never left the queue or failed."""
+        if not self.num_output_tokens and not self.was_begun:
             return 0
         return self.num_output_tokens + sum(len(request.prompt_token_ids) for request in self.requests)
 
@@ -198,6 +206,8 @@ class Stream(Generation):
             pending = self._pending[index] = Delta()
         pending.add(output)
         self._pending_bytes += len(output.text)
+        if output.logprobs:
+            self._pending_bytes += _LOGPROB_BYTES * sum(1 + len(found.top) for found in output.logprobs)
 
 
 def _keep_back(_index: int, _text: str) -> bool:

@@ -100,9 +100,16 @@ def finish_reason(payload: str) -> str | None:
 
 
 def test_not_ready_while_the_model_loads_and_ready_after(start: Start) -> None:
-    server = start()
+    server = start("--metrics-port", "0")
     assert status_of(server, "/ready") == 503
     assert status_of(server, "/health") == 200
+    apart = urlsplit(server.wait_line(" metrics on ").split()[-1])
+    for path, status in (("/ready", 503), ("/metrics", 200), ("/v1/models", 404)):
+        connection = http.client.HTTPConnection(apart.hostname or "", apart.port, timeout=60)
+        connection.request("GET", path)
+        assert connection.getresponse().status == status
+        connection.close()
+    assert status_of(server, "/metrics") == 404
     server.wait_ready()
     assert status_of(server, "/ready") == 200
     assert server.stop() == 0
@@ -121,7 +128,7 @@ def test_a_signal_while_the_model_loads_ends_it_well(start: Start, number: signa
 def test_running_streams_finish_after_sigterm_and_new_work_is_refused(start: Start) -> None:
     server = start()
     server.wait_ready()
-    with running_stream(server) as rest:
+    with running_stream(server) as rest, answer_to(server, "GET", "/v1/events") as told:
         server.signal()
         server.wait_line(" draining")
         assert status_of(server, "/ready") == 503
@@ -129,8 +136,10 @@ def test_running_streams_finish_after_sigterm_and_new_work_is_refused(start: Sta
             assert refused.status == 503
             assert int(refused.headers["retry-after"]) >= 1
         payloads = list(rest)
+        states = [json.loads(line[6:])["state"] for line in told if line.startswith(b"data: ")]
     assert payloads[-1] == "[DONE]"
     assert finish_reason(payloads[-2]) == "length"
+    assert (states[0], states[-1]) == ("ready", "draining")
     assert server.wait() == 0
 
 

@@ -279,6 +279,18 @@ def test_those_who_keep_sending_are_counted_on() -> None:
 # The promise
 
 
+@given(situations, weightings, st.sampled_from(Lane))
+@few
+def test_what_is_shown_of_a_lane_is_what_a_newcomer_would_be_told(
+    others: list[Waiting], weights: dict[str, int], lane: Lane
+) -> None:
+    queue = situation(others, weights)
+    shown = queue.forecasts(0.0)[lane]
+    told = queue.put(ask("probe", 64, lane=lane, tenant="somebody new"), 0.0)
+    assert told is not None
+    assert shown == told.seconds
+
+
 def test_nothing_is_promised_while_too_little_was_measured() -> None:
     queue = make_queue(PROMISES, promises=True)
     for i in range(50):

@@ -163,7 +163,7 @@ class ScriptedServer:
             routes=[
                 Route("/", lambda _: FileResponse(STATIC / "index.html")),
                 Mount("/static", StaticFiles(directory=STATIC)),
-                Route("/ready", self._ready),
+                Route("/v1/events", self._events),
                 Route("/v1/models", self._models),
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/v1/chat/completions/{id}", self._follow, methods=["GET"]),
@@ -187,7 +187,7 @@ class ScriptedServer:
 
     def reset(self) -> None:
         self.model = "penstock-demo"
-        self.ready: tuple[int, str] = (200, "ready")
+        self.state = "ready"
         self.key: str | None = None
         self.replies: deque[Refusal | Stream] = deque()
         self.requests: list[dict[str, Any]] = []
@@ -207,9 +207,13 @@ class ScriptedServer:
             return None
         return _refuse(Refusal(401, "Incorrect API key.", "invalid_api_key"))
 
-    async def _ready(self, _: Request) -> Response:
-        status, word = self.ready
-        return JSONResponse({"status": word}, status)
+    async def _events(self, _: Request) -> Response:
+        async def tell() -> AsyncIterator[bytes]:
+            while True:
+                yield frame({"state": self.state})
+                await asyncio.sleep(0.05)
+
+        return StreamingResponse(tell(), media_type="text/event-stream")
 
     async def _models(self, request: Request) -> Response:
         models = {"object": "list", "data": [{"id": self.model, "object": "model", "max_model_len": 512}]}

@@ -118,12 +118,12 @@ def test_the_status_is_looked_at_while_the_connection_is_lost(page: Page, server
     server.refusals.append(LATER)
     say(page, "Count")
     expect(text_of(page)).to_have_text("One")
-    server.ready = (503, "loading")
+    server.state = "loading"
     before.open()
     expect(page.locator("#status")).to_have_text("loading")
     follow_until(page, server, 2)
     expect_state(page, "streaming")
-    server.ready = (200, "ready")
+    server.state = "ready"
     expect(page.locator("#status")).to_have_text("ready")
 
 

@@ -226,10 +226,10 @@ def test_an_unreachable_server_and_its_return(page: Page, server: ScriptedServer
 def test_the_status_says_why_the_server_is_not_ready(
     open_page: OpenPage, server: ScriptedServer, word: str, shown: str
 ) -> None:
-    server.ready = (503, word)
+    server.state = word
     page = open_page()
     expect(page.locator("#status")).to_have_text(shown)
-    server.ready = (200, "ready")
+    server.state = "ready"
     look_again(page)
     expect(page.locator("#status")).to_have_text("ready")
 

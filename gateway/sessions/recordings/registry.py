@@ -132,10 +132,12 @@ class Recordings:
             ApiError: 503, for the same reason: what was interrupted is known when the engine is ready.
         """
         if recording_id not in self._all and self._store.durable:
-            await self._read_ended(recording_id)
-        if recording_id not in self._all and self._store.durable:
-            self._dispatch.check_open()
-            await self._claim()
+            journal = await self._store.read_journal(recording_id)
+            if journal is not None and journal.end is not None:
+                self._take_up(journal)
+            elif journal is not None:
+                self._dispatch.check_open()
+                await self._claim()
         return self.here(tenant, recording_id)
 
     def here(self, tenant: str, recording_id: str) -> Recording | None:
@@ -240,6 +242,8 @@ class Recordings:
     def _bound_bytes(self) -> None:
         ended = [r for r in self._all.values() if r.settled and not r.is_read]
         excess = sum(recording.num_bytes for recording in ended) - self.keeping.max_bytes
+        if excess <= 0:
+            return
         for recording in sorted(ended, key=lambda r: r.ended_s or 0.0):
             if excess <= 0:
                 return
@@ -253,13 +257,12 @@ class Recordings:
             self._num_losses = self._store.num_losses
             self._written.clear()
             self._dirty.update(dict.fromkeys(self._all))
-        while self._dirty:
-            ids = list(self._dirty)[: self.keeping.batch]
-            if not await self._write([self._all[i] for i in ids if i in self._all]):
+        # What becomes new meanwhile is written next time: steps may bring it faster than the store takes it.
+        ids = list(self._dirty)
+        for start in range(0, len(ids), self.keeping.batch):
+            batch = ids[start : start + self.keeping.batch]
+            if not await self._write([self._all[i] for i in batch if i in self._all]):
                 return
-            for recording_id in ids:
-                if recording_id not in self._all:
-                    self._dirty.pop(recording_id, None)
         await self._delete_doomed()
 
     async def _write(self, recordings: Sequence[Recording]) -> bool:
@@ -346,10 +349,9 @@ class Recordings:
         except ApiError as error:
             recording.fail(error)
 
-    async def _read_ended(self, recording_id: str) -> None:
-        """Takes up one that ended in another process; what another still works on cannot be followed from here."""
-        journal = await self._store.read_journal(recording_id)
-        recording = None if journal is None or journal.end is None else self._load(journal)
+    def _take_up(self, journal: Journal) -> None:
+        """Keeps one that ended in another process; what another still works on cannot be followed from here."""
+        recording = self._load(journal)
         if recording is not None:
             recording.ended_s = self._clock()
             recording.settled = True

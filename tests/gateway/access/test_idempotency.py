@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from gateway.access.quotas import Reservation
-from tests.gateway.desk import Desk, chat_body, client, events, serving, settled
+from priority.lanes import DEFAULT_POLICIES, Lane
+from tests.gateway.desk import MODEL, Desk, chat_body, client, events, serving, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -113,3 +115,22 @@ async def test_a_key_that_is_none_is_refused_by_name(key: str) -> None:
         headers = [(b"idempotency-key", key.encode("latin-1")), (b"content-type", b"application/json")]
         reply = await http.post(CHAT, content=json.dumps(chat_body()), headers=headers)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "Idempotency-Key")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+async def test_a_repeat_is_answered_though_the_lane_is_full(path: str) -> None:
+    bounds = {Lane.STANDARD: replace(DEFAULT_POLICIES[Lane.STANDARD], max_requests=1)}
+    desk = Desk(bounds=bounds)
+    body = chat_body() if path == CHAT else {"model": MODEL, "input": "Hi"}
+    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
+        first = asyncio.create_task(http.post(path, json=body, headers=KEY))
+        desk.answer(await desk.taken(), "a")
+        waiting = asyncio.create_task(http.post(CHAT, json=chat_body("another")))
+        await desk.queued()
+        refused = await http.post(path, json=body, headers={"idempotency-key": "order-2"})
+        repeated = await http.post(path, json=body, headers=KEY)
+        desk.answer(await desk.taken(), "b")
+        assert (await waiting).status_code == 200
+    assert refused.status_code in (429, 503)
+    assert repeated.status_code == 200
+    assert repeated.json() == (await first).json()

@@ -8,17 +8,19 @@ from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.access.keys import Client
+from gateway.access.keys import Client, digest_of
 from gateway.access.quotas import FIRST_GUESS_TOKENS, Quotas, Reservation, duration
 from gateway.http.errors import ApiError
+from gateway.service import ServiceOptions
 from gateway.store.interface import LEASE_S, Grant, Quota, StoreUnavailable
 from gateway.store.memory import MemoryStore
 from priority.lanes import Tenant
-from tests.gateway.desk import Clock, settled
+from tests.gateway.desk import MODEL, Clock, Desk, chat_body, serving, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -39,9 +41,9 @@ class Told(MemoryStore):
         await self._note("reserve", tenant, num_tokens, lease_id)
         return await super().reserve(tenant, quota, num_tokens, lease_id)
 
-    async def settle(self, tenant: str, quota: Quota, num_tokens: int) -> None:
+    async def settle(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:
         await self._note("settle", tenant, num_tokens)
-        await super().settle(tenant, quota, num_tokens)
+        await super().settle(tenant, quota, num_tokens, lease_id)
 
     async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         await self._note("renew", *leases)
@@ -340,3 +342,21 @@ def test_a_duration_says_all_of_its_milliseconds(milliseconds: int) -> None:
             if found:
                 total, text = total + float(part) * size, rest
     assert round(total) == milliseconds
+
+
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_prompt_counts_once_the_engine_had_it(begun: bool) -> None:
+    """However long it was computed: no token came of it before its client left."""
+    client = ann(tokens_per_minute=1000)
+    desk = Desk(ServiceOptions(models=(MODEL,), clients={digest_of("key"): client}))
+    headers = {"authorization": "Bearer key"}
+    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url, headers=headers) as http:
+        asked = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body("Hello")))
+        await desk.queued()
+        num_prompt = len((await desk.taken()).prompt_token_ids) if begun else 0
+        asked.cancel()
+        await desk.left()
+        await settled()
+        grant = await desk.service.store.reserve("ann", client.quota, 1, "probe")
+    assert grant.tokens is not None
+    assert grant.tokens.remaining == 1000 - num_prompt - 1

@@ -16,7 +16,8 @@ from gateway.http.errors import ApiError
 from gateway.http.page import Page
 from gateway.service import ServiceOptions
 from priority.lanes import Lane, Tenant
-from tests.gateway.desk import MODEL, Desk, chat_body, client, settled, step_report
+from tests.gateway.desk import MODEL, Desk, chat_body, client, make_timings, settled, step_report
+from tests.gateway.sessions.recordings.paper import make_request
 
 pytestmark = pytest.mark.anyio
 
@@ -191,6 +192,7 @@ async def test_vllms_names_say_the_same() -> None:
     desk.service.deliver(
         step_report(num_running=3, num_waiting=1, num_preemptions=2, num_prefix_hit_tokens=5)
     )
+    desk.service.metrics.note_finished(Lane.STANDARD, FinishReason.STOP, make_timings(make_request()))
     async with client(desk.app) as http:
         found = samples((await http.get("/metrics")).text)
     label = f" engine=0 model_name={MODEL}"
@@ -201,6 +203,13 @@ async def test_vllms_names_say_the_same() -> None:
     assert found[f"vllm:prefix_cache_hits_total{label}"] == 5
     assert found[f"vllm:cache_config_info block_size=16{label} num_gpu_blocks=32"] == 1
     assert f"vllm:iteration_tokens_total_count{label}" in found
+    assert (
+        found[f"vllm:request_success_total engine=0 finished_reason=stop lane=standard model_name={MODEL}"]
+        == 1
+    )
+    for part, seconds in (("queue", 0.01), ("prefill", 0.02), ("decode", 0.04), ("inference", 0.06)):
+        name = f"vllm:request_{part}_time_seconds_sum engine=0 lane=standard model_name={MODEL}"
+        assert found[name] == pytest.approx(seconds)
 
 
 async def test_two_apps_share_no_metric() -> None:
@@ -256,7 +265,7 @@ async def test_without_a_page_there_is_none() -> None:
 
 
 def test_the_page_of_this_project_is_complete() -> None:
-    page: Any = Page(Path(__file__).parents[2] / "static")
+    page: Any = Page(Path(__file__).parents[3] / "static")
     assert "index.html" in page._files
 
 

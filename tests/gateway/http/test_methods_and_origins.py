@@ -75,7 +75,7 @@ def preflight(origin: str, method: str, *headers: str) -> bytes:
 
 @pytest.mark.parametrize("origin", [OURS, "http://localhost:3000"])
 async def test_a_named_origin_may_do_what_the_api_can(origin: str) -> None:
-    wanted = "access-control-request-headers: authorization, content-type, x-request-id"
+    wanted = "access-control-request-headers: authorization, content-type, x-request-id, x-stainless-lang"
     for method in ("GET", "POST"):
         headers = (await asked(open_to_ours(), preflight(origin, method, wanted))).headers
         assert headers["access-control-allow-origin"] == origin

@@ -75,12 +75,25 @@ async def test_a_hang_up_behind_a_pipelined_request_cancels_the_stream() -> None
         assert desk.engine.cancelled == [request.request_id]
 
 
-async def test_an_offered_upgrade_is_refused() -> None:
+async def test_an_upgrade_to_what_is_no_http_is_refused() -> None:
     async with serving(Desk().app) as url, dialled(url) as line:
-        offer = ("connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
         line.send(get("/health"))
         assert (await line.answer()).status == 200
-        line.send(post("/tokenize", {"prompt": "Hi"}, *offer))
+        line.send(get("/", "connection: Upgrade", "Upgrade: websocket", "sec-websocket-version: 13"))
         refused = await line.answer()
         assert (refused.status, refused.error["code"]) == (400, "upgrade_not_supported")
         assert await line.rest() == b""
+
+
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_an_offer_to_speak_http_2_is_passed_over(size: int) -> None:
+    """Java's HttpClient makes it with every request, bodies included; what it pipelines behind it is answered, too."""
+    offer = ("connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
+    asked = post("/tokenize", {"prompt": "Hi"}, *offer) + get("/health", *offer) + get("/ready")
+    async with serving(Desk().app) as url, dialled(url) as line:
+        for start in range(0, len(asked), size):
+            line.send(asked[start : start + size])
+        answers = [await line.answer() for _ in range(3)]
+    assert [answer.status for answer in answers] == [200, 200, 200]
+    assert json.loads(answers[0].body)["count"] == 3
+    assert json.loads(answers[2].body) == {"status": "ready"}

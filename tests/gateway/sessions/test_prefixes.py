@@ -22,6 +22,8 @@ from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
 from gateway.http.errors import ApiError
 from gateway.sessions.prefixes import (
+    MAX_RECENT,
+    PASS_ON_S,
     PRIVATE,
     PrefixLocator,
     PrefixTracker,
@@ -159,7 +161,8 @@ def test_of_more_than_may_be_tracked_the_rest_is_counted(workload: Workload, max
     follow(run)
     assert len(written(told)) == tracker.num_tracked
     tracker.take([Cleared()])
-    assert (tracker.num_tracked, tracker.deepest, tracker.hottest(9)) == (0, 0, [])
+    assert (tracker.num_tracked, tracker.deepest) == (0, 0)
+    assert not tracker.hottest(9, [b""])
 
 
 def test_a_change_says_all_that_finds_and_computes_the_block_again() -> None:
@@ -198,7 +201,7 @@ def test_the_hottest_are_where_hits_ended_and_then_what_came_last() -> None:
         tracker.take(stored([*system, *[50 + number] * 8]))
         tracker.take([Found(hashes_of(system)[-1])])
     tracker.take([Found(hashes_of([*system, *[50] * 8])[-1])])
-    found = tracker.hottest(3)
+    found = tracker.hottest(3, [b""])
     assert [prefix.num_tokens for prefix in found] == [8, 16, 16]
     assert [prefix.hits for prefix in found] == [6, 1, 0]
     assert found[2].leaf == hashes_of([*system, *[54] * 8])[-1]
@@ -251,10 +254,39 @@ def test_hits_of_before_a_restart_are_not_forgotten() -> None:
     tracker = PrefixTracker()
     tracker.take(stored(range(8)))
     tracker.take([Found(hashes_of(range(8))[-1])] * 3)
+    tracker.changes(9)
+    tracker.take([Dropped(hashes_of(range(8))[-1])])
     restarted = PrefixTracker()
     restarted.remember(tracker.changes(9))
     restarted.take(stored(range(8)))
     assert [change.hits for change in restarted.changes(9)] == [3, 3]
+
+
+def test_a_chain_that_is_found_often_is_not_walked_every_time() -> None:
+    clock = Clock()
+    tracker = PrefixTracker(clock=clock)
+    tokens = range(4 * 500)
+    tracker.take(stored(tokens))
+    hashes = hashes_of(tokens)
+    tracker.take([Found(hashes[-1])])
+    assert len(tracker.changes(1000)) == 500
+    tracker.take([Found(hashes[-1])] * 50)
+    (end,) = tracker.changes(1000)
+    assert (end.hash, end.hits) == (hashes[-1], 51)
+    clock.now += PASS_ON_S
+    tracker.take([Found(hashes[-1])])
+    assert [change.hits for change in tracker.changes(1000)] == [52] * 500
+
+
+def test_one_tenant_does_not_hide_the_prefixes_of_another() -> None:
+    tracker = PrefixTracker()
+    tracker.take(stored(range(8), b"quiet"))
+    for number in range(MAX_RECENT + 5):
+        tracker.take(stored([number] * 4, b"noisy"))
+        tracker.take([Found(hashes_of([number] * 4, b"noisy")[0])])
+    (found,) = tracker.hottest(5, [b"quiet", b"nobody"])
+    assert (found.leaf, found.num_tokens) == (hashes_of(range(8), b"quiet")[-1], 8)
+    assert len(tracker.hottest(MAX_RECENT + 5, [b"noisy"])) == MAX_RECENT
 
 
 def test_a_block_that_comes_and_goes_between_two_writes_is_gone_for_the_store_too() -> None:
@@ -354,7 +386,9 @@ def changes_of(*chains: tuple[Sequence[int], int], salt: bytes = b"") -> list[Pr
     for chain, num_hits in chains:
         clock.now += 1
         tracker.take(stored(chain, salt))
-        tracker.take([Found(hashes_of(chain, salt)[-1])] * num_hits)
+        for _ in range(num_hits):
+            clock.now += PASS_ON_S
+            tracker.take([Found(hashes_of(chain, salt)[-1])])
     return tracker.changes(10_000)
 
 
@@ -482,7 +516,7 @@ async def test_exactly_the_blocks_of_a_chain_are_computed_again() -> None:
         await warm_up(house).run(store, house.tracker)
         assert house.runner.num_tokens == 12
         assert {change.hash for change in house.tracker.changes(99)} == set(hashes_of(range(12), b"alice"))
-        assert house.tracker.hottest(1)[0].hits == 2
+        assert house.tracker.hottest(1, [b"alice"])[0].hits == 2
 
 
 async def test_it_gives_way_at_once_and_goes_on_when_it_is_idle_again() -> None:
@@ -676,7 +710,7 @@ async def test_redis_keeps_prefixes_for_the_neighbours_and_for_the_time_after_a_
     async with House.open() as house:
         await warm_up(house).run(redis_store(server, replica="a"), house.tracker)
         assert house.engine.num_cached_tokens(prompt, b"alice") == 20
-        assert [prefix.hits for prefix in house.tracker.hottest(1)] == [1]
+        assert [prefix.hits for prefix in house.tracker.hottest(1, [b"alice"])] == [1]
 
 
 @pytest.mark.usefixtures("closing")

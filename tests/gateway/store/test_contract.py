@@ -225,10 +225,10 @@ async def test_what_never_fits_is_told_so(store: Store) -> None:
 async def test_settling_charges_and_gives_back(store: Store) -> None:
     quota = Quota(tokens_per_minute=100)
     await store.reserve("t", quota, 60, "a")
-    await store.settle("t", quota, -50)
+    await store.settle("t", quota, -50, "lease")
     grant = await store.reserve("t", quota, 90, "b")
     assert grant.refused is None
-    await store.settle("t", quota, 100)
+    await store.settle("t", quota, 100, "lease")
     grant = await store.reserve("t", quota, 1, "c")
     assert grant.refused == "tokens"
     assert grant.retry_after_s == pytest.approx(60.6)
@@ -236,7 +236,7 @@ async def test_settling_charges_and_gives_back(store: Store) -> None:
 
 async def test_giving_back_more_than_was_used_saves_nothing(store: Store) -> None:
     quota = Quota(tokens_per_minute=100)
-    await store.settle("t", quota, -1000)
+    await store.settle("t", quota, -1000, "lease")
     assert (await store.reserve("t", quota, 100, "a")).refused is None
     assert (await store.reserve("t", quota, 1, "b")).refused == "tokens"
 

@@ -38,7 +38,7 @@ CALLS: dict[str, Callable[[Store], Awaitable[object]]] = {
     "delete_journals": lambda store: store.delete_journals(["s"]),
     "claim": lambda store: store.claim(),
     "reserve": lambda store: store.reserve("t", NO_BOUNDS, 1, "l"),
-    "settle": lambda store: store.settle("t", NO_BOUNDS, 1),
+    "settle": lambda store: store.settle("t", NO_BOUNDS, 1, "lease"),
     "renew": lambda store: store.renew([("t", "l")]),
     "release": lambda store: store.release("t", "l"),
     "write_prefixes": lambda store: store.write_prefixes([block("a")]),
@@ -287,6 +287,24 @@ async def test_a_deletion_that_redis_did_not_hear_of_holds(server: RedisServer) 
     assert await other.get(record()) is None
 
 
+async def test_what_was_reserved_while_redis_was_gone_is_charged_whole_and_not_given_back(
+    server: RedisServer,
+) -> None:
+    clock, quota = Clock(), Quota(tokens_per_minute=1000)
+    store = shared_store(server, clock)
+    await store.reserve("t", quota, 300, "before")
+    server.kill()
+    assert (await store.reserve("t", quota, 400, "while")).refused is None
+    server.start()
+    clock.now += 2
+    await store.reserve("t", quota, 500, "after")
+    await store.settle("t", quota, -150, "while")
+    await store.settle("t", quota, -100, "after")
+    grant = await store.remote.reserve("t", quota, 1, "probe")
+    assert grant.tokens is not None
+    assert grant.tokens.remaining == pytest.approx(1000 - 250 - 400 - 1, abs=20)
+
+
 async def test_a_release_that_redis_did_not_hear_of_is_told_later(server: RedisServer) -> None:
     clock = Clock()
     store = shared_store(server, clock)
@@ -406,7 +424,7 @@ READS: dict[str, tuple[Callable[[RedisStore], Awaitable[object]], object]] = {
     "journal": (lambda store: store.read_journal("s"), None),
     "tokens": (lambda store: store.read_journal("s"), None),
     "unfinished": (lambda store: store.claim(), []),
-    "used": (lambda store: store.settle("t", NO_BOUNDS, 1), None),
+    "used": (lambda store: store.settle("t", NO_BOUNDS, 1, "lease"), None),
     "leases": (lambda store: store.renew([("t", "m")]), None),
     "prefix": (lambda store: store.hottest(10), []),
     "hot": (lambda store: store.hottest(10), []),

@@ -85,8 +85,8 @@ class TwoStores(RuleBasedStateMachine):
     @rule(tenant=TENANTS, num_tokens=st.integers(-120, 120))
     def settle(self, tenant: str, num_tokens: int) -> None:
         self.do(
-            self.memory.settle(tenant, self.quota, num_tokens),
-            self.redis.settle(tenant, self.quota, num_tokens),
+            self.memory.settle(tenant, self.quota, num_tokens, "lease"),
+            self.redis.settle(tenant, self.quota, num_tokens, "lease"),
         )
 
     @rule(tenant=TENANTS, id_=IDS)
@@ -106,7 +106,7 @@ class TwoStores(RuleBasedStateMachine):
                 for id_ in "abc":
                     self.runner.run(self.redis.delete(record(id_, tenant=tenant)))
                     self.runner.run(self.redis.release(tenant, id_))
-                self.runner.run(self.redis.settle(tenant, self.quota, -1000))
+                self.runner.run(self.redis.settle(tenant, self.quota, -1000, "lease"))
             self.runner.run(self.redis.delete_journals(["a", "b", "c"]))
             left = {key.removeprefix("penstock:{test}:") for key in self.server.all_keys()}
             assert {key for key in left if not key.endswith(":requests")} <= {"replicas", "since"}

@@ -62,8 +62,8 @@ async def follow(server: RedisServer, quota: Quota, steps: list[tuple[str, int]]
                     tokens.use(amount)
                     leases.append(f"{i}")
             elif step == "settle":
-                await local.settle("t", quota, amount)
-                await remote.settle("t", quota, amount)
+                await local.settle("t", quota, amount, "lease")
+                await remote.settle("t", quota, amount, "lease")
                 tokens.use(amount)
             elif step == "release" and leases:
                 lease = leases.pop(0)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from engine.planning.request import Output, Request
 from engine.planning.step import StepReport
 from gateway.http.connections import WRITABLE
+from gateway.wire import streams
 from tests.gateway.desk import (
     Desk,
     chat_body,
@@ -262,3 +263,20 @@ async def test_what_the_engine_brings_after_a_failed_push_harms_nobody() -> None
     assert body.count("[DONE]") == 1
     assert body.count('"error"') == 1
     await desk.left()
+
+
+async def test_log_probabilities_that_nobody_reads_count_as_what_they_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams, "MAX_PENDING_BYTES", 100_000)
+    desk, cut = Desk(), 0
+    asked = chat_body(stream=True, logprobs=True, top_logprobs=20)
+    async with serving(desk.app) as url, dialled(url) as line:
+        line.send(post("/v1/chat/completions", asked))
+        request = await desk.taken()
+        top = logprobs(*((number, -1.0) for number in range(20)))
+        for _ in range(100):  # no turn of the loop in between: the reader takes nothing
+            desk.bring(request, "x", logprobs=[top])
+            cut += bool(desk.service.metrics.slow_readers._value.get())
+        await desk.left()
+    assert cut == 100 - 100_000 // (21 * 100 + 1)

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.http.errors import ApiError
 from gateway.wire.prompts import Prompts
-from tests.gateway.desk import SPECIAL, Desk, client, make_tokenizer
+from tests.gateway.desk import SPECIAL, TEMPLATE, Desk, client, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 PROMPTS = Prompts(TOKENIZER)
@@ -153,3 +153,12 @@ async def test_long_prompts_are_tokenised_off_the_loop() -> None:
             assert (await http.post("/tokenize", json={"prompt": "x" * length})).status_code == 200
     assert seen[0] == "MainThread"
     assert seen[1] != "MainThread"
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_developer_is_the_system_where_the_template_knows_no_other(knows: bool) -> None:
+    template = TEMPLATE.replace("{{- bos_token }}", "{{- bos_token }}{# developer #}") if knows else TEMPLATE
+    tokenizer = make_tokenizer(template)
+    token_ids = Prompts(tokenizer).chat([{"role": "developer", "content": "Be brief."}])
+    said = tokenizer.decode(token_ids, skip_special=False)
+    assert said.startswith("<|bos|><|system|>Be brief." if not knows else "<|bos|><|developer|>Be brief.")

@@ -1,0 +1,43 @@
+"""What the operator's own programs ask: `/health`, `/ready` and `/metrics`."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.service import Service
+from gateway.wire.frames import Json
+
+
+class OperatorApi:
+    """How one service does."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def routes(self, *, with_metrics: bool) -> list[Route]:
+        metrics = [Route("/metrics", self.metrics, methods=["GET"])] if with_metrics else []
+        return [
+            Route("/health", self.health, methods=["GET"]),
+            Route("/ready", self.ready, methods=["GET"]),
+            *metrics,
+        ]
+
+    async def health(self, _: HttpRequest) -> Response:
+        """Red means: restart this process."""
+        health = self._service.health
+        status = HTTPStatus.OK if health == "ok" else HTTPStatus.SERVICE_UNAVAILABLE
+        return Json({"status": health}, status)
+
+    async def ready(self, _: HttpRequest) -> Response:
+        """Red means: send requests elsewhere."""
+        readiness = self._service.readiness
+        status = HTTPStatus.OK if readiness == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
+        return Json({"status": readiness}, status)
+
+    async def metrics(self, _: HttpRequest) -> Response:
+        return Response(self._service.render_metrics(), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -1,0 +1,162 @@
+"""`/v1/events` and `/v1/prefixes/events`: what they tell, whom, and that they cost nothing while nobody listens."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.planning.prefix_events import Dropped, Stored
+from gateway.access.keys import digest_of
+from gateway.endpoints import events
+from gateway.service import ServiceOptions
+from priority.lanes import Lane, Tenant
+from tests.gateway.desk import MODEL, Desk, chat_body, serving
+
+pytestmark = pytest.mark.anyio
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "EVERY_S", 0.02)
+
+
+@contextlib.asynccontextmanager
+async def listening(url: str, path: str, **options: Any) -> AsyncIterator[AsyncIterator[tuple[str, Any]]]:
+    async with (
+        httpx.AsyncClient(base_url=url, timeout=10) as http,
+        http.stream("GET", path, **options) as response,
+    ):
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        yield _events(response.aiter_lines())
+
+
+async def _events(lines: AsyncIterator[str]) -> AsyncIterator[tuple[str, Any]]:
+    kind = ""
+    async for line in lines:
+        name, _, value = line.partition(": ")
+        if name == "event":
+            kind = value
+        elif name == "data":
+            yield kind, json.loads(value)
+
+
+async def first(found: AsyncIterator[tuple[str, Any]], kind: str) -> Any:
+    """The data of the next event of this kind."""
+    async with asyncio.timeout(10):
+        return await anext(data async for name, data in found if name == kind)
+
+
+async def test_the_state_of_the_server_and_its_lanes() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), promises={Lane.STANDARD: 30.0}), clock=time.monotonic)
+    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
+        asked = asyncio.create_task(http.post(CHAT, json=chat_body()))
+        await desk.queued()
+        async with listening(url, "/v1/events") as found:
+            told = await first(found, "server")
+            assert (told["state"], told["streams"]) == ("ready", 1)
+            assert told["engine"]["kv_blocks"] == 32
+            standard = told["lanes"]["standard"]
+            assert (standard["waiting"], standard["promised_ttft_ms"], standard["attainment"]) == (
+                1,
+                30_000,
+                None,
+            )
+            desk.answer(await desk.taken(), "a")
+            await asked
+            while (told := await first(found, "server"))["streams"]:
+                pass
+            assert told["lanes"]["standard"]["waiting"] == 0
+            assert told["lanes"]["standard"]["attainment"] == 1.0
+            assert told["engine"]["output_tokens"] == 1
+
+
+async def test_a_request_of_the_caller_has_its_place_while_it_waits_and_no_other() -> None:
+    clients = {digest_of(name): Tenant(name=name) for name in ("ann", "bob")}
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=clients))
+    ann, bob = ({"authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
+        before = asyncio.create_task(http.post(CHAT, json=chat_body("a"), headers=ann))
+        await desk.queued()
+        mine = asyncio.create_task(
+            http.post(CHAT, json=chat_body("b"), headers={**ann, "x-request-id": "mine"})
+        )
+        await desk.queued(2)
+        async with listening(url, "/v1/events?request_id=mine", headers=bob) as found:
+            assert [(await anext(found))[0] for _ in range(3)] == ["server"] * 3
+        async with listening(url, "/v1/events?request_id=mine", headers=ann) as found:
+            told = await first(found, "request")
+            assert (told["request_id"], told["position"]) == ("mine", 1)
+            for _ in range(2):
+                desk.answer(await desk.taken(), "a")
+            await asyncio.gather(before, mine)
+            await first(found, "server")
+            await first(found, "server")
+            assert [(await anext(found))[0] for _ in range(3)] == ["server"] * 3
+        response = await http.get("/v1/events?request_id=mine")
+        assert response.status_code == 401
+
+
+async def test_nothing_is_computed_for_nobody_and_once_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk, made = Desk(), 0
+    status = desk.service.status
+
+    def counted() -> dict[str, object]:
+        nonlocal made
+        made += 1
+        return status()
+
+    monkeypatch.setattr(desk.service, "status", counted)
+    async with serving(desk.app) as url:
+        async with contextlib.AsyncExitStack() as stack:
+            streams = [await stack.enter_async_context(listening(url, "/v1/events")) for _ in range(5)]
+            for found in streams:
+                await first(found, "server")
+            assert made == 1  # the desk's clock stands still
+        async with asyncio.timeout(10):
+            while any("run_asgi" in repr(task) for task in asyncio.all_tasks()):
+                await asyncio.sleep(0)
+        desk.clock.now += 60
+        await asyncio.sleep(5 * events.EVERY_S)
+        assert made == 1
+
+
+async def test_a_drain_is_told_and_ends_the_events_after_the_token_streams() -> None:
+    desk = Desk(clock=time.monotonic)
+    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
+        asked = asyncio.create_task(http.post(CHAT, json=chat_body(stream=True)))
+        request = await desk.taken()
+        async with listening(url, "/v1/events") as found:
+            assert (await first(found, "server"))["state"] == "ready"
+            desk.service.begin_drain()
+            while (await first(found, "server"))["state"] != "draining":
+                pass
+            desk.answer(request, "a", "b")
+            assert "[DONE]" in (await asked).text
+            assert {kind async for kind, _ in found} <= {"server"}
+
+
+async def test_routers_hear_of_the_callers_blocks_that_come_and_go() -> None:
+    desk = Desk()
+
+    def block(number: int, salt: bytes = b"default") -> Stored:
+        return Stored(bytes([number]), None, 1, (1,), salt)
+
+    def tell(*happened: Stored | Dropped) -> None:
+        desk.service.prefixes.take(happened)
+
+    tell(block(1), block(2), block(3, b"somebody else"))
+    async with serving(desk.app) as url, listening(url, "/v1/prefixes/events") as found:
+        assert await first(found, "stored") == {"blocks": ["01", "02"]}
+        tell(block(4), block(5), Dropped(b"\5"), Dropped(b"\1"), block(6, b"somebody else"))
+        assert await anext(found) == ("removed", {"blocks": ["01"]})
+        assert await anext(found) == ("stored", {"blocks": ["04"]})

@@ -1,0 +1,78 @@
+"""The registry of recordings: what it writes, keeps and asks the store for, and when it stops."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from gateway.sessions.recordings.recording import Recording
+from gateway.sessions.recordings.registry import Keeping
+from gateway.store.interface import Journal, JournalChange
+from tests.gateway.desk import Clock, Desk
+from tests.gateway.sessions.recordings.paper import bring, end, make_recording, make_request
+from tests.gateway.sessions.recordings.surviving import SurvivingStore
+
+pytestmark = pytest.mark.anyio
+
+
+class Counting(SurvivingStore):
+    """A store that brings a token with every write, as a step does that takes no longer than it."""
+
+    def __init__(self) -> None:
+        super().__init__(Clock())
+        self.asked: list[str] = []
+        self.busy: Recording | None = None
+
+    async def write_journals(self, changes: Sequence[JournalChange]) -> None:
+        await super().write_journals(changes)
+        self.asked.append("write")
+        if self.busy is not None:
+            bring(self.busy, "x")
+
+    async def read_journal(self, stream_id: str) -> Journal | None:
+        self.asked.append("read")
+        return await super().read_journal(stream_id)
+
+    async def claim(self) -> Sequence[str]:
+        self.asked.append("claim")
+        return await super().claim()
+
+
+def entered(desk: Desk, number: int = 1) -> Recording:
+    recording = make_recording(make_request(f"chatcmpl-{number}"))
+    desk.service.recordings._enter(recording)
+    return recording
+
+
+async def test_writing_ends_though_every_write_takes_as_long_as_a_step() -> None:
+    """Or else whoever died would not be taken over, and nothing deleted, while anybody is served."""
+    store = Counting()
+    desk = Desk(store=store)
+    store.busy = entered(desk)
+    entered(desk, 2)
+    desk.service.recordings.keeping = Keeping(batch=1)
+    await asyncio.wait_for(desk.service.recordings._flush(), 10)
+    assert store.asked == ["write", "write"]
+
+
+async def test_those_that_ended_first_go_when_there_are_too_many_bytes() -> None:
+    desk = Desk(store=SurvivingStore(Clock()))
+    recordings = desk.service.recordings
+    kept = [entered(desk, number) for number in range(4)]
+    for number, recording in enumerate(kept):
+        bring(recording, "x" * 1000)
+        recording.ended_s = desk.clock.now + (number + 1) % 4
+        if number != 2:
+            end(recording)
+    recordings.keeping = Keeping(max_bytes=2500)
+    recordings.tick(desk.clock.now)
+    here = [number for number, one in enumerate(kept) if recordings.here("", one.id) is one]
+    assert here == [0, 1, 2]  # 3 ended first, and 2 has not ended
+
+
+async def test_for_an_id_that_nobody_knows_the_store_is_asked_once() -> None:
+    store = Counting()
+    assert await Desk(store=store).service.recordings.find("ann", "chatcmpl-0") is None
+    assert store.asked == ["read"]
