@@ -84,10 +84,9 @@ def check_metrics(sums: _Sums) -> Iterator[Check]:
     if "penstock_store_up" in sums:
         up = bool(sums["penstock_store_up"])
         failures = sums.get("penstock_store_failures_total", 0.0)
-        text = f"{'answers' if up else 'does not answer'}; {failures:.0f} calls failed"
-        yield Check(
-            Level.OK if up else Level.WARN, "redis", text, "" if up else "memory stands in; nothing fails"
-        )
+        text = f"{'up' if up else 'Redis does not answer, memory stands in'}; {failures:.0f} calls failed"
+        advice = "" if up else "docs/operating.md, Redis is slow or gone"
+        yield Check(Level.OK if up else Level.WARN, "store", text, advice)
     if failures := sums.get("penstock_failed_steps_total", 0.0):
         yield Check(Level.WARN, "steps", f"{failures:.0f} failed", "the log says why")
 

@@ -31,6 +31,6 @@ def draw_ladder(path: Path, ladders: Mapping[str, Sequence[dict[str, Any]]]) -> 
 def _bar(axes: Any, place: int, row: dict[str, Any], times: float, most: float) -> None:
     rate = row["tokens_per_s"]
     axes.barh(place + 0.12, rate, height=0.4, color=OTHER if place == 0 else OURS)
-    axes.text(0, place - 0.2, row["rung"], va="center", fontsize=10, color=FAINT)
+    axes.text(0, place - 0.27, row["rung"], va="center", fontsize=10, color=FAINT)
     text = f"{number(rate)}, {number(times)}x  ({number(row['ttft_p50_ms'])} ms)"
     axes.text(rate + 0.02 * most, place + 0.12, text, va="center", fontsize=10, color=INK)

@@ -18,7 +18,7 @@ def test_a_server_that_is_well(live_server: str) -> None:
     done = penstock("doctor", "--url", live_server)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = {line.split()[1]: line for line in done.stdout.splitlines()}
-    assert {"health", "ready", "kv", "redis", "stream"} <= lines.keys() | {"redis"}
+    assert {"health", "ready", "kv", "store", "stream"} <= lines.keys()
     assert "32 tokens in " in lines["stream"]
     assert lines["stream"].startswith("ok")
 
@@ -65,7 +65,7 @@ def test_many_that_are_refused(refused: int, level: Level) -> None:
 def test_what_is_short_or_gone() -> None:
     assert levels(penstock_kv_usage_ratio=0.99, penstock_preemptions_total=3)["kv"] is Level.WARN
     assert levels(penstock_kv_usage_ratio=0.99)["kv"] is Level.OK
-    assert levels(penstock_store_up=0)["redis"] is Level.WARN
+    assert levels(penstock_store_up=0)["store"] is Level.WARN
     assert levels(penstock_failed_steps_total=1)["steps"] is Level.WARN
 
 
