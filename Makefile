@@ -2,7 +2,7 @@
 
 ARGS ?=
 
-.PHONY: serve check test explore loadtest soak bench clean
+.PHONY: serve check test explore mutants loadtest soak bench clean
 
 serve:     ## sets up everything and serves the demo model on http://127.0.0.1:8000
 	@.ci/setup
@@ -24,6 +24,10 @@ explore:   ## tries the property tests with new examples; make test has the same
 	@.ci/setup check test
 	@.ci/tools
 	.venv/bin/pytest --numprocesses 2 --dist loadfile -m hypothesis --hypothesis-profile explore $(ARGS)
+
+mutants:   ## which small changes of FILES="gateway/..." no test of their folder, or of ARGS="--tests ...", notices
+	@.ci/setup check test
+	.venv/bin/python -m tests.mutants $(FILES) $(ARGS)
 
 loadtest:  ## one minute of mixed traffic against a server it starts; fails on any failed request
 	@.ci/setup loadtest
