@@ -137,10 +137,8 @@ class Drafting:
             return
         num_sampling = sum(chunk.samples for chunk in plan.chunks)
         pace = self._pace(num_sampling)
-        may_draft = (
-            pace.drafts if num_sampling == plan.num_tokens else pace.pays
-        )  # a trial takes decodes alone
-        if not may_draft or not self._may_pay(plan, num_sampling):
+        is_measured = num_sampling == plan.num_tokens  # beside prompts a trial would say nothing
+        if not (pace.drafts if is_measured else pace.pays) or not self._may_pay(plan, num_sampling):
             return
         started = self._clock()
         guesses = [guess for chunk in plan.chunks if (guess := self._guess(chunk)) is not None]
