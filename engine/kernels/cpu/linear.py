@@ -96,7 +96,7 @@ class PackedLinear:
         """
         in_features = tensors["weight"].shape[1]
         format.check(in_features)
-        if not _stays_narrow(format, in_features):
+        if format.group_size == in_features:  # few scales, which no kernel reads in fewer bits
             tensors = format.with_float32(tensors)
         linear = cls.__new__(cls)
         linear._pack(
@@ -225,8 +225,3 @@ class PackedLinear:
         )
         self.handle = created(team.library.call("penstock_linear_new", team.handle, ctypes.byref(source)))
         weakref.finalize(self, team.library.call, "penstock_linear_free", self.handle)
-
-
-def _stays_narrow(format: Integers, in_features: int) -> bool:
-    """Whether scales and offsets are read in fewer bits than float32: in a row that is one group they are few."""
-    return format.group_size < in_features
