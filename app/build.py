@@ -230,7 +230,8 @@ def _make_runner(folder: Path, options: LoadOptions, draft: DraftSource | None) 
 
     def load() -> LoadedModel:
         log.info("loading %s", folder)
-        with progress("loading the weights") as show:
+        title = "loading the weights" if options.quantize is None else "quantizing the weights"
+        with progress(title) as show:
             return load_model(
                 folder, options, log.info, lambda done, total: show(done / max(1, total)), draft
             )

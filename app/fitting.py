@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ class Subject:
     config: ModelConfig
     stored_as: str
     """The types of its weights in the checkpoint."""
+    types: Counter[str]
+    """How many tensors of the checkpoint have which type, as its headers name it."""
     place: str
     """Where it lies, and what would have to be fetched."""
 
@@ -147,7 +150,8 @@ def examine(model: str | None, options: LoadOptions) -> Subject:
     config = read_config(folder)
     recipe = make_recipe(config, replace(options, quantize=None))
     check_tensors(config, files, recipe)
-    return Subject(model, config, _stored_as(config, recipe), place)
+    types = Counter(entry.dtype for entry in files.entries.values())
+    return Subject(model, config, _stored_as(config, recipe), types, place)
 
 
 def ladder(asked: LoadOptions, config: ModelConfig) -> Iterator[LoadOptions]:
@@ -196,6 +200,7 @@ def _head(subject: Subject, fitting: Fitting, options: LoadOptions) -> Iterator[
         f"stored in {subject.stored_as}, {config.max_position:,} positions"
     )
     yield f"from    {subject.place}"
+    yield f"types   {', '.join(f'{count} {name}' for name, count in subject.types.most_common())}"
     if (card := limits.card) is not None:
         free = f"{size_text(card.free)} of {size_text(card.total)} are free"
         yield f"device  {torch.cuda.get_device_name()}, {size_text(limits.available)} for the model; {free}"

@@ -100,6 +100,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _quantize(options: argparse.Namespace) -> None:
     folder = _find_model(options.model)
+    if folder.is_file():
+        raise OperatorError(
+            f"{folder} is a GGUF file: `penstock serve` takes it as it is; quantize the checkpoint it was made from"
+        )
     out = options.out.expanduser()
     _check_out(out, folder, options.overwrite)
     config = read_config(folder)

@@ -26,10 +26,12 @@ from engine.model.weights import (
     LinearSpec,
     Recipe,
     check_recipe,
+    embedding_spec,
     head_spec,
     linear_specs,
     make_recipe,
     norm_shapes,
+    packs_embedding,
 )
 from engine.quant.formats import DENSE, Format
 from engine.quant.integers import Integers
@@ -227,7 +229,8 @@ def draft_plan(
 ) -> MemoryPlan:
     """The plan of `plan_memory`, which may need more than there is."""
     shape = KVShape.of(config, options.block_size)
-    weights = weight_bytes(config, kernels.embedding_dtype, recipe, kernels.packs)
+    dtype = kernels.embedding_dtype
+    weights = weight_bytes(config, dtype, recipe, kernels.packs, keeps_narrow=kernels.keeps_narrow)
     workspace = measured.workspace if measured else _workspace_bytes(config, options)
     tables = max(0, measured.resident - weights) if measured else 0
     graphs = _graph_bytes(options, workspace) if budget.card is not None and options.cuda_graphs else 0
@@ -262,25 +265,32 @@ def weight_bytes(
     dtype: torch.dtype,
     recipe: Recipe = AS_IT_IS,
     packs: tuple[type[Format], ...] = (Integers,),
+    *,
+    keeps_narrow: bool = False,
 ) -> int:
     """The bytes of all weights of a model.
 
     Args:
         dtype: the type of those in floating point.
         packs: the formats that the kernels keep as they are; they unpack the others. See `Kernels.packs`.
+        keeps_narrow: see `Kernels.keeps_narrow`.
     """
 
     def packed(spec: LinearSpec) -> int:
         format = spec.format if isinstance(spec.format, packs) else DENSE
+        if isinstance(format, Integers) and not keeps_narrow:
+            format = format.widened
         return format.num_bytes(spec.out_features, spec.in_features, dtype) + bias_bytes(spec)
 
     def bias_bytes(spec: LinearSpec) -> int:
         return spec.out_features * dtype.itemsize if spec.bias else 0
 
     norms = config.hidden_size + config.num_layers * sum(size for _, size in norm_shapes(config).values())
-    head, embedding = head_spec(config, recipe), config.vocab_size * config.hidden_size * dtype.itemsize
-    total = norms * dtype.itemsize + embedding
-    if not (config.tie_word_embeddings and head.format == DENSE):
+    head, embedding = head_spec(config, recipe), embedding_spec(config, recipe)
+    is_packed = keeps_narrow and packs_embedding(config, recipe)
+    num_dense = config.vocab_size * config.hidden_size * dtype.itemsize
+    total = norms * dtype.itemsize + (packed(embedding) if is_packed else num_dense)
+    if not (config.tie_word_embeddings and (is_packed or head.format == DENSE)):
         total += packed(head)
     for layer in range(config.num_layers):
         total += sum(packed(spec) for spec in linear_specs(config, layer, recipe).values())
@@ -336,10 +346,12 @@ def estimate(
     dtype = choose_dtype(options.dtype, config, device)
     is_native = has_native and _is_native(config, options)
     kernels = reference_kernels(device, dtype, dtype if is_native else torch.float32)
+    packs_on_cpu = is_native and device.type == "cpu"
     kernels = replace(
         kernels,
         kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device),
-        packs=PACKED if is_native and device.type == "cpu" else kernels.packs,
+        packs=PACKED if packs_on_cpu else kernels.packs,
+        keeps_narrow=packs_on_cpu,
     )
     recipe = make_recipe(config, options)
     check_recipe(config, recipe)

@@ -79,11 +79,8 @@ class IntegerLinear:
         integers, row_scale = quantize_rows(x)
         if self._format.is_permuted:
             integers = integers[..., self._tensors["permutation"].long()]
-        weight, scale, offset = (
-            self._format.grouped(self._tensors),
-            self._tensors["scale"],
-            self._tensors.get("offset"),
-        )
+        format, tensors = self._format, self._tensors
+        weight, scale, offset = format.grouped(tensors), format.scale(tensors), format.offset(tensors)
         product = x.new_zeros((*x.shape[:-1], scale.shape[0]))
         for index, group in enumerate(torch.split(integers, self._format.group_size, dim=-1)):
             product = fused_multiply_add(_exact_product(group, weight[:, index]), scale[:, index], product)

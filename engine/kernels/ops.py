@@ -95,6 +95,9 @@ class Kernels:
     choose: Choose
     packs: tuple[type[Format], ...] = (Integers,)
     """The formats, beside weights in floating point, that linear maps keep as they are; others are unpacked."""
+    keeps_narrow: bool = False
+    """Whether integers take no more memory than `Integers.num_bytes` says, and the embedding may be a linear map
+    of them, whose rows are read as tokens need them."""
     is_static: bool = False
     """No operation looks at a batch on the host, so that a graph can hold a whole step."""
     team: native.Team | None = None

@@ -63,8 +63,8 @@ class PackedWeight:
     @classmethod
     def of_integers(cls, tensors: NamedTensors, format: Integers) -> PackedWeight:
         """Packs the tensors of a weight of integers."""
-        weight, scale, offset = tensors["weight"], tensors["scale"], tensors.get("offset")
-        code = Code.INT8 if format.bits == 8 else Code.INT4 if offset is None else Code.UINT4
+        weight, scale, offset = tensors["weight"], format.scale(tensors), format.offset(tensors)
+        code = Code.INT8 if format.bits > 4 else Code.INT4 if offset is None else Code.UINT4
         zero = None if offset is None else _zeros(scale, offset)
         return cls(
             code=code,

@@ -69,6 +69,7 @@ def native_kernels(team: native.Team, dtype: torch.dtype) -> Kernels:
         kv_dtype=dtype,
         linear=linear,
         packs=native.PACKED,
+        keeps_narrow=True,
         gather=native.NativeGather(team.library),
         choose=native.NativeChoose(team),
         team=team,

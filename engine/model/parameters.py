@@ -46,8 +46,8 @@ class LayerWeights:
 
 @dataclass(slots=True)
 class Weights:
-    embedding: Tensor
-    """[vocab, hidden]"""
+    embedding: Tensor | Linear
+    """[vocab, hidden], or a linear map whose rows it is: see `Kernels.keeps_narrow`."""
     layers: list[LayerWeights]
     final_norm: Tensor
     lm_head: Linear

@@ -36,11 +36,12 @@ def make_decoder(
     if kernels.team is None:
         return Decoder(config, weights, kernels, kv, max_position)
     cos, sin = rotary_tables(config, max_position)
+    embedding = weights.lm_head if weights.is_tied else weights.embedding
     return native.NativeDecoder(
         kernels.team,
         kv,
         [_native_layer(layer, config.window(i)) for i, layer in enumerate(weights.layers)],
-        embedding=_packed(weights.lm_head) if weights.is_tied else weights.embedding,
+        embedding=embedding if isinstance(embedding, Tensor) else _packed(embedding),
         final_norm=weights.final_norm,
         eps=config.rms_norm_eps,
         cos=cos,
@@ -85,6 +86,7 @@ class Decoder:
     def __call__(self, batch: Batch) -> Tensor:
         kernels, weights = self.kernels, self.weights
         step = _Step(batch, self)
+        assert isinstance(weights.embedding, Tensor)
         hidden = F.embedding(batch.token_ids, weights.embedding).to(kernels.activation_dtype)
         delta = None
         for i, layer in enumerate(weights.layers):

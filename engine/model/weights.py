@@ -28,6 +28,9 @@ Progress = Callable[[int, int], None]
 
 FINAL_NORM = "model.norm"
 
+_ROWS_AT_A_TIME = 4096
+"""Of an embedding of integers, which passes through float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -172,6 +175,15 @@ def embedding_spec(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec
     return LinearSpec((part,), config.hidden_size)
 
 
+def packs_embedding(config: ModelConfig, recipe: Recipe) -> bool:
+    """Whether the embedding becomes a packed linear map where `Kernels.keeps_narrow`.
+
+    It does if it has integers, or if it is the output head, too, which stays in floating point.
+    """
+    is_head = config.tie_word_embeddings and head_spec(config, recipe).format == DENSE
+    return is_head or isinstance(embedding_spec(config, recipe).format, Integers)
+
+
 def norm_shapes(config: ModelConfig) -> dict[str, tuple[str, int]]:
     """The norms of one layer, by their field of LayerWeights: name in the checkpoint, and length."""
     norms = {
@@ -295,7 +307,7 @@ def load_weights(
 ) -> Weights:
     """Reads, repacks or quantizes, and packs layer by layer, so that at most one layer exists twice.
 
-    If the output head is quantized, the embedding is a tensor of its own even if the checkpoint ties them.
+    If the output head is quantized here, the embedding is a tensor of its own even if the checkpoint ties them.
 
     Raises:
         CheckpointError: see `check_tensors`.
@@ -304,17 +316,27 @@ def load_weights(
     names = [name for name, _ in expected_tensors(config, recipe) if name in files.entries]
     total = sum(files.entries[name].num_bytes for name in names)
     reader = _Reader(files, kernels, progress, total)
-    head, stored = head_spec(config, recipe), reader.parts(embedding_spec(config, recipe))
-    embedding = reader.embedding(embedding_spec(config, recipe), stored)
-    tied_head = None
-    if config.tie_word_embeddings:
-        tied_head = reader.pack(head, {"weight": embedding} if head.stored == DENSE else stored)
+    head, spec = head_spec(config, recipe), embedding_spec(config, recipe)
+    stored, is_packed = reader.parts(spec), kernels.keeps_narrow and packs_embedding(config, recipe)
+    embedding: Tensor | Linear
+    tied_head: Linear | None = None
+    if is_packed:
+        embedding = packed = reader.pack(spec, stored)
+        tied_head = packed if config.tie_word_embeddings else None
+    else:
+        embedding = copy = reader.embedding(spec, stored)
+        if config.tie_word_embeddings:
+            tied_head = reader.pack(head, {"weight": copy} if head.stored == DENSE else stored)
     del stored
     layers = [_load_layer(config, reader, i, recipe) for i in range(config.num_layers)]
     final_norm = reader.tensor(FINAL_NORM, kernels.activation_dtype)
     lm_head = tied_head or reader.linear(head)
     return Weights(
-        embedding, layers, final_norm, lm_head, is_tied=tied_head is not None and head.format == DENSE
+        embedding,
+        layers,
+        final_norm,
+        lm_head,
+        is_tied=tied_head is not None and (is_packed or head.format == DENSE),
     )
 
 
@@ -349,9 +371,15 @@ class _Reader:
         return self._read(f"{name}.weight").to(device=self.kernels.device, dtype=dtype, copy=True)
 
     def embedding(self, spec: LinearSpec, tensors: NamedTensors) -> Tensor:
-        """A copy of its own, on the device."""
-        weight = spec.stored.unpack(tensors)
-        return weight.to(device=self.kernels.device, dtype=self.kernels.embedding_dtype, copy=True)
+        """A copy of its own, on the device. Integers are unpacked some rows at a time."""
+        device, dtype, format = self.kernels.device, self.kernels.embedding_dtype, spec.stored
+        if not isinstance(format, Integers):
+            return format.unpack(tensors).to(device=device, dtype=dtype, copy=True)
+        weight = torch.empty(spec.out_features, spec.in_features, device=device, dtype=dtype)
+        for start in range(0, spec.out_features, _ROWS_AT_A_TIME):
+            rows = slice(start, start + _ROWS_AT_A_TIME)
+            weight[rows] = format.unpack(format.rows(tensors, rows))
+        return weight
 
     def linear(self, spec: LinearSpec) -> Linear:
         biases = [self._read(f"{part.name}.bias") for part in spec.parts] if spec.bias else []

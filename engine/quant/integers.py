@@ -6,7 +6,8 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +25,12 @@ _SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)
 _SMALLEST = np.float32(1e-30)
 """Stands in for a range of 0, so that nothing is divided by 0."""
 
-_LEAST_GROUP, _MOST_OF_4_BITS = 16, 1024
-"""The kernels take so many inputs of a group at least, and with 4 bits so many at most; or else a whole row."""
+_LEAST_GROUP, _MOST_OF_NARROW = 16, 1024
+"""The kernels take so many inputs of a group at least, and so many at most with fewer than 8 bits, or with scales other
+than in float32; or else a whole row."""
+
+_UNIT_SIZE = 256
+"""So many inputs share a unit."""
 
 _MOST_INPUTS = 1 << 17
 """The sum of so many products of 8-bit integers fits 32 bits."""
@@ -34,15 +39,30 @@ _ELEMENTS_AT_A_TIME = 1 << 16
 """Rounding works on so many weights at a time, because its temporaries then stay in the cache."""
 
 
+class Factors(StrEnum):
+    """How the scales and offsets of integers are kept."""
+
+    FLOAT32 = "float32"
+    """In float32."""
+    HALF = "16 bits"
+    """As a checkpoint has them: in float16 or bfloat16."""
+    ZEROS = "zeros"
+    """Scales likewise; an offset is -zero * scale, and the zero is an integer."""
+    COUNTS = "counts"
+    """As integers, which count a unit that 256 inputs of a row share; offsets have units of their own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Integers:
     """A weight of integers with `bits` bits; each group of `group_size` inputs of a row has a scale of its own.
 
     The weight stands for integer * scale, or for integer * scale + offset where groups have offsets, too. A group is a
     whole row, or a multiple of 16 inputs that divides the row (see `check`). The tensors are:
-        weight: [out, in] int8. 8 bits: from -128 to 127. 4 bits: from -8 to 7, and from 0 to 15 with offsets.
-        scale: [out, in / group_size] float32
-        offset: [out, in / group_size] float32, if has_offset
+        weight: [out, in] int8, from -2^(bits - 1) on; with fewer than 8 bits and offsets, from 0 on.
+        scale: [out, in / group_size], float32, float16, bfloat16, or int8 if they are counts
+        offset: likewise, if has_offset; or instead
+        zero: [out, in / group_size] int8, if there are zeros
+        scale_unit, offset_unit: [out, in / 256] float16, if there are counts
         permutation: [in] int32, if is_permuted: column i of the weight multiplies input permutation[i].
     """
 
@@ -50,6 +70,7 @@ class Integers:
     group_size: int
     has_offset: bool = False
     is_permuted: bool = False
+    factors: Factors = Factors.FLOAT32
 
     @property
     def name(self) -> str:
@@ -58,7 +79,17 @@ class Integers:
     @property
     def lowest(self) -> int:
         """The least integer; there are 2^bits of them."""
-        return 0 if self.bits == 4 and self.has_offset else -(1 << (self.bits - 1))
+        return 0 if self.bits < 8 and self.has_offset else -(1 << (self.bits - 1))
+
+    @property
+    def groups_per_unit(self) -> int:
+        return _UNIT_SIZE // self.group_size if self.factors is Factors.COUNTS else 1
+
+    @property
+    def widened(self) -> Integers:
+        """What holds the same weights with scales and offsets in float32, in 4 or 8 bits."""
+        bits = 4 if self.bits == 4 else 8
+        return replace(self, bits=bits, factors=Factors.FLOAT32)
 
     def check(self, in_features: int) -> None:
         """Sees to it that rows of so many inputs can be in this format.
@@ -67,23 +98,31 @@ class Integers:
             CheckpointError: the message says what is wrong with the groups or the inputs.
         """
         size = self.group_size
-        if self.bits not in (4, 8):
-            raise CheckpointError(f"integers of {self.bits} bits: there are kernels for 4 and 8 only")
+        if self.bits not in (4, 5, 6, 8):
+            raise CheckpointError(f"integers of {self.bits} bits: there are kernels for 4, 5, 6 and 8 only")
         if in_features > _MOST_INPUTS:
             raise CheckpointError(
                 f"{in_features} inputs are more than the {_MOST_INPUTS} that integers can have"
             )
         if size < 1 or in_features % size:
             raise CheckpointError(f"groups of {size} do not divide {in_features} inputs")
-        if size == in_features:
+        if self.factors is Factors.COUNTS and (in_features % _UNIT_SIZE or _UNIT_SIZE % size):
+            raise CheckpointError(
+                f"units of {_UNIT_SIZE} inputs do not divide {in_features}, or groups of {size} them"
+            )
+        if size == in_features and self.bits in (4, 8):
             return
         if size % _LEAST_GROUP:
             raise CheckpointError(
                 f"groups of {size} inputs: a whole row or a multiple of {_LEAST_GROUP} is needed"
             )
-        if self.bits == 4 and size > _MOST_OF_4_BITS:
+        if size == in_features:
             raise CheckpointError(
-                f"groups of {size} inputs: with 4 bits, a whole row or at most {_MOST_OF_4_BITS} is needed"
+                f"integers of {self.bits} bits: rows of more than one group of {size} are needed"
+            )
+        if size > _MOST_OF_NARROW and (self.bits < 8 or self.factors is not Factors.FLOAT32):
+            raise CheckpointError(
+                f"groups of {size} inputs: with {self.bits} bits, a whole row or at most {_MOST_OF_NARROW} is needed"
             )
 
     def shapes(self, out_features: int, in_features: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -91,7 +130,10 @@ class Integers:
         yield "weight", (out_features, in_features)
         yield "scale", (out_features, num_groups)
         if self.has_offset:
-            yield "offset", (out_features, num_groups)
+            yield "zero" if self.factors is Factors.ZEROS else "offset", (out_features, num_groups)
+        if self.factors is Factors.COUNTS:
+            for name in ("scale_unit", "offset_unit")[: 1 + self.has_offset]:
+                yield name, (out_features, in_features // _UNIT_SIZE)
         if self.is_permuted:
             yield "permutation", (in_features,)
 
@@ -107,11 +149,15 @@ class Integers:
             joined["permutation"] = _common_permutation(parts)
         return joined
 
+    def rows(self, tensors: NamedTensors, rows: slice) -> NamedTensors:
+        """The tensors of some output features, which share the memory of all."""
+        return {name: tensor if name == "permutation" else tensor[rows] for name, tensor in tensors.items()}
+
     def unpack(self, tensors: NamedTensors) -> Tensor:
         """The weight [out, in] that the integers stand for, in float32, in the order of the inputs."""
-        grouped = self.grouped(tensors) * tensors["scale"].unsqueeze(-1)
-        if self.has_offset:
-            grouped += tensors["offset"].unsqueeze(-1)
+        grouped = self.grouped(tensors) * self.scale(tensors).unsqueeze(-1)
+        if (offset := self.offset(tensors)) is not None:
+            grouped += offset.unsqueeze(-1)
         weight = grouped.flatten(1)
         if not self.is_permuted:
             return weight
@@ -121,10 +167,42 @@ class Integers:
         """The integers, [out, groups, group_size] in float32."""
         return torch.unflatten(tensors["weight"], 1, (-1, self.group_size)).float()
 
+    def scale(self, tensors: NamedTensors) -> Tensor:
+        """The scales, [out, groups] in float32."""
+        return self._in_units(tensors, "scale")
+
+    def offset(self, tensors: NamedTensors) -> Tensor | None:
+        """The offsets, [out, groups] in float32, if there are any."""
+        if not self.has_offset:
+            return None
+        if self.factors is Factors.ZEROS:
+            return -tensors["zero"].float() * self.scale(tensors)
+        return self._in_units(tensors, "offset")
+
+    def with_float32(self, tensors: NamedTensors) -> NamedTensors:
+        """The tensors of the same weight with scales and offsets in float32."""
+        kept = {name: tensors[name] for name in ("weight", "permutation") if name in tensors}
+        offset = self.offset(tensors)
+        return kept | {"scale": self.scale(tensors)} | ({} if offset is None else {"offset": offset})
+
+    def _in_units(self, tensors: NamedTensors, name: str) -> Tensor:
+        factor = tensors[name].float()
+        if self.factors is not Factors.COUNTS:
+            return factor
+        return factor * tensors[f"{name}_unit"].float().repeat_interleave(self.groups_per_unit, 1)
+
     def num_bytes(self, out_features: int, in_features: int, dtype: torch.dtype = torch.float32) -> int:  # noqa: ARG002
-        """The bytes of a packed weight: the integers, and a float32 for each scale and each offset."""
-        num_groups = out_features * (in_features // self.group_size)
-        factors = 4 * num_groups * (2 if self.has_offset else 1)
+        """The bytes of a packed weight: the integers, and the scales and offsets as they are kept."""
+        num_groups, is_row = out_features * (in_features // self.group_size), self.group_size == in_features
+        match Factors.FLOAT32 if is_row else self.factors:
+            case Factors.FLOAT32:
+                factors = 4 * num_groups * (1 + self.has_offset)
+            case Factors.HALF:
+                factors = 2 * num_groups * (1 + self.has_offset)
+            case Factors.ZEROS:
+                factors = num_groups * (2 + self.has_offset)
+            case Factors.COUNTS:
+                factors = (num_groups + 2 * num_groups // self.groups_per_unit) * (1 + self.has_offset)
         return out_features * in_features * self.bits // 8 + factors + 4 * in_features * self.is_permuted
 
     def quantize(self, weight: Tensor) -> NamedTensors:
@@ -135,7 +213,9 @@ class Integers:
         Every operation on the way rounds as IEEE 754 says, one by one and in a fixed order, so that all machines get
         the same integers. The threads run numpy: they have no use for torch's own, which wait for each other.
         """
+        assert self.bits in (4, 8)
         assert self.has_offset == (self.bits == 4)
+        assert self.factors is Factors.FLOAT32
         assert not self.is_permuted
         round_groups = _round_4_bits if self.bits == 4 else _round_8_bits
         groups = weight.detach().float().numpy().reshape(weight.shape[0], -1, self.group_size)
@@ -163,24 +243,43 @@ def common_format(formats: Sequence[Integers]) -> Integers:
         group_size=math.gcd(*(format.group_size for format in formats)),
         has_offset=any(format.has_offset for format in formats),
         is_permuted=formats[0].is_permuted,
+        factors=_common_factors(formats),
     )
+
+
+def _common_factors(formats: Sequence[Integers]) -> Factors:
+    """As all have them, or in float32. With zeros, scales that are alone get the zero of their lowest integer."""
+    kinds = {format.factors for format in formats}
+    if kinds == {Factors.HALF, Factors.ZEROS} and all(
+        format.bits == 4 and format.has_offset == (format.factors is Factors.ZEROS) for format in formats
+    ):
+        return Factors.ZEROS
+    return kinds.pop() if len(kinds) == 1 else Factors.FLOAT32
 
 
 def widen(tensors: NamedTensors, format: Integers, to: Integers) -> NamedTensors:
     """The tensors of `format` as those of `to`, a common format of it and others. They stand for the same numbers."""
     if format == to:
         return tensors
-    parts = format.group_size // to.group_size
+    if format.factors != to.factors and to.factors is not Factors.ZEROS:
+        tensors = format.with_float32(tensors)
     weight, scale = tensors["weight"], tensors["scale"]
-    offset = tensors["offset"] if format.has_offset else torch.zeros_like(scale)
-    if raised := max(to.lowest - format.lowest, 0):  # 4 bits get offsets
-        weight, offset = weight + raised, -raised * scale
-    widened = {"weight": weight, "scale": scale.repeat_interleave(parts, 1)}
-    if to.has_offset:
-        widened["offset"] = offset.repeat_interleave(parts, 1)
-    if to.is_permuted:
-        widened["permutation"] = tensors["permutation"]
-    return widened
+    by_group = {name: tensors[name] for name in ("scale", "offset", "zero") if name in tensors}
+    widened = {
+        name: tensors[name] for name in ("scale_unit", "offset_unit", "permutation") if name in tensors
+    }
+    raised = max(to.lowest - format.lowest, 0)  # few bits that get offsets
+    if to.has_offset and not format.has_offset:
+        match to.factors:
+            case Factors.ZEROS:
+                by_group["zero"] = torch.full_like(scale, raised, dtype=torch.int8)
+            case Factors.COUNTS:
+                by_group["offset"], widened["offset_unit"] = scale, -raised * tensors["scale_unit"].float()
+            case _:
+                by_group["offset"] = -raised * scale.float()
+    parts = format.group_size // to.group_size
+    widened |= {name: tensor.repeat_interleave(parts, 1) for name, tensor in by_group.items()}
+    return widened | {"weight": weight + raised if raised else weight}
 
 
 def _common_permutation(parts: Sequence[NamedTensors]) -> Tensor:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import shlex
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,6 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
 
+import gguf
 import pytest
 import torch
 from huggingface_hub import constants, hf_api
@@ -235,7 +237,7 @@ def test_without_a_compiler_all_is_float32(
 ) -> None:
     monkeypatch.setattr(fitting, "check_compiler", lambda: Check(Level.WARN, "compiler", "none"))
     lines = tell(capsys, str(large))
-    assert "plain torch serves, in float32" in lines[4]
+    assert "plain torch serves, in float32" in lines[5]
     assert any(line.startswith("fits: float32 weights and float32 KV (*)") for line in lines)
     assert not any(line.startswith("bfloat16 *") for line in lines)
 
@@ -251,7 +253,7 @@ def test_a_card_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_pat
         patch.setattr("builtins.print", printed.append)
         assert fitting.run(str(folder), load_settings({"device": "cuda"}), {"device": "cuda"}) == 0
     lines = "\n".join(printed).splitlines()
-    assert lines[2] == "device  A Card, 70.00 GiB for the model; 78.00 GiB of 80.00 GiB are free"
+    assert lines[3] == "device  A Card, 70.00 GiB for the model; 78.00 GiB of 80.00 GiB are free"
     assert any(line.startswith("fits: float16 weights and float16 KV (*)") for line in lines)
     assert f"  penstock serve --model {folder} --device cuda" in lines
 
@@ -287,6 +289,9 @@ def test_a_gguf_file_is_a_model_too(tmp_path: Path, capsys: pytest.CaptureFixtur
     path = write_gguf(folder, tmp_path / "model.gguf", same("Q8_0"))
     lines = tell(capsys, str(path), "--dtype", "bfloat16")
     assert "stored in gguf (Q8_0)" in lines[0]
+    stored = Counter(tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors)
+    num_others = stored["F32"] - 1  # rope_freqs.weight belongs to the config
+    assert lines[2] == f"types   {stored['Q8_0']} Q8_0, {num_others} F32"
     assert lines[1] == f"from    {path}"
     sizes = estimate(gguf_config(path), LoadOptions(device="cpu", dtype="bfloat16"), Budget(GIB, 0.25))
     assert has_row(lines, "bfloat16", "*", f"{sizes.weights / (1 << 20):.1f}", "MiB")

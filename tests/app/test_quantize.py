@@ -21,6 +21,7 @@ from engine.model.config import ModelConfig
 from engine.model.parse import read_config
 from engine.planning.tokenizer import Tokenizer
 from tests.engine.checkpoints import make_checkpoint
+from tests.engine.gguf_files import same, write_gguf
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -118,6 +119,13 @@ def test_rounding_to_nearest_needs_no_text(
 def test_others_do(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--calibration FILE is missing" in refused(capsys, checkpoint, tmp_path / "made")
     assert not any(tmp_path.iterdir())
+
+
+def test_a_gguf_file_is_refused(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_gguf(checkpoint, tmp_path / "model.gguf", same("F16"))
+    line = refused(capsys, path, tmp_path / "made", "--method", "rtn")
+    assert f"{path} is a GGUF file: `penstock serve` takes it as it is" in line
+    assert not (tmp_path / "made").exists()
 
 
 def test_a_quantized_checkpoint_is_refused(

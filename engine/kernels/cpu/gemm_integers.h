@@ -10,10 +10,9 @@
 #pragma once
 
 #include "gemm_tiles.h"
+#include "narrow.h"
 
 namespace penstock {
-
-constexpr int kQuad = 4 * kPanel;  // bytes: four neighbours in k of 16 outputs
 
 // The sums of 16 outputs.
 constexpr int kParts = kPanel / kWide;
@@ -255,17 +254,6 @@ PENSTOCK_INLINE wide fused(wide a, wide b, wide c) {
 #endif
 }
 
-// What a group of a panel adds to its 16 outputs.
-struct Factors {
-    const float* scales;
-    const float* offsets;  // or null
-};
-
-PENSTOCK_INLINE Factors factors_of(const Linear& linear, int panel, int group) {
-    const size_t at = static_cast<size_t>(group) * kPanel;
-    return {linear.panel_scales(panel) + at, linear.offsets ? linear.panel_offsets(panel) + at : nullptr};
-}
-
 // A sum of outputs, those of one register, with a group added: first the exact sum of its products, then that of its
 // activations.
 PENSTOCK_INLINE wide add_scaled(wide_int products, const Factors& by, int part, wide sum) {
@@ -281,26 +269,21 @@ PENSTOCK_INLINE wide add_group(wide_int products, float activations, const Facto
     return by.offsets ? add_offset(activations, by, part, sum) : sum;
 }
 
-// What folds a group of a panel that comes soon: too little in one place for the processor to see it coming.
-PENSTOCK_INLINE void fetch_factors(const Linear& linear, int panel, int group) {
-    const Factors by = factors_of(linear, panel, group);
-    __builtin_prefetch(by.scales);
-    if (by.offsets) __builtin_prefetch(by.offsets);
-}
-
 // Adds the groups [from, to) to Rows x Panels sums of 16 outputs, or sets them where `from` is the first.
 template <Stored kStored, int Rows, int Panels>
 void integer_block(const Linear& linear, int panel, Weights weights, int from, int to, const Activations& x,
                    float* sums, size_t by_panel) {
     const int length = linear.group_depth();
-    const int shift = kStored == Stored::int8 ? kSignedOffset : -linear.int4_lowest();
+    const int shift = kStored == Stored::int8 ? kSignedOffset : -linear.lowest();
+    GroupFactors<Panels, kGroupsTogether> factors(linear, panel);
     for (int g = from; g < to; g++, weights.data += bytes_of<kStored>(length)) {
-        if (weights.streamed) unrolled<Panels>(PENSTOCK_EACH(p) { fetch_factors(linear, panel + Panels + p, g); });
+        if (weights.streamed) unrolled<Panels>(PENSTOCK_EACH(p) { factors.fetch(Panels + p, g); });
+        if (factors.narrow() && (g - from) % factors.kGroups == 0) factors.prepare(g, std::min(to, g + factors.kGroups));
         IntegerSums products[Rows][Panels];
         unrolled<Rows * Panels>(PENSTOCK_EACH(i) { products[i / Panels][i % Panels] = {}; });
         add_products_of_group<kStored>(products, weights, x, g * length, length);
         for (int p = 0; p < Panels; p++) {
-            const Factors by = factors_of(linear, panel + p, g);
+            const Factors by = factors.of(p, g);
             float* out = sums + p * by_panel;
             for (int r = 0; r < Rows; r++) {
                 const float activations = x.sums[g * x.sums_stride + r];
@@ -332,49 +315,38 @@ void integer_panels(const Linear& linear, int panel, Weights weights, int from, 
     }
 }
 
-// int4 weights of one panel, `count` of them from k on, a byte each: what is in the bits, plus `lowest`.
-inline void unpack_int4(const Linear& linear, int panel, int k, int count, int lowest, uint8_t* out) {
-    typedef uint8_t Bytes __attribute__((vector_size(kQuad)));
-    const uint8_t* in = linear.panel<uint8_t>(panel) + bytes_of<Stored::int4>(k);
-    for (int i = 0; i < count; i += 8, in += kQuad, out += 2 * kQuad) {
-        Bytes bytes;
-        std::memcpy(&bytes, in, sizeof bytes);
-        __builtin_prefetch(in + kStreamAhead);
-        const Bytes low = (bytes & 15) + static_cast<uint8_t>(lowest);
-        const Bytes high = (bytes >> 4) + static_cast<uint8_t>(lowest);
-        std::memcpy(out, &low, sizeof low);
-        std::memcpy(out + kQuad, &high, sizeof high);
-    }
-}
-
-// int4 weights are unpacked once for many rows.
-template <int Panels>
+// Weights of less than 8 bits, unpacked once for all rows: int4 to what its bits are, others to int8.
+template <Stored kStored, int Panels>
 void unpacked_panels(const Linear& linear, int panel, const Activations& x, int rows, float* sums, size_t by_panel) {
     alignas(64) uint8_t unpacked[Panels * kMostUnpacked * kPanel];
-    const int groups = linear.groups(), length = linear.group_depth(), at_once = kMostUnpacked / length;
+    const int groups = linear.groups(), length = linear.group_depth();
+    const int lowest = kStored == Stored::int8 ? linear.lowest() : 0;
+    const int at_once = std::max(1, (rows > kIntegerRows ? kMostUnpacked : kFewUnpacked) / length);
     const Weights weights{unpacked, static_cast<size_t>(at_once * length) * kPanel, false};
     for (int from = 0; from < groups; from += at_once) {
         const int to = std::min(groups, from + at_once);
         for (int p = 0; p < Panels; p++)
-            unpack_int4(linear, panel + p, from * length, (to - from) * length, 0, unpacked + p * weights.by_panel);
-        integer_panels<Stored::unpacked, Panels>(linear, panel, weights, from, to, x, rows, sums, by_panel);
+            unpack_weights(linear, panel + p, from * length, (to - from) * length, lowest, unpacked + p * weights.by_panel);
+        integer_panels<kStored, Panels>(linear, panel, weights, from, to, x, rows, sums, by_panel);
     }
 }
 
-template <bool kInt4, int Panels = kIntegerPanels>
+template <int Panels = kIntegerPanels>
 void multiply_by_vectors(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums,
                          size_t by_panel) {
-    constexpr Stored kStored = kInt4 ? Stored::int4 : Stored::int8;
     for (; panels >= Panels; panel += Panels, panels -= Panels, sums += Panels * by_panel) {
-        if (kInt4 && rows > kIntegerRows && linear.group_depth() <= kMostUnpacked) {
-            unpacked_panels<Panels>(linear, panel, x, rows, sums, by_panel);
-        } else {
-            const Weights weights{linear.panel<uint8_t>(panel), linear.panel_bytes(), true};
-            integer_panels<kStored, Panels>(linear, panel, weights, 0, linear.groups(), x, rows, sums, by_panel);
-        }
+        const Weights weights{linear.panel<uint8_t>(panel), linear.panel_bytes(), true};
+        if (linear.planes() > 0)
+            unpacked_panels<Stored::int8, Panels>(linear, panel, x, rows, sums, by_panel);
+        else if (linear.type == Type::int8)
+            integer_panels<Stored::int8, Panels>(linear, panel, weights, 0, linear.groups(), x, rows, sums, by_panel);
+        else if (rows > kIntegerRows && linear.group_depth() <= kMostUnpacked)
+            unpacked_panels<Stored::unpacked, Panels>(linear, panel, x, rows, sums, by_panel);
+        else
+            integer_panels<Stored::int4, Panels>(linear, panel, weights, 0, linear.groups(), x, rows, sums, by_panel);
     }
     if constexpr (Panels > 1)
-        if (panels > 0) multiply_by_vectors<kInt4, Panels / 2>(linear, panel, panels, x, rows, sums, by_panel);
+        if (panels > 0) multiply_by_vectors<Panels / 2>(linear, panel, panels, x, rows, sums, by_panel);
 }
 
 // ---- by tiles ----------------------------------------------------------------------------------------------------------
@@ -390,11 +362,13 @@ constexpr int kGroupsAtOnce = 4;   // each has a tile of sums
 constexpr int kPanelsAtOnce = 2;   // weights of so many panels, and
 constexpr int kDepthAtOnce = 256;  // of so many k, if they are in groups, stay in the first-level cache for all rows
 
+typedef GroupFactors<kPanelsAtOnce, kDepthAtOnce / kLeastGroup> TileFactors;
+
 // Adds the groups [from, to) to the first Rows rows of a tile of sums. What the tiles find passes through memory to the
 // sums, which are in registers.
 template <int Rows>
-void add_tile_groups(const Linear& linear, int panel, int from, int to, const Activations& x, const char* b, int step,
-                     bool streamed, float* sums) {
+void add_tile_groups(const Linear& linear, const TileFactors& factors, int panel, int from, int to, const Activations& x,
+                     const char* b, int step, bool streamed, float* sums) {
     alignas(64) int32_t found[kGroupsAtOnce * kTileSums];
     wide total[Rows * kParts];
     unrolled<Rows * kParts>(PENSTOCK_EACH(i) { total[i] = from == 0 ? wide{} : load_as<wide>(sums + i * kWide); });
@@ -416,7 +390,7 @@ void add_tile_groups(const Linear& linear, int panel, int from, int to, const Ac
             tile_store<j>(found + j * kTileSums, kPanel * sizeof(int32_t));
         });
         for (int j = 0; j < some; j++) {
-            const Factors by = factors_of(linear, panel, g + j);
+            const Factors by = factors.of(panel, g + j);
             unrolled<Rows * kParts>(PENSTOCK_EACH(i) {
                 wide_int products;
                 std::memcpy(&products, found + j * kTileSums + i * kWide, sizeof products);
@@ -434,7 +408,7 @@ void add_tile_groups(const Linear& linear, int panel, int from, int to, const Ac
 
 // Where a row is one group, its tiles are summed up in `sums` as integers, which become outputs here.
 inline void fold_rows(const Linear& linear, int panel, const Activations& x, int rows, float* sums) {
-    const Factors by = factors_of(linear, panel, 0);
+    const Factors by = GroupFactors<1, 1>(linear, panel).of(0, 0);
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < kParts; i++, sums += kWide) {
             wide_int products;
@@ -445,36 +419,38 @@ inline void fold_rows(const Linear& linear, int panel, const Activations& x, int
 
 // sums [panels][rows, padded to tiles][16] by tiles. Of the weights, no more are taken at a time than the first-level
 // cache has room for.
-template <bool kInt4>
-void integers_by_tiles(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums,
-                       size_t by_panel) {
-    alignas(64) uint8_t unpacked[kInt4 ? kPanelsAtOnce * kMostUnpacked * kPanel : 1];
+inline void integers_by_tiles(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums,
+                              size_t by_panel) {
+    alignas(64) uint8_t unpacked[kPanelsAtOnce * kMostUnpacked * kPanel];
+    const bool unpacks = linear.type != Type::int8;
     const int length = linear.group_depth(), step = length % 64 == 0 ? 64 : length % 32 == 0 ? 32 : 16;
     const bool is_whole = linear.groups() == 1;
     const int at_once = is_whole ? kMostUnpacked : std::max(1, kDepthAtOnce / length) * length;
-    const size_t b_panel = kInt4 ? static_cast<size_t>(at_once) * kPanel : linear.panel_bytes();
+    const size_t b_panel = unpacks ? static_cast<size_t>(at_once) * kPanel : linear.panel_bytes();
     const TileStrides by{x.stride, b_panel, by_panel, step};
     const auto add = rows > kTileHeight / 2 ? add_tile_groups<kTileHeight> : add_tile_groups<kTileHeight / 2>;
     use_tiles(step == 64 ? kWholeTiles : step == 32 ? kHalfTiles : kQuarterTiles);
     for (int p = 0; p < panels; p += kPanelsAtOnce) {
         const int some = std::min(kPanelsAtOnce, panels - p);
+        TileFactors factors(linear, panel + p);
         for (int k = 0; k < linear.depth; k += at_once) {
             const int count = std::min(at_once, linear.depth - k);
             const char* b = linear.panel<char>(panel + p) + static_cast<size_t>(k) * kPanel;
-            if constexpr (kInt4) {
+            if (!is_whole) factors.prepare(k / length, (k + count) / length);
+            if (unpacks) {
                 for (int q = 0; q < some; q++)
-                    unpack_int4(linear, panel + p + q, k, count, linear.int4_lowest(), unpacked + q * b_panel);
+                    unpack_weights(linear, panel + p + q, k, count, linear.lowest(), unpacked + q * b_panel);
                 b = reinterpret_cast<const char*>(unpacked);
             }
             for (int t = 0; t < rows; t += is_whole ? 2 * kTileHeight : kTileHeight) {
                 float* out = sums + p * by_panel + t * kPanel;
-                const bool streamed = !kInt4 && t == 0;
+                const bool streamed = !unpacks && t == 0;
                 if (is_whole)
                     tile_panels<true>(rows - t > kTileHeight ? 2 : 1, some, x.row<char>(t) + k, b, count / step,
                                       reinterpret_cast<char*>(out), by, k == 0, streamed);
                 else
                     for (int q = 0; q < some; q++)
-                        add(linear, panel + p + q, k / length, (k + count) / length, x.from(t), b + q * b_panel, step,
+                        add(linear, factors, q, k / length, (k + count) / length, x.from(t), b + q * b_panel, step,
                             streamed, out + q * by_panel);
             }
         }
@@ -486,13 +462,12 @@ void integers_by_tiles(const Linear& linear, int panel, int panels, const Activa
 #endif
 
 // sums [panels][rows, padded to tiles][16] = rows of int8 times the panels.
-template <bool kInt4>
-void multiply_integers(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums) {
+inline void multiply_integers(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums) {
     const size_t by_panel = static_cast<size_t>(round_up(rows, 16)) * kPanel;
 #if PENSTOCK_TILES
-    if (rows > kIntegerRows) return integers_by_tiles<kInt4>(linear, panel, panels, x, rows, sums, by_panel);
+    if (rows > kIntegerRows) return integers_by_tiles(linear, panel, panels, x, rows, sums, by_panel);
 #endif
-    multiply_by_vectors<kInt4>(linear, panel, panels, x, rows, sums, by_panel);
+    multiply_by_vectors(linear, panel, panels, x, rows, sums, by_panel);
 }
 
 }  // namespace penstock

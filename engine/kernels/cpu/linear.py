@@ -18,12 +18,28 @@ from engine.quant.integers import Integers
 PACKED = (Integers, Float8, Codebook)
 """The formats that have a layout of their own."""
 
-_INTEGER_TYPES = {8: 3, 4: 4}
+_INTEGER_TYPES = {8: 3, 4: 4, 5: 7, 6: 8}
 """The storage types of the kernels for integers, by their bits."""
 _FLOAT8_TYPE, _PLACES_TYPE = 5, 6
+_FACTOR_TYPES = DTYPES | {torch.int8: 3}
 
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.int8)
 """By the number that the kernels have for them."""
+
+
+class _Factors(ctypes.Structure):
+    _fields_ = [
+        ("values", c_void_p),
+        ("units", c_void_p),
+        ("type", c_int32),
+        ("unit_type", c_int32),
+    ]
+
+    @classmethod
+    def of(cls, values: Tensor | None, units: Tensor | None = None) -> _Factors:
+        """Scales or offsets; the tensors must stay where they are."""
+        types = [0 if tensor is None else _FACTOR_TYPES[tensor.dtype] for tensor in (values, units)]
+        return cls(pointer(values), pointer(units), *types)
 
 
 class _Source(ctypes.Structure):
@@ -33,10 +49,11 @@ class _Source(ctypes.Structure):
         ("k", c_int32),
         ("gated", c_int32),
         ("group", c_int32),
+        ("span", c_int32),
         ("is_exact", c_int32),
         ("weight", c_void_p),
-        ("scales", c_void_p),
-        ("offsets", c_void_p),
+        ("scales", _Factors),
+        ("offsets", _Factors),
         ("permutation", c_void_p),
         ("bias", c_void_p),
         ("table", c_void_p),
@@ -77,9 +94,20 @@ class PackedLinear:
         Raises:
             CheckpointError: the kernels have no such groups.
         """
-        format.check(tensors["weight"].shape[1])
+        in_features = tensors["weight"].shape[1]
+        format.check(in_features)
+        if format.group_size == in_features:  # few scales, which no kernel reads in fewer bits
+            tensors = format.with_float32(tensors)
         linear = cls.__new__(cls)
-        linear._pack(team, _INTEGER_TYPES[format.bits], tensors, format.group_size, bias, gated)
+        linear._pack(
+            team,
+            _INTEGER_TYPES[format.bits],
+            tensors,
+            format.group_size,
+            bias,
+            gated,
+            span=format.groups_per_unit,
+        )
         return linear
 
     @classmethod
@@ -167,6 +195,7 @@ class PackedLinear:
         bias: Tensor | None,
         gated: bool,
         is_exact: bool = False,
+        span: int = 1,
     ) -> None:
         self.num_rows, self.in_features = tensors["weight"].shape
         if gated and self.num_rows % 2:
@@ -185,10 +214,11 @@ class PackedLinear:
             k=self.in_features,
             gated=gated,
             group=group_size,
+            span=span,
             is_exact=is_exact,
             weight=kept["weight"].data_ptr(),
-            scales=pointer(kept.get("scale")),
-            offsets=pointer(kept.get("offset")),
+            scales=_Factors.of(kept.get("scale"), kept.get("scale_unit")),
+            offsets=_Factors.of(kept.get("offset", kept.get("zero")), kept.get("offset_unit")),
             permutation=pointer(kept.get("permutation")),
             bias=pointer(biases),
             table=pointer(kept.get("table")),

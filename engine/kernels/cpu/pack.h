@@ -5,11 +5,12 @@
 //     bfloat16 for tiles or pairs  [k / 2][16][2]
 //     int8                         [k / 4][16][4]
 //     int4                         [k / 8][16][4] bytes, low halves for four k, high halves for the next four
+//     int5, int6                   their four low bits like int4; behind them [k / 4][planes][8] bytes: fifth, sixth bits
 //     e4m3                         as bfloat16, a byte each
 //     places in a table            the eight halves of 32-bit lane l of 64 bytes are numbers l, l + 16, ... of the 128
 //                                  that bfloat16, or float32, would have there
 // All but the first two have a scale for every output and group of k, and integers maybe an offset: [group][16] in each
-// panel.
+// panel. Those of integers may stay as narrow as a checkpoint has them.
 //
 // A gated linear (source: I gate rows, then I up rows) interleaves its panels: panel 2j has gates 16j to 16j + 15,
 // panel 2j + 1 the ups of the same indices, so that silu(gate) * up is computed where both were.
@@ -28,16 +29,28 @@ namespace penstock {
 constexpr int kPanel = 16;
 constexpr int kLeastGroup = 16;         // of integers that share a scale: what a step of tiles takes at least
 constexpr int kMostUnpacked = 1024;     // k of int4 at a time: whole groups, or a part of a row that is one group
+constexpr int kFewUnpacked = 512;      // of int5 and int6 for few rows: they stay in the first-level cache
 constexpr int kMostIntegers = 1 << 17;  // in a row: the sum of so many products of int8 fits int32
 constexpr int kUnit = 8;                // k of places in a table that lie together
 constexpr float kNumberUnit = 256.0f;   // how many times larger scales of e4m3 are kept: see load_numbers
 
-enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2, int8 = 3, int4 = 4, e4m3 = 5, places = 6 };
+enum class Type : int32_t { f32 = 0, f16 = 1, bf16 = 2, int8 = 3, int4 = 4, e4m3 = 5, places = 6, int5 = 7, int6 = 8 };
 
 // Of floating-point types.
 inline size_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }
 
-inline bool is_integer(Type type) { return type == Type::int8 || type == Type::int4; }
+// Of integers; 0 of other types.
+inline int bits_of(Type type) {
+    switch (type) {
+        case Type::int4: return 4;
+        case Type::int5: return 5;
+        case Type::int6: return 6;
+        case Type::int8: return 8;
+        default: return 0;
+    }
+}
+
+inline bool is_integer(Type type) { return bits_of(type) > 0; }
 
 // Whether weights are decoded to floats before they are multiplied.
 inline bool is_coded(Type type) { return type == Type::e4m3 || type == Type::places; }
@@ -71,17 +84,52 @@ inline Form form_for([[maybe_unused]] Type type, [[maybe_unused]] bool is_exact)
     return Form::f32;
 }
 
+// Scales or offsets: floating-point numbers, or int8 that count units, which some groups share.
+struct FactorSource {
+    const void* values;  // [rows][k / group, rounded up], or null
+    const void* units;   // [rows][k / group / span] of a floating-point type; or null: offsets in int8 count -scales
+    int32_t type, unit_type;
+};
+
 // What a linear is packed from.
 struct LinearSource {
     int32_t type, rows, k, gated;
     int32_t group;               // k per scale: k itself, or of integers a multiple of 16 that divides it, else of 8
+    int32_t span;                // groups per unit
     int32_t is_exact;            // see form_for
-    const void* weight;          // [rows][k]; a byte each: int4 -8 to 7, or 0 to 15 where there are offsets; places
-    const float* scales;         // [rows][k / group, rounded up], or null
-    const float* offsets;        // the same, or null
+    const void* weight;          // [rows][k]; a byte each: places, or integers, which see Linear::lowest
+    FactorSource scales, offsets;
     const int32_t* permutation;  // [k]: weight i multiplies input permutation[i]; or null. Of integers only
     const float* bias;           // [rows], or null
     const float* table;          // [16]: what places stand for; or null
+};
+
+// Numbers of every output and run of k, in panel order: [panel][run][16].
+struct RunNumbers {
+    Type type = Type::f32;
+    int runs = 0;  // of a row
+    Buffer<char> data;
+
+    size_t size() const { return type == Type::int8 ? 1 : size_of(type); }
+    size_t bytes(int panels) const { return data ? static_cast<size_t>(panels) * runs * kPanel * size() : 0; }
+
+    template <class T>
+    const T* at(int panel, int run) const {
+        return reinterpret_cast<const T*>(data.get()) + (static_cast<size_t>(panel) * runs + run) * kPanel;
+    }
+
+    float number(int panel, int run, int column) const {
+        if (type == Type::int8) return static_cast<float>(at<int8_t>(panel, run)[column]);
+        return with_type(type, [&](auto* t) { return to_float(at<std::remove_pointer_t<decltype(t)>>(panel, run)[column]); });
+    }
+};
+
+// Scales or offsets of every output and group that are not all in float32: see FactorSource.
+struct NarrowFactors {
+    RunNumbers values, units;
+    int span = 1;  // groups per unit
+
+    size_t bytes(int panels) const { return values.bytes(panels) + units.bytes(panels); }
 };
 
 struct Linear {
@@ -98,6 +146,7 @@ struct Linear {
     Buffer<float> bias;     // in panel order, or null
     Buffer<float> scales;   // [panel][group][16], or null
     Buffer<float> offsets;  // the same, or null
+    NarrowFactors narrow_scales, narrow_offsets;  // in their place
     Buffer<int32_t> permutation;
     Buffer<float> table;  // [16], or null
 
@@ -108,7 +157,9 @@ struct Linear {
     size_t panel_bytes() const {
         const size_t count = static_cast<size_t>(depth) * kPanel;
         switch (type) {
-            case Type::int4: return count / 2;
+            case Type::int4:
+            case Type::int5:
+            case Type::int6: return count * bits_of(type) / 8;
             case Type::places: return static_cast<size_t>(round_up(depth, kUnit)) * kPanel / 2;
             case Type::e4m3: return static_cast<size_t>(round_up(depth, 2)) * kPanel;
             case Type::int8: return count;
@@ -118,7 +169,8 @@ struct Linear {
 
     size_t bytes() const {
         const size_t factors = static_cast<size_t>(panels) * groups() * kPanel;
-        return panels * panel_bytes() + factors * sizeof(float) * ((scales ? 1 : 0) + (offsets ? 1 : 0));
+        return panels * panel_bytes() + factors * sizeof(float) * ((scales ? 1 : 0) + (offsets ? 1 : 0)) +
+               narrow_scales.bytes(panels) + narrow_offsets.bytes(panels);
     }
 
     template <class W>
@@ -129,8 +181,11 @@ struct Linear {
     const float* panel_scales(int p) const { return scales.get() + static_cast<size_t>(p) * groups() * kPanel; }
     const float* panel_offsets(int p) const { return offsets.get() + static_cast<size_t>(p) * groups() * kPanel; }
 
-    // What the halves of the bytes of int4 stand for, less themselves.
-    int int4_lowest() const { return offsets ? 0 : -8; }
+    bool is_narrow() const { return narrow_scales.values.data != nullptr; }
+    bool has_offsets() const { return offsets || narrow_offsets.values.data; }
+
+    // What the bits of integers of less than 8 bits stand for, less themselves.
+    int lowest() const { return has_offsets() ? 0 : -(1 << (bits_of(type) - 1)); }
 
     // Whether sums are multiplied by their scales, and not weights.
     bool scales_sums() const { return type == Type::e4m3 && groups() == 1; }
@@ -155,11 +210,11 @@ struct Linear {
         return (static_cast<size_t>(i / t) * kPanel + column) * t + i % t;
     }
 
-    // The byte of a panel of 4 bits that holds what would lie at `place`, and whether it is the high half.
+    // The byte of a panel that holds the lowest 4 bits of what would lie at `place`, and whether it is the high half.
     std::pair<size_t, bool> nibble(size_t place) const {
         constexpr size_t kBytes = 4 * kPanel;
         const size_t first = place / (2 * kBytes) * kBytes;
-        if (type == Type::int4) return {first + place % kBytes, place / kBytes % 2 == 1};
+        if (is_integer(type)) return {first + place % kBytes, place / kBytes % 2 == 1};
         const size_t lane = place % kPanel, half = place / kPanel % kUnit;
         return {first + lane * 4 + half / 2, half % 2 == 1};
     }
@@ -167,6 +222,42 @@ struct Linear {
     int nibble_at(int p, size_t place) const {
         const auto [byte, high] = nibble(place);
         return panel<uint8_t>(p)[byte] >> (high ? 4 : 0) & 15;
+    }
+
+    // Of integers of 5 and 6 bits: how many bits are above the lowest 4, and where in a panel those from k on lie.
+    int planes() const { return type == Type::int5 ? 1 : type == Type::int6 ? 2 : 0; }
+    size_t high_bits(int k) const { return static_cast<size_t>(depth) * kPanel / 2 + k / 4 * 8 * planes(); }
+
+    // The byte of a panel that holds a bit above the lowest 4 of what would lie at `place`, and its place there.
+    std::pair<size_t, int> high_bit(size_t place, int plane) const {
+        constexpr size_t kQuads = 4 * kPanel;
+        return {high_bits(static_cast<int>(place / kQuads) * 4) + plane * 8 + place % kQuads / 8, place % 8};
+    }
+
+    // What is in the bits at `place` of a panel of integers of less than 8 bits.
+    int code_at(int p, size_t place) const {
+        int code = nibble_at(p, place);
+        for (int plane = 0; plane < planes(); plane++) {
+            const auto [byte, bit] = high_bit(place, plane);
+            code |= (panel<uint8_t>(p)[byte] >> bit & 1) << (4 + plane);
+        }
+        return code;
+    }
+
+    float scale_of(int p, int g, int column) const {
+        if (scales) return panel_scales(p)[static_cast<size_t>(g) * kPanel + column];
+        const NarrowFactors& by = narrow_scales;
+        const float value = by.values.number(p, g, column);
+        return by.units.data ? value * by.units.number(p, g / by.span, column) : value;
+    }
+
+    float offset_of(int p, int g, int column) const {
+        if (offsets) return panel_offsets(p)[static_cast<size_t>(g) * kPanel + column];
+        const NarrowFactors& by = narrow_offsets;
+        if (!by.values.data) return 0.0f;
+        const float value = by.values.number(p, g, column);
+        if (by.values.type != Type::int8) return value;
+        return value * (by.units.data ? by.units.number(p, g / by.span, column) : -scale_of(p, g, column));
     }
 
     // Writes the weights of one source row, as they were before packing.
@@ -178,15 +269,13 @@ struct Linear {
 
     void unpack_integers(int row, float* out) const {
         const int p = panel_of(row), column = column_of(row);
-        for (int i = 0; i < k; i++) {
-            const size_t at = place(i, column), factor = static_cast<size_t>(i / group) * kPanel + column;
-            int w;
-            if (type == Type::int4)
-                w = nibble_at(p, at) + int4_lowest();
-            else
-                w = panel<int8_t>(p)[at];
-            const float offset = offsets ? panel_offsets(p)[factor] : 0.0f;
-            out[permutation ? permutation[i] : i] = static_cast<float>(w) * panel_scales(p)[factor] + offset;
+        for (int g = 0; g < groups(); g++) {
+            const float scale = scale_of(p, g, column), offset = offset_of(p, g, column);
+            for (int i = g * group; i < (g + 1) * group; i++) {
+                const size_t at = place(i, column);
+                const int w = type == Type::int8 ? panel<int8_t>(p)[at] : code_at(p, at) + lowest();
+                out[permutation ? permutation[i] : i] = static_cast<float>(w) * scale + offset;
+            }
         }
     }
 
@@ -213,8 +302,9 @@ void pack_panel(const Linear& linear, const Word* source, int p) {
     }
 }
 
-inline void pack_nibbles(const Linear& linear, const int8_t* source, int p) {
-    const int lowest = linear.type == Type::int4 ? linear.int4_lowest() : 0;
+// Places in a table, or integers of less than 8 bits.
+inline void pack_bits(const Linear& linear, const int8_t* source, int p) {
+    const int lowest = is_integer(linear.type) ? linear.lowest() : 0;
     uint8_t* out = reinterpret_cast<uint8_t*>(linear.data.get() + p * linear.panel_bytes());
     std::memset(out, 0, linear.panel_bytes());
     for (int c = 0; c < kPanel; c++) {
@@ -222,8 +312,14 @@ inline void pack_nibbles(const Linear& linear, const int8_t* source, int p) {
         if (row < 0) continue;
         const int8_t* in = source + static_cast<size_t>(row) * linear.k;
         for (int i = 0; i < linear.k; i++) {
-            const auto [byte, high] = linear.nibble(linear.place(i, c));
-            out[byte] |= static_cast<uint8_t>((in[i] - lowest & 15) << (high ? 4 : 0));
+            const size_t place = linear.place(i, c);
+            const int code = in[i] - lowest;
+            const auto [byte, high] = linear.nibble(place);
+            out[byte] |= static_cast<uint8_t>((code & 15) << (high ? 4 : 0));
+            for (int plane = 0; plane < linear.planes(); plane++) {
+                const auto [at, bit] = linear.high_bit(place, plane);
+                out[at] |= static_cast<uint8_t>((code >> (4 + plane) & 1) << bit);
+            }
         }
     }
 }
@@ -241,6 +337,36 @@ inline Buffer<float> pack_factors(const Linear& linear, const float* source, int
     return out;
 }
 
+// Numbers as they are, in panel order; a Word has their size.
+template <class Word>
+void pack_words(const Linear& linear, const Word* source, int runs, Word* out) {
+    for (int p = 0; p < linear.panels; p++)
+        for (int run = 0; run < runs; run++)
+            for (int c = 0; c < kPanel; c++, out++) {
+                const int row = linear.source_row(p, c);
+                *out = row < 0 ? Word{} : source[static_cast<size_t>(row) * runs + run];
+            }
+}
+
+inline RunNumbers pack_runs(const Linear& linear, const void* source, Type type, int runs) {
+    RunNumbers numbers{type, runs, {}};
+    if (source == nullptr) return numbers;
+    numbers.data = allocate<char>(static_cast<size_t>(linear.panels) * runs * kPanel * numbers.size());
+    char* out = numbers.data.get();
+    switch (numbers.size()) {
+        case 1: pack_words(linear, static_cast<const uint8_t*>(source), runs, reinterpret_cast<uint8_t*>(out)); break;
+        case 2: pack_words(linear, static_cast<const uint16_t*>(source), runs, reinterpret_cast<uint16_t*>(out)); break;
+        default: pack_words(linear, static_cast<const float*>(source), runs, reinterpret_cast<float*>(out));
+    }
+    return numbers;
+}
+
+inline NarrowFactors pack_narrow(const Linear& linear, const FactorSource& source, int span) {
+    const int groups = linear.groups();
+    return {pack_runs(linear, source.values, static_cast<Type>(source.type), groups),
+            pack_runs(linear, source.units, static_cast<Type>(source.unit_type), groups / span), span};
+}
+
 // The padding of k that a product's steps need.
 inline int padded_depth(Form form, int k, int group) {
     if (form == Form::f32) return k;
@@ -256,16 +382,29 @@ inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
     if (is_coded(type) && group != k && (group < 1 || group % kUnit)) return nullptr;
     if (is_integer(type) && k > kMostIntegers) return nullptr;
     if (type == Type::int4 && group != k && group > kMostUnpacked) return nullptr;
+    const bool has_planes = type == Type::int5 || type == Type::int6;
+    const bool narrow = has_planes || source.scales.type != 0 || source.offsets.type != 0;
+    if (narrow && (group == k || group > kMostUnpacked)) return nullptr;
+    if (k / std::max(1, group) % std::max(1, source.span)) return nullptr;
     const Form form = form_for(type, source.is_exact != 0);
     const int n = gated ? source.rows / 2 : source.rows;
     const int panels = divide_up(n, kPanel) * (gated ? 2 : 1);
     auto linear = std::make_unique<Linear>(
-        Linear{type, form, n, k, padded_depth(form, k, group), group, divide_up(k, group), gated, panels, {}, {}, {}, {}, {}, {}});
+        Linear{type, form, n, k, padded_depth(form, k, group), group, divide_up(k, group), gated, panels,
+               {}, {}, {}, {}, {}, {}, {}, {}});
     linear->data = allocate<char>(panels * linear->panel_bytes());
     if (source.bias) linear->bias = pack_factors(*linear, source.bias, 1);
-    const float unit = type == Type::e4m3 ? kNumberUnit : 1.0f;
-    if (source.scales) linear->scales = pack_factors(*linear, source.scales, linear->groups(), unit);
-    if (source.offsets) linear->offsets = pack_factors(*linear, source.offsets, linear->groups());
+    if (narrow) {
+        linear->narrow_scales = pack_narrow(*linear, source.scales, source.span);
+        linear->narrow_offsets = pack_narrow(*linear, source.offsets, source.span);
+    } else {
+        const auto pack_wide = [&](const FactorSource& from, float unit) {
+            if (!from.values) return Buffer<float>();
+            return pack_factors(*linear, static_cast<const float*>(from.values), linear->groups(), unit);
+        };
+        linear->scales = pack_wide(source.scales, type == Type::e4m3 ? kNumberUnit : 1.0f);
+        linear->offsets = pack_wide(source.offsets, 1.0f);
+    }
     if (source.permutation) {
         linear->permutation = allocate<int32_t>(k);
         std::copy(source.permutation, source.permutation + k, linear->permutation.get());
@@ -281,7 +420,9 @@ inline std::unique_ptr<Linear> pack(Team& team, const LinearSource& source) {
             case Type::int8:
             case Type::e4m3: return pack_panel(*linear, static_cast<const uint8_t*>(source.weight), panel);
             case Type::places:
-            case Type::int4: return pack_nibbles(*linear, static_cast<const int8_t*>(source.weight), panel);
+            case Type::int4:
+            case Type::int5:
+            case Type::int6: return pack_bits(*linear, static_cast<const int8_t*>(source.weight), panel);
             default: return pack_panel(*linear, static_cast<const uint16_t*>(source.weight), panel);
         }
     });

@@ -251,15 +251,12 @@ inline void multiply(const Product& job, const Cut& by, uint32_t chunk, float* s
 #if PENSTOCK_TILES
     const char* next = static_cast<const char*>(guess_next(job, by, panel));
     if (linear.type == Type::bf16) return multiply_by_tiles<float>(job, panel, panels, row, rows, next);
-    if (linear.type == Type::int8 && by_tiles(linear, rows) && linear.groups() == 1 && !linear.offsets)
+    if (linear.type == Type::int8 && by_tiles(linear, rows) && linear.groups() == 1 && !linear.has_offsets())
         return multiply_by_tiles<int32_t>(job, panel, panels, row, rows, next);
 #endif
     size_t by_panel = static_cast<size_t>(round_up(rows, 16)) * kPanel;
     if (linear.form == Form::int8) {
-        if (linear.type == Type::int4)
-            multiply_integers<true>(linear, panel, panels, x, rows, sums);
-        else
-            multiply_integers<false>(linear, panel, panels, x, rows, sums);
+        multiply_integers(linear, panel, panels, x, rows, sums);
     } else if (is_coded(linear.type)) {
         multiply_coded(linear, panel, panels, x, rows, sums, by_panel);
     } else {

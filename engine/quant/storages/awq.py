@@ -18,7 +18,7 @@ from engine.quant.storage import Storages, StoredTensor
 from engine.quant.storages.names import LM_HEAD, all_but, excluded
 from engine.quant.storages.packing import (
     check_words,
-    finite,
+    finite_as_stored,
     group_size,
     integer_among,
     integers_format,
@@ -49,7 +49,7 @@ class Awq:
 
     def format(self, out_features: int, in_features: int) -> Integers:
         check_words(_BITS, out_features, "outputs")
-        return integers_format(_BITS, self.group_size, in_features, has_offset=True)
+        return integers_format(_BITS, self.group_size, in_features, has_zeros=True)
 
     def tensors(self, out_features: int, in_features: int) -> Iterator[StoredTensor]:
         num_groups = in_features // self.format(out_features, in_features).group_size
@@ -59,7 +59,7 @@ class Awq:
 
     def repack(self, tensors: NamedTensors) -> NamedTensors:
         codes, zeros = _in_order(tensors["qweight"]), _in_order(tensors["qzeros"])
-        scale = finite(tensors, "scales").T
+        scale = finite_as_stored(tensors, "scales").T
         return to_integers(self.format(*codes.shape), codes, scale, zeros)
 
 

@@ -20,6 +20,7 @@ from engine.quant.storages.names import EMBEDDING, IsMeant, regular_expression
 from engine.quant.storages.packing import (
     check_groups,
     finite,
+    finite_as_stored,
     integer_among,
     integers_format,
     permuted,
@@ -64,12 +65,18 @@ class CompressedIntegers:
     def _lowest(self) -> int:
         return -(1 << (self.bits - 1))
 
+    @property
+    def _has_packed_zeros(self) -> bool:
+        """Zero points have as many bits as the integers; others have 8."""
+        return self.is_packed and not self.one_scale
+
     def format(self, out_features: int, in_features: int) -> Integers:  # noqa: ARG002
         return integers_format(
             self.bits,
             self.group_size,
             in_features,
-            has_offset=not self.symmetric,
+            has_offset=not self.symmetric and not self._has_packed_zeros,
+            has_zeros=not self.symmetric and self._has_packed_zeros,
             is_permuted=self.act_order,
         )
 
@@ -83,7 +90,7 @@ class CompressedIntegers:
             yield StoredTensor("weight", (out_features, in_features), ("I8",))
         yield StoredTensor("weight_scale", scales, loose=True)
         if not self.symmetric:
-            if self.is_packed and not self.one_scale:
+            if self._has_packed_zeros:
                 packed = (-(-out_features * self.bits // 32), num_groups)
                 yield StoredTensor("weight_zero_point", packed, ("I32",), loose=True)
             else:
@@ -104,11 +111,11 @@ class CompressedIntegers:
         format = self.format(out_features, in_features)
         num_groups = in_features // format.group_size
         rows = 1 if self.one_scale else out_features
-        scale = finite(tensors, "weight_scale").reshape(rows, num_groups)
+        scale = finite_as_stored(tensors, "weight_scale").reshape(rows, num_groups)
         zeros = None
         if not self.symmetric:
             zeros = tensors["weight_zero_point"]
-            if self.is_packed and not self.one_scale:
+            if self._has_packed_zeros:
                 words = zeros.reshape(-1, num_groups).T
                 zeros = unpack_words(words, self.bits)[:, :out_features].T
             else:

@@ -1,7 +1,7 @@
 """How GGUF files store weights: rows of ggml's blocks, each of which has its own scales.
 
 The layouts of the blocks are those of ggml (ggml/src/ggml-common.h, and ggml-quants.c for what they stand for). The
-scales and offsets here are the products that ggml's own dequantisation forms, so that unpacking them gives the same
+scales and offsets here are the numbers that ggml's own dequantisation multiplies, so that unpacking them gives the same
 numbers to the bit.
 """
 
@@ -16,14 +16,14 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Integers
+from engine.quant.integers import Factors, Integers
 from engine.quant.storage import PLAIN, BadTensor, Storage, Storages, StoredTensor
 
 _ELEMENTS_AT_A_TIME = 1 << 20
 """Blocks are repacked so many weights at a time: the temporaries are several times as large."""
 
-Unpack = Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""Takes blocks apart, [n, bytes of a block] uint8: integers [n, block], scales and offsets [n, groups of a block]."""
+Unpack = Callable[[Tensor], NamedTensors]
+"""Takes blocks apart, [n, bytes of a block] uint8: the tensors of rows that are a block each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,22 @@ class Blocks:
         rows = tensors["weight"]
         out_features, in_features = len(rows), rows.shape[1] // self.num_bytes * self.block
         packed = {
-            name: torch.empty(shape, dtype=torch.int8 if name == "weight" else torch.float32)
+            name: torch.empty(shape, dtype=self._dtype(name))
             for name, shape in self.groups.shapes(out_features, in_features)
         }
         step = max(1, _ELEMENTS_AT_A_TIME // in_features)
         for start in range(0, out_features, step):
             blocks = rows[start : start + step].reshape(-1, self.num_bytes)
-            for name, part in zip(("weight", "scale", "offset"), self.unpack(blocks), strict=True):
-                if part is not None:
-                    packed[name][start : start + step] = part.reshape(-1, packed[name].shape[1])
-        for name in ("scale", "offset"):
-            if name in packed and not packed[name].isfinite().all():
-                raise BadTensor("weight", f"has {name}s that are not finite")
+            for name, part in self.unpack(blocks).items():
+                packed[name][start : start + step] = part.reshape(-1, packed[name].shape[1])
+        for name, tensor in packed.items():
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise BadTensor("weight", f"has {name.partition('_')[0]}s that are not finite")
         return packed
+
+    def _dtype(self, name: str) -> torch.dtype:
+        is_float = name.endswith("_unit") or (self.groups.factors is Factors.HALF and name != "weight")
+        return torch.float16 if is_float else torch.int8
 
 
 def gguf_storages(quantization: Fields) -> Storages:
@@ -84,62 +87,68 @@ def gguf_storages(quantization: Fields) -> Storages:
     return storage_of
 
 
-def _q8_0(blocks: Tensor) -> tuple[Tensor, Tensor, None]:
-    return blocks[:, 2:].view(torch.int8), _halves(blocks[:, :2]), None
+def _q8_0(blocks: Tensor) -> NamedTensors:
+    return {"weight": blocks[:, 2:].view(torch.int8), "scale": _half(blocks, 0)}
 
 
-def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor, None]:
-    return _nibbles(blocks[:, 2:], 16).view(torch.int8) - 8, _halves(blocks[:, :2]), None
+def _q4_0(blocks: Tensor) -> NamedTensors:
+    return {"weight": _nibbles(blocks[:, 2:], 16).view(torch.int8) - 8, "scale": _half(blocks, 0)}
 
 
-def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _nibbles(blocks[:, 4:], 16), _halves(blocks[:, :2]), _halves(blocks[:, 2:4])
+def _q4_1(blocks: Tensor) -> NamedTensors:
+    return {"weight": _nibbles(blocks[:, 4:], 16), "scale": _half(blocks, 0), "offset": _half(blocks, 2)}
 
 
-def _q5_0(blocks: Tensor) -> tuple[Tensor, Tensor, None]:
+def _q5_0(blocks: Tensor) -> NamedTensors:
     integers = _nibbles(blocks[:, 6:], 16) | _fifth_bits(blocks[:, 2:6])
-    return integers.view(torch.int8) - 16, _halves(blocks[:, :2]), None
+    return {"weight": integers.view(torch.int8) - 16, "scale": _half(blocks, 0)}
 
 
-def _q5_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _q5_1(blocks: Tensor) -> NamedTensors:
     integers = _nibbles(blocks[:, 8:], 16) | _fifth_bits(blocks[:, 4:8])
-    return integers, _halves(blocks[:, :2]), _halves(blocks[:, 2:4])
+    return {"weight": integers, "scale": _half(blocks, 0), "offset": _half(blocks, 2)}
 
 
-def _q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _q4_k(blocks: Tensor) -> NamedTensors:
     """d, dmin, 12 bytes of scales and minima; 4 x 32 bytes of two groups of 32 each."""
-    return _nibbles(blocks[:, 16:], 32), *_products(blocks)
+    return {"weight": _nibbles(blocks[:, 16:], 32), **_scales_and_minima(blocks)}
 
 
-def _q5_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _q5_k(blocks: Tensor) -> NamedTensors:
     """As Q4_K, with 32 bytes of fifth bits before the others: bit i of byte j is that of weight j of group i."""
     highest = (_shifted(blocks[:, 16:48], range(8)) & 1) << 4
-    return _nibbles(blocks[:, 48:], 32) | highest.flatten(1), *_products(blocks)
+    return {"weight": _nibbles(blocks[:, 48:], 32) | highest.flatten(1), **_scales_and_minima(blocks)}
 
 
-def _q6_k(blocks: Tensor) -> tuple[Tensor, Tensor, None]:
+def _q6_k(blocks: Tensor) -> NamedTensors:
     """2 x 64 bytes of lower halves, 2 x 32 bytes of upper two bits, 16 scales in 8 bits, and d."""
     upper = _shifted(torch.unflatten(blocks[:, 128:192], 1, (2, 32)), (0, 2, 4, 6)) & 3
     integers = _nibbles(blocks[:, :128], 64) | (upper << 4).flatten(1)
-    scales = _halves(blocks[:, 208:]) * blocks[:, 192:208].view(torch.int8).float()
-    return integers.view(torch.int8) - 32, scales, None
+    return {
+        "weight": integers.view(torch.int8) - 32,
+        "scale": blocks[:, 192:208].view(torch.int8),
+        "scale_unit": _half(blocks, 208),
+    }
 
 
-def _products(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and the offsets, each [n, 8], of blocks of type Q4_K or Q5_K.
+def _scales_and_minima(blocks: Tensor) -> NamedTensors:
+    """The scales and the offsets, each [n, 8], of blocks of type Q4_K or Q5_K, and their units.
 
     A scale is d * s and an offset -(dmin * m), with s and m of 6 bits: s of the first four groups, m of the first
     four, and the lower four bits of both of the last four, whose upper two bits are at the top of the former.
     """
     first, least, mixed = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = torch.cat([first & 63, (mixed & 15) | (first >> 6 << 4)], 1)
-    minima = torch.cat([least & 63, (mixed >> 4) | (least >> 6 << 4)], 1)
-    return _halves(blocks[:, :2]) * scales.float(), -(_halves(blocks[:, 2:4]) * minima.float())
+    return {
+        "scale": torch.cat([first & 63, (mixed & 15) | (first >> 6 << 4)], 1),
+        "scale_unit": _half(blocks, 0),
+        "offset": torch.cat([least & 63, (mixed >> 4) | (least >> 6 << 4)], 1),
+        "offset_unit": -_half(blocks, 2),
+    }
 
 
-def _halves(two_bytes: Tensor) -> Tensor:
-    """float16 [n, 2] as bytes, [n, 1] in float32."""
-    return two_bytes.contiguous().view(torch.float16).float()
+def _half(blocks: Tensor, start: int) -> Tensor:
+    """The float16 number in two bytes of each block: [n, 1]."""
+    return blocks[:, start : start + 2].contiguous().view(torch.float16)
 
 
 def _nibbles(packed: Tensor, width: int) -> Tensor:
@@ -161,14 +170,14 @@ def _shifted(packed: Tensor, shifts: range | tuple[int, ...]) -> Tensor:
 TYPES = {
     blocks.name: blocks
     for blocks in (
-        Blocks("Q8_0", 32, 34, Integers(8, 32), _q8_0),
-        Blocks("Q4_0", 32, 18, Integers(4, 32), _q4_0),
-        Blocks("Q4_1", 32, 20, Integers(4, 32, has_offset=True), _q4_1),
-        Blocks("Q5_0", 32, 22, Integers(8, 32), _q5_0),
-        Blocks("Q5_1", 32, 24, Integers(8, 32, has_offset=True), _q5_1),
-        Blocks("Q4_K", 256, 144, Integers(4, 32, has_offset=True), _q4_k),
-        Blocks("Q5_K", 256, 176, Integers(8, 32, has_offset=True), _q5_k),
-        Blocks("Q6_K", 256, 210, Integers(8, 16), _q6_k),
+        Blocks("Q8_0", 32, 34, Integers(8, 32, factors=Factors.HALF), _q8_0),
+        Blocks("Q4_0", 32, 18, Integers(4, 32, factors=Factors.HALF), _q4_0),
+        Blocks("Q4_1", 32, 20, Integers(4, 32, has_offset=True, factors=Factors.HALF), _q4_1),
+        Blocks("Q5_0", 32, 22, Integers(5, 32, factors=Factors.HALF), _q5_0),
+        Blocks("Q5_1", 32, 24, Integers(5, 32, has_offset=True, factors=Factors.HALF), _q5_1),
+        Blocks("Q4_K", 256, 144, Integers(4, 32, has_offset=True, factors=Factors.COUNTS), _q4_k),
+        Blocks("Q5_K", 256, 176, Integers(5, 32, has_offset=True, factors=Factors.COUNTS), _q5_k),
+        Blocks("Q6_K", 256, 210, Integers(6, 16, factors=Factors.COUNTS), _q6_k),
     )
 }
 """By ggml's names."""

@@ -18,7 +18,7 @@ from engine.quant.storages.packing import (
     check_order,
     check_words,
     check_zeros,
-    finite,
+    finite_as_stored,
     group_size,
     integer_among,
     integers_format,
@@ -56,7 +56,7 @@ class Gptq:
             self.bits,
             self.group_size,
             in_features,
-            has_offset=not self.symmetric,
+            has_zeros=not self.symmetric,
             is_permuted=self.act_order,
         )
 
@@ -69,7 +69,7 @@ class Gptq:
 
     def repack(self, tensors: NamedTensors) -> NamedTensors:
         codes = unpack_words(tensors["qweight"].T, self.bits)
-        scale = finite(tensors, "scales").T
+        scale = finite_as_stored(tensors, "scales").T
         zeros = unpack_words(tensors["qzeros"], self.bits).T.int() + (1 if self.version == 1 else 0)
         format = self.format(*codes.shape)
         if self.symmetric:

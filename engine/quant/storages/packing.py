@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.fields import Fields
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Integers
+from engine.quant.integers import Factors, Integers
 from engine.quant.storage import BadTensor
 
 T = TypeVar("T")
@@ -65,9 +65,13 @@ def integers_format(
     in_features: int,
     *,
     has_offset: bool = False,
+    has_zeros: bool = False,
     is_permuted: bool = False,
 ) -> Integers:
     """The format of a weight whose groups have this size; None stands for a whole row.
+
+    Args:
+        has_zeros: the offset of a group is a zero point, from 0 to 2^bits, times its scale.
 
     Raises:
         CheckpointError: the groups do not divide the inputs, or no kernel multiplies groups of this size.
@@ -77,7 +81,25 @@ def integers_format(
         raise CheckpointError(
             f"quantization_config: groups of {size} are not served, only multiples of 16 are"
         )
-    return Integers(bits, size, has_offset, is_permuted and size < in_features)
+    return Integers(
+        bits,
+        size,
+        has_offset or has_zeros,
+        is_permuted and size < in_features,
+        _factors(bits, size, has_offset, has_zeros),
+    )
+
+
+def _factors(bits: int, size: int, has_offset: bool, has_zeros: bool) -> Factors:
+    """What keeps a weight near its size in the file, whose scales have 16 bits as a rule.
+
+    Scales and offsets in float32 are multiplied where they lie; they are few in large groups, or beside 8 bits.
+    """
+    if bits == 8 or has_offset:
+        return Factors.FLOAT32
+    if has_zeros:
+        return Factors.ZEROS if size < 128 else Factors.FLOAT32
+    return Factors.HALF if size < 64 else Factors.FLOAT32
 
 
 def check_groups(group_size: int | None, in_features: int) -> int:
@@ -126,8 +148,17 @@ def finite(tensors: NamedTensors, suffix: str) -> Tensor:
     Raises:
         BadTensor: it is not finite.
     """
-    values = tensors[suffix].float()
-    if not bool(values.isfinite().all()):
+    return finite_as_stored(tensors, suffix).float()
+
+
+def finite_as_stored(tensors: NamedTensors, suffix: str) -> Tensor:
+    """The stored tensor in its own type.
+
+    Raises:
+        BadTensor: it is not finite.
+    """
+    values = tensors[suffix]
+    if not bool(values.float().isfinite().all()):
         raise BadTensor(suffix, "has values that are not finite")
     return values
 
@@ -151,17 +182,23 @@ def to_integers(
 
     Args:
         codes: [out, in] integers of 8 bits, which stand for numbers from `lowest` on.
-        scale: [out, groups] or, if rows share it, [1, groups]; float32.
+        scale: [out, groups] or, if rows share it, [1, groups]; as it is stored.
         zeros: [out, groups] or [1, groups]; for a format with offsets only. Without, zero is the middle number.
     """
     shift = format.lowest - lowest
     scale = scale.expand(codes.shape[0], -1)
     shifted = codes.view(torch.uint8) + shift % 256
-    tensors = {"weight": shifted.view(torch.int8), "scale": scale.contiguous()}
+    tensors = {"weight": shifted.view(torch.int8)}
     if zeros is not None:
         assert format.has_offset
-        tensors["offset"] = -(zeros.float() + shift) * scale
-    return tensors
+        zeros = zeros.int() + shift
+    if format.factors is Factors.FLOAT32:
+        scale = scale.float()
+        if zeros is not None:
+            tensors["offset"] = -zeros.float() * scale
+    elif zeros is not None:
+        tensors["zero"] = zeros.expand(codes.shape[0], -1).to(torch.int8)
+    return tensors | {"scale": scale.contiguous()}
 
 
 def permuted(tensors: dict[str, Tensor], format: Integers, groups: Tensor, suffix: str) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ from engine.quant.storages.names import EMBEDDING, LM_HEAD, all_but, excluded, r
 from engine.quant.storages.packing import (
     check_zeros,
     finite,
+    finite_as_stored,
     integers_format,
     text_among,
     to_integers,
@@ -70,7 +71,7 @@ class AoIntegers:
         zeros = tensors.get(_ZERO)
         if self.symmetric and zeros is not None:
             check_zeros(zeros, 0, _ZERO)
-        scale = finite(tensors, _SCALE).reshape(shape)
+        scale = finite_as_stored(tensors, _SCALE).reshape(shape)
         zeros = None if self.symmetric or zeros is None else zeros.reshape(shape)
         return to_integers(format, codes, scale, zeros, lowest=lowest)
 

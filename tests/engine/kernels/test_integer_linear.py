@@ -17,34 +17,31 @@ from engine.kernels import linear as module
 from engine.kernels.cpu.native import PackedLinear, Team
 from engine.kernels.linear import IntegerLinear, fused_multiply_add, quantize_rows
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Integers
+from engine.quant.integers import Factors, Integers
 from tests.engine import ranges
+from tests.engine.integers import any_integers
 from tests.engine.ranges import assert_within
 
 
 @st.composite
 def formats(draw: st.DrawFn) -> tuple[Integers, int]:
     """A format, and a number of inputs for it."""
-    if draw(st.booleans()):
+    bits, factors = draw(st.sampled_from([4, 5, 6, 8])), draw(st.sampled_from(Factors))
+    if factors is Factors.COUNTS:
+        group_size = draw(st.sampled_from([16, 32, 64, 128]))
+        in_features = 256 * draw(st.integers(1, 3))
+    elif bits in (5, 6) or draw(st.booleans()):
         group_size = draw(st.sampled_from([16, 32, 48, 64, 128, 192]))
         in_features = group_size * draw(st.integers(2, 6))
     else:
-        in_features = group_size = draw(st.integers(1, 1100))
-    bits, has_offset, is_permuted = draw(st.sampled_from([4, 8])), draw(st.booleans()), draw(st.booleans())
-    return Integers(bits, group_size, has_offset, is_permuted), in_features
+        in_features = group_size = draw(st.integers(1, 1024))
+    if factors is Factors.ZEROS:
+        bits = 4
+    has_offset = factors is Factors.ZEROS or draw(st.booleans())
+    return Integers(bits, group_size, has_offset, draw(st.booleans()), factors), in_features
 
 
-def random_tensors(format: Integers, rows: int, in_features: int, generator: torch.Generator) -> NamedTensors:
-    """Any integers that the format can have, the least and the largest included."""
-    shapes = dict(format.shapes(rows, in_features))
-    steps = torch.randint(0, 1 << format.bits, shapes["weight"], generator=generator)
-    tensors = {"weight": (steps + format.lowest).to(torch.int8)}
-    for name in ("scale", "offset"):
-        if name in shapes:
-            tensors[name] = torch.randn(shapes[name], generator=generator)
-    if format.is_permuted:
-        tensors["permutation"] = torch.randperm(in_features, generator=generator).int()
-    return tensors
+HALVES = st.sampled_from([torch.float16, torch.bfloat16])
 
 
 def nearest_float32(number: Fraction) -> np.float32:
@@ -56,7 +53,8 @@ def nearest_float32(number: Fraction) -> np.float32:
 
 def product_by_hand(x: Tensor, tensors: NamedTensors, format: Integers, bias: Tensor | None) -> np.ndarray:
     """One operation at a time: integers and fractions, rounded where the specification rounds."""
-    weight, scale = tensors["weight"].long().numpy(), tensors["scale"].numpy()
+    weight, scale = tensors["weight"].long().numpy(), format.scale(tensors).numpy()
+    offset = None if (found := format.offset(tensors)) is None else found.numpy()
     order = tensors["permutation"].numpy() if format.is_permuted else np.arange(x.shape[1])
     out = np.zeros((x.shape[0], weight.shape[0]), np.float32)
     for row, values in enumerate(x.numpy()):
@@ -68,8 +66,8 @@ def product_by_hand(x: Tensor, tensors: NamedTensors, format: Integers, bias: Te
             for group in range(scale.shape[1]):
                 part = slice(group * format.group_size, (group + 1) * format.group_size)
                 terms = [(int(integers[part] @ weight[output, part]), scale[output, group])]
-                if format.has_offset:
-                    terms.append((int(integers[part].sum()), tensors["offset"].numpy()[output, group]))
+                if offset is not None:
+                    terms.append((int(integers[part].sum()), offset[output, group]))
                 for exact, by in terms:
                     rounded = Fraction(float(np.float32(exact)))
                     total = nearest_float32(rounded * Fraction(float(by)) + Fraction(float(total)))
@@ -84,7 +82,7 @@ def test_the_product_is_what_the_arithmetic_says(
 ) -> None:
     format, in_features = chosen
     generator = torch.Generator().manual_seed(seed)
-    tensors = random_tensors(format, rows, in_features, generator)
+    tensors = any_integers(format, rows, in_features, generator)
     bias = torch.randn(rows, generator=generator) if biased else None
     x = torch.randn(num_tokens, in_features, generator=generator)
     found = IntegerLinear(tensors, format, bias)(x)
@@ -98,15 +96,14 @@ def test_the_product_is_near_that_of_the_weight_it_stands_for(
 ) -> None:
     format, in_features = chosen
     generator = torch.Generator().manual_seed(seed)
-    tensors = random_tensors(format, 5, in_features, generator)
+    tensors = any_integers(format, 5, in_features, generator)
     x = torch.randn(3, in_features, generator=generator)
     integers, row_scale = quantize_rows(x)
     rounded, weight = (integers * row_scale).double(), format.unpack(tensors).double()
     error = (IntegerLinear(tensors, format, None)(x) - rounded @ weight.T).abs()
-    largest = tensors["weight"].double().abs().max() * tensors["scale"].double().abs().max()
-    largest += max(
-        (tensor.double().abs().max() for name, tensor in tensors.items() if name == "offset"), default=0
-    )
+    largest = tensors["weight"].double().abs().max() * format.scale(tensors).double().abs().max()
+    if (offset := format.offset(tensors)) is not None:
+        largest += offset.double().abs().max()
     assert bool((error <= 1e-6 * rounded.abs().sum(-1, keepdim=True) * largest).all())
 
 
@@ -182,14 +179,20 @@ def test_leading_dimensions_are_kept() -> None:
 # ---- native, at every level ----
 
 
-@settings(max_examples=80)
-@given(formats(), st.integers(1, 70), st.integers(1, 70), st.booleans(), st.integers(0, 1000))
+@settings(max_examples=100)
+@given(formats(), HALVES, st.integers(1, 70), st.integers(1, 70), st.booleans(), st.integers(0, 1000))
 def test_the_native_product_has_the_same_bits(
-    team: Team, chosen: tuple[Integers, int], rows: int, num_tokens: int, biased: bool, seed: int
+    team: Team,
+    chosen: tuple[Integers, int],
+    half: torch.dtype,
+    rows: int,
+    num_tokens: int,
+    biased: bool,
+    seed: int,
 ) -> None:
     format, in_features = chosen
     generator = torch.Generator().manual_seed(seed)
-    tensors = random_tensors(format, rows, in_features, generator)
+    tensors = any_integers(format, rows, in_features, generator, half)
     bias = torch.randn(rows, generator=generator) if biased else None
     x = torch.randn(num_tokens, in_features, generator=generator)
     x[0, 0] = 0
@@ -199,17 +202,26 @@ def test_the_native_product_has_the_same_bits(
     assert torch.equal(packed.dense(), format.unpack(tensors))
 
 
-@pytest.mark.parametrize("has_offset", [False, True])
-@pytest.mark.parametrize(("bits", "group_size"), [(8, 2176), (8, 64), (4, 2176), (4, 128), (4, 32), (4, 16)])
+@pytest.mark.parametrize(
+    "format",
+    [
+        *(Integers(8, size, offset) for size in (2304, 64) for offset in (False, True)),
+        *(Integers(4, size, offset) for size in (2304, 128, 32, 16) for offset in (False, True)),
+        Integers(4, 128, True, factors=Factors.ZEROS),
+        Integers(4, 768, factors=Factors.HALF),
+        Integers(8, 32, factors=Factors.HALF),
+        Integers(4, 32, True, factors=Factors.COUNTS),
+        Integers(5, 32, True, factors=Factors.COUNTS),
+        Integers(6, 16, factors=Factors.COUNTS),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("num_tokens", [1, 7, 300])
-def test_a_long_native_product_has_the_same_bits(
-    team: Team, bits: int, group_size: int, has_offset: bool, num_tokens: int
-) -> None:
+def test_a_long_native_product_has_the_same_bits(team: Team, format: Integers, num_tokens: int) -> None:
     """More inputs than are unpacked at a time, more rows and panels than are multiplied at a time."""
-    format = Integers(bits, group_size, has_offset)
     generator = torch.Generator().manual_seed(0)
-    tensors = random_tensors(format, 200, 2176, generator)
-    x = torch.randn(num_tokens, 2176, generator=generator)
+    tensors = any_integers(format, 200, 2304, generator)
+    x = torch.randn(num_tokens, 2304, generator=generator)
     assert torch.equal(
         PackedLinear.of_integers(team, tensors, format, None)(x), IntegerLinear(tensors, format, None)(x)
     )
@@ -218,7 +230,7 @@ def test_a_long_native_product_has_the_same_bits(
 @pytest.mark.parametrize("format", [Integers(8, 96), Integers(4, 32, has_offset=True)])
 def test_a_gated_native_linear_gates_the_same_products(team: Team, format: Integers) -> None:
     generator = torch.Generator().manual_seed(0)
-    tensors = random_tensors(format, 2 * 21, 96, generator)
+    tensors = any_integers(format, 2 * 21, 96, generator)
     x = torch.randn(9, 96, generator=generator)
     found = PackedLinear.of_integers(team, tensors, format, None, gated=True)(x)
     gate, up = IntegerLinear(tensors, format, None)(x).chunk(2, dim=-1)
@@ -228,7 +240,7 @@ def test_a_gated_native_linear_gates_the_same_products(team: Team, format: Integ
 def test_native_groups_that_no_kernel_has_are_refused(team: Team) -> None:
     format = Integers(8, 24)
     with pytest.raises(CheckpointError, match="groups of 24 inputs"):
-        PackedLinear.of_integers(team, random_tensors(format, 5, 96, torch.Generator()), format, None)
+        PackedLinear.of_integers(team, any_integers(format, 5, 96, torch.Generator()), format, None)
 
 
 def test_native_rows_that_cannot_be_scaled_are_zeros_or_not_numbers(team: Team) -> None:

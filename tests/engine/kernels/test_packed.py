@@ -9,26 +9,15 @@ from torch import Tensor
 from engine.kernels.packed import PACKED, UNIT, Code, UnpackedLinear, pack
 from engine.quant.float8 import Float8, Scaling
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Integers
+from engine.quant.integers import Factors, Integers
+from tests.engine.integers import any_integers
 
 CPU = torch.device("cpu")
 
 
 def integers(format: Integers, out_features: int, in_features: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(out_features)
-    groups = out_features, in_features // format.group_size
-    lowest = format.lowest
-    tensors = {
-        "weight": torch.randint(
-            lowest, lowest + (1 << format.bits), (out_features, in_features), generator=generator
-        ).to(torch.int8),
-        "scale": torch.rand(groups, generator=generator) + 0.5,
-    }
-    if format.has_offset:
-        tensors["offset"] = torch.randn(groups, generator=generator)
-    if format.is_permuted:
-        tensors["permutation"] = torch.randperm(in_features, generator=generator).to(torch.int32)
-    return tensors
+    return any_integers(format, out_features, in_features, generator)
 
 
 def unpacked(tensors: NamedTensors, format: Integers | Float8) -> Tensor:
@@ -49,6 +38,9 @@ def unpacked(tensors: NamedTensors, format: Integers | Float8) -> Tensor:
         (Integers(4, 50), 50),
         (Integers(4, 128), 256),
         (Integers(4, 48, has_offset=True, is_permuted=True), 144),
+        (Integers(4, 32, has_offset=True, factors=Factors.ZEROS), 96),
+        (Integers(5, 32, has_offset=True, factors=Factors.COUNTS), 256),
+        (Integers(6, 16, factors=Factors.COUNTS), 512),
     ],
 )
 def test_it_stands_for_what_the_integers_stand_for(format: Integers, in_features: int) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from engine.errors import CheckpointError
 from engine.quant import integers as module
 from engine.quant.formats import NamedTensors
-from engine.quant.integers import Integers, common_format, widen
+from engine.quant.integers import Factors, Integers, common_format, widen
+from tests.engine.integers import any_integers
 
 FORMATS = st.sampled_from(
     [Integers(8, 7), Integers(8, 64), Integers(8, 1), *(Integers(4, size, True) for size in (32, 64, 128))]
@@ -113,6 +114,11 @@ def test_the_bytes_of_a_packed_weight() -> None:
     assert Integers(4, 64).num_bytes(10, 256) == 10 * 128 + 10 * 4 * 4
     assert Integers(4, 64, has_offset=True).num_bytes(10, 256) == 10 * 128 + 10 * 4 * 8
     assert Integers(8, 64, is_permuted=True).num_bytes(10, 256) == 10 * 256 + 10 * 4 * 4 + 256 * 4
+    assert Integers(4, 32, factors=Factors.HALF).num_bytes(10, 256) == 10 * 128 + 10 * 8 * 2
+    assert Integers(4, 32, True, factors=Factors.ZEROS).num_bytes(10, 256) == 10 * 128 + 10 * 8 * 3
+    assert Integers(6, 16, factors=Factors.COUNTS).num_bytes(10, 256) == 10 * (192 + 16 + 2)
+    assert Integers(5, 32, True, factors=Factors.COUNTS).num_bytes(10, 512) == 10 * (320 + 2 * (16 + 4))
+    assert Integers(8, 256, factors=Factors.HALF).num_bytes(10, 256) == 10 * 256 + 10 * 4
 
 
 @pytest.mark.parametrize(
@@ -131,7 +137,10 @@ def test_groups_that_the_kernels_have_are_accepted(format: Integers, in_features
 @pytest.mark.parametrize(
     ("format", "in_features", "said"),
     [
-        (Integers(5, 32), 64, "integers of 5 bits: there are kernels for 4 and 8 only"),
+        (Integers(3, 32), 64, "integers of 3 bits: there are kernels for 4, 5, 6 and 8 only"),
+        (Integers(6, 64), 64, "integers of 6 bits: rows of more than one group of 64 are needed"),
+        (Integers(8, 2048, factors=Factors.HALF), 4096, "groups of 2048 inputs: with 8 bits"),
+        (Integers(4, 32, factors=Factors.COUNTS), 320, "units of 256 inputs do not divide 320"),
         (Integers(4, 32), 100, "groups of 32 do not divide 100 inputs"),
         (Integers(4, 0), 100, "groups of 0 do not divide 100 inputs"),
         (Integers(8, 24), 96, "groups of 24 inputs: a whole row or a multiple of 16 is needed"),
@@ -152,37 +161,42 @@ def test_groups_that_the_kernels_lack_are_one_line(format: Integers, in_features
 
 
 def random_tensors(format: Integers, rows: int, columns: int, generator: torch.Generator) -> NamedTensors:
-    """Any integers of the format. The scales are those of 16-bit checkpoints, whose products with them are exact."""
-    shapes = dict(format.shapes(rows, columns))
-    steps = torch.randint(0, 1 << format.bits, shapes["weight"], generator=generator)
-    tensors = {"weight": (steps + format.lowest).to(torch.int8)}
-    for name in ("scale", "offset"):
-        if name in shapes:
-            tensors[name] = torch.randn(shapes[name], generator=generator).half().float()
+    """Any integers of the format. The scales have so few bits that all their products are exact."""
+    tensors = any_integers(format, rows, columns, generator)
+    if format.factors is Factors.FLOAT32:
+        tensors |= {name: tensors[name].half().float() for name in ("scale", "offset") if name in tensors}
     if format.is_permuted:
         tensors["permutation"] = torch.randperm(columns, generator=torch.Generator().manual_seed(0)).int()
     return tensors
 
 
-def formats_of(columns: int, is_permuted: bool) -> st.SearchStrategy[Integers]:
-    sizes = st.sampled_from([16, 32, 48, 64, columns])
-    return st.builds(Integers, st.sampled_from([4, 8]), sizes, st.booleans(), st.just(is_permuted))
+COLUMNS = 768
+
+
+@st.composite
+def formats_of(draw: st.DrawFn, is_permuted: bool) -> Integers:
+    bits, factors = draw(st.sampled_from([4, 5, 6, 8])), draw(st.sampled_from(Factors))
+    size = draw(st.sampled_from([16, 32, 64] if factors is Factors.COUNTS else [16, 32, 48, 64, COLUMNS]))
+    has_zeros = factors is Factors.ZEROS
+    return Integers(4 if has_zeros else bits, size, has_zeros or draw(st.booleans()), is_permuted, factors)
 
 
 @settings(max_examples=60)
 @given(
-    st.booleans().flatmap(lambda is_permuted: st.lists(formats_of(192, is_permuted), min_size=1, max_size=3)),
+    st.booleans().flatmap(lambda is_permuted: st.lists(formats_of(is_permuted), min_size=1, max_size=3)),
     st.integers(0, 1000),
 )
 def test_weights_of_a_common_format_are_the_same_and_can_be_joined(
     formats: list[Integers], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    parts = [random_tensors(format, 2 + index, 192, generator) for index, format in enumerate(formats)]
+    parts = [random_tensors(format, 2 + index, COLUMNS, generator) for index, format in enumerate(formats)]
     common = common_format(formats)
     widened = [widen(part, format, common) for part, format in zip(parts, formats, strict=True)]
     for index, part in enumerate(widened):
-        assert {name: tensor.shape for name, tensor in part.items()} == dict(common.shapes(2 + index, 192))
+        assert {name: tensor.shape for name, tensor in part.items()} == dict(
+            common.shapes(2 + index, COLUMNS)
+        )
         assert part["weight"].dtype == torch.int8
         assert common.lowest <= int(part["weight"].min())
         assert int(part["weight"].max()) < common.lowest + (1 << common.bits)
@@ -195,6 +209,15 @@ def test_a_common_format_has_the_finest_groups_the_most_bits_and_offsets_if_one_
     assert common_format(formats) == Integers(4, 16, has_offset=True)
     assert common_format([Integers(4, 64), Integers(8, 128)]) == Integers(8, 64)
     assert common_format([Integers(8, 100)]) == Integers(8, 100)
+
+
+def test_a_common_format_keeps_scales_narrow_where_all_are_kept_alike() -> None:
+    of_k = [Integers(4, 32, True, factors=Factors.COUNTS), Integers(6, 16, factors=Factors.COUNTS)]
+    assert common_format(of_k) == Integers(6, 16, True, factors=Factors.COUNTS)
+    assert common_format([*of_k, Integers(8, 32, factors=Factors.HALF)]) == Integers(8, 16, True)
+    with_zeros = [Integers(4, 32, True, factors=Factors.ZEROS), Integers(4, 64, factors=Factors.HALF)]
+    assert common_format(with_zeros) == with_zeros[0]
+    assert common_format([*with_zeros, Integers(8, 64)]) == Integers(8, 32, True)
 
 
 def test_inputs_in_different_orders_cannot_be_multiplied_together() -> None:

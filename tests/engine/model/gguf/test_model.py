@@ -30,7 +30,7 @@ from engine.model.files import open_files
 from engine.model.parameters import GatedMlp
 from engine.model.transformer import make_decoder
 from engine.model.weights import check_tensors, load_weights, make_recipe
-from engine.quant.integers import Integers
+from engine.quant.integers import Factors, Integers
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, save_tensors
 from tests.engine.gguf_files import ggml_name, same, write_gguf
 
@@ -282,9 +282,9 @@ def test_parts_of_different_types_are_fused_in_their_common_format(tmp_path: Pat
     recipe = make_recipe(config, LoadOptions())
     weights = load_weights(config, files, replace(kernels, linear=linear), lambda *_: None, recipe)
     head, qkv, o, gate_up, down = formats[:5]
-    assert qkv == Integers(8, 16, has_offset=True)
-    assert head == o == gate_up == Integers(4, 32, has_offset=True)
-    assert down == Integers(8, 16)
+    assert qkv == Integers(6, 16, has_offset=True, factors=Factors.COUNTS)
+    assert head == o == gate_up == Integers(4, 32, has_offset=True, factors=Factors.COUNTS)
+    assert down == Integers(6, 16, factors=Factors.COUNTS)
     found = weights.layers[0].qkv
     assert isinstance(found, DenseLinear)
     read = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}

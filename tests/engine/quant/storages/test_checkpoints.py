@@ -75,6 +75,7 @@ def matrices(weights: Weights) -> list[Tensor]:
         assert isinstance(layer.feed_forward, GatedMlp)
         linears += [layer.qkv, layer.o, layer.feed_forward.gate_up, layer.feed_forward.down]
     assert all(isinstance(linear, DenseLinear) for linear in linears)
+    assert isinstance(weights.embedding, Tensor)
     return [weights.embedding, *(linear.weight for linear in linears if isinstance(linear, DenseLinear))]
 
 
