@@ -47,7 +47,7 @@ def test_repacked_blocks_stand_for_the_same_weights_to_the_bit(
     assert format.lowest <= int(packed["weight"].min())
     assert int(packed["weight"].max()) < format.lowest + 2**format.bits
     assert torch.equal(format.unpack(packed), expected)
-    assert format.num_bytes(256, 2 * blocks.block) <= 1.03 * 512 * blocks.num_bytes
+    assert format.num_bytes(256, 2 * blocks.block) <= 1.06 * 512 * blocks.num_bytes
 
 
 @pytest.mark.parametrize("name", TYPES)
