@@ -142,7 +142,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Instal
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder / "venv", symlinks=True)
     python = folder / "venv" / "bin" / "python"
-    options = ("--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check")
+    options = ("--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", "--ignore-installed")
     subprocess.run(
         [sys.executable, "-m", "pip", "--python", str(python), "install", *options, str(wheel)],
         check=True,
