@@ -132,7 +132,9 @@ def fake_compiler(folder: Path, script: str) -> dict[str, str]:
 
 
 def test_a_level_that_fails_is_named_and_the_others_are_built(tmp_path: Path) -> None:
-    fails = '[ "$1" = --version ] && exit; case "$*" in *vnni*) echo "error: no vnni" >&2; exit 1;; esac'
+    fails = (
+        '[ "$1" = --version ] && exit; case "$*" in *avx512vnni*) echo "error: no vnni" >&2; exit 1;; esac'
+    )
     writes = 'while [ $# -gt 1 ]; do [ "$1" = -o ] && echo x > "$2"; shift; done; exit 0'
     done = penstock("kernels", "build", "--all", **fake_compiler(tmp_path, f"{fails}\n{writes}"))
     names = [level.name for level in this_machine().levels]

@@ -58,6 +58,7 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "no_speculation": ("true", "true", "true"),
     "draft": ("none", "some/draft", "none"),
     "drain_timeout": ("0", "0.5", "600"),
+    "metrics_port": ("0", "1024", "65535"),
     "metrics_compat": ("vllm", "vllm", "vllm"),
     "log_level": ("debug", "warning", "error"),
     "log_format": ("json", "json", "json"),
