@@ -79,6 +79,7 @@ def tensors_of(weights: Weights) -> Iterator[tuple[str, Tensor]]:
         for kind, tensor in {**tensors, **({} if bias is None else {"bias": bias})}.items():
             yield f"{name}.{kind}", tensor
 
+    assert isinstance(weights.embedding, Tensor)
     yield "embedding", weights.embedding
     yield from linear("head", weights.lm_head)
     for i, layer in enumerate(weights.layers):

@@ -46,6 +46,11 @@ def matrix(linear: Linear) -> Tensor:
     return linear.weight
 
 
+def table(weights: Weights) -> Tensor:
+    assert isinstance(weights.embedding, Tensor)
+    return weights.embedding
+
+
 def mlp(layer: LayerWeights) -> GatedMlp:
     assert isinstance(layer.feed_forward, GatedMlp)
     return layer.feed_forward
@@ -68,8 +73,8 @@ def checkpoint_without(
 def test_every_tensor_lands_where_it_belongs(tmp_path: Path) -> None:
     tensors = load_file(make_checkpoint("qwen3", tmp_path) / "model.safetensors")
     weights = load(tmp_path)
-    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"])
-    assert torch.equal(matrix(weights.lm_head), weights.embedding)
+    assert torch.equal(table(weights), tensors["model.embed_tokens.weight"])
+    assert torch.equal(matrix(weights.lm_head), table(weights))
     assert torch.equal(weights.final_norm, tensors["model.norm.weight"])
     for i, layer in enumerate(weights.layers):
         own = {name.removeprefix(f"model.layers.{i}."): t for name, t in tensors.items()}
@@ -89,7 +94,7 @@ def test_shards_bring_the_same_as_one_file(tmp_path: Path) -> None:
     one = load(make_checkpoint("llama", tmp_path / "one"))
     many = load(make_checkpoint("llama", tmp_path / "many", num_shards=4))
     assert not (tmp_path / "many" / "model.safetensors").exists()
-    assert torch.equal(one.embedding, many.embedding)
+    assert torch.equal(table(one), table(many))
     assert torch.equal(matrix(one.lm_head), matrix(many.lm_head))
     assert torch.equal(matrix(one.layers[2].qkv), matrix(many.layers[2].qkv))
 
@@ -113,7 +118,7 @@ def test_every_dtype_is_read(tmp_path: Path, dtype: str) -> None:
     path = make_checkpoint("llama", tmp_path, dtype=dtype)
     tensors = load_file(path / "model.safetensors")
     assert tensors["model.norm.weight"].dtype == getattr(torch, dtype)
-    assert torch.equal(load(path).embedding, tensors["model.embed_tokens.weight"].float())
+    assert torch.equal(table(load(path)), tensors["model.embed_tokens.weight"].float())
 
 
 def test_progress_goes_up_to_the_end(tmp_path: Path) -> None:
@@ -132,7 +137,7 @@ def test_progress_goes_up_to_the_end(tmp_path: Path) -> None:
 def test_weights_are_copies_and_the_file_may_go(tmp_path: Path) -> None:
     weights = load(make_checkpoint("llama", tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    assert weights.embedding.isfinite().all()
+    assert table(weights).isfinite().all()
     assert matrix(mlp(weights.layers[0]).down).isfinite().all()
 
 
@@ -273,7 +278,7 @@ def test_linear_maps_are_quantized_as_they_are_loaded(tmp_path: Path, tied: bool
         assert_quantized(mlp(layer).down, own["mlp.down_proj.weight"], None, i)
     head = tensors["model.embed_tokens.weight" if tied else "lm_head.weight"]
     assert_quantized(weights.lm_head, head, None, None)
-    assert torch.equal(weights.embedding, tensors["model.embed_tokens.weight"])
+    assert torch.equal(table(weights), tensors["model.embed_tokens.weight"])
     assert not weights.is_tied, "the embedding must not be read out of the head's integers"
 
 

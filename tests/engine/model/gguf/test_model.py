@@ -263,6 +263,7 @@ def test_a_tied_head_multiplies_with_the_integers_of_the_embedding(tmp_path: Pat
     assert isinstance(weights.lm_head, IntegerLinear)
     assert not weights.is_tied
     dequantised = next(t for t in gguf.GGUFReader(path).tensors if t.name == "token_embd.weight")
+    assert isinstance(weights.embedding, Tensor)
     assert torch.equal(weights.embedding, _dequantise(dequantised))
     unpacked = load_weights(config, files, make_kernels(unpacked=True), lambda *_: None, recipe).lm_head
     assert isinstance(unpacked, DenseLinear)
