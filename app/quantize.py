@@ -195,10 +195,10 @@ def _beside(out: Path) -> Iterator[Path]:
     """A new folder beside `out`, removed at the end if it is still there."""
     folder = out.parent / f".{out.name}.{os.getpid()}.partial"
     try:
-        folder.mkdir()
-    except OSError as error:
-        raise OperatorError(f"OUT {out}: {error.strerror}") from None
-    try:
+        try:
+            folder.mkdir()
+        except OSError as error:
+            raise OperatorError(f"OUT {out}: {error.strerror}") from None
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
 from app.bench.server_process import ServerProcess
+from app.log import log
 
 # Triton decides when it is first imported whether it interprets, and other libraries import it, too.
 if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
@@ -39,6 +41,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("hypothesis_profile") != "explore":
         providers._get_local_constants = Constants
+
+
+@pytest.fixture(autouse=True)
+def _log_is_left_as_it_was() -> Iterator[None]:
+    """Logging is one for the whole process: what a test sets up is put back."""
+    root, access = logging.getLogger(), log.getChild("access")
+    before = [(logger, logger.level) for logger in (root, log, access)]
+    handlers = list(root.handlers)
+    yield
+    root.handlers[:] = handlers
+    for logger, level in before:
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -153,22 +153,24 @@ class SharedStore:
             return await self._get_local(key, ttl_s)
         try:
             value = await self.remote.get(key, ttl_s)
+            await self._look_for_losses(key, value)
         except StoreUnavailable:
             value = await self.local.get(key, ttl_s)
             if value is None and not self._is_known_better(key):
                 raise
             return value
-        await self._look_for_losses(key, value)
         if self._is_known_better(key):
             return await self._get_local(key, ttl_s)
         await self._remember(key, value, ttl_s)
         return value
 
     async def _look_for_losses(self, key: Key, found: bytes | None) -> None:
-        """Redis may have been emptied since the last beat: what it lacks and this process has gives that away."""
+        """Redis may have been emptied since the last beat: what it lacks and this process has gives that away.
+
+        Raises StoreUnavailable if it cannot be asked.
+        """
         if found is None and self.local.records.peek(key) is not None:
-            with suppress(StoreUnavailable):
-                await self.remote.beat()
+            await self.remote.beat()
         self._notice_losses()
 
     def _is_known_better(self, key: Key) -> bool:
@@ -201,7 +203,8 @@ class SharedStore:
         if not self._is_known_better(key):
             with suppress(StoreUnavailable):
                 there = await self.remote.add(key, value, ttl_s)
-                await self._look_for_losses(key, there)
+                with suppress(StoreUnavailable):
+                    await self._look_for_losses(key, there)
                 if not self._is_known_better(key):
                     await self._remember(key, value if there is None else there, ttl_s)
                     return there

@@ -8,7 +8,6 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
 from typing import cast
 
 import pytest
@@ -19,18 +18,6 @@ from app.log import configure_log, counter, log, progress
 from gateway.http.correlation import RequestIdMiddleware
 
 Capture = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def _leave_no_trace() -> Iterator[None]:
-    """Logging is one for the whole process: what a test sets up is put back."""
-    root, level, own = logging.getLogger(), logging.getLogger().level, log.level
-    handlers = list(root.handlers)
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    log.setLevel(own)
-    log.getChild("access").setLevel(logging.NOTSET)
 
 
 class Terminal(io.StringIO):

@@ -262,6 +262,21 @@ async def test_a_redis_that_was_emptied_is_found_out_by_whoever_asks_first(serve
     assert (await other.get(claim), await other.get(key)) == (b"first", b"value")
 
 
+async def test_what_is_here_is_served_if_nobody_can_tell_whether_redis_was_emptied(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def too_late() -> None:
+        raise StoreUnavailable
+
+    store = SharedStore(MemoryStore(), redis_store(server))
+    await store.beat()
+    await store.put(record(), b"value", 60)
+    await store.flush()
+    server.call("FLUSHALL")
+    monkeypatch.setattr(store.remote, "beat", too_late)
+    assert await store.get(record()) == b"value"
+
+
 async def test_what_another_replica_deleted_is_not_brought_back(server: RedisServer) -> None:
     store, other = SharedStore(MemoryStore(), redis_store(server)), redis_store(server, replica="b")
     claim = record("claim", kind="idempotency")
