@@ -151,6 +151,7 @@ class SharedStore:
     async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
         if self._is_known_better(key):
             return await self._get_local(key, ttl_s)
+        num_losses = self.remote.num_losses
         try:
             value = await self.remote.get(key, ttl_s)
             await self._look_for_losses(key, value)
@@ -159,7 +160,7 @@ class SharedStore:
             if value is None and not self._is_known_better(key):
                 raise
             return value
-        if self._is_known_better(key):
+        if self._is_known_better(key) or self._was_lost(value, num_losses):
             return await self._get_local(key, ttl_s)
         await self._remember(key, value, ttl_s)
         return value
@@ -172,6 +173,10 @@ class SharedStore:
         if found is None and self.local.records.peek(key) is not None:
             await self.remote.beat()
         self._notice_losses()
+
+    def _was_lost(self, found: bytes | None, num_losses: int) -> bool:
+        """Whether Redis may have lost what was not found, since it had so many losses; by now it may have it again."""
+        return found is None and self.remote.num_losses != num_losses
 
     def _is_known_better(self, key: Key) -> bool:
         """Whether Redis does not have what is here."""
@@ -201,11 +206,12 @@ class SharedStore:
 
     async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
         if not self._is_known_better(key):
+            num_losses = self.remote.num_losses
             with suppress(StoreUnavailable):
                 there = await self.remote.add(key, value, ttl_s)
                 with suppress(StoreUnavailable):
                     await self._look_for_losses(key, there)
-                if not self._is_known_better(key):
+                if not self._is_known_better(key) and not self._was_lost(there, num_losses):
                     await self._remember(key, value if there is None else there, ttl_s)
                     return there
                 if (ours := await self._get_local(key, None)) is not None:

@@ -277,6 +277,27 @@ async def test_what_is_here_is_served_if_nobody_can_tell_whether_redis_was_empti
     assert await store.get(record()) == b"value"
 
 
+async def test_what_was_put_again_while_somebody_asked_for_it_is_found(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis says no, for it was emptied; before that is understood, another call has seen it and all is there again."""
+    store = SharedStore(MemoryStore(), redis_store(server))
+    ask = store.remote.get
+
+    async def told_late(key: Key, ttl_s: float | None = None) -> bytes | None:
+        found = await ask(key, ttl_s)
+        await store.beat()
+        await store.flush()
+        return found
+
+    await store.beat()
+    await store.put(record(), b"value", 60)
+    await store.flush()
+    server.call("FLUSHALL")
+    monkeypatch.setattr(store.remote, "get", told_late)
+    assert await store.get(record()) == b"value"
+
+
 async def test_what_another_replica_deleted_is_not_brought_back(server: RedisServer) -> None:
     store, other = SharedStore(MemoryStore(), redis_store(server)), redis_store(server, replica="b")
     claim = record("claim", kind="idempotency")
