@@ -150,9 +150,12 @@ def test_the_automatic_retry_can_be_called_off(page: Page, server: ScriptedServe
 
 
 def test_automatic_retries_end(page: Page, server: ScriptedServer) -> None:
-    again = Refusal(503, "Full.", headers={"retry-after-ms": "100"})
-    server.script(again, again, again, again)
+    again, last = (
+        Refusal(503, text, headers={"retry-after-ms": "100"}) for text in ("Full.", "Full to the end.")
+    )
+    server.script(again, again, again, last)
     say(page, "Hello")
+    expect(page.get_by_role("alert")).to_contain_text("Full to the end.")
     expect(page.get_by_role("button", name="Do not retry")).to_have_count(0)
     expect(page.get_by_role("button", name="Try again")).to_be_visible()
     expect(page.locator(".countdown")).to_be_hidden()
