@@ -46,7 +46,7 @@ def checks(url: str) -> Iterator[Check]:
     )
     status, text = _get(url, "/metrics")
     if status == 200:
-        yield from check_metrics(_sums(text))
+        yield from check_metrics(sums_of(text))
     else:
         yield Check(
             Level.WARN,
@@ -131,7 +131,7 @@ def _state(name: str, status: int, text: str, advice: str) -> Check:
     return Check(Level.OK if status == 200 else Level.FAIL, name, word, "" if status == 200 else advice)
 
 
-def _sums(text: str) -> dict[str, float]:
+def sums_of(text: str) -> dict[str, float]:
     """The sum of each metric's samples, also by each of their labels' values."""
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(text):

@@ -33,6 +33,7 @@ from engine.engine import EngineState
 from engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
 from gateway.access.keys import Client
 from gateway.app import create_metrics_app
+from gateway.http.background import meanwhile
 from gateway.http.protocol import GatewayProtocol
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -134,13 +135,8 @@ class _Process:
         if self.parts.keys is None:
             yield
             return
-        task = asyncio.create_task(self.parts.keys.watch(self._take_keys))
-        try:
+        async with meanwhile(self.parts.keys.watch(self._take_keys)):
             yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
     @contextlib.asynccontextmanager
     async def _serving_metrics(self) -> AsyncIterator[None]:

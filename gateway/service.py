@@ -15,6 +15,7 @@ from gateway.access.idempotency import Idempotency
 from gateway.access.keys import Access, Client
 from gateway.access.quotas import Quotas
 from gateway.dispatch import Dispatch, Engine, Queue
+from gateway.http.background import end, meanwhile
 from gateway.http.connections import Timeouts
 from gateway.http.limits import Limits
 from gateway.metrics import Metrics, StoreMetrics
@@ -109,9 +110,9 @@ class Service:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """While this is entered, waiting requests expire, streams are kept alive and slow readers are cut."""
-        task = asyncio.create_task(self._watch())
         try:
             async with (
+                meanwhile(self._watch()),
                 self.store.running(),
                 self._prefix_writer.running(),
                 self.quotas.running(),
@@ -119,8 +120,8 @@ class Service:
             ):
                 yield
         finally:
-            await _end(task)
-            await _end(self._warm_up)
+            if self._warm_up is not None:
+                await end(self._warm_up)
 
     async def _watch(self) -> None:
         tick_s = self.options.timeouts.tick_s
@@ -238,10 +239,3 @@ class Service:
 
 def _ms(seconds: float | None) -> int | None:
     return None if seconds is None else round(1000 * seconds)
-
-
-async def _end(task: asyncio.Task[None] | None) -> None:
-    if task is not None:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task

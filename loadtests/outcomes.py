@@ -49,8 +49,8 @@ class Outcome:
     @property
     def tpot_ms(self) -> float | None:
         """Per token after the first."""
-        times, number = self.answer.token_times_s, self.answer.num_output_tokens
-        return (times[-1] - times[0]) * 1000 / (number - 1) if times and number > 1 else None
+        several = self.answer.token_times_s and self.answer.num_output_tokens > 1
+        return self.answer.tpot_s * 1000 if several else None
 
     @property
     def e2e_ms(self) -> float:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
-from app.bench.client import Job
+from app.bench.client import Job, ask
 from app.bench.replay import compare, print_comparison
 from app.bench.runs import Subject, read_subject, run_module
 from app.bench.server_process import ServerFailed, ServerProcess
@@ -88,8 +88,7 @@ def _warm(server: ServerProcess, subject: Subject, key: str) -> None:
     bodies = workload.bodies("bench", subject.token_ids, subject.seeds())
     starts_s = [0.2 * stream for stream in range(workload.streams)]
     job = Job(server.host, server.port, "/v1/completions", bodies, starts_s, keys=[key] * workload.streams)
-    answers = run_module("client", asdict(job))["answers"]
-    if failed := next((answer["error"] for answer in answers if answer["error"]), None):
+    if failed := next((answer.error for answer in ask(run_module, job) if answer.error), None):
         raise OperatorError(f"the server answers with {failed}")
 
 

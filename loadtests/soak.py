@@ -25,13 +25,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from app.bench.reader import Answer, request_bytes
 from app.bench.redis_process import RedisProcess, SlowLine
 from app.bench.server_process import ServerFailed, ServerProcess
 from app.bench.statistics import table
 from app.errors import OperatorError
+from app.remote import sums_of
 from loadtests.behaviours import Body, complete, dawdle, leave, long_prompt, poll, question, respond, resume
 from loadtests.exchange import Server, failed
 
@@ -97,14 +96,8 @@ class Ground:
         return any(began_s <= until_s and ended_s >= from_s for from_s, until_s in self._down)
 
     def metrics(self) -> dict[str, float]:
-        """The sum of each metric's samples, by name."""
         with urllib.request.urlopen(f"{self.server.url}/metrics", timeout=30) as reply:
-            text = reply.read().decode()
-        sums: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-        return sums
+            return sums_of(reply.read().decode())
 
     @property
     def memory_mib(self) -> float:

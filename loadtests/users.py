@@ -17,12 +17,13 @@ from gevent.pool import Group
 from locust import User, between, task
 
 from app.bench.reader import Answer
+from gateway.wire.sampling import tier_of
 from loadtests.behaviours import Body, complete, dawdle, leave, long_prompt, poll, question, respond, resume
 from loadtests.exchange import Server, failed
 from loadtests.outcomes import Outcome
 from loadtests.settings import read_tenants
+from priority.lanes import parse_lane
 
-_TIERS = {"interactive": "priority", "standard": "default", "batch": "flex"}
 _ENOUGH_TURNS = 6
 
 
@@ -39,7 +40,7 @@ class PenstockUser(User):
         self.model: str = options.model
 
     def body(self, **fields: object) -> Body:
-        return {"model": self.model, "service_tier": _TIERS[self.lane], "stream": True, **fields}
+        return {"model": self.model, "service_tier": tier_of(parse_lane(self.lane)), "stream": True, **fields}
 
     def chat(self, **fields: object) -> Body:
         return self.body(messages=[{"role": "user", "content": question()}], **fields)

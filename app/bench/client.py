@@ -9,8 +9,10 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import Any
 
 from app.bench.reader import Answer, Recording, read_answer, request_bytes
 
@@ -30,6 +32,15 @@ class Job:
     stop_s: float | None = None
     keys: list[str] | None = None
     """The API key of each stream; empty for none."""
+
+
+Run = Callable[[str, object], Any]
+"""Runs a module of the bench in a process of its own: its name, its job, and what it writes."""
+
+
+def ask(run: Run, job: Job) -> list[Answer]:
+    """Sends all requests of a job from a process of its own."""
+    return [Answer(**answer) for answer in run("client", asdict(job))["answers"]]
 
 
 class Recorder(asyncio.Protocol):

@@ -23,11 +23,12 @@ from engine.model.drafts import DraftSource
 from engine.planning.block_tables import BlockTables
 from engine.planning.draft_model import DraftModel
 from engine.planning.drafting import Drafting
-from engine.planning.request import DraftCount, FinishReason, Request, SamplingParams, Sequence
+from engine.planning.request import DraftCount, Request, SamplingParams
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan
 from gateway.wire.prompts import Prompts
 from priority.queue import LaneQueue
+from priority.simulator.run import NoText
 
 LENGTHS = (0, 1, 2, 3, 4, 6, MAX_DRAFTS)
 
@@ -91,11 +92,6 @@ class Always(Drafting):
             chunk.num_tokens += len(drafts)
             chunk.sequence.num_computed += len(drafts)
             plan.num_tokens += len(drafts)
-
-
-class _NoText:
-    def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002
-        return "", FinishReason.LENGTH if is_last else None
 
 
 class DepthBench:
@@ -164,7 +160,7 @@ class DepthBench:
             max_num_seqs=depth.streams,
             max_model_len=facts.max_model_len,
         )
-        return Scheduler(queue, BlockTables(facts.num_blocks, facts.block_size), _NoText(), limits, drafting)
+        return Scheduler(queue, BlockTables(facts.num_blocks, facts.block_size), NoText(), limits, drafting)
 
 
 def main() -> None:

@@ -21,12 +21,12 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
-from app.bench.client import Job
+from app.bench.client import Job, Run, ask
+from app.bench.drafts import question
 from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import number, percentile, summarise, table
 from app.bench.workloads import completion
-from app.demo.words import HEROES, PLACES
 from priority.lanes import DEFAULT_POLICIES, Lane
 
 Row = dict[str, Any]
@@ -46,7 +46,7 @@ class Ladder:
     """The rungs for one model."""
 
     start: Start
-    run_module: Callable[[str, object], Any]
+    run_module: Run
     encode: Callable[[str], list[int]] | None
     """Text to tokens of a model that tells stories; None for random weights, to which all text is the same."""
     token_ids: Sequence[int]
@@ -108,7 +108,7 @@ class Ladder:
         prompts = self._prompts(users, seed, shared=shared)
         bodies = [[completion("bench", prompt, OUTPUT_TOKENS)] for prompt in prompts]
         job = Job(server.host, server.port, "/v1/completions", bodies)
-        return [Answer(**answer) for answer in self.run_module("client", asdict(job))["answers"]]
+        return ask(self.run_module, job)
 
     def _prompts(self, users: int, seed: int, *, shared: bool) -> list[list[int]]:
         """Prompts of the same length, with or without a common beginning."""
@@ -124,8 +124,7 @@ class Ladder:
             return source.choices(self.token_ids, k=length)
         words: list[int] = []
         while len(words) < length:
-            hero, (preposition, place, *_) = source.choice(HEROES), source.choice(PLACES)
-            words += self.encode(f" Tell me a story about a {hero} {preposition} {place}.")
+            words += self.encode(f" {question(source)}")
         return words[:length]
 
 
@@ -133,8 +132,7 @@ def is_kept(answer: Answer) -> bool:
     """Whether an answer came whole, and as soon and as fast as is promised to interactive requests."""
     if answer.error or not answer.token_times_s:
         return False
-    tpot_s = (answer.token_times_s[-1] - answer.token_times_s[0]) / max(1, answer.num_output_tokens - 1)
-    return answer.ttft_s <= _PROMISE.ttft_s and tpot_s <= _PROMISE.tpot_s
+    return answer.ttft_s <= _PROMISE.ttft_s and answer.tpot_s <= _PROMISE.tpot_s
 
 
 def most_users(kept: Callable[[int], float]) -> int:

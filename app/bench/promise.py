@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from math import nan
 from random import Random
 from typing import Any
 
-from app.bench.client import Job
+from app.bench.client import Job, Run, ask
 from app.bench.reader import Answer
-from app.bench.replay import Run, compare
+from app.bench.replay import compare
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import percentile
 from app.bench.workloads import completion
@@ -109,7 +108,7 @@ class PromiseBench:
         stop_s: float | None = None,
     ) -> list[Answer]:
         job = Job(self.server.host, self.server.port, "/v1/completions", bodies, starts_s, stop_s)
-        return [Answer(**answer) for answer in self.run("client", asdict(job))["answers"]]
+        return ask(self.run, job)
 
     def _figures(self, answers: list[Answer]) -> Row:
         done = [a for a in answers if not a.error]

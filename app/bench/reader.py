@@ -81,6 +81,11 @@ class Answer:
         return self.token_times_s[0] - self.started_s
 
     @property
+    def tpot_s(self) -> float:
+        """Mean time per token after the first; 0 for one token."""
+        return (self.token_times_s[-1] - self.token_times_s[0]) / max(1, self.num_output_tokens - 1)
+
+    @property
     def gaps_s(self) -> list[float]:
         return [late - early for early, late in zip(self.token_times_s, self.token_times_s[1:], strict=False)]
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from random import Random
-from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.bench.client import Job
+from app.bench.client import Job, Run, ask
 from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import number, table
@@ -22,9 +20,6 @@ from priority.simulator.run import Machine, Result, Served, simulate
 from priority.simulator.summary import Summary, summarise
 from priority.simulator.trace import BLOCK_TOKENS, Arrival
 from priority.steptime import NAMES
-
-Run = Callable[[str, object], Any]
-"""Runs a module of the bench in a process of its own: its name, its job, and what it writes."""
 
 _BLOCK_SIZE = 16
 _MAX_BATCH_TOKENS = 512
@@ -142,4 +137,4 @@ def _send(
         starts_s=[arrival.at_s - first_s for arrival in arrivals],
         keys=[keys.get(arrival.tenant, "") for arrival in arrivals],
     )
-    return [Answer(**answer) for answer in run("client", asdict(job))["answers"]]
+    return ask(run, job)

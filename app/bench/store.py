@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from random import Random
 from statistics import median
 from typing import Any
 
-from app.bench.client import Job
+from app.bench.client import Job, Run, ask
 from app.bench.reader import Answer
 from app.bench.redis_process import RedisProcess, SlowLine
 from app.bench.server_process import ServerProcess
@@ -21,7 +20,6 @@ from app.bench.statistics import Figures, summarise
 
 Start = Callable[[Sequence[str]], AbstractContextManager[ServerProcess]]
 """Starts a server with these arguments more."""
-Run = Callable[[str, object], Any]
 Row = dict[str, Any]
 
 STREAMS, ROUNDS, TURN_S = 64, 5, 8.0
@@ -125,7 +123,7 @@ class StoreBench:
         self, server: ServerProcess, bodies: list[list[dict[str, object]]], starts_s: list[float] | None
     ) -> list[Answer]:
         job = Job(server.host, server.port, "/v1/chat/completions", bodies, starts_s)
-        return [Answer(**answer) for answer in self.run("client", asdict(job))["answers"]]
+        return ask(self.run, job)
 
 
 def _failures(runs: Sequence[Figures]) -> Row:

@@ -17,6 +17,7 @@ from http import HTTPStatus
 from weakref import WeakSet
 
 from gateway.access.keys import UNBOUNDED, Client
+from gateway.http.background import meanwhile
 from gateway.http.errors import ApiError
 from gateway.store.interface import LEASE_S, Allotment, Grant, Quota, Store, StoreUnavailable
 
@@ -142,13 +143,10 @@ class Quotas:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """While this is entered, leases are renewed; at its end what the store was not told yet is told."""
-        task = asyncio.create_task(self._keep())
         try:
-            yield
+            async with meanwhile(self._keep()):
+                yield
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
 

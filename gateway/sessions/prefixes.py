@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, Stored
 from engine.planning.prefix_index import block_hash, chain_start, extend_hashes
+from gateway.http.background import meanwhile
 from gateway.http.errors import invalid
 from gateway.store.interface import PrefixChange, Store, StoreUnavailable
 from gateway.store.prefixes import hotness
@@ -364,13 +365,8 @@ class PrefixWriter:
         if not self._store.durable:
             yield
             return
-        task = asyncio.create_task(self._run())
-        try:
+        async with meanwhile(self._run()):
             yield
-        finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
 
     async def _run(self) -> None:
         while True:

@@ -13,6 +13,7 @@ from engine.engine import EngineState
 from engine.planning.request import FinishReason, Request
 from gateway.access.quotas import Reservation
 from gateway.dispatch import Dispatch
+from gateway.http.background import meanwhile
 from gateway.http.errors import ApiError, internal
 from gateway.sessions.recordings.journal import CorruptJournal, end_of, header_of, rebuild
 from gateway.sessions.recordings.recording import Recording
@@ -164,13 +165,10 @@ class Recordings:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """While this is entered, what is new is written down, and streams of dead processes are taken over."""
-        task = asyncio.create_task(self._keep())
         try:
-            yield
+            async with meanwhile(self._keep()):
+                yield
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
             await asyncio.gather(*self._settling.values())
             await self._flush()
 

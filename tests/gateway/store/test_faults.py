@@ -262,17 +262,23 @@ async def test_a_redis_that_was_emptied_is_found_out_by_whoever_asks_first(serve
     assert (await other.get(claim), await other.get(key)) == (b"first", b"value")
 
 
+async def emptied_store(server: RedisServer) -> SharedStore:
+    """A store whose Redis had a record, and has lost it unnoticed."""
+    store = SharedStore(MemoryStore(), redis_store(server))
+    await store.beat()
+    await store.put(record(), b"value", 60)
+    await store.flush()
+    server.call("FLUSHALL")
+    return store
+
+
 async def test_what_is_here_is_served_if_nobody_can_tell_whether_redis_was_emptied(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def too_late() -> None:
         raise StoreUnavailable
 
-    store = SharedStore(MemoryStore(), redis_store(server))
-    await store.beat()
-    await store.put(record(), b"value", 60)
-    await store.flush()
-    server.call("FLUSHALL")
+    store = await emptied_store(server)
     monkeypatch.setattr(store.remote, "beat", too_late)
     assert await store.get(record()) == b"value"
 
@@ -281,7 +287,7 @@ async def test_what_was_put_again_while_somebody_asked_for_it_is_found(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis says no, for it was emptied; before that is understood, another call has seen it and all is there again."""
-    store = SharedStore(MemoryStore(), redis_store(server))
+    store = await emptied_store(server)
     ask = store.remote.get
 
     async def told_late(key: Key, ttl_s: float | None = None) -> bytes | None:
@@ -290,10 +296,6 @@ async def test_what_was_put_again_while_somebody_asked_for_it_is_found(
         await store.flush()
         return found
 
-    await store.beat()
-    await store.put(record(), b"value", 60)
-    await store.flush()
-    server.call("FLUSHALL")
     monkeypatch.setattr(store.remote, "get", told_late)
     assert await store.get(record()) == b"value"
 
