@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -24,18 +26,20 @@ LONG = {
     "stream": True,
 }
 
-# A server whose device is lost in the third step after it was warm.
+# A server whose device is lost in the third step after it was warm, once somebody writes to the pipe that it is given.
 FAILING = """
 import sys
 from app.cli import main
 from engine.planning.step import DeviceError
 import engine.engine
 
+gate = sys.argv.pop(1)
 launch, launched = engine.engine.Engine._launch, []
 
 def failing(self, scheduler, plan, now):
     launched.append(plan)
     if len(launched) == 3:
+        open(gate).read()
         raise DeviceError("the device is gone")
     return launch(self, scheduler, plan, now)
 
@@ -167,10 +171,15 @@ def test_a_second_signal_ends_streams_at_once(start: Start) -> None:
     assert server.wait() == 0
 
 
-def test_a_lost_device_ends_streams_with_an_error_frame_and_the_process_with_1(start: Start) -> None:
-    server = start(command=[sys.executable, "-c", FAILING])
+def test_a_lost_device_ends_streams_with_an_error_frame_and_the_process_with_1(
+    start: Start, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    server = start(command=[sys.executable, "-c", FAILING, str(gate)])
     server.wait_ready()
     with running_stream(server) as rest:
+        gate.write_text("")
         *_, error, last = rest
     assert "error" in json.loads(error)
     assert last == "[DONE]"
