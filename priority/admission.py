@@ -1,10 +1,11 @@
 """Admission: when would a request's first token come, and is that soon enough?
 
 Two estimates, and the later one counts. The snapshot adds up the prefill work that goes before the request by the rules
-of `queue`. The share looks ahead: it divides the machine among all tenants by the rates at which they send, max-min
-fair, because those who keep sending will also be served while this request waits. To this come the time until KV and a
-seat are free, and the step that runs. What is left of error is learnt: a factor per tenant and lane that makes 19
-forecasts in twenty come true. Predicting before admitting follows Mooncake (Qin et al., FAST 2025).
+of `queue`, and what other tenants, by the rates at which they send, will have brought before it meanwhile. The share
+looks further ahead: it divides the machine among all tenants by those rates, max-min fair, because those who keep
+sending will also be served while this request waits. To this come the time until KV and a seat are free, and the step
+that runs. What is left of error is learnt: a factor per tenant and lane that makes 19 forecasts in twenty come true.
+Predicting before admitting follows Mooncake (Qin et al., FAST 2025).
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ ALONE_SLACK = 1.5
 _QUANTILE = 0.95
 _LEARNING = 0.04
 _FACTORS = (0.5, 3.0)
+_LANE_COUNTS_AS = 10
+"""So many forecasts of a tenant's own weigh as much as what was learnt of its whole lane."""
 _MARGIN = 0.95
 """Of a promise on the time per token, what a step is planned to take."""
 _STEPS_PER_TTFT = 8
@@ -111,11 +114,12 @@ class Admission:
         self._freed.add(num_tokens, now)
 
     def note_first_token(self, ticket: Ticket, now: float) -> None:
-        """Learns from how a forecast came out: the tenant's factor, and the lane's for tenants to come."""
+        """Learns from how a forecast came out: the tenant's factor, and the lane's."""
         if ticket.forecast_s:
             ratio = (now - ticket.request.arrival_s) / ticket.forecast_s
             account = ticket.account
             account.factor = _closer(account.factor, ratio)
+            account.num_learnt += 1
             account.lane.factor = _closer(account.lane.factor, ratio)
 
     def finish_rate(self, now: float) -> float:
@@ -193,14 +197,15 @@ class Admission:
         is_filled = any(
             line.num_tokens or line.num_prefill_left for line in lanes.values() if line.lane > lane.lane
         )
+        known_s = pace.seconds_for(running + ahead, is_filled=is_filled)
         wait_s = max(
-            pace.seconds_for(running + ahead, is_filled=is_filled),
+            self._with_overtakers(known_s, account, mine, pace.tokens_per_second, now),
             (running + mine) / share + pace.fixed_s,
         )
         # The step that runs has to end first.
         left_s = self._left_s(now) if num_decode else 0.0
         raw_s = left_s + wait_s + self._wait_for_room(lanes, account, load, ahead + num_prompt, now)
-        seconds = raw_s * account.factor
+        seconds = raw_s * _factor(account)
         return Forecast(seconds, raw_s, self._allowed(lane, num_uncached, load))
 
     def _left_s(self, now: float) -> float:
@@ -223,12 +228,10 @@ class Admission:
         """Prompt tokens computed before the request's last: its own, its tenant's, and what others may put before."""
         lane, mine = account.lane, account.num_tokens + num_uncached
         ahead = float(mine)
-        clock = account.share.clock if account.tickets else max(account.share.clock, lane.floor)
+        floor = lane.floor
         for other in lane.active.values():
             if other is not account:
-                lead = max(0, clock - other.share.clock) / virtual(COST_PREFILL)
-                weight = other.share.weight
-                ahead += min(other.num_tokens, weight / account.share.weight * mine + weight * lead)
+                ahead += min(other.num_tokens, _due_before(account, other, mine, floor))
         for line in lanes.values():
             if line.lane < lane.lane:
                 ahead += line.num_tokens
@@ -236,6 +239,31 @@ class Admission:
                 ratio = line.share.weight / lane.share.weight
                 ahead += min(line.num_tokens + line.num_prefill_left, ratio * mine)
         return ahead
+
+    def _with_overtakers(
+        self, wait_s: float, account: Account, mine: float, rate: float, now: float
+    ) -> float:
+        """The wait, and what it grows by as other tenants send on, each up to what is its due before this request.
+
+        Solves w = wait_s + sum of min(due, arrivals * w) / rate: whoever has sent its due by then sends no more.
+        """
+        floor = account.lane.floor
+        overtakers = []
+        for other in account.lane.accounts.values():
+            arrivals = other.arrivals.per_second(now)
+            if other is not account and arrivals:
+                due = _due_before(account, other, mine, floor) - other.num_tokens
+                if due > 0:
+                    overtakers.append((due / arrivals, due, arrivals))
+        overtakers.sort()
+        left = rate - sum(arrivals for _, _, arrivals in overtakers)
+        tokens = wait_s * rate
+        for until_s, due, arrivals in overtakers:
+            if left > 0 and tokens <= until_s * left:
+                break
+            tokens += due
+            left += arrivals
+        return tokens / left
 
     def _share(self, lanes: Mapping[Lane, LaneLine], account: Account, rate: float, now: float) -> float:
         """Of the prefill rate, what is left for this tenant when all others go on as they do."""
@@ -303,6 +331,23 @@ class Admission:
             return inf
         alone_s = self._pace({}, 0, [lane.lane], load).seconds_for(num_uncached, is_filled=False)
         return max(lane.policy.ttft_s, ALONE_SLACK * alone_s)
+
+
+def _due_before(account: Account, other: Account, num_tokens: float, floor: int) -> float:
+    """Prompt tokens of another tenant whose turn comes before this tenant has had so many.
+
+    Args:
+        floor: of the lane: where the clock of a tenant starts again that has nothing waiting.
+    """
+    clock, theirs = (a.share.clock if a.tickets else max(a.share.clock, floor) for a in (account, other))
+    lead = max(0, clock - theirs) / virtual(COST_PREFILL)
+    return other.share.weight * (num_tokens / account.share.weight + lead)
+
+
+def _factor(account: Account) -> float:
+    """Mostly the lane's for a tenant of whom little was learnt, mostly its own later."""
+    own = account.num_learnt / (account.num_learnt + _LANE_COUNTS_AS)
+    return own * account.factor + (1 - own) * account.lane.factor
 
 
 def _closer(factor: float, ratio: float) -> float:

@@ -74,6 +74,7 @@ class Account:
         "arrivals",
         "factor",
         "lane",
+        "num_learnt",
         "num_open",
         "num_tokens",
         "served_us",
@@ -92,7 +93,9 @@ class Account:
         self.num_open = 0
         """Requests that wait or run."""
         self.factor = lane.factor
-        """What its forecasts are multiplied by; `Admission` learns it."""
+        """What its forecasts should be multiplied by; `Admission` learns it."""
+        self.num_learnt = 0
+        """Forecasts that it was learnt from."""
         self.served_us = 0
         """When a request of it was last dispatched."""
         self.arrivals = Rate()

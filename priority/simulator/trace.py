@@ -99,6 +99,15 @@ def batch_flood(demand: Demand) -> list[Arrival]:
     return _merged(_quiet_tenants(demand, demand.rate), _bursts(demand))
 
 
+def flash_crowd(demand: Demand) -> list[Arrival]:
+    """Fifty tenants at a tenth of the rate, and at all of it from a fifth of the time to two fifths."""
+    rng = Random(f"{demand.seed}/crowd")
+    begin_s, end_s = 0.2 * demand.duration_s, 0.4 * demand.duration_s
+    crowd = [a for a in _arrivals(demand, demand.rate * 0.9, "crowd") if begin_s <= a.at_s < end_s]
+    everyone = _merged(_arrivals(demand, demand.rate * 0.1, "regulars"), crowd)
+    return [replace(arrival, tenant=f"tenant-{rng.randrange(50)}") for arrival in everyone]
+
+
 def sessions(demand: Demand) -> list[Arrival]:
     """Conversations of a geometric number of turns; each prompt is all that was said, and one of 20 system prompts."""
     rng = Random(f"{demand.seed}/sessions")
@@ -137,6 +146,7 @@ SCENARIOS: dict[str, Callable[[Demand], list[Arrival]]] = {
     "noisy-tenant": noisy_tenant,
     "noisy-burst": noisy_burst,
     "batch-flood": batch_flood,
+    "flash-crowd": flash_crowd,
     "sessions": sessions,
 }
 

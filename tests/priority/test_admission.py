@@ -276,6 +276,21 @@ def test_those_who_keep_sending_are_counted_on() -> None:
     assert just_after > 1.5 * long_after
 
 
+def test_those_who_will_overtake_are_counted_on() -> None:
+    """Whoever has had much waits for others who have had less, as fast as they send, until they have had their due."""
+    queue = situation([], {})
+    for tenant, num_requests in (("a", 600), ("b", 150), ("c", 150)):
+        for i in range(num_requests):
+            queue.put(ask(f"{tenant}{i}", 1_000, tenant=tenant), 0.0)
+    while (request := take(queue)) is not None:
+        serve(queue, request, 1)
+    just_after = forecast(queue, 100, Lane.INTERACTIVE).raw_s
+    assert queue.cancel("probe")
+    long_after = forecast(queue, 100, Lane.INTERACTIVE, at_s=60.0).raw_s
+    third_of_the_machine = 3.0
+    assert just_after > 1.2 * third_of_the_machine * long_after
+
+
 # The promise
 
 
@@ -336,13 +351,14 @@ def test_an_empty_server_refuses_nobody(num_prompt: int, lane: Lane) -> None:
     assert isfinite(alone.seconds)
 
 
-def come_true(queue: LaneQueue, at_s: float, ratio: float) -> None:
-    """A request comes, and its first token after `ratio` times what was forecast."""
-    told = queue.put(ask(str(at_s), 100, at_s=at_s), at_s)
+def come_true(queue: LaneQueue, at_s: float, ratio: float, tenant: str = "a") -> float:
+    """A request comes, and its first token after `ratio` times what was forecast; the factor that it was told."""
+    told = queue.put(ask(str(at_s), 100, at_s=at_s, tenant=tenant), at_s)
     request = take(queue)
     assert told is not None
     assert request is not None
     serve(queue, request, 1, at_s + ratio * told.raw_s)
+    return told.seconds / told.raw_s
 
 
 @given(st.lists(st.floats(0.05, 10.0), min_size=400, max_size=400))
@@ -363,6 +379,18 @@ def test_the_factor_finds_the_quantile() -> None:
     assert accounts(queue)[0].factor == pytest.approx(1.9, abs=0.15)
     assert lines(queue)[0].factor == pytest.approx(1.9, abs=0.15)
     assert queue._lanes[Lane.INTERACTIVE].account("newcomer", 1).factor == lines(queue)[0].factor
+
+
+def test_a_tenant_of_whom_little_was_learnt_is_forecast_as_its_lane() -> None:
+    """A lane's forecasts come late; so may this tenant's, whose only one came true, until more of its own did."""
+    queue = situation([], {})
+    come_true(queue, 0.0, 1.0)
+    for number in range(1, 400):
+        come_true(queue, float(number), 2.5, tenant="b")
+    told = [come_true(queue, 400.0 + number, 0.6) for number in range(40)]
+    assert told[0] == pytest.approx(2.4, abs=0.1)
+    assert told == sorted(told, reverse=True)
+    assert told[-1] < 1.4
 
 
 # Bounds

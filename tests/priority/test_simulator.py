@@ -235,6 +235,7 @@ def run(scenario: str, policy: str) -> Result:
         "noisy-tenant": (35.0, 24.0),
         "noisy-burst": (22.0, 30.0),
         "batch-flood": (12.0, 30.0),
+        "flash-crowd": (150.0, 20.0),
     }[scenario]
     return simulate(SCENARIOS[scenario](Demand(rate, duration_s)), MACHINE, policy)
 
@@ -280,7 +281,7 @@ def test_fairness_to_batch_costs_next_to_nothing() -> None:
     assert goodput(run("batch-flood", "penstock")) >= 0.97 * goodput(run("batch-flood", "strict"))
 
 
-@pytest.mark.parametrize("scenario", ["noisy-tenant", "noisy-burst"])
+@pytest.mark.parametrize("scenario", ["noisy-tenant", "noisy-burst", "flash-crowd"])
 def test_what_was_let_in_was_worth_letting_in(scenario: str) -> None:
     """The forecast: of those who were let in, nine in ten have their first token in time."""
     result = run(scenario, "penstock")
@@ -289,7 +290,7 @@ def test_what_was_let_in_was_worth_letting_in(scenario: str) -> None:
     assert all(s.predicted_s is not None for s in let_in[1:])
 
 
-@pytest.mark.parametrize("scenario", ["noisy-tenant", "noisy-burst", "batch-flood"])
+@pytest.mark.parametrize("scenario", ["noisy-tenant", "noisy-burst", "batch-flood", "flash-crowd"])
 def test_who_is_refused_is_told_when_to_come_back(scenario: str) -> None:
     """Invariant 18."""
     refused = [s for s in run(scenario, "penstock").served if s.refused is not None]

@@ -204,6 +204,14 @@ def test_the_noisy_tenant_starts_after_a_sixth_and_sends_five_sevenths() -> None
     assert (len(trace) - len(noisy)) / 1_200 == pytest.approx(demand.rate * 2 / 7, rel=0.15)
 
 
+def test_a_flash_crowd_is_ten_times_as_many_for_a_fifth_of_the_time() -> None:
+    demand = replace(DEMAND, duration_s=1_000.0)
+    times = [arrival.at_s for arrival in SCENARIOS["flash-crowd"](demand)]
+    crowd = sum(200.0 <= at_s < 400.0 for at_s in times)
+    assert crowd / 200 == pytest.approx(demand.rate, rel=0.15)
+    assert (len(times) - crowd) / 800 == pytest.approx(demand.rate / 10, rel=0.2)
+
+
 @pytest.mark.parametrize("name", ["noisy-burst", "batch-flood"])
 def test_two_bursts_of_long_batch_requests_come_at_once(name: str) -> None:
     trace = SCENARIOS[name](DEMAND)
