@@ -22,8 +22,7 @@ from engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, 
 from engine.planning.prefix_index import block_hash, chain_start, extend_hashes
 from gateway.http.background import meanwhile
 from gateway.http.errors import invalid
-from gateway.store.interface import PrefixChange, Store, StoreUnavailable
-from gateway.store.prefixes import hotness
+from gateway.store.interface import Durable, PrefixChange, StoreUnavailable
 
 log = logging.getLogger("penstock.gateway")
 
@@ -345,7 +344,7 @@ class PrefixWriter:
     def __init__(
         self,
         tracker: PrefixTracker,
-        store: Store,
+        store: Durable,
         *,
         with_tokens: bool = True,
         every_s: float = 0.1,
@@ -361,10 +360,7 @@ class PrefixWriter:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While this is entered, changes are written as they come; nothing is, to a store that forgets."""
-        if not self._store.durable:
-            yield
-            return
+        """While this is entered, changes are written as they come."""
         async with meanwhile(self._run()):
             yield
 
@@ -425,7 +421,7 @@ def choose_prefixes(
     known = {block.hash: block for block in blocks if _is_sound(block, block_size)}
     chosen: list[WarmPrefix] = []
     taken: set[bytes] = set()
-    for end in sorted(_ends(known), key=hotness, reverse=True):
+    for end in sorted(_ends(known), key=lambda block: block.hotness, reverse=True):
         chain = _chain(known, end)
         new = [block.hash for block in chain if block.hash not in taken]
         if new and (len(taken) + len(new)) * block_size <= max_tokens:
@@ -486,7 +482,7 @@ class WarmUp:
         self._poll_s = poll_s
         self._clock = clock
 
-    async def run(self, store: Store, tracker: PrefixTracker) -> None:
+    async def run(self, store: Durable, tracker: PrefixTracker) -> None:
         """Once, when the engine is ready; logs what it did, and raises nothing."""
         limit = min(self._max_tokens // self._block_size, MAX_WARMED_BLOCKS)
         if limit <= 0:
@@ -539,7 +535,7 @@ class PrefixLocator:
 
     def __init__(
         self,
-        store: Store,
+        store: Durable | None,
         replica: str,
         block_size: int,
         num_cached_tokens: Callable[[Sequence[int], bytes], int],
@@ -573,7 +569,7 @@ class PrefixLocator:
         }
 
     async def _held_elsewhere(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        if not hashes:
+        if self._store is None or not hashes:
             return {}
         try:
             return await self._store.locate(hashes)

@@ -17,7 +17,7 @@ from gateway.http.background import meanwhile
 from gateway.http.errors import ApiError, internal
 from gateway.sessions.recordings.journal import CorruptJournal, end_of, header_of, rebuild
 from gateway.sessions.recordings.recording import Recording
-from gateway.store.interface import Journal, JournalChange, Store, StoreUnavailable
+from gateway.store.interface import Durable, Journal, JournalChange, Store, StoreUnavailable
 from gateway.wire.frames import timings_of
 
 log = logging.getLogger("penstock.gateway")
@@ -68,7 +68,7 @@ class Recordings:
         keeping: Keeping | None = None,
     ) -> None:
         self._dispatch = dispatch
-        self._store = store
+        self._journals = store.durable
         self._replayer = replayer
         self._clock = clock
         self.keeping = keeping or Keeping()
@@ -84,7 +84,7 @@ class Recordings:
         self._settling: dict[str, asyncio.Task[None]] = {}
         self._claiming = asyncio.Lock()
         self._claimed_s = float("-inf")
-        self._num_losses = store.num_losses
+        self._num_losses = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -116,7 +116,7 @@ class Recordings:
             about=about,
             created=created,
             detachable=detachable,
-            journalled=journalled and self._store.durable,
+            journalled=journalled and self._journals is not None,
             max_detached_s=max_detached_s,
         )
         recording.reservation = reservation
@@ -132,13 +132,13 @@ class Recordings:
             StoreUnavailable: nobody can say now whether there is one.
             ApiError: 503, for the same reason: what was interrupted is known when the engine is ready.
         """
-        if recording_id not in self._all and self._store.durable:
-            journal = await self._store.read_journal(recording_id)
+        if recording_id not in self._all and self._journals is not None:
+            journal = await self._journals.read_journal(recording_id)
             if journal is not None and journal.end is not None:
                 self._take_up(journal)
             elif journal is not None:
                 self._dispatch.check_open()
-                await self._claim()
+                await self._claim(self._journals)
         return self.here(tenant, recording_id)
 
     def here(self, tenant: str, recording_id: str) -> Recording | None:
@@ -177,9 +177,9 @@ class Recordings:
             await asyncio.sleep(self.keeping.flush_s)
             try:
                 await self._flush()
-                if self._may_claim and self._clock() - self._claimed_s >= self.keeping.claim_s:
+                if self._journals is not None and self._may_claim:
                     with contextlib.suppress(StoreUnavailable):
-                        await self._claim()
+                        await self._claim(self._journals)
             except Exception:
                 log.exception("writing the journal failed; going on")
 
@@ -251,8 +251,8 @@ class Recordings:
     # The journal
 
     async def _flush(self) -> None:
-        if self._store.num_losses != self._num_losses:
-            self._num_losses = self._store.num_losses
+        if self._journals is not None and self._journals.num_losses != self._num_losses:
+            self._num_losses = self._journals.num_losses
             self._written.clear()
             self._dirty.update(dict.fromkeys(self._all))
         # What becomes new meanwhile is written next time: steps may bring it faster than the store takes it.
@@ -268,11 +268,11 @@ class Recordings:
         for recording in recordings:
             self._dirty.pop(recording.id, None)
         wanted = [recording for recording in recordings if recording.journalled]
-        changes = [self._change(recording) for recording in wanted]
-        if not changes:
+        if self._journals is None or not wanted:
             return True
+        changes = [self._change(recording) for recording in wanted]
         try:
-            await self._store.write_journals(changes)
+            await self._journals.write_journals(changes)
         except StoreUnavailable:
             self._dirty.update(dict.fromkeys(change.stream_id for change in changes))
             return False
@@ -295,10 +295,10 @@ class Recordings:
 
     async def _delete_doomed(self) -> None:
         doomed = list(self._doomed)[: self.keeping.batch]
-        if not doomed:
+        if self._journals is None or not doomed:
             return
         with contextlib.suppress(StoreUnavailable):
-            await self._store.delete_journals(doomed)
+            await self._journals.delete_journals(doomed)
             for recording_id in doomed:
                 self._doomed.pop(recording_id, None)
 
@@ -307,24 +307,24 @@ class Recordings:
     @property
     def _may_claim(self) -> bool:
         return (
-            self._store.durable
-            and not self._dispatch.draining
+            not self._dispatch.draining
             and self._dispatch.engine_state is EngineState.READY
+            and self._clock() - self._claimed_s >= self.keeping.claim_s
         )
 
-    async def _claim(self) -> None:
+    async def _claim(self, journals: Durable) -> None:
         """Goes on with the streams of processes that are gone.
 
         What is claimed and not taken over, because the store went away between the two, is told again next time.
         """
         async with self._claiming:
-            for recording_id in await self._store.claim():
+            for recording_id in await journals.claim():
                 if recording_id not in self._all and recording_id not in self._doomed:
-                    await self._take_over(recording_id)
+                    await self._take_over(recording_id, journals)
             self._claimed_s = self._clock()
 
-    async def _take_over(self, recording_id: str) -> None:
-        journal = await self._store.read_journal(recording_id)
+    async def _take_over(self, recording_id: str, journals: Durable) -> None:
+        journal = await journals.read_journal(recording_id)
         if journal is None or recording_id in self._all:
             return
         recording = self._load(journal)
