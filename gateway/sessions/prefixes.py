@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 import time
-from array import array
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from engine.planning.prefix_index import block_hash, chain_start, extend_hashes
 from gateway.http.background import meanwhile
 from gateway.http.errors import invalid
 from gateway.store.interface import Durable, PrefixChange, StoreUnavailable
+from gateway.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
 
 log = logging.getLogger("penstock.gateway")
 
@@ -220,7 +220,7 @@ class PrefixTracker:
         self._blocks[known] = _Block(
             parent=event.parent,
             depth=event.depth,
-            token_ids=array("q", event.token_ids).tobytes(),
+            token_ids=pack_tokens(event.token_ids),
             salt=event.salt,
             hits=self._remembered.pop(known, 0),
             last_used_s=self._clock(),
@@ -317,7 +317,7 @@ def _count_down(counts: dict[_Counted, int], name: _Counted) -> None:
 
 
 def _num_tokens(block: _Block) -> int:
-    return len(block.token_ids) // 8
+    return len(block.token_ids) // TOKEN_BYTES
 
 
 def _change(known: bytes, block: _Block, *, resident: bool) -> PrefixChange:
@@ -325,7 +325,7 @@ def _change(known: bytes, block: _Block, *, resident: bool) -> PrefixChange:
         hash=known,
         parent=block.parent,
         depth=block.depth,
-        token_ids=tuple(memoryview(block.token_ids).cast("q")),
+        token_ids=unpack_tokens(block.token_ids),
         salt=block.salt,
         hits=block.hits,
         last_used_s=block.last_used_s,
@@ -334,7 +334,7 @@ def _change(known: bytes, block: _Block, *, resident: bool) -> PrefixChange:
 
 
 def _block(change: PrefixChange) -> _Block:
-    packed = array("q", change.token_ids).tobytes()
+    packed = pack_tokens(change.token_ids)
     return _Block(change.parent, change.depth, packed, change.salt, change.hits, change.last_used_s, True)
 
 

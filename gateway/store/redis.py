@@ -28,7 +28,15 @@ from gateway.store.interface import (
     StoreUnavailable,
 )
 from gateway.store.link import MAX_COMMANDS, Argument, Command, Link, Script, log
-from gateway.store.packing import pack, pack_prefix, pack_tokens, unpack, unpack_prefix, unpack_tokens
+from gateway.store.packing import (
+    TOKEN_BYTES,
+    pack,
+    pack_prefix,
+    pack_tokens,
+    unpack,
+    unpack_prefix,
+    unpack_tokens,
+)
 
 MAX_LISTED = 10_000
 """Ids of one tenant and kind that `list` knows of."""
@@ -168,7 +176,8 @@ class RedisStore:
 
     async def write_journals(self, changes: Sequence[JournalChange]) -> None:
         await self._ensure_beat()
-        await self.link.all([self._write_journal(change) for change in changes])
+        size = sum(len(change.header or b"") + TOKEN_BYTES * len(change.token_ids) for change in changes)
+        await self.link.all(await off_loop(size, lambda: [self._write_journal(change) for change in changes]))
 
     def _write_journal(self, change: JournalChange) -> Command:
         return self._call(
@@ -188,11 +197,9 @@ class RedisStore:
         header, end, count, tokens = await self.link.one(self._call(scripts.READ_JOURNAL, keys))
         if header is None:
             return None
+        size = len(header) + len(tokens or b"")
         try:
-            token_ids = unpack_tokens(tokens or b"")
-            if count != b"%d" % len(token_ids):
-                raise ValueError("some of its tokens are missing")
-            return Journal(stream_id, unpack(header), token_ids, None if end is None else unpack(end))
+            return await off_loop(size, _journal, stream_id, header, end, count, tokens or b"")
         except ValueError as error:
             self._note_unreadable(f"the journal of {stream_id}", error)
             return None
@@ -362,6 +369,14 @@ class RedisStore:
 
 def _prefix_of(namespace: str) -> str:
     return f"penstock:{{{quote(namespace, safe='')}}}:"
+
+
+def _journal(stream_id: str, header: bytes, end: bytes | None, count: bytes, tokens: bytes) -> Journal:
+    """Raises ValueError if it is not whole."""
+    token_ids = unpack_tokens(tokens)
+    if count != b"%d" % len(token_ids):
+        raise ValueError("some of its tokens are missing")
+    return Journal(stream_id, unpack(header), token_ids, None if end is None else unpack(end))
 
 
 def _pack_all(values: Sequence[bytes]) -> list[bytes]:

@@ -15,6 +15,7 @@ from gateway.access.quotas import Reservation
 from gateway.dispatch import Dispatch
 from gateway.http.background import meanwhile
 from gateway.http.errors import ApiError, internal
+from gateway.http.off_loop import off_loop
 from gateway.sessions.recordings.journal import CorruptJournal, end_of, header_of, rebuild
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import Durable, Journal, JournalChange, Store, StoreUnavailable
@@ -22,10 +23,12 @@ from gateway.wire.frames import timings_of
 
 log = logging.getLogger("penstock.gateway")
 
+_HEADER_BYTES = 12
+"""A token of the prompt and what it says take about so many in a journal's header."""
+_REPLAYED_BYTES = 64
+"""Making a token's text again is as much work as reading so many bytes."""
 MAX_ATTEMPTS = 3
 """Processes that may die over one request; then it fails."""
-INTERRUPTED = frozenset({"server_shutting_down", "engine_failed"})
-"""Errors that end what this process does for a reply, but not the reply: another process goes on with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +138,7 @@ class Recordings:
         if recording_id not in self._all and self._journals is not None:
             journal = await self._journals.read_journal(recording_id)
             if journal is not None and journal.end is not None:
-                self._take_up(journal)
+                await self._take_up(journal)
             elif journal is not None:
                 self._dispatch.check_open()
                 await self._claim(self._journals)
@@ -213,7 +216,7 @@ class Recordings:
         self._dispatch.release(recording)
         recording.timings_json = timings_of(recording) if recording.timings else None
         hook = self.on_end.get(recording.kind)
-        if hook is not None and not self.is_interrupted(recording):
+        if hook is not None and not recording.is_interrupted:
             try:
                 await hook(recording)
             except Exception:
@@ -224,11 +227,6 @@ class Recordings:
         recording.settled = True
         self._dirty[recording.id] = None
         recording.wake()
-
-    def is_interrupted(self, recording: Recording) -> bool:
-        """This process does not finish it, but another one can."""
-        error = recording.error
-        return recording.journalled and error is not None and error.code in INTERRUPTED
 
     def _forget(self, recording: Recording, *, keep_journal: bool = False) -> None:
         self._all.pop(recording.id, None)
@@ -270,7 +268,7 @@ class Recordings:
         wanted = [recording for recording in recordings if recording.journalled]
         if self._journals is None or not wanted:
             return True
-        changes = [self._change(recording) for recording in wanted]
+        changes = [await self._change(recording) for recording in wanted]
         try:
             await self._journals.write_journals(changes)
         except StoreUnavailable:
@@ -281,12 +279,14 @@ class Recordings:
                 self._written[change.stream_id] = change.offset + len(change.token_ids)
         return True
 
-    def _change(self, recording: Recording) -> JournalChange:
-        written = self._written.get(recording.id)
-        is_over = recording.settled and not self.is_interrupted(recording)
+    async def _change(self, recording: Recording) -> JournalChange:
+        header, written = None, self._written.get(recording.id)
+        if written is None:
+            header = await off_loop(_HEADER_BYTES * recording.num_prompt_tokens, header_of, recording)
+        is_over = recording.settled and not recording.is_interrupted
         return JournalChange(
             stream_id=recording.id,
-            header=header_of(recording) if written is None else None,
+            header=header,
             offset=written or 0,
             token_ids=tuple(recording.token_ids[written or 0 :]),
             ttl_s=self.keeping.keep_s if is_over else self.keeping.max_age_s,
@@ -325,9 +325,11 @@ class Recordings:
 
     async def _take_over(self, recording_id: str, journals: Durable) -> None:
         journal = await journals.read_journal(recording_id)
-        if journal is None or recording_id in self._all:
+        if journal is None:
             return
-        recording = self._load(journal)
+        recording = await self._load(journal)
+        if recording_id in self._all:
+            return
         if recording is None:
             self._doomed[recording_id] = None
             return
@@ -347,21 +349,25 @@ class Recordings:
         except ApiError as error:
             recording.fail(error)
 
-    def _take_up(self, journal: Journal) -> None:
+    async def _take_up(self, journal: Journal) -> None:
         """Keeps one that ended in another process; what another still works on cannot be followed from here."""
-        recording = self._load(journal)
-        if recording is not None:
+        recording = await self._load(journal)
+        if recording is not None and recording.id not in self._all:
             recording.ended_s = self._clock()
             recording.settled = True
             self._all[recording.id] = recording
 
-    def _load(self, journal: Journal) -> Recording | None:
+    async def _load(self, journal: Journal) -> Recording | None:
         """The recording as far as it came."""
+        size = len(journal.header) + _REPLAYED_BYTES * len(journal.token_ids)
         try:
-            recording = rebuild(journal, self._clock())
+            return await off_loop(size, self._replayed, journal)
         except CorruptJournal as error:
             log.warning("the journal of %s is passed over: %s", journal.stream_id, error)
             return None
+
+    def _replayed(self, journal: Journal) -> Recording:
+        recording = rebuild(journal, self._clock())
         texts, reason = self._replayer.replay(
             recording.request, journal.token_ids, self._dispatch.context_length
         )

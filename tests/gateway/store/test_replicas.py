@@ -8,6 +8,7 @@ import pytest
 
 from gateway.store import redis as redis_module
 from gateway.store.interface import ALIVE_S, HEARTBEAT_S, JournalChange, Quota
+from gateway.store.link import Command
 from gateway.store.redis import RedisStore
 from tests.gateway.store.stores import Clock, block, record, redis_store
 from tests.redis_server import RedisServer
@@ -114,6 +115,24 @@ async def test_a_server_that_ends_well_is_gone_at_once(server: RedisServer, cloc
         assert await b.locate([b"x"]) == {"a": 1}
     assert await b.locate([b"x"]) == {}
     assert list(await b.claim()) == ["s"]
+
+
+async def test_what_another_replica_put_in_between_is_not_replaced(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = (redis_store(server, replica=name) for name in "ab")
+    await ours.put(record(), b"old", 60)
+    ask = ours.link.one
+
+    async def overtaken(command: Command) -> object:
+        answer = await ask(command)
+        if command.script is None:
+            await theirs.put(record(), b"theirs", 60)
+        return answer
+
+    monkeypatch.setattr(ours.link, "one", overtaken)
+    assert not await ours.replace(record(), b"old", b"ours", 60)
+    assert await theirs.get(record()) == b"theirs"
 
 
 async def test_only_living_replicas_hold_blocks(server: RedisServer, clock: Clock) -> None:
