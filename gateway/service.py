@@ -18,6 +18,7 @@ from gateway.access.quotas import Quotas
 from gateway.dispatch import Dispatch, Engine, Queue
 from gateway.http.background import end, meanwhile
 from gateway.http.connections import Timeouts
+from gateway.http.descriptors import Descriptors
 from gateway.http.limits import Limits
 from gateway.metrics import Metrics, StoreMetrics
 from gateway.sessions.prefixes import PrefixLocator, PrefixTracker, PrefixWriter, WarmUp
@@ -99,6 +100,7 @@ class Service:
         self.idempotency = Idempotency(store)
         self.recordings = Recordings(self.dispatch, store, sink, clock)
         self.recordings.on_resume = self.metrics.resumes.inc
+        self._descriptors = Descriptors()
         self._warm_up: asyncio.Task[None] | None = None
 
     def deliver(self, *reports: StepReport) -> None:
@@ -170,6 +172,7 @@ class Service:
         """One look at everything that waits. `running` calls it several times a second."""
         self.dispatch.tick(now, self.options.timeouts)
         self.recordings.tick(now)
+        self._descriptors.look(now)
 
     # Health
 
