@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from engine.engine import EngineState
@@ -17,6 +18,7 @@ from gateway.access.quotas import Quotas
 from gateway.dispatch import Dispatch, Engine, Queue
 from gateway.http.background import end, meanwhile
 from gateway.http.connections import Timeouts
+from gateway.http.descriptors import Descriptors
 from gateway.http.limits import Limits
 from gateway.metrics import Metrics, StoreMetrics
 from gateway.sessions.prefixes import PrefixLocator, PrefixTracker, PrefixWriter, WarmUp
@@ -90,13 +92,15 @@ class Service:
         self.store = store
         self.metrics.registry.register(StoreMetrics(store.stats))
         self.prefixes = PrefixTracker()
-        self.locator = PrefixLocator(store, options.replica, options.block_size, engine.num_cached_tokens)
-        self._prefix_writer = PrefixWriter(self.prefixes, store, with_tokens=options.warm_up_tokens > 0)
+        self.locator = PrefixLocator(
+            store.durable, options.replica, options.block_size, engine.num_cached_tokens
+        )
         self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises)
         self.quotas = Quotas(store)
         self.idempotency = Idempotency(store)
         self.recordings = Recordings(self.dispatch, store, sink, clock)
         self.recordings.on_resume = self.metrics.resumes.inc
+        self._descriptors = Descriptors()
         self._warm_up: asyncio.Task[None] | None = None
 
     def deliver(self, *reports: StepReport) -> None:
@@ -114,7 +118,7 @@ class Service:
             async with (
                 meanwhile(self._watch()),
                 self.store.running(),
-                self._prefix_writer.running(),
+                self._telling_prefixes(),
                 self.quotas.running(),
                 self.recordings.running(),
             ):
@@ -122,6 +126,13 @@ class Service:
         finally:
             if self._warm_up is not None:
                 await end(self._warm_up)
+
+    def _telling_prefixes(self) -> AbstractAsyncContextManager[None]:
+        """Nothing is told to a store that forgets."""
+        if self.store.durable is None:
+            return contextlib.nullcontext()
+        with_tokens = self.options.warm_up_tokens > 0
+        return PrefixWriter(self.prefixes, self.store.durable, with_tokens=with_tokens).running()
 
     async def _watch(self) -> None:
         tick_s = self.options.timeouts.tick_s
@@ -136,7 +147,7 @@ class Service:
 
     def warm_up(self) -> None:
         """Begins to compute what the processes before this one had in their caches, while nobody needs the engine."""
-        if not self.store.durable or not self.options.warm_up_tokens:
+        if self.store.durable is None or not self.options.warm_up_tokens:
             return
         warm_up = WarmUp(
             self._warm,
@@ -144,7 +155,7 @@ class Service:
             block_size=self.options.block_size,
             max_tokens=self.options.warm_up_tokens,
         )
-        self._warm_up = asyncio.create_task(warm_up.run(self.store, self.prefixes))
+        self._warm_up = asyncio.create_task(warm_up.run(self.store.durable, self.prefixes))
 
     async def _warm(self, token_ids: list[int], salt: bytes) -> None:
         warming = Warming(token_ids, salt, self.clock())
@@ -161,6 +172,7 @@ class Service:
         """One look at everything that waits. `running` calls it several times a second."""
         self.dispatch.tick(now, self.options.timeouts)
         self.recordings.tick(now)
+        self._descriptors.look(now)
 
     # Health
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from hashlib import sha256
 from http import HTTPStatus
 from typing import TypeVar
@@ -16,14 +15,26 @@ from starlette.requests import Request as HttpRequest
 
 from gateway.http.errors import ApiError, invalid
 from gateway.store.interface import Key, Store, StoreUnavailable
-
-log = logging.getLogger("penstock.gateway")
+from gateway.store.records import Records
 
 HEADER = "Idempotency-Key"
 KEPT_S = 600.0
 _MAX_CHARS = 255
 
 Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a key was used for."""
+
+    digest: str
+    """Of the request."""
+    id: str
+    """Of the reply."""
+
+
+_CLAIMS = Records("idempotency", Claim, KEPT_S, lambda claim: len(claim.digest))
 
 
 def idempotency_key(http: HttpRequest) -> str | None:
@@ -69,7 +80,7 @@ class Idempotency:
         """
         if key is None:
             return await make()
-        place = Key("idempotency", tenant, sha256(key.encode()).hexdigest())
+        place = Key(_CLAIMS.kind, tenant, sha256(key.encode()).hexdigest())
         digest = sha256(f"{type(body).__name__} {body.model_dump_json()}".encode()).hexdigest()
         while (begun := self._starting.get(place)) is not None:
             await begun.wait()
@@ -89,20 +100,11 @@ class Idempotency:
             raise
 
     async def _claim(self, place: Key, digest: str, reply_id: str) -> str | None:
-        value = json.dumps({"digest": digest, "id": reply_id}).encode()
         try:
-            found = await self._store.add(place, value, KEPT_S)
+            found = await _CLAIMS.add(self._store, place.tenant, place.id, Claim(digest, reply_id))
         except StoreUnavailable:
             return None
-        if found is None:
-            return None
-        try:
-            known = json.loads(found)
-            known_digest, known_id = str(known["digest"]), str(known["id"])
-        except (ValueError, LookupError, TypeError):
-            log.warning("the record of an %s cannot be read and is passed over", HEADER)
-            return None
-        if known_digest != digest:
+        if found is not None and found.digest != digest:
             message = f"The '{HEADER}' was used before, for another request."
             raise invalid(message, HEADER, "idempotency_key_reused")
-        return known_id
+        return None if found is None else found.id

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import Field
@@ -16,8 +15,8 @@ from starlette.routing import Route
 from gateway.endpoints.intake import Intake, route
 from gateway.service import Service
 from gateway.sessions import conversations
-from gateway.sessions.conversations import KIND, Conversation
-from gateway.sessions.responses.objects import JsonObject, input_items, new_id, page
+from gateway.sessions.conversations import CONVERSATIONS, KIND, Conversation
+from gateway.sessions.responses.objects import Item, input_items, new_id, page
 from gateway.sessions.responses.schemas import (
     InputMessage,
     PageQuery,
@@ -81,7 +80,7 @@ class ConversationsApi:
         check_metadata(body.metadata)
         conversation = Conversation(new_id("conv"), int(time.time()), body.metadata or {})
         conversation.add(self._items(body.items or []), "items")
-        await conversations.write(self._service.store, Key(KIND, tenant, conversation.id), conversation)
+        await CONVERSATIONS.put(self._service.store, tenant, conversation.id, conversation)
         return Json(conversation.as_json())
 
     async def list_conversations(self, http: HttpRequest) -> Response:
@@ -92,8 +91,8 @@ class ConversationsApi:
         with conversations.answering_unavailable():
             newest_first = await store.list(KIND, tenant, MAX_LISTED_CONVERSATIONS)
             found = page([{"id": conversation_id} for conversation_id in reversed(newest_first)], query)
-            keys = [Key(KIND, tenant, entry["id"]) for entry in found["data"]]
-            read = await asyncio.gather(*(conversations.read(store, key, None) for key in keys))
+            ids = [entry["id"] for entry in found["data"]]
+            read = await asyncio.gather(*(CONVERSATIONS.get(store, tenant, i, keep=False) for i in ids))
         # The ids of the page stay, for the next one to go on after.
         found["data"] = [{**one.as_json(), "title": one.title} for one in read if one is not None]
         return Json(found)
@@ -105,15 +104,18 @@ class ConversationsApi:
         key = self._key(http)
         body = await self._intake.read(http, _UpdateBody)
         check_metadata(body.metadata)
-        async with self._changing(key) as conversation:
+
+        def edit(conversation: Conversation) -> None:
             conversation.metadata = body.metadata or {}
-        return Json(conversation.as_json())
+
+        return Json((await self._change(key, edit)).as_json())
 
     async def delete(self, http: HttpRequest) -> Response:
         key = self._key(http)
         with conversations.answering_unavailable():
-            async with conversations.writing(key):
-                conversations.found(await conversations.read(self._service.store, key, None), key.id)
+            async with CONVERSATIONS.exclusive(key.tenant, key.id):
+                there = await CONVERSATIONS.get(self._service.store, key.tenant, key.id, keep=False)
+                conversations.found(there, key.id)
                 await self._service.store.delete(key)
         return Json({"id": key.id, "object": "conversation.deleted", "deleted": True})
 
@@ -124,8 +126,7 @@ class ConversationsApi:
     async def add_items(self, http: HttpRequest) -> Response:
         key = self._key(http)
         items = self._items((await self._intake.read(http, _AddBody)).items)
-        async with self._changing(key) as conversation:
-            conversation.add(items, "items")
+        await self._change(key, lambda conversation: conversation.add(items, "items"))
         return Json(page(items, PageQuery(order="asc")))
 
     async def show_item(self, http: HttpRequest) -> Response:
@@ -135,14 +136,16 @@ class ConversationsApi:
     async def delete_item(self, http: HttpRequest) -> Response:
         key = self._key(http)
         item_id = check_id("item_id", http.path_params["item_id"], "msg")
-        async with self._changing(key) as conversation:
+
+        def edit(conversation: Conversation) -> None:
             conversation.items.remove(conversation.item(item_id))
-        return Json(conversation.as_json())
+
+        return Json((await self._change(key, edit)).as_json())
 
     def _tenant(self, http: HttpRequest) -> str:
         return self._intake.client(http).tenant.name
 
-    def _items(self, messages: list[InputMessage]) -> list[JsonObject]:
+    def _items(self, messages: list[InputMessage]) -> list[Item]:
         check_items(messages, "items")
         return input_items(messages)
 
@@ -156,8 +159,7 @@ class ConversationsApi:
         key = self._key(http)
         return await conversations.find(self._service.store, key.tenant, key.id, "conversation_id")
 
-    @contextlib.asynccontextmanager
-    async def _changing(self, key: Key) -> AsyncIterator[Conversation]:
+    async def _change(self, key: Key, edit: Callable[[Conversation], None]) -> Conversation:
         with conversations.answering_unavailable():
-            async with conversations.changing(self._service.store, key) as conversation:
-                yield conversations.found(conversation, key.id)
+            changed = await CONVERSATIONS.change(self._service.store, key.tenant, key.id, edit)
+        return conversations.found(changed, key.id)

@@ -24,12 +24,11 @@ from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.responses import records
 from gateway.sessions.responses.events import ResponseFormat
 from gateway.sessions.responses.objects import (
-    JsonObject,
+    Item,
     about,
     as_messages,
     deleted,
     input_items,
-    is_interrupted,
     new_id,
     page,
     response,
@@ -125,7 +124,7 @@ class ResponsesApi:
             self._locks.release(tenant, conversation_id)
             raise
 
-    async def _submit(self, turn: _Turn, items: list[JsonObject], thread: Thread) -> Recording:
+    async def _submit(self, turn: _Turn, items: list[Item], thread: Thread) -> Recording:
         body = turn.body
         prompt = await self._prompt(thread, as_messages(items), body.instructions)
         request = self._intake.request(turn.batch, prompt, turn.id)
@@ -153,7 +152,7 @@ class ResponsesApi:
             recording = recording or await self._visible(tenant, response_id)
             if recording is None:
                 raise previous_not_found(response_id)
-            if not recording.settled or is_interrupted(recording):
+            if not recording.settled or recording.is_interrupted:
                 raise _cannot_continue(response_id, "has not ended yet")
             thread = records.continued(recording)
         if thread is None:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import json
-import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from weakref import WeakValueDictionary
 
 from gateway.http.errors import invalid, not_found, unavailable
-from gateway.http.off_loop import off_loop
-from gateway.sessions.responses.objects import JsonObject, as_messages
-from gateway.sessions.responses.schemas import (
-    check_id,
-)
-from gateway.sessions.responses.threads import Thread, pack, unpack
-from gateway.store.interface import Key, Store, StoreUnavailable
-
-log = logging.getLogger("penstock.gateway")
+from gateway.sessions.responses.objects import Item, JsonObject, as_messages
+from gateway.sessions.responses.schemas import check_id
+from gateway.sessions.responses.threads import Thread
+from gateway.store.interface import Store, StoreUnavailable
+from gateway.store.packing import TOKEN_BYTES, Tokens
+from gateway.store.records import Records
 
 KIND = "conversation"
 TTL_S = 24 * 3600.0
@@ -38,8 +31,8 @@ class Conversation:
     id: str
     created_at: int
     metadata: dict[str, str] = field(default_factory=dict)
-    items: list[JsonObject] = field(default_factory=list)
-    token_ids: tuple[int, ...] = ()
+    items: list[Item] = field(default_factory=list)
+    token_ids: Tokens = ()
     """The context that the last answer was generated in; see Thread."""
 
     def thread(self) -> Thread:
@@ -52,11 +45,11 @@ class Conversation:
         first = "" if said is None else as_messages([said])[0]["content"]
         return self.metadata.get("title") or _first_words(first)
 
-    def add(self, items: Sequence[JsonObject], param: str) -> None:
+    def add(self, items: Sequence[Item], param: str) -> None:
         """Raises 400 if there is no room, or if an item is there already."""
         if len(self.items) + len(items) > MAX_ITEMS:
             raise invalid(f"A conversation may have at most {MAX_ITEMS} items.", param, "conversation_full")
-        if _num_bytes([*self.items, *items]) > MAX_BYTES:
+        if _num_text_bytes([*self.items, *items]) > MAX_BYTES:
             message = f"The items of a conversation may have at most {MAX_BYTES} bytes of text."
             raise invalid(message, param, "conversation_full")
         known = {item["id"] for item in self.items}
@@ -66,7 +59,7 @@ class Conversation:
                 raise invalid(message, f"{param}[{i}].id")
         self.items += items
 
-    def item(self, item_id: str) -> JsonObject:
+    def item(self, item_id: str) -> Item:
         """Raises 404 if there is no such item."""
         for item in self.items:
             if item["id"] == item_id:
@@ -86,13 +79,11 @@ class Conversation:
 # In the store
 
 
-async def load(store: Store, tenant: str, conversation_id: str) -> Conversation | None:
-    """The conversation, for another `TTL_S`; None if this tenant has none of that id.
+def _num_bytes(conversation: Conversation) -> int:
+    return _num_text_bytes(conversation.items) + TOKEN_BYTES * len(conversation.token_ids)
 
-    Raises:
-        StoreUnavailable: it cannot be said.
-    """
-    return await read(store, Key(KIND, tenant, conversation_id), TTL_S)
+
+CONVERSATIONS = Records(KIND, Conversation, TTL_S, _num_bytes)
 
 
 async def find(store: Store, tenant: str, conversation_id: str, param: str) -> Conversation:
@@ -103,15 +94,15 @@ async def find(store: Store, tenant: str, conversation_id: str, param: str) -> C
     """
     check_id(param, conversation_id, "conv")
     with answering_unavailable():
-        return found(await load(store, tenant, conversation_id), conversation_id)
+        return found(await CONVERSATIONS.get(store, tenant, conversation_id), conversation_id)
 
 
 async def append(
     store: Store,
     tenant: str,
     conversation_id: str,
-    input_items: Sequence[JsonObject],
-    output_item: JsonObject,
+    input_items: Sequence[Item],
+    output_item: Item,
     thread: Thread,
 ) -> None:
     """Adds a response to the conversation, if it is still there. The second time, nothing is changed.
@@ -122,14 +113,15 @@ async def append(
     Raises:
         StoreUnavailable: nothing was added; it is worth trying again.
     """
-    async with changing(store, Key(KIND, tenant, conversation_id)) as conversation:
-        if conversation is None:
-            return
+
+    def edit(conversation: Conversation) -> None:
         known = {item["id"] for item in conversation.items}
         if output_item["id"] not in known:
             conversation.items += [item for item in input_items if item["id"] not in known]
             conversation.items.append(output_item)
             conversation.token_ids = thread.token_ids
+
+    await CONVERSATIONS.change(store, tenant, conversation_id, edit)
 
 
 class ConversationLocks:
@@ -150,79 +142,6 @@ class ConversationLocks:
         self._taken.discard((tenant, conversation_id))
 
 
-_writers: WeakValueDictionary[Key, asyncio.Lock] = WeakValueDictionary()
-"""Of this process. Of two processes that change one conversation at a time, the later one wins."""
-
-
-@contextlib.asynccontextmanager
-async def changing(store: Store, key: Key) -> AsyncIterator[Conversation | None]:
-    """The conversation to be changed, and written when that went well; one change at a time."""
-    async with writing(key):
-        conversation = await read(store, key, TTL_S)
-        yield conversation
-        if conversation is not None:
-            await write(store, key, conversation)
-
-
-@contextlib.asynccontextmanager
-async def writing(key: Key) -> AsyncIterator[None]:
-    lock = _writers.setdefault(key, asyncio.Lock())
-    async with lock:
-        yield
-
-
-async def read(store: Store, key: Key, ttl_s: float | None) -> Conversation | None:
-    value = await store.get(key, ttl_s)
-    try:
-        return None if value is None else await off_loop(len(value), _decode, key.id, value)
-    except (ValueError, RecursionError) as error:
-        log.warning("the record of conversation %s is corrupt: %s", key.id, error)
-        return None
-
-
-async def write(store: Store, key: Key, conversation: Conversation) -> None:
-    num_bytes = _num_bytes(conversation.items) + 4 * len(conversation.token_ids)
-    await store.put(key, await off_loop(num_bytes, _encode, conversation), TTL_S)
-
-
-def _encode(conversation: Conversation) -> bytes:
-    record = {
-        "created_at": conversation.created_at,
-        "metadata": conversation.metadata,
-        "items": conversation.items,
-        "token_ids": pack(conversation.token_ids),
-    }
-    return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def _decode(conversation_id: str, value: bytes) -> Conversation:
-    record = json.loads(value)
-    if not (
-        isinstance(record, dict)
-        and isinstance(record.get("created_at"), int)
-        and _is_text_to_text(record.get("metadata"))
-        and isinstance(record.get("items"), list)
-        and all(map(_is_item, record["items"]))
-    ):
-        raise ValueError("it has other fields")
-    token_ids = unpack(record.get("token_ids"))
-    return Conversation(conversation_id, record["created_at"], record["metadata"], record["items"], token_ids)
-
-
-def _is_text_to_text(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-
-
-def _is_item(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("id"), str)
-        and isinstance(value.get("role"), str)
-        and isinstance(value.get("content"), list)
-        and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value["content"])
-    )
-
-
 @contextlib.contextmanager
 def answering_unavailable() -> Iterator[None]:
     try:
@@ -237,7 +156,7 @@ def found(conversation: Conversation | None, conversation_id: str) -> Conversati
     return conversation
 
 
-def _num_bytes(items: Sequence[JsonObject]) -> int:
+def _num_text_bytes(items: Sequence[Item]) -> int:
     return sum(len(part["text"].encode()) for item in items for part in item["content"])
 
 

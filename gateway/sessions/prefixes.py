@@ -10,7 +10,6 @@ import contextlib
 import logging
 import math
 import time
-from array import array
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +21,8 @@ from engine.planning.prefix_events import Cleared, Dropped, Found, PrefixEvent, 
 from engine.planning.prefix_index import block_hash, chain_start, extend_hashes
 from gateway.http.background import meanwhile
 from gateway.http.errors import invalid
-from gateway.store.interface import PrefixChange, Store, StoreUnavailable
-from gateway.store.prefixes import hotness
+from gateway.store.interface import Durable, PrefixChange, StoreUnavailable
+from gateway.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
 
 log = logging.getLogger("penstock.gateway")
 
@@ -221,7 +220,7 @@ class PrefixTracker:
         self._blocks[known] = _Block(
             parent=event.parent,
             depth=event.depth,
-            token_ids=array("q", event.token_ids).tobytes(),
+            token_ids=pack_tokens(event.token_ids),
             salt=event.salt,
             hits=self._remembered.pop(known, 0),
             last_used_s=self._clock(),
@@ -318,7 +317,7 @@ def _count_down(counts: dict[_Counted, int], name: _Counted) -> None:
 
 
 def _num_tokens(block: _Block) -> int:
-    return len(block.token_ids) // 8
+    return len(block.token_ids) // TOKEN_BYTES
 
 
 def _change(known: bytes, block: _Block, *, resident: bool) -> PrefixChange:
@@ -326,7 +325,7 @@ def _change(known: bytes, block: _Block, *, resident: bool) -> PrefixChange:
         hash=known,
         parent=block.parent,
         depth=block.depth,
-        token_ids=tuple(memoryview(block.token_ids).cast("q")),
+        token_ids=unpack_tokens(block.token_ids),
         salt=block.salt,
         hits=block.hits,
         last_used_s=block.last_used_s,
@@ -335,7 +334,7 @@ def _change(known: bytes, block: _Block, *, resident: bool) -> PrefixChange:
 
 
 def _block(change: PrefixChange) -> _Block:
-    packed = array("q", change.token_ids).tobytes()
+    packed = pack_tokens(change.token_ids)
     return _Block(change.parent, change.depth, packed, change.salt, change.hits, change.last_used_s, True)
 
 
@@ -345,7 +344,7 @@ class PrefixWriter:
     def __init__(
         self,
         tracker: PrefixTracker,
-        store: Store,
+        store: Durable,
         *,
         with_tokens: bool = True,
         every_s: float = 0.1,
@@ -361,10 +360,7 @@ class PrefixWriter:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While this is entered, changes are written as they come; nothing is, to a store that forgets."""
-        if not self._store.durable:
-            yield
-            return
+        """While this is entered, changes are written as they come."""
         async with meanwhile(self._run()):
             yield
 
@@ -425,7 +421,7 @@ def choose_prefixes(
     known = {block.hash: block for block in blocks if _is_sound(block, block_size)}
     chosen: list[WarmPrefix] = []
     taken: set[bytes] = set()
-    for end in sorted(_ends(known), key=hotness, reverse=True):
+    for end in sorted(_ends(known), key=lambda block: block.hotness, reverse=True):
         chain = _chain(known, end)
         new = [block.hash for block in chain if block.hash not in taken]
         if new and (len(taken) + len(new)) * block_size <= max_tokens:
@@ -486,7 +482,7 @@ class WarmUp:
         self._poll_s = poll_s
         self._clock = clock
 
-    async def run(self, store: Store, tracker: PrefixTracker) -> None:
+    async def run(self, store: Durable, tracker: PrefixTracker) -> None:
         """Once, when the engine is ready; logs what it did, and raises nothing."""
         limit = min(self._max_tokens // self._block_size, MAX_WARMED_BLOCKS)
         if limit <= 0:
@@ -539,7 +535,7 @@ class PrefixLocator:
 
     def __init__(
         self,
-        store: Store,
+        store: Durable | None,
         replica: str,
         block_size: int,
         num_cached_tokens: Callable[[Sequence[int], bytes], int],
@@ -573,7 +569,7 @@ class PrefixLocator:
         }
 
     async def _held_elsewhere(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        if not hashes:
+        if self._store is None or not hashes:
             return {}
         try:
             return await self._store.locate(hashes)

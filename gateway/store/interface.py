@@ -6,11 +6,16 @@ wait for at most `MAX_WAIT_S`. Times to live are in seconds; ids are text that t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+from pydantic import ConfigDict
+
+HALF_LIFE_S = 3600.0
+"""Of a prefix: twice as many hits are worth as much as being used so much later."""
 MAX_WAIT_S = 0.1
 """No call takes longer, whatever state Redis is in."""
 
@@ -91,6 +96,8 @@ class Grant:
 class PrefixChange:
     """A block that came to be resident, was found again, or is gone."""
 
+    __pydantic_config__ = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
     hash: bytes
     parent: bytes | None
     """None for the first block of a chain."""
@@ -103,6 +110,11 @@ class PrefixChange:
     last_used_s: float
     """In seconds since 1970."""
     resident: bool
+
+    @property
+    def hotness(self) -> float:
+        """In seconds since 1970; grows with hits and the time of last use, and needs no recounting as time passes."""
+        return self.last_used_s + HALF_LIFE_S * math.log2(1 + max(0, self.hits))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,41 +135,21 @@ class StoreStats:
     num_dropped: int = 0
     """Of those, how many it will never know of: there were too many."""
     num_corrupt: int = 0
-    """Values in Redis that were not what was written there."""
+    """Values in Redis that could not be read."""
     num_records: int = 0
     num_bytes: int = 0
     """In this process's memory."""
 
 
-class Store(Protocol):
-    """What the gateway keeps. Every method may be called at any time; those that read may raise StoreUnavailable."""
+class Durable(Protocol):
+    """What outlives this process and is shared with others, beside records and quotas: streams, and who caches what.
 
-    @property
-    def durable(self) -> bool:
-        """True if what is written here is still there after a restart."""
+    Every method raises StoreUnavailable while the store does not answer.
+    """
 
     @property
     def num_losses(self) -> int:
-        """Grows when what was written may be lost: who can writes it again."""
-
-    def running(self) -> AbstractAsyncContextManager[None]:
-        """While this is entered, what was put is carried out; when it is left, all of it is done."""
-
-    # Records: whatever was put last, forgotten `ttl_s` after it was put or read
-
-    async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
-        """The value, or None. With `ttl_s`, its time to live begins again."""
-
-    async def put(self, key: Key, value: bytes, ttl_s: float) -> None: ...
-
-    async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
-        """Puts the value if there is none, in one go; returns the one that was there."""
-
-    async def delete(self, key: Key) -> bool:
-        """True if there was one."""
-
-    async def list(self, kind: str, tenant: str, limit: int) -> list[str]:
-        """Ids, the one that was put last first."""
+        """Grows when what was written may be lost: it is to be written again."""
 
     # Journals of streams
 
@@ -178,6 +170,47 @@ class Store(Protocol):
         Those that it had before are told again: the answer that named them first may have been lost.
         """
 
+    # Prefixes
+
+    async def write_prefixes(self, changes: Sequence[PrefixChange]) -> None:
+        """This process's blocks; raises StoreUnavailable like `write_journals`."""
+
+    async def locate(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        """How many of the chain's first blocks each living replica holds; those that hold none are left out."""
+
+    async def hottest(self, limit: int) -> Sequence[PrefixChange]:
+        """Blocks of the prefixes that were used most and last, the hottest first, whoever held them."""
+
+
+class Store(Protocol):
+    """What the gateway keeps. Every method may be called at any time; those that read may raise StoreUnavailable."""
+
+    @property
+    def durable(self) -> Durable | None:
+        """None if nothing that is written here is still there after a restart."""
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """While this is entered, what was put is carried out; when it is left, all of it is done."""
+
+    # Records: whatever was put last, forgotten `ttl_s` after it was put or read
+
+    async def get(self, key: Key, ttl_s: float | None = None) -> bytes | None:
+        """The value, or None. With `ttl_s`, its time to live begins again."""
+
+    async def put(self, key: Key, value: bytes, ttl_s: float) -> None: ...
+
+    async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
+        """Puts the value if there is none, in one go; returns the one that was there."""
+
+    async def replace(self, key: Key, old: bytes, new: bytes, ttl_s: float) -> bool:
+        """Puts a new value if the old one is still there, in one go; False if it is not, and nothing was put."""
+
+    async def delete(self, key: Key) -> bool:
+        """True if there was one."""
+
+    async def list(self, kind: str, tenant: str, limit: int) -> list[str]:
+        """Ids, the one that was put last first."""
+
     # Quotas
 
     async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
@@ -191,26 +224,11 @@ class Store(Protocol):
 
     async def release(self, tenant: str, lease_id: str) -> None: ...
 
-    # Prefixes
-
-    async def write_prefixes(self, changes: Sequence[PrefixChange]) -> None:
-        """This process's blocks; raises StoreUnavailable like `write_journals`."""
-
-    async def locate(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """How many of the chain's first blocks each living replica holds; those that hold none are left out."""
-
-    async def hottest(self, limit: int) -> Sequence[PrefixChange]:
-        """Blocks of the prefixes that were used most and last, parents before children, whoever held them."""
-
-    # This process among others
-
-    async def beat(self) -> None:
-        """This process lives; to be called every `HEARTBEAT_S`, which `running` does."""
-
     def stats(self) -> StoreStats: ...
 
 
 HEARTBEAT_S = 2.0
+"""How often a process tells the others that it lives."""
 ALIVE_S = 3 * HEARTBEAT_S
 """A process that was not heard of for so long is gone."""
 LEASE_S = 30.0

@@ -37,10 +37,6 @@ Argument: TypeAlias = str | bytes | int | float
 log = logging.getLogger("penstock.store")
 
 
-class WrongType(Exception):
-    """A key holds another kind of value than was ever written there."""
-
-
 @dataclass(frozen=True)
 class Script:
     """What Redis does in one go, in Lua."""
@@ -117,12 +113,13 @@ class Link:
 
         Raises:
             StoreUnavailable: Redis did not answer in time, refused the command, or is known to be gone.
-            WrongType: a key holds another kind of value.
         """
         return (await self.all([command]))[0]
 
     async def all(self, commands: Sequence[Command]) -> list[Any]:
         """The answers to all of them, in pieces of `MAX_COMMANDS`; raises like `one`, then some may be done."""
+        if not commands:
+            return []
         patience = PATIENCE.get()
         if patience is not None and not patience.num_glances:
             self.num_rejected += 1
@@ -152,9 +149,6 @@ class Link:
         num_successes = self._num_successes
         try:
             answers = await self._ask_in_pieces(commands)
-        except WrongType:
-            self._succeeded()
-            raise
         except (RedisError, OSError, TimeoutError) as error:
             self._failed(error, is_news=num_successes == self._num_successes)
             raise StoreUnavailable(f"Redis: {_kind(error)}") from error
@@ -184,12 +178,9 @@ class Link:
                     answers[i] = answer
         finally:
             await asyncio.shield(self._pool.release(connection))
-        errors = [answer for answer in answers if isinstance(answer, ResponseError)]
-        for error in errors:
-            if "WRONGTYPE" not in str(error):
-                raise error
-        if errors:
-            raise WrongType
+        for answer in answers:
+            if isinstance(answer, ResponseError):
+                raise answer
         return answers
 
     async def _on_connect(self, connection: AbstractConnection) -> None:

@@ -8,12 +8,12 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from hashlib import blake2b
-from typing import Any
+from hashlib import blake2b, sha1
 from urllib.parse import quote, unquote
 
 from gateway.http.off_loop import off_loop
 from gateway.store import scripts
+from gateway.store.gcra import SECOND_US, cost_us, granted, judge
 from gateway.store.interface import (
     ALIVE_S,
     LEASE_S,
@@ -27,9 +27,9 @@ from gateway.store.interface import (
     StoreStats,
     StoreUnavailable,
 )
-from gateway.store.link import MAX_COMMANDS, Argument, Command, Link, Script, WrongType, log
+from gateway.store.link import MAX_COMMANDS, Argument, Command, Link, Script, log
 from gateway.store.packing import (
-    Corrupt,
+    TOKEN_BYTES,
     pack,
     pack_prefix,
     pack_tokens,
@@ -37,8 +37,6 @@ from gateway.store.packing import (
     unpack_prefix,
     unpack_tokens,
 )
-from gateway.store.prefixes import complete_chains, hotness
-from gateway.store.quotas import SECOND_US, cost_us, granted, judge
 
 MAX_LISTED = 10_000
 """Ids of one tenant and kind that `list` knows of."""
@@ -48,26 +46,9 @@ PREFIX_TTL_S = 24 * 3600.0
 RESIDENT_TTL_S = 60.0
 """For so long what a replica held is remembered after it was heard of last."""
 
-TYPES = {
-    "record": "string",
-    "records": "zset",
-    "journal": "hash",
-    "tokens": "string",
-    "unfinished": "zset",
-    "used": "string",
-    "leases": "zset",
-    "prefix": "string",
-    "hot": "zset",
-    "resident": "zset",
-    "replicas": "zset",
-    "since": "string",
-}
-
 
 class RedisStore:
-    """The interface on Redis alone: every method raises StoreUnavailable while it does not answer."""
-
-    durable = True
+    """All that is kept, in Redis alone: every method raises StoreUnavailable while it does not answer."""
 
     def __init__(
         self,
@@ -100,6 +81,10 @@ class RedisStore:
         self._num_losses_at_beat = 0
 
     @property
+    def durable(self) -> RedisStore:
+        return self
+
+    @property
     def num_losses(self) -> int:
         return self.link.num_losses + self._num_forgotten
 
@@ -130,7 +115,7 @@ class RedisStore:
             command = Command("GET", self._record(key))
         else:
             command = self._call(scripts.GET_AND_KEEP, self._keys_of(key), _ms(ttl_s))
-        return await self._value(key, await self._one(command, *self._keys_of(key)))
+        return await self._value(key, await self.link.one(command))
 
     async def put(self, key: Key, value: bytes, ttl_s: float) -> None:
         await self.put_all([(key, value, ttl_s)])
@@ -140,20 +125,22 @@ class RedisStore:
         values = [value for _, value, _ in records]
         packed = await off_loop(sum(map(len, values)), _pack_all, values)
         commands = [
-            self._put(key, value, ttl_s, only_new)
+            self._put(key, value, ttl_s, "none" if only_new else "")
             for (key, _, ttl_s), value in zip(records, packed, strict=True)
             if ttl_s > 0
         ]
-        keys = {name: None for key, _, _ in records for name in self._keys_of(key)}
-        await self._all(commands, *keys)
+        await self.link.all(commands)
 
     async def add(self, key: Key, value: bytes, ttl_s: float) -> bytes | None:
         packed = await off_loop(len(value), pack, value)
-        command = self._put(key, packed, ttl_s, True)
-        there = await self._value(key, found := await self._one(command, *self._keys_of(key)))
-        if found is not None and there is None:
-            await self._one(command, *self._keys_of(key))
-        return there
+        return await self._value(key, await self.link.one(self._put(key, packed, ttl_s, "none")))
+
+    async def replace(self, key: Key, old: bytes, new: bytes, ttl_s: float) -> bool:
+        there = await self.link.one(Command("GET", self._record(key)))
+        if await self._value(key, there) != old:
+            return False
+        packed, digest = await off_loop(len(new), lambda: (pack(new), sha1(there).hexdigest()))
+        return await self.link.one(self._put(key, packed, ttl_s, digest)) is None
 
     async def delete(self, key: Key) -> bool:
         return await self.delete_all([key]) > 0
@@ -164,20 +151,16 @@ class RedisStore:
         for key in keys:
             record, index = self._keys_of(key)
             commands += [Command("UNLINK", record), Command("ZREM", index, key.id)]
-        answers = await self._all(commands, *(self._keys_of(key)[1] for key in keys))
-        return sum(answers[::2])
+        return sum((await self.link.all(commands))[::2])
 
     async def list(self, kind: str, tenant: str, limit: int) -> builtins.list[str]:
-        index = self._index(kind, tenant)
-        ids = await self._one(
-            self._call(scripts.LIST, [index], min(limit, MAX_LISTED), self._record(Key(kind, tenant, ""))),
-            index,
-        )
+        bounds = (min(limit, MAX_LISTED), self._record(Key(kind, tenant, "")))
+        ids = await self.link.one(self._call(scripts.LIST, [self._index(kind, tenant)], *bounds))
         return [id_.decode(errors="replace") for id_ in ids]
 
-    def _put(self, key: Key, packed: bytes, ttl_s: float, only_new: bool) -> Command:
+    def _put(self, key: Key, packed: bytes, ttl_s: float, expected: str) -> Command:
         first = self._record(key._replace(id=""))
-        arguments = (packed, _ms(ttl_s), key.id, int(only_new), first, MAX_LISTED)
+        arguments = (packed, _ms(ttl_s), key.id, expected, first, MAX_LISTED)
         return self._call(scripts.PUT, self._keys_of(key), *arguments)
 
     async def _value(self, key: Key, packed: bytes | None) -> bytes | None:
@@ -185,17 +168,16 @@ class RedisStore:
             return None
         try:
             return await off_loop(len(packed), unpack, packed)
-        except Corrupt:
-            self._note_corrupt(key.kind, key.id)
-            await self.delete(key)
+        except ValueError as error:
+            self._note_unreadable(f"the {key.kind} {key.id!r}", error)
             return None
 
     # Journals of streams
 
     async def write_journals(self, changes: Sequence[JournalChange]) -> None:
         await self._ensure_beat()
-        keys = [name for change in changes for name in self._journal_keys(change.stream_id)]
-        await self._all([self._write_journal(change) for change in changes], *keys, self._key("unfinished"))
+        size = sum(len(change.header or b"") + TOKEN_BYTES * len(change.token_ids) for change in changes)
+        await self.link.all(await off_loop(size, lambda: [self._write_journal(change) for change in changes]))
 
     def _write_journal(self, change: JournalChange) -> Command:
         return self._call(
@@ -212,17 +194,14 @@ class RedisStore:
 
     async def read_journal(self, stream_id: str) -> Journal | None:
         keys = self._journal_keys(stream_id)
-        header, end, count, tokens = await self._one(self._call(scripts.READ_JOURNAL, keys), *keys)
+        header, end, count, tokens = await self.link.one(self._call(scripts.READ_JOURNAL, keys))
         if header is None:
             return None
+        size = len(header) + len(tokens or b"")
         try:
-            token_ids = unpack_tokens(tokens or b"")
-            if count != b"%d" % len(token_ids):
-                raise Corrupt
-            return Journal(stream_id, unpack(header), token_ids, None if end is None else unpack(end))
-        except Corrupt:
-            self._note_corrupt("journal", stream_id)
-            await self.delete_journals([stream_id])
+            return await off_loop(size, _journal, stream_id, header, end, count, tokens or b"")
+        except ValueError as error:
+            self._note_unreadable(f"the journal of {stream_id}", error)
             return None
 
     async def delete_journals(self, stream_ids: Sequence[str]) -> None:
@@ -231,14 +210,14 @@ class RedisStore:
         for stream_id in stream_ids:
             commands.append(Command("UNLINK", *self._journal_keys(stream_id)))
             commands.append(Command("ZREM", unfinished, stream_id))
-        await self._all(commands, unfinished)
+        await self.link.all(commands)
 
     async def claim(self) -> Sequence[str]:
         await self.beat()  # an event loop that was held up for long let this process seem dead
         keys = [self._key("unfinished"), self._key("replicas"), self._key("since")]
         alive_us = int(ALIVE_S * SECOND_US)
         arguments = (self._owner, self._name, alive_us, self._key("journal", ""), MAX_CLAIMED)
-        own = await self._one(self._call(scripts.CLAIM, keys, *arguments), *keys)
+        own = await self.link.one(self._call(scripts.CLAIM, keys, *arguments))
         return [stream_id.decode(errors="replace") for stream_id in own]
 
     def _journal_keys(self, stream_id: str) -> tuple[str, str]:
@@ -247,19 +226,16 @@ class RedisStore:
     # Quotas
 
     async def reserve(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> Grant:
-        keys = self._quota_keys(tenant)
         command = self._call(
             scripts.RESERVE,
-            keys,
+            self._quota_keys(tenant),
             _cost(1, quota.requests_per_minute),
             _cost(num_tokens, quota.tokens_per_minute),
             "" if quota.max_streams is None else quota.max_streams,
             lease_id,
             int(LEASE_S * SECOND_US),
         )
-        fits, num_streams, requests_us, tokens_us, corrupt = await self._one(command, *keys)
-        if corrupt:
-            self._note_corrupt("quota", tenant)
+        fits, num_streams, requests_us, tokens_us = await self.link.one(command)
         if fits:
             return granted(quota, requests_us, tokens_us)
         return judge(quota, num_tokens, num_streams, requests_us, tokens_us)
@@ -267,26 +243,22 @@ class RedisStore:
     async def settle(self, tenant: str, quota: Quota, num_tokens: int, lease_id: str) -> None:  # noqa: ARG002
         if quota.tokens_per_minute is None or num_tokens == 0:
             return
-        key = self._quota_keys(tenant)[1]
         cost = cost_us(num_tokens, quota.tokens_per_minute)
-        if await self._one(self._call(scripts.SETTLE, [key], cost), key):
-            self._note_corrupt("quota", tenant)
+        await self.link.one(self._call(scripts.SETTLE, [self._quota_keys(tenant)[1]], cost))
 
     async def renew(self, leases: Sequence[tuple[str, str]]) -> None:
         ids: dict[str, list[str]] = {}
         for tenant, lease_id in leases:
             ids.setdefault(self._quota_keys(tenant)[2], []).append(lease_id)
         lease_us = int(LEASE_S * SECOND_US)
-        commands = [self._call(scripts.RENEW, [key], lease_us, *held) for key, held in ids.items()]
-        await self._all(commands, *ids)
+        await self.link.all([self._call(scripts.RENEW, [key], lease_us, *held) for key, held in ids.items()])
 
     async def release(self, tenant: str, lease_id: str) -> None:
         await self.release_all([(tenant, lease_id)])
 
     async def release_all(self, leases: Sequence[tuple[str, str]]) -> None:
-        keys = {lease: self._quota_keys(lease[0])[2] for lease in leases}
-        await self._all(
-            [Command("ZREM", key, lease_id) for (_, lease_id), key in keys.items()], *keys.values()
+        await self.link.all(
+            [Command("ZREM", self._quota_keys(tenant)[2], lease_id) for tenant, lease_id in leases]
         )
 
     def _quota_keys(self, tenant: str) -> tuple[str, str, str]:
@@ -305,9 +277,9 @@ class RedisStore:
             arguments: list[Argument] = []
             for change in changes[start : start + MAX_COMMANDS]:
                 value = pack_prefix(change) if change.resident else b""
-                arguments += [change.hash.hex(), change.last_used_s, hotness(change), value]
+                arguments += [change.hash.hex(), change.last_used_s, change.hotness, value]
             commands.append(self._call(scripts.WRITE_PREFIXES, keys, *bounds, *arguments))
-        await self._all(commands, *keys)
+        await self.link.all(commands)
 
     async def locate(self, hashes: Sequence[bytes]) -> dict[str, int]:
         key = self._key("replicas")
@@ -317,7 +289,7 @@ class RedisStore:
             names = [block_hash.hex() for block_hash in hashes[start : start + MAX_COMMANDS]]
             commands.append(self._call(scripts.LOCATE, [key], *bounds, *names))
         held: dict[bytes, int] = {}
-        for i, answer in enumerate(await self._all(commands, key)):
+        for i, answer in enumerate(await self.link.all(commands)):
             for owner, count in zip(answer[::2], answer[1::2], strict=True):
                 if held.get(owner, 0) == i * MAX_COMMANDS:
                     held[owner] = held.get(owner, 0) + count
@@ -327,31 +299,27 @@ class RedisStore:
         """Fewer than there are, if there is no time for more."""
         deadline_s = time.monotonic() + MAX_WAIT_S / 2
         hot = self._key("hot")
-        names = await self._one(Command("ZREVRANGE", hot, 0, max(0, 2 * limit - 1)), hot)
+        names = await self.link.one(Command("ZREVRANGE", hot, 0, limit - 1)) if limit > 0 else []
         found: builtins.list[PrefixChange] = []
         for start in range(0, len(names), MAX_COMMANDS):
             if time.monotonic() > deadline_s:
                 break
             found += await self._prefixes(names[start : start + MAX_COMMANDS])
-        return complete_chains(found, limit)
+        return found
 
     async def _prefixes(self, names: Sequence[bytes]) -> builtins.list[PrefixChange]:
         """What is written of them; those that nothing is written of, or nothing right, are no longer hot."""
         keys = [self._key("prefix", name.decode(errors="replace")) for name in names]
-        found, wrong, gone = [], [], []
-        for name, key, packed in zip(names, keys, await self._one(Command("MGET", *keys)), strict=True):
+        found, gone = [], []
+        for name, packed in zip(names, await self.link.one(Command("MGET", *keys)), strict=True):
             try:
-                if packed is None:
-                    gone.append(name)
-                else:
-                    found.append(unpack_prefix(bytes.fromhex(name.decode()), packed))
-            except (Corrupt, ValueError):
-                self._note_corrupt("prefix", name.decode(errors="replace"))
-                wrong.append(key)
+                found.append(unpack_prefix(packed or b""))
+            except ValueError as error:
                 gone.append(name)
+                if packed is not None:
+                    self._note_unreadable(f"the prefix {name!r}", error)
         if gone:
-            unlink = [Command("UNLINK", *wrong)] if wrong else []
-            await self._all([Command("ZREM", self._key("hot"), *gone), *unlink])
+            await self.link.one(Command("ZREM", self._key("hot"), *gone))
         return found
 
     # This process among others
@@ -360,7 +328,7 @@ class RedisStore:
         keys = [self._key("replicas"), self._key("since"), self._key("resident", self._owner)]
         first = not self._has_beaten
         arguments = (self._owner, self._name, int(ALIVE_S * SECOND_US), int(first), _ms(RESIDENT_TTL_S))
-        answer = await self._one(self._call(scripts.BEAT, keys, *arguments), *keys)
+        answer = await self.link.one(self._call(scripts.BEAT, keys, *arguments))
         self._has_beaten = True
         if answer == b"new" and not first and self.link.num_losses == self._num_losses_at_beat:
             self._num_forgotten += 1
@@ -368,9 +336,8 @@ class RedisStore:
 
     async def _leave(self) -> None:
         """This process is gone, and nobody needs to wait to find out."""
-        replicas = self._key("replicas")
-        gone = [Command("ZREM", replicas, self._owner), Command("UNLINK", self._key("resident", self._owner))]
-        await self._all(gone, replicas)
+        beat, resident = self._key("replicas"), self._key("resident", self._owner)
+        await self.link.all([Command("ZREM", beat, self._owner), Command("UNLINK", resident)])
 
     async def _ensure_beat(self) -> None:
         """What is written by a process that nobody heard of is an orphan at once."""
@@ -395,36 +362,21 @@ class RedisStore:
         now = "" if self._clock is None else int(self._clock() * SECOND_US)
         return Command.of(script, keys, now, *arguments)
 
-    async def _one(self, command: Command, *keys: str) -> Any:
-        return (await self._all([command], *keys))[0]
-
-    async def _all(self, commands: Sequence[Command], *keys: str) -> builtins.list[Any]:
-        """The answers. If one of these keys holds another kind of value, it is dropped, and all is done again."""
-        if not commands:
-            return []
-        with suppress(WrongType):
-            return await self.link.all(commands)
-        try:
-            await self._drop_wrong_types(keys)
-            return await self.link.all(commands)
-        except WrongType:
-            raise StoreUnavailable("a key in Redis holds another kind of value") from None
-
-    async def _drop_wrong_types(self, keys: Sequence[str]) -> None:
-        kinds = await self.link.all([Command("TYPE", key) for key in keys])
-        for key, kind in zip(keys, kinds, strict=True):
-            section = key.removeprefix(self._prefix).removeprefix(self._records_prefix).partition(":")[0]
-            if kind.decode() not in (TYPES[section], "none"):
-                self._note_corrupt(section, key)
-                await self.link.one(Command("UNLINK", key))
-
-    def _note_corrupt(self, what: str, name: str) -> None:
+    def _note_unreadable(self, what: str, error: ValueError) -> None:
         self.num_corrupt += 1
-        log.warning("a %s in Redis is not what was written there, and dropped: %r", what, name)
+        log.warning("%s is passed over, for it cannot be read: %s", what, " ".join(str(error).split()))
 
 
 def _prefix_of(namespace: str) -> str:
     return f"penstock:{{{quote(namespace, safe='')}}}:"
+
+
+def _journal(stream_id: str, header: bytes, end: bytes | None, count: bytes, tokens: bytes) -> Journal:
+    """Raises ValueError if it is not whole."""
+    token_ids = unpack_tokens(tokens)
+    if count != b"%d" % len(token_ids):
+        raise ValueError("some of its tokens are missing")
+    return Journal(stream_id, unpack(header), token_ids, None if end is None else unpack(end))
 
 
 def _pack_all(values: Sequence[bytes]) -> list[bytes]:

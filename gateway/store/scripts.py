@@ -21,10 +21,11 @@ end
 PUT = Script(
     _NOW
     + """
--- KEYS record, index  ARGV now, value, ttl_ms, id, only if there is none, prefix of records, most ids
-if ARGV[5] == '1' then
+-- KEYS record, index  ARGV now, value, ttl_ms, id, what has to be there, prefix of records, most ids
+-- That is 'none', the SHA-1 of a value, or empty if it may be anything. The answer is what is there instead.
+if ARGV[5] ~= '' then
     local there = redis.call('GET', KEYS[1])
-    if there then return there end
+    if (there and redis.sha1hex(there) or 'none') ~= ARGV[5] then return there or 'none' end
 end
 redis.call('SET', KEYS[1], ARGV[2], 'PX', ARGV[3])
 for _, id in ipairs(redis.call('ZRANGE', KEYS[2], 0, 1)) do
@@ -77,20 +78,13 @@ WRITE_JOURNAL = Script(
     + """
 -- KEYS journal, tokens, unfinished  ARGV now, owner, header, offset, tokens, ttl_ms, end, stream
 local known = redis.call('HMGET', KEYS[1], 'end', 'owner', 'count')
-local count = tonumber(known[3] or '') or 0
+local count, offset = tonumber(known[3] or '') or 0, tonumber(ARGV[4])
 if known[1] then return 'ended' end
-if not known[2] then
-    if ARGV[3] == '' then return 'missing' end
-    redis.call('UNLINK', KEYS[1], KEYS[2])
-    redis.call('HSET', KEYS[1], 'header', ARGV[3], 'owner', ARGV[2])
-    count = 0
-elseif known[2] ~= ARGV[2] then
-    return 'foreign'
-elseif ARGV[3] ~= '' then
-    redis.call('HSET', KEYS[1], 'header', ARGV[3])
-end
-local offset = tonumber(ARGV[4])
+if not known[2] and ARGV[3] == '' then return 'missing' end
+if known[2] and known[2] ~= ARGV[2] then return 'foreign' end
 if offset > count then return 'gap' end
+if not known[2] then redis.call('UNLINK', KEYS[1], KEYS[2]) end
+if ARGV[3] ~= '' then redis.call('HSET', KEYS[1], 'header', ARGV[3], 'owner', ARGV[2]) end
 if #ARGV[5] > 0 then redis.call('SETRANGE', KEYS[2], offset * 4, ARGV[5]) end
 redis.call('HSET', KEYS[1], 'count', math.max(count, offset + #ARGV[5] / 4))
 redis.call('PEXPIRE', KEYS[1], ARGV[6])
@@ -110,8 +104,7 @@ READ_JOURNAL = Script(
     """
 -- KEYS journal, tokens
 local known = redis.call('HMGET', KEYS[1], 'header', 'end', 'count')
-local tokens = redis.pcall('GET', KEYS[2])
-return {known[1], known[2], known[3], type(tokens) == 'table' and 'corrupt' or tokens}
+return {known[1], known[2], known[3], redis.call('GET', KEYS[2])}
 """
 )
 
@@ -131,8 +124,8 @@ local too_early = not since or now - since < alive_us
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
 local own = {}
 for _, stream in ipairs(redis.call('ZRANGE', KEYS[1], 0, ARGV[6] - 1)) do
-    local owner = redis.pcall('HGET', ARGV[5] .. stream, 'owner')
-    if type(owner) ~= 'string' then
+    local owner = redis.call('HGET', ARGV[5] .. stream, 'owner')
+    if not owner then
         redis.call('ZREM', KEYS[1], stream)
     else
         local same_name = string.sub(owner, 1, #ARGV[3]) == ARGV[3]
@@ -167,15 +160,8 @@ return known and 'known' or 'new'
 )
 
 _AHEAD = """
-local corrupt = 0
 local function ahead_of(key)
-    local text = redis.call('GET', key)
-    if not text then return 0 end
-    local tat = tonumber(text)
-    if tat and tat == tat and tat <= now + 24 * 3600 * 1000000 then return math.max(0, tat - now) end
-    corrupt = 1
-    redis.call('UNLINK', key)
-    return 0
+    return math.max(0, (tonumber(redis.call('GET', key) or '') or 0) - now)
 end
 local function save(key, ahead)
     if ahead <= 0 then return redis.call('UNLINK', key) end
@@ -209,7 +195,7 @@ if fits then
     redis.call('ZADD', KEYS[3], now + ARGV[6], ARGV[5])
     redis.call('PEXPIRE', KEYS[3], ARGV[6] / 1000)
 end
-return {fits and 1 or 0, streams, ahead[1], ahead[2], corrupt}
+return {fits and 1 or 0, streams, ahead[1], ahead[2]}
 """
 )
 
@@ -219,7 +205,6 @@ SETTLE = Script(
     + """
 -- KEYS tokens  ARGV now, cost
 save(KEYS[1], math.min(ahead_of(KEYS[1]) + ARGV[2], 24 * 3600 * 1000000))
-return corrupt
 """
 )
 
@@ -265,7 +250,7 @@ local answer = {}
 for _, owner in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. string.format('%.0f', now - ARGV[2]), '+inf')) do
     local count = 0
     for i = 4, #ARGV do
-        if type(redis.pcall('ZSCORE', ARGV[3] .. owner, ARGV[i])) ~= 'string' then break end
+        if not redis.call('ZSCORE', ARGV[3] .. owner, ARGV[i]) then break end
         count = count + 1
     end
     answer[#answer + 1] = owner

@@ -11,10 +11,7 @@ from dataclasses import dataclass, replace
 from gateway.store.interface import (
     HEARTBEAT_S,
     Grant,
-    Journal,
-    JournalChange,
     Key,
-    PrefixChange,
     Quota,
     StoreStats,
     StoreUnavailable,
@@ -106,10 +103,8 @@ class SharedStore:
     """The interface on memory and Redis together.
 
     Records are in both, and Redis hears of them soon after; what was read from it is remembered, too. Quotas are
-    counted in both, and Redis decides while it can. Journals and prefixes are in Redis alone.
+    counted in both, and Redis decides while it can. What is durable is in Redis alone.
     """
-
-    durable = True
 
     def __init__(
         self,
@@ -133,8 +128,8 @@ class SharedStore:
         self._closing = asyncio.Event()
 
     @property
-    def num_losses(self) -> int:
-        return self.remote.num_losses
+    def durable(self) -> RedisStore:
+        return self.remote
 
     def stats(self) -> StoreStats:
         local = self.local.stats()
@@ -198,7 +193,7 @@ class SharedStore:
         elif ttl_s is not None:
             await self.local.put(key, value, ttl_s)
         else:
-            self.local.records.replace(key, value, len(value))
+            self.local.records.refresh(key, value)
 
     async def put(self, key: Key, value: bytes, ttl_s: float) -> None:
         await self.local.put(key, value, ttl_s)
@@ -221,6 +216,19 @@ class SharedStore:
         if there is None:
             await self.put(key, value, ttl_s)
         return there
+
+    async def replace(self, key: Key, old: bytes, new: bytes, ttl_s: float) -> bool:
+        """While Redis does not answer the last one to write wins: others cannot be seen."""
+        if not self._is_known_better(key):
+            with suppress(StoreUnavailable):
+                is_done = await self.remote.replace(key, old, new, ttl_s)
+                if is_done and not self._is_known_better(key):
+                    await self.local.put(key, new, ttl_s)
+                return is_done
+        if await self._get_local(key, None) != old:
+            return False
+        await self.put(key, new, ttl_s)
+        return True
 
     async def delete(self, key: Key) -> bool:
         """Raises StoreUnavailable if nobody knows whether there was one; it is deleted as soon as can be."""
@@ -251,20 +259,6 @@ class SharedStore:
         self._lost.pop(key, None)
         self._backlog.put(key, pending)
         self._work.set()
-
-    # Journals of streams
-
-    async def write_journals(self, changes: Sequence[JournalChange]) -> None:
-        await self.remote.write_journals(changes)
-
-    async def read_journal(self, stream_id: str) -> Journal | None:
-        return await self.remote.read_journal(stream_id)
-
-    async def delete_journals(self, stream_ids: Sequence[str]) -> None:
-        await self.remote.delete_journals(stream_ids)
-
-    async def claim(self) -> Sequence[str]:
-        return await self.remote.claim()
 
     # Quotas
 
@@ -303,17 +297,6 @@ class SharedStore:
             while len(self._releases) > MAX_DIRTY:
                 self._releases.popitem(last=False)
             self._work.set()
-
-    # Prefixes
-
-    async def write_prefixes(self, changes: Sequence[PrefixChange]) -> None:
-        await self.remote.write_prefixes(changes)
-
-    async def locate(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        return await self.remote.locate(hashes)
-
-    async def hottest(self, limit: int) -> Sequence[PrefixChange]:
-        return await self.remote.hottest(limit)
 
     # What it does by itself
 

@@ -6,14 +6,12 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.planning.request import FinishReason, Request
 from gateway.http.errors import ApiError
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import Journal
-
-_REQUEST = TypeAdapter(Request)
 
 
 class CorruptJournal(ValueError):
@@ -30,7 +28,7 @@ class _Header(BaseModel):
     max_detached_s: float | None
     attempts: int
     """How many processes have worked on it."""
-    request: Any
+    request: Request
 
 
 class _End(BaseModel):
@@ -50,7 +48,7 @@ def header_of(recording: Recording) -> bytes:
         detachable=recording.detachable,
         max_detached_s=recording.max_detached_s,
         attempts=recording.attempts,
-        request=_REQUEST.dump_python(replace(recording.request, output_token_ids=()), mode="json"),
+        request=replace(recording.request, output_token_ids=()),
     )
     return header.model_dump_json().encode()
 
@@ -82,14 +80,13 @@ def rebuild(journal: Journal, now: float) -> Recording:
     """
     try:
         header = _Header.model_validate_json(journal.header)
-        request = _REQUEST.validate_python(header.request)
         end = _End.model_validate_json(journal.end) if journal.end is not None else None
     except ValidationError as error:
         raise CorruptJournal(f"{error.error_count()} fields are wrong") from None
-    if request.request_id != journal.stream_id:
+    if header.request.request_id != journal.stream_id:
         raise CorruptJournal("it is another stream's")
     recording = Recording(
-        replace(request, arrival_s=now, output_token_ids=journal.token_ids),
+        replace(header.request, arrival_s=now, output_token_ids=journal.token_ids),
         kind=header.kind,
         about=header.about,
         created=header.created,

@@ -19,6 +19,8 @@ from gateway.wire.streams import Generation
 
 MAX_TEXT_BYTES = 4 * 1024 * 1024
 """Of one recording; the oldest events beyond it are forgotten."""
+INTERRUPTED = frozenset({"server_shutting_down", "engine_failed"})
+"""Errors that end what this process does for a reply, but not the reply: another process goes on with it."""
 _EVENT_BYTES = 64
 """What an event takes beside its text."""
 
@@ -113,6 +115,11 @@ class Recording(Generation):
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
+
+    @property
+    def is_interrupted(self) -> bool:
+        """This process does not finish it, but another one can."""
+        return self.journalled and self.error is not None and self.error.code in INTERRUPTED
 
     @property
     def num_texts(self) -> int:

@@ -15,17 +15,20 @@ from gateway.access.quotas import Reservation
 from gateway.dispatch import Dispatch
 from gateway.http.background import meanwhile
 from gateway.http.errors import ApiError, internal
+from gateway.http.off_loop import off_loop
 from gateway.sessions.recordings.journal import CorruptJournal, end_of, header_of, rebuild
 from gateway.sessions.recordings.recording import Recording
-from gateway.store.interface import Journal, JournalChange, Store, StoreUnavailable
+from gateway.store.interface import Durable, Journal, JournalChange, Store, StoreUnavailable
 from gateway.wire.frames import timings_of
 
 log = logging.getLogger("penstock.gateway")
 
+_HEADER_BYTES = 12
+"""A token of the prompt and what it says take about so many in a journal's header."""
+_REPLAYED_BYTES = 64
+"""Making a token's text again is as much work as reading so many bytes."""
 MAX_ATTEMPTS = 3
 """Processes that may die over one request; then it fails."""
-INTERRUPTED = frozenset({"server_shutting_down", "engine_failed"})
-"""Errors that end what this process does for a reply, but not the reply: another process goes on with it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +71,7 @@ class Recordings:
         keeping: Keeping | None = None,
     ) -> None:
         self._dispatch = dispatch
-        self._store = store
+        self._journals = store.durable
         self._replayer = replayer
         self._clock = clock
         self.keeping = keeping or Keeping()
@@ -84,7 +87,7 @@ class Recordings:
         self._settling: dict[str, asyncio.Task[None]] = {}
         self._claiming = asyncio.Lock()
         self._claimed_s = float("-inf")
-        self._num_losses = store.num_losses
+        self._num_losses = 0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -116,7 +119,7 @@ class Recordings:
             about=about,
             created=created,
             detachable=detachable,
-            journalled=journalled and self._store.durable,
+            journalled=journalled and self._journals is not None,
             max_detached_s=max_detached_s,
         )
         recording.reservation = reservation
@@ -132,13 +135,13 @@ class Recordings:
             StoreUnavailable: nobody can say now whether there is one.
             ApiError: 503, for the same reason: what was interrupted is known when the engine is ready.
         """
-        if recording_id not in self._all and self._store.durable:
-            journal = await self._store.read_journal(recording_id)
+        if recording_id not in self._all and self._journals is not None:
+            journal = await self._journals.read_journal(recording_id)
             if journal is not None and journal.end is not None:
-                self._take_up(journal)
+                await self._take_up(journal)
             elif journal is not None:
                 self._dispatch.check_open()
-                await self._claim()
+                await self._claim(self._journals)
         return self.here(tenant, recording_id)
 
     def here(self, tenant: str, recording_id: str) -> Recording | None:
@@ -177,9 +180,9 @@ class Recordings:
             await asyncio.sleep(self.keeping.flush_s)
             try:
                 await self._flush()
-                if self._may_claim and self._clock() - self._claimed_s >= self.keeping.claim_s:
+                if self._journals is not None and self._may_claim:
                     with contextlib.suppress(StoreUnavailable):
-                        await self._claim()
+                        await self._claim(self._journals)
             except Exception:
                 log.exception("writing the journal failed; going on")
 
@@ -213,7 +216,7 @@ class Recordings:
         self._dispatch.release(recording)
         recording.timings_json = timings_of(recording) if recording.timings else None
         hook = self.on_end.get(recording.kind)
-        if hook is not None and not self.is_interrupted(recording):
+        if hook is not None and not recording.is_interrupted:
             try:
                 await hook(recording)
             except Exception:
@@ -224,11 +227,6 @@ class Recordings:
         recording.settled = True
         self._dirty[recording.id] = None
         recording.wake()
-
-    def is_interrupted(self, recording: Recording) -> bool:
-        """This process does not finish it, but another one can."""
-        error = recording.error
-        return recording.journalled and error is not None and error.code in INTERRUPTED
 
     def _forget(self, recording: Recording, *, keep_journal: bool = False) -> None:
         self._all.pop(recording.id, None)
@@ -251,8 +249,8 @@ class Recordings:
     # The journal
 
     async def _flush(self) -> None:
-        if self._store.num_losses != self._num_losses:
-            self._num_losses = self._store.num_losses
+        if self._journals is not None and self._journals.num_losses != self._num_losses:
+            self._num_losses = self._journals.num_losses
             self._written.clear()
             self._dirty.update(dict.fromkeys(self._all))
         # What becomes new meanwhile is written next time: steps may bring it faster than the store takes it.
@@ -268,11 +266,11 @@ class Recordings:
         for recording in recordings:
             self._dirty.pop(recording.id, None)
         wanted = [recording for recording in recordings if recording.journalled]
-        changes = [self._change(recording) for recording in wanted]
-        if not changes:
+        if self._journals is None or not wanted:
             return True
+        changes = [await self._change(recording) for recording in wanted]
         try:
-            await self._store.write_journals(changes)
+            await self._journals.write_journals(changes)
         except StoreUnavailable:
             self._dirty.update(dict.fromkeys(change.stream_id for change in changes))
             return False
@@ -281,12 +279,14 @@ class Recordings:
                 self._written[change.stream_id] = change.offset + len(change.token_ids)
         return True
 
-    def _change(self, recording: Recording) -> JournalChange:
-        written = self._written.get(recording.id)
-        is_over = recording.settled and not self.is_interrupted(recording)
+    async def _change(self, recording: Recording) -> JournalChange:
+        header, written = None, self._written.get(recording.id)
+        if written is None:
+            header = await off_loop(_HEADER_BYTES * recording.num_prompt_tokens, header_of, recording)
+        is_over = recording.settled and not recording.is_interrupted
         return JournalChange(
             stream_id=recording.id,
-            header=header_of(recording) if written is None else None,
+            header=header,
             offset=written or 0,
             token_ids=tuple(recording.token_ids[written or 0 :]),
             ttl_s=self.keeping.keep_s if is_over else self.keeping.max_age_s,
@@ -295,10 +295,10 @@ class Recordings:
 
     async def _delete_doomed(self) -> None:
         doomed = list(self._doomed)[: self.keeping.batch]
-        if not doomed:
+        if self._journals is None or not doomed:
             return
         with contextlib.suppress(StoreUnavailable):
-            await self._store.delete_journals(doomed)
+            await self._journals.delete_journals(doomed)
             for recording_id in doomed:
                 self._doomed.pop(recording_id, None)
 
@@ -307,27 +307,29 @@ class Recordings:
     @property
     def _may_claim(self) -> bool:
         return (
-            self._store.durable
-            and not self._dispatch.draining
+            not self._dispatch.draining
             and self._dispatch.engine_state is EngineState.READY
+            and self._clock() - self._claimed_s >= self.keeping.claim_s
         )
 
-    async def _claim(self) -> None:
+    async def _claim(self, journals: Durable) -> None:
         """Goes on with the streams of processes that are gone.
 
         What is claimed and not taken over, because the store went away between the two, is told again next time.
         """
         async with self._claiming:
-            for recording_id in await self._store.claim():
+            for recording_id in await journals.claim():
                 if recording_id not in self._all and recording_id not in self._doomed:
-                    await self._take_over(recording_id)
+                    await self._take_over(recording_id, journals)
             self._claimed_s = self._clock()
 
-    async def _take_over(self, recording_id: str) -> None:
-        journal = await self._store.read_journal(recording_id)
-        if journal is None or recording_id in self._all:
+    async def _take_over(self, recording_id: str, journals: Durable) -> None:
+        journal = await journals.read_journal(recording_id)
+        if journal is None:
             return
-        recording = self._load(journal)
+        recording = await self._load(journal)
+        if recording_id in self._all:
+            return
         if recording is None:
             self._doomed[recording_id] = None
             return
@@ -347,21 +349,25 @@ class Recordings:
         except ApiError as error:
             recording.fail(error)
 
-    def _take_up(self, journal: Journal) -> None:
+    async def _take_up(self, journal: Journal) -> None:
         """Keeps one that ended in another process; what another still works on cannot be followed from here."""
-        recording = self._load(journal)
-        if recording is not None:
+        recording = await self._load(journal)
+        if recording is not None and recording.id not in self._all:
             recording.ended_s = self._clock()
             recording.settled = True
             self._all[recording.id] = recording
 
-    def _load(self, journal: Journal) -> Recording | None:
+    async def _load(self, journal: Journal) -> Recording | None:
         """The recording as far as it came."""
+        size = len(journal.header) + _REPLAYED_BYTES * len(journal.token_ids)
         try:
-            recording = rebuild(journal, self._clock())
+            return await off_loop(size, self._replayed, journal)
         except CorruptJournal as error:
             log.warning("the journal of %s is passed over: %s", journal.stream_id, error)
             return None
+
+    def _replayed(self, journal: Journal) -> Recording:
+        recording = rebuild(journal, self._clock())
         texts, reason = self._replayer.replay(
             recording.request, journal.token_ids, self._dispatch.context_length
         )

@@ -15,7 +15,6 @@ from gateway.http.errors import ApiError
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.responses.objects import (
     beginning,
-    is_interrupted,
     output_item,
     response,
     status_of,
@@ -69,7 +68,7 @@ class ResponseFormat:
         """
         if recording.cancelled:
             return self.closing(recording, number)
-        if is_interrupted(recording):
+        if recording.is_interrupted:
             return [_event(number - 1, "error", code=error.code, message=error.message, param=error.param)]
         return [_event(number, "response.failed", response=response(recording))]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NotRequired
+
+from typing_extensions import TypedDict
 
 from engine.planning.request import FinishReason
 from gateway.http.errors import ApiError, invalid
 from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.recordings.registry import INTERRUPTED
 from gateway.sessions.responses.schemas import InputMessage, PageQuery, ResponseBody
 from gateway.sessions.responses.threads import Message
 from gateway.wire.frames import usage_of
@@ -19,6 +20,25 @@ from priority.lanes import Lane
 JsonObject = dict[str, Any]
 
 
+class Part(TypedDict):
+    """A text of an item."""
+
+    type: str
+    text: str
+    annotations: NotRequired[list[object]]
+    logprobs: NotRequired[list[object]]
+
+
+class Item(TypedDict):
+    """A message, as the API lists it."""
+
+    id: str
+    type: str
+    status: str
+    role: str
+    content: list[Part]
+
+
 def new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(24)}"
 
@@ -26,7 +46,7 @@ def new_id(prefix: str) -> str:
 # Items
 
 
-def input_items(body_input: str | list[InputMessage]) -> list[JsonObject]:
+def input_items(body_input: str | list[InputMessage]) -> list[Item]:
     """What a client sent, as the API lists it: every item has an id, every text is a part."""
     if isinstance(body_input, str):
         return [_item(new_id("msg"), "user", [body_input], "completed")]
@@ -40,7 +60,7 @@ def _texts(item: InputMessage) -> list[str]:
     return [item.content] if isinstance(item.content, str) else [part["text"] for part in item.content]
 
 
-def _item(item_id: str, role: str, texts: Sequence[str], status: str) -> JsonObject:
+def _item(item_id: str, role: str, texts: Sequence[str], status: str) -> Item:
     part = text_part if role == "assistant" else _input_part
     return {
         "id": item_id,
@@ -51,16 +71,16 @@ def _item(item_id: str, role: str, texts: Sequence[str], status: str) -> JsonObj
     }
 
 
-def text_part(text: str) -> JsonObject:
+def text_part(text: str) -> Part:
     """A part that the model said."""
     return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
 
 
-def _input_part(text: str) -> JsonObject:
+def _input_part(text: str) -> Part:
     return {"type": "input_text", "text": text}
 
 
-def as_messages(items: Sequence[JsonObject]) -> list[Message]:
+def as_messages(items: Sequence[Item]) -> list[Message]:
     """Items as chat templates know them: parts of text are joined."""
     return [
         {"role": item["role"], "content": "\n".join(part["text"] for part in item["content"])}
@@ -68,7 +88,7 @@ def as_messages(items: Sequence[JsonObject]) -> list[Message]:
     ]
 
 
-def page(items: Sequence[JsonObject], query: PageQuery) -> JsonObject:
+def page(items: Sequence[Mapping[str, Any]], query: PageQuery) -> JsonObject:
     """One page of a list of items that is in the order in which they came.
 
     Raises:
@@ -93,7 +113,7 @@ def page(items: Sequence[JsonObject], query: PageQuery) -> JsonObject:
 # Responses
 
 
-def about(body: ResponseBody, lane: Lane, items: list[JsonObject], history: Sequence[Message]) -> JsonObject:
+def about(body: ResponseBody, lane: Lane, items: list[Item], history: Sequence[Message]) -> JsonObject:
     """What is written down with a recording, so that all of its objects can be made from it at any time.
 
     Args:
@@ -138,19 +158,13 @@ def _echo(body: ResponseBody, lane: Lane) -> JsonObject:
 
 
 def status_of(recording: Recording) -> str:
-    if not recording.ended or is_interrupted(recording):
+    if not recording.ended or recording.is_interrupted:
         return "queued" if recording.about["background"] and not recording.started else "in_progress"
     if recording.cancelled:
         return "cancelled"
     if recording.error is not None or recording.finish_reason is None:
         return "failed"
     return "incomplete" if recording.finish_reason is FinishReason.LENGTH else "completed"
-
-
-def is_interrupted(recording: Recording) -> bool:
-    """This process does not finish it, but another one can."""
-    error = recording.error
-    return recording.journalled and error is not None and error.code in INTERRUPTED
 
 
 def beginning(recording: Recording, status: str) -> JsonObject:
@@ -186,13 +200,13 @@ def response(recording: Recording) -> JsonObject:
     return found if recording.timings_json is None else found | {"timings": recording.timings_json}
 
 
-def output_item(recording: Recording, status: str, texts: Sequence[str]) -> JsonObject:
+def output_item(recording: Recording, status: str, texts: Sequence[str]) -> Item:
     """The one message of a response; it is complete only if the response is."""
     item_status = status if status in ("in_progress", "completed") else "incomplete"
     return _item(recording.about["item_id"], "assistant", texts, item_status)
 
 
-def _output(recording: Recording, status: str) -> list[JsonObject]:
+def _output(recording: Recording, status: str) -> list[Item]:
     """Nothing, if it ended before its time and before anything was said."""
     if not recording.num_texts and status in ("failed", "cancelled"):
         return []

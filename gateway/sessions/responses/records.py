@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from dataclasses import dataclass
 
 from gateway.http.errors import unavailable
 from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses.objects import JsonObject, as_messages, response, status_of
+from gateway.sessions.responses.objects import Item, JsonObject, as_messages, response, status_of
 from gateway.sessions.responses.threads import Thread
-from gateway.store.interface import Key, Store, StoreUnavailable
-
-log = logging.getLogger("penstock.gateway")
+from gateway.store.interface import Store, StoreUnavailable
+from gateway.store.packing import TOKEN_BYTES
+from gateway.store.records import Records
 
 KIND = "response"
 KEPT_S = 24 * 3600.0
@@ -24,30 +22,18 @@ class Record:
     """What is kept of one response."""
 
     object: JsonObject
-    input: list[JsonObject]
+    input: list[Item]
     thread: Thread | None
     """To go on with; None, if the response came to no answer."""
 
-    def to_bytes(self) -> bytes:
-        thread = None if self.thread is None else self.thread.to_json()
-        return json.dumps({"object": self.object, "input": self.input, "thread": thread}).encode()
 
-    @classmethod
-    def from_bytes(cls, value: bytes) -> Record:
-        """
-        Raises:
-            ValueError: this was not made by `to_bytes`.
-        """
-        try:
-            found = json.loads(value)
-        except RecursionError:
-            raise ValueError("it is nested too deep") from None
-        if not isinstance(found, dict) or found.keys() != {"object", "input", "thread"}:
-            raise ValueError("a response has an object, its input and a thread")
-        if not isinstance(found["object"], dict) or not isinstance(found["input"], list):
-            raise ValueError("an object is an object, and the input is a list")
-        thread = None if found["thread"] is None else Thread.from_json(found["thread"])
-        return cls(object=found["object"], input=found["input"], thread=thread)
+def _num_bytes(record: Record) -> int:
+    """Its thread has all of its texts, and more."""
+    thread = record.thread or Thread()
+    return TOKEN_BYTES * len(thread.token_ids) + sum(len(message["content"]) for message in thread.messages)
+
+
+RECORDS = Records(KIND, Record, KEPT_S, _num_bytes)
 
 
 def record_of(recording: Recording) -> Record:
@@ -70,8 +56,7 @@ def continued(recording: Recording) -> Thread | None:
 
 async def keep(store: Store, recording: Recording) -> None:
     if recording.about["store"]:
-        value = record_of(recording).to_bytes()
-        await store.put(Key(KIND, recording.tenant, recording.id), value, KEPT_S)
+        await RECORDS.put(store, recording.tenant, recording.id, record_of(recording))
 
 
 async def find(store: Store, tenant: str, response_id: str) -> Record | None:
@@ -81,13 +66,6 @@ async def find(store: Store, tenant: str, response_id: str) -> Record | None:
         ApiError: 503, if the store does not answer: nobody knows then.
     """
     try:
-        value = await store.get(Key(KIND, tenant, response_id), KEPT_S)
+        return await RECORDS.get(store, tenant, response_id)
     except StoreUnavailable:
         raise unavailable("Kept responses cannot be read now.", "store_unavailable") from None
-    if value is None:
-        return None
-    try:
-        return Record.from_bytes(value)
-    except ValueError as error:
-        log.warning("the kept response %s is passed over: %s", response_id, error)
-        return None

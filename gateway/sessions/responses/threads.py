@@ -7,12 +7,10 @@ prompt takes them over wherever they say what the chat template wants said there
 
 from __future__ import annotations
 
-import base64
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from gateway.store.packing import Tokens
 from gateway.wire.prompts import Prompts, Tokenizer
 
 Message = dict[str, str]
@@ -29,7 +27,7 @@ class Thread:
 
     messages: tuple[Message, ...] = ()
     """Without the instructions of any one turn."""
-    token_ids: tuple[int, ...] = ()
+    token_ids: Tokens = ()
     """Prompt and output of the last answer; empty if nothing was generated yet."""
 
     def answered(
@@ -42,21 +40,6 @@ class Thread:
         """The thread after `messages` were added and the model answered with `text`."""
         answer = {"role": "assistant", "content": text}
         return Thread((*self.messages, *messages, answer), (*prompt_token_ids, *output_token_ids))
-
-    def to_json(self) -> dict[str, Any]:
-        return {"messages": list(self.messages), "token_ids": pack(self.token_ids)}
-
-    @classmethod
-    def from_json(cls, value: object) -> Thread:
-        """
-        Raises:
-            ValueError: this was not made by `to_json`.
-        """
-        if not isinstance(value, dict) or not isinstance(value.get("messages"), list):
-            raise ValueError("a thread has messages")
-        if not all(map(_is_message, value["messages"])):
-            raise ValueError("a message has a role and a content, both text")
-        return cls(tuple(value["messages"]), unpack(value.get("token_ids")))
 
 
 def extend(
@@ -114,31 +97,3 @@ def _continue_run(tokenizer: Tokenizer, known: list[int], wanted: list[int]) -> 
     run = [*known, *tokenizer.encode(text[len(said) :])]
     # It may begin otherwise; and some tokenizers put a space before every text that they encode.
     return run if _text(tokenizer, run) == text else wanted
-
-
-def pack(token_ids: Sequence[int]) -> str:
-    """Little-endian uint32 in base64."""
-    return base64.b64encode(struct.pack(f"<{len(token_ids)}I", *token_ids)).decode()
-
-
-def unpack(text: object) -> tuple[int, ...]:
-    """The reverse of `pack`.
-
-    Raises:
-        ValueError: this was not made by `pack`.
-    """
-    if not isinstance(text, str):
-        raise ValueError("packed token ids are text")
-    packed = base64.b64decode(text, validate=True)
-    if len(packed) % 4:
-        raise ValueError("a packed token id has four bytes")
-    return struct.unpack(f"<{len(packed) // 4}I", packed)
-
-
-def _is_message(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and value.keys() <= {"role", "content", "name"}
-        and {"role", "content"} <= value.keys()
-        and all(isinstance(text, str) for text in value.values())
-    )

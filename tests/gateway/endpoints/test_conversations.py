@@ -30,6 +30,7 @@ from gateway.endpoints.intake import Intake
 from gateway.http.errors import ApiError, answer_api_error, answer_http_error
 from gateway.service import Service, ServiceOptions
 from gateway.sessions.conversations import (
+    CONVERSATIONS,
     KIND,
     MAX_BYTES,
     MAX_ITEMS,
@@ -38,21 +39,31 @@ from gateway.sessions.conversations import (
     ConversationLocks,
     append,
     find,
-    load,
 )
-from gateway.sessions.responses.objects import input_items, text_part
+from gateway.sessions.responses.objects import Item, Part, input_items, text_part
 from gateway.sessions.responses.schemas import InputMessage
 from gateway.sessions.responses.threads import Thread
+from gateway.store import link
 from gateway.store.interface import Key, Store, StoreUnavailable
 from gateway.store.memory import MemoryStore
+from gateway.store.redis import RedisStore
+from gateway.store.shared import SharedStore
 from priority.lanes import Tenant
 from tests.gateway.desk import Clock, serving
+from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio
 
 OURS, THEIRS = "a-key-of-ours-16", "a-key-of-theirs-16"
 HI: Any = {"role": "user", "content": "Hi"}
 UNKNOWN = "conv_" + "0" * 48
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine is not to look like a Redis that is gone."""
+    for name in ("WORK_S", "POOL_WAIT_S", "MAX_WAIT_S"):
+        monkeypatch.setattr(link, name, 3.0)
 
 
 class Switch(MemoryStore):
@@ -110,13 +121,13 @@ async def connected(place: Place, api_key: str = "none") -> AsyncIterator[Any]:
         yield api.conversations
 
 
-def item(item_id: str, role: str = "user", text: str = "x") -> dict[str, Any]:
-    part = text_part(text) if role == "assistant" else {"type": "input_text", "text": text}
+def item(item_id: str, role: str = "user", text: str = "x") -> Item:
+    part: Part = text_part(text) if role == "assistant" else {"type": "input_text", "text": text}
     return {"id": item_id, "type": "message", "status": "completed", "role": role, "content": [part]}
 
 
 async def put(store: Store, conversation_id: str = UNKNOWN, tenant: str = "default", **fields: Any) -> None:
-    record = {"created_at": 1, "metadata": {}, "items": [], "token_ids": "", **fields}
+    record = {"id": conversation_id, "created_at": 1, "metadata": {}, "items": [], "token_ids": "", **fields}
     await store.put(Key(KIND, tenant, conversation_id), json.dumps(record).encode(), 100.0)
 
 
@@ -404,7 +415,7 @@ async def test_a_corrupt_record_is_one_line_and_a_miss(value: Any, caplog: pytes
     if isinstance(value, bytes):
         await place.store.put(Key(KIND, "default", UNKNOWN), value, 100.0)
     with caplog.at_level(logging.WARNING, "penstock.gateway"):
-        assert await load(place.store, "default", UNKNOWN) is None
+        assert await CONVERSATIONS.get(place.store, "default", UNKNOWN) is None
     [line] = caplog.messages
     assert UNKNOWN in line
     assert "\n" not in line
@@ -450,7 +461,7 @@ async def test_a_response_is_added_once() -> None:
 async def test_a_response_does_not_bring_a_deleted_conversation_back() -> None:
     store = MemoryStore()
     await append(store, "default", UNKNOWN, [ASKED], SAID, ANSWERED)
-    assert await load(store, "default", UNKNOWN) is None
+    assert await CONVERSATIONS.get(store, "default", UNKNOWN) is None
 
 
 async def test_deleting_and_adding_items_leave_the_tokens_alone() -> None:
@@ -478,6 +489,28 @@ async def test_changes_at_the_same_time_all_count() -> None:
             ),
         )
     assert len((await find(place.store, "default", UNKNOWN, "conversation")).items) == 16
+
+
+@pytest.mark.usefixtures("patient")
+async def test_changes_by_two_replicas_at_the_same_time_all_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a store of its own, before one Redis, and no lock of one process holds in the other."""
+    monkeypatch.setattr(CONVERSATIONS, "exclusive", lambda *_: contextlib.nullcontext())
+    with RedisServer() as server:
+        stores = [
+            SharedStore(MemoryStore(), RedisStore(server.url, namespace="n", replica=f"h:{n}"))
+            for n in (1, 2)
+        ]
+        async with stores[0].running(), stores[1].running():
+            await put(stores[0])
+            await stores[0].flush()
+
+            async def add(number: int) -> None:
+                said = item(f"msg_{number}", "assistant")
+                await append(stores[number % 2], "default", UNKNOWN, [], said, ANSWERED)
+
+            await asyncio.gather(*(add(number) for number in range(12)))
+            for store in stores:
+                assert len((await find(store, "default", UNKNOWN, "conversation")).items) == 12
 
 
 async def test_what_cannot_be_read_can_be_tried_again() -> None:

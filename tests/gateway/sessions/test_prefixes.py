@@ -33,10 +33,10 @@ from gateway.sessions.prefixes import (
     parse_token_ids,
 )
 from gateway.store.interface import PrefixChange, StoreUnavailable
-from gateway.store.memory import MemoryStore
 from priority.queue import LaneQueue
 from tests.engine.paper import PaperRunner, PaperSink, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
+from tests.gateway.store.kept import KeptStore
 from tests.gateway.store.stores import OPENED, redis_store
 from tests.redis_server import RedisServer
 
@@ -53,10 +53,8 @@ class Clock:
         return self.now
 
 
-class KeptStore(MemoryStore):
-    """Lasts beyond a restart, and is away when the test says so."""
-
-    durable = True
+class Kept(KeptStore):
+    """Away when the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +300,7 @@ def test_a_block_that_comes_and_goes_between_two_writes_is_gone_for_the_store_to
 
 
 async def test_changes_are_written_in_batches_and_kept_while_the_store_is_away() -> None:
-    tracker, store = PrefixTracker(), KeptStore()
+    tracker, store = PrefixTracker(), Kept()
     writer = PrefixWriter(tracker, store, max_changes=2)
     tracker.take(stored(range(12)))
     store.away = True
@@ -320,7 +318,7 @@ async def test_changes_are_written_in_batches_and_kept_while_the_store_is_away()
 @pytest.mark.parametrize("with_tokens", [True, False])
 async def test_prompts_leave_the_process_only_where_they_may(with_tokens: bool) -> None:
     """What is resident where is told all the same."""
-    tracker, store = PrefixTracker(), KeptStore()
+    tracker, store = PrefixTracker(), Kept()
     prompts = {salt: stored(range(8), salt) for salt in (b"ann", b"ann" + PRIVATE)}
     for events in prompts.values():
         tracker.take(events)
@@ -333,7 +331,7 @@ async def test_prompts_leave_the_process_only_where_they_may(with_tokens: bool) 
 
 
 async def test_a_store_that_lost_its_memory_is_told_everything_again() -> None:
-    tracker, store = PrefixTracker(), KeptStore()
+    tracker, store = PrefixTracker(), Kept()
     writer = PrefixWriter(tracker, store)
     tracker.take(stored(range(12)))
     await writer.write()
@@ -349,7 +347,7 @@ async def test_it_is_written_by_itself_while_running_and_faults_do_not_end_that(
     tracker = PrefixTracker()
     told = asyncio.Event()
 
-    class Faulty(KeptStore):
+    class Faulty(Kept):
         fault: Exception | None = LookupError("a fault")
 
         async def write_prefixes(self, changes: Sequence[PrefixChange]) -> None:
@@ -364,16 +362,6 @@ async def test_it_is_written_by_itself_while_running_and_faults_do_not_end_that(
         tracker.take(stored(range(12)))
         await asyncio.wait_for(told.wait(), 10)
     assert written(store.written) == set(hashes_of(range(12)))
-
-
-async def test_a_store_that_forgets_is_told_nothing() -> None:
-    tracker, store = PrefixTracker(), KeptStore()
-    store.durable = False
-    tracker.take(stored(range(12)))
-    async with PrefixWriter(tracker, store, every_s=0.0).running():
-        for _ in range(20):
-            await asyncio.sleep(0)
-    assert store.written == []
 
 
 # What is chosen to be computed again
@@ -484,7 +472,7 @@ def warm_up(house: House, max_tokens: int = 1_000) -> WarmUp:
 
 async def test_after_a_restart_the_hot_prefixes_are_cached_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.gateway")
-    store = KeptStore()
+    store = Kept()
     hers, his = [*range(1, 23)], [*range(1, 9), 40, 41, 42]
     async with House.open() as house:
         await house.generate(hers, b"alice", max_tokens=6)
@@ -510,7 +498,7 @@ async def test_after_a_restart_the_hot_prefixes_are_cached_again(caplog: pytest.
 
 
 async def test_exactly_the_blocks_of_a_chain_are_computed_again() -> None:
-    store = KeptStore()
+    store = Kept()
     await store.write_prefixes(changes_of((range(12), 2), salt=b"alice"))
     async with House.open() as house:
         await warm_up(house).run(store, house.tracker)
@@ -520,7 +508,7 @@ async def test_exactly_the_blocks_of_a_chain_are_computed_again() -> None:
 
 
 async def test_it_gives_way_at_once_and_goes_on_when_it_is_idle_again() -> None:
-    store = KeptStore()
+    store = Kept()
     await store.write_prefixes(changes_of((range(8), 2), (range(50, 58), 1)))
     began: asyncio.Queue[list[int]] = asyncio.Queue()
     cancelled: list[list[int]] = []
@@ -555,7 +543,7 @@ async def test_it_gives_way_at_once_and_goes_on_when_it_is_idle_again() -> None:
 
 
 async def test_cancelling_a_warm_up_cancels_its_request() -> None:
-    store = KeptStore()
+    store = Kept()
     await store.write_prefixes(changes_of((range(8), 2)))
     began, ended = asyncio.Event(), asyncio.Event()
 
@@ -576,7 +564,7 @@ async def test_cancelling_a_warm_up_cancels_its_request() -> None:
 
 
 async def test_a_prefix_that_fails_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    store = KeptStore()
+    store = Kept()
     await store.write_prefixes(changes_of((range(8), 2), (range(50, 58), 1)))
     done: list[list[int]] = []
 
@@ -592,7 +580,7 @@ async def test_a_prefix_that_fails_is_passed_over(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize(("away", "max_tokens"), [(True, 100), (False, 0)])
 async def test_without_a_store_or_tokens_nothing_is_computed(away: bool, max_tokens: int) -> None:
-    store = KeptStore()
+    store = Kept()
     await store.write_prefixes(changes_of((range(8), 2)))
     store.away = away
 
@@ -606,7 +594,7 @@ async def test_without_a_store_or_tokens_nothing_is_computed(away: bool, max_tok
 # Who holds it
 
 
-class Neighbours(KeptStore):
+class Neighbours(Kept):
     """A store that several replicas write to."""
 
     def __init__(self, **held: int) -> None:
@@ -620,7 +608,7 @@ class Neighbours(KeptStore):
         return dict(self.held)
 
 
-def locator(store: MemoryStore, num_cached: int = 0) -> PrefixLocator:
+def locator(store: Kept, num_cached: int = 0) -> PrefixLocator:
     return PrefixLocator(store, "here", BLOCK_SIZE, lambda *_: num_cached)
 
 
@@ -649,7 +637,7 @@ async def test_the_block_of_the_last_token_is_not_asked_for() -> None:
 
 
 async def test_another_tenant_asks_for_other_hashes() -> None:
-    store = KeptStore()
+    store = Kept()
     await store.write_prefixes(changes_of((range(8), 0), salt=b"alice"))
     for salt, expected in ((b"alice", 8), (b"bob", 0), (b"", 0)):
         neighbour = PrefixLocator(store, "new", BLOCK_SIZE, lambda *_: 0)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from gateway.store import link
+from gateway.store import link, redis
 from tests.gateway.store.stores import OPENED
 from tests.redis_server import RedisServer
 
@@ -45,4 +45,5 @@ def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if "real_waits" not in request.fixturenames:
         monkeypatch.setattr(link, "WORK_S", 2.0)
         monkeypatch.setattr(link, "POOL_WAIT_S", 2.0)
-        monkeypatch.setattr(link, "MAX_WAIT_S", 3.0)
+        for module in (link, redis):
+            monkeypatch.setattr(module, "MAX_WAIT_S", 3.0)

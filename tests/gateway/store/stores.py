@@ -11,9 +11,11 @@ from gateway.store.link import Link
 from gateway.store.memory import MemoryStore
 from gateway.store.redis import RedisStore
 from gateway.store.shared import SharedStore
+from tests.gateway.store.kept import KeptStore
 from tests.redis_server import RedisServer
 
 KINDS = ["memory", "redis", "shared"]
+DURABLE_KINDS = ["kept", "redis"]
 
 
 OPENED: list[Link] = []
@@ -46,10 +48,12 @@ def redis_store(
 
 @asynccontextmanager
 async def opened(kind: str, server: RedisServer, clock: Callable[[], float]) -> AsyncIterator[Store]:
-    local = MemoryStore(clock, replica="a")
+    local = MemoryStore(clock)
     store: Store
     if kind == "memory":
         store = local
+    elif kind == "kept":
+        store = KeptStore(clock, replica="a")
     elif kind == "redis":
         store = redis_store(server, clock=clock)
     else:

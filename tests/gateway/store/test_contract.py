@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.store.interface import LEASE_S, JournalChange, Key, Quota, Store
-from tests.gateway.store.stores import KINDS, Clock, block, opened, record
+from gateway.store.interface import LEASE_S, Durable, JournalChange, Key, Quota, Store
+from tests.gateway.store.stores import DURABLE_KINDS, KINDS, Clock, block, opened, record
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("closing")]
@@ -24,6 +24,15 @@ def clock() -> Clock:
 async def store(request: pytest.FixtureRequest, server: RedisServer, clock: Clock) -> AsyncIterator[Store]:
     async with opened(request.param, server, clock) as store:
         yield store
+
+
+@pytest.fixture(params=DURABLE_KINDS)
+async def durable(
+    request: pytest.FixtureRequest, server: RedisServer, clock: Clock
+) -> AsyncIterator[Durable]:
+    async with opened(request.param, server, clock) as store:
+        assert store.durable is not None
+        yield store.durable
 
 
 # Records
@@ -54,6 +63,19 @@ async def test_add_after_put_and_after_delete(store: Store) -> None:
     assert await store.add(record(), b"two", 60) == b"one"
     await store.delete(record())
     assert await store.add(record(), b"three", 60) is None
+    assert await store.get(record()) == b"three"
+
+
+async def test_replace_puts_only_where_the_old_value_still_is(store: Store) -> None:
+    assert not await store.replace(record(), b"", b"one", 60)
+    assert await store.get(record()) is None
+    await store.put(record(), b"one", 60)
+    await store.put(record("later"), b"x", 60)
+    assert await store.replace(record(), b"one", b"two " * 1000, 60)
+    assert await store.list("response", "t", 10) == ["r", "later"]
+    assert not await store.replace(record(), b"one", b"three", 60)
+    assert await store.get(record()) == b"two " * 1000
+    assert await store.replace(record(), b"two " * 1000, b"three", 60)
     assert await store.get(record()) == b"three"
 
 
@@ -108,77 +130,6 @@ async def test_any_text_may_be_an_id(store: Store) -> None:
     assert await store.get(record("\ud800")) == b"\xed\xa0\x80"
     assert await store.get(record("?")) == b"?"
     assert len(await store.list("response", "t", 10)) == 7
-
-
-# Journals
-
-
-def change(
-    offset: int = 0, token_ids: tuple[int, ...] = (), *, header: bytes | None = None, end: bytes | None = None
-) -> JournalChange:
-    return JournalChange("s", header, offset, token_ids, 60, end)
-
-
-async def test_a_journal_grows_and_ends(store: Store) -> None:
-    assert await store.read_journal("s") is None
-    await store.write_journals([change(header=b"made from this")])
-    await store.write_journals([change(0, (1, 2)), change(2, (3,))])
-    journal = await store.read_journal("s")
-    assert journal is not None
-    assert (journal.header, journal.token_ids, journal.end) == (b"made from this", (1, 2, 3), None)
-    await store.write_journals([change(3, (2**32 - 1,), end=b"stop")])
-    journal = await store.read_journal("s")
-    assert journal is not None
-    assert (journal.token_ids, journal.end) == ((1, 2, 3, 2**32 - 1), b"stop")
-
-
-async def test_writing_twice_changes_nothing(store: Store) -> None:
-    changes = [change(0, (1, 2), header=b"h"), change(2, (3, 4)), change(4, (5,), end=b"stop")]
-    for written in (changes[:1], changes[:2], changes[1:2], changes[:1], changes, changes):
-        await store.write_journals(written)
-    journal = await store.read_journal("s")
-    assert journal is not None
-    assert (journal.header, journal.token_ids, journal.end) == (b"h", (1, 2, 3, 4, 5), b"stop")
-
-
-async def test_nothing_follows_the_end(store: Store) -> None:
-    await store.write_journals([change(0, (1,), header=b"h", end=b"stop")])
-    await store.write_journals([change(1, (2,))])
-    journal = await store.read_journal("s")
-    assert journal is not None
-    assert (journal.token_ids, journal.end) == ((1,), b"stop")
-
-
-async def test_a_journal_has_no_gaps(store: Store) -> None:
-    await store.write_journals([change(0, (1,))])
-    assert await store.read_journal("s") is None
-    await store.write_journals([change(0, (1,), header=b"h"), change(2, (3,))])
-    journal = await store.read_journal("s")
-    assert journal is not None
-    assert journal.token_ids == (1,)
-
-
-async def test_a_deleted_journal_is_gone(store: Store) -> None:
-    await store.write_journals([change(0, (1,), header=b"h")])
-    await store.delete_journals(["s", "unknown"])
-    assert await store.read_journal("s") is None
-    assert list(await store.claim()) == []
-
-
-async def test_streams_of_this_process_are_its_own_until_they_end(store: Store) -> None:
-    await store.write_journals([change(0, (1,), header=b"h")])
-    await store.beat()
-    assert list(await store.claim()) == ["s"]
-    await store.write_journals([change(1, (), end=b"stop")])
-    assert list(await store.claim()) == []
-
-
-async def test_a_new_header_takes_the_place_of_the_old_one(store: Store) -> None:
-    await store.write_journals([change(0, (1, 2), header=b"h")])
-    await store.write_journals([change(0, (1, 2), header=b"tried again")])
-    journal = await store.read_journal("s")
-    assert journal is not None
-    assert (journal.header, journal.token_ids) == (b"tried again", (1, 2))
 
 
 # Quotas
@@ -265,47 +216,114 @@ async def test_a_lease_ends_when_it_is_released_or_not_renewed(store: Store, clo
     assert (await store.reserve("t", quota, 0, "c")).refused is None
 
 
+# Journals
+
+
+def change(
+    offset: int = 0, token_ids: tuple[int, ...] = (), *, header: bytes | None = None, end: bytes | None = None
+) -> JournalChange:
+    return JournalChange("s", header, offset, token_ids, 60, end)
+
+
+async def test_a_journal_grows_and_ends(durable: Durable) -> None:
+    assert await durable.read_journal("s") is None
+    await durable.write_journals([change(header=b"made from this")])
+    await durable.write_journals([change(0, (1, 2)), change(2, (3,))])
+    journal = await durable.read_journal("s")
+    assert journal is not None
+    assert (journal.header, journal.token_ids, journal.end) == (b"made from this", (1, 2, 3), None)
+    await durable.write_journals([change(3, (2**32 - 1,), end=b"stop")])
+    journal = await durable.read_journal("s")
+    assert journal is not None
+    assert (journal.token_ids, journal.end) == ((1, 2, 3, 2**32 - 1), b"stop")
+
+
+async def test_writing_twice_changes_nothing(durable: Durable) -> None:
+    changes = [change(0, (1, 2), header=b"h"), change(2, (3, 4)), change(4, (5,), end=b"stop")]
+    for written in (changes[:1], changes[:2], changes[1:2], changes[:1], changes, changes):
+        await durable.write_journals(written)
+    journal = await durable.read_journal("s")
+    assert journal is not None
+    assert (journal.header, journal.token_ids, journal.end) == (b"h", (1, 2, 3, 4, 5), b"stop")
+
+
+async def test_nothing_follows_the_end(durable: Durable) -> None:
+    await durable.write_journals([change(0, (1,), header=b"h", end=b"stop")])
+    await durable.write_journals([change(1, (2,))])
+    journal = await durable.read_journal("s")
+    assert journal is not None
+    assert (journal.token_ids, journal.end) == ((1,), b"stop")
+
+
+async def test_a_journal_has_no_gaps(durable: Durable) -> None:
+    await durable.write_journals([change(0, (1,))])
+    assert await durable.read_journal("s") is None
+    await durable.write_journals([change(0, (1,), header=b"h"), change(2, (3,))])
+    journal = await durable.read_journal("s")
+    assert journal is not None
+    assert journal.token_ids == (1,)
+
+
+async def test_a_deleted_journal_is_gone(durable: Durable) -> None:
+    await durable.write_journals([change(0, (1,), header=b"h")])
+    await durable.delete_journals(["s", "unknown"])
+    assert await durable.read_journal("s") is None
+    assert list(await durable.claim()) == []
+
+
+async def test_streams_of_this_process_are_its_own_until_they_end(durable: Durable) -> None:
+    await durable.write_journals([change(0, (1,), header=b"h")])
+    assert list(await durable.claim()) == ["s"]
+    await durable.write_journals([change(1, (), end=b"stop")])
+    assert list(await durable.claim()) == []
+
+
+async def test_a_new_header_takes_the_place_of_the_old_one(durable: Durable) -> None:
+    await durable.write_journals([change(0, (1, 2), header=b"h")])
+    await durable.write_journals([change(0, (1, 2), header=b"tried again")])
+    journal = await durable.read_journal("s")
+    assert journal is not None
+    assert (journal.header, journal.token_ids) == (b"tried again", (1, 2))
+
+
 # Prefixes
 
 
-async def test_a_chain_is_held_up_to_its_first_gap(store: Store) -> None:
-    await store.beat()
+async def test_a_chain_is_held_up_to_its_first_gap(durable: Durable) -> None:
     chain = [block("a"), block("b", "a", depth=2), block("c", "b", depth=3), block("d", "c", depth=4)]
-    await store.write_prefixes(chain)
+    await durable.write_prefixes(chain)
     hashes = [block.hash for block in chain]
-    assert await store.locate(hashes) == {"a": 4}
-    await store.write_prefixes([replace(chain[2], resident=False)])
-    assert await store.locate(hashes) == {"a": 2}
-    assert await store.locate(hashes[2:]) == {}
-    assert await store.locate([]) == {}
+    assert await durable.locate(hashes) == {"a": 4}
+    await durable.write_prefixes([replace(chain[2], resident=False)])
+    assert await durable.locate(hashes) == {"a": 2}
+    assert await durable.locate(hashes[2:]) == {}
+    assert await durable.locate([]) == {}
 
 
-async def test_a_long_chain_is_held_as_a_whole(store: Store) -> None:
+async def test_a_long_chain_is_held_as_a_whole(durable: Durable) -> None:
     chain = [block(f"{i}", f"{i - 1}" if i else None, depth=i + 1) for i in range(250)]
-    await store.write_prefixes(chain)
-    assert await store.locate([block.hash for block in chain] + [b"unknown"]) == {"a": 250}
-    await store.write_prefixes([replace(chain[50], resident=False)])
-    assert await store.locate([block.hash for block in chain]) == {"a": 50}
+    await durable.write_prefixes(chain)
+    assert await durable.locate([block.hash for block in chain] + [b"unknown"]) == {"a": 250}
+    await durable.write_prefixes([replace(chain[50], resident=False)])
+    assert await durable.locate([block.hash for block in chain]) == {"a": 50}
 
 
-async def test_the_hottest_are_whole_chains_parents_first(store: Store) -> None:
-    hot = [block("a", hits=9), block("b", "a", depth=2, hits=8), block("c", "b", depth=3, hits=7)]
-    orphan = block("y", "x", depth=2, hits=100)
-    cold = [block("p", hits=1), block("q", "p", depth=2, hits=1)]
-    await store.write_prefixes([*reversed(hot), orphan, *cold])
-    found = list(await store.hottest(10))
-    assert [block.hash for block in found] == [b"a", b"b", b"c", b"p", b"q"]
-    assert found[:3] == [replace(block, resident=False) for block in hot]
-    assert [block.hash for block in await store.hottest(2)] == [b"a", b"b"]
-    assert list(await store.hottest(0)) == []
+async def test_the_hottest_come_first(durable: Durable) -> None:
+    blocks = [block("a", hits=9), block("b", "a", depth=2, hits=8), block("y", "x", depth=2, hits=100)]
+    await durable.write_prefixes(blocks)
+    found = list(await durable.hottest(10))
+    assert found == [blocks[2], blocks[0], blocks[1]]
+    assert list(await durable.hottest(2)) == found[:2]
+    assert list(await durable.hottest(0)) == []
 
 
-async def test_what_is_no_longer_held_is_still_hot(store: Store) -> None:
-    await store.write_prefixes([block("a")])
-    await store.write_prefixes([replace(block("a"), token_ids=(), resident=False)])
-    assert list(await store.hottest(10)) == [replace(block("a"), resident=False)]
+async def test_what_is_no_longer_held_is_still_hot(durable: Durable) -> None:
+    await durable.write_prefixes([block("a")])
+    await durable.write_prefixes([replace(block("a"), token_ids=(), resident=False)])
+    (found,) = await durable.hottest(10)
+    assert found.token_ids == block("a").token_ids
 
 
-async def test_used_later_is_hotter(store: Store) -> None:
-    await store.write_prefixes([block("old", used_s=1e9), block("new", used_s=1e9 + 1)])
-    assert [block.hash for block in await store.hottest(10)] == [b"new", b"old"]
+async def test_used_later_is_hotter(durable: Durable) -> None:
+    await durable.write_prefixes([block("old", used_s=1e9), block("new", used_s=1e9 + 1)])
+    assert [block.hash for block in await durable.hottest(10)] == [b"new", b"old"]

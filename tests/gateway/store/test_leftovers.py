@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from gateway.store.interface import JournalChange, Quota
-from gateway.store.memory import MemoryStore
+from tests.gateway.store.kept import KeptStore
 from tests.gateway.store.stores import OPENED, Clock, record, redis_store
 from tests.redis_server import RedisServer
 
@@ -31,7 +31,7 @@ class TwoStores(RuleBasedStateMachine):
         self.server.call("FLUSHALL")
         self.runner = asyncio.Runner()
         clock = Clock()
-        self.memory, self.redis = MemoryStore(clock), redis_store(self.server, clock=clock)
+        self.memory, self.redis = KeptStore(clock), redis_store(self.server, clock=clock)
         self.quota = Quota(requests_per_minute=10, tokens_per_minute=100, max_streams=2)
 
     def do(self, one: Coroutine[Any, Any, Any], other: Coroutine[Any, Any, Any]) -> None:
@@ -52,6 +52,11 @@ class TwoStores(RuleBasedStateMachine):
     def add(self, id_: str, tenant: str, value: bytes) -> None:
         key = record(id_, tenant=tenant)
         self.do(self.memory.add(key, value, 60), self.redis.add(key, value, 60))
+
+    @rule(id_=IDS, tenant=TENANTS, old=st.binary(max_size=1), value=st.binary(max_size=1))
+    def replace(self, id_: str, tenant: str, old: bytes, value: bytes) -> None:
+        key = record(id_, tenant=tenant)
+        self.do(self.memory.replace(key, old, value, 60), self.redis.replace(key, old, value, 60))
 
     @rule(id_=IDS, tenant=TENANTS)
     def delete(self, id_: str, tenant: str) -> None:

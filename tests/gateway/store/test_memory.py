@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.store.interface import JournalChange
 from gateway.store.memory import MemoryStore
-from tests.gateway.store.stores import Clock, block, record
+from tests.gateway.store.stores import Clock, record
 
 pytestmark = pytest.mark.anyio
 
@@ -56,20 +55,3 @@ async def test_a_record_expires_unless_it_is_kept() -> None:
     assert await store.get(record()) is None
     assert await store.list("response", "t", 10) == []
     assert store.stats().num_bytes == 0
-
-
-async def test_journals_are_bounded_and_expire() -> None:
-    clock = Clock()
-    store = MemoryStore(clock, max_bytes=4000)
-    for i in range(10):
-        await store.write_journals([JournalChange(f"{i}", VALUE, 0, (1,), 60)])
-    found = [await store.read_journal(f"{i}") is not None for i in range(10)]
-    assert found == [False] * 7 + [True] * 3
-    clock.now += 60
-    assert await store.read_journal("9") is None
-
-
-async def test_prefixes_are_bounded() -> None:
-    store = MemoryStore(Clock(), max_prefixes=2)
-    await store.write_prefixes([block(name) for name in "abc"])
-    assert {found.hash for found in await store.hottest(10)} == {b"b", b"c"}

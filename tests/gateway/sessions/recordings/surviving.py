@@ -1,17 +1,15 @@
-"""A store that outlives its servers, for tests that end one server and begin another in one process."""
+"""A kept store that knows which of its streams nobody works on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from gateway.store.interface import Journal, JournalChange, Key, StoreUnavailable
-from gateway.store.memory import MemoryStore
+from tests.gateway.store.kept import KeptStore
 
 
-class SurvivingStore(MemoryStore):
-    """Durable as long as the test keeps it; `away` while the test says so."""
-
-    durable = True
+class SurvivingStore(KeptStore):
+    """It is `away` while the test says so."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         super().__init__(clock)
@@ -20,11 +18,6 @@ class SurvivingStore(MemoryStore):
         """It does what it is asked to, and nobody hears of it."""
         self._own: dict[str, None] = {}
         self._orphaned: set[str] = set()
-
-    @property
-    def journals(self) -> list[str]:
-        """Ids of all that are there."""
-        return [stream_id for stream_id, _ in self._journals.items()]
 
     def orphan(self) -> None:
         """The process that wrote is gone."""

@@ -48,7 +48,7 @@ class Life(RuleBasedStateMachine):
             self.desk = Desk(store=self.store, clock=self.clock)
             self.recordings = self.desk.service.recordings
             with contextlib.suppress(StoreUnavailable):
-                await self.recordings._claim()
+                await self.recordings._claim(self.store.durable)
 
         self.run(enter())
 
@@ -189,7 +189,7 @@ class Life(RuleBasedStateMachine):
                 recording._readers.clear()
                 recording.detached_s = self.clock()
             for seconds in (61.0, 400.0, 4_000.0):
-                await self.recordings._claim()
+                await self.recordings._claim(self.store.durable)
                 await self.recordings._flush()
                 self.clock.now += seconds
                 self.desk.service.tick(self.clock())

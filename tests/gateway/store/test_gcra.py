@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.store.gcra import LocalQuotas, cost_us
 from gateway.store.interface import Quota
 from gateway.store.memory import MemoryStore
-from gateway.store.quotas import LocalQuotas, cost_us
 from tests.gateway.store.stores import Clock, redis_store
 from tests.redis_server import RedisServer
 

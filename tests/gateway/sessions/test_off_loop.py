@@ -1,0 +1,96 @@
+"""What is large is packed and read beside the event loop: each is measured against the same work done on it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+from engine.planning.request import FinishReason, Request, SamplingParams
+from gateway.http import off_loop
+from gateway.sessions.conversations import CONVERSATIONS, Conversation
+from gateway.sessions.recordings.recording import Recording
+from gateway.sessions.responses.objects import input_items
+from gateway.sessions.responses.records import RECORDS, Record
+from gateway.sessions.responses.threads import Thread
+from tests.gateway.desk import Clock, Desk
+from tests.gateway.sessions.recordings.paper import make_recording
+from tests.gateway.sessions.recordings.surviving import SurvivingStore
+
+pytestmark = pytest.mark.anyio
+
+TENANT = "default"
+NUM_TOKENS = 400_000
+TOKENS = tuple(range(7, 207)) * (NUM_TOKENS // 200)
+ITEMS = input_items("All work and no play. " * 20_000)
+THREAD = Thread(({"role": "user", "content": "All work and no play. " * 20_000},), TOKENS)
+KEPT = Record(object={}, input=ITEMS, thread=THREAD)
+
+Work = Callable[[Desk], Coroutine[None, None, None]]
+
+
+def recording() -> Recording:
+    sampling = SamplingParams(max_tokens=10**6)
+    made = make_recording(
+        Request(request_id="chatcmpl-1", tenant=TENANT, prompt_token_ids=TOKENS, sampling=sampling)
+    )
+    made.token_ids = [5] * 20_000
+    made.finish_reason, made.settled = FinishReason.STOP, True
+    return made
+
+
+async def write_journal(desk: Desk) -> None:
+    desk.service.recordings._enter(made := recording())
+    assert await desk.service.recordings._write([made])
+
+
+async def take_up(desk: Desk) -> None:
+    await write_journal(desk)
+    desk.service.recordings._all.clear()
+    assert await desk.service.recordings.find(TENANT, "chatcmpl-1") is not None
+
+
+async def keep_response(desk: Desk) -> None:
+    await RECORDS.put(desk.service.store, TENANT, "resp_1", KEPT)
+
+
+async def read_response(desk: Desk) -> None:
+    await keep_response(desk)
+    assert await RECORDS.get(desk.service.store, TENANT, "resp_1") == KEPT
+
+
+async def change_conversation(desk: Desk) -> None:
+    store, talk = desk.service.store, Conversation("conv_1", 1, items=ITEMS, token_ids=TOKENS)
+    await CONVERSATIONS.put(store, TENANT, talk.id, talk)
+    assert await CONVERSATIONS.change(store, TENANT, talk.id, lambda found: found.metadata.clear())
+
+
+async def held_s(work: Work, monkeypatch: pytest.MonkeyPatch) -> float:
+    """For how long the loop's thread was busy with it in one piece, by a clock that is deaf to other threads."""
+    longest_s, run = 0.0, asyncio.Handle._run
+
+    def timed(handle: asyncio.Handle) -> None:
+        nonlocal longest_s
+        started_s = time.thread_time()
+        run(handle)
+        longest_s = max(longest_s, time.thread_time() - started_s)
+
+    desk = Desk(store=SurvivingStore(Clock()))
+    desk.engine.max_sequence_tokens = 10**6
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.Handle, "_run", timed)
+        await asyncio.create_task(work(desk))
+    return longest_s
+
+
+@pytest.mark.parametrize("work", [write_journal, take_up, keep_response, read_response, change_conversation])
+async def test_large_things_are_packed_and_read_beside_the_loop(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside_s = min([await held_s(work, monkeypatch) for _ in range(3)])
+    monkeypatch.setattr(off_loop, "OFF_LOOP_BYTES", 10**9)
+    on_it_s = min([await held_s(work, monkeypatch) for _ in range(2)])
+    print(f"{work.__name__}: {beside_s * 1e3:.1f} ms of {on_it_s * 1e3:.1f} ms")
+    assert beside_s < on_it_s / 3
