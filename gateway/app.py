@@ -21,6 +21,7 @@ from gateway.endpoints.conversations import ConversationsApi
 from gateway.endpoints.events import EventsApi
 from gateway.endpoints.intake import Intake
 from gateway.endpoints.models import Api
+from gateway.endpoints.openapi import OpenApi
 from gateway.endpoints.operator import OperatorApi
 from gateway.endpoints.responses import ResponsesApi
 from gateway.http.connections import ServerSendMiddleware
@@ -59,12 +60,15 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         *Api(service, intake).routes(),
         *EventsApi(service, intake).routes(),
         *OperatorApi(service).routes(with_metrics=not service.options.metrics_elsewhere),
+        *(_page_routes(static) if static else ()),
     ]
+    options = service.options
+    openapi = OpenApi(routes, options.limits, with_keys=bool(options.clients))
     app = Starlette(
-        routes=[*routes, *(_page_routes(static) if static else ())],
+        routes=openapi.routes,
         middleware=[
-            Middleware(HostMiddleware, hosts=service.options.allowed_hosts),
-            Middleware(LimitsMiddleware, limits=service.options.limits),
+            Middleware(HostMiddleware, hosts=options.allowed_hosts),
+            Middleware(LimitsMiddleware, limits=options.limits),
             Middleware(PatienceMiddleware),
         ],
         exception_handlers={
@@ -76,7 +80,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         lifespan=_lifespan(service),
     )
     app.router.redirect_slashes = False
-    return ServerSendMiddleware(_with_origins(RequestIdMiddleware(app), service.options.cors_origins))
+    return ServerSendMiddleware(_with_origins(RequestIdMiddleware(app), options.cors_origins))
 
 
 def create_metrics_app(service: Service) -> ASGIApp:

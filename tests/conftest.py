@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
 
@@ -30,6 +30,9 @@ settings.register_profile(
     print_blob=True,
 )
 settings.register_profile("same", parent=settings.get_profile("explore"), max_examples=100, derandomize=True)
+settings.register_profile(  # for tests.mutants: that a test fails is enough
+    "mutants", parent=settings.get_profile("same"), phases=(Phase.explicit, Phase.generate)
+)
 settings.load_profile("same")
 
 

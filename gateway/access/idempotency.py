@@ -19,7 +19,7 @@ from gateway.store.records import Records
 
 HEADER = "Idempotency-Key"
 KEPT_S = 600.0
-_MAX_CHARS = 255
+MAX_KEY_CHARS = 255
 
 Made = TypeVar("Made")
 
@@ -43,8 +43,8 @@ def idempotency_key(http: HttpRequest) -> str | None:
         ApiError: 400, if the header has no sensible key.
     """
     key = http.headers.get(HEADER)
-    if key is not None and not (key.isascii() and key.isprintable() and 0 < len(key) <= _MAX_CHARS):
-        raise invalid(f"'{HEADER}' must be 1 to {_MAX_CHARS} printable ASCII characters.", HEADER)
+    if key is not None and not (key.isascii() and key.isprintable() and 0 < len(key) <= MAX_KEY_CHARS):
+        raise invalid(f"'{HEADER}' must be 1 to {MAX_KEY_CHARS} printable ASCII characters.", HEADER)
     return key
 
 

@@ -28,7 +28,7 @@ from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's older endpoint gives a request that does not say."""
 
-_CHAT_ID = re.compile(r"chatcmpl-[0-9a-f]{32}")
+CHAT_ID = re.compile(r"chatcmpl-[0-9a-f]{32}")
 
 
 class CompletionsApi:
@@ -175,7 +175,7 @@ class CompletionsApi:
 
     async def _recording(self, http: HttpRequest) -> Recording:
         client, recording_id = self._intake.client(http), http.path_params["id"]
-        if not _CHAT_ID.fullmatch(recording_id):
+        if not CHAT_ID.fullmatch(recording_id):
             raise invalid("The id must be 'chatcmpl-' and 32 hexadecimal digits.", "id")
         recording = await self._intake.recording(client.tenant.name, recording_id)
         if recording.kind != KIND:

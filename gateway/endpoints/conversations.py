@@ -39,20 +39,20 @@ _MOST: dict[str, str | int] = {
 }
 
 
-class _CreateBody(StrictBody):
+class CreateBody(StrictBody):
     MOST = _MOST
 
     items: Many[InputMessage] | None = None
     metadata: dict[str, str] | None = None
 
 
-class _UpdateBody(StrictBody):
+class UpdateBody(StrictBody):
     MOST = _MOST
 
     metadata: dict[str, str] | None
 
 
-class _AddBody(StrictBody):
+class AddBody(StrictBody):
     MOST = _MOST
 
     items: Annotated[Many[InputMessage], Field(min_length=1)]
@@ -76,7 +76,7 @@ class ConversationsApi:
 
     async def create(self, http: HttpRequest) -> Response:
         tenant = self._tenant(http)
-        body = await self._intake.read(http, _CreateBody)
+        body = await self._intake.read(http, CreateBody)
         check_metadata(body.metadata)
         conversation = Conversation(new_id("conv"), int(time.time()), body.metadata or {})
         conversation.add(self._items(body.items or []), "items")
@@ -102,7 +102,7 @@ class ConversationsApi:
 
     async def update(self, http: HttpRequest) -> Response:
         key = self._key(http)
-        body = await self._intake.read(http, _UpdateBody)
+        body = await self._intake.read(http, UpdateBody)
         check_metadata(body.metadata)
 
         def edit(conversation: Conversation) -> None:
@@ -125,7 +125,7 @@ class ConversationsApi:
 
     async def add_items(self, http: HttpRequest) -> Response:
         key = self._key(http)
-        items = self._items((await self._intake.read(http, _AddBody)).items)
+        items = self._items((await self._intake.read(http, AddBody)).items)
         await self._change(key, lambda conversation: conversation.add(items, "items"))
         return Json(page(items, PageQuery(order="asc")))
 

@@ -200,7 +200,8 @@ class ResponsesApi:
         if query.stream:
             recording = await self._visible(tenant, response_id)
             if recording is not None:
-                form, after = ResponseFormat(recording), query.starting_after
+                form = ResponseFormat(recording)
+                after = -1 if query.starting_after is None else query.starting_after
                 return Attached(self._service, recording, form, after, at_once=True)
             if await self._record(tenant, response_id) is not None:
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")

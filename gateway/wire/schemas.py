@@ -31,10 +31,13 @@ class StrictBody(BaseModel):
     model_config = STRICT
 
     MOST: ClassVar[Mapping[str, str | int]] = {}
-    """How many entries lists and maps may have, by their place in the body: a number, or the name of one of Limits.
+    """How large numbers may be and how many entries lists and maps may have, by their place in the body: a number, or
+    the name of one of Limits.
 
     They are counted before anything is made of them.
     """
+    NOT_SUPPORTED: ClassVar[frozenset[str]] = frozenset()
+    """Fields of OpenAI's that are refused by name unless they are null."""
 
 
 class StreamOptions(StrictBody):
@@ -46,9 +49,8 @@ class StreamOptions(StrictBody):
 class Sampled(StrictBody):
     """What chat and text completions share: how tokens are chosen, and fields that change nothing here."""
 
-    NOT_SUPPORTED: ClassVar[frozenset[str]] = frozenset()
-    """Fields of OpenAI's that are refused by name unless they are null."""
     MOST: ClassVar[Mapping[str, str | int]] = {
+        "n": "max_choices",
         "stop": "max_stop",
         "logit_bias": "max_logit_bias",
         "stop_token_ids": "max_stop_token_ids",
@@ -86,10 +88,9 @@ class Sampled(StrictBody):
     prompt_cache_retention: str | None = None
 
 
+# There may be thousands of them: each is a plain dict.
 @with_config(STRICT)
 class ContentPart(TypedDict):
-    """There may be thousands of them: each is a plain dict."""
-
     type: Literal["text"]
     text: str
 
@@ -130,7 +131,11 @@ class ChatBody(Sampled):
             "web_search_options",
         }
     )
-    MOST: ClassVar[Mapping[str, str | int]] = {**Sampled.MOST, **_MOST_MESSAGES}
+    MOST: ClassVar[Mapping[str, str | int]] = {
+        **Sampled.MOST,
+        **_MOST_MESSAGES,
+        "top_logprobs": "max_top_logprobs",
+    }
 
     messages: Annotated[Many[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -144,6 +149,7 @@ class CompletionBody(Sampled):
     """`POST /v1/completions`."""
 
     NOT_SUPPORTED = frozenset({"suffix"})
+    MOST: ClassVar[Mapping[str, str | int]] = {**Sampled.MOST, "logprobs": "max_top_logprobs"}
 
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
     logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -194,20 +200,30 @@ def read(kind: type[Body], values: Mapping[str, object], limits: Limits) -> Body
     Raises:
         ApiError: 400 that names the first field that is wrong.
     """
-    for place, most in kind.MOST.items():
-        number = getattr(limits, most) if isinstance(most, str) else most
-        for name, found in _at(values, place.replace("[]", ".[]").split(".")):
-            at_most(name, len(found) if isinstance(found, list | dict) else 0, number)
-    for name in sorted(getattr(kind, "NOT_SUPPORTED", frozenset()) & values.keys()):
+    for name in sorted(kind.NOT_SUPPORTED & values.keys()):
         if values[name] is not None:
             raise unsupported(name)
-    accepted = {
-        name: value for name, value in values.items() if name not in getattr(kind, "NOT_SUPPORTED", ())
-    }
+    for place, most in kind.MOST.items():
+        number = getattr(limits, most) if isinstance(most, str) else most
+        for name, found in _at(values, steps_to(place)):
+            _at_most(name, found, number)
+    return validated(kind, {name: value for name, value in values.items() if name not in kind.NOT_SUPPORTED})
+
+
+def validated(kind: type[Body], values: Mapping[str, object]) -> Body:
+    """
+    Raises:
+        ApiError: 400 that names the first field that is wrong.
+    """
     try:
-        return kind.model_validate(accepted)
+        return kind.model_validate(dict(values))
     except ValidationError as error:
         raise _explain(error) from None
+
+
+def steps_to(place: str) -> list[str]:
+    """`messages[].content`: names of fields, and `[]` for every entry of a list."""
+    return place.replace("[]", ".[]").split(".")
 
 
 def _at(value: object, steps: Sequence[str], name: str = "") -> Iterator[tuple[str, object]]:
@@ -258,14 +274,12 @@ def _path(location: tuple[int | str, ...]) -> str:
 def check_counts(body: Sampled, limits: Limits) -> None:
     """Raises 400 for what is more than this server takes."""
     _check_stop(body.stop, limits)
-    at_most("n", body.n or 1, limits.max_choices)
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
 
 
 def check_chat(body: ChatBody, limits: Limits) -> None:
     check_counts(body, limits)
-    at_most("top_logprobs", body.top_logprobs or 0, limits.max_top_logprobs)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens):
@@ -276,7 +290,6 @@ def check_completion(body: CompletionBody, limits: Limits) -> None:
     check_counts(body, limits)
     if body.stream_options is not None and body.stream_options.resumable:
         raise unsupported("stream_options.resumable")
-    at_most("logprobs", body.logprobs or 0, limits.max_top_logprobs)
 
 
 def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
@@ -287,8 +300,9 @@ def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
         raise invalid(f"A stop string may have at most {limits.max_stop_chars} characters.", "stop")
 
 
-def at_most(name: str, number: int, most: int) -> None:
-    if number > most:
+def _at_most(name: str, found: object, most: int) -> None:
+    number = len(found) if isinstance(found, list | dict) else found
+    if isinstance(number, int) and number > most:
         raise invalid(f"'{name}' is {number}, but this server takes at most {most}.", name)
 
 

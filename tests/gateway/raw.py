@@ -45,7 +45,7 @@ class Line:
         if method == "HEAD" or status in (100, 204, 304):
             return Answer(status, headers, b"")
         if headers.get("transfer-encoding") == "chunked":
-            return Answer(status, headers, b"".join([chunk async for chunk in self.chunks()]))
+            return Answer(status, headers, await self.chunked())
         return Answer(
             status, headers, await self._within(self._reader.readexactly(int(headers["content-length"])))
         )
@@ -62,6 +62,10 @@ class Line:
         """The chunks of a chunked body, as they were cut, to the last."""
         while chunk := await self.chunk():
             yield chunk
+
+    async def chunked(self) -> bytes:
+        """All that is left of a chunked body."""
+        return b"".join([chunk async for chunk in self.chunks()])
 
     async def chunk(self) -> bytes:
         """One of them; b"" is the end of the body."""

@@ -1,6 +1,6 @@
 """CPU microseconds of the event loop per streamed token, from `deliver` to the socket.
 
-    .venv/bin/python -m tests.gateway.stream_cost [STREAMS] [TOKENS] [MICROSECONDS OF A STEP]
+    .venv/bin/python -m tests.gateway.stream_cost [STREAMS] [TOKENS] [MICROSECONDS OF A STEP] [LISTENERS]
 
 A thread stands in for the step thread: one report per step, one token per stream in it. With steps that are shorter
 than the loop needs for their tokens (0, say), it says what a token costs that comes together with others. The readers
@@ -43,28 +43,30 @@ while selector.get_map():
 """
 
 
-def main(num_streams: int = 64, num_tokens: int = 500, step_us: int = STEP_US) -> None:
+def main(
+    num_streams: int = 64, num_tokens: int = 500, step_us: int = STEP_US, num_listeners: int = 0
+) -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        cost_s = runner.run(_measure(num_streams, num_tokens, step_us / 1e6))
+        cost_s = runner.run(_measure(num_streams, num_tokens, step_us / 1e6, num_listeners))
     tokens = num_streams * num_tokens
     print(
         f"{num_streams} streams: {cost_s / tokens * 1e6:.1f} microseconds of CPU per token ({tokens} tokens)"
     )
 
 
-async def _measure(num_streams: int, num_tokens: int, step_s: float) -> float:
+async def _measure(num_streams: int, num_tokens: int, step_s: float, num_listeners: int) -> float:
     desk = Desk(clock=time.monotonic)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen(512)
         port = listener.getsockname()[1]
         config = uvicorn.Config(
             desk.app, http=GatewayProtocol, log_level="critical", ws="none", access_log=False
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve(sockets=[listener]))
-        readers = subprocess.Popen(
-            [sys.executable, "-c", _READERS, str(port), str(num_streams), _http_request()]
-        )
+        listeners = _reading(port, num_listeners, "GET /v1/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        readers = _reading(port, num_streams, _http_request())
         requests = [await desk.taken() for _ in range(num_streams)]
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
@@ -77,9 +79,15 @@ async def _measure(num_streams: int, num_tokens: int, step_s: float) -> float:
         await desk.left()
         cost_s = time.thread_time() - before_s
         await asyncio.to_thread(readers.wait)
+        listeners.kill()
+        listeners.wait()
         server.should_exit = True
         await serving
     return cost_s
+
+
+def _reading(port: int, number: int, request: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", _READERS, str(port), str(number), request])
 
 
 def _step(outbox: Outbox, requests: list[Request], num_tokens: int, step_s: float) -> None:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Annotated, ClassVar, Literal, NamedTuple, NotRequired
+from typing import Annotated, ClassVar, Literal, NotRequired
 
 from pydantic import BeforeValidator, Field, with_config
 from typing_extensions import TypedDict
 
 from gateway.http.errors import ApiError, invalid, unsupported
 from gateway.http.limits import Limits
-from gateway.wire.schemas import STRICT, Many, ResponseFormat, Sampled, StrictBody, check_counts
+from gateway.wire.schemas import STRICT, Many, ResponseFormat, Sampled, StrictBody, check_counts, validated
 
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 MAX_LISTED = 100
 DEFAULT_LISTED = 20
 
-_ID = re.compile(r"[a-z]+_[A-Za-z0-9]{1,64}")
 _MAX_SEQUENCE_DIGITS = 18
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
@@ -51,10 +50,9 @@ def _unsupported_value(param: str, value: object) -> ApiError:
     return invalid(message, param, "unsupported_value")
 
 
+# There may be thousands of them: each is a plain dict.
 @with_config(STRICT)
 class TextPart(TypedDict):
-    """There may be thousands of them: each is a plain dict."""
-
     type: Literal["input_text", "output_text"]
     text: str
     annotations: NotRequired[list[object] | None]
@@ -206,76 +204,74 @@ def _check_parts(field: str, role: str, parts: list[TextPart]) -> None:
             raise invalid(message, f"{field}[{i}].type")
 
 
+def id_pattern(prefix: str) -> str:
+    """What this server's ids with that prefix look like."""
+    return f"^{prefix}_[A-Za-z0-9]{{1,64}}$"
+
+
 def check_id(param: str, value: str, prefix: str) -> str:
     """
     Raises:
         ApiError: 400, if it cannot be one of this server's ids with that prefix.
     """
-    if not (value.startswith(f"{prefix}_") and _ID.fullmatch(value)):
+    if not re.fullmatch(id_pattern(prefix), value):
         raise invalid(f"Invalid '{param}': expected an id that begins with '{prefix}_'.", param)
     return value
 
 
-class StreamQuery(NamedTuple):
+def _whole_number(text: object) -> object:
+    if isinstance(text, str) and text.isascii() and text.isdigit() and len(text) <= _MAX_SEQUENCE_DIGITS:
+        return int(text)
+    return text
+
+
+def _flag(text: object) -> object:
+    return {"true": True, "false": False}.get(str(text), text)
+
+
+WholeNumber = Annotated[int, BeforeValidator(_whole_number)]
+
+
+class Query(StrictBody):
+    """What is asked for in an address; this server has nothing more to include."""
+
+    include: str | None = None
+    include_more: Annotated[str | None, Field(alias="include[]")] = None
+
+
+class StreamQuery(Query):
     """`GET /v1/responses/{id}`: as events, and after which one."""
 
-    stream: bool
-    starting_after: int
+    stream: Annotated[bool, BeforeValidator(_flag)] = False
+    starting_after: Annotated[WholeNumber, Field(ge=0)] | None = None
+    include_obfuscation: Literal["false"] = "false"
 
 
-def read_stream_query(query: Mapping[str, str]) -> StreamQuery:
+def read_stream_query(values: Mapping[str, str]) -> StreamQuery:
     """
     Raises:
         ApiError: 400 that names the parameter that is wrong.
     """
-    _only(query, {"stream", "starting_after", "include", "include[]", "include_obfuscation"})
-    _false_only("include_obfuscation", query)
-    stream = query.get("stream", "false")
-    if stream not in ("true", "false"):
-        raise invalid("Invalid 'stream': expected true or false.", "stream")
-    after = query.get("starting_after")
-    if after is not None and stream == "false":
+    query = validated(StreamQuery, values)
+    if query.starting_after is not None and not query.stream:
         raise invalid("'starting_after' is only allowed when 'stream' is true.", "starting_after")
-    return StreamQuery(stream == "true", -1 if after is None else _number("starting_after", after, 0, None))
+    return query
 
 
-class PageQuery(NamedTuple):
+class PageQuery(Query):
     """Which part of a list, and in which order."""
 
     after: str | None = None
-    limit: int = DEFAULT_LISTED
+    limit: Annotated[WholeNumber, Field(ge=1, le=MAX_LISTED)] = DEFAULT_LISTED
     order: Literal["asc", "desc"] = "desc"
 
 
-def read_page_query(query: Mapping[str, str]) -> PageQuery:
+def read_page_query(values: Mapping[str, str]) -> PageQuery:
     """
     Raises:
         ApiError: 400 that names the parameter that is wrong.
     """
-    _only(query, {"after", "limit", "order", "include", "include[]"})
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise invalid("Invalid 'order': expected asc or desc.", "order")
-    limit = _number("limit", query.get("limit", str(DEFAULT_LISTED)), 1, MAX_LISTED)
-    return PageQuery(query.get("after"), limit, "asc" if order == "asc" else "desc")
-
-
-def _only(query: Mapping[str, str], known: set[str]) -> None:
-    for name in sorted(query.keys() - known):
-        raise invalid(f"Unrecognized query parameter: {name}.", name, "unknown_parameter")
-
-
-def _false_only(name: str, query: Mapping[str, str]) -> None:
-    if query.get(name, "false") != "false":
-        raise unsupported(name)
-
-
-def _number(name: str, text: str, least: int, most: int | None) -> int:
-    is_number = text.isascii() and text.isdigit() and len(text) <= _MAX_SEQUENCE_DIGITS
-    if not is_number or int(text) < least or (most is not None and int(text) > most):
-        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
-        raise invalid(f"Invalid '{name}': expected a whole number, {bounds}.", name)
-    return int(text)
+    return validated(PageQuery, values)
 
 
 def response_not_found(response_id: str) -> ApiError:

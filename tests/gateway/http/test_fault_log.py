@@ -80,7 +80,7 @@ async def test_a_stream_that_fails_in_the_engine_ends_with_an_error_frame_and_is
         desk.bring(request, "Hel")
         await line.head()
         fail(desk, request)
-        rest = await line.rest()
+        rest = await line.chunked()
     assert WHY.encode() in rest
     assert records() == [f"POST {path} failed: {WHY} (x-request-id mine-7)"]
 
@@ -159,7 +159,7 @@ async def test_an_engine_that_stops_is_a_line_for_every_stream_it_leaves(
         await line.head()
         desk.engine.state = EngineState.FAILED
         desk.service.tick(desk.clock())
-        await line.rest()
+        await line.chunked()
     assert records() == [f"POST {CHAT} failed: The engine stopped. (x-request-id mine-7)"]
 
 
@@ -190,7 +190,7 @@ async def test_refusals_and_an_ordinary_end_are_no_lines(records: Callable[[], l
         desk.bring(await desk.taken(), "Hel")
         assert (await line.head())[0] == 200
         desk.service.dispatch.fail_all()
-        assert b"shutting down" in await line.rest()
+        assert b"shutting down" in await line.chunked()
         desk.service.begin_drain()
         async with dialled(url) as other:
             other.send(post(CHAT, chat_body()))

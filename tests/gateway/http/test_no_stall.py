@@ -230,7 +230,7 @@ async def test_no_body_holds_the_server_up(name: str, monkeypatch: pytest.Monkey
     assert piece_s <= HELD_IN_ONE_PIECE * unit_s
 
 
-NUM_CHOICES, NUM_TOKENS = 32, 1500
+NUM_CHOICES, NUM_TOKENS = 16, 400
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

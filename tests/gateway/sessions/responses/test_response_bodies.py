@@ -12,7 +12,6 @@ from gateway.sessions.responses.objects import as_messages, input_items
 from gateway.sessions.responses.schemas import (
     PageQuery,
     ResponseBody,
-    StreamQuery,
     check_id,
     read_page_query,
     read_stream_query,
@@ -228,10 +227,14 @@ def test_what_is_no_id_is_refused(bad: str) -> None:
 
 
 def test_where_to_go_on_in_a_stream() -> None:
-    assert read_stream_query({}) == StreamQuery(False, -1)
-    assert read_stream_query({"stream": "true"}) == StreamQuery(True, -1)
-    assert read_stream_query({"stream": "true", "starting_after": "0"}) == StreamQuery(True, 0)
-    assert read_stream_query({"stream": "false", "include[]": "x"}) == StreamQuery(False, -1)
+    def asked(**query: str) -> tuple[bool, int | None]:
+        found = read_stream_query(query)
+        return found.stream, found.starting_after
+
+    assert asked() == (False, None)
+    assert asked(stream="true") == (True, None)
+    assert asked(stream="true", starting_after="0") == (True, 0)
+    assert asked(**{"stream": "false", "include[]": "x"}) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -255,10 +258,9 @@ def test_a_wrong_stream_query_is_named(query: dict[str, str], param: str) -> Non
 
 
 def test_how_to_list() -> None:
-    assert read_page_query({}) == PageQuery(None, 20, "desc")
-    assert read_page_query({"after": "msg_1", "limit": "100", "order": "asc"}) == PageQuery(
-        "msg_1", 100, "asc"
-    )
+    assert read_page_query({}) == PageQuery(after=None, limit=20, order="desc")
+    asked = read_page_query({"after": "msg_1", "limit": "100", "order": "asc"})
+    assert asked == PageQuery(after="msg_1", limit=100, order="asc")
 
 
 @pytest.mark.parametrize(
@@ -267,6 +269,8 @@ def test_how_to_list() -> None:
         ({"limit": "0"}, "limit"),
         ({"limit": "101"}, "limit"),
         ({"limit": ""}, "limit"),
+        ({"limit": " 5"}, "limit"),
+        ({"limit": "1_0"}, "limit"),
         ({"order": "up"}, "order"),
         ({"before": "msg_1"}, "before"),
     ],

@@ -223,7 +223,7 @@ def test_the_pages_of_a_list_are_the_list(num_items: int, limit: int, order: Any
     found: list[Any] = []
     after, has_more = None, True
     while has_more:
-        listed = page(items, PageQuery(after, limit, order))
+        listed = page(items, PageQuery(after=after, limit=limit, order=order))
         assert len(listed["data"]) <= limit
         found += listed["data"]
         after, has_more = listed["last_id"], listed["has_more"]

@@ -1,0 +1,193 @@
+"""`/openapi.json`: what the routes take and answer, made from the types in OPERATIONS and from the limits.
+
+A route that is missing there is a fault, of which a test tells.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import anyio.to_thread
+from pydantic import TypeAdapter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.endpoints import answers
+from gateway.endpoints.completions import CHAT_ID
+from gateway.endpoints.operations import OPERATIONS, Operation
+from gateway.http.limits import Limits
+from gateway.sessions.responses.schemas import id_pattern
+from gateway.wire.schemas import steps_to
+
+JsonSchema = dict[str, Any]
+
+_SCHEMAS = "#/components/schemas/"
+
+
+class OpenApi:
+    """Describes the routes of an app; made when it is first asked for."""
+
+    def __init__(self, routes: Sequence[Route], limits: Limits, *, with_keys: bool) -> None:
+        """`with_keys`: clients need one."""
+        self._routes = [Route("/openapi.json", self.show, methods=["GET"]), *routes]
+        self._limits = limits
+        self._with_keys = with_keys
+        self._document = b""
+
+    @property
+    def routes(self) -> list[Route]:
+        """With that of the description."""
+        return self._routes
+
+    async def show(self, _: HttpRequest) -> Response:
+        self._document = self._document or await anyio.to_thread.run_sync(self._render)
+        return Response(self._document, media_type="application/json")
+
+    def _render(self) -> bytes:
+        return json.dumps(self.document()).encode()
+
+    def document(self) -> JsonSchema:
+        """
+        Raises:
+            LookupError: a route is not in OPERATIONS.
+        """
+        named = [(re.sub(r":\w+}", "}", route.path), route.methods or set()) for route in self._routes]
+        found = [
+            (path, method, OPERATIONS[path][method])
+            for path, methods in named
+            for method in sorted(methods - {"HEAD"})
+        ]
+        schemas = _Schemas((operation for _, _, operation in found), self._limits)
+        paths: dict[str, JsonSchema] = {}
+        for path, method, operation in found:
+            paths.setdefault(path, {})[method.lower()] = _describe(path, method, operation, schemas)
+        error = _json(schemas.of(answers.Error))
+        refusals = {
+            status.name: {"description": status.phrase, "content": error}
+            for status in sorted({status for _, _, operation in found for status in operation.refusals})
+        }
+        components: JsonSchema = {"schemas": schemas.components, "responses": refusals}
+        document: JsonSchema = {
+            "openapi": "3.2.0",
+            "info": {"title": "Penstock", "version": "1"},
+            "paths": paths,
+            "components": components,
+        }
+        if self._with_keys:
+            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
+        return document
+
+
+class _Schemas:
+    """The JSON schemas of types, by their `repr`; those with names are components."""
+
+    def __init__(self, operations: Iterable[Operation], limits: Limits) -> None:
+        types = {repr(kind): kind for operation in operations for kind in (answers.Error, *operation.types)}
+        self._schemas, definitions = TypeAdapter.json_schemas(
+            [(name, "validation", TypeAdapter(kind)) for name, kind in types.items()],
+            ref_template=f"{_SCHEMAS}{{model}}",
+        )
+        self.components: dict[str, JsonSchema] = definitions["$defs"]
+        for kind in types.values():
+            for place, most in getattr(kind, "MOST", {}).items():
+                number = getattr(limits, most) if isinstance(most, str) else most
+                self._bound(self.of(kind), steps_to(place), number)
+
+    def of(self, kind: Any) -> JsonSchema:
+        return self._schemas[repr(kind), "validation"]
+
+    def members(self, kind: Any) -> JsonSchema:
+        """The schema of an object, not a reference to it."""
+        return next(self._forms(self.of(kind)))
+
+    def _bound(self, schema: JsonSchema, steps: list[str], most: int) -> None:
+        """Writes down how large what stands at a place may be."""
+        for form in self._forms(schema):
+            if not steps:
+                limit = {"array": "maxItems", "object": "maxProperties", "integer": "maximum"}
+                form.update({limit[form["type"]]: most} if form.get("type") in limit else {})
+            elif below := form.get("items") if steps[0] == "[]" else form.get("properties", {}).get(steps[0]):
+                self._bound(below, steps[1:], most)
+
+    def _forms(self, schema: JsonSchema) -> Iterator[JsonSchema]:
+        """What it may be, without references."""
+        if "$ref" in schema:
+            schema = self.components[schema["$ref"].removeprefix(_SCHEMAS)]
+        for form in schema.get("anyOf", ()):
+            yield from self._forms(form)
+        yield schema
+
+
+def _describe(path: str, method: str, operation: Operation, schemas: _Schemas) -> JsonSchema:
+    found: JsonSchema = {
+        "operationId": f"{method.lower()} {path}",
+        "summary": operation.summary,
+        "parameters": [*_identifiers(path), *_parameters("query", operation.query, schemas)],
+        "responses": _responses(operation, schemas),
+    }
+    found["parameters"] += _parameters("header", operation.headers, schemas)
+    if operation.body is not None:
+        found["requestBody"] = {"required": True, "content": _json(schemas.of(operation.body))}
+    if operation.is_open:
+        found["security"] = []
+    return found
+
+
+def _identifiers(path: str) -> Iterator[JsonSchema]:
+    patterns = {
+        "id": CHAT_ID.pattern if path.startswith("/v1/chat") else id_pattern("resp"),
+        "conversation_id": id_pattern("conv"),
+        "item_id": id_pattern("msg"),
+    }
+    for name in re.findall(r"{(\w+)}", path):
+        schema: JsonSchema = {"type": "string", **({"pattern": patterns[name]} if name in patterns else {})}
+        yield {"name": name, "in": "path", "required": True, "schema": schema}
+
+
+def _parameters(place: str, kind: Any, schemas: _Schemas) -> Iterator[JsonSchema]:
+    schema = {} if kind is None else schemas.members(kind)
+    for name, of_one in schema.get("properties", {}).items():
+        required = name in schema.get("required", ())
+        yield {"name": name, "in": place, "required": required, "schema": of_one}
+
+
+def _responses(operation: Operation, schemas: _Schemas) -> JsonSchema:
+    content: JsonSchema = {}
+    if operation.answer is not None:
+        content |= _json(schemas.of(operation.answer))
+    if operation.media_type is not None:
+        content[operation.media_type] = {}
+    if operation.events:
+        content["text/event-stream"] = {"itemSchema": _event(operation.events, schemas)}
+    responses: JsonSchema = {
+        str(int(status)): {"$ref": f"#/components/responses/{status.name}"}
+        for status in sorted(operation.refusals)
+    }
+    if operation.unavailable is not None:
+        responses["503"] = {"description": "Red", "content": _json(schemas.of(operation.unavailable))}
+    if operation.cached:
+        responses["304"] = {"description": HTTPStatus.NOT_MODIFIED.phrase}
+    return {"200": {"description": "OK", "content": content}, **responses}
+
+
+def _event(events: dict[str, Any], schemas: _Schemas) -> JsonSchema:
+    """Any event of a stream."""
+    forms = []
+    for name, kind in events.items():
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": schemas.of(kind)}
+        forms.append(_members(data=data, **({"event": {"const": name}} if name else {})))
+    return {"anyOf": [*forms, _members(data={"const": "[DONE]"})] if "" in events else forms}
+
+
+def _members(**properties: JsonSchema) -> JsonSchema:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _json(schema: JsonSchema) -> JsonSchema:
+    return {"application/json": {"schema": schema}}

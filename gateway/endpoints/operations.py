@@ -1,0 +1,257 @@
+"""What every route takes and answers, as the types that its handler checks with or makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Annotated, Any, get_args, get_type_hints
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from gateway.access.idempotency import MAX_KEY_CHARS
+from gateway.endpoints import answers
+from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
+from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
+from gateway.wire.schemas import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    LocateBody,
+    StrictBody,
+    TokenizeBody,
+)
+
+_ANY = (400, 408, 413, 421, 431, 500, 501)
+"""Statuses that every request may get: what comes is no HTTP, too slow, too large, or for another host."""
+_WORK = (403, 404, 429, 503)
+"""No such tier or model, no room now."""
+
+
+class IdempotencyHeaders(TypedDict, total=False):
+    idempotency_key: Annotated[
+        str, Field(alias="Idempotency-Key", min_length=1, max_length=MAX_KEY_CHARS, pattern="^[ -~]+$")
+    ]
+
+
+class FollowQuery(TypedDict, total=False):
+    starting_after: Annotated[int, Field(ge=-1, lt=10**9)]
+
+
+class FollowHeaders(TypedDict, total=False):
+    last_event_id: Annotated[int, Field(alias="Last-Event-ID", ge=-1, lt=10**9)]
+
+
+class EventsQuery(TypedDict, total=False):
+    request_id: str
+
+
+class LocateQuery(TypedDict, total=False):
+    """One of them."""
+
+    tokens: Annotated[str, Field(pattern="^[0-9]+(,[0-9]+)*$")]
+    messages: Annotated[str, Field(json_schema_extra={"contentMediaType": "application/json"})]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """What one method of one path takes and answers, each as a type."""
+
+    summary: str
+    body: type[StrictBody] | None = None
+    query: Any = None
+    headers: Any = None
+    answer: Any = None
+    """The JSON of a 200."""
+    media_type: str | None = None
+    """Of a 200 that is no JSON."""
+    events: dict[str, Any] = field(default_factory=dict)
+    """The JSON of each event of a stream, by its name. Those without a name end with a `[DONE]`."""
+    unavailable: Any = None
+    """The JSON of a 503 that is no error."""
+    statuses: tuple[int, ...] = ()
+    """Of refusals, beside those that all have."""
+    is_open: bool = False
+    """It asks for no key."""
+    cached: bool = False
+    """A client that has it already is told so."""
+
+    @property
+    def refusals(self) -> set[HTTPStatus]:
+        """Statuses that are answered with an error."""
+        with_body = () if self.body is None else (415,)
+        with_key = () if self.is_open else (401,)
+        return set(map(HTTPStatus, (*_ANY, *self.statuses, *with_body, *with_key)))
+
+    @property
+    def types(self) -> Iterator[Any]:
+        one = (self.body, self.query, self.headers, self.answer, self.unavailable)
+        yield from (kind for kind in (*one, *self.events.values()) if kind is not None)
+
+
+_CHAT_EVENTS = {"": answers.ChatChunk | answers.Error}
+_RESPONSE_EVENTS = {
+    name: kind for kind in answers.RESPONSE_EVENTS for name in get_args(get_type_hints(kind)["type"])
+}
+
+OPERATIONS: dict[str, dict[str, Operation]] = {
+    "/v1/chat/completions": {
+        "POST": Operation(
+            summary="Answer a conversation, streamed or whole",
+            body=ChatBody,
+            headers=IdempotencyHeaders,
+            answer=answers.ChatCompletion,
+            events=_CHAT_EVENTS,
+            statuses=(*_WORK, 409),
+        )
+    },
+    "/v1/chat/completions/{id}": {
+        "GET": Operation(
+            summary="Follow a resumable answer, after the event that was seen last",
+            query=FollowQuery,
+            headers=FollowHeaders,
+            answer=answers.ChatCompletion,
+            events=_CHAT_EVENTS,
+            statuses=(404, 410, 429, 503),
+        ),
+        "DELETE": Operation(
+            summary="Stop and forget a resumable answer", answer=answers.ChatDeleted, statuses=(404, 503)
+        ),
+    },
+    "/v1/completions": {
+        "POST": Operation(
+            summary="Continue texts, streamed or whole",
+            body=CompletionBody,
+            answer=answers.TextCompletion,
+            events={"": answers.TextChunk | answers.Error},
+            statuses=_WORK,
+        )
+    },
+    "/v1/responses": {
+        "POST": Operation(
+            summary="A turn of a conversation, waited for or in the background",
+            body=ResponseBody,
+            headers=IdempotencyHeaders,
+            answer=answers.Response,
+            events=_RESPONSE_EVENTS,
+            statuses=(*_WORK, 409),
+        )
+    },
+    "/v1/responses/{id}": {
+        "GET": Operation(
+            summary="A response as it is now, or its events",
+            query=StreamQuery,
+            answer=answers.Response,
+            events=_RESPONSE_EVENTS,
+            statuses=(404, 410, 503),
+        ),
+        "DELETE": Operation(
+            summary="End and forget a response", answer=answers.ResponseDeleted, statuses=(404, 503)
+        ),
+    },
+    "/v1/responses/{id}/cancel": {
+        "POST": Operation(
+            summary="End a response in the background", answer=answers.Response, statuses=(404, 503)
+        )
+    },
+    "/v1/responses/{id}/input_items": {
+        "GET": Operation(
+            summary="What a response was given", query=PageQuery, answer=answers.ItemPage, statuses=(404, 503)
+        )
+    },
+    "/v1/conversations": {
+        "GET": Operation(
+            summary="The caller's conversations",
+            query=PageQuery,
+            answer=answers.ConversationPage,
+            statuses=(503,),
+        ),
+        "POST": Operation(
+            summary="A new conversation", body=CreateBody, answer=answers.Conversation, statuses=(503,)
+        ),
+    },
+    "/v1/conversations/{conversation_id}": {
+        "GET": Operation(summary="One conversation", answer=answers.Conversation, statuses=(404, 503)),
+        "POST": Operation(
+            summary="Replace the metadata",
+            body=UpdateBody,
+            answer=answers.Conversation,
+            statuses=(404, 503),
+        ),
+        "DELETE": Operation(
+            summary="Forget a conversation", answer=answers.ConversationDeleted, statuses=(404, 503)
+        ),
+    },
+    "/v1/conversations/{conversation_id}/items": {
+        "GET": Operation(
+            summary="Its messages", query=PageQuery, answer=answers.ItemPage, statuses=(404, 503)
+        ),
+        "POST": Operation(summary="Add messages", body=AddBody, answer=answers.ItemPage, statuses=(404, 503)),
+    },
+    "/v1/conversations/{conversation_id}/items/{item_id}": {
+        "GET": Operation(summary="One message", answer=answers.Item, statuses=(404, 503)),
+        "DELETE": Operation(summary="Forget a message", answer=answers.Conversation, statuses=(404, 503)),
+    },
+    "/v1/models": {"GET": Operation(summary="The names of the model", answer=answers.Models)},
+    "/v1/models/{name}": {"GET": Operation(summary="One of them", answer=answers.Model, statuses=(404,))},
+    "/tokenize": {
+        "POST": Operation(
+            summary="The tokens of a text or of messages",
+            body=TokenizeBody,
+            answer=answers.Tokens,
+            statuses=(404,),
+        )
+    },
+    "/detokenize": {
+        "POST": Operation(
+            summary="The text of tokens", body=DetokenizeBody, answer=answers.Text, statuses=(404,)
+        )
+    },
+    "/v1/prefixes": {"GET": Operation(summary="Prefixes that are cached", answer=answers.Prefixes)},
+    "/v1/prefixes/locate": {
+        "GET": Operation(
+            summary="Which replica is warm for a prompt", query=LocateQuery, answer=answers.Location
+        ),
+        "POST": Operation(
+            summary="Which replica is warm for a prompt", body=LocateBody, answer=answers.Location
+        ),
+    },
+    "/v1/prefixes/events": {
+        "GET": Operation(
+            summary="Blocks as they are stored and removed",
+            events={"stored": answers.Blocks, "removed": answers.Blocks},
+        )
+    },
+    "/v1/events": {
+        "GET": Operation(
+            summary="The state of the server, and of a request that waits",
+            query=EventsQuery,
+            events={"server": answers.ServerStatus, "request": answers.QueueStatus},
+        )
+    },
+    "/health": {
+        "GET": Operation(
+            summary="Red means: restart this process",
+            answer=answers.Health,
+            unavailable=answers.Health,
+            statuses=(503,),
+            is_open=True,
+        )
+    },
+    "/ready": {
+        "GET": Operation(
+            summary="Red means: send requests elsewhere",
+            answer=answers.Readiness,
+            unavailable=answers.Readiness,
+            statuses=(503,),
+            is_open=True,
+        )
+    },
+    "/metrics": {"GET": Operation(summary="For Prometheus", media_type="text/plain", is_open=True)},
+    "/openapi.json": {"GET": Operation(summary="This document", answer=dict[str, Any], is_open=True)},
+    "/": {"GET": Operation(summary="The chat page", media_type="text/html", is_open=True, cached=True)},
+    "/static/{path}": {
+        "GET": Operation(summary="Its files", media_type="*/*", statuses=(404,), cached=True, is_open=True)
+    },
+}
