@@ -30,8 +30,12 @@ WAIT_S = 60.0
 SLOW_S = 0.15
 
 
-class Trouble:
-    """A Redis that works until `begin`, and again from `end` on."""
+Trouble = tuple[Callable[[], None], Callable[[], None]]
+"""How it begins, and how it ends."""
+
+
+class Near:
+    """A Redis that is stopped and comes back with nothing in it, and then one that is paused."""
 
     def __init__(self) -> None:
         self.redis = RedisServer()
@@ -42,32 +46,11 @@ class Trouble:
         with self.redis:
             yield
 
-    def begin(self) -> None:
-        raise NotImplementedError
-
-    def end(self) -> None:
-        raise NotImplementedError
+    def troubles(self) -> list[Trouble]:
+        return [(self.redis.stop, self.redis.start), (self.redis.pause, self.redis.resume)]
 
 
-class Stopped(Trouble):
-    """It comes back with nothing in it."""
-
-    def begin(self) -> None:
-        self.redis.stop()
-
-    def end(self) -> None:
-        self.redis.start()
-
-
-class Paused(Trouble):
-    def begin(self) -> None:
-        self.redis.pause()
-
-    def end(self) -> None:
-        self.redis.resume()
-
-
-class Slow(Trouble):
+class Distant(Near):
     """Every answer comes, but too late."""
 
     def __init__(self) -> None:
@@ -80,11 +63,11 @@ class Slow(Trouble):
         with self.redis, self.line:
             yield
 
-    def begin(self) -> None:
-        self.line.delay_s = SLOW_S
+    def troubles(self) -> list[Trouble]:
+        return [(self._delay(SLOW_S), self._delay(0.0))]
 
-    def end(self) -> None:
-        self.line.delay_s = 0.0
+    def _delay(self, seconds: float) -> Callable[[], None]:
+        return lambda: setattr(self.line, "delay_s", seconds)
 
 
 @dataclass
@@ -315,32 +298,21 @@ def keys_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", [Stopped, Paused, Slow])
-async def test_nobody_but_the_operator_notices(kind: type[Trouble], keys_file: Path) -> None:
-    trouble = kind()
-    arguments = ["--redis-url", trouble.url, "--api-keys-file", str(keys_file), "--replica"]
-    with trouble.running(), ServerProcess([*arguments, "first"]) as server:
+@pytest.mark.parametrize("kind", [Near, Distant])
+async def test_nobody_but_the_operator_notices(kind: type[Near], keys_file: Path) -> None:
+    place, made = kind(), list[Made]()
+    arguments = ["--redis-url", place.url, "--api-keys-file", str(keys_file), "--replica"]
+    with place.running(), ServerProcess([*arguments, "first"]) as server:
         async with load_on(server) as load:
             operator = Operator(server, load.http)
             await operator.wait_metric("store_up", lambda up: up == 1)
-            before = await Made.on(load)
-            await until(lambda: before.is_kept(trouble.redis))
-            await asyncio.to_thread(trouble.begin)
-            await operator.wait_news("gone")
-            await before.check(load.http)
-            meanwhile = await Made.on(load)
-            await load.more(1)
-            assert await operator.metric("store_failures_total") > 0
-            assert await operator.metric("store_rejected_total") > 0
-            assert await operator.metric("store_unwritten") > 0
-            await asyncio.to_thread(trouble.end)
-            await operator.wait_news("back")
-            await load.more(1)
+            for begin, end in place.troubles():
+                made += await go_through(begin, end, load, operator, place.redis)
         async with client(server) as http:
             operator = Operator(server, http)
             await operator.wait_metric("store_unwritten", lambda number: number == 0)
-            for made in (before, meanwhile):
-                await until(partial(made.is_kept, trouble.redis))
+            for each in made:
+                await until(partial(each.is_kept, place.redis))
             assert await operator.metric("store_corrupt_total") == 0
         # One line for each change: never the same one twice.
         assert operator.news[0] == "gone"
@@ -348,5 +320,27 @@ async def test_nobody_but_the_operator_notices(kind: type[Trouble], keys_file: P
         server.kill()
         with ServerProcess([*arguments, "second"]) as second:
             async with client(second) as http:
-                await before.check(http)
-                await meanwhile.check(http)
+                for each in made:
+                    await each.check(http)
+
+
+async def go_through(
+    begin: Callable[[], None], end: Callable[[], None], load: Load, operator: Operator, redis: RedisServer
+) -> list[Made]:
+    """One trouble from before its beginning to after its end; what was made before and meanwhile."""
+    before = await Made.on(load)
+    await until(lambda: before.is_kept(redis))
+    failures = await operator.metric("store_failures_total")
+    rejected = await operator.metric("store_rejected_total")
+    await asyncio.to_thread(begin)
+    await operator.wait_news("gone")
+    await before.check(load.http)
+    meanwhile = await Made.on(load)
+    await load.more(1)
+    assert await operator.metric("store_failures_total") > failures
+    assert await operator.metric("store_rejected_total") > rejected
+    assert await operator.metric("store_unwritten") > 0
+    await asyncio.to_thread(end)
+    await operator.wait_news("back")
+    await load.more(1)
+    return [before, meanwhile]

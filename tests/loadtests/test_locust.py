@@ -22,9 +22,9 @@ def locust(*arguments: str) -> list[str]:
 def test_every_user_over_two_workers(live_server: str, tmp_path: Path) -> None:
     command = locust(
         *("--headless", "--processes", "2", "--host", live_server, "--users", "16", "--spawn-rate", "16"),
-        *("--rate", "4", "--run-time", "5s", "--stop-timeout", "30", "--report", str(tmp_path)),
+        *("--rate", "5", "--run-time", "3s", "--stop-timeout", "30", "--report", str(tmp_path)),
     )
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "report.json").read_text())
     assert {kind.split(",")[0] for kind in found["kinds"]} == KINDS
