@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class Shape:
 
 
 LLAMA_135M = Shape("llama-135m", 576, 30, 9, 3, 1536, 16384)
+HALF_B = Shape("half-b", 896, 24, 14, 2, 4864, 32768)
 LLAMA_TINY = Shape("llama-tiny", 64, 2, 4, 2, 128, 1024)
 
 
@@ -39,14 +40,22 @@ def cache_folder() -> Path:
 
 
 def ensure_checkpoint(shape: Shape, root: Path | None = None) -> Path:
-    """The folder of the checkpoint, written on first use; a half-written one is never seen."""
-    folder = (root or cache_folder()) / shape.name
-    if not (folder / "model.safetensors").exists():
-        partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+    """The folder of the checkpoint, written on first use."""
+    return ensure_folder(shape.name, lambda folder: write_checkpoint(shape, folder), root)
+
+
+def ensure_folder(name: str, write: Callable[[Path], None], root: Path | None = None) -> Path:
+    """A folder of the cache, written on first use; a half-written one is never seen."""
+    folder = (root or cache_folder()) / name
+    if not folder.exists():
+        partial = folder.with_name(f"{name}.{os.getpid()}.partial")
         partial.mkdir(parents=True, exist_ok=True)
-        write_checkpoint(shape, partial)
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+        try:
+            write(partial)
+            shutil.rmtree(folder, ignore_errors=True)  # another process may have been faster
+            partial.rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
     return folder
 
 
@@ -115,10 +124,11 @@ def _write_tokenizer(shape: Shape, path: Path) -> None:
 
 
 def _merges() -> Iterator[tuple[str, str]]:
-    """Every pair of letters, then pairs with a third letter: 18,252 merges of plain text."""
+    """Every pair of letters, then pairs with a third letter, then pairs of pairs: 475,228 merges of plain text."""
     pairs = [(left, right) for left in _LETTERS for right in _LETTERS]
     yield from pairs
     yield from ((left + right, third) for left, right in pairs for third in _LETTERS)
+    yield from itertools.product(map("".join, pairs), repeat=2)
 
 
 def _write_weights(shape: Shape, path: Path) -> None:

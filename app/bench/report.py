@@ -41,6 +41,8 @@ def print_report(results: Row) -> None:
     if "drafts" in results:
         _print_drafts(results["drafts"])
         _print_depths(results["depths"])
+    if "formats" in results:
+        _print_formats(results["formats"])
     if "store" in results:
         _print_store(results["store"])
     _print_failures(results)
@@ -147,6 +149,34 @@ def _promise_row(label: str, row: Row) -> list[str]:
     kept = "-" if math.isnan(row["kept"]) or label.startswith("batch") else f"{row['kept']:.0%}"
     keys = ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "longest_gap_ms", "tokens_per_s")
     return [label, str(row["requests"]), str(row["refused"]), kept, *(number(row[key]) for key in keys)]
+
+
+def _print_formats(rows: list[Row]) -> None:
+    head = ["formats: layers alone", "MiB", "of file", "loading +MiB", "a layer"]
+    head += ["1 row ms", "GB/s", "ratio", "64 rows ms", "ratio"]
+    by_name = {(row["shape"], row["name"]): row["seconds"] for row in rows}
+    lines = []
+    for row in rows:
+        seconds, like = row["seconds"], by_name[row["shape"], row["like"]]
+        is_like = row["name"] == row["like"]
+        lines.append(
+            [
+                f"{row['shape']}, {row['name']}",
+                number(row["packed"] / 2**20),
+                "" if is_like else f"{row['packed'] / row['stored']:.2f}",
+                number(row["beside"] / 2**20),
+                number(row["layer"] / 2**20),
+                number(1000 * seconds["1 row"]),
+                number(row["packed"] / seconds["1 row"] / 1e9),
+                "" if is_like else f"{like['1 row'] / seconds['1 row']:.2f}",
+                number(1000 * seconds["64 rows"]),
+                "" if is_like else f"{like['64 rows'] / seconds['64 rows']:.2f}",
+            ]
+        )
+    print("\n" + table(head, lines))
+    print(
+        "\nratio: the speed beside --quantize of the same width; +MiB: taken while loading, beside what stays"
+    )
 
 
 def _print_store(store: Row) -> None:

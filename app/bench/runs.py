@@ -19,7 +19,7 @@ from typing import Any
 
 from app.bench.arithmetic import Arithmetic, read_arithmetic
 from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
-from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
+from app.bench.checkpoint import HALF_B, LLAMA_135M, Shape, ensure_checkpoint
 from app.bench.client import Job
 from app.bench.drafts import DraftsBench
 from app.bench.ladder import Ladder, print_ladder
@@ -78,10 +78,18 @@ def run_parts(options: argparse.Namespace) -> Row:
     if "drafts" in options.only:
         results["drafts"] = [row for subject in subjects for row in _drafts(subject, options)]
         results["depths"] = [row for subject in subjects for row in _depths(subject, options)]
+    if "formats" in options.only:
+        results["formats"] = [row for shape in (LLAMA_135M, HALF_B) for row in _formats(shape, options.quick)]
     if "store" in options.only:
         results["store"] = _store(subjects, options.quick)
     print_report(results)
     return results
+
+
+def _formats(shape: Shape, quick: bool) -> list[Row]:
+    say(f"{shape.name}: quantized checkpoints beside --quantize of the same width")
+    job = {"shape": shape.name, "seconds": 2 if quick else 8, "threads": num_cores()}
+    return run_module("formats", job)  # type: ignore[no-any-return]
 
 
 def _promise(quick: bool) -> Row:

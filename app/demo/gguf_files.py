@@ -226,7 +226,8 @@ def tokenizer_metadata(folder: Path, pre: str | None) -> dict[str, object]:
         "tokenizer.chat_template": config["chat_template"],
     }
     for key, name in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
-        entries[f"tokenizer.ggml.{key}_token_id"] = made.token_to_id(config[f"{name}_token"])
+        if f"{name}_token" in config:
+            entries[f"tokenizer.ggml.{key}_token_id"] = made.token_to_id(config[f"{name}_token"])
     if not content["model"]["byte_fallback"]:
         return entries | {
             "tokenizer.ggml.model": "gpt2",
