@@ -27,6 +27,7 @@ from engine.errors import CheckpointError
 from engine.model.checkpoint import read_config, read_generation_defaults, read_tokenizer
 from engine.model.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from engine.model.drafts import DraftSource, check_draft, shared_tokens
+from engine.model.eagle import check_eagle, is_eagle, read_eagle
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
@@ -180,6 +181,9 @@ def _find_draft(settings: Settings, config: ModelConfig, tokenizer: Tokenizer) -
     if folder is None:
         return None
     try:
+        if is_eagle(folder):
+            check_eagle(config, read_eagle(folder))
+            return DraftSource(folder)
         check_draft(config, read_config(folder), settings.max_model_len or config.max_position)
         return DraftSource(folder, shared_tokens(tokenizer, read_tokenizer(folder)))
     except CheckpointError as error:

@@ -16,6 +16,7 @@ DEMO_NAME = "penstock-demo"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NEEDED = ("config.json", "tokenizer.json", "*.safetensors")
+_NEEDED_TO_DRAFT = ("config.json", "*.safetensors")  # a head has its target's tokens
 # Not every safetensors file: some repositories have the weights a second time, in another layout.
 _FETCHED = ("*.json", "model*.safetensors", "*.jinja")
 
@@ -36,11 +37,12 @@ def is_hub_id(model: str) -> bool:
     return _HUB_ID.fullmatch(model) is not None and not Path(model).exists() and not is_gguf(Path(model))
 
 
-def find_checkpoint(model: str | None, argument: str = "--model") -> Path:
+def find_checkpoint(model: str | None, argument: str = "--model", needed: tuple[str, ...] = _NEEDED) -> Path:
     """The checkpoint's directory, fetched from the hub if it has to be, or its GGUF file.
 
     Args:
         argument: what names the model on the command line.
+        needed: patterns of the files that a directory must have.
 
     Raises:
         OperatorError: there is none, or it lacks a file.
@@ -48,10 +50,10 @@ def find_checkpoint(model: str | None, argument: str = "--model") -> Path:
     if model is None:
         return check_files(DEMO_MODEL, "the demo model")
     if is_hub_id(model):
-        return check_files(_fetch(model, argument), f"{argument} {model}")
+        return check_files(_fetch(model, argument), f"{argument} {model}", needed)
     path = Path(model).expanduser()
     if not is_gguf(path) or path.is_dir():
-        return check_files(path, f"{argument} {model}")
+        return check_files(path, f"{argument} {model}", needed)
     if not path.is_file():
         raise OperatorError(f"{argument} {model}: there is no file {path}")
     return path
@@ -66,14 +68,14 @@ def find_draft(draft: str | None, model: str | None) -> Path | None:
     if draft == "none":
         return None
     if draft is not None:
-        return find_checkpoint(draft, "--draft")
+        return find_checkpoint(draft, "--draft", _NEEDED_TO_DRAFT)
     return check_files(DEMO_DRAFT, "the draft of the demo model") if model is None else None
 
 
-def check_files(folder: Path, name: str) -> Path:
+def check_files(folder: Path, name: str, needed: tuple[str, ...] = _NEEDED) -> Path:
     if not folder.is_dir():
         raise OperatorError(f"{name}: there is no directory {folder}")
-    for pattern in _NEEDED:
+    for pattern in needed:
         if next(folder.glob(pattern), None) is None:
             other = next(folder.glob(f"*{SUFFIX}"), None)
             hint = f"; --model {other} serves the file" if other else ""

@@ -188,8 +188,8 @@ class Settings(BaseSettings):
     with it where that pays; answers are the same, to the token."""
 
     draft: str | None = Field(default=None, json_schema_extra={"metavar": "DIR|HUB_ID|none"})
-    """Draft model: a small model of the same tokens, which guesses what --model says next where that pays, on a CPU. By
-    default, the demo model has one and others have none; answers are the same, to the token."""
+    """A small model, best of the same tokens, or a head in EAGLE-3's format, which guesses what --model says next where
+    that pays, on a CPU. By default, the demo model has one and others have none; answers are the same, to the token."""
 
     no_cuda_graphs: bool = False
     """On a GPU, launch every kernel of a step by itself: slower, starts sooner, takes less memory."""

@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--price", type=float, default=1.0, metavar="N", help="with --ladder: of the machine's hour (1)"
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --ladder: draw it there, as PNG")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with --ladder or drafts: draw it, as PNG")
     parser.add_argument("--quick", action="store_true", help="a quarter of the tokens, once")
     parser.add_argument(
         "--cost",
@@ -84,8 +84,8 @@ def run(options: argparse.Namespace) -> int:
     whole_runs = [flag for flag in ("workload", "parts", "ladder") if getattr(options, flag)]
     if len(whole_runs) > 1:
         raise OperatorError(f"--{' and --'.join(whole_runs)} are separate runs; give one of them")
-    if options.plot is not None and not options.ladder:
-        raise OperatorError("--plot goes with --ladder")
+    if options.plot is not None and not options.ladder and (whole_runs or "drafts" not in options.only):
+        raise OperatorError("--plot goes with --ladder, or with the part drafts")
     if options.cost is not None and (whole_runs or "promise" not in options.only):
         raise OperatorError("--cost needs the part promise")
     if options.ladder:

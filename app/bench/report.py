@@ -7,7 +7,7 @@ from typing import Any
 
 from app.bench.ceilings import LABELS, Ceilings
 from app.bench.promise import PROMISE_S
-from app.bench.statistics import number, table
+from app.bench.statistics import gains, number, table
 from app.bench.store import RATE, STREAMS
 
 Row = dict[str, Any]
@@ -73,12 +73,8 @@ def _print_drafts(rows: list[Row]) -> None:
 
 def _print_depths(rows: list[Row]) -> None:
     """Tokens of a sequence in a step, beside those of independent drafts, and tokens a second as multiples of k = 0."""
-    plain_s: dict[tuple[int, float], float] = {}
     lines = []
-    for row in rows:
-        of, per_token_s = (row["streams"], row["temperature"]), row["seconds"] / max(1, row["num_tokens"])
-        if not row["length"]:
-            plain_s[of] = per_token_s
+    for row, gain in zip(rows, gains(rows), strict=True):
         per_step = row["num_tokens"] / max(1, row["num_steps"] * row["streams"])
         lines.append(
             [
@@ -87,7 +83,7 @@ def _print_depths(rows: list[Row]) -> None:
                 f"{per_step:.2f}",
                 f"{row['expected']:.2f}",
                 f"{1000 * row['seconds'] / max(1, row['num_steps']):.2f}",
-                f"{plain_s[of] / per_token_s:.2f}" if per_token_s else "",
+                f"{gain:.2f}" if gain else "",
             ]
         )
     if lines:

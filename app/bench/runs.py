@@ -78,6 +78,10 @@ def run_parts(options: argparse.Namespace) -> Row:
     if "drafts" in options.only:
         results["drafts"] = [row for subject in subjects for row in _drafts(subject, options)]
         results["depths"] = [row for subject in subjects for row in _depths(subject, options)]
+        if options.plot is not None and results["depths"]:
+            from app.bench.depth_plot import draw_depths
+
+            draw_depths(options.plot, results["depths"])
     if "formats" in options.only:
         results["formats"] = [row for shape in (LLAMA_135M, HALF_B) for row in _formats(shape, options.quick)]
     if "store" in options.only:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import NativeDraft
+from engine.kernels.cpu.native import VERY_UNLIKELY, NativeDraft
 from engine.kernels.kv_cache import KVCache
 from engine.kernels.linear import Linear
 from engine.model.drafts import SharedTokens
@@ -22,8 +22,6 @@ from engine.planning.request import Sequence
 from engine.planning.step import DraftChunk
 from engine.sampling.sampler import Sampler, has_penalties
 from engine.sampling.tables import Filters
-
-_VERY_UNLIKELY = -1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +49,7 @@ class Translation:
 
     def logits(self, logits: Tensor) -> Tensor:
         """[R, vocab] of the target's tokens, from the draft's logits."""
-        return F.pad(logits, (0, 1), value=_VERY_UNLIKELY).index_select(1, self.columns)
+        return F.pad(logits, (0, 1), value=VERY_UNLIKELY).index_select(1, self.columns)
 
     def read(self, batch: Batch) -> Batch:
         """The batch in the draft's tokens."""
@@ -67,9 +65,16 @@ class LoadedDraft:
     kv: KVCache
     """It has as many blocks, of as many tokens, as the target's."""
     native: NativeDraft | None = None
-    """All passes in one call; it needs the target's tokens."""
+    """All passes in one call; it needs the target's numbers of tokens."""
     translation: Translation | None = None
     """None if its tokens and their number are the target's."""
+    features: Tensor | None = None
+    """[blocks, block size, width], what a head reads of its target: see `NativeTaps`."""
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies what belongs to the target's tokens; what the draft computed of a copied block counts as lost."""
+        if self.features is not None:
+            self.features[targets.long()] = self.features[sources.long()]
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [R, hidden] after a batch of the target's tokens."""
@@ -94,6 +99,7 @@ class Drafter:
     ) -> None:
         self.block_size = draft.kv.block_size
         self.max_tokens = max_tokens
+        self.reads_target = draft.features is not None
         self._draft = draft
         self._sampler = sampler
         self._slot_of = slot_of

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -16,12 +17,19 @@ from engine.execution.memory import (
     DraftSize,
     MemoryPlan,
     budget,
+    eagle_bytes,
     largest_batches,
     measure_steps,
     plan_memory,
     weight_bytes,
 )
-from engine.kernels.cpu.native import NativeDecoder, NativeDraft, NativeUnavailable, PackedLinear
+from engine.kernels.cpu.native import (
+    NativeDecoder,
+    NativeDraft,
+    NativeTaps,
+    NativeUnavailable,
+    PackedLinear,
+)
 from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
@@ -31,16 +39,26 @@ from engine.model.checkpoint import read_config
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.drafts import DraftSource, SharedTokens, check_draft
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype
-from engine.model.files import open_files
+from engine.model.eagle import EagleConfig, check_eagle, is_eagle, read_eagle
+from engine.model.eagle_weights import (
+    EagleFiles,
+    check_eagle_tensors,
+    has_embedding,
+    load_eagle,
+)
+from engine.model.files import Files, open_files
 from engine.model.parameters import Weights
 from engine.model.quantize_cache import Checkpoint, quantized
-from engine.model.transformer import ForwardPass, make_decoder
+from engine.model.transformer import ForwardPass, make_decoder, make_head
 from engine.model.weights import Progress, Recipe, check_tensors, load_weights, make_recipe
 from engine.sampling.reference import most_likely
 from engine.sampling.sampler import MAX_TOP_LOGPROBS, Sampler
 
 MAX_WINDOWED_TOKENS = 1 << 17
 """Where all layers have a sliding window, a sequence may be longer than the KV cache, up to so many tokens."""
+
+_FEATURES = torch.bfloat16
+"""The type of what a head reads of its target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +112,7 @@ def load_model(
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
     kernels = replace(kernels, kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device))
     limits = budget(device, options)
-    companion = None if draft is None else _open_draft(draft, config, kernels, options, say)
+    companion = None if draft is None else _open_companion(draft, config, kernels, options, say)
     memory = plan_memory(
         config, kernels, options, limits, recipe=recipe, draft=None if companion is None else companion.size
     )
@@ -111,21 +129,41 @@ def load_model(
         memory = _measured_plan(config, recipe, weights, kernels, options, limits, max_model_len, say)
     shape = KVShape.of(config, options.block_size)
     kv = KVCache(shape, memory.num_blocks, kernels.kv_dtype, device)
+    decoder = make_decoder(config, weights, kernels, kv, max_model_len)
     return LoadedModel(
         config=config,
         options=options,
         device=device,
         kernels=kernels,
         max_model_len=max_model_len,
-        decoder=make_decoder(config, weights, kernels, kv, max_model_len),
+        decoder=decoder,
         lm_head=weights.lm_head,
         kv=kv,
         table=table,
         sampler=sampler,
         buffers=buffers,
         memory=memory,
-        draft=None if companion is None else companion.load(memory.num_blocks, max_model_len),
+        draft=None if companion is None else companion.load(_Target(weights, decoder, kv, max_model_len)),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A loaded model that is drafted for."""
+
+    weights: Weights
+    decoder: ForwardPass
+    kv: KVCache
+    max_model_len: int
+
+
+class _Companion(Protocol):
+    """What drafts for a model and can be loaded with it."""
+
+    @property
+    def size(self) -> DraftSize: ...
+
+    def load(self, target: _Target) -> LoadedDraft: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +171,8 @@ class _Draft:
     """A draft model that can be loaded."""
 
     source: Checkpoint
-    target: ModelConfig
+    vocab: int
+    """The tokens of the target."""
     kernels: Kernels
     options: LoadOptions
     tokens: SharedTokens | None
@@ -146,35 +185,86 @@ class _Draft:
             KVShape.of(config, self.options.block_size).block_bytes(kernels.kv_dtype),
         )
 
-    def load(self, num_blocks: int, max_model_len: int) -> LoadedDraft:
+    def load(self, target: _Target) -> LoadedDraft:
         config, kernels = self.source.config, self.kernels
         weights = load_weights(config, self.source.files, kernels, lambda *_: None, self.source.recipe)
-        kv = KVCache(
-            KVShape.of(config, self.options.block_size), num_blocks, kernels.kv_dtype, kernels.device
-        )
-        longest = (
-            max_model_len + self.options.max_drafts
-        )  # what is drafted beyond the end is of no use, and no harm
+        kv, longest = _kv_beside(target, config, kernels), _longest(target, self.options)
         decoder, lm_head = make_decoder(config, weights, kernels, kv, longest), weights.lm_head
         assert kernels.team is not None
         assert isinstance(decoder, NativeDecoder)
         assert isinstance(lm_head, PackedLinear)
-        vocab, num_logits = self.target.vocab_size, lm_head.out_features
-        if self.tokens is None and num_logits == vocab:
+        num_logits = lm_head.out_features
+        if self.tokens is None and num_logits == self.vocab:
             native = NativeDraft(kernels.team, decoder, lm_head)
             return LoadedDraft(decoder=decoder, lm_head=lm_head, kv=kv, native=native)
-        translation = Translation.of(self.tokens, vocab, num_logits)
+        translation = Translation.of(self.tokens, self.vocab, num_logits)
         return LoadedDraft(decoder=decoder, lm_head=lm_head, kv=kv, translation=translation)
 
 
-def _open_draft(
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """An EAGLE-3 head that can be loaded."""
+
+    config: EagleConfig
+    files: Files
+    recipe: Recipe
+    taps: tuple[int, ...]
+    """So many layers of the target are done where the head reads."""
+    kernels: Kernels
+    options: LoadOptions
+
+    @property
+    def size(self) -> DraftSize:
+        config, kernels, block_size = self.config.layer, self.kernels, self.options.block_size
+        weights = eagle_bytes(self.config, kernels, self.recipe, with_embedding=has_embedding(self.files))
+        block = KVShape.of(config, block_size).block_bytes(kernels.kv_dtype)
+        return DraftSize(weights, block + block_size * config.hidden_size * _FEATURES.itemsize)
+
+    def load(self, target: _Target) -> LoadedDraft:
+        config, kernels = self.config, self.kernels
+        weights = load_eagle(config, self.files, kernels, self.recipe)
+        kv, longest = _kv_beside(target, config.layer, kernels), _longest(target, self.options)
+        features = torch.zeros((kv.num_blocks, kv.block_size, config.layer.hidden_size), dtype=_FEATURES)
+        embedding = target.weights.rows if weights.embedding is None else weights.embedding
+        decoder = make_head(
+            config.layer,
+            weights,
+            embedding,
+            kernels,
+            kv,
+            features,
+            longest,
+            residual_is_normed=config.residual_is_normed,
+        )
+        lm_head, fuse, (a, b, c) = weights.lm_head, weights.fuse, self.taps
+        assert kernels.team is not None
+        assert isinstance(target.decoder, NativeDecoder)
+        assert isinstance(lm_head, PackedLinear)
+        assert isinstance(fuse, PackedLinear)
+        target.decoder.tap(NativeTaps(after=(a, b, c), fuse=fuse, features=features))
+        native = NativeDraft(kernels.team, decoder, lm_head, weights.drafted)
+        return LoadedDraft(decoder=decoder, lm_head=lm_head, kv=kv, native=native, features=features)
+
+
+def _kv_beside(target: _Target, config: ModelConfig, kernels: Kernels) -> KVCache:
+    """A draft's cache, of as many blocks as the target's."""
+    shape = KVShape.of(config, target.kv.block_size)
+    return KVCache(shape, target.kv.num_blocks, kernels.kv_dtype, kernels.device)
+
+
+def _longest(target: _Target, options: LoadOptions) -> int:
+    """The positions that a draft needs: what is drafted beyond the end is of no use, and no harm."""
+    return target.max_model_len + options.max_drafts
+
+
+def _open_companion(
     draft: DraftSource,
     target: ModelConfig,
     kernels: Kernels,
     options: LoadOptions,
     say: Callable[[str], None],
-) -> _Draft | None:
-    """A draft model in the types of the target's kernels, on their threads; None if no drafts can be verified.
+) -> _Companion | None:
+    """A draft model or head in the types of the target's kernels, on their threads; None if no drafts can be verified.
 
     Raises:
         CheckpointError: the draft is broken, or cannot be served as its target is.
@@ -184,21 +274,53 @@ def _open_draft(
     if kernels.team is None:
         say("the draft model is not used: drafts are verified by the native CPU kernels only")
         return None
+    native = replace(native_kernels(kernels.team, kernels.embedding_dtype), kv_dtype=kernels.kv_dtype)
+    opened = _open_head if is_eagle(draft.folder) else _open_draft
+    return opened(draft, target, native, replace(options, quantize_group_size=None), say)
+
+
+def _open_draft(
+    draft: DraftSource,
+    target: ModelConfig,
+    kernels: Kernels,
+    options: LoadOptions,
+    say: Callable[[str], None],
+) -> _Draft:
     folder = draft.folder
     config = read_config(folder)
     check_draft(target, config, _max_model_len(target, options))
-    try:
-        check_native(config, options)
-    except NativeUnavailable as error:
-        raise CheckpointError(f"the draft model cannot run on the native CPU kernels: {error}") from None
-    options = replace(options, quantize_group_size=None)
+    _check_native(config, options)
     files, recipe = open_files(folder), make_recipe(config, options)
     check_tensors(config, files, recipe)
     tokens = draft.tokens
     some = "" if tokens is None else f"; it has {sum(i >= 0 for i in tokens.same)} of the model's tokens"
     say(f"the draft model is {folder}{some}")
-    native = replace(native_kernels(kernels.team, kernels.embedding_dtype), kv_dtype=kernels.kv_dtype)
-    return _Draft(Checkpoint(config, files, recipe), target, native, options, tokens)
+    return _Draft(Checkpoint(config, files, recipe), target.vocab_size, kernels, options, tokens)
+
+
+def _open_head(
+    draft: DraftSource,
+    target: ModelConfig,
+    kernels: Kernels,
+    options: LoadOptions,
+    say: Callable[[str], None],
+) -> _Head:
+    config = read_eagle(draft.folder)
+    check_eagle(target, config)
+    _check_native(config.layer, options)
+    files, recipe = EagleFiles(draft.folder), make_recipe(config.layer, options)
+    check_eagle_tensors(config, files, recipe)
+    taps = config.taps_of(target)
+    after = ", ".join(str(tap) for tap in sorted(taps))
+    say(f"drafts come from the head {draft.folder}, which reads the model after {after} of its layers")
+    return _Head(config, files, recipe, taps, kernels, options)
+
+
+def _check_native(config: ModelConfig, options: LoadOptions) -> None:
+    try:
+        check_native(config, options)
+    except NativeUnavailable as error:
+        raise CheckpointError(f"the draft model cannot run on the native CPU kernels: {error}") from None
 
 
 def _kernels_text(kernels: Kernels) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import check_native
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_dtype, choose_kv_dtype, kv_dtype_name
+from engine.model.eagle import EagleConfig
+from engine.model.eagle_weights import eagle_specs
 from engine.model.weights import (
     AS_IT_IS,
     LinearSpec,
@@ -275,16 +278,7 @@ def weight_bytes(
         packs: the formats that the kernels keep as they are; they unpack the others. See `Kernels.packs`.
         keeps_narrow: see `Kernels.keeps_narrow`.
     """
-
-    def packed(spec: LinearSpec) -> int:
-        format = spec.format if isinstance(spec.format, packs) else DENSE
-        if isinstance(format, Integers) and not keeps_narrow:
-            format = format.widened
-        return format.num_bytes(spec.out_features, spec.in_features, dtype) + bias_bytes(spec)
-
-    def bias_bytes(spec: LinearSpec) -> int:
-        return spec.out_features * dtype.itemsize if spec.bias else 0
-
+    packed = partial(linear_bytes, dtype=dtype, packs=packs, keeps_narrow=keeps_narrow)
     norms = config.hidden_size + config.num_layers * sum(size for _, size in norm_shapes(config).values())
     head, embedding = head_spec(config, recipe), embedding_spec(config, recipe)
     is_packed = keeps_narrow and packs_embedding(config, recipe)
@@ -295,6 +289,33 @@ def weight_bytes(
     for layer in range(config.num_layers):
         total += sum(packed(spec) for spec in linear_specs(config, layer, recipe).values())
     return total
+
+
+def linear_bytes(
+    spec: LinearSpec, dtype: torch.dtype, packs: tuple[type[Format], ...], *, keeps_narrow: bool = False
+) -> int:
+    """The bytes of one linear map; see `weight_bytes`."""
+    format = spec.format if isinstance(spec.format, packs) else DENSE
+    if isinstance(format, Integers) and not keeps_narrow:
+        format = format.widened
+    bias = spec.out_features * dtype.itemsize if spec.bias else 0
+    return format.num_bytes(spec.out_features, spec.in_features, dtype) + bias
+
+
+def eagle_bytes(
+    head: EagleConfig, kernels: Kernels, recipe: Recipe = AS_IT_IS, *, with_embedding: bool
+) -> int:
+    """The bytes of all weights of an EAGLE-3 head.
+
+    Args:
+        with_embedding: whether it has an embedding of its own.
+    """
+    config, dtype = head.layer, kernels.embedding_dtype
+    num_loose = 2 * config.hidden_size + sum(size for _, size in norm_shapes(config).values())
+    if with_embedding:
+        num_loose += config.vocab_size * config.hidden_size
+    linears = eagle_specs(head, recipe).values()
+    return num_loose * dtype.itemsize + sum(linear_bytes(spec, dtype, kernels.packs) for spec in linears)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

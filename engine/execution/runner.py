@@ -143,6 +143,8 @@ class Steps:
             placed = self.seats.place(plan, captured or shape)
             if placed.copies is not None:
                 self.model.kv.copy_blocks(*placed.copies)
+                if self.model.draft is not None:
+                    self.model.draft.copy_blocks(*placed.copies)
                 plan.copies = []
             if captured is None:
                 logits, numbers = self._pass(plan, placed, verification)

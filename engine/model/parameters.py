@@ -53,3 +53,8 @@ class Weights:
     lm_head: Linear
     is_tied: bool
     """The rows of the output head are those of the embedding."""
+
+    @property
+    def rows(self) -> Tensor | Linear:
+        """The embedding; the output head if it has the same rows."""
+        return self.lm_head if self.is_tied else self.embedding

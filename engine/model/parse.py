@@ -49,13 +49,16 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
     )
 
 
-def parse_config(fields: Fields) -> ModelConfig:
+def parse_config(fields: Fields, architecture: str = "") -> ModelConfig:
     """Reads a config from the entries of a config.json.
+
+    Args:
+        architecture: of ARCHITECTURES; without it, the entries name one.
 
     Raises:
         CheckpointError: naming what is missing, malformed or not supported.
     """
-    architecture = _architecture(fields)
+    architecture = architecture or _architecture(fields)
     _refuse_the_unsupported(fields)
     hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     num_kv_heads = fields.size("num_key_value_heads", num_heads)

@@ -16,6 +16,7 @@ from engine.kernels.linear import Linear
 from engine.kernels.ops import Attention, Kernels
 from engine.kernels.reference import TokenPlaces
 from engine.model.config import ModelConfig, RopeConfig
+from engine.model.eagle_weights import EagleWeights
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
 
 ForwardPass = Callable[[Batch], Tensor]
@@ -36,7 +37,7 @@ def make_decoder(
     if kernels.team is None:
         return Decoder(config, weights, kernels, kv, max_position)
     cos, sin = rotary_tables(config, max_position)
-    embedding = weights.lm_head if weights.is_tied else weights.embedding
+    embedding = weights.rows
     return native.NativeDecoder(
         kernels.team,
         kv,
@@ -46,6 +47,40 @@ def make_decoder(
         eps=config.rms_norm_eps,
         cos=cos,
         sin=sin,
+    )
+
+
+def make_head(
+    config: ModelConfig,
+    weights: EagleWeights,
+    embedding: Tensor | Linear,
+    kernels: Kernels,
+    kv: KVCache,
+    features: Tensor,
+    max_position: int,
+    *,
+    residual_is_normed: bool,
+) -> native.NativeDecoder:
+    """The layer of an EAGLE-3 head, which native kernels run.
+
+    Args:
+        embedding: [vocab, hidden], or a linear map whose rows it is.
+        features: bfloat16 [blocks, block size, hidden], what the target writes of its tokens.
+    """
+    assert kernels.team is not None
+    cos, sin = rotary_tables(config, max_position)
+    return native.NativeDecoder(
+        kernels.team,
+        kv,
+        [_native_layer(weights.layer, 0)],
+        embedding=embedding if isinstance(embedding, Tensor) else _packed(embedding),
+        final_norm=weights.final_norm,
+        eps=config.rms_norm_eps,
+        cos=cos,
+        sin=sin,
+        head=native.NativeHeadInput(
+            norm=weights.hidden_norm, features=features, residual_is_normed=residual_is_normed
+        ),
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -204,18 +205,19 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def expected_tensors(config: ModelConfig, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
     """Every tensor that a checkpoint must have, by its full name."""
-    yield from _tensors_of(embedding_spec(config, recipe))
+    yield from tensors_of(embedding_spec(config, recipe))
     for layer in range(config.num_layers):
         for name, length in norm_shapes(config).values():
             yield f"model.layers.{layer}.{name}.weight", StoredTensor("weight", (length,))
         for spec in linear_specs(config, layer, recipe).values():
-            yield from _tensors_of(spec)
+            yield from tensors_of(spec)
     yield f"{FINAL_NORM}.weight", StoredTensor("weight", (config.hidden_size,))
     if not config.tie_word_embeddings:
-        yield from _tensors_of(head_spec(config, recipe))
+        yield from tensors_of(head_spec(config, recipe))
 
 
-def _tensors_of(spec: LinearSpec) -> Iterator[tuple[str, StoredTensor]]:
+def tensors_of(spec: LinearSpec) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of a linear map by their full names."""
     for part in spec.parts:
         for tensor in part.storage.tensors(part.rows, spec.in_features):
             yield f"{part.name}.{tensor.suffix}", tensor
@@ -223,48 +225,7 @@ def _tensors_of(spec: LinearSpec) -> Iterator[tuple[str, StoredTensor]]:
             yield f"{part.name}.bias", StoredTensor("bias", (part.rows,))
 
 
-def check_tensors(config: ModelConfig, files: Files, recipe: Recipe = AS_IT_IS) -> None:
-    """Compares the tensors of the files with those that the config needs; the files may have more.
-
-    The check ends at the first tensor that is wrong, so that a config.json with absurd sizes costs nothing.
-
-    Raises:
-        CheckpointError: naming the first tensor that is missing, or has a wrong shape or an unsupported dtype, or the
-            first linear map that cannot be served in its format.
-    """
-    for name, tensor in expected_tensors(config, recipe):
-        entry = files.entries.get(name)
-        if entry is None and tensor.optional:
-            continue
-        if entry is None:
-            hint = _hint(config, files, name.removesuffix(f".{tensor.suffix}"))
-            raise CheckpointError(f"{files.path}: tensor {files.own_name(name)} is missing{hint}")
-        if not tensor.fits(entry.shape):
-            raise CheckpointError(
-                f"{entry.file}: {files.own_name(name)} has shape {list(entry.shape)}, "
-                f"and {files.config} says {tensor.shape_text} ({_size_fields(name)})"
-            )
-        if entry.dtype not in tensor.dtypes:
-            raise CheckpointError(
-                f"{entry.file}: {files.own_name(name)} is {entry.dtype}, which is not supported; "
-                f"only {', '.join(tensor.dtypes)} are"
-            )
-    check_recipe(config, recipe)
-
-
-def check_recipe(config: ModelConfig, recipe: Recipe) -> None:
-    """Checks that every linear map has a format that kernels can be given.
-
-    Raises:
-        CheckpointError: see `LinearSpec.stored` and `Quantization.layer_format`.
-    """
-    for layer in range(config.num_layers):
-        for spec in linear_specs(config, layer, recipe).values():
-            _ = spec.format
-    _ = head_spec(config, recipe).format
-
-
-_SIZE_FIELDS = {
+SIZE_FIELDS = {
     "embed_tokens": "vocab_size, hidden_size",
     "lm_head": "vocab_size, hidden_size",
     "q_proj": "num_attention_heads * head_dim, hidden_size",
@@ -280,10 +241,69 @@ _SIZE_FIELDS = {
 """The entries of config.json that the shape of a tensor follows from."""
 
 
-def _size_fields(name: str) -> str:
+def check_tensors(config: ModelConfig, files: Files, recipe: Recipe = AS_IT_IS) -> None:
+    """Compares the tensors of the files with those that the config needs; the files may have more.
+
+    The check ends at the first tensor that is wrong, so that a config.json with absurd sizes costs nothing.
+
+    Raises:
+        CheckpointError: naming the first tensor that is missing, or has a wrong shape or an unsupported dtype, or the
+            first linear map that cannot be served in its format.
+    """
+    check_expected(expected_tensors(config, recipe), files, partial(_hint, config, files))
+    check_recipe(config, recipe)
+
+
+def check_expected(
+    expected: Iterable[tuple[str, StoredTensor]],
+    files: Files,
+    hint: Callable[[str], str] = lambda _: "",
+    sizes: Mapping[str, str] = SIZE_FIELDS,
+) -> None:
+    """Compares tensors of the files with those that are expected, up to the first that is wrong.
+
+    Args:
+        hint: of a module, what may be the cause if a tensor of it is missing.
+        sizes: by the last part of a module's name, the entries of config.json that its shapes follow from.
+
+    Raises:
+        CheckpointError: see `check_tensors`.
+    """
+    for name, tensor in expected:
+        entry = files.entries.get(name)
+        if entry is None and tensor.optional:
+            continue
+        if entry is None:
+            cause = hint(name.removesuffix(f".{tensor.suffix}"))
+            raise CheckpointError(f"{files.path}: tensor {files.own_name(name)} is missing{cause}")
+        if not tensor.fits(entry.shape):
+            raise CheckpointError(
+                f"{entry.file}: {files.own_name(name)} has shape {list(entry.shape)}, "
+                f"and {files.config} says {tensor.shape_text} ({_size_fields(name, sizes)})"
+            )
+        if entry.dtype not in tensor.dtypes:
+            raise CheckpointError(
+                f"{entry.file}: {files.own_name(name)} is {entry.dtype}, which is not supported; "
+                f"only {', '.join(tensor.dtypes)} are"
+            )
+
+
+def check_recipe(config: ModelConfig, recipe: Recipe) -> None:
+    """Checks that every linear map has a format that kernels can be given.
+
+    Raises:
+        CheckpointError: see `LinearSpec.stored` and `Quantization.layer_format`.
+    """
+    for layer in range(config.num_layers):
+        for spec in linear_specs(config, layer, recipe).values():
+            _ = spec.format
+    _ = head_spec(config, recipe).format
+
+
+def _size_fields(name: str, sizes: Mapping[str, str]) -> str:
     module, _, kind = name.rpartition(".")
-    sizes = _SIZE_FIELDS.get(module.rpartition(".")[2], "hidden_size")
-    return sizes.partition(",")[0] if kind == "bias" else sizes
+    found = sizes.get((module or name).rpartition(".")[2], "hidden_size")
+    return found.partition(",")[0] if kind == "bias" else found
 
 
 def _hint(config: ModelConfig, files: Files, module: str) -> str:
@@ -315,7 +335,7 @@ def load_weights(
     check_tensors(config, files, recipe)
     names = [name for name, _ in expected_tensors(config, recipe) if name in files.entries]
     total = sum(files.entries[name].num_bytes for name in names)
-    reader = _Reader(files, kernels, progress, total)
+    reader = Reader(files, kernels, progress, total)
     head, spec = head_spec(config, recipe), embedding_spec(config, recipe)
     stored, is_packed = reader.parts(spec), kernels.keeps_narrow and packs_embedding(config, recipe)
     embedding: Tensor | Linear
@@ -328,8 +348,10 @@ def load_weights(
         if config.tie_word_embeddings:
             tied_head = reader.pack(head, {"weight": copy} if head.stored == DENSE else stored)
     del stored
-    layers = [_load_layer(config, reader, i, recipe) for i in range(config.num_layers)]
-    final_norm = reader.tensor(FINAL_NORM, kernels.activation_dtype)
+    layers = [
+        load_layer(config, reader, i, linear_specs(config, i, recipe)) for i in range(config.num_layers)
+    ]
+    final_norm = reader.norm(FINAL_NORM)
     lm_head = tied_head or reader.linear(head)
     return Weights(
         embedding,
@@ -340,11 +362,13 @@ def load_weights(
     )
 
 
-def _load_layer(config: ModelConfig, reader: _Reader, layer: int, recipe: Recipe) -> LayerWeights:
-    linears = {field: reader.linear(spec) for field, spec in linear_specs(config, layer, recipe).items()}
+def load_layer(
+    config: ModelConfig, reader: Reader, layer: int, specs: Mapping[str, LinearSpec]
+) -> LayerWeights:
+    """One layer, whose linear maps are those of `specs`."""
+    linears = {field: reader.linear(spec) for field, spec in specs.items()}
     norms = {
-        field: reader.tensor(f"model.layers.{layer}.{name}", reader.kernels.activation_dtype)
-        for field, (name, _) in norm_shapes(config).items()
+        field: reader.norm(f"model.layers.{layer}.{name}") for field, (name, _) in norm_shapes(config).items()
     }
     return LayerWeights(
         input_norm=norms["input_norm"],
@@ -357,7 +381,7 @@ def _load_layer(config: ModelConfig, reader: _Reader, layer: int, recipe: Recipe
     )
 
 
-class _Reader:
+class Reader:
     """Takes tensors off the files, counts the bytes, and packs linear maps."""
 
     def __init__(self, files: Files, kernels: Kernels, progress: Progress, total: int) -> None:
@@ -366,9 +390,10 @@ class _Reader:
         self._progress = progress
         self._done, self._total = 0, total
 
-    def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
+    def norm(self, name: str) -> Tensor:
         """The weight of a norm: a copy of its own, on the device."""
-        return self._read(f"{name}.weight").to(device=self.kernels.device, dtype=dtype, copy=True)
+        weight = self.read(f"{name}.weight")
+        return weight.to(device=self.kernels.device, dtype=self.kernels.activation_dtype, copy=True)
 
     def embedding(self, spec: LinearSpec, tensors: NamedTensors) -> Tensor:
         """A copy of its own, on the device. Integers are unpacked some rows at a time."""
@@ -382,7 +407,7 @@ class _Reader:
         return weight
 
     def linear(self, spec: LinearSpec) -> Linear:
-        biases = [self._read(f"{part.name}.bias") for part in spec.parts] if spec.bias else []
+        biases = [self.read(f"{part.name}.bias") for part in spec.parts] if spec.bias else []
         return self.pack(spec, self.parts(spec), torch.cat(biases) if biases else None)
 
     def pack(self, spec: LinearSpec, tensors: NamedTensors, bias: Tensor | None = None) -> Linear:
@@ -402,7 +427,7 @@ class _Reader:
             CheckpointError: one has values that it cannot have.
         """
         stored = {
-            tensor.suffix: self._read(f"{part.name}.{tensor.suffix}")
+            tensor.suffix: self.read(f"{part.name}.{tensor.suffix}")
             for tensor in part.storage.tensors(part.rows, in_features)
             if not tensor.optional or f"{part.name}.{tensor.suffix}" in self._files.entries
         }
@@ -423,7 +448,8 @@ class _Reader:
             return widen(repacked, format, wanted)
         return repacked
 
-    def _read(self, name: str) -> Tensor:
+    def read(self, name: str) -> Tensor:
+        """A tensor of the files, whose bytes are counted."""
         self._done += self._files.entries[name].num_bytes
         self._progress(self._done, self._total)
         return self._files.read(name)

@@ -84,7 +84,8 @@ class DraftModel:
             progress = self._progress[chunk.sequence]
             progress.num_computed = chunk.end
             found[place] = drafts[: lengths[place]]
-            progress.drafts = found[place][:-1]  # the last one was not computed
+            if not self._runner.reads_target:  # a head computes them again, from what the target made of them
+                progress.drafts = found[place][:-1]  # the last one was not computed
         return found
 
     def seconds(self, sequences: list[Sequence], length: int) -> float:

@@ -234,7 +234,11 @@ class Drafting:
         if model is None:
             return
         name = model.name
-        better = [guess for guess in guesses if not guess.drafts or guess.rate < guess.record.rates[name]]
+        better = [
+            guess
+            for guess in guesses
+            if (not guess.drafts or guess.rate < guess.record.rates[name]) and not _is_copied(guess, plan)
+        ]
         if not better:
             return
         asked = [guess for guess in better if guess.record.rates[name] >= _LOWEST_RATE]
@@ -328,6 +332,12 @@ def _add(plan: Plan, guess: _Guess, count: int, tables: BlockTables) -> None:
     chunk.num_tokens += count
     chunk.sequence.num_computed += count
     plan.num_tokens += count
+
+
+def _is_copied(guess: _Guess, plan: Plan) -> bool:
+    """Whether a block of the sequence is yet to be copied: a head would find nothing in it."""
+    blocks = guess.chunk.sequence.block_table
+    return any(target in blocks for _, target in plan.copies)
 
 
 def _grow(plan: Plan, chunk: Chunk, count: int, tables: BlockTables) -> bool:

@@ -112,6 +112,8 @@ class DraftRunner(Protocol):
     block_size: int
     max_tokens: int
     """Tokens of the largest pass."""
+    reads_target: bool
+    """It is a head, which reads what the target computed of a token: better than what it makes of its own drafts."""
 
     def knows(self, sequence: Sequence) -> bool:
         """Whether it can draft for the sequence, which has to have been in a step."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 
+import numpy as np
 import pytest
+from matplotlib import image
 
 from app.bench.depth import LENGTHS, Depth, DepthBench, Job
+from app.bench.depth_plot import draw_depths
 from app.bench.report import _print_depths
 from app.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from engine.kernels.cpu.native import NativeUnavailable, load_library
@@ -25,6 +29,19 @@ def test_gain_is_in_tokens_a_second(capsys: pytest.CaptureFixture[str]) -> None:
     plain, drafted = Depth(2, 0, 0.0, 10, 20, 1.0, []), Depth(2, 1, 0.0, 10, 30, 1.2, [0.5], 0.5, 1.5)
     _print_depths([asdict(plain), asdict(drafted)])
     assert capsys.readouterr().out.split()[-8:] == ["2,", "0,", "1", "0.50", "1.50", "1.50", "120.00", "1.25"]
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    rows = [
+        asdict(Depth(streams, length, temperature, 10, 10 * streams * (1 + length), 1.0, [], 0.5, 1.5))
+        for temperature in (0.0, 0.8)
+        for streams in (1, 8)
+        for length in LENGTHS
+    ]
+    draw_depths(tmp_path / "drafts.png", rows)
+    found = image.imread(tmp_path / "drafts.png")
+    assert found.shape[:2] == (640, 1280)
+    assert len(np.unique(found.reshape(-1, found.shape[2]), axis=0)) > 50, "something is drawn"
 
 
 def test_every_step_has_as_many_drafts() -> None:

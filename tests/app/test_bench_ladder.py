@@ -128,7 +128,13 @@ def test_rungs_are_times_the_first(capsys: pytest.CaptureFixture[str], tmp_path:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--ladder", "--parts"], ["--ladder", "--workload", "W1"], ["--plot", "/tmp/x.png"]]
+    "arguments",
+    [
+        ["--ladder", "--parts"],
+        ["--ladder", "--workload", "W1"],
+        ["--plot", "/tmp/x.png", "--only", "http"],
+        ["--plot", "/tmp/x.png", "--parts"],
+    ],
 )
 def test_runs_that_do_not_go_together(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()

@@ -188,7 +188,7 @@ class PaperProposer:
 class PaperDraft:
     """A draft model on blocks of its own, of the same numbers; it says at once if these are not what they should be."""
 
-    max_tokens = 16
+    max_tokens, reads_target = 16, False
 
     def __init__(self, num_blocks: int, block_size: int, pace: random.Random, rightness: float) -> None:
         self.block_size = block_size

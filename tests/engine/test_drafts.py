@@ -373,7 +373,7 @@ class Spy:
     def __init__(self, runner: DraftRunner, drafted: list[DraftChunk]) -> None:
         self._runner, self._drafted = runner, drafted
         self.block_size, self.max_tokens = runner.block_size, runner.max_tokens
-        self.knows = runner.knows
+        self.knows, self.reads_target = runner.knows, runner.reads_target
         self.is_broken = False
 
     @classmethod

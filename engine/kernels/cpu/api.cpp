@@ -61,6 +61,8 @@ Decoder* penstock_decoder_new(Team* team, const Model* model) {
     return guarded([&] { return new Decoder(*team, *model); });
 }
 
+void penstock_decoder_tap(Decoder* decoder, const Taps* taps) { decoder->tap(*taps); }
+
 void penstock_decoder_free(Decoder* decoder) { delete decoder; }
 
 int32_t penstock_decoder_run(Decoder* decoder, const Step* step, float* out) {

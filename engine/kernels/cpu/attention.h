@@ -30,7 +30,7 @@ void start_rows(const AttentionStep& step, const Task& task, int kv_head, const 
         const int token = task.token + r / group, position = step.positions[token];
         const float* q = step.qkv + token * step.ld + (kv_head * group + r % group) * d;
         to_operands(q, d, static_cast<int>(rows.q_stride), rows.q + r * rows.q_stride);
-        rows.first[r] = step.window > 0 ? std::max(0, position + 1 - step.window) : 0;
+        rows.first[r] = first_seen(step, position);
         rows.limit[r] = position + 1;
         rows.peak[r] = -std::numeric_limits<float>::infinity();
     }
@@ -54,7 +54,7 @@ void attend_by(const AttentionStep& step, const Task& task, AttentionScratch& sc
     const Shape& shape = *step.shape;
     const int count = task.tokens * shape.group(), padded = kRowLimits<W>.padded(count);
     const int first = step.positions[task.token], end = step.positions[task.token + task.tokens - 1] + 1;
-    const int begin = step.window > 0 ? std::max(0, first + 1 - step.window) : 0, lowest = begin / kBlockTokens;
+    const int begin = first_seen(step, first), lowest = begin / kBlockTokens;
     const auto buffers = scratch.rows<typename Products::Operand>(shape.head_dim);
     const auto rows = [&](int head) { return buffers.part(head * padded, count); };
     const auto history = [&](int head) { return History<W>(step, task, task.kv_head + head, end); };

@@ -20,6 +20,24 @@ struct Layer {
     int32_t window;
 };
 
+// What a head (EAGLE-3) reads of its target's tokens: their fused hidden states, [blocks][kBlockTokens][width], in the
+// blocks of the target's KV cache. The target writes them with its keys and values; `taps` of a target say from what.
+struct Taps {
+    static constexpr int kCount = 3;
+    int32_t after[kCount];  // so many layers; fewer than the target has
+    int32_t width;
+    const Linear* fuse;  // reads them one after another
+    BFloat* features;
+};
+
+// A head has one layer. The row of a token reads the norm of the token's embedding beside the norm of the features of
+// the token before it, and these are its residual. The first token of a sequence has none before it: nobody sees it.
+struct HeadInput {
+    const float* norm;        // of the features; that of the embedding is the layer's attention_norm
+    const BFloat* features;   // as wide as the head
+    int32_t residual_is_normed;
+};
+
 struct Model {
     int32_t hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab, num_layers, max_position;
     float eps;
@@ -33,6 +51,7 @@ struct Model {
     int32_t num_blocks;
     void* kv;  // [layers][2][blocks][bytes of a block]: see kv_layout.h
     const Layer* layers;
+    const HeadInput* head;  // or null: an ordinary decoder
 };
 
 struct Step {
@@ -70,12 +89,21 @@ class Decoder {
         attention_ = attention_over(static_cast<Type>(model.kv_type), shape_);
         use_huge_pages(model.kv, 2 * model.num_layers * half_of_layer());
         for (int i = 0; i < team.size(); i++) attention_scratch_.emplace_back(shape_, attention_.limits);
+        if (model.head) head_ = *model.head;
     }
 
-    // Writes the normed hidden states of the sample rows, [samples][hidden].
-    int run(const Step& step, float* out) {
+    // From now on every step writes the features of its tokens.
+    void tap(const Taps& taps) {
+        taps_ = taps;
+        capacity_ = 0;
+    }
+
+    // Writes the normed hidden states of the sample rows, [samples][hidden]. Of a head that goes on, the tokens follow
+    // the sample rows of the step before, whose hidden states stand for the features.
+    int run(const Step& step, float* out, bool goes_on = false) {
         step_ = step;
         out_ = out;
+        goes_on_ = goes_on;
         const int status = check();
         if (status != kOk || step.tokens == 0) return status;
         reserve();
@@ -128,6 +156,12 @@ class Decoder {
         for (const Layer& layer : layers_)
             for (const Linear* linear : {layer.qkv, layer.o, layer.gate_up, layer.down})
                 depth = std::max(depth, linear->depth);
+        if (is_head()) joined_ = allocate_hot<float>(rows * 2 * ld_hidden_);
+        if (taps_.fuse) {
+            depth = std::max(depth, taps_.fuse->depth);
+            joined_ = allocate_hot<float>(rows * ld_taps());
+            features_ = allocate_hot<float>(rows * padded(taps_.width));
+        }
         input_.reserve(static_cast<int>(rows), depth);
         qkv_ = allocate_hot<float>(rows * ld_qkv_);
         attended_ = allocate_hot<float>(rows * ld_q_);
@@ -175,7 +209,11 @@ class Decoder {
         for (int i = 0; i <= last; i++) {
             const Layer& layer = layers_[i];
             const bool sampled = i == last;  // of the last layer only those rows are wanted
-            add_norm(hidden_.get(), layer.attention_norm, tokens, layer.qkv, nullptr);
+            if (taps_.fuse) add_taps(i, tokens);
+            if (is_head())
+                add<&Decoder::run_join>(0, divide_up(tokens, kRowsPerChunk), Kind::norm);
+            else
+                add_norm(hidden_.get(), layer.attention_norm, tokens, layer.qkv, nullptr);
             add_product(layer.qkv, input_.activations(layer.qkv->form), tokens, qkv_.get(), ld_qkv_, Kind::qkv);
             attentions_.push_back({attention_step(i), sampled ? &sampled_tasks_ : &tasks_});
             add<&Decoder::run_place>(i, divide_up(tokens, rows_to_place(tokens)), Kind::place);
@@ -200,6 +238,16 @@ class Decoder {
         add_product(layer.gate_up, input_.activations(layer.gate_up->form), rows, mlp_.get(), ld_mlp_,
                     Kind::gate_up, nullptr, inner.form);
         add_product(layer.down, converted(inner, rows, layer.down), rows, hidden, ld_hidden_, Kind::down, hidden);
+    }
+
+    void add_taps(int layer, int rows) {
+        const int chunks = divide_up(rows, kRowsPerChunk);
+        for (int i = 0; i < Taps::kCount; i++)
+            if (taps_.after[i] == layer) add<&Decoder::run_tap>(i, chunks, Kind::prepare);
+        if (*std::max_element(taps_.after, taps_.after + Taps::kCount) != layer) return;
+        const Activations joined = converted(floats(joined_.get(), ld_taps()), rows, taps_.fuse);
+        add_product(taps_.fuse, joined, rows, features_.get(), padded(taps_.width), Kind::prepare);
+        add<&Decoder::run_keep>(0, chunks, Kind::prepare);
     }
 
     void add_norm(const float* x, const float* weight, int rows, const Linear* next, float* out) {
@@ -272,8 +320,18 @@ class Decoder {
         const size_t half = half_of_layer();
         char* keys = static_cast<char*>(model_.kv) + 2 * layer * half;
         return {&shape_,      step_.positions, step_.block_tables, static_cast<size_t>(step_.max_blocks),
-                layers_[layer].window, keys,   keys + half,        qkv_.get(),
+                layers_[layer].window, is_head(), keys, keys + half, qkv_.get(),
                 ld_qkv_,      attended_.get(), ld_q_};
+    }
+
+    bool is_head() const { return head_.norm != nullptr; }
+
+    size_t ld_taps() const { return padded(Taps::kCount * model_.hidden); }
+
+    // Where a token of a sequence lies in a cache of rows.
+    size_t place_of(int sequence, int position) const {
+        const int32_t* table = step_.block_tables + static_cast<size_t>(sequence) * step_.max_blocks;
+        return static_cast<size_t>(table[position / kBlockTokens]) * kBlockTokens + position % kBlockTokens;
     }
 
     // ---- what the phases do ------------------------------------------------------------------------------------
@@ -296,6 +354,46 @@ class Decoder {
 
     void run_embed(uint32_t, int chunk, int) {
         for_rows(chunk, step_.tokens, [&](int t) { (this->*embed_)(t, hidden_.get() + t * ld_hidden_); });
+    }
+
+    void run_tap(uint32_t index, int chunk, int) {
+        for_rows(chunk, step_.tokens, [&](int t) {
+            float* out = joined_.get() + t * ld_taps() + index * model_.hidden;
+            std::memcpy(out, hidden_.get() + t * ld_hidden_, model_.hidden * sizeof(float));
+        });
+    }
+
+    void run_keep(uint32_t, int chunk, int) {
+        for_rows(chunk, step_.tokens, [&](int t) {
+            BFloat* out = taps_.features + place_of(sequence_of_[t], step_.positions[t]) * taps_.width;
+            to_operands(features_.get() + t * padded(taps_.width), taps_.width, taps_.width, out);
+        });
+    }
+
+    // A head's input: the rows of embeddings become its residual.
+    void run_join(uint32_t, int chunk, int) {
+        const int width = model_.hidden;
+        for_rows(chunk, step_.tokens, [&](int t) {
+            float *row = hidden_.get() + t * ld_hidden_, *joined = joined_.get() + t * 2 * ld_hidden_;
+            rms_norm(row, layers_[0].attention_norm, width, model_.eps, joined);
+            read_features(t, row);
+            rms_norm(row, head_.norm, width, model_.eps, joined + width);
+            if (head_.residual_is_normed) std::memcpy(row, joined + width, width * sizeof(float));
+            input_.convert(*layers_[0].qkv, t, joined);
+        });
+    }
+
+    // Those of the token before; zeros before the first.
+    void read_features(int t, float* out) const {
+        const int before = step_.positions[t] - 1, width = model_.hidden;
+        if (goes_on_)
+            std::memcpy(out, sampled_hidden_.get() + t * ld_hidden_, width * sizeof(float));
+        else if (before < 0)
+            std::memset(out, 0, width * sizeof(float));
+        else
+            std::transform(head_.features + place_of(sequence_of_[t], before) * width,
+                           head_.features + (place_of(sequence_of_[t], before) + 1) * width, out,
+                           [](BFloat x) { return to_float(x); });
     }
 
     void run_norm(uint32_t index, int chunk, int worker) {
@@ -322,8 +420,7 @@ class Decoder {
     void run_place(uint32_t index, int chunk, int) {
         const Layer& layer = layers_[index];
         const auto place = [&](int t) {
-            const int32_t* table = step_.block_tables + static_cast<size_t>(sequence_of_[t]) * step_.max_blocks;
-            const int block = table[step_.positions[t] / kBlockTokens];
+            const int block = static_cast<int>(place_of(sequence_of_[t], step_.positions[t]) / kBlockTokens);
             attention_.place(attentions_[index].step, layer.q_norm, layer.k_norm, t, block);
         };
         for_rows(chunk, step_.tokens, place, rows_to_place(step_.tokens));
@@ -349,6 +446,9 @@ class Decoder {
     Shape shape_;
     void (Decoder::*embed_)(int, float*) const;
     Attention attention_;
+    Taps taps_{};
+    HeadInput head_{};
+    bool goes_on_ = false;
 
     std::vector<AttentionScratch> attention_scratch_;  // per worker
 
@@ -366,6 +466,7 @@ class Decoder {
     size_t ld_hidden_ = 0, ld_qkv_ = 0, ld_q_ = 0, ld_mlp_ = 0;
     Prepared input_;  // of the product that comes next
     Buffer<float> hidden_, qkv_, attended_, mlp_, sampled_hidden_, sampled_attended_;
+    Buffer<float> joined_, features_;  // what `fuse`, or a head, reads, and what `fuse` makes
 };
 
 }  // namespace penstock

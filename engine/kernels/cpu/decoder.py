@@ -39,6 +39,23 @@ class _Layer(ctypes.Structure):
     ]
 
 
+class _Taps(ctypes.Structure):
+    _fields_ = [
+        ("after", c_int32 * 3),
+        ("width", c_int32),
+        ("fuse", c_void_p),
+        ("features", c_void_p),
+    ]
+
+
+class _HeadInput(ctypes.Structure):
+    _fields_ = [
+        ("norm", c_void_p),
+        ("features", c_void_p),
+        ("residual_is_normed", c_int32),
+    ]
+
+
 class _Model(ctypes.Structure):
     _fields_ = [
         ("hidden", c_int32),
@@ -60,6 +77,7 @@ class _Model(ctypes.Structure):
         ("num_blocks", c_int32),
         ("kv", c_void_p),
         ("layers", ctypes.POINTER(_Layer)),
+        ("head", ctypes.POINTER(_HeadInput)),
     ]
 
 
@@ -99,6 +117,34 @@ class NativeLayer:
     """How many tokens a token sees, itself included; 0 is all before it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeTaps:
+    """What a target keeps of each token for a head: hidden states after some of its layers, fused."""
+
+    after: tuple[int, int, int]
+    """So many layers."""
+    fuse: PackedLinear
+    """Reads the three one after another."""
+    features: Tensor
+    """bfloat16 [blocks, BLOCK_SIZE, width], in the blocks of the KV cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeHeadInput:
+    """What a decoder of one layer reads beside the embeddings of its tokens, which makes it a head: EAGLE-3.
+
+    Its qkv reads the norm of a token's embedding, and behind it that of the features of the token before; the features
+    are the residual of the layer. It sees the tokens from the second one of a sequence on.
+    """
+
+    norm: Tensor
+    """[hidden]"""
+    features: Tensor
+    """Those that the target's taps write, of the same width."""
+    residual_is_normed: bool
+    """Whether the norm of the features is the residual."""
+
+
 class NativeDecoder:
     """Takes a step of every sequence through every layer in one call.
 
@@ -109,6 +155,7 @@ class NativeDecoder:
         embedding: [vocab, hidden], or a linear layer whose rows it is.
         final_norm: [hidden]
         cos, sin: float32 [max position, head_dim / 2]
+        head: what a head reads; None for an ordinary decoder.
     """
 
     def __init__(
@@ -122,13 +169,15 @@ class NativeDecoder:
         eps: float,
         cos: Tensor,
         sin: Tensor,
+        head: NativeHeadInput | None = None,
     ) -> None:
         self.hidden_size = final_norm.shape[0]
         self.layers = tuple(layers)
+        self._num_blocks = kv.num_blocks
         self._kept: list[object] = [team, kv]
         _check_kv(kv, len(layers))
         for index, layer in enumerate(layers):
-            _check_layer(index, layer, kv, self.hidden_size)
+            _check_layer(index, layer, kv, self.hidden_size, is_head=head is not None)
         expect_shape("cos", cos, (cos.shape[0], kv.shape.head_dim // 2))
         model = _Model(
             hidden=self.hidden_size,
@@ -148,7 +197,9 @@ class NativeDecoder:
             layers=(_Layer * len(layers))(*[self._layer(layer, kv.shape.head_dim) for layer in layers]),
         )
         self._set_embedding(model, embedding)
-        library = team.library
+        if head is not None:
+            model.head = ctypes.pointer(self._head_input(head))
+        self._library = library = team.library
         self.handle = created(library.call("penstock_decoder_new", team.handle, ctypes.byref(model)))
         weakref.finalize(self, library.call, "penstock_decoder_free", self.handle)
         self._run = library.function("penstock_decoder_run")
@@ -163,6 +214,24 @@ class NativeDecoder:
         hidden = torch.empty((step.samples, self.hidden_size))
         check(self._run(self.handle, ctypes.byref(step), hidden.data_ptr()))
         return hidden
+
+    def tap(self, taps: NativeTaps) -> None:
+        """From now on every step writes the features of its tokens."""
+        width = taps.fuse.out_features
+        if taps.fuse.in_features != len(taps.after) * self.hidden_size or taps.fuse.gated:
+            raise ValueError(f"fuse: {len(taps.after)} times {self.hidden_size} inputs expected")
+        if not all(0 <= number < len(self.layers) for number in taps.after):
+            raise ValueError(f"hidden states after {taps.after} layers, and there are {len(self.layers)}")
+        _check_features(taps.features, self._num_blocks, width)
+        self._kept.append(taps)
+        arguments = _Taps((c_int32 * 3)(*taps.after), width, taps.fuse.handle, taps.features.data_ptr())
+        self._library.call("penstock_decoder_tap", self.handle, ctypes.byref(arguments))
+
+    def _head_input(self, head: NativeHeadInput) -> _HeadInput:
+        _check_features(head.features, self._num_blocks, self.hidden_size)
+        self._kept.append(head)
+        norm = self._address(head.norm, self.hidden_size)
+        return _HeadInput(norm, head.features.data_ptr(), head.residual_is_normed)
 
     def _set_embedding(self, model: _Model, embedding: Tensor | PackedLinear) -> None:
         if isinstance(embedding, Tensor):
@@ -230,7 +299,13 @@ def _check_kv(kv: KVCache, num_layers: int) -> None:
         raise ValueError("a contiguous KV cache on the CPU expected")
 
 
-def _check_layer(index: int, layer: NativeLayer, kv: KVCache, hidden: int) -> None:
+def _check_features(features: Tensor, num_blocks: int, width: int) -> None:
+    expect_shape("features", features, (num_blocks, BLOCK_SIZE, width))
+    if features.dtype != torch.bfloat16 or not features.is_contiguous():
+        raise ValueError(f"contiguous bfloat16 features expected, not {features.dtype}")
+
+
+def _check_layer(index: int, layer: NativeLayer, kv: KVCache, hidden: int, *, is_head: bool) -> None:
     head_dim, kv_heads = kv.shape.head_dim, kv.shape.num_kv_heads
     q_size, inner = layer.o.in_features, layer.down.in_features
     if q_size % (head_dim * kv_heads):
@@ -238,7 +313,7 @@ def _check_layer(index: int, layer: NativeLayer, kv: KVCache, hidden: int) -> No
             f"layer {index}: {q_size} columns of o are no multiple of {kv_heads} heads of {head_dim}"
         )
     expected = {
-        "qkv": (hidden, q_size + 2 * kv_heads * head_dim, False),
+        "qkv": (2 * hidden if is_head else hidden, q_size + 2 * kv_heads * head_dim, False),
         "o": (q_size, hidden, False),
         "gate_up": (hidden, inner, True),
         "down": (inner, hidden, False),

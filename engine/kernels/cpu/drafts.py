@@ -10,10 +10,13 @@ from torch import Tensor
 
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.decoder import NativeDecoder, Step, step_of
-from engine.kernels.cpu.library import Team, check, expect_ints
+from engine.kernels.cpu.library import Team, check, expect_ints, pointer
 from engine.kernels.cpu.linear import PackedLinear
 from engine.kernels.cpu.sampling import ChooseArguments, NativeChoose
 from engine.sampling.tables import Filters, SamplingTables
+
+VERY_UNLIKELY = -1e30
+"""The logit of a token that is never drafted."""
 
 
 class _Draft(ctypes.Structure):
@@ -25,7 +28,10 @@ class _Draft(ctypes.Structure):
         ("tables", c_void_p),
         ("hidden", c_void_p),
         ("logits", c_void_p),
+        ("drafted", c_void_p),
+        ("narrow", c_void_p),
         ("width", c_int32),
+        ("num_drafted", c_int32),
         ("length", c_int32),
     ]
 
@@ -34,10 +40,21 @@ class NativeDraft:
     """Drafts for P sequences: a pass over a batch, then one over each token that was chosen, but for the last.
 
     Calls must come from one thread at a time.
+
+    Args:
+        drafted: int32, the tokens whose logits lm_head makes, each once; None for all. No others are drafted.
     """
 
-    def __init__(self, team: Team, decoder: NativeDecoder, lm_head: PackedLinear) -> None:
+    def __init__(
+        self, team: Team, decoder: NativeDecoder, lm_head: PackedLinear, drafted: Tensor | None = None
+    ) -> None:
         self._team, self._decoder, self._lm_head = team, decoder, lm_head
+        if drafted is not None:
+            expect_ints("drafted", drafted, (lm_head.out_features,))
+            if drafted.min() < 0:
+                raise ValueError("negative tokens are drafted")
+        self._drafted = drafted
+        self._last_drafted = -1 if drafted is None else int(drafted.max())
         self._chooser = NativeChoose(team)
         self._draft = team.library.function("penstock_draft")
 
@@ -70,13 +87,15 @@ class NativeDraft:
         expect_ints("slots", slots, (num,))
         expect_ints("ends", ends, (length, num))
         expect_ints("numbers", numbers, (length, num))
-        if self._lm_head.out_features != tables.vocab_size:
-            raise ValueError(f"{self._lm_head.out_features} logits, and a vocabulary of {tables.vocab_size}")
+        drafted, num_logits = self._drafted, self._lm_head.out_features
+        if drafted is None and num_logits != tables.vocab_size:
+            raise ValueError(f"{num_logits} logits, and a vocabulary of {tables.vocab_size}")
+        if self._last_drafted >= tables.vocab_size:
+            raise ValueError(f"{self._last_drafted} is drafted, with a vocabulary of {tables.vocab_size}")
         rows = torch.arange(num + 1, dtype=torch.int32)
-        hidden, logits = (
-            torch.empty((num, self._decoder.hidden_size)),
-            torch.empty((num, tables.vocab_size)),
-        )
+        hidden = torch.empty((num, self._decoder.hidden_size))
+        logits = torch.full((num, tables.vocab_size), VERY_UNLIKELY)
+        narrow = None if drafted is None else torch.empty((num, num_logits))
         token_ids = torch.empty((length, num), dtype=torch.int32)
         choose = self._chooser.arguments_of(tables)
         choose.slots, choose.numbers, choose.num_rows = slots.data_ptr(), numbers.data_ptr(), num
@@ -90,7 +109,10 @@ class NativeDraft:
             block_tables.data_ptr(),
             hidden.data_ptr(),
             logits.data_ptr(),
+            pointer(drafted),
+            pointer(narrow),
             hidden.shape[1],
+            num_logits,
             length,
         )
         handles = self._team.handle, self._decoder.handle, self._lm_head.handle, self._chooser.handle

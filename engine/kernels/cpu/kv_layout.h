@@ -106,6 +106,7 @@ struct AttentionStep {
     const int32_t* block_tables;
     size_t max_blocks;
     int window;
+    int first;  // no token sees those before it but itself
     char* keys;  // of this layer
     char* values;
     float* qkv;  // [T][ld]: queries, keys, values; the queries ready and scaled
@@ -113,6 +114,12 @@ struct AttentionStep {
     float* out;  // [T][ldo]
     size_t ldo;
 };
+
+// The first token that the one at a position sees.
+inline int first_seen(const AttentionStep& step, int position) {
+    const int first = std::min(step.first, position);
+    return step.window > 0 ? std::max(first, position + 1 - step.window) : first;
+}
 
 // The sum of squares, in 32 lanes; what is left at the end of a row goes to the first eight.
 inline float sum_of_squares(const float* x, int n) {

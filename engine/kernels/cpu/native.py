@@ -1,8 +1,8 @@
 """The native kernels of the CPU, under one name."""
 
 from engine.kernels.cpu.build import NativeUnavailable
-from engine.kernels.cpu.decoder import BLOCK_SIZE, NativeDecoder, NativeLayer
-from engine.kernels.cpu.drafts import NativeDraft
+from engine.kernels.cpu.decoder import BLOCK_SIZE, NativeDecoder, NativeHeadInput, NativeLayer, NativeTaps
+from engine.kernels.cpu.drafts import VERY_UNLIKELY, NativeDraft
 from engine.kernels.cpu.inputs import NativeGather
 from engine.kernels.cpu.library import NativeLibrary, Team, available_cores, load_library
 from engine.kernels.cpu.linear import PACKED, PackedLinear
@@ -11,12 +11,15 @@ from engine.kernels.cpu.sampling import NativeChoose
 __all__ = [
     "BLOCK_SIZE",
     "PACKED",
+    "VERY_UNLIKELY",
     "NativeChoose",
     "NativeDecoder",
     "NativeDraft",
     "NativeGather",
+    "NativeHeadInput",
     "NativeLayer",
     "NativeLibrary",
+    "NativeTaps",
     "NativeUnavailable",
     "PackedLinear",
     "Team",

@@ -164,7 +164,7 @@ def test_what_there_is_to_catch_up_counts_in_what_drafting_takes() -> None:
 class Timed:
     """Drafts nothing but 7."""
 
-    block_size, max_tokens = BLOCK_SIZE, 512
+    block_size, max_tokens, reads_target = BLOCK_SIZE, 512, False
 
     def knows(self, sequence: Sequence) -> bool:  # noqa: ARG002
         return True

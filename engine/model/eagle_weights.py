@@ -1,0 +1,175 @@
+"""What the weights of an EAGLE-3 head are called in a checkpoint, and how they get from disk into a kernel table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.kernels.linear import Linear
+from engine.kernels.ops import Kernels
+from engine.model.eagle import NUM_TAPS, EagleConfig
+from engine.model.files import Files
+from engine.model.parameters import LayerWeights
+from engine.model.safetensors import TensorFiles
+from engine.model.weights import (
+    AS_IT_IS,
+    FINAL_NORM,
+    SIZE_FIELDS,
+    LinearSpec,
+    Part,
+    Reader,
+    Recipe,
+    check_expected,
+    embedding_spec,
+    linear_specs,
+    load_layer,
+    norm_shapes,
+    tensors_of,
+)
+from engine.quant.storage import StoredTensor
+from engine.quant.storages.names import EMBEDDING, LM_HEAD
+
+_HIDDEN_NORM, _FUSE, _DRAFTED = "model.layers.0.hidden_norm", "fc", "d2t"
+_LAYERS = ("midlayer.", "layers.0.")
+"""What the names of the layer's tensors begin with."""
+_SIZES = SIZE_FIELDS | {
+    "q_proj": "num_attention_heads * head_dim, hidden_size twice",
+    "k_proj": "num_key_value_heads * head_dim, hidden_size twice",
+    "v_proj": "num_key_value_heads * head_dim, hidden_size twice",
+    _FUSE: f"hidden_size, {NUM_TAPS} times target_hidden_size",
+    LM_HEAD: "draft_vocab_size, hidden_size",
+    _DRAFTED: "draft_vocab_size",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleWeights:
+    """The weights of a head as it runs them."""
+
+    layer: LayerWeights
+    """Its qkv reads twice as many numbers as the head is wide."""
+    hidden_norm: Tensor
+    """[hidden], of what is read of the target."""
+    fuse: Linear
+    """The target's hidden states, one after another -> hidden."""
+    final_norm: Tensor
+    lm_head: Linear
+    drafted: Tensor | None
+    """int32, the tokens whose logits lm_head makes; None for all."""
+    embedding: Tensor | None
+    """[vocab, hidden]; None if it is the target's."""
+
+
+class EagleFiles(TensorFiles):
+    """The tensors of a head by names like those of a whole model's."""
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            CheckpointError: a file is missing, truncated or malformed.
+        """
+        super().__init__(folder)
+        self._prefix = next((p for p in _LAYERS if any(n.startswith(p) for n in self.entries)), _LAYERS[0])
+        self.entries = {self._name(own_name): entry for own_name, entry in self.entries.items()}
+
+    def own_name(self, name: str) -> str:
+        return name.replace("model.layers.0.", self._prefix).removeprefix("model.")
+
+    def _name(self, own_name: str) -> str:
+        if own_name.startswith(self._prefix):
+            return f"model.layers.0.{own_name.removeprefix(self._prefix)}"
+        return f"model.{own_name}" if own_name.startswith(("norm.", "embed_tokens.")) else own_name
+
+
+def eagle_specs(head: EagleConfig, recipe: Recipe = AS_IT_IS) -> dict[str, LinearSpec]:
+    """The linear maps of a head: those of a layer by their field of LayerWeights, `fuse` and `lm_head`.
+
+    Raises:
+        CheckpointError: see `Quantization.layer_format`.
+    """
+    config, quantization = head.layer, recipe.quantization
+    hidden = config.hidden_size
+
+    def spec(name: str, rows: int, in_features: int) -> LinearSpec:
+        return LinearSpec((Part(name, rows, recipe.storages(name)),), in_features)
+
+    specs = linear_specs(config, 0, recipe)
+    specs["qkv"] = replace(specs["qkv"], in_features=2 * hidden)
+    specs["fuse"] = spec(_FUSE, hidden, NUM_TAPS * head.target_hidden_size)
+    specs["lm_head"] = spec(LM_HEAD, head.num_drafted, hidden)
+    if quantization is None:
+        return specs
+    formats = {name: quantization.layer_format(0, one.in_features) for name, one in specs.items()}
+    formats["lm_head"] = quantization.head_format(hidden)
+    return {name: replace(one, quantized=formats[name]) for name, one in specs.items()}
+
+
+def has_embedding(files: Files) -> bool:
+    """Whether a head has an embedding of its own."""
+    return f"{EMBEDDING}.weight" in files.entries
+
+
+def check_eagle_tensors(head: EagleConfig, files: Files, recipe: Recipe = AS_IT_IS) -> None:
+    """Compares the tensors of the files with those that a head needs; the files may have more.
+
+    Raises:
+        CheckpointError: naming the first tensor that is missing, or has a wrong shape or an unsupported dtype.
+    """
+    check_expected(_expected(head, files, recipe), files, sizes=_SIZES)
+    if not has_embedding(files) and head.layer.hidden_size != head.target_hidden_size:
+        raise CheckpointError(
+            f"{files.path}: tensor {files.own_name(EMBEDDING)}.weight is missing, and the model's embedding is not as "
+            f"wide as the head: hidden_size {head.layer.hidden_size}, target_hidden_size {head.target_hidden_size}"
+        )
+
+
+def load_eagle(head: EagleConfig, files: Files, kernels: Kernels, recipe: Recipe = AS_IT_IS) -> EagleWeights:
+    """Reads, quantizes if that is asked for, and packs.
+
+    Raises:
+        CheckpointError: see `check_eagle_tensors`; or the tokens that it drafts are none, or some twice.
+    """
+    check_eagle_tensors(head, files, recipe)
+    specs, reader = eagle_specs(head, recipe), Reader(files, kernels, lambda *_: None, 0)
+    fuse, lm_head = specs.pop("fuse"), specs.pop("lm_head")
+    embedding = embedding_spec(head.layer)
+    return EagleWeights(
+        layer=load_layer(head.layer, reader, 0, specs),
+        hidden_norm=reader.norm(_HIDDEN_NORM),
+        fuse=reader.linear(fuse),
+        final_norm=reader.norm(FINAL_NORM),
+        lm_head=reader.linear(lm_head),
+        drafted=_drafted(head, files, reader),
+        embedding=reader.embedding(embedding, reader.parts(embedding)) if has_embedding(files) else None,
+    )
+
+
+def _expected(head: EagleConfig, files: Files, recipe: Recipe) -> Iterator[tuple[str, StoredTensor]]:
+    hidden = head.layer.hidden_size
+    if has_embedding(files):
+        yield from tensors_of(embedding_spec(head.layer))
+    for name, length in norm_shapes(head.layer).values():
+        yield f"model.layers.0.{name}.weight", StoredTensor("weight", (length,))
+    for spec in eagle_specs(head, recipe).values():
+        yield from tensors_of(spec)
+    for name in (_HIDDEN_NORM, FINAL_NORM):
+        yield f"{name}.weight", StoredTensor("weight", (hidden,))
+    is_needed = head.num_drafted < head.layer.vocab_size
+    yield _DRAFTED, StoredTensor(_DRAFTED, (head.num_drafted,), ("I64", "I32"), optional=not is_needed)
+
+
+def _drafted(head: EagleConfig, files: Files, reader: Reader) -> Tensor | None:
+    """The tokens that are drafted: `d2t` says by how much the number of each is another than its row's."""
+    if _DRAFTED not in files.entries:
+        return None
+    tokens = torch.arange(head.num_drafted) + reader.read(_DRAFTED)
+    if tokens.min() < 0 or tokens.max() >= head.layer.vocab_size or len({*tokens.tolist()}) < len(tokens):
+        raise CheckpointError(
+            f"{files.entries[_DRAFTED].file}: {_DRAFTED} does not lead to tokens of the model, each of them once"
+        )
+    return tokens.int()
