@@ -34,7 +34,7 @@ Start = Callable[[Sequence[str]], AbstractContextManager[ServerProcess]]
 """Starts a server with these arguments."""
 
 USERS = 64
-SHARED_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 256, 32, 64
+SHARED_TOKENS, OWN_TOKENS, OUTPUT_TOKENS = 1_024, 32, 64
 _PROMISE = DEFAULT_POLICIES[Lane.INTERACTIVE]
 _ENOUGH = 0.95
 _MOST_USERS = 256

@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.request
 from collections.abc import Mapping, Sequence
 from random import Random
+from statistics import median
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -24,6 +25,7 @@ from priority.steptime import NAMES
 _BLOCK_SIZE = 16
 _MAX_BATCH_TOKENS = 512
 """Of a server on a CPU that was not told otherwise."""
+_NUM_ALONE, _APART_S, _SHORT_PROMPT = 20, 0.1, 64
 
 
 def compare(
@@ -35,6 +37,9 @@ def compare(
 ) -> tuple[Machine, Summary, Summary]:
     """Sends the trace when it says, then simulates it: the machine, what was served, what was simulated.
 
+    The simulator knows the engine only. What HTTP and the client take beside it is found with requests that are alone,
+    and added to the simulated times.
+
     Args:
         token_ids: what prompts are made of.
         keys: API key by tenant; without any, all requests are of one tenant, in the simulation too.
@@ -43,6 +48,8 @@ def compare(
         arrivals = [
             Arrival(a.at_s, a.num_prompt, a.num_output, a.lane, hash_ids=a.hash_ids) for a in arrivals
         ]
+    alone = [Arrival(_APART_S * i, _SHORT_PROMPT, 1, tenant=arrivals[0].tenant) for i in range(_NUM_ALONE)]
+    answers_alone = _send(server, run, alone, token_ids, keys or {}, seed=1)
     answers = _send(server, run, arrivals, token_ids, keys or {})
     served = [
         served_of(arrival, answer, arrival.at_s) for arrival, answer in zip(arrivals, answers, strict=True)
@@ -50,7 +57,23 @@ def compare(
     last_s = max(a.at_s + b.ended_s - b.started_s for a, b in zip(arrivals, answers, strict=True))
     machine = machine_of(server.url)
     simulated = simulate(list(arrivals), machine)
+    wire_s = median(answer.ttft_s for answer in answers_alone) - _median_ttft_s(simulate(alone, machine))
+    delay(simulated, max(0.0, wire_s))
     return machine, summarise(Result("served", served, last_s)), summarise(simulated)
+
+
+def delay(result: Result, seconds: float) -> None:
+    """All that was served comes so much later to its client."""
+    for served in result.served:
+        if served.first_token_s is not None:
+            served.first_token_s += seconds
+            served.last_token_s += seconds
+        if served.finished_s is not None:
+            served.finished_s += seconds
+
+
+def _median_ttft_s(result: Result) -> float:
+    return median(served.ttft_s for served in result.served if served.ttft_s is not None)
 
 
 def served_of(arrival: Arrival, answer: Answer, at_s: float) -> Served:
@@ -122,12 +145,13 @@ def _send(
     arrivals: Sequence[Arrival],
     token_ids: Sequence[int],
     keys: Mapping[str, str],
+    seed: int = 0,
 ) -> list[Answer]:
     """The answers, in the order of the trace."""
     first_s = arrivals[0].at_s
     bodies = [
         [completion("bench", prompt, arrival.num_output, tier_of(arrival.lane))]
-        for arrival, prompt in zip(arrivals, prompts(arrivals, token_ids), strict=True)
+        for arrival, prompt in zip(arrivals, prompts(arrivals, token_ids, seed), strict=True)
     ]
     job = Job(
         server.host,

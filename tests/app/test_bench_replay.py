@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from app.bench.reader import Answer
-from app.bench.replay import print_comparison, prompts, served_of
+from app.bench.replay import delay, print_comparison, prompts, served_of
 from priority.lanes import DEFAULT_POLICIES
 from priority.simulator.run import Machine, Result, simulate
 from priority.simulator.summary import is_kept, summarise
@@ -48,6 +48,21 @@ def test_what_was_refused_or_failed_kept_nothing(status: int, refused: str | Non
 def test_a_stream_that_broke_keeps_no_promise() -> None:
     served = served_of(ARRIVAL, Answer(0.0, 0.1, [0.1], num_output_tokens=1, error="cut", status=200), 5.0)
     assert not is_kept(served, DEFAULT_POLICIES)
+
+
+def test_what_a_client_waits_for_beside_the_engine_delays_every_token_and_no_pace() -> None:
+    machine = Machine(coefficients={"alpha_s": 0.01, "beta_s": 1e-4, "gamma_s": 1e-3, "delta_s": 0.0})
+    arrivals = [Arrival(0.0, 100, 10), Arrival(0.5, 100, 1), Arrival(0.6, 10**6, 1)]
+    before, after = simulate(arrivals, machine), simulate(arrivals, machine)
+    delay(after, 0.25)
+    for early, late in zip(before.served[:2], after.served[:2], strict=True):
+        assert early.ttft_s is not None
+        assert late.ttft_s == pytest.approx(early.ttft_s + 0.25)
+        assert late.tpot_s == pytest.approx(early.tpot_s)
+        assert early.finished_s is not None
+        assert late.finished_s == pytest.approx(early.finished_s + 0.25)
+    assert after.served[2] == before.served[2]
+    assert after.served[2].refused
 
 
 def test_both_stand_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
