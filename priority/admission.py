@@ -30,8 +30,8 @@ _LEARNING = 0.04
 _FACTORS = (0.5, 3.0)
 _LANE_COUNTS_AS = 10
 """So many forecasts of a tenant's own weigh as much as what was learnt of its whole lane."""
-_MARGIN = 0.95
-"""Of a promise on the time per token, what a step is planned to take."""
+_MARGIN = 0.9
+"""Of a promise on the time per token, what a step is planned to take: the rest is for what lies between steps."""
 _STEPS_PER_TTFT = 8
 """No step takes longer than this part of the promise on the first token, so that nobody who comes waits longer."""
 _LEAST_PREFILL = 16
