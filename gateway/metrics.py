@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -18,24 +19,7 @@ from gateway.store.interface import StoreStats
 from gateway.wire.frames import seconds_per_output_token
 from priority.lanes import Lane
 
-_SHORT = (
-    0.0005,
-    0.001,
-    0.002,
-    0.003,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.15,
-    0.25,
-)
+_SHORT = tuple(ms / 1000 for ms in (0.5, 1, 2, 3, 5, 7.5, 10, 15, 20, 30, 40, 60, 80, 100, 150, 250))
 """Small models take milliseconds a token."""
 _SECONDS = (*_SHORT, 0.5, 0.75, 1, 2.5, 5, 10)
 _LONG = (
@@ -63,6 +47,19 @@ _LONG = (
 _RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0)
 _TOKENS = tuple(2**exponent for exponent in range(0, 18))
 _LANE = ["lane"]
+_SPANS = {
+    "time_to_first_token_seconds": (
+        "From a request's arrival to its first token.",
+        "arrival_s",
+        "first_token_s",
+    ),
+    "queue_wait_seconds": ("From a request's arrival to its first step.", "arrival_s", "scheduled_s"),
+    "prefill_seconds": ("From a request's first step to its first token.", "scheduled_s", "first_token_s"),
+    "decode_seconds": ("From the first token to the end of a choice.", "first_token_s", "finished_s"),
+    "inference_seconds": ("From a request's first step to the end of a choice.", "scheduled_s", "finished_s"),
+    "request_seconds": ("From a request's arrival to the end of a choice.", "arrival_s", "finished_s"),
+}
+"""What is measured of every choice that ended well, and between which of its `Timings`."""
 
 
 class Metrics:
@@ -70,6 +67,8 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
+        self._registries = [self.registry]
+        """All that are shown: names that others gave the same values are in one of their own."""
         self.num_output_tokens = 0
         self._promises_of: dict[Lane, tuple[int, int]] = {}
         """Kept and broken, for those who do not read the registry."""
@@ -90,29 +89,15 @@ class Metrics:
 
     def _name_requests(self) -> None:
         histogram, counter = self._histogram, self._counter
-        self.ttft = histogram(
-            "time_to_first_token_seconds", "From a request's arrival to its first token.", _LONG, _LANE
-        )
+        self.spans = [
+            (histogram(name, documentation, _LONG, _LANE), attrgetter(start, end))
+            for name, (documentation, start, end) in _SPANS.items()
+        ]
         self.tpot = histogram(
             "time_per_output_token_seconds",
             "Mean time per token after the first, one a choice.",
             _SECONDS,
             _LANE,
-        )
-        self.queue_wait = histogram(
-            "queue_wait_seconds", "From a request's arrival to its first step.", _LONG, _LANE
-        )
-        self.prefill = histogram(
-            "prefill_seconds", "From a request's first step to its first token.", _LONG, _LANE
-        )
-        self.decode = histogram(
-            "decode_seconds", "From the first token to the end of a choice.", _LONG, _LANE
-        )
-        self.inference = histogram(
-            "inference_seconds", "From a request's first step to the end of a choice.", _LONG, _LANE
-        )
-        self.latency = histogram(
-            "request_seconds", "From a request's arrival to the end of a choice.", _LONG, _LANE
         )
         self.prompt_length = histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
         self.output_length = histogram("request_output_tokens", "Output tokens of a choice.", _TOKENS)
@@ -244,12 +229,9 @@ class Metrics:
         self.finished.labels(lane.label, reason.value).inc()
         if timings is None or reason not in (FinishReason.STOP, FinishReason.LENGTH):
             return
-        self.ttft.labels(lane.label).observe(timings.first_token_s - timings.arrival_s)
-        self.queue_wait.labels(lane.label).observe(timings.scheduled_s - timings.arrival_s)
-        self.prefill.labels(lane.label).observe(timings.first_token_s - timings.scheduled_s)
-        self.decode.labels(lane.label).observe(timings.finished_s - timings.first_token_s)
-        self.inference.labels(lane.label).observe(timings.finished_s - timings.scheduled_s)
-        self.latency.labels(lane.label).observe(timings.finished_s - timings.arrival_s)
+        for histogram, ends_of in self.spans:
+            start_s, end_s = ends_of(timings)
+            histogram.labels(lane.label).observe(end_s - start_s)
         self.output_length.observe(timings.num_output_tokens)
         pace = seconds_per_output_token(timings)
         if pace is not None:
@@ -273,11 +255,13 @@ class Metrics:
         return kept / (kept + broken) if kept + broken else None
 
     def render(self) -> bytes:
-        return generate_latest(self.registry)
+        return b"".join(map(generate_latest, self._registries))
 
     def add_compat(self, model: str, cache_config: Callable[[], Mapping[str, str]]) -> None:
         """Shows the same values under vLLM's documented names, too."""
-        self.registry.register(_VllmNames(list(_families(self)), model, cache_config))
+        compat = CollectorRegistry(auto_describe=False)
+        compat.register(_VllmNames(self.registry, model, cache_config))
+        self._registries.append(compat)
 
 
 class StoreMetrics(Collector):
@@ -287,32 +271,20 @@ class StoreMetrics(Collector):
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        failures = CounterMetricFamily(
-            "penstock_store_failures", "Calls to Redis that failed, by how.", labels=["kind"]
-        )
+        stats, gauge, counter = self._stats(), GaugeMetricFamily, CounterMetricFamily
+        failures = counter("penstock_store_failures", "Calls to Redis that failed, by how.", labels=["kind"])
         for kind, number in stats.failures.items():
             failures.add_metric([kind], number)
         yield failures
         for family, name, documentation, value in (
-            (
-                GaugeMetricFamily,
-                "up",
-                "0 while Redis is gone and memory stands in for it.",
-                stats.state == "ok",
-            ),
-            (CounterMetricFamily, "calls", "Calls to Redis.", stats.num_calls),
-            (
-                CounterMetricFamily,
-                "rejected",
-                "Calls not tried: Redis was known to be gone.",
-                stats.num_rejected,
-            ),
-            (GaugeMetricFamily, "unwritten", "Changes that Redis does not know of yet.", stats.num_dirty),
-            (CounterMetricFamily, "dropped", "Changes that Redis will never know of.", stats.num_dropped),
-            (CounterMetricFamily, "corrupt", "Values in Redis that could not be read.", stats.num_corrupt),
-            (GaugeMetricFamily, "records", "Records in memory.", stats.num_records),
-            (GaugeMetricFamily, "bytes", "Memory that they take.", stats.num_bytes),
+            (gauge, "up", "0 while Redis is gone and memory stands in for it.", stats.state == "ok"),
+            (counter, "calls", "Calls to Redis.", stats.num_calls),
+            (counter, "rejected", "Calls not tried: Redis was known to be gone.", stats.num_rejected),
+            (gauge, "unwritten", "Changes that Redis does not know of yet.", stats.num_dirty),
+            (counter, "dropped", "Changes that Redis will never know of.", stats.num_dropped),
+            (counter, "corrupt", "Values in Redis that could not be read.", stats.num_corrupt),
+            (gauge, "records", "Records in memory.", stats.num_records),
+            (gauge, "bytes", "Memory that they take.", stats.num_bytes),
         ):
             yield family(f"penstock_store_{name}", documentation, value)
 
@@ -362,23 +334,22 @@ _VLLM_LABELS = {"finish_reason": "finished_reason"}
 
 
 class _VllmNames(Collector):
-    """Reads the metrics it is given and says them again under other names."""
+    """Reads the metrics of a registry and says them again under other names."""
 
     def __init__(
-        self, sources: list[Collector], model: str, cache_config: Callable[[], Mapping[str, str]]
+        self, source: CollectorRegistry, model: str, cache_config: Callable[[], Mapping[str, str]]
     ) -> None:
-        self._sources = sources
+        self._source = source
         self._labels = {"model_name": model, "engine": "0"}
         self._cache_config = cache_config
 
     def collect(self) -> Iterator[Metric]:
         waiting = 0.0
-        for source in self._sources:
-            for metric in source.collect():
-                if metric.name in ("penstock_queued_requests", "penstock_waiting_sequences"):
-                    waiting += sum(sample.value for sample in metric.samples)
-                if metric.name in _VLLM:
-                    yield self._renamed(metric, f"vllm:{_VLLM[metric.name]}")
+        for metric in self._source.collect():
+            if metric.name in ("penstock_queued_requests", "penstock_waiting_sequences"):
+                waiting += sum(sample.value for sample in metric.samples)
+            if metric.name in _VLLM:
+                yield self._renamed(metric, f"vllm:{_VLLM[metric.name]}")
         yield self._single("vllm:num_requests_waiting", "Requests that wait.", waiting, {})
         config = dict(self._cache_config())
         yield self._single("vllm:cache_config_info", "The KV cache.", 1.0, config)
@@ -396,10 +367,3 @@ class _VllmNames(Collector):
         metric = Metric(name, documentation, "gauge")
         metric.add_sample(name, {**labels, **self._labels}, value)
         return metric
-
-
-_KINDS = (Counter, Gauge, Histogram, WeightedHistogram)
-
-
-def _families(metrics: Metrics) -> Iterable[Collector]:
-    return (value for value in vars(metrics).values() if isinstance(value, _KINDS))

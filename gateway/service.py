@@ -21,9 +21,10 @@ from gateway.http.connections import Timeouts
 from gateway.http.descriptors import Descriptors
 from gateway.http.limits import Limits
 from gateway.metrics import Metrics, StoreMetrics
-from gateway.sessions.prefixes import PrefixLocator, PrefixTracker, PrefixWriter, WarmUp
+from gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter
+from gateway.sessions.prefixes.tracker import PrefixTracker
+from gateway.sessions.prefixes.warming import Warming, WarmUp
 from gateway.sessions.recordings.registry import Recordings, Replayer
-from gateway.sessions.warming import Warming
 from gateway.store.interface import Store
 from gateway.wire.prompts import Prompts, Tokenizer
 from gateway.wire.sampling import SamplingDefaults

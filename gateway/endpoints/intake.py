@@ -18,7 +18,7 @@ from gateway.http.errors import ApiError, invalid, model_not_found, not_found, u
 from gateway.http.limits import parse_object
 from gateway.http.off_loop import TOKENIZING, off_loop
 from gateway.service import Service
-from gateway.sessions.prefixes import PRIVATE
+from gateway.sessions.prefixes.sharing import PRIVATE
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import StoreUnavailable
 from gateway.wire.prompts import check_token_ids

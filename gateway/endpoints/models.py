@@ -11,7 +11,7 @@ from gateway.http.errors import invalid
 from gateway.http.limits import parse_messages
 from gateway.http.off_loop import TOKENIZING, off_loop
 from gateway.service import Service
-from gateway.sessions.prefixes import parse_token_ids
+from gateway.sessions.prefixes.sharing import parse_token_ids
 from gateway.wire.frames import Json
 from gateway.wire.prompts import check_token_ids
 from gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody, read

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.planning.request import FinishReason
-from gateway.sessions.prefixes import PRIVATE
+from gateway.sessions.prefixes.sharing import PRIVATE
 from tests.gateway.desk import MODEL, Desk, chat_body, client, events, logprobs, settled
 
 pytestmark = pytest.mark.anyio

@@ -1,0 +1,135 @@
+"""What is cached here is told to the store, and what others have is found in it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from engine.planning.prefix_index import extend_hashes
+from gateway.http.background import meanwhile
+from gateway.http.errors import invalid
+from gateway.sessions.prefixes.tracker import PrefixTracker
+from gateway.store.interface import Durable, PrefixChange, StoreUnavailable
+
+log = logging.getLogger("penstock.gateway")
+
+PRIVATE = b"\0private"
+"""Salts with this end are of prompts whose tokens stay in this process."""
+
+
+class PrefixWriter:
+    """Tells the store what changed, a batch at a time, whatever state the store is in."""
+
+    def __init__(
+        self,
+        tracker: PrefixTracker,
+        store: Durable,
+        *,
+        with_tokens: bool = True,
+        every_s: float = 0.1,
+        max_changes: int = 200,
+    ) -> None:
+        """Without tokens, replicas find out what others hold, but nothing can be computed again from what is kept."""
+        self._with_tokens = with_tokens
+        self._tracker = tracker
+        self._store = store
+        self._every_s = every_s
+        self._max_changes = max_changes
+        self._num_losses = store.num_losses
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While this is entered, changes are written as they come."""
+        async with meanwhile(self._run()):
+            yield
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                await self.write()
+            except Exception:
+                log.exception("writing what is cached failed; going on")
+
+    async def write(self) -> None:
+        """One batch. What cannot be written now is kept for later."""
+        if self._store.num_losses != self._num_losses:
+            self._num_losses = self._store.num_losses
+            self._tracker.rewrite()
+        changes = self._tracker.changes(self._max_changes)
+        if not changes:
+            return
+        try:
+            await self._store.write_prefixes([self._without_secrets(change) for change in changes])
+        except StoreUnavailable:
+            self._tracker.failed(changes)
+        except BaseException:
+            self._tracker.failed(changes)
+            raise
+
+    def _without_secrets(self, change: PrefixChange) -> PrefixChange:
+        if self._with_tokens and not change.salt.endswith(PRIVATE):
+            return change
+        return replace(change, token_ids=())
+
+
+class PrefixLocator:
+    """Answers which replicas hold the beginning of a prompt."""
+
+    def __init__(
+        self,
+        store: Durable | None,
+        replica: str,
+        block_size: int,
+        num_cached_tokens: Callable[[Sequence[int], bytes], int],
+    ) -> None:
+        """`num_cached_tokens` is the engine's: about itself it knows better than the store."""
+        self._store = store
+        self._replica = replica
+        self._block_size = block_size
+        self._num_cached_tokens = num_cached_tokens
+
+    async def locate(self, salt: bytes, token_ids: Sequence[int]) -> dict[str, object]:
+        """What of this prompt each replica would find, the best one first; this one is always among them.
+
+        A prompt never finds the block of its last token: its logits are needed.
+        """
+        num_blocks = max(0, len(token_ids) - 1) // self._block_size
+        hashes: list[bytes] = []
+        extend_hashes(hashes, token_ids, num_blocks, self._block_size, salt)
+        held = await self._held_elsewhere(hashes)
+        cached = {replica: count * self._block_size for replica, count in held.items()}
+        cached[self._replica] = self._num_cached_tokens(token_ids, salt)
+        best_first = sorted(cached, key=lambda name: (-cached[name], name != self._replica, name))
+        return {
+            "object": "prefix.location",
+            "block_size": self._block_size,
+            "num_tokens": len(token_ids),
+            "replicas": [
+                {"replica": name, "num_cached_tokens": cached[name], "this": name == self._replica}
+                for name in best_first
+            ],
+        }
+
+    async def _held_elsewhere(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        if self._store is None or not hashes:
+            return {}
+        try:
+            return await self._store.locate(hashes)
+        except StoreUnavailable:
+            return {}
+
+
+def parse_token_ids(text: str, field: str = "tokens") -> list[int]:
+    """Token ids separated by commas.
+
+    Raises:
+        ApiError: 400, if it is anything else.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise invalid(f"'{field}' must be token ids separated by commas.", field) from None
