@@ -87,8 +87,8 @@ def test_without_hash_ids_nothing_is_shared() -> None:
 )
 def test_a_malformed_line_is_refused_by_number_and_field(bad: str, complaint: str) -> None:
     with pytest.raises(TraceError) as error:
-        read_trace([json.dumps(GOOD), json.dumps(GOOD), bad])
-    assert str(error.value).startswith("line 3: ")
+        read_trace([json.dumps(GOOD), bad])
+    assert str(error.value).startswith("line 2: ")
     assert complaint in str(error.value)
 
 

@@ -238,8 +238,6 @@ class Recordings:
     def _bound_bytes(self) -> None:
         ended = [r for r in self._all.values() if r.settled and not r.is_read]
         excess = sum(recording.num_bytes for recording in ended) - self.keeping.max_bytes
-        if excess <= 0:
-            return
         for recording in sorted(ended, key=lambda r: r.ended_s or 0.0):
             if excess <= 0:
                 return

@@ -34,6 +34,8 @@ async def test_the_second_gets_the_reply_of_the_first(stream: bool) -> None:
         replies = [await first, await second, third]
     assert {reply.status_code for reply in replies} == {200}
     assert len({reply.text for reply in replies}) == 1
+    if not stream:
+        assert [choice["index"] for choice in replies[0].json()["choices"]] == [0]
     assert sum(desk.queue.depths().values()) == 0
 
 

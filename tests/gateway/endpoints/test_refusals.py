@@ -314,3 +314,9 @@ async def test_an_unknown_field_is_named_whatever_its_name(name: str) -> None:
     async with client(Desk().app) as http:
         error = (await http.post("/v1/chat/completions", json={**chat_body(), name: 1})).json()["error"]
     assert error["param"] == name
+
+
+async def test_a_model_may_have_a_name_of_one_letter() -> None:
+    async with client(Desk(ServiceOptions(models=("m",))).app) as http:
+        refused = await http.post(CHAT, json=chat_body(model="m", n=0))
+    assert refused.json()["error"]["param"] == "n"

@@ -132,18 +132,29 @@ async def test_a_client_that_asks_first_is_refused_before_it_sends(headers: list
 
 
 @pytest.mark.parametrize(
-    ("request_", "status"),
+    ("request_", "status", "why"),
     [
-        (get(CHAT, "content-length: 99999999", "content-type: application/json", method="POST"), 413),
-        (get("/health", f"x: {'y' * 32_700}", "z: " + "y" * 60), 431),
+        (
+            get(CHAT, "content-length: 99999999", "content-type: application/json", method="POST"),
+            413,
+            "The request body is too large. It may have 4194304 bytes.",
+        ),
+        (
+            get("/health", f"x: {'y' * 32_700}", "z: " + "y" * 60),
+            431,
+            "The request's headers are too many or too long.",
+        ),
     ],
     ids=["body", "headers"],
 )
-async def test_what_is_refused_for_its_size_ends_the_connection(request_: bytes, status: int) -> None:
+async def test_what_is_refused_for_its_size_ends_the_connection(
+    request_: bytes, status: int, why: str
+) -> None:
     async with serving(Desk().app) as url, dialled(url) as line:
         line.send(request_)
         answer = await line.answer()
         assert (answer.status, answer.headers["connection"]) == (status, "close")
+        assert answer.error["message"] == why
         assert await line.rest() == b""
 
 

@@ -57,6 +57,16 @@ async def test_writing_ends_though_every_write_takes_as_long_as_a_step() -> None
     assert store.asked == ["write", "write"]
 
 
+async def test_it_is_written_down_again_and_again_while_it_goes_on() -> None:
+    store = Counting()
+    desk = Desk(store=store)
+    store.busy = entered(desk)
+    desk.service.recordings.keeping = Keeping(flush_s=0.001)
+    async with desk.service.recordings.running(), asyncio.timeout(10):
+        while store.asked.count("write") < 2:
+            await asyncio.sleep(0.001)
+
+
 async def test_those_that_ended_first_go_when_there_are_too_many_bytes() -> None:
     desk = Desk(store=SurvivingStore(Clock()))
     recordings = desk.service.recordings

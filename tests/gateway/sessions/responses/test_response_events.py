@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import omit
 from openai.lib.streaming.responses._responses import ResponseStreamState
@@ -244,6 +244,7 @@ def test_a_list_goes_on_after_its_own_items_only() -> None:
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("background", [False, True])
 @given(texts=TEXTS)
+@settings(max_examples=25)
 def test_openai_reads_every_event_and_the_numbers_have_no_gap(
     how: str, background: bool, texts: list[str]
 ) -> None:
@@ -261,6 +262,7 @@ def test_openai_reads_every_event_and_the_numbers_have_no_gap(
 
 
 @given(TEXTS)
+@settings(max_examples=50)
 def test_a_clients_snapshot_is_the_response(texts: list[str]) -> None:
     """What openai's own accumulator makes of the events."""
     recording = ended("completed", *texts)
