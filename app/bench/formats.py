@@ -9,7 +9,6 @@ rounds it, and most of these checkpoints do not.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
@@ -24,6 +23,7 @@ from app.bench.format_files import MAKERS
 from app.bench.kernels import Case, make_batch
 from app.bench.parts import NoNativeDecoder, load
 from engine.execution.loader import LoadedModel
+from engine.heap import trim_heap
 from engine.kernels.cpu.native import NativeDecoder
 from engine.model.files import open_files
 from engine.quant.storages.names import LAYERS
@@ -71,7 +71,7 @@ class Peak:
         self._thread = threading.Thread(target=self._watch)
 
     def __enter__(self) -> Peak:
-        _give_back()
+        trim_heap()
         self._before = _anonymous_bytes()
         self._thread.start()
         return self
@@ -79,7 +79,7 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        _give_back()
+        trim_heap()
         self.kept = _anonymous_bytes() - self._before
         """What it still had at the end."""
 
@@ -93,11 +93,6 @@ class Peak:
 def _anonymous_bytes() -> int:
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _give_back() -> None:
-    """Gives the machine the memory that was freed, which the C library keeps for what comes."""
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def measure(shape: Shape, seconds: float, threads: int, root: Path | None = None) -> list[Row]:

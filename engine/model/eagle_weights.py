@@ -145,7 +145,7 @@ def load_eagle(head: EagleConfig, files: Files, kernels: Kernels, recipe: Recipe
         final_norm=reader.norm(FINAL_NORM),
         lm_head=reader.linear(lm_head),
         drafted=_drafted(head, files, reader),
-        embedding=reader.embedding(embedding, reader.parts(embedding)) if has_embedding(files) else None,
+        embedding=reader.embedding(embedding, reader.single(embedding)) if has_embedding(files) else None,
     )
 
 

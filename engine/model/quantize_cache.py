@@ -35,6 +35,7 @@ from engine.model.weights import (
     check_tensors,
     head_spec,
     linear_specs,
+    rounded,
 )
 from engine.quant import codebook, float8, integers, kept
 from engine.quant.formats import Rounding
@@ -332,4 +333,4 @@ def _quantize(files: Files, linear: _Linear) -> dict[str, Tensor]:
     part = linear.part
     stored = part.storage.repack({suffix: files.read(name) for suffix, name in linear.sources})
     weight = part.storage.format(part.rows, linear.in_features).unpack(stored)
-    return dict(linear.format.quantize(weight))
+    return dict(rounded(linear.format, weight))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import CheckpointError
+from engine.heap import trim_heap
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.model.config import LoadOptions, ModelConfig
@@ -29,8 +30,8 @@ Progress = Callable[[int, int], None]
 
 FINAL_NORM = "model.norm"
 
-_ROWS_AT_A_TIME = 4096
-"""Of an embedding of integers, which passes through float32."""
+_ELEMENTS_AT_A_TIME = 1 << 21
+"""Of a weight that is unpacked or rounded by way of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +115,18 @@ class LinearSpec:
         """What the kernels are given."""
         return self.quantized or self.stored
 
+    def given(self, tensors: NamedTensors) -> NamedTensors:
+        """Tensors in its stored format as kernels are given them."""
+        return tensors if self.quantized is None else rounded(self.quantized, self.stored.unpack(tensors))
+
     def join(self, parts: Sequence[NamedTensors]) -> NamedTensors:
-        """A copy of the parts as one, all of them in its stored format.
+        """A copy of the parts as one, all of them in the format that kernels are given.
 
         Raises:
             CheckpointError: they cannot be multiplied together.
         """
         with self._named():
-            return self.stored.join(parts)
+            return self.format.join(parts)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -337,7 +342,7 @@ def load_weights(
     total = sum(files.entries[name].num_bytes for name in names)
     reader = Reader(files, kernels, progress, total)
     head, spec = head_spec(config, recipe), embedding_spec(config, recipe)
-    stored, is_packed = reader.parts(spec), kernels.keeps_narrow and packs_embedding(config, recipe)
+    stored, is_packed = reader.single(spec), kernels.keeps_narrow and packs_embedding(config, recipe)
     embedding: Tensor | Linear
     tied_head: Linear | None = None
     if is_packed:
@@ -346,11 +351,12 @@ def load_weights(
     else:
         embedding = copy = reader.embedding(spec, stored)
         if config.tie_word_embeddings:
-            tied_head = reader.pack(head, {"weight": copy} if head.stored == DENSE else stored)
+            tied_head = reader.pack(head, head.given({"weight": copy} if head.stored == DENSE else stored))
     del stored
-    layers = [
-        load_layer(config, reader, i, linear_specs(config, i, recipe)) for i in range(config.num_layers)
-    ]
+    layers = []
+    for layer in range(config.num_layers):
+        layers.append(load_layer(config, reader, layer, linear_specs(config, layer, recipe)))
+        trim_heap()  # of what is freed the C library keeps several layers, else
     final_norm = reader.norm(FINAL_NORM)
     lm_head = tied_head or reader.linear(head)
     return Weights(
@@ -360,6 +366,22 @@ def load_weights(
         lm_head,
         is_tied=tied_head is not None and (is_packed or head.format == DENSE),
     )
+
+
+def rounded(format: Rounding, weight: Tensor) -> NamedTensors:
+    """A weight [out, in] in a format whose rows are rounded each by itself, some of them at a time."""
+    tensors: dict[str, Tensor] = {}
+    for rows in _row_slices(*weight.shape):
+        for name, some in format.quantize(weight[rows]).items():
+            if name not in tensors:
+                tensors[name] = some.new_empty(len(weight), some.shape[1])
+            tensors[name][rows] = some
+    return tensors
+
+
+def _row_slices(num_rows: int, row_size: int) -> list[slice]:
+    step = max(1, _ELEMENTS_AT_A_TIME // row_size)
+    return [slice(start, start + step) for start in range(0, num_rows, step)]
 
 
 def load_layer(
@@ -401,8 +423,7 @@ class Reader:
         if not isinstance(format, Integers):
             return format.unpack(tensors).to(device=device, dtype=dtype, copy=True)
         weight = torch.empty(spec.out_features, spec.in_features, device=device, dtype=dtype)
-        for start in range(0, spec.out_features, _ROWS_AT_A_TIME):
-            rows = slice(start, start + _ROWS_AT_A_TIME)
+        for rows in _row_slices(spec.out_features, spec.in_features):
             weight[rows] = format.unpack(format.rows(tensors, rows))
         return weight
 
@@ -411,14 +432,17 @@ class Reader:
         return self.pack(spec, self.parts(spec), torch.cat(biases) if biases else None)
 
     def pack(self, spec: LinearSpec, tensors: NamedTensors, bias: Tensor | None = None) -> Linear:
-        """The linear map of tensors in its stored format."""
-        if spec.quantized is not None:
-            tensors = spec.quantized.quantize(spec.stored.unpack(tensors))
+        """The linear map of tensors in the format that kernels are given."""
         return self.kernels.linear(tensors, spec.format, bias, gated=spec.gated)
 
+    def single(self, spec: LinearSpec) -> NamedTensors:
+        """The tensors of its only part, which may be the memory of the mapped file."""
+        (part,) = spec.parts
+        return self._part(part, spec.in_features, spec.stored)
+
     def parts(self, spec: LinearSpec) -> NamedTensors:
-        """Its parts in its stored format, joined: a copy."""
-        return spec.join([self._part(part, spec.in_features, spec.stored) for part in spec.parts])
+        """Its parts in the format that kernels are given, joined: a copy."""
+        return spec.join([spec.given(self._part(part, spec.in_features, spec.stored)) for part in spec.parts])
 
     def _part(self, part: Part, in_features: int, wanted: Format) -> NamedTensors:
         """The tensors of a part, repacked into the format that it and others are wanted in.

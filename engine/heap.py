@@ -1,0 +1,12 @@
+"""The heap of the C library, where torch and numpy take memory."""
+
+from __future__ import annotations
+
+import ctypes
+
+
+def trim_heap() -> None:
+    """Gives freed memory back to the system, where the C library would keep it for what comes (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
