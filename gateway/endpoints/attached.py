@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gateway.http.background import meanwhile
 from gateway.http.connections import Connection
 from gateway.http.errors import ApiError, invalid
 from gateway.service import Service
@@ -47,19 +45,16 @@ class Attached(Response):
         connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
         reader = Reader(self._recording, self._format, connection, self._position)
         self._recording.attach(reader)
-        watcher = asyncio.create_task(connection.watch(receive, _nothing))
-        try:
-            if self._streamed:
-                await self._send_stream(reader)
-            else:
-                await self._send_whole(reader)
-        finally:
-            self._recording.detach(reader, service.clock())
-            if self._recording.is_abandoned(service.clock()):
-                service.recordings.cancel(self._recording)
-            watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watcher
+        async with meanwhile(connection.watch(receive)):
+            try:
+                if self._streamed:
+                    await self._send_stream(reader)
+                else:
+                    await self._send_whole(reader)
+            finally:
+                self._recording.detach(reader, service.clock())
+                if self._recording.is_abandoned(service.clock()):
+                    service.recordings.cancel(self._recording)
 
     async def _send_stream(self, reader: Reader) -> None:
         connection = reader.connection
@@ -116,7 +111,3 @@ def position_asked(http: HttpRequest) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise invalid("'starting_after' must be the number of an event.", "starting_after")
     return int(text)
-
-
-def _nothing() -> None:
-    pass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from engine.planning.request import Request
 from gateway.access.quotas import Reservation
+from gateway.http.background import meanwhile
 from gateway.http.connections import Connection
 from gateway.http.errors import log_fault
 from gateway.service import Service
@@ -51,17 +50,15 @@ class Reply(Response):
         stream = Stream(self._job.requests, connection, streamed=self._job.stream)
         stream.reservation = self._job.reservation
         service.dispatch.submit(stream)
-        watcher = asyncio.create_task(connection.watch(receive, partial(service.dispatch.release, stream)))
-        try:
-            if self._job.stream:
-                await self._send_stream(stream)
-            else:
-                await self._send_whole(stream)
-        finally:
-            service.dispatch.release(stream)
-            watcher.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watcher
+        release = partial(service.dispatch.release, stream)
+        async with meanwhile(connection.watch(receive, release)):
+            try:
+                if self._job.stream:
+                    await self._send_stream(stream)
+                else:
+                    await self._send_whole(stream)
+            finally:
+                release()
 
     async def _send_whole(self, stream: Stream) -> None:
         await stream.end()

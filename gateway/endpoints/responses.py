@@ -206,42 +206,25 @@ class ResponsesApi:
             if await self._record(tenant, response_id) is not None:
                 raise gone(f"The events of '{response_id}' are no longer kept.", "stream_expired")
             raise self._unknown(response_id)
-        if (recording := self._here(tenant, response_id)) is not None:
-            return Json(response(recording))
-        record = await self._record(tenant, response_id)
-        if record is not None:
-            return Json(record.object)
-        recording = await self._visible(tenant, response_id)
-        if recording is None:
-            raise self._unknown(response_id)
-        return Json(response(recording))
+        found = await self._found(tenant, response_id)
+        return Json(found.object if isinstance(found, Record) else response(found))
 
     async def list_input(self, http: HttpRequest) -> Response:
         tenant, response_id = self._asked(http)
         query = read_page_query(http.query_params)
-        if (recording := self._here(tenant, response_id)) is not None:
-            return Json(page(recording.about["input"], query))
-        record = await self._record(tenant, response_id)
-        if record is not None:
-            return Json(page(record.input, query))
-        recording = await self._visible(tenant, response_id)
-        if recording is None:
-            raise self._unknown(response_id)
-        return Json(page(recording.about["input"], query))
+        found = await self._found(tenant, response_id)
+        return Json(page(found.input if isinstance(found, Record) else found.about["input"], query))
 
     async def cancel(self, http: HttpRequest) -> Response:
         """Once a response has ended, this is as good as asking for it."""
-        tenant, response_id = self._asked(http)
-        recording = await self._visible(tenant, response_id)
-        if recording is None:
-            record = await self._record(tenant, response_id)
-            if record is None:
-                raise self._unknown(response_id)
-            _check_background(bool(record.object.get("background")))
-            return Json(record.object)
-        _check_background(recording.about["background"])
-        self._service.recordings.cancel(recording)
-        return Json(response(recording))
+        asked = self._asked(http)
+        found = await self._visible(*asked) or await self._found(*asked)
+        if isinstance(found, Record):
+            _check_background(bool(found.object.get("background")))
+            return Json(found.object)
+        _check_background(found.about["background"])
+        self._service.recordings.cancel(found)
+        return Json(response(found))
 
     async def delete(self, http: HttpRequest) -> Response:
         """A response that is still at work is ended; its conversation keeps what it has."""
@@ -261,6 +244,18 @@ class ResponsesApi:
         """Whose response it would be, and its id."""
         tenant = self._intake.client(http).tenant.name
         return tenant, check_id("response_id", http.path_params["id"], "resp")
+
+    async def _found(self, tenant: str, response_id: str) -> Recording | Record:
+        """What this process has of it, or else what is kept, or else what another process has written down.
+
+        Raises:
+            ApiError: 404, if there is none; 503, if that cannot be said now.
+        """
+        found = self._here(tenant, response_id) or await self._record(tenant, response_id)
+        found = found or await self._visible(tenant, response_id)
+        if found is None:
+            raise self._unknown(response_id)
+        return found
 
     async def _record(self, tenant: str, response_id: str) -> Record | None:
         return await records.find(self._service.store, tenant, response_id)

@@ -138,12 +138,13 @@ class Connection:
 
     # Ending
 
-    async def watch(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+    async def watch(self, receive: Receive, on_gone: Callable[[], None] | None = None) -> None:
         """Until the client hangs up."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self.leave()
-        on_gone()
+        if on_gone is not None:
+            on_gone()
 
     def leave(self) -> None:
         self.gone = True
