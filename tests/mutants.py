@@ -22,12 +22,10 @@ import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from types import ModuleType
 
@@ -117,15 +115,21 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 class _Notes:
-    """A pytest plugin: what the tests of each file took, and which libraries they imported."""
+    """A pytest plugin: what tests took, and which libraries they imported. One that hangs ends the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: int) -> None:
+        self._patience_s = patience_s
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._slowest_s = 0.0
         self._failed: set[str] = set()
+
+    def pytest_runtest_logstart(self) -> None:
+        signal.alarm(self._patience_s)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = report.nodeid.partition("::")[0]
         self._seconds[file] += report.duration
+        self._slowest_s = max(self._slowest_s, report.duration)
         if report.failed:
             self._failed.add(file)
 
@@ -134,7 +138,7 @@ class _Notes:
         libraries = [name for name, module in sys.modules.items() if not _path(module).startswith(here)]
         quickest_first = sorted(self._seconds, key=self._seconds.__getitem__)
         found = {"libraries": libraries, "files": quickest_first, "failed": sorted(self._failed)}
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps({**found, "slowest_s": self._slowest_s}))
 
 
 def _path(module: ModuleType) -> str:
@@ -147,29 +151,29 @@ class Tests:
     def __init__(self, copy: Path, paths: Sequence[str]) -> None:
         self._copy = copy
         self._notes = copy / "notes.json"
-        self._run([*paths, "--collect-only"], inf)
+        self._patience_s = 3600
+        self._run([*paths, "--collect-only"])
         for name in json.loads(self._notes.read_text())["libraries"]:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
-        began_s = time.monotonic()
-        self._run(paths, inf)
-        self._patience_s = 60 + 3 * (time.monotonic() - began_s)
+        self._run(paths)
         notes = json.loads(self._notes.read_text())
+        self._patience_s = round(10 + 5 * notes["slowest_s"])
         self._files = [file for file in notes["files"] if file not in notes["failed"]]
         for file in notes["failed"]:
             print(f"{file}: fails without a change, and is left out", flush=True)
 
     def notice(self, mutant: Mutant) -> bool:
-        """Whether one of them fails with this change, or takes so much longer that it hangs."""
+        """Whether one of them fails with this change, or hangs."""
         file = self._copy / mutant.file
         original = file.read_text()
         file.write_text(mutant.source(original))
         try:
-            return not self._run(["-x", *self._files], self._patience_s)
+            return not self._run(["-x", *self._files])
         finally:
             file.write_text(original)
 
-    def _run(self, arguments: Sequence[str], patience_s: float) -> bool:
+    def _run(self, arguments: Sequence[str]) -> bool:
         """Whether they pass, in a process of their own."""
         child = os.fork()
         if child == 0:
@@ -178,15 +182,10 @@ class Tests:
                 status = self._main(arguments)
             finally:
                 os._exit(status)
-        until_s = time.monotonic() + patience_s
-        while time.monotonic() < until_s:
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                return status == 0
-            time.sleep(0.02)
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return False
+        _, status = os.waitpid(child, 0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it started
+        return status == 0
 
     def _main(self, arguments: Sequence[str]) -> int:
         """In the new process: pytest's exit status."""
@@ -198,7 +197,7 @@ class Tests:
         os.environ["PYTHONPATH"] = sys.path[0] = str(self._copy)
         for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
             del sys.modules[name]
-        notes, options = _Notes(), ["-q", "-n", "0", "-p", "no:cacheprovider"]
+        notes, options = _Notes(self._patience_s), ["-q", "-n", "0", "-p", "no:cacheprovider"]
         options += ["--hypothesis-profile", "mutants", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         status = pytest.main([*options, *arguments], plugins=[notes])
         notes.write(self._notes)

@@ -15,7 +15,7 @@ from priority.lanes import Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal
 from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
 from priority.steptime import StepTimeModel
-from priority.waiting import Account, LaneLine
+from priority.waiting import Account, LaneLine, Stage
 from tests.engine.paper import PaperRunner, PaperSink, expected_output
 
 COEFFICIENTS = {"alpha_s": 7e-3, "beta_s": 28e-6, "gamma_s": 20e-6, "delta_s": 40e-9}
@@ -126,6 +126,7 @@ def check_books(queue: LaneQueue) -> None:
         assert line.num_bytes == sum(t.num_bytes for t in waiting)
         assert line.num_running == len(running)
         assert line.num_prefill_left == sum(t.num_prefill_left for t in running) >= 0
+        assert not any(t.num_prefill_left for t in own if t.stage is not Stage.PREFILLING)
         assert line.share.charged == sum(a.share.charged for a in line.accounts.values())
         assert {a.tenant for a in line.accounts.values() if a.tickets} == set(line.active)
         for account in line.accounts.values():

@@ -273,6 +273,13 @@ async def emptied_store(server: RedisServer) -> SharedStore:
     return store
 
 
+async def test_what_is_gone_here_by_now_is_not_given_back(server: RedisServer) -> None:
+    store = await emptied_store(server)
+    await store._put_again([record("deleted"), record()])
+    assert await store.remote.get(record("deleted")) is None
+    assert await store.remote.get(record()) == b"value"
+
+
 async def test_what_is_here_is_served_if_nobody_can_tell_whether_redis_was_emptied(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
