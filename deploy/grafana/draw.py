@@ -6,6 +6,7 @@ Starts a server, a Prometheus that scrapes it and a minute of mixed load, asks w
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 import tempfile
@@ -60,9 +61,8 @@ def _draw_lines(axes: Axes, prometheus: Prometheus, query: Query, began_s: float
 
 
 def _named(name: str, labels: Mapping[str, str]) -> str:
-    for label, value in labels.items():
-        name = name.replace(f"{{{{{label}}}}}", value)
-    return name
+    """A label that is empty is none to Prometheus."""
+    return re.sub(r"{{(\w+)}}", lambda label: labels.get(label[1], ""), name).strip()
 
 
 def main(path: Path) -> None:
