@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections import deque
@@ -42,8 +43,12 @@ from priority.queue import LaneQueue
 
 if TYPE_CHECKING:
     from engine.execution.runner import ModelRunner
+    from gateway.tracing import Traces
 
 PAGE = Path(__file__).parent.parent / "static"
+
+_OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""OpenTelemetry's own, which its exporter reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class Parts:
     engine: Engine
     outbox: Outbox
     keys: KeyFile | None
+    traces: Traces | None
     folder: Path
     """Of the checkpoint."""
 
@@ -157,11 +163,12 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         warm_up_tokens=settings.warm_up_tokens,
     )
     store = make_store(settings.redis_url, f"{service_options.models[0]}:{fingerprint(folder)}", replica)
+    traces = _make_traces(settings.otlp_endpoint, service_options.models[0], replica)
     try:
-        service = Service(engine, queue, tokenizer, service_options, sink=sink, store=store)
+        service = Service(engine, queue, tokenizer, service_options, sink=sink, store=store, traces=traces)
     except TemplateSyntaxError as error:
         raise OperatorError(f"{folder}: the chat template is broken: {error}") from None
-    return Parts(create_app(service, PAGE), service, queue, engine, outbox, keys, folder)
+    return Parts(create_app(service, PAGE), service, queue, engine, outbox, keys, traces, folder)
 
 
 def _allowed_hosts(settings: Settings, is_open: bool) -> tuple[str, ...]:
@@ -224,6 +231,22 @@ def _sampling_defaults(folder: Path) -> SamplingDefaults:
     recommended = asdict(read_generation_defaults(folder))
     known = {field.name for field in fields(SamplingDefaults)}
     return SamplingDefaults(**{k: v for k, v in recommended.items() if k in known and v is not None})
+
+
+def _make_traces(endpoint: str | None, model: str, replica: str) -> Traces | None:
+    """Imports OpenTelemetry only where there is a collector.
+
+    Raises:
+        OperatorError: it is not installed.
+    """
+    if endpoint is None and not any(map(os.environ.get, _OTLP_VARIABLES)):
+        return None
+    try:
+        from gateway.tracing import Traces
+    except ImportError as error:
+        source = _OTLP_VARIABLES[1] if endpoint is None else "--otlp-endpoint"
+        raise OperatorError(f"{source} needs OpenTelemetry: pip install 'penstock[otel]' ({error})") from None
+    return Traces(endpoint, model, replica, time.monotonic)
 
 
 def _make_runner(folder: Path, options: LoadOptions, draft: DraftSource | None) -> ModelRunner:

@@ -128,6 +128,8 @@ class _Process:
         # A load cannot be interrupted, and a step that hangs must not keep the process.
         ended = await asyncio.to_thread(self.parts.engine.stop, _STEP_THREAD_S if self.was_ready else 0.0)
         self.parts.outbox.close()
+        if self.parts.traces is not None:
+            await asyncio.to_thread(self.parts.traces.close)
         return ended
 
     @contextlib.asynccontextmanager

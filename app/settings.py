@@ -213,6 +213,12 @@ class Settings(BaseSettings):
     metrics_compat: Literal["vllm"] | None = None
     """Give /metrics a second set of names, those of another server's dashboards."""
 
+    otlp_endpoint: str | None = Field(
+        default=None, pattern="^https?://.", json_schema_extra={"metavar": "URL"}
+    )
+    """Collector that is sent a trace of each request, by OTLP over HTTP; without it, the one that
+    OTEL_EXPORTER_OTLP_ENDPOINT names, if any. Needs penstock[otel]."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least important kind of line in the log."""
 

@@ -35,6 +35,7 @@ from gateway.store.patience import PatienceMiddleware
 
 _REQUEST_HEADERS = [
     *("authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id"),
+    *("traceparent", "tracestate"),
     *("openai-organization", "openai-project", "openai-beta"),
     # What OpenAI's own package says of itself in a browser.
     *(

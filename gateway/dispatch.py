@@ -67,6 +67,14 @@ class Queue(Protocol):
     def step_model(self) -> dict[str, float]: ...
 
 
+class Tracing(Protocol):
+    """What the gateway needs of `gateway.tracing.Traces`."""
+
+    def begin(self, stream: Generation) -> None: ...
+
+    def end(self, stream: Generation) -> None: ...
+
+
 class Dispatch:
     """All generations of this process that have not ended. For the event loop's thread."""
 
@@ -77,6 +85,7 @@ class Dispatch:
         metrics: Metrics,
         clock: Callable[[], float],
         promises: Mapping[Lane, float],
+        traces: Tracing | None = None,
     ) -> None:
         """`promises` are the seconds to the first token that a lane promises, where it does."""
         self._engine = engine
@@ -86,6 +95,7 @@ class Dispatch:
         self._metrics = metrics
         self._clock = clock
         self._promises = promises
+        self._traces = traces
         self._streams: dict[Generation, None] = {}
         self._by_request: dict[str, Generation] = {}
         self._empty = asyncio.Event()
@@ -144,11 +154,14 @@ class Dispatch:
         self.check_open()
         self._streams[stream] = None
         self._empty.clear()
+        if self._traces is not None:
+            self._traces.begin(stream)
         try:
             for request in stream.requests:
                 stream.note_forecast(self._put(request), self._clock())
                 self._by_request[request.request_id] = stream
-        except ApiError:
+        except ApiError as error:
+            stream.error = error
             self.release(stream)
             raise
         self._engine.wake()
@@ -170,6 +183,8 @@ class Dispatch:
                 self._cancel(stream, request)
         if stream.reservation is not None:
             stream.reservation.end(stream.num_used_tokens)
+        if self._traces is not None:
+            self._traces.end(stream)
         stream.leave()
         self._streams.pop(stream, None)
         if not self._streams:

@@ -15,7 +15,7 @@ from engine.planning.step import StepReport
 from gateway.access.idempotency import Idempotency
 from gateway.access.keys import Access, Client
 from gateway.access.quotas import Quotas
-from gateway.dispatch import Dispatch, Engine, Queue
+from gateway.dispatch import Dispatch, Engine, Queue, Tracing
 from gateway.http.background import end, meanwhile
 from gateway.http.connections import Timeouts
 from gateway.http.descriptors import Descriptors
@@ -76,8 +76,9 @@ class Service:
         sink: Replayer,
         store: Store,
         clock: Callable[[], float] = time.monotonic,
+        traces: Tracing | None = None,
     ) -> None:
-        """`sink` and `clock` must be the engine's."""
+        """`sink` and `clock` must be the engine's, and `clock` that of `traces`."""
         self._engine = engine
         self._queue = queue
         self.tokenizer = tokenizer
@@ -96,7 +97,7 @@ class Service:
         self.locator = PrefixLocator(
             store.durable, options.replica, options.block_size, engine.num_cached_tokens
         )
-        self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises)
+        self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises, traces)
         self.quotas = Quotas(store)
         self.idempotency = Idempotency(store)
         self.recordings = Recordings(self.dispatch, store, sink, clock)

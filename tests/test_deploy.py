@@ -13,6 +13,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.settings import ENV_PREFIX, Settings
+from deploy import lock
 from deploy.grafana.make import PATH, dashboard
 from engine.kernels.cpu import prebuilt
 
@@ -154,12 +155,25 @@ def test_the_image_has_all_that_is_installed_and_runs_as_nobody_special() -> Non
         "engine",
         "static",
         "pyproject.toml",
+        "requirements.lock",
         "README.md",
         "LICENSE",
     } == let_in
     assert text.count("USER 10001") == 2
     assert re.search(r"grep --only-matching 'torch==\[0-9.\]\*' pyproject.toml", text)
     assert len(re.findall(r"torch==[0-9.]+", (ROOT / "pyproject.toml").read_text())) == 1
+
+
+def test_the_lock_has_a_version_of_all_that_is_wanted_and_nothing_of_this_machine() -> None:
+    lines = [line for line in lock.PATH.read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[0-9][a-z0-9.]*", line) for line in lines), lines
+    assert lines == sorted(lines)
+    versions = dict(line.split("==") for line in lines)
+    wanted = [one for one in lock.wanted() if one.name != "torch"]
+    assert "torch" not in versions
+    for one in wanted:
+        assert one.specifier.contains(versions[one.name]), one
+    assert {line.split("==")[0] for line in lock.lock().splitlines() if line[0] != "#"} == set(versions)
 
 
 def test_nginx_holds_nothing_back() -> None:

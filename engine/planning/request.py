@@ -113,9 +113,14 @@ class Timings:
     num_cached_tokens: int
     """Prompt tokens whose KV was found in the prefix cache when the request was first scheduled."""
     num_output_tokens: int
-    num_preemptions: int
+    preempted_s: tuple[float, ...] = ()
+    """When it gave way to others, each time."""
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
     """By proposer."""
+
+    @property
+    def num_preemptions(self) -> int:
+        return len(self.preempted_s)
 
     @classmethod
     def of(cls, sequence: Sequence, now: float) -> Timings:
@@ -128,7 +133,7 @@ class Timings:
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_cached_tokens=max(0, sequence.num_cached_tokens),
             num_output_tokens=sequence.num_output_tokens,
-            num_preemptions=sequence.num_preemptions,
+            preempted_s=tuple(sequence.preempted_s),
             drafts=sequence.drafts,
         )
 
@@ -184,6 +189,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "order",
+        "preempted_s",
         "request",
         "scheduled_s",
         "text",
@@ -210,6 +216,7 @@ class Sequence:
         self.num_cached_tokens = -1
         """Tokens of its first prefix hit; -1 until it is first scheduled."""
         self.num_preemptions = 0
+        self.preempted_s: list[float] = []
         self.drafts: dict[str, DraftCount] = {}
         """By proposer."""
         self.block_table: list[int] = []

@@ -69,6 +69,7 @@ class Scheduler(StepResults):
     def plan(self, now: float) -> Plan:
         """Plans the next step and advances `num_computed` of its sequences; `commit` takes the result."""
         plan = Plan()
+        self.planned_s = now
         self._num_preemptions_before = self.counters.num_preemptions
         queue_goes_first, self._queue_goes_first = self._queue_goes_first, False
         allowance = self.queue.allowance(self.running)

@@ -28,6 +28,8 @@ class SequenceStore:
         self.queue = queue
         self.tables = tables
         self.counters = Counters()
+        self.planned_s = 0.0
+        """When the step that is planned now, or was last, began to be."""
         self.running: list[Sequence] = []
         self.waiting: deque[Sequence] = deque()
         """Sequences that hold no blocks, in order of arrival: preempted ones, choices that found all seats taken, and
@@ -73,6 +75,7 @@ class SequenceStore:
         self.running.remove(sequence)
         self._release(sequence)
         sequence.num_preemptions += 1
+        sequence.preempted_s.append(self.planned_s)
         self.counters.num_preemptions += 1
         self._enqueue_waiting(sequence)
 

@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from urllib.parse import quote
@@ -17,17 +18,22 @@ access_log = logging.getLogger("penstock.access")
 
 _PROBES = ("/health", "/ready", "/metrics")
 """Asked for every few seconds: they are in the log of level debug alone."""
+_TRACE_HEADERS = (b"traceparent", b"tracestate")
 _VALID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _MAX_PATH_CHARS = 200
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Correlation:
     """What the log says of a request, so that its client and its operator speak of the same one."""
 
     request_id: str
     method: str
     path: str
+    trace_headers: Mapping[str, str]
+    """W3C's trace context, as the client sent it."""
+    trace_id: str = ""
+    """Empty for a request that is not traced."""
 
     def __str__(self) -> str:
         """One short line: a path is quoted, so that no client writes lines of its own into the log."""
@@ -49,7 +55,7 @@ class RequestIdMiddleware:
             await self.app(scope, receive, send)
             return
         request_id = _given(scope["headers"]) or f"req_{secrets.token_hex(12)}"
-        request = Correlation(request_id, scope["method"], scope["path"])
+        request = Correlation(request_id, scope["method"], scope["path"], _trace_headers(scope["headers"]))
         CORRELATION.set(request)
         began_s = time.perf_counter()
         answered, status = False, 0
@@ -86,14 +92,17 @@ def _note(request: Correlation, status: int, *, is_whole: bool, seconds: float) 
         "seconds": round(seconds, 4),
         "whole": is_whole,
     }
+    if request.trace_id:
+        fields["trace_id"] = request.trace_id
     access_log.log(
         level,
-        "%s %d%s, %.0f ms, %s",
+        "%s %d%s, %.0f ms, %s%s",
         request,
         status,
         ending,
         1000 * seconds,
         request.request_id,
+        request.trace_id and f", trace {request.trace_id}",
         extra={"fields": fields},
     )
 
@@ -103,3 +112,7 @@ def _given(headers: list[tuple[bytes, bytes]]) -> str | None:
         if name == b"x-request-id" and _VALID.fullmatch(value):
             return value.decode("ascii")
     return None
+
+
+def _trace_headers(headers: list[tuple[bytes, bytes]]) -> dict[str, str]:
+    return {name.decode(): value.decode("latin-1") for name, value in headers if name in _TRACE_HEADERS}

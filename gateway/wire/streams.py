@@ -75,6 +75,8 @@ class Generation:
         """The `x-request-id` of who asked for it."""
         self.error: ApiError | None = None
         self.timings: list[Timings] = []
+        self.finish_reasons: list[FinishReason] = []
+        """Of choices, in the order in which they ended."""
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
         self.predicted_ttft_s: float | None = None
@@ -144,6 +146,8 @@ class Generation:
     def _end_choice(self, output: Output) -> None:
         self._unfinished[output.request_id] -= 1
         self._num_unfinished -= 1
+        if output.finish_reason is not None:
+            self.finish_reasons.append(output.finish_reason)
         if output.timings is not None:
             self.timings.append(output.timings)
             # The choices of one request share its prompt.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from app.build import Outbox, build, load_options
+from app.errors import OperatorError
 from app.settings import Settings
 from engine.engine import EngineState
 from engine.planning.step import StepReport
@@ -179,6 +181,17 @@ def test_keys_reach_the_door(tiny_model: Path, tmp_path: Path) -> None:
     options = build(Settings(model=str(tiny_model), api_keys_file=path)).service.options
     assert dict(options.clients) == {digest_of(KEY): Client(Tenant(name="alice"))}
     assert dict(build(Settings(model=str(tiny_model))).service.options.clients) == {}
+
+
+def test_traces_need_a_collector_and_their_package(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gateway.tracing", None)  # as if its package were not there
+    assert build(Settings(model=str(tiny_model))).traces is None
+    hint = r" needs OpenTelemetry: pip install 'penstock\[otel\]'"
+    with pytest.raises(OperatorError, match=f"^--otlp-endpoint{hint}"):
+        build(Settings(model=str(tiny_model), otlp_endpoint="http://collector:4318"))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    with pytest.raises(OperatorError, match=f"^OTEL_EXPORTER_OTLP_ENDPOINT{hint}"):
+        build(Settings(model=str(tiny_model)))
 
 
 def test_every_setting_of_the_engine_reaches_it() -> None:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from app.bench.server_process import SERVE, ServerProcess
+from tests.collector import Collector
 
 Start = Callable[..., ServerProcess]
 
@@ -130,7 +131,16 @@ def test_a_signal_while_the_model_loads_ends_it_well(start: Start, number: signa
 
 
 def test_running_streams_finish_after_sigterm_and_new_work_is_refused(start: Start) -> None:
-    server = start()
+    """With their traces, which the server sends before it ends."""
+    with Collector() as collector:
+        server = start("--otlp-endpoint", collector.url, "--access-log")
+        _drain(server)
+    (span,) = collector.spans
+    assert any(line.endswith(f", trace {span.trace_id.hex()}") for line in server.lines)
+    assert [event.name for event in span.events] == ["queued", "admitted", "first_token", "ended"]
+
+
+def _drain(server: ServerProcess) -> None:
     server.wait_ready()
     with running_stream(server) as rest, answer_to(server, "GET", "/v1/events") as told:
         server.signal()

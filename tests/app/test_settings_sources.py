@@ -62,6 +62,7 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "metrics_compat": ("vllm", "vllm", "vllm"),
     "log_level": ("debug", "warning", "error"),
     "log_format": ("json", "json", "json"),
+    "otlp_endpoint": ("http://a:4318", "https://b", "http://c"),
     "access_log": ("true", "true", "true"),
 }
 

@@ -27,6 +27,7 @@ from engine.planning.step import StepReport
 from engine.planning.stopping import TextSink
 from engine.planning.tokenizer import Tokenizer
 from gateway.app import create_app
+from gateway.dispatch import Tracing
 from gateway.http.protocol import GatewayProtocol
 from gateway.service import Service, ServiceOptions
 from gateway.store.interface import Store
@@ -111,6 +112,7 @@ class Desk:
         bounds: dict[Lane, LanePolicy] | None = None,
         clock: Callable[[], float] | None = None,
         store: Store | None = None,
+        traces: Tracing | None = None,
     ) -> None:
         self.clock = Clock()
         used = clock or self.clock
@@ -126,6 +128,7 @@ class Desk:
             sink=self.sink,
             store=store or MemoryStore(used),
             clock=used,
+            traces=traces,
         )
         self.app = create_app(self.service)
         self._arrived = asyncio.Event()
@@ -193,7 +196,7 @@ def make_timings(request: Request, **fields: Any) -> Timings:
         num_prompt_tokens=len(request.prompt_token_ids),
         num_cached_tokens=4,
         num_output_tokens=3,
-        num_preemptions=1,
+        preempted_s=(request.arrival_s + 0.050,),
     )
     return replace(timings, **fields)
 

@@ -79,7 +79,7 @@ def test_usage_is_openais() -> None:
 
 def test_timings_of_several_choices_are_one() -> None:
     request = _request()
-    early = make_timings(request, num_preemptions=1, drafts={"lookup": DraftCount([2, 2], [2, 1])})
+    early = make_timings(request, preempted_s=(0.5,), drafts={"lookup": DraftCount([2, 2], [2, 1])})
     late = make_timings(request, first_token_s=request.arrival_s + 0.5, finished_s=request.arrival_s + 1)
     single = make_timings(
         request,

@@ -1,0 +1,73 @@
+"""What the dashboard and the alerts ask, asked of a real Prometheus that scrapes a real server at work."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+
+from deploy.grafana.make import PANELS
+from deploy.scraping import RULES, Prometheus
+
+WAIT_S = 60.0
+QUERIES = {f"{title}, {name}": expression for title, _, _, queries in PANELS for expression, name in queries}
+NEVER_WELL = {"Trouble, Redis, {{kind}}"}
+"""Has lines once a call to Redis failed."""
+
+
+@pytest.fixture(scope="module")
+def prometheus(live_server: str) -> Iterator[Prometheus]:
+    with Prometheus(live_server) as prometheus:
+        yield prometheus
+
+
+def answers(prometheus: Prometheus, expression: str) -> list[float]:
+    found = prometheus.ask("query", query=expression.replace("$__rate_interval", "1m"))
+    return [float(line["value"][1]) for line in found["result"]]
+
+
+def ask(url: str, tier: str) -> None:
+    body = {"model": "penstock-demo", "prompt": "Once upon a time there was a small house " * 3}
+    sent = json.dumps(body | {"max_tokens": 24, "service_tier": tier}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", sent, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as reply:
+        assert reply.status == 200
+
+
+def test_every_panel_has_data_from_a_server_at_work(prometheus: Prometheus, live_server: str) -> None:
+    silent, end_s = QUERIES.keys() - NEVER_WELL, time.monotonic() + WAIT_S
+    while silent and time.monotonic() < end_s:
+        for tier in ("priority", "default", "flex"):
+            ask(live_server, tier)
+        silent = {name for name in silent if not any(map(math.isfinite, answers(prometheus, QUERIES[name])))}
+    assert not silent
+    assert sum(answers(prometheus, QUERIES["Tokens, to clients"])) > 0
+    assert {name for name in NEVER_WELL if answers(prometheus, QUERIES[name])} == set()
+
+
+def test_every_rule_can_be_evaluated_and_none_fires_on_a_server_that_is_well(prometheus: Prometheus) -> None:
+    end_s = time.monotonic() + WAIT_S
+    while time.monotonic() < end_s:
+        rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
+        if all(rule["health"] != "unknown" for rule in rules):
+            break
+    assert {rule["health"] for rule in rules} == {"ok"}, [rule.get("lastError") for rule in rules]
+    health = ("PenstockDown", "PenstockStepsFail", "PenstockStoreGone")
+    assert [rule["state"] for rule in rules if rule["name"] in health] == ["inactive"] * len(health)
+
+
+def test_a_query_that_makes_no_sense_is_found(prometheus: Prometheus) -> None:
+    with pytest.raises(ValueError, match="parse error"):
+        answers(prometheus, "sum(rate(penstock_streams)")
+
+
+def test_promtool_finds_nothing_wrong() -> None:
+    done = subprocess.run(
+        ["promtool", "check", "rules", str(RULES)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
