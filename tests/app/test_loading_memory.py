@@ -1,4 +1,4 @@
-"""Loading holds the weights and one layer: of every kind of checkpoint, and of what --quantize makes of one."""
+"""Loading holds the weights and one layer: of checkpoints that are quantized, and of what --quantize makes of one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from app.bench.parts import load
 
 shape = Shape("wide", hidden=512, num_layers=12, num_heads=8, num_kv_heads=4, intermediate=1536, vocabulary=1024)
 beside, models = {}, []
-for format, quantize in (("dense", "int8"), ("W8A8", None), ("GPTQ", None), ("Q4_0", None)):
+for format, quantize in (("dense", "int8"), ("W8A8", None), ("Q4_0", None)):
     path = MAKERS[format](shape, Path(sys.argv[1]))
     with Peak() as peak:
         models.append(load(path, {"quantize": quantize, "keep_quantized": False}, 1))
