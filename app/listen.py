@@ -21,7 +21,8 @@ def bind(host: str, port: int, flag: str = "--port") -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:
         raise OperatorError(f"--host {host}: not an address of this machine") from None
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # TCP by name, else asyncio leaves Nagle's algorithm on: a token would wait for the client's word on the last one.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)

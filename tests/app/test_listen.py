@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import pytest
 
 from app.errors import OperatorError
 from app.listen import bind, is_loopback, url
+
+pytestmark = pytest.mark.anyio
 
 
 def test_a_free_port_is_taken_and_named() -> None:
@@ -19,6 +22,20 @@ def test_a_free_port_is_taken_and_named() -> None:
 def test_whoever_connects_waits() -> None:
     with bind("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()) as connection:
         assert connection.getpeername() == listener.getsockname()
+
+
+async def test_a_token_does_not_wait_for_the_client_s_word_on_the_last_one() -> None:
+    """Under asyncio's own loop, too."""
+    taken = asyncio.get_running_loop().create_future()
+    with bind("127.0.0.1", 0) as listener:
+        server = await asyncio.start_server(lambda _, writer: taken.set_result(writer), sock=listener)
+        async with server:
+            _, client = await asyncio.open_connection(*listener.getsockname())
+            writer = await taken
+            assert writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for end in (writer, client):
+                end.close()
+                await end.wait_closed()
 
 
 def test_all_addresses_are_opened_through_this_machine_s_own() -> None:

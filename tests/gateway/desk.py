@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from app.listen import bind
 from engine.engine import EngineState, EngineStats
 from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
 from engine.planning.step import StepReport
@@ -226,8 +226,7 @@ def logprobs(*pairs: tuple[int, float]) -> TokenLogprobs:
 @contextlib.asynccontextmanager
 async def serving(app: ASGIApp, protocol: type[GatewayProtocol] = GatewayProtocol) -> AsyncIterator[str]:
     """The app on a real port, in this event loop."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+    with bind("127.0.0.1", 0) as listener:
         config = uvicorn.Config(
             app, http=protocol, log_level="critical", ws="none", timeout_graceful_shutdown=5
         )
