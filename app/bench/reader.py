@@ -35,9 +35,9 @@ class Recording:
 
     @property
     def is_done(self) -> bool:
-        """Whether the last piece brought the end mark."""
+        """Whether the last piece brought the end mark, to the end of its frame."""
         last = len(self.data) - self.offsets[-2] if len(self.offsets) > 1 else len(self.data)
-        return _END in self.data[-last - _TAIL :]
+        return _END + b"\n\n" in self.data[-last - _TAIL :]
 
     def time_of(self, offset: int) -> float:
         """When the byte before `offset` came."""

@@ -58,8 +58,9 @@ def test_a_request_without_a_body_has_no_length() -> None:
     assert b"content-length" not in request_bytes("GET", "/", "here:80")
 
 
-@pytest.mark.parametrize("cut", [1, 5, 9])
+@pytest.mark.parametrize("cut", [1, 5, 9, 12, 13])
 def test_the_end_mark_is_seen_in_two_pieces(cut: int) -> None:
+    """And not before its frame has ended: what is read up to there is whole."""
     recording, end = Recording(), b"data: [DONE]\n\n"
     recording.note(text("a") + end[:cut])
     assert not recording.is_done
