@@ -41,6 +41,8 @@ _GONE_S = 60.0
 _GROWTH = 1.05
 _NEW_MIB = 24
 """What caches may take beside."""
+_KV_MEMORY = "64MiB"
+"""So little that all of it is soon in use: memory counts from when it is first written."""
 _IDLE = (
     "penstock_streams",
     "penstock_running_sequences",
@@ -65,7 +67,7 @@ class Ground:
     """The server under test; it may go down and come back on the same port."""
 
     def __init__(self, redis_url: str) -> None:
-        self._arguments = ["--redis-url", redis_url]
+        self._arguments = ["--redis-url", redis_url, "--kv-memory", _KV_MEMORY]
         self.process = ServerProcess(self._arguments)
         self.process.wait_ready()
         self.server = Server(self.process.url)
