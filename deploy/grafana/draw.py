@@ -5,6 +5,7 @@ Starts a server, a Prometheus that scrapes it and a minute of mixed load, asks w
 
 from __future__ import annotations
 
+import argparse
 import math
 import re
 import subprocess
@@ -82,4 +83,6 @@ def main(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(prog="python -m deploy.grafana.draw", description=__doc__)
+    parser.add_argument("path", type=Path, metavar="FILE", help="the picture, as PNG")
+    main(parser.parse_args().path)
