@@ -22,13 +22,14 @@ def main(arguments: list[str]) -> int:
             print(f"loadtest: {USERS} users for {DURATION} on {server.url}", flush=True)
             tenants = ",".join(f"{name}={key}" for name, key in keys.items())
             environment = {**os.environ, "LOADTEST_TENANTS": tenants}
-            return subprocess.run(_command(server.url, arguments), check=False, env=environment).returncode
+            return subprocess.run(command(server.url, arguments), check=False, env=environment).returncode
     except ServerFailed as error:
         print(f"loadtest: the server did not start: {error}", file=sys.stderr)
         return 2
 
 
-def _command(url: str, arguments: list[str]) -> list[str]:
+def command(url: str, arguments: list[str]) -> list[str]:
+    """locust with our users; what the arguments say again counts."""
     users = Path(__file__).with_name("locustfile.py")
     return [
         *(sys.executable, "-m", "locust", "--headless", "--only-summary", "--locustfile", str(users)),

@@ -9,7 +9,6 @@ import argparse
 import math
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -25,6 +24,7 @@ from matplotlib.axes import Axes
 from app.bench.server_process import ServerProcess
 from deploy.grafana.make import PANELS, Query
 from deploy.scraping import Prometheus
+from loadtests.run import command
 
 LOAD_S = 60
 _COLUMNS = 3
@@ -73,12 +73,10 @@ def main(path: Path) -> None:
         tempfile.TemporaryDirectory() as folder,
     ):
         began_s = time.time()
-        command = [
-            *(sys.executable, "-m", "locust", "--headless", "--only-summary", "--report", folder),
-            *("--locustfile", "loadtests/locustfile.py", "--load-shape", "double-wave", "--host", server.url),
-            *("--users", "48", "--spawn-rate", "8", "--run-time", f"{LOAD_S}s", "--stop-timeout", "30"),
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        load = ["--report", folder, "--load-shape", "double-wave", "--users", "48", "--spawn-rate", "8"]
+        load += ["--run-time", f"{LOAD_S}s", "--stop-timeout", "30"]
+        run = command(server.url, load)
+        subprocess.run(run, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         draw(path, prometheus, began_s, time.time())
 
 

@@ -226,16 +226,7 @@ class _Head:
         kv, longest = _kv_beside(target, config.layer, kernels), _longest(target, self.options)
         features = torch.zeros((kv.num_blocks, kv.block_size, config.layer.hidden_size), dtype=_FEATURES)
         embedding = target.weights.rows if weights.embedding is None else weights.embedding
-        decoder = make_head(
-            config.layer,
-            weights,
-            embedding,
-            kernels,
-            kv,
-            features,
-            longest,
-            residual_is_normed=config.residual_is_normed,
-        )
+        decoder = make_head(config, weights, embedding, kernels, kv, features, longest)
         lm_head, fuse, (a, b, c) = weights.lm_head, weights.fuse, self.taps
         assert kernels.team is not None
         assert isinstance(target.decoder, NativeDecoder)

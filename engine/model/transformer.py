@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from engine.kernels.linear import Linear
 from engine.kernels.ops import Attention, Kernels
 from engine.kernels.reference import TokenPlaces
 from engine.model.config import ModelConfig, RopeConfig
+from engine.model.eagle import EagleConfig
 from engine.model.eagle_weights import EagleWeights
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
 
@@ -36,30 +37,18 @@ def make_decoder(
     """
     if kernels.team is None:
         return Decoder(config, weights, kernels, kv, max_position)
-    cos, sin = rotary_tables(config, max_position)
-    embedding = weights.rows
-    return native.NativeDecoder(
-        kernels.team,
-        kv,
-        [_native_layer(layer, config.window(i)) for i, layer in enumerate(weights.layers)],
-        embedding=embedding if isinstance(embedding, Tensor) else _packed(embedding),
-        final_norm=weights.final_norm,
-        eps=config.rms_norm_eps,
-        cos=cos,
-        sin=sin,
-    )
+    layers = [_native_layer(layer, config.window(i)) for i, layer in enumerate(weights.layers)]
+    return _native_decoder(config, layers, weights.rows, weights.final_norm, kernels.team, kv, max_position)
 
 
 def make_head(
-    config: ModelConfig,
+    head: EagleConfig,
     weights: EagleWeights,
     embedding: Tensor | Linear,
     kernels: Kernels,
     kv: KVCache,
     features: Tensor,
     max_position: int,
-    *,
-    residual_is_normed: bool,
 ) -> native.NativeDecoder:
     """The layer of an EAGLE-3 head, which native kernels run.
 
@@ -68,19 +57,36 @@ def make_head(
         features: bfloat16 [blocks, block size, hidden], what the target writes of its tokens.
     """
     assert kernels.team is not None
+    layers = [_native_layer(weights.layer, 0)]
+    reads = native.NativeHeadInput(
+        norm=weights.hidden_norm, features=features, residual_is_normed=head.residual_is_normed
+    )
+    return _native_decoder(
+        head.layer, layers, embedding, weights.final_norm, kernels.team, kv, max_position, reads
+    )
+
+
+def _native_decoder(
+    config: ModelConfig,
+    layers: Sequence[native.NativeLayer],
+    embedding: Tensor | Linear,
+    final_norm: Tensor,
+    team: native.Team,
+    kv: KVCache,
+    max_position: int,
+    head: native.NativeHeadInput | None = None,
+) -> native.NativeDecoder:
     cos, sin = rotary_tables(config, max_position)
     return native.NativeDecoder(
-        kernels.team,
+        team,
         kv,
-        [_native_layer(weights.layer, 0)],
+        layers,
         embedding=embedding if isinstance(embedding, Tensor) else _packed(embedding),
-        final_norm=weights.final_norm,
+        final_norm=final_norm,
         eps=config.rms_norm_eps,
         cos=cos,
         sin=sin,
-        head=native.NativeHeadInput(
-            norm=weights.hidden_norm, features=features, residual_is_normed=residual_is_normed
-        ),
+        head=head,
     )
 
 

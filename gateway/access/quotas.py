@@ -17,7 +17,7 @@ from http import HTTPStatus
 from weakref import WeakSet
 
 from gateway.access.keys import UNBOUNDED, Client
-from gateway.http.background import meanwhile
+from gateway.http.background import every, meanwhile
 from gateway.http.errors import ApiError
 from gateway.store.interface import LEASE_S, Allotment, Grant, Quota, Store, StoreUnavailable
 
@@ -144,19 +144,11 @@ class Quotas:
     async def running(self) -> AsyncIterator[None]:
         """While this is entered, leases are renewed; at its end what the store was not told yet is told."""
         try:
-            async with meanwhile(self._keep()):
+            async with meanwhile(every(LEASE_S / 3, self.renew, "renewing the leases")):
                 yield
         finally:
             if self._tasks:
                 await asyncio.wait(self._tasks, timeout=_LAST_WORDS_S)
-
-    async def _keep(self) -> None:
-        while True:
-            await asyncio.sleep(LEASE_S / 3)
-            try:
-                await self.renew()
-            except Exception:
-                log.exception("renewing the leases failed; going on")
 
     def _cost(self, client: Client, num_prompt: int, max_output: int) -> int:
         """What to reserve: never more than ever fits because of a guess, but at least the prompt and one token."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Coroutine
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
+
+log = logging.getLogger("penstock.gateway")
 
 
 @contextlib.asynccontextmanager
@@ -16,6 +19,16 @@ async def meanwhile(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         yield
     finally:
         await end(task)
+
+
+async def every(seconds: float, work: Callable[[], Awaitable[None]], name: str) -> None:
+    """Does `work` again and again, until cancelled; a fault is a line in the log, by its name, and not the end."""
+    while True:
+        await asyncio.sleep(seconds)
+        try:
+            await work()
+        except Exception:
+            log.exception("%s failed; going on", name)
 
 
 async def end(task: asyncio.Task[None]) -> None:

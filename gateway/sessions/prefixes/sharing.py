@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 
 from engine.planning.prefix_index import extend_hashes
-from gateway.http.background import meanwhile
+from gateway.http.background import every, meanwhile
 from gateway.http.errors import invalid
 from gateway.sessions.prefixes.tracker import PrefixTracker
 from gateway.store.interface import Durable, PrefixChange, StoreUnavailable
-
-log = logging.getLogger("penstock.gateway")
 
 PRIVATE = b"\0private"
 """Salts with this end are of prompts whose tokens stay in this process."""
@@ -40,19 +36,9 @@ class PrefixWriter:
         self._max_changes = max_changes
         self._num_losses = store.num_losses
 
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    def running(self) -> AbstractAsyncContextManager[None]:
         """While this is entered, changes are written as they come."""
-        async with meanwhile(self._run()):
-            yield
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self._every_s)
-            try:
-                await self.write()
-            except Exception:
-                log.exception("writing what is cached failed; going on")
+        return meanwhile(every(self._every_s, self.write, "writing what is cached"))
 
     async def write(self) -> None:
         """One batch. What cannot be written now is kept for later."""

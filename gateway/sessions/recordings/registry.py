@@ -13,7 +13,7 @@ from engine.engine import EngineState
 from engine.planning.request import FinishReason, Request
 from gateway.access.quotas import Reservation
 from gateway.dispatch import Dispatch
-from gateway.http.background import meanwhile
+from gateway.http.background import every, meanwhile
 from gateway.http.errors import ApiError, internal
 from gateway.http.off_loop import off_loop
 from gateway.sessions.recordings.journal import CorruptJournal, end_of, header_of, rebuild
@@ -169,22 +169,17 @@ class Recordings:
     async def running(self) -> AsyncIterator[None]:
         """While this is entered, what is new is written down, and streams of dead processes are taken over."""
         try:
-            async with meanwhile(self._keep()):
+            async with meanwhile(every(self.keeping.flush_s, self._keep, "writing the journal")):
                 yield
         finally:
             await asyncio.gather(*self._settling.values())
             await self._flush()
 
     async def _keep(self) -> None:
-        while True:
-            await asyncio.sleep(self.keeping.flush_s)
-            try:
-                await self._flush()
-                if self._journals is not None and self._may_claim:
-                    with contextlib.suppress(StoreUnavailable):
-                        await self._claim(self._journals)
-            except Exception:
-                log.exception("writing the journal failed; going on")
+        await self._flush()
+        if self._journals is not None and self._may_claim:
+            with contextlib.suppress(StoreUnavailable):
+                await self._claim(self._journals)
 
     def tick(self, now: float) -> None:
         """Ends what nobody reads or what is too old, and forgets what has ended long ago."""
