@@ -17,15 +17,17 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from engine.planning.grammar import Grammar, GrammarKind, Guide, first_line
+from engine.planning.grammar_check import GrammarCheck, limits
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.planning.step import Masks, Plan
 from engine.planning.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 _MOST_COMPILED = 256
 """Compiled grammars that are kept."""
+_CHECK = GrammarCheck()
 _WHITESPACE = r"\n?[ \t]{0,32}"
 """Between the parts of a JSON text: as much as indented ones have, so that a model cannot go on with it for ever."""
 
@@ -49,6 +51,8 @@ class Grammars:
         Raises:
             GrammarError: it is not a grammar, or too large a one.
         """
+        if not self._knows(tenant, grammar) and (refusal := _CHECK.refusal(source_of(grammar))):
+            raise GrammarError(first_line(refusal))
         matcher = self._matcher(tenant, grammar)
         if matcher.is_error():
             raise GrammarError(first_line(matcher.get_error()))
@@ -138,6 +142,10 @@ class Grammars:
                 self._compiled.popitem(last=False)
         return found
 
+    def _knows(self, tenant: str, grammar: Grammar) -> bool:
+        with self._lock:
+            return (tenant, grammar) in self._compiled
+
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher
 
@@ -193,13 +201,6 @@ def source_of(grammar: Grammar) -> str:
         return LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_pattern": _WHITESPACE})
     except ValueError:  # it is `true`, or no JSON
         return f'{{"grammars": [{{"json_schema": {grammar.text}}}]}}'
-
-
-def limits() -> LLParserLimits:
-    """What a grammar may cost: a mask takes some 10 ms at the most."""
-    from llguidance import LLParserLimits
-
-    return LLParserLimits(verbose_errors=False)
 
 
 def _without(mask: bytearray, token_ids: Iterable[int]) -> bytearray:

@@ -15,7 +15,16 @@ from engine.kernels.cpu.native import NativeChoose, NativeLibrary
 from engine.sampling import reference
 from engine.sampling.tables import Choose, Filters
 from tests.engine.kernels.levels import FEW_LEVELS
-from tests.engine.kernels.sampling_rows import EVERYTHING, Row, all_allowed, ints, make_tables, num_explained, random_masks, run
+from tests.engine.kernels.sampling_rows import (
+    EVERYTHING,
+    Row,
+    all_allowed,
+    ints,
+    make_tables,
+    num_explained,
+    random_masks,
+    run,
+)
 from tests.engine.ranges import assert_logprobs
 
 VOCABS = [1, 7, 24, 40, 257, 1000, 32_768 + 3]
