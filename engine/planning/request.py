@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
 
+from engine.planning.grammar import Grammar, Guide
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -35,6 +37,8 @@ class SamplingParams:
     ignore_eos: bool = False
     num_logprobs: int | None = None
     """None: none are computed. k: those of the chosen token and of the k most likely, before any processing."""
+    grammar: Grammar | None = None
+    """What the answer has to match. The end of the sequence is allowed exactly where the grammar accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +183,7 @@ class Sequence:
         "drafts",
         "finish_reason",
         "first_token_s",
+        "guide",
         "index",
         "max_len",
         "num_cached_tokens",
@@ -228,6 +233,8 @@ class Sequence:
         """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""
         self.text: object = None
         """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
+        self.guide: Guide | None = None
+        """Its place in its grammar, from its first choice on; it has taken all output tokens."""
         self.scheduled_s = -1.0
         self.first_token_s = -1.0
         self.finish_reason: FinishReason | None = None

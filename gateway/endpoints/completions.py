@@ -24,6 +24,7 @@ from gateway.wire.frames import Json
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat, check_completion
 from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape
+from gateway.wire.structured import Form, answer_form, form_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's older endpoint gives a request that does not say."""
@@ -66,6 +67,7 @@ class CompletionsApi:
             tenant=client.tenant,
             lane=lane_of(body.service_tier, client.tenant),
             arrival_s=arrival_s,
+            grammar=await self._intake.grammar(client.tenant, self._form(body)),
         )
         key = idempotency_key(http)
         if key is not None or (body.stream_options and body.stream_options.resumable):
@@ -96,9 +98,13 @@ class CompletionsApi:
             tenant=client.tenant,
             lane=lane,
             arrival_s=arrival_s,
+            grammar=await self._intake.grammar(client.tenant, self._form(body)),
         )
         shape = CompletionShape(self._service.tokenizer, body.logprobs or 0)
         return await self._reply(client, batch, prompts, shape, "cmpl")
+
+    def _form(self, body: ChatBody | CompletionBody) -> Form | None:
+        return form_of(body, self._service.options.limits, answer_form(body.response_format))
 
     def _default_completion(self, prompts: list[list[int]]) -> int:
         left = self._service.dispatch.context_length - max(map(len, prompts))

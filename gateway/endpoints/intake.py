@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 
+import anyio
+import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.planning.grammar import Grammar
+from engine.planning.grammars import GrammarError
 from engine.planning.request import Request, SamplingParams
 from gateway.access.keys import Client
 from gateway.access.quotas import Reservation
@@ -24,8 +28,11 @@ from gateway.store.interface import StoreUnavailable
 from gateway.wire.prompts import check_token_ids
 from gateway.wire.sampling import MaxTokens, Room, context_exceeded, sampling_params
 from gateway.wire.schemas import Body, CompletionBody, Message, Sampled, as_dict, read
+from gateway.wire.structured import Form
 from priority.lanes import Lane, Tenant
 
+_COMPILING = anyio.CapacityLimiter(1)
+"""Grammars are compiled one after another."""
 MESSAGE_CHARS = 100
 """The work that a template has with one message, beside its text."""
 
@@ -43,6 +50,8 @@ class Batch:
     tenant: Tenant
     lane: Lane
     arrival_s: float
+    grammar: Grammar | None = None
+    """What each answer has to match."""
 
 
 class Intake:
@@ -99,7 +108,24 @@ class Intake:
             max_tokens=self._bounded(batch, max_tokens),
             num_logprobs=batch.num_logprobs,
             vocab_size=self._service.vocab_size,
+            grammar=batch.grammar,
         )
+
+    async def grammar(self, tenant: Tenant, form: Form | None) -> Grammar | None:
+        """The grammar of an answer's form, compiled.
+
+        Raises:
+            ApiError: 400 that names the field, if it is none that an answer can be held to.
+        """
+        if form is None:
+            return None
+        try:
+            await anyio.to_thread.run_sync(
+                self._service.grammars.compile, tenant.name, form.grammar, limiter=_COMPILING
+            )
+        except GrammarError as error:
+            raise invalid(f"Invalid '{form.field}': {error}.", form.field, "invalid_grammar") from None
+        return form.grammar
 
     def _bounded(self, batch: Batch, max_tokens: int) -> int:
         """The output tokens of each choice whose log probabilities can be kept until the reply is complete."""
