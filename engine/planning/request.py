@@ -28,6 +28,7 @@ class SamplingParams:
     seed: int = 0
     """Token t of choice i depends on (seed, i, t) and its logits, on nothing else."""
     max_tokens: int = 16
+    """0: the prompt is computed, and no token is chosen after it."""
     min_tokens: int = 0
     """No end-of-sequence, stop token or stop string before so many output tokens."""
     stop: tuple[str, ...] = ()
@@ -35,6 +36,8 @@ class SamplingParams:
     ignore_eos: bool = False
     num_logprobs: int | None = None
     """None: none are computed. k: those of the chosen token and of the k most likely, before any processing."""
+    num_prompt_logprobs: int | None = None
+    """The same of every prompt token but the first. All of the prompt is computed for it, whatever is cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +68,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities of one output token: the chosen one and the most likely ones, best first."""
+    """Log probabilities at one place: of the token that is there, and of the most likely ones, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -151,6 +154,8 @@ class Output:  # one for every token: keyword arguments would double the cost of
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """With the first output of choice 0, if they are wanted: those of the prompt tokens from the second one on."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     """Set with FinishReason.FAILED: what to tell the client."""
@@ -190,6 +195,7 @@ class Sequence:
         "num_prompt_tokens",
         "order",
         "preempted_s",
+        "prompt_logprobs",
         "request",
         "scheduled_s",
         "text",
@@ -219,6 +225,8 @@ class Sequence:
         self.preempted_s: list[float] = []
         self.drafts: dict[str, DraftCount] = {}
         """By proposer."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Those that have come, of the prompt tokens from the second one on."""
         self.block_table: list[int] = []
         """The block of token t is `block_table[t // block_size]`. Empty while the sequence does not run."""
         self.num_null_blocks = 0
@@ -239,6 +247,19 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log probabilities of its prompt are wanted: other choices have the same prompt."""
+        return self.request.sampling.num_prompt_logprobs is not None and self.index == 0
+
+    @property
+    def num_reusable(self) -> int:
+        """Known tokens whose KV is enough: not the last one, whose logits choose the next, nor those to be scored."""
+        num_known = len(self.token_ids) - 1
+        if not self.is_scored or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1:
+            return num_known
+        return len(self.prompt_logprobs)
 
     @property
     def num_remaining(self) -> int:
