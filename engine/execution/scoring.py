@@ -59,14 +59,13 @@ class Scoring:
         rows, targets = sent[0], sent[1].long()
         num_own, num_top = batch.sample_rows.numel(), max(num for _, num in self._chunks)
         hidden = decoder(replace(batch, sample_rows=torch.cat((batch.sample_rows, rows))))
+        parts = torch.split(hidden[num_own:], self._num_logits)
         pieces = [
             _scores(lm_head(part), its_targets, num_top)
-            for part, its_targets in zip(
-                hidden[num_own:].split(self._num_logits), targets.split(self._num_logits), strict=True
-            )
+            for part, its_targets in zip(parts, torch.split(targets, self._num_logits), strict=True)
         ]
         return hidden[:num_own], Scored(
-            self._chunks, [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+            self._chunks, [torch.cat(found) for found in zip(*pieces, strict=True)]
         )
 
 

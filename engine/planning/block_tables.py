@@ -115,7 +115,8 @@ class BlockTables:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Returns the blocks of the longest cached prefix.
 
-        No token whose logits are needed is part of it. With a sliding window, the prefix is a hit if the blocks of its last `window` tokens are cached; the blocks before them are 0.
+        No token whose logits are needed is part of it. With a sliding window, the prefix is a hit if the blocks of its
+        last `window` tokens are cached; the blocks before them are 0.
         """
         if not self.prefix_cache:
             return []

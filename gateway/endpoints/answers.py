@@ -84,6 +84,17 @@ class ChosenLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int | None
+    """Among the most likely tokens; null for a token of the prompt that is none of them."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By place in the prompt, tokens by their ids; null for the first place."""
+
+
 class ChatLogprobs(TypedDict):
     content: list[ChosenLogprob]
     refusal: None
@@ -105,6 +116,7 @@ class ChatChoice(TypedDict):
 class ChatCompletion(Reply):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[PromptLogprobs]
     usage: Usage
     timings: Timings | None
 
@@ -137,9 +149,11 @@ class ChatDeleted(TypedDict):
 
 
 class TextLogprobs(TypedDict):
+    """Null for the first token of a prompt that is echoed."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -150,9 +164,13 @@ class TextChoice(TypedDict):
     finish_reason: FinishReason | None
 
 
+class WholeTextChoice(TextChoice):
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
 class TextCompletion(Reply):
     object: Literal["text_completion"]
-    choices: list[TextChoice]
+    choices: list[WholeTextChoice]
     usage: Usage
     timings: Timings
 

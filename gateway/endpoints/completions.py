@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
@@ -62,6 +63,7 @@ class CompletionsApi:
             prompt_field="messages",
             asked=asked,
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            num_prompt_logprobs=body.prompt_logprobs,
             num_choices=body.n or 1,
             tenant=client.tenant,
             lane=lane_of(body.service_tier, client.tenant),
@@ -72,7 +74,7 @@ class CompletionsApi:
             return await self._record(client, batch, body, key)
         self._intake.check_room(batch)
         prompt = await self._intake.encode_chat(body.messages)
-        shape = ChatShape(self._service.tokenizer, batch.num_logprobs or 0)
+        shape = ChatShape(self._service.tokenizer, batch.num_logprobs or 0, body.prompt_logprobs)
         return await self._reply(client, batch, [prompt], shape, "chatcmpl")
 
     async def complete(self, http: HttpRequest) -> Response:
@@ -90,22 +92,42 @@ class CompletionsApi:
         batch = Batch(
             body=body,
             prompt_field="prompt",
-            asked=MaxTokens("max_tokens", body.max_tokens or self._default_completion(prompts)),
+            asked=MaxTokens(
+                "max_tokens",
+                self._default_completion(prompts) if body.max_tokens is None else body.max_tokens,
+            ),
             num_logprobs=body.logprobs,
+            num_prompt_logprobs=_num_prompt_logprobs(body),
             num_choices=len(prompts) * (body.n or 1),
             tenant=client.tenant,
             lane=lane,
             arrival_s=arrival_s,
         )
-        shape = CompletionShape(self._service.tokenizer, body.logprobs or 0)
-        return await self._reply(client, batch, prompts, shape, "cmpl")
+        shape = CompletionShape(self._service.tokenizer, body.logprobs or 0, body.prompt_logprobs)
+        echoes = self._texts(body, prompts) if body.echo else ()
+        return await self._reply(client, batch, prompts, shape, "cmpl", echoes)
+
+    def _texts(self, body: CompletionBody, prompts: list[list[int]]) -> list[str]:
+        """What each prompt says: as it was sent, or spelt out."""
+        sent = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        decode = partial(self._service.tokenizer.decode, skip_special=False)
+        return [
+            text if isinstance(text, str) else decode(prompt)
+            for text, prompt in zip(sent, prompts, strict=False)
+        ]
 
     def _default_completion(self, prompts: list[list[int]]) -> int:
         left = self._service.dispatch.context_length - max(map(len, prompts))
         return max(1, min(DEFAULT_COMPLETION_TOKENS, left))
 
     async def _reply(
-        self, client: Client, batch: Batch, prompts: list[list[int]], shape: Shape, prefix: str
+        self,
+        client: Client,
+        batch: Batch,
+        prompts: list[list[int]],
+        shape: Shape,
+        prefix: str,
+        echoes: Sequence[str] = (),
     ) -> Reply:
         head = _head(batch, f"{prefix}-{secrets.token_hex(16)}")
         requests = [
@@ -118,6 +140,7 @@ class CompletionsApi:
             requests=requests,
             stream=bool(batch.body.stream),
             include_usage=_wants_usage(batch.body),
+            echoes=echoes,
             reservation=await self._intake.reserve(client, requests),
         )
         return Reply(self._service, job)
@@ -125,8 +148,13 @@ class CompletionsApi:
     # Replies that are recorded
 
     async def _record(self, client: Client, batch: Batch, body: ChatBody, key: str | None) -> Response:
-        if (body.n or 1) > 1 or body.logprobs:
-            field = "logprobs" if body.logprobs else "n"
+        unfit = {
+            "n": (body.n or 1) > 1,
+            "logprobs": body.logprobs,
+            "prompt_logprobs": body.prompt_logprobs is not None,
+        }
+        field = next((field for field, is_asked in unfit.items() if is_asked), None)
+        if field is not None:
             what = "'stream_options.resumable'" if key is None else "the header 'Idempotency-Key'"
             raise invalid(f"'{field}' cannot be used together with {what}.", field)
         recording_id, tenant = f"chatcmpl-{secrets.token_hex(16)}", client.tenant.name
@@ -185,6 +213,12 @@ class CompletionsApi:
 
 def _head(batch: Batch, id: str) -> Head:
     return Head(id=id, created=int(time.time()), model=batch.body.model, service_tier=tier_of(batch.lane))
+
+
+def _num_prompt_logprobs(body: CompletionBody) -> int | None:
+    """An echo has the log probabilities of the prompt as the answer has its own."""
+    asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((num for num in asked if num is not None), default=None)
 
 
 def _wants_usage(body: Sampled) -> bool:

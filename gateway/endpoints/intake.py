@@ -38,6 +38,7 @@ class Batch:
     prompt_field: str
     asked: MaxTokens
     num_logprobs: int | None
+    num_prompt_logprobs: int | None = None
     num_choices: int
     """Of all its prompts together."""
     tenant: Tenant
@@ -93,11 +94,13 @@ class Intake:
     def _sampling(self, batch: Batch, num_prompt_tokens: int) -> SamplingParams:
         room = Room(self._service.dispatch.context_length, num_prompt_tokens)
         max_tokens = room.output_tokens(batch.asked, batch.prompt_field)
+        self._check_prompt_logprobs(batch, num_prompt_tokens)
         return sampling_params(
             batch.body,
             self._service.options.defaults,
             max_tokens=self._bounded(batch, max_tokens),
             num_logprobs=batch.num_logprobs,
+            num_prompt_logprobs=batch.num_prompt_logprobs,
             vocab_size=self._service.vocab_size,
         )
 
@@ -114,6 +117,15 @@ class Intake:
             )
             raise invalid(message, batch.asked.field)
         return min(max_tokens, most)
+
+    def _check_prompt_logprobs(self, batch: Batch, num_prompt_tokens: int) -> None:
+        """They come in one piece, streamed or not."""
+        if batch.num_prompt_logprobs is None:
+            return
+        at_once = self._service.options.limits.max_logprobs
+        if num_prompt_tokens * batch.num_choices * (1 + batch.num_prompt_logprobs) > at_once:
+            message = f"The prompts of a request may have at most {at_once} log probabilities. Ask for fewer."
+            raise invalid(message, batch.prompt_field)
 
     async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
         """Room for these requests in the quota of who sends them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,6 +30,8 @@ class Job:
     requests: list[Request]
     stream: bool
     include_usage: bool
+    echoes: Sequence[str] = ()
+    """The texts of the prompts, if choices begin with them."""
     reservation: Reservation
 
 
@@ -47,7 +50,8 @@ class Reply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
-        stream = Stream(self._job.requests, connection, streamed=self._job.stream)
+        job = self._job
+        stream = Stream(job.requests, connection, streamed=job.stream, echoes=job.echoes)
         stream.reservation = self._job.reservation
         service.dispatch.submit(stream)
         release = partial(service.dispatch.release, stream)

@@ -66,6 +66,7 @@ def sampling_params(
     *,
     max_tokens: int,
     num_logprobs: int | None,
+    num_prompt_logprobs: int | None,
     vocab_size: int,
 ) -> SamplingParams:
     """
@@ -93,6 +94,7 @@ def sampling_params(
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
         num_logprobs=num_logprobs,
+        num_prompt_logprobs=num_prompt_logprobs,
     )
 
 

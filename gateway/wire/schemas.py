@@ -55,6 +55,7 @@ class Sampled(StrictBody):
         "logit_bias": "max_logit_bias",
         "stop_token_ids": "max_stop_token_ids",
         "metadata": "max_metadata",
+        "prompt_logprobs": "max_top_logprobs",
     }
 
     model: Annotated[str, Field(min_length=1)]
@@ -78,6 +79,7 @@ class Sampled(StrictBody):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Many[Annotated[int, Field(ge=0)]] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
 
     # Accepted: they ask for nothing that could be seen in the answer.
     user: str | None = None
@@ -152,8 +154,9 @@ class CompletionBody(Sampled):
     MOST: ClassVar[Mapping[str, str | int]] = {**Sampled.MOST, "logprobs": "max_top_logprobs"}
 
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
     best_of: Literal[1] | None = None
 
 
@@ -189,9 +192,7 @@ class LocateBody(StrictBody):
 Body = TypeVar("Body", bound=StrictBody)
 
 # Refused for their value, not for their type: clients are told that the feature is missing.
-_MISSING_FEATURES = frozenset(
-    {"echo", "best_of", "store", "response_format", "modalities", "include_obfuscation"}
-)
+_MISSING_FEATURES = frozenset({"best_of", "store", "response_format", "modalities", "include_obfuscation"})
 
 
 def read(kind: type[Body], values: Mapping[str, object], limits: Limits) -> Body:
@@ -276,6 +277,8 @@ def check_counts(body: Sampled, limits: Limits) -> None:
     _check_stop(body.stop, limits)
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("'prompt_logprobs' is not allowed when 'stream' is true.", "prompt_logprobs")
 
 
 def check_chat(body: ChatBody, limits: Limits) -> None:
@@ -290,6 +293,8 @@ def check_completion(body: CompletionBody, limits: Limits) -> None:
     check_counts(body, limits)
     if body.stream_options is not None and body.stream_options.resumable:
         raise unsupported("stream_options.resumable")
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("'max_tokens' may only be 0 when 'echo' is true.", "max_tokens")
 
 
 def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
