@@ -35,6 +35,8 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    shown_special: frozenset[int] = frozenset()
+    """Special tokens whose text is shown; that of others is not."""
     num_logprobs: int | None = None
     """None: none are computed. k: those of the chosen token and of the k most likely, before any processing."""
     grammar: Grammar | None = None

@@ -161,7 +161,8 @@ class TextSink:
         return sequence.text
 
     def _new_stream(self, request: Request) -> TextStream:
-        return TextStream(make_detokenizer(self._tokenizer), request.sampling.stop)
+        params = request.sampling
+        return TextStream(make_detokenizer(self._tokenizer, params.shown_special), params.stop)
 
     def _ends(self, params: SamplingParams, token_id: int) -> bool:
         return token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos)
