@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
 
+from engine.planning.grammar import Grammar
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -35,6 +37,8 @@ class SamplingParams:
     ignore_eos: bool = False
     num_logprobs: int | None = None
     """None: none are computed. k: those of the chosen token and of the k most likely, before any processing."""
+    grammar: Grammar | None = None
+    """What the answer has to match. The end of the sequence is allowed exactly where the grammar accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
