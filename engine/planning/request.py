@@ -162,6 +162,8 @@ class Output:  # one for every token: keyword arguments would double the cost of
     """Set with FinishReason.FAILED: what to tell the client."""
     timings: Timings | None = None
     """Set with every finish_reason."""
+    stop: str | None = None
+    """The stop string that ended it, if one did."""
 
 
 NO_LIMIT = 1 << 62
@@ -198,6 +200,7 @@ class Sequence:
         "preempted_s",
         "request",
         "scheduled_s",
+        "stop",
         "text",
         "token_ids",
     )
@@ -234,6 +237,8 @@ class Sequence:
         """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""
         self.text: object = None
         """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
+        self.stop: str | None = None
+        """The stop string that ended it, if one did."""
         self.scheduled_s = -1.0
         self.first_token_s = -1.0
         self.finish_reason: FinishReason | None = None
