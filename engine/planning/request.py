@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
 
+from engine.planning.grammar import Grammar
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -34,10 +36,14 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    shown_special: frozenset[int] = frozenset()
+    """Special tokens whose text is shown; that of others is not."""
     num_logprobs: int | None = None
     """None: none are computed. k: those of the chosen token and of the k most likely, before any processing."""
     num_prompt_logprobs: int | None = None
     """The same of every prompt token but the first. All of the prompt is computed for it, whatever is cached."""
+    grammar: Grammar | None = None
+    """What the answer has to match. The end of the sequence is allowed exactly where the grammar accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +167,8 @@ class Output:  # one for every token: keyword arguments would double the cost of
     """Set with FinishReason.FAILED: what to tell the client."""
     timings: Timings | None = None
     """Set with every finish_reason."""
+    stop: str | None = None
+    """The stop string that ended it, if one did."""
 
 
 NO_LIMIT = 1 << 62
@@ -198,6 +206,7 @@ class Sequence:
         "prompt_logprobs",
         "request",
         "scheduled_s",
+        "stop",
         "text",
         "token_ids",
     )
@@ -236,6 +245,8 @@ class Sequence:
         """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""
         self.text: object = None
         """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
+        self.stop: str | None = None
+        """The stop string that ended it, if one did."""
         self.scheduled_s = -1.0
         self.first_token_s = -1.0
         self.finish_reason: FinishReason | None = None

@@ -21,7 +21,7 @@ from gateway.http.errors import invalid
 from gateway.service import Service
 from gateway.sessions.recordings.chat import KIND, ChatFormat, about
 from gateway.sessions.recordings.recording import Recording
-from gateway.wire.frames import Json
+from gateway.wire.frames import Json, StreamWriter
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat, check_completion
 from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape
@@ -135,11 +135,9 @@ class CompletionsApi:
             for number, prompt in enumerate(prompts)
         ]
         job = Job(
-            head=head,
-            shape=shape,
+            writer=StreamWriter(shape, head, include_usage=_wants_usage(batch.body)),
             requests=requests,
             stream=bool(batch.body.stream),
-            include_usage=_wants_usage(batch.body),
             echoes=echoes,
             reservation=await self._intake.reserve(client, requests),
         )

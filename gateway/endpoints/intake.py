@@ -54,7 +54,7 @@ class Intake:
 
     def client(self, http: HttpRequest) -> Client:
         """Raises 401 if keys are configured and the request has none of them."""
-        return self._service.access.client(http.headers.get("authorization"))
+        return self._service.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
 
     async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
         media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()

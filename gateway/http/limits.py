@@ -11,6 +11,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.errors import ApiError, invalid
+from gateway.http.refusals import refusal
 
 _STRING = re.compile(rb'"[^"]*"?')
 _PIECE_BYTES = 64 * 1024
@@ -61,7 +62,7 @@ class LimitsMiddleware:
             return
         error = self._check_headers(scope["headers"])
         if error is not None:
-            await error.response()(scope, receive, send)
+            await refusal(error, scope["path"])(scope, receive, send)
             return
         await self.app(scope, _Counted(receive, self.limits.max_body_bytes), send)
 

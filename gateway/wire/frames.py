@@ -8,7 +8,7 @@ no character is ever cut in two.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 
@@ -16,6 +16,7 @@ import orjson
 from starlette.responses import JSONResponse
 
 from engine.planning.request import DraftCount, FinishReason, Timings
+from gateway.http.connections import EVENT_STREAM
 from gateway.http.errors import ApiError
 from gateway.wire.shapes import Head, Shape
 from gateway.wire.streams import Delta, Generation
@@ -133,14 +134,43 @@ def _ms(seconds: float) -> float:
 
 
 class StreamWriter:
-    """Renders the chunks of one streamed reply."""
+    """One reply of chat or text completions; a `gateway.wire.writers.Writer`."""
+
+    media_type = EVENT_STREAM
 
     def __init__(self, shape: Shape, head: Head, *, include_usage: bool) -> None:
         self._shape = shape
+        self._head = head
+        self._include_usage = include_usage
         self._opening = _head_json(head, shape.chunk_object)
         self._usage = ',"usage":null' if include_usage else ""
         self._tail = self._tail_of("null", "")
         self._prefixes: dict[int, str] = {}
+
+    def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
+        frames, endings = [], []
+        for index, delta in deltas:
+            frames.append(self.chunk(index, delta))
+            if delta.finish_reason is not None:
+                endings.append((index, delta.finish_reason))
+        for number, (index, reason) in enumerate(endings, start=1):
+            is_last = generation.finished and number == len(endings)
+            frames.append(self.finish(index, reason, timings_of(generation) if is_last else None))
+        if generation.finished and generation.error is None:
+            if self._include_usage:
+                frames.append(self.usage(usage_of(generation)))
+            frames.append(DONE)
+        return b"".join(frames)
+
+    def fault(self, error: ApiError) -> bytes:
+        return error_frame(error) + DONE
+
+    def keepalive(self) -> bytes:
+        return KEEPALIVE
+
+    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        body = self._shape.body(self._head, deltas)
+        return {**body, "usage": usage_of(generation).as_json(), "timings": timings_of(generation)}
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         """The chunks that show what is new for one choice, without its end."""

@@ -36,10 +36,12 @@ class Delta:
     prompt_logprobs: list[TokenLogprobs] | None = None
     """With it, if they were asked for: those of the prompt tokens from the second one on."""
     finish_reason: FinishReason | None = None
+    stop: str | None = None
+    """The stop string that ended it, if one did."""
 
     def add(self, output: Output) -> None:
         self.text += output.text
-        self.finish_reason = output.finish_reason
+        self.finish_reason, self.stop = output.finish_reason, output.stop
         if output.logprobs:
             self.token_ids += output.token_ids
             self.logprobs += output.logprobs
@@ -55,11 +57,8 @@ def joined(outputs: Iterable[Output]) -> list[Output]:
             piece.text += output.text
             if output.logprobs:
                 piece.logprobs = (piece.logprobs or []) + output.logprobs
-            piece.finish_reason, piece.error, piece.timings = (
-                output.finish_reason,
-                output.error,
-                output.timings,
-            )
+            piece.finish_reason, piece.stop = output.finish_reason, output.stop
+            piece.error, piece.timings = output.error, output.timings
     return list(pieces.values())
 
 
