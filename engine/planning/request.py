@@ -34,6 +34,8 @@ class SamplingParams:
     min_tokens: int = 0
     """No end-of-sequence, stop token or stop string before so many output tokens."""
     stop: tuple[str, ...] = ()
+    shows_stop: bool = False
+    """Whether the text ends with the stop string, or before it."""
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     shown_special: frozenset[int] = frozenset()

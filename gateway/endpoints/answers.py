@@ -109,6 +109,7 @@ class ChatMessage(TypedDict):
 class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
+    token_ids: NotRequired[list[int]]
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
@@ -117,6 +118,7 @@ class ChatCompletion(Reply):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
     usage: Usage
     timings: Timings | None
 
@@ -129,6 +131,7 @@ class ChatDelta(TypedDict, total=False):
 class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
+    token_ids: NotRequired[list[int]]
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
@@ -138,6 +141,7 @@ class ChatChunk(Reply):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    prompt_token_ids: NotRequired[list[int]]
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
 
@@ -160,6 +164,8 @@ class TextLogprobs(TypedDict):
 class TextChoice(TypedDict):
     index: int
     text: str
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
     logprobs: TextLogprobs | None
     finish_reason: FinishReason | None
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from gateway.access.idempotency import idempotency_key, not_here
 from gateway.access.keys import Client
 from gateway.endpoints.attached import Attached, position_asked
-from gateway.endpoints.intake import Batch, Intake, route
+from gateway.endpoints.intake import Batch, Intake, route, truncated
 from gateway.endpoints.replies import Job, Reply
 from gateway.http.errors import invalid
 from gateway.service import Service
@@ -24,7 +24,7 @@ from gateway.sessions.recordings.recording import Recording
 from gateway.wire.frames import Json, StreamWriter
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat, check_completion
-from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape
+from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape, Told
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's older endpoint gives a request that does not say."""
@@ -73,9 +73,18 @@ class CompletionsApi:
         if key is not None or (body.stream_options and body.stream_options.resumable):
             return await self._record(client, batch, body, key)
         self._intake.check_room(batch)
-        prompt = await self._intake.encode_chat(body.messages)
-        shape = ChatShape(self._service.tokenizer, batch.num_logprobs or 0, body.prompt_logprobs)
+        prompt = await self._prompt(body)
+        shape = ChatShape(self._service.tokenizer, _told(body, batch.num_logprobs))
         return await self._reply(client, batch, [prompt], shape, "chatcmpl")
+
+    async def _prompt(self, body: ChatBody) -> list[int]:
+        continues = bool(body.continue_final_message)
+        prompt = await self._intake.encode_chat(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False and not continues,
+            continues=continues,
+        )
+        return truncated(prompt, body)
 
     async def complete(self, http: HttpRequest) -> Response:
         arrival_s = self._service.clock()
@@ -103,7 +112,7 @@ class CompletionsApi:
             lane=lane,
             arrival_s=arrival_s,
         )
-        shape = CompletionShape(self._service.tokenizer, body.logprobs or 0, body.prompt_logprobs)
+        shape = CompletionShape(self._service.tokenizer, _told(body, body.logprobs))
         echoes = self._texts(body, prompts) if body.echo else ()
         return await self._reply(client, batch, prompts, shape, "cmpl", echoes)
 
@@ -135,10 +144,16 @@ class CompletionsApi:
             for number, prompt in enumerate(prompts)
         ]
         job = Job(
-            writer=StreamWriter(shape, head, include_usage=_wants_usage(batch.body)),
+            writer=StreamWriter(
+                shape,
+                head,
+                include_usage=_wants_usage(batch.body),
+                usage_so_far=_wants_usage_so_far(batch.body),
+            ),
             requests=requests,
             stream=bool(batch.body.stream),
             echoes=echoes,
+            in_full=bool(batch.body.return_token_ids) or _wants_usage_so_far(batch.body),
             reservation=await self._intake.reserve(client, requests),
         )
         return Reply(self._service, job)
@@ -150,6 +165,8 @@ class CompletionsApi:
             "n": (body.n or 1) > 1,
             "logprobs": body.logprobs,
             "prompt_logprobs": body.prompt_logprobs is not None,
+            "return_token_ids": body.return_token_ids,
+            "stream_options.continuous_usage_stats": _wants_usage_so_far(body),
         }
         field = next((field for field, is_asked in unfit.items() if is_asked), None)
         if field is not None:
@@ -165,7 +182,7 @@ class CompletionsApi:
 
     async def _start(self, client: Client, batch: Batch, body: ChatBody, recording_id: str) -> Recording:
         self._intake.check_room(batch)
-        prompt = await self._intake.encode_chat(body.messages)
+        prompt = await self._prompt(body)
         head = _head(batch, recording_id)
         request = self._intake.request(batch, prompt, recording_id)
         return await self._service.recordings.start(
@@ -219,5 +236,17 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
     return max((num for num in asked if num is not None), default=None)
 
 
+def _told(body: Sampled, num_logprobs: int | None) -> Told:
+    return Told(
+        num_top=num_logprobs or 0,
+        num_prompt_top=body.prompt_logprobs,
+        token_ids=bool(body.return_token_ids),
+    )
+
+
 def _wants_usage(body: Sampled) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def _wants_usage_so_far(body: Sampled) -> bool:
+    return _wants_usage(body) and bool(body.stream_options and body.stream_options.continuous_usage_stats)

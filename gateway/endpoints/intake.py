@@ -21,7 +21,7 @@ from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import StoreUnavailable
-from gateway.wire.prompts import check_token_ids
+from gateway.wire.prompts import Tokenizer, check_token_ids
 from gateway.wire.sampling import MaxTokens, Room, context_exceeded, sampling_params
 from gateway.wire.schemas import Body, CompletionBody, Message, Sampled, as_dict, read
 from priority.lanes import Lane, Tenant
@@ -88,7 +88,7 @@ class Intake:
             arrival_s=batch.arrival_s,
             lane=batch.lane,
             tenant=batch.tenant.name,
-            salt=salt_of(batch.tenant, is_private=batch.body.store is False),
+            salt=salt_of(batch.tenant, is_private=batch.body.store is False, asked=batch.body.cache_salt),
         )
 
     def _sampling(self, batch: Batch, num_prompt_tokens: int) -> SamplingParams:
@@ -101,6 +101,8 @@ class Intake:
             max_tokens=self._bounded(batch, max_tokens),
             num_logprobs=batch.num_logprobs,
             num_prompt_logprobs=batch.num_prompt_logprobs,
+            banned=banned_tokens(self._service.tokenizer, batch.body.bad_words or ()),
+            special_ids=self._service.tokenizer.special_ids,
             vocab_size=self._service.vocab_size,
         )
 
@@ -162,11 +164,16 @@ class Intake:
         except StoreUnavailable:
             raise unavailable("The store is not there.", "store_unavailable") from None
 
-    async def encode_chat(self, messages: list[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    async def encode_chat(
+        self, messages: list[Message], *, add_generation_prompt: bool = True, continues: bool = False
+    ) -> list[int]:
+        """The tokens of a conversation; with `continues`, its last message has no end."""
         conversation = [as_dict(message) for message in messages]
         num_chars = sum(len(message["content"]) for message in conversation)
         self.check_length(num_chars, "messages")
-        encode = partial(self._service.prompts.chat, add_generation_prompt=add_generation_prompt)
+        encode = partial(
+            self._service.prompts.chat, add_generation_prompt=add_generation_prompt, continues=continues
+        )
         return await off_loop(
             num_chars + MESSAGE_CHARS * len(conversation), encode, conversation, threads=TOKENIZING
         )
@@ -178,9 +185,23 @@ class Intake:
             raise invalid(f"'prompt' must be 1 to {limits.max_prompts} prompts.", "prompt")
         if num_prompts * (body.n or 1) > limits.max_choices:
             raise invalid(f"'n' times the prompts must be at most {limits.max_choices}.", "n")
+        if body.suffix is not None and token_ids:
+            raise invalid("'suffix' needs a 'prompt' of text.", "suffix")
+        token_ids = [truncated(prompt, body) for prompt in token_ids]
         for prompt in token_ids:
             await off_loop(4 * len(prompt), self.check_prompt_ids, prompt)
-        return token_ids or [await self.encode_text(text, "prompt") for text in texts]
+        if body.suffix:
+            return [await self._encode_around(text, body.suffix) for text in texts]
+        add_special = body.add_special_tokens is not False
+        encoded = [await self.encode_text(text, "prompt", add_special=add_special) for text in texts]
+        return token_ids or [truncated(prompt, body) for prompt in encoded]
+
+    async def _encode_around(self, text: str, suffix: str) -> list[int]:
+        """The tokens that ask for what is between two texts."""
+        self.check_length(len(text) + len(suffix), "prompt")
+        return await off_loop(
+            len(text) + len(suffix), self._service.prompts.around, text, suffix, threads=TOKENIZING
+        )
 
     async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
         self.check_length(len(text), field)
@@ -204,12 +225,37 @@ class Intake:
             raise context_exceeded(context_length, f"{num_chars} characters", field)
 
 
-def salt_of(tenant: Tenant, *, is_private: bool = False) -> bytes:
+def salt_of(tenant: Tenant, *, is_private: bool = False, asked: str | None = None) -> bytes:
     """What a tenant's blocks are hashed with: nobody finds, or times, another's prompts.
 
-    Those of private prompts (`store: false`) are apart, for their tokens never leave the process.
+    Those of private prompts (`store: false`, or a salt that was `asked` for) are apart, for their tokens never leave
+    the process.
     """
+    if asked is not None:
+        return tenant.name.encode() + b"\0salt:" + asked.encode(errors="surrogatepass") + PRIVATE
     return tenant.name.encode() + (PRIVATE if is_private else b"")
+
+
+def truncated(prompt: list[int], body: Sampled) -> list[int]:
+    """The last tokens of a prompt, as many as the body asks for."""
+    return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
+
+
+def banned_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
+    """The tokens that these words are, at the start of a text and after a space.
+
+    Raises:
+        ApiError: 400 for a word that is several tokens.
+    """
+    banned: list[int] = []
+    for place, word in enumerate(words):
+        inside = tokenizer.encode(word)
+        if len(inside) != 1:
+            message = f"'{word}' is {len(inside)} tokens; only words of one token can be kept from an answer."
+            raise invalid(message, f"bad_words[{place}]")
+        after_space = tokenizer.encode(" " + word.lstrip())
+        banned += inside + (after_space if len(after_space) == 1 else [])
+    return banned
 
 
 def salts_of(tenant: Tenant) -> tuple[bytes, bytes]:

@@ -30,6 +30,8 @@ class Job:
     stream: bool
     echoes: Sequence[str] = ()
     """The texts of the prompts, if choices begin with them."""
+    in_full: bool = False
+    """The reply tells more than texts; see Stream."""
     reservation: Reservation
 
 
@@ -49,7 +51,7 @@ class Reply(Response):
         service = self._service
         connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
         job = self._job
-        stream = Stream(job.requests, connection, streamed=job.stream, echoes=job.echoes)
+        stream = Stream(job.requests, connection, streamed=job.stream, echoes=job.echoes, in_full=job.in_full)
         stream.reservation = self._job.reservation
         service.dispatch.submit(stream)
         release = partial(service.dispatch.release, stream)

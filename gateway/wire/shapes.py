@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,21 @@ class Head:
     service_tier: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a reply tells beside its texts."""
+
+    num_top: int = 0
+    """Most likely tokens where log probabilities were asked for."""
+    num_prompt_top: int | None = None
+    """The same of the prompt; None if nothing of it was asked for."""
+    token_ids: bool = False
+    """Those of the prompt and of each choice."""
+
+
+NOTHING = Told()
+
+
 class Shape(Protocol):
     """Where chat and text completions differ."""
 
@@ -41,6 +56,9 @@ class Shape(Protocol):
     empty_delta: str
 
     def logprobs(self, index: int, delta: Delta) -> str: ...
+
+    def token_ids(self, delta: Delta) -> tuple[str, str]:
+        """What a chunk says of them in its choice, and beside its choices."""
 
     def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
         """A reply in one piece; lists that may be large are iterators, for `gateway.wire.frames.json_pieces`."""
@@ -55,28 +73,37 @@ class ChatShape:
     after_text = "}"
     empty_delta = '"delta":{}'
 
-    def __init__(self, tokens: TokenText, num_top: int, num_prompt_top: int | None = None) -> None:
+    def __init__(self, tokens: TokenText, told: Told = NOTHING) -> None:
         self._tokens = tokens
-        self._num_top = num_top
-        self._num_prompt_top = num_prompt_top
+        self._told = told
 
     def logprobs(self, index: int, delta: Delta) -> str:  # noqa: ARG002
         return json.dumps(self._logprobs(delta), default=list)
 
     def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
         deltas = list(deltas)
+        first = deltas[0][1]
         body = _body(head, "chat.completion", (self._choice(index, delta) for index, delta in deltas))
-        if self._num_prompt_top is not None:
-            body["prompt_logprobs"] = prompt_logprobs(self._tokens, deltas[0][1], self._num_prompt_top)
+        if self._told.num_prompt_top is not None:
+            body["prompt_logprobs"] = prompt_logprobs(self._tokens, first, self._told.num_prompt_top)
+        if self._told.token_ids:
+            body["prompt_token_ids"] = first.prompt_token_ids
         return body
 
+    def token_ids(self, delta: Delta) -> tuple[str, str]:
+        if not self._told.token_ids:
+            return "", ""
+        prompt = delta.prompt_token_ids
+        return _member("token_ids", delta.token_ids), _member("prompt_token_ids", prompt) if prompt else ""
+
     def _choice(self, index: int, delta: Delta) -> dict[str, object]:
-        return {
+        choice: dict[str, object] = {
             "index": index,
             "message": {"role": "assistant", "content": delta.text, "refusal": None},
             "logprobs": self._logprobs(delta) if delta.logprobs else None,
             "finish_reason": delta.finish_reason,
         }
+        return choice | ({"token_ids": delta.token_ids} if self._told.token_ids else {})
 
     def _logprobs(self, delta: Delta) -> dict[str, object]:
         pairs = zip(delta.token_ids, delta.logprobs, strict=False)
@@ -84,7 +111,7 @@ class ChatShape:
         return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, object]:
-        top = [self._entry(other, logprob) for other, logprob in logprobs.top[: self._num_top]]
+        top = [self._entry(other, logprob) for other, logprob in logprobs.top[: self._told.num_top]]
         return self._entry(token_id, logprobs.logprob) | {"top_logprobs": top}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, object]:
@@ -105,10 +132,9 @@ class CompletionShape:
     after_text = ""
     empty_delta = '"text":""'
 
-    def __init__(self, tokens: TokenText, num_top: int, num_prompt_top: int | None = None) -> None:
+    def __init__(self, tokens: TokenText, told: Told = NOTHING) -> None:
         self._tokens = tokens
-        self._num_top = num_top
-        self._num_prompt_top = num_prompt_top
+        self._told = told
         self._offsets: dict[int, int] = {}
         """Characters already spelt out, by choice."""
 
@@ -125,12 +151,24 @@ class CompletionShape:
             "logprobs": self._logprobs(index, delta) if delta.logprobs else None,
             "finish_reason": delta.finish_reason,
         }
-        if self._num_prompt_top is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(self._tokens, delta, self._num_prompt_top)
+        if self._told.num_prompt_top is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokens, delta, self._told.num_prompt_top)
+        if self._told.token_ids:
+            choice |= {"token_ids": delta.token_ids, "prompt_token_ids": delta.prompt_token_ids}
         return choice
 
+    def token_ids(self, delta: Delta) -> tuple[str, str]:
+        if not self._told.token_ids:
+            return "", ""
+        prompt = delta.prompt_token_ids
+        in_choice = _member("token_ids", delta.token_ids)
+        return in_choice + (_member("prompt_token_ids", prompt) if prompt else ""), ""
+
     def _logprobs(self, index: int, delta: Delta) -> dict[str, object]:
-        tokens = [self._text(token_id) for token_id in delta.token_ids]
+        tokens = [
+            self._text(token_id)
+            for token_id in [*delta.prompt_token_ids, *delta.token_ids][-len(delta.logprobs) :]
+        ]
         return {
             "tokens": tokens,
             "token_logprobs": [None if found is None else _finite(found.logprob) for found in delta.logprobs],
@@ -140,7 +178,7 @@ class CompletionShape:
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
         # Several tokens can look the same as text; the most likely one is shown.
-        worst_first = reversed(logprobs.top[: self._num_top])
+        worst_first = reversed(logprobs.top[: self._told.num_top])
         return {self._text(token_id): _finite(logprob) for token_id, logprob in worst_first}
 
     def _text(self, token_id: int) -> str:
@@ -169,6 +207,10 @@ def prompt_logprobs(tokens: TokenText, delta: Delta, num_top: int) -> Iterator[d
             }
             for other, (rank, logprob) in ({token_id: (None, found.logprob)} | ranked).items()
         }
+
+
+def _member(name: str, token_ids: Sequence[int]) -> str:
+    return f',"{name}":{json.dumps(list(token_ids))}'
 
 
 def _finite(logprob: float) -> float:

@@ -28,9 +28,8 @@ class Delta:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    """Those that `logprobs` are of; nobody else asks."""
     logprobs: list[TokenLogprobs | None] = field(default_factory=list)
-    """None for the first token of a prompt that is echoed."""
+    """Of these tokens. If the prompt is echoed, those of its tokens come before, None for the first one."""
     prompt_token_ids: Sequence[int] = ()
     """With the first delta of a choice, if something of its prompt was asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -42,8 +41,8 @@ class Delta:
     def add(self, output: Output) -> None:
         self.text += output.text
         self.finish_reason, self.stop = output.finish_reason, output.stop
+        self.token_ids += output.token_ids
         if output.logprobs:
-            self.token_ids += output.token_ids
             self.logprobs += output.logprobs
 
 
@@ -172,8 +171,13 @@ class Stream(Generation):
         *,
         streamed: bool,
         echoes: Sequence[str] = (),
+        in_full: bool = False,
     ) -> None:
-        """`echoes` are the texts of the requests' prompts, if choices begin with them."""
+        """
+        Args:
+            echoes: the texts of the requests' prompts, if choices begin with them.
+            in_full: the reader wants to know more than texts of each choice, of its prompt as well.
+        """
         super().__init__(requests)
         self.streamed = streamed
         self.connection = connection
@@ -184,10 +188,11 @@ class Stream(Generation):
         self._unbegun = {
             self._first_choice[request.request_id] + index: request
             for request in requests
-            if echoes or request.sampling.num_prompt_logprobs is not None
+            if echoes or in_full or request.sampling.num_prompt_logprobs is not None
             for index in range(request.n)
         }
         """Choices that begin with something of their prompt and have not begun."""
+        self._in_full = in_full
         self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self._pending: dict[int, Delta] = {}
         self._pending_bytes = 0
@@ -196,7 +201,12 @@ class Stream(Generation):
         index = self._first_choice[output.request_id] + output.index
         if index in self._unbegun:
             self._begin(index, output)
-        is_plain = output.finish_reason is None and not output.logprobs and index not in self._pending
+        is_plain = (
+            output.finish_reason is None
+            and not output.logprobs
+            and not self._in_full
+            and index not in self._pending
+        )
         if is_plain and self.connection.waits and self.pass_on(index, output.text):
             return
         self._keep(index, output)
@@ -237,7 +247,6 @@ class Stream(Generation):
         if request.request_id in self._echoes:
             delta.text = self._echoes[request.request_id]
             if told is not None and request.sampling.num_logprobs is not None:
-                delta.token_ids += request.prompt_token_ids
                 delta.logprobs += [None, *told]
 
     def _keep(self, index: int, output: Output) -> None:
