@@ -28,6 +28,28 @@ class Error(TypedDict):
     error: Fault
 
 
+class AnthropicFault(TypedDict):
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "api_error",
+        "overloaded_error",
+    ]
+    message: str
+
+
+class AnthropicError(TypedDict):
+    """Every refusal and every fault of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicFault
+    request_id: str | None
+
+
 # Completions
 
 
@@ -162,6 +184,126 @@ class TextChunk(Reply):
     choices: list[TextChoice]
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
+
+
+# Anthropic's messages
+
+
+class TextContent(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingContent(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseContent(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Any
+
+
+Content = TextContent | ThinkingContent | ToolUseContent
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class MessageUsage(TypedDict):
+    """Tokens that were found in the cache are counted apart."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    service_tier: NotRequired[Literal["standard", "priority", "batch"]]
+
+
+class AnthropicMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Content]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    timings: NotRequired[Timings]
+
+
+class MessageStart(TypedDict):
+    type: Literal["message_start"]
+    message: AnthropicMessage
+
+
+class BlockStart(TypedDict):
+    type: Literal["content_block_start"]
+    index: int
+    content_block: Content
+
+
+class MessagePing(TypedDict):
+    type: Literal["ping"]
+
+
+class TextAdded(TypedDict):
+    type: Literal["text_delta"]
+    text: str
+
+
+class ThinkingAdded(TypedDict):
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class InputAdded(TypedDict):
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+class BlockDelta(TypedDict):
+    type: Literal["content_block_delta"]
+    index: int
+    delta: TextAdded | ThinkingAdded | InputAdded
+
+
+class BlockStop(TypedDict):
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class StopDelta(TypedDict):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(TypedDict):
+    type: Literal["message_delta"]
+    delta: StopDelta
+    usage: MessageUsage
+    timings: Timings
+
+
+class MessageStop(TypedDict):
+    type: Literal["message_stop"]
+
+
+MESSAGE_EVENTS = (
+    MessageStart,
+    BlockStart,
+    MessagePing,
+    BlockDelta,
+    BlockStop,
+    MessageDelta,
+    MessageStop,
+    AnthropicError,
+)
+
+
+class InputTokens(TypedDict):
+    input_tokens: int
 
 
 # Responses and conversations

@@ -15,14 +15,14 @@ from gateway.access.idempotency import idempotency_key, not_here
 from gateway.access.keys import Client
 from gateway.endpoints.attached import Attached, position_asked
 from gateway.endpoints.intake import Batch, Intake, route
-from gateway.endpoints.replies import Job, Reply
+from gateway.endpoints.replies import Reply
 from gateway.http.errors import invalid
 from gateway.service import Service
 from gateway.sessions.recordings.chat import KIND, ChatFormat, about
 from gateway.sessions.recordings.recording import Recording
 from gateway.wire.frames import Json, StreamWriter
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
-from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat, check_completion
+from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_completion
 from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -50,23 +50,7 @@ class CompletionsApi:
         client = self._intake.client(http)
         self._service.dispatch.check_open()
         body = await self._intake.read(http, ChatBody)
-        check_chat(body, self._service.options.limits)
-        self._intake.check_model(body.model)
-        asked = (
-            MaxTokens("max_completion_tokens", body.max_completion_tokens)
-            if body.max_tokens is None
-            else MaxTokens("max_tokens", body.max_tokens)
-        )
-        batch = Batch(
-            body=body,
-            prompt_field="messages",
-            asked=asked,
-            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            num_choices=body.n or 1,
-            tenant=client.tenant,
-            lane=lane_of(body.service_tier, client.tenant),
-            arrival_s=arrival_s,
-        )
+        batch = self._intake.chat(client, body, arrival_s)
         key = idempotency_key(http)
         if key is not None or (body.stream_options and body.stream_options.resumable):
             return await self._record(client, batch, body, key)
@@ -108,17 +92,8 @@ class CompletionsApi:
         self, client: Client, batch: Batch, prompts: list[list[int]], shape: Shape, prefix: str
     ) -> Reply:
         head = _head(batch, f"{prefix}-{secrets.token_hex(16)}")
-        requests = [
-            self._intake.request(batch, prompt, f"{head.id}-{number}")
-            for number, prompt in enumerate(prompts)
-        ]
-        job = Job(
-            writer=StreamWriter(shape, head, include_usage=_wants_usage(batch.body)),
-            requests=requests,
-            stream=bool(batch.body.stream),
-            reservation=await self._intake.reserve(client, requests),
-        )
-        return Reply(self._service, job)
+        writer = StreamWriter(shape, head, include_usage=_wants_usage(batch.body))
+        return Reply(self._service, await self._intake.job(client, batch, prompts, head.id, writer))
 
     # Replies that are recorded
 

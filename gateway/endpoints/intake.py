@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from typing import TypeVar
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -15,16 +16,29 @@ from engine.planning.request import Request, SamplingParams
 from gateway.access.keys import Client
 from gateway.access.quotas import Reservation
 from gateway.http.errors import ApiError, invalid, model_not_found, not_found, unavailable
-from gateway.http.limits import parse_object
+from gateway.http.limits import Limits, parse_object
 from gateway.http.off_loop import TOKENIZING, off_loop
 from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import StoreUnavailable
 from gateway.wire.prompts import check_token_ids
-from gateway.wire.sampling import MaxTokens, Room, context_exceeded, sampling_params
-from gateway.wire.schemas import Body, CompletionBody, Message, Sampled, as_dict, read
+from gateway.wire.sampling import MaxTokens, Room, context_exceeded, lane_of, sampling_params
+from gateway.wire.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    Message,
+    Sampled,
+    StrictBody,
+    as_dict,
+    check_chat,
+    read,
+)
+from gateway.wire.writers import Writer
 from priority.lanes import Lane, Tenant
+
+Read = TypeVar("Read", bound=StrictBody)
 
 MESSAGE_CHARS = 100
 """The work that a template has with one message, beside its text."""
@@ -45,6 +59,16 @@ class Batch:
     arrival_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one HTTP request asks for, checked and tokenised."""
+
+    writer: Writer
+    requests: list[Request]
+    stream: bool
+    reservation: Reservation
+
+
 class Intake:
     """For one service."""
 
@@ -56,6 +80,12 @@ class Intake:
         return self._service.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
 
     async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
+        return await self.read_as(http, kind, lambda body, _: body)
+
+    async def read_as(
+        self, http: HttpRequest, kind: type[Read], understand: Callable[[Read, Limits], Body]
+    ) -> Body:
+        """A body in another API's format, as one of ours."""
         media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             # Any page may send a browser's form or text to this machine without being asked; JSON it may not.
@@ -65,15 +95,55 @@ class Intake:
                 code="unsupported_media_type",
             )
         body, limits = await http.body(), self._service.options.limits
-        return await off_loop(len(body), lambda: read(kind, parse_object(body, limits), limits))
+        return await off_loop(
+            len(body), lambda: understand(read(kind, parse_object(body, limits), limits), limits)
+        )
 
     def check_model(self, name: str) -> None:
         if name not in self._service.options.models:
             raise model_not_found(name)
 
+    def chat(self, client: Client, body: ChatBody, arrival_s: float, *, may_be_fewer: bool = False) -> Batch:
+        """What a chat asks for, checked.
+
+        Args:
+            may_be_fewer: where the context has no room for all tokens that it asks for, there are fewer.
+
+        Raises:
+            ApiError: 400; 404 for another model; 403 for a lane that is not allowed.
+        """
+        check_chat(body, self._service.options.limits)
+        self.check_model(body.model)
+        asked = (
+            MaxTokens("max_completion_tokens", body.max_completion_tokens, may_be_fewer)
+            if body.max_tokens is None
+            else MaxTokens("max_tokens", body.max_tokens, may_be_fewer)
+        )
+        return Batch(
+            body=body,
+            prompt_field="messages",
+            asked=asked,
+            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            num_choices=body.n or 1,
+            tenant=client.tenant,
+            lane=lane_of(body.service_tier, client.tenant),
+            arrival_s=arrival_s,
+        )
+
     def check_room(self, batch: Batch) -> None:
         """Raises 429 or 503 if its lane is full; asked before a prompt is tokenised."""
         self._service.dispatch.check_room(batch.lane, batch.tenant.name)
+
+    async def job(
+        self, client: Client, batch: Batch, prompts: list[list[int]], id: str, writer: Writer
+    ) -> Job:
+        """
+        Raises:
+            ApiError: 400, if a prompt does not fit; 429, if it is more than the client's quota has left.
+        """
+        requests = [self.request(batch, prompt, f"{id}-{number}") for number, prompt in enumerate(prompts)]
+        reservation = await self.reserve(client, requests)
+        return Job(writer=writer, requests=requests, stream=bool(batch.body.stream), reservation=reservation)
 
     def request(self, batch: Batch, prompt: list[int], request_id: str) -> Request:
         # A tokenizer can know tokens that the model does not.
