@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, Required
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -304,6 +304,109 @@ MESSAGE_EVENTS = (
 
 class InputTokens(TypedDict):
     input_tokens: int
+
+
+# Ollama's lines
+
+
+class OllamaError(TypedDict):
+    """Every refusal and every fault of Ollama's API."""
+
+    error: str
+
+
+class OllamaEnding(TypedDict, total=False):
+    """What the last line says; durations in nanoseconds."""
+
+    done_reason: Literal["stop", "length", "load"]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+    prompt_eval_duration: int
+    eval_count: int
+    eval_duration: int
+    timings: Timings
+
+
+class OllamaFunction(TypedDict):
+    name: str
+    arguments: Any
+
+
+class OllamaCall(TypedDict):
+    id: str
+    function: OllamaFunction
+
+
+class OllamaMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[OllamaCall]]
+
+
+class OllamaChat(OllamaEnding):
+    model: Required[str]
+    created_at: Required[str]
+    message: Required[OllamaMessage]
+    done: Required[bool]
+
+
+class OllamaText(OllamaEnding):
+    model: Required[str]
+    created_at: Required[str]
+    response: Required[str]
+    thinking: str
+    done: Required[bool]
+
+
+class OllamaDetails(TypedDict):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(TypedDict):
+    name: str
+    model: str
+    size: int
+    digest: Hash
+    details: OllamaDetails
+
+
+class OllamaListed(OllamaModel):
+    modified_at: str
+
+
+class OllamaLoaded(OllamaModel):
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class OllamaModels(TypedDict):
+    models: list[OllamaListed]
+
+
+class OllamaLoadedModels(TypedDict):
+    models: list[OllamaLoaded]
+
+
+class OllamaShown(TypedDict):
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[Literal["completion", "tools", "thinking"]]
+    modified_at: str
+
+
+class OllamaVersion(TypedDict):
+    version: str
 
 
 # Responses and conversations

@@ -39,6 +39,7 @@ from gateway.wire.writers import Writer
 from priority.lanes import Lane, Tenant
 
 Read = TypeVar("Read", bound=StrictBody)
+Understood = TypeVar("Understood")
 
 MESSAGE_CHARS = 100
 """The work that a template has with one message, beside its text."""
@@ -83,9 +84,9 @@ class Intake:
         return await self.read_as(http, kind, lambda body, _: body)
 
     async def read_as(
-        self, http: HttpRequest, kind: type[Read], understand: Callable[[Read, Limits], Body]
-    ) -> Body:
-        """A body in another API's format, as one of ours."""
+        self, http: HttpRequest, kind: type[Read], understand: Callable[[Read, Limits], Understood]
+    ) -> Understood:
+        """What a body of another API's asks for."""
         media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             # Any page may send a browser's form or text to this machine without being asked; JSON it may not.

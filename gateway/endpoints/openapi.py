@@ -167,6 +167,8 @@ def _responses(operation: Operation, schemas: _Schemas) -> JsonSchema:
         content |= _json(schemas.of(operation.answer))
     if operation.media_type is not None:
         content[operation.media_type] = {}
+    if operation.lines is not None:
+        content["application/x-ndjson"] = {"itemSchema": schemas.of(operation.lines)}
     if operation.events:
         content["text/event-stream"] = {"itemSchema": _event(operation.events, schemas)}
     responses: JsonSchema = {

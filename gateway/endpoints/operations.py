@@ -15,6 +15,7 @@ from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
 from gateway.http.refusals import OVERLOADED
 from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
+from gateway.wire.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from gateway.wire.schemas import (
     ChatBody,
     CompletionBody,
@@ -69,6 +70,8 @@ class Operation:
     """Of a 200 that is no JSON."""
     events: dict[str, Any] = field(default_factory=dict)
     """The JSON of each event of a stream, by its name. Those without a name end with a `[DONE]`."""
+    lines: Any = None
+    """The JSON of each line of a stream."""
     unavailable: Any = None
     """The JSON of a 503 that is no error."""
     statuses: tuple[int, ...] = ()
@@ -89,7 +92,7 @@ class Operation:
 
     @property
     def types(self) -> Iterator[Any]:
-        one = (self.body, self.query, self.headers, self.answer, self.unavailable, self.error)
+        one = (self.body, self.query, self.headers, self.answer, self.lines, self.unavailable, self.error)
         yield from (kind for kind in (*one, *self.events.values()) if kind is not None)
 
 
@@ -219,6 +222,57 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/conversations/{conversation_id}/items/{item_id}": {
         "GET": Operation(summary="One message", answer=answers.Item, statuses=(404, 503)),
         "DELETE": Operation(summary="Forget a message", answer=answers.Conversation, statuses=(404, 503)),
+    },
+    "/api/chat": {
+        "POST": Operation(
+            summary="Answer a conversation in Ollama's format, streamed or whole",
+            body=OllamaChatBody,
+            answer=answers.OllamaChat,
+            lines=answers.OllamaChat | answers.OllamaError,
+            error=answers.OllamaError,
+            statuses=_WORK,
+        )
+    },
+    "/api/generate": {
+        "POST": Operation(
+            summary="Answer a prompt in Ollama's format, streamed or whole",
+            body=OllamaGenerateBody,
+            answer=answers.OllamaText,
+            lines=answers.OllamaText | answers.OllamaError,
+            error=answers.OllamaError,
+            statuses=_WORK,
+        )
+    },
+    "/api/tags": {
+        "GET": Operation(
+            summary="The names of the model, for Ollama's clients",
+            answer=answers.OllamaModels,
+            error=answers.OllamaError,
+        )
+    },
+    "/api/ps": {
+        "GET": Operation(
+            summary="The same: it is always loaded",
+            answer=answers.OllamaLoadedModels,
+            error=answers.OllamaError,
+        )
+    },
+    "/api/show": {
+        "POST": Operation(
+            summary="One of them",
+            body=OllamaShowBody,
+            answer=answers.OllamaShown,
+            error=answers.OllamaError,
+            statuses=(404,),
+        )
+    },
+    "/api/version": {
+        "GET": Operation(
+            summary="The version of Ollama whose API this is",
+            answer=answers.OllamaVersion,
+            error=answers.OllamaError,
+            is_open=True,
+        )
     },
     "/v1/models": {"GET": Operation(summary="The names of the model", answer=answers.Models)},
     "/v1/models/{name}": {"GET": Operation(summary="One of them", answer=answers.Model, statuses=(404,))},
