@@ -36,6 +36,8 @@ class MaxTokens(NamedTuple):
 
     field: str
     number: int | None
+    may_be_fewer: bool = False
+    """The answer ends where the context does; or else what does not fit is refused."""
 
 
 class Room(NamedTuple):
@@ -53,10 +55,10 @@ class Room(NamedTuple):
         left = self.context_length - self.num_prompt_tokens
         if left < 1:
             raise context_exceeded(self.context_length, f"{self.num_prompt_tokens} tokens", prompt_field)
-        if asked.number is not None and asked.number > left:
+        if asked.number is not None and asked.number > left and not asked.may_be_fewer:
             what = f"{self.num_prompt_tokens} tokens and {asked.field} {asked.number}"
             raise context_exceeded(self.context_length, what, asked.field)
-        return left if asked.number is None else asked.number
+        return left if asked.number is None else min(asked.number, left)
 
 
 def context_exceeded(context_length: int, what: str, field: str) -> ApiError:
