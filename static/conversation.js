@@ -10,6 +10,7 @@
  * @property {?number} retryAt  epoch in ms of the automatic retry, null when there is none
  * @property {?import("./stats.js").Stats} stats
  * @property {?Stream} stream  while it runs
+ * @property {?string} requestId  the x-request-id of an answer
  *
  * @typedef {object} Stream  where an answer comes from, for the next connection
  * @property {string} name  the page's for the request
@@ -44,6 +45,7 @@ export function newMessage(role, text) {
     retryAt: null,
     stats: null,
     stream: null,
+    requestId: null,
   };
 }
 

@@ -1,6 +1,7 @@
 /** The conversation on the page, and the rule for when it scrolls by itself. */
 
 import { isRunning } from "./conversation.js";
+import { tellAnswer } from "./hooks.js";
 import { AnswerView, QuestionView } from "./message.js";
 
 const TICK_MS = 500;
@@ -59,6 +60,7 @@ export class Log {
     const view = this.#viewOf(message);
     this.#views.set(message, view);
     this.#list.append(view.element);
+    if (message.role === "assistant") tellAnswer(message, "shown");
   }
 
   #remove(message, view) {

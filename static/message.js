@@ -56,8 +56,8 @@ export class AnswerView {
       copyButton("Copy answer", () => message.text),
       iconButton("again", "Answer again", actions.retry),
     );
-    const foot = el("footer", {}, this.#stats, this.#buttons);
-    this.element = el("article", { class: "answer", "aria-label": "Answer" }, this.#body, foot);
+    const foot = el("footer", { class: "answer-meta" }, this.#stats, this.#buttons);
+    this.element = el("article", { id: `answer-${message.id}`, class: "answer", "aria-label": "Answer" }, this.#body, foot);
     this.update();
   }
 
