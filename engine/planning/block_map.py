@@ -37,8 +37,8 @@ class BlockMap:
 def block_map(ref_counts: list[int], is_found: Callable[[int], bool]) -> BlockMap:
     """Draws blocks 1 to len(ref_counts) - 1.
 
-    It makes one copy of the counts and looks at single blocks of the index: any thread may call it. The counts are those
-    of one moment, and what is found is that of a moment later.
+    It copies the counts at once and then looks at single blocks of the index, so that any thread may call it; what is
+    found may be of a moment later than the counts.
 
     Args:
         ref_counts: by block, how many hold it.
