@@ -171,7 +171,7 @@ class Engine:
         if scheduler is None:
             return None
         tables = scheduler.tables
-        return block_map(tables.pool.ref_counts, tables.index.knows_block)
+        return block_map(tables.pool.ref_counts, tables.findable)
 
     def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int:
         """The prompt tokens whose KV is likely to be cached: a guess from outside the step thread, never a promise."""

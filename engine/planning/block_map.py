@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from operator import gt
 
 MAX_CELLS = 1024
-_MAX_SEEN_PER_CELL = 4
-"""Blocks that are looked at, evenly spaced: a picture costs the same at any size."""
 _IS_HELD = bytes([0] + [1] * 255)
 _IS_SHARED = bytes([0, 0] + [1] * 254)
 
@@ -21,11 +17,11 @@ class BlockMap:
     blocks_per_cell: int
     """The last cell may have fewer."""
     held: bytes
-    """The part of a cell that sequences hold, of 255."""
+    """The part of a cell that sequences hold, of 255; at least 1 if they hold any of it."""
     shared: bytes
-    """The part of a cell that several sequences hold, of 255."""
+    """The part of a cell that several sequences hold, likewise."""
     cached: bytes
-    """The part of a cell that nobody holds and that a prompt may find again, of 255."""
+    """The part of a cell that nobody holds and that a prompt may find again, likewise."""
     holders: bytes
     """The most sequences that hold one block of the cell; 255 if they are more."""
     num_shared: int
@@ -34,46 +30,49 @@ class BlockMap:
     """Blocks that would be taken beside those that are, if nothing were shared."""
 
 
-def block_map(ref_counts: list[int], is_found: Callable[[int], bool]) -> BlockMap:
+def block_map(ref_counts: list[int], findable: bytearray) -> BlockMap:
     """Draws blocks 1 to len(ref_counts) - 1.
 
-    It copies the counts at once and then looks at single blocks of the index, so that any thread may call it; what is
-    found may be of a moment later than the counts.
+    It copies what it is given at once, so that any thread may call it: the counts are of one moment, and what can be
+    found is of a moment later.
 
     Args:
         ref_counts: by block, how many hold it.
-        is_found: whether the prefix index finds a block.
+        findable: by block, 1 if the prefix index finds it, else 0.
     """
-    num_blocks = len(ref_counts) - 1
-    apart = -(-num_blocks // (_MAX_SEEN_PER_CELL * MAX_CELLS))
-    """One block in so many is looked at."""
-    counts = ref_counts[1::apart]
+    counts, found = ref_counts[1:], findable[1:]
     size = -(-len(counts) // MAX_CELLS)
-    holders = bytes([count if count < 255 else 255 for count in counts])
-    held = holders.translate(_IS_HELD)
-    shared = holders.translate(_IS_SHARED)
-    found = map(is_found, range(1, num_blocks + 1, apart))
+    holders = _as_bytes(counts)
+    held, shared = holders.translate(_IS_HELD), holders.translate(_IS_SHARED)
+    # Long numbers of one digit a block: 1 where it is found and not held.
+    cached = int.from_bytes(found) & ~int.from_bytes(held)
+    shared_parts = _parts(shared, size)
+    starts = range(0, len(counts), size)
     return BlockMap(
-        num_blocks,
-        size * apart,
+        len(counts),
+        size,
         held=_parts(held, size),
-        shared=_parts(shared, size),
-        cached=_parts(bytes(map(gt, found, held)), size),
-        holders=bytes(map(max, zip(*_columns(holders, size), strict=True))),
-        num_shared=sum(shared) * apart,
-        num_saved=(sum(counts) - sum(held)) * apart,
+        shared=shared_parts,
+        cached=_parts(cached.to_bytes(len(counts)), size),
+        holders=bytes(
+            [
+                max(holders[start : start + size]) if is_shared else 1 in held[start : start + size]
+                for start, is_shared in zip(starts, shared_parts, strict=True)
+            ]
+        ),
+        num_shared=int.from_bytes(shared).bit_count(),
+        num_saved=sum(counts) - int.from_bytes(held).bit_count(),
     )
 
 
+def _as_bytes(counts: list[int]) -> bytes:
+    try:
+        return bytes(counts)
+    except ValueError:
+        return bytes([min(count, 255) for count in counts])
+
+
 def _parts(flags: bytes, size: int) -> bytes:
-    """By cell of so many flags, the part of them that is set, of 255."""
-    columns = _columns(flags, size)
-    # One addition of long numbers: no digit overflows, because a cell has few flags.
-    sums = sum(int.from_bytes(column) for column in columns).to_bytes(len(columns[0]))
-    return sums.translate(bytes([255 * number // size for number in range(size + 1)]).ljust(256))
-
-
-def _columns(values: bytes, size: int) -> list[bytes]:
-    """The first values of all cells, the second ones, and so on; the last cell is filled up with zeros."""
-    padded = values + bytes(-len(values) % size)
-    return [padded[i::size] for i in range(size)]
+    """By cell of so many flags, the part of them that is 1, of 255, rounded up."""
+    cells = (flags[start : start + size] for start in range(0, len(flags), size))
+    return bytes([-(-255 * int.from_bytes(cell).bit_count() // size) for cell in cells])

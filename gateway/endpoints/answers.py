@@ -481,18 +481,17 @@ class StepsStatus(TypedDict):
 class BlocksStatus(TypedDict):
     """Of the event `kv`, which comes when something has changed: the pool of KV blocks in at most 1,024 cells.
 
-    The strings are base64 with one byte for each cell. Of a pool of more than 4,096 blocks, evenly spaced ones are
-    counted.
+    The strings are base64 with one byte for each cell.
     """
 
     num_blocks: int
     blocks_per_cell: int
     held: str
-    """The part of the cell that sequences hold, of 255."""
+    """The part of the cell that sequences hold, of 255; at least 1 if they hold any of it."""
     shared: str
-    """The part of the cell that several sequences hold, of 255."""
+    """The part of the cell that several sequences hold, likewise."""
     cached: str
-    """The part of the cell that nobody holds and that a prompt may find again, of 255."""
+    """The part of the cell that nobody holds and that a prompt may find again, likewise."""
     holders: str
     """The most sequences that hold one block of the cell."""
     num_shared: int

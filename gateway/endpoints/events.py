@@ -23,6 +23,8 @@ from gateway.service import Service
 
 EVERY_S = 0.5
 MAP_EVERY_S = 1.0
+MAP_PART = 0.002
+"""Of the time, at most, that is spent on drawing the KV blocks."""
 DETAILS = ("steps", "kv")
 MAX_HASHES = 1000
 """Of blocks in one event."""
@@ -40,7 +42,7 @@ class EventsApi:
         self._status = b""
         self._status_s = float("-inf")
         self._map = b""
-        self._map_s = float("-inf")
+        self._map_due_s = float("-inf")
 
     def routes(self) -> list[Route]:
         return [route("/v1/events", GET=self.server), route("/v1/prefixes/events", GET=self.prefixes)]
@@ -81,11 +83,12 @@ class EventsApi:
 
     def _map_now(self) -> bytes:
         """Drawn once for all who listen, and less often; empty before there is one."""
-        now = self._service.clock()
-        if now - self._map_s >= MAP_EVERY_S - EVERY_S / 2:
-            self._map_s = now
+        started_s = self._service.clock()
+        if started_s >= self._map_due_s:
             drawn = self._service.block_map()
             self._map = b"" if drawn is None else orjson.dumps(drawn)
+            took_s = self._service.clock() - started_s
+            self._map_due_s = started_s + max(MAP_EVERY_S - EVERY_S / 2, took_s / MAP_PART)
         return self._map
 
     async def prefixes(self, http: HttpRequest) -> EventSourceResponse:

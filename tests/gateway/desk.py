@@ -89,7 +89,7 @@ class EngineDouble:
         self.cancelled: list[str] = []
         self.ref_counts = [0] * 33
         """By KV block; block 0 is none."""
-        self.found_blocks: set[int] = set()
+        self.findable = bytearray(33)
         self.on_wake: Callable[[], None] = lambda: None
 
     def wake(self) -> None:
@@ -105,7 +105,7 @@ class EngineDouble:
         return EngineStats(num_blocks=32)
 
     def block_map(self) -> BlockMap | None:
-        return block_map(self.ref_counts, self.found_blocks.__contains__)
+        return block_map(self.ref_counts, self.findable)
 
 
 class Desk:

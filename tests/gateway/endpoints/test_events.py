@@ -190,7 +190,7 @@ async def test_the_steps_since_the_event_before_in_a_bounded_list() -> None:
 async def test_the_blocks_are_drawn_for_those_who_ask_when_they_have_changed() -> None:
     desk = Desk()
     desk.engine.ref_counts[1:4] = [1, 2, 3]
-    desk.engine.found_blocks = {3, 4}
+    desk.engine.findable[3:5] = b"\1\1"
     async with serving(desk.app) as url, listening(url, "/v1/events?detail=kv") as found:
         told = await first(found, "kv")
         cells = {name: b64decode(told[name])[:5] for name in ("held", "shared", "cached", "holders")}
