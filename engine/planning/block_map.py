@@ -24,8 +24,9 @@ class BlockMap:
     """The part of a cell that nobody holds and that a prompt may find again, likewise."""
     holders: bytes
     """The most sequences that hold one block of the cell; 255 if they are more."""
+    num_held: int
     num_shared: int
-    """Blocks that several sequences hold."""
+    num_cached: int
     num_saved: int
     """Blocks that would be taken beside those that are, if nothing were shared."""
 
@@ -60,7 +61,9 @@ def block_map(ref_counts: list[int], findable: bytearray) -> BlockMap:
                 for start, is_shared in zip(starts, shared_parts, strict=True)
             ]
         ),
+        num_held=int.from_bytes(held).bit_count(),
         num_shared=int.from_bytes(shared).bit_count(),
+        num_cached=cached.bit_count(),
         num_saved=sum(counts) - int.from_bytes(held).bit_count(),
     )
 

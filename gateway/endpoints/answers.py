@@ -494,7 +494,9 @@ class BlocksStatus(TypedDict):
     """The part of the cell that nobody holds and that a prompt may find again, likewise."""
     holders: str
     """The most sequences that hold one block of the cell."""
+    num_held: int
     num_shared: int
+    num_cached: int
     num_saved: int
     """Blocks that would be taken beside those that are, if nothing were shared."""
 
