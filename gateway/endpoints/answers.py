@@ -348,6 +348,16 @@ class ConversationDeleted(TypedDict):
 # Models, tokens, prefixes
 
 
+class Defaults(TypedDict):
+    """What a request that does not say gets."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
 class Model(TypedDict):
     id: str
     object: Literal["model"]
@@ -355,6 +365,7 @@ class Model(TypedDict):
     owned_by: str
     root: str
     max_model_len: int
+    defaults: Defaults
 
 
 class Models(TypedDict):
