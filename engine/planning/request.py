@@ -112,6 +112,10 @@ def _sums(one: list[int], other: list[int]) -> list[int]:
     return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
+MAX_MARKS = 256
+"""Steps of one kind whose instants a sequence remembers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """Where the time of a finished sequence went, in seconds on the engine's clock."""
@@ -126,6 +130,12 @@ class Timings:
     num_output_tokens: int
     preempted_s: tuple[float, ...] = ()
     """When it gave way to others, each time."""
+    resumed_s: tuple[float, ...] = ()
+    """When it was scheduled again, each time."""
+    prefills: tuple[tuple[float, int], ...] = ()
+    """The first MAX_MARKS steps that computed prompt tokens: when each ended, and how many they were."""
+    draft_steps: tuple[tuple[float, int, int], ...] = ()
+    """The first MAX_MARKS steps with drafts: when each ended, how many drafts it had, and how many were right."""
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
     """By proposer."""
 
@@ -145,6 +155,9 @@ class Timings:
             num_cached_tokens=max(0, sequence.num_cached_tokens),
             num_output_tokens=sequence.num_output_tokens,
             preempted_s=tuple(sequence.preempted_s),
+            resumed_s=tuple(sequence.resumed_s),
+            prefills=tuple(sequence.prefills),
+            draft_steps=tuple(sequence.draft_steps),
             drafts=sequence.drafts,
         )
 
@@ -191,6 +204,7 @@ class Sequence:
         "awaited_hash",
         "block_hashes",
         "block_table",
+        "draft_steps",
         "drafts",
         "finish_reason",
         "first_token_s",
@@ -206,8 +220,10 @@ class Sequence:
         "num_prompt_tokens",
         "order",
         "preempted_s",
+        "prefills",
         "prompt_logprobs",
         "request",
+        "resumed_s",
         "scheduled_s",
         "stop",
         "text",
@@ -235,6 +251,9 @@ class Sequence:
         """Tokens of its first prefix hit; -1 until it is first scheduled."""
         self.num_preemptions = 0
         self.preempted_s: list[float] = []
+        self.resumed_s: list[float] = []
+        self.prefills: list[tuple[float, int]] = []
+        self.draft_steps: list[tuple[float, int, int]] = []
         self.drafts: dict[str, DraftCount] = {}
         """By proposer."""
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -255,6 +274,16 @@ class Sequence:
         self.scheduled_s = -1.0
         self.first_token_s = -1.0
         self.finish_reason: FinishReason | None = None
+
+    def note_prefill(self, num_tokens: int, now: float) -> None:
+        """Remembers a step that computed prompt tokens."""
+        if len(self.prefills) < MAX_MARKS:
+            self.prefills.append((now, num_tokens))
+
+    def note_drafts(self, num_drafted: int, num_accepted: int, now: float) -> None:
+        """Remembers a step with drafts."""
+        if len(self.draft_steps) < MAX_MARKS:
+            self.draft_steps.append((now, num_drafted, num_accepted))
 
     @property
     def key(self) -> tuple[str, int]:

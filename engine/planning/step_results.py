@@ -80,12 +80,15 @@ class StepResults(SequenceStore):
                 continue
             if chunk.incarnation == sequence.num_preemptions:  # else the blocks written are no longer its own
                 tables.commit(sequence, start + num_tokens - len(chunk.drafts))
-            num_prompt, num_output = sequence.num_prompt_tokens - start, 0
+            num_prompt = num_output = 0
+            if start < sequence.num_prompt_tokens:
+                num_prompt = min(num_tokens, sequence.num_prompt_tokens - start)
+                sequence.note_prefill(num_prompt, now)
             if brought is not None:
                 brought_outputs = self._apply(chunk, brought, now)
                 num_output = len(brought_outputs)
                 outputs += brought_outputs
-            work.append((sequence.request, min(num_prompt, num_tokens) if num_prompt > 0 else 0, num_output))
+            work.append((sequence.request, num_prompt, num_output))
         self.queue.charge(work, now)
         self._settle(now)
         return outputs
@@ -120,7 +123,7 @@ class StepResults(SequenceStore):
         if is_first and sequence.is_scored:
             outputs[0].prompt_logprobs = sequence.prompt_logprobs
         if chunk.drafts:
-            self._keep_accepted(chunk, len(outputs))
+            self._keep_accepted(chunk, len(outputs), now)
         if reason is not None:
             self._finish(sequence, reason, None, now, outputs[-1])
         return outputs
@@ -147,13 +150,14 @@ class StepResults(SequenceStore):
                 return reason
         return None
 
-    def _keep_accepted(self, chunk: Chunk, num_brought: int) -> None:
+    def _keep_accepted(self, chunk: Chunk, num_brought: int, now: float) -> None:
         """Keeps the KV of the drafts that were right; that of the others is overwritten by the steps to come."""
         sequence = chunk.sequence
         if chunk.incarnation == sequence.num_preemptions:
             sequence.num_computed = chunk.start + num_brought
             self.tables.commit(sequence, sequence.num_computed)
         note_drafts(chunk, num_brought)
+        sequence.note_drafts(len(chunk.drafts), chunk.num_accepted, now)
 
     def _fork_if_due(self, parent: Sequence) -> None:
         """Starts the other choices of a request, which share its blocks, once its prompt is computed."""

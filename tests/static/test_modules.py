@@ -189,6 +189,7 @@ RENDER = """
     const div = document.createElement("div");
     div.append(m.renderMarkdown(args[0]));
     for (const node of div.querySelectorAll("figcaption button")) node.remove();
+    for (const chunk of div.querySelectorAll("pre > code > span")) chunk.replaceWith(...chunk.childNodes);
     return div.innerHTML;
 """
 LINK = ' target="_blank" rel="noopener noreferrer"'
