@@ -48,6 +48,15 @@ class SamplingParams:
     """What the answer has to match. The end of the sequence is allowed exactly where the grammar accepts."""
 
 
+class Pooling(StrEnum):
+    """Which hidden states, after the final norm, become the embedding of a prompt."""
+
+    LAST = "last"
+    FIRST = "first"
+    MEAN = "mean"
+    """The mean over all tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One request as it came in. It never changes."""
@@ -65,6 +74,13 @@ class Request:
     """Starts the hash chain of the prompt's blocks: requests with different salts never share a block."""
     output_token_ids: tuple[int, ...] = ()
     """Output tokens that are known already: the one choice continues after them, as it does after a preemption."""
+    pooling: Pooling | None = None
+    """How the embedding of the prompt is made; None if none is wanted."""
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether something is wanted of every token of the prompt, so that all are computed, whatever is cached."""
+        return self.sampling.num_prompt_logprobs is not None or self.pooling in (Pooling.FIRST, Pooling.MEAN)
 
 
 class FinishReason(StrEnum):
@@ -177,6 +193,8 @@ class Output:  # one for every token: keyword arguments would double the cost of
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """With the first output of choice 0, if they are wanted: those of the prompt tokens from the second one on."""
+    embedding: list[float] | None = None
+    """With the first output, if it is wanted."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     """Set with FinishReason.FAILED: what to tell the client."""
@@ -219,6 +237,7 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "order",
+        "pooled",
         "preempted_s",
         "prefills",
         "prompt_logprobs",
@@ -258,6 +277,8 @@ class Sequence:
         """By proposer."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Those that have come, of the prompt tokens from the second one on."""
+        self.pooled: list[float] = []
+        """The sum of the hidden states that have come and that are pooled."""
         self.block_table: list[int] = []
         """The block of token t is `block_table[t // block_size]`. Empty while the sequence does not run."""
         self.num_null_blocks = 0
@@ -300,11 +321,11 @@ class Sequence:
 
     @property
     def num_reusable(self) -> int:
-        """Known tokens whose KV is enough: not the last one, whose logits choose the next, nor those to be scored."""
-        num_known = len(self.token_ids) - 1
-        if not self.is_scored or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1:
+        """Known tokens whose KV is enough: not the last one, whose logits choose the next, nor those that are read."""
+        num_known, num_scored = len(self.token_ids) - 1, len(self.prompt_logprobs)
+        if self.index or not self.request.reads_prompt:
             return num_known
-        return len(self.prompt_logprobs)
+        return num_known if self.is_scored and num_scored == self.num_prompt_tokens - 1 else num_scored
 
     @property
     def num_remaining(self) -> int:
