@@ -16,7 +16,10 @@ class GrammarKind(StrEnum):
     REGEX = "regex"
     """The text is a regular expression; the whole answer matches it."""
     LARK = "lark"
-    """The text is a Lark grammar in llguidance's dialect; the whole answer is derived from its rule `start`."""
+    """The text is a Lark grammar in llguidance's dialect; the whole answer is derived from its rule `start`.
+
+    Or it is one in GBNF, with a rule `root`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
