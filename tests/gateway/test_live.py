@@ -7,12 +7,13 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story about a lighthouse."}]
 ENDLESS = {"ignore_eos": True}
@@ -55,6 +56,32 @@ def test_a_greedy_stream_says_what_a_greedy_answer_says(api: openai.OpenAI, mode
     timings = stream[-2].model_extra or {}
     assert timings["timings"]["ttft_ms"] > 0
     assert timings["timings"]["prompt_tokens"] == whole.usage.prompt_tokens
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int = Field(ge=0, le=9)
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    good: bool
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=16)
+    mood: Literal["happy", "sad"]
+    pets: list[Cat | Dog] = Field(max_length=2)
+
+
+def test_an_answer_is_parsed_as_what_it_was_held_to(api: openai.OpenAI, model: str) -> None:
+    chat = api.chat.completions.parse(
+        model=model, messages=MESSAGES, response_format=Person, temperature=0, max_tokens=200
+    )
+    response = api.responses.parse(model=model, input=MESSAGES, text_format=Person, temperature=0)
+    assert chat.choices[0].finish_reason == "stop"
+    assert isinstance(chat.choices[0].message.parsed, Person)
+    assert response.output_parsed == chat.choices[0].message.parsed
 
 
 def test_a_seed_decides(api: openai.OpenAI, model: str) -> None:
