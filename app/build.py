@@ -29,6 +29,7 @@ from engine.model.checkpoint import read_config, read_generation_defaults, read_
 from engine.model.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from engine.model.drafts import DraftSource, check_draft, shared_tokens
 from engine.model.eagle import check_eagle, is_eagle, read_eagle
+from engine.planning.grammars import Grammars
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
@@ -59,6 +60,7 @@ class Core:
     queue: LaneQueue
     tokenizer: Tokenizer
     sink: TextSink
+    grammars: Grammars
     config: ModelConfig
     defaults: SamplingDefaults
     folder: Path
@@ -168,6 +170,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
             service_options,
             sink=core.sink,
             store=store,
+            grammars=core.grammars,
             traces=traces,
         )
     except TemplateSyntaxError as error:
@@ -203,6 +206,7 @@ def build_core(
     draft = _find_draft(settings, config, tokenizer)
     queue = LaneQueue(threading.Lock(), settings.lanes, weights=weights)
     sink = TextSink(tokenizer, config.eos_token_ids)
+    grammars = Grammars(tokenizer, config.eos_token_ids)
     engine = Engine(
         lambda: _make_runner(folder, options, draft, show),
         queue,
@@ -211,8 +215,9 @@ def build_core(
         deliver=deliver,
         clock=time.monotonic,
         on_state=announce,
+        grammars=grammars,
     )
-    return Core(engine, queue, tokenizer, sink, config, defaults, folder)
+    return Core(engine, queue, tokenizer, sink, grammars, config, defaults, folder)
 
 
 def _allowed_hosts(settings: Settings, is_open: bool) -> tuple[str, ...]:

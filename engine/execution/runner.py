@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as ListLike
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -30,6 +31,7 @@ from engine.execution.graphs import (
 )
 from engine.execution.landing import Chosen, Landing, Wanted
 from engine.execution.loader import LoadedModel
+from engine.execution.scoring import Scored, Scoring
 from engine.execution.seats import Placed, Seats, StepShape
 from engine.execution.verification import Verification
 from engine.model.weights import Progress
@@ -123,6 +125,8 @@ class Steps:
         """Sequences whose parameters the sampler cannot serve, and why."""
         self.max_drafts = model.options.max_drafts if model.kernels.team is not None else 0
         """The native kernels compute a row as if it were alone, and the host sees at once what was sampled."""
+        self._num_logits = min(model.options.max_num_seqs, model.options.max_batch_tokens)
+        """Rows of logits that memory was kept for."""
         self.drafter = self._drafter()
         self.buffers = model.buffers
         self.passes, self.choices = self._ladders()
@@ -138,7 +142,8 @@ class Steps:
         """See `planning.step.Runner`."""
         with self.faults(plan):
             shape = StepShape.of(plan)
-            captured = self.passes.covering(shape)
+            scoring = Scoring.of(plan, self._num_logits) if not shape.is_decode else None
+            captured = self.passes.covering(shape) if scoring is None else None
             verification = Verification(plan) if any(chunk.drafts for chunk in plan.chunks) else None
             placed = self.seats.place(plan, captured or shape)
             if placed.copies is not None:
@@ -146,11 +151,12 @@ class Steps:
                 if self.model.draft is not None:
                     self.model.draft.copy_blocks(*placed.copies)
                 plan.copies = []
+            scored = None
             if captured is None:
-                logits, numbers = self._pass(plan, placed, verification)
+                logits, numbers, scored = self._pass(plan, placed, verification, scoring)
             else:
                 logits, numbers = self._replay(captured, placed)
-            return LaunchedStep(self, plan, placed, captured, verification, logits, numbers)
+            return LaunchedStep(self, plan, placed, captured, verification, logits, numbers, scored)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -179,7 +185,9 @@ class Steps:
                 raise DeviceError(str(error)) from error
             raise
 
-    def _pass(self, plan: Plan, placed: Placed, verification: Verification | None) -> tuple[Tensor, Tensor]:
+    def _pass(
+        self, plan: Plan, placed: Placed, verification: Verification | None, scoring: Scoring | None
+    ) -> tuple[Tensor, Tensor, Scored | None]:
         """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before.
 
         With drafts, the logits are those of all rows that may be sampled.
@@ -190,7 +198,10 @@ class Steps:
             inputs.batch.host_lengths = [(c.num_tokens, c.start + c.num_tokens) for c in plan.chunks]
         if verification is not None:
             inputs.batch.sample_rows = verification.rows
-        return model.lm_head(model.decoder(inputs.batch)), inputs.numbers
+        if scoring is None:
+            return model.lm_head(model.decoder(inputs.batch)), inputs.numbers, None
+        hidden, scored = scoring.run(model.decoder, model.lm_head, inputs.batch)
+        return model.lm_head(hidden), inputs.numbers, scored
 
     def _replay(self, shape: StepShape, placed: Placed) -> tuple[Tensor, Tensor]:
         buffers = self.buffers
@@ -231,14 +242,14 @@ class Steps:
     def _captured_choice(self, buffers: StepBuffers, filters: Filters, shape: StepShape) -> None:
         rows = slice(shape.num_rows)
         slots = buffers.sample_slots[rows]
-        token_ids, logprobs = self.choose(buffers.logits[rows], slots, buffers.numbers[rows], filters)
+        token_ids, logprobs = self.choose(buffers.logits[rows], slots, buffers.numbers[rows], None, filters)
         buffers.token_ids[rows], buffers.logprobs[rows] = token_ids, logprobs
 
     def choose(
-        self, logits: Tensor, slots: Tensor, numbers: Tensor, filters: Filters
+        self, logits: Tensor, slots: Tensor, numbers: Tensor, masks: Tensor | None, filters: Filters
     ) -> tuple[Tensor, Tensor]:
         """Token ids and log probabilities [R] of rows of logits; the table keeps the tokens for the next step."""
-        token_ids, logprobs = self.model.sampler.sample(logits, slots, numbers, filters)
+        token_ids, logprobs = self.model.sampler.sample(logits, slots, numbers, filters, masks)
         self.model.table.last_tokens[slots.long()] = token_ids
         return token_ids, logprobs
 
@@ -286,6 +297,7 @@ class LaunchedStep:
         verification: Verification | None,
         logits: Tensor,
         numbers: Tensor,
+        scored: Scored | None,
     ) -> None:
         self.logits = logits
         """[S, vocab], or more rows as padding; with drafts, those of the verification."""
@@ -293,6 +305,7 @@ class LaunchedStep:
         self._captured = captured
         self._verification = verification
         self._numbers = numbers
+        self._scored = scored
         self._landing: Landing
 
     @torch.inference_mode()
@@ -305,7 +318,7 @@ class LaunchedStep:
                 steps.seats.note_launched(plan, placed.seats)
             else:
                 wanted, chosen = self._verify(self._verification, wanted)
-            self._landing = Landing(steps.model.device, wanted, chosen)
+            self._landing = Landing(steps.model.device, wanted, chosen, self._scored)
 
     def wait(self) -> StepResult:
         return self._landing.wait()
@@ -315,7 +328,8 @@ class LaunchedStep:
         steps, chunks, seats = self._steps, self._plan.chunks, self._placed.seats
         top, filters = self._top(wanted, len(verification.rows)), self._filters()
         slots = [seat.slot if chunk.samples else -1 for seat, chunk in zip(seats, chunks, strict=True)]
-        brought = verification.run(self.logits, slots, partial(steps.choose, filters=filters))
+        masks = self._masks(verification.order)
+        brought = verification.run(self.logits, slots, partial(steps.choose, filters=filters), masks)
         steps.seats.note_launched(self._plan, seats)
         steps.seats.note_verified(seat for seat, chunk in zip(seats, chunks, strict=True) if chunk.drafts)
         rows = (rows for rows, chunk in zip(brought, chunks, strict=True) if chunk.samples)
@@ -327,6 +341,11 @@ class LaunchedStep:
         num_top = max((one.num_logprobs or 0 for one in wanted), default=0)
         return most_likely(self.logits[:num_rows], num_top) if num_top else None
 
+    def _masks(self, order: ListLike[tuple[int, int]]) -> Tensor | None:
+        """[R, words] on the device: the masks of rows, each given by its chunk and how many drafts come before."""
+        masks, sampler = self._plan.masks, self._steps.model.sampler
+        return None if masks is None else sampler.masks(masks, order)
+
     def _filters(self) -> Filters:
         return self._steps.model.sampler.filters(
             seat.slot for seat, c in zip(self._placed.seats, self._plan.chunks, strict=True) if c.samples
@@ -336,10 +355,12 @@ class LaunchedStep:
         steps, num = self._steps, len(self._plan.chunks)
         # The most likely tokens first: that may find no memory, and what is chosen is counted once.
         top, filters = self._top(wanted, num), self._filters()
-        if self._captured is None:
+        masks = self._masks([(i, 0) for i in range(num)])
+        if self._captured is None or masks is not None:
             if not wanted:
                 return Chosen(self._numbers, self._numbers)
-            found = steps.choose(self.logits, self._placed.sample_slots, self._numbers, filters)
+            slots = self._placed.sample_slots[:num]
+            found = steps.choose(self.logits[:num], slots, self._numbers[:num], masks, filters)
             return Chosen(*found, top)
         assert steps.buffers is not None
         rows = self._captured.num_rows

@@ -32,6 +32,25 @@ class Chunk:
     def __post_init__(self) -> None:
         self.incarnation = self.sequence.num_preemptions
 
+    @property
+    def scored(self) -> range:
+        """Positions of the prompt tokens that its logits give the wanted probabilities of: each follows one of its."""
+        sequence = self.sequence
+        if not sequence.is_scored:
+            return range(0)
+        return range(self.start + 1, min(self.start + self.num_tokens + 1, sequence.num_prompt_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """The tokens that grammars allow in the rows of a step that are sampled."""
+
+    bits: bytearray
+    """[rows][num_words] little-endian words of 32 bits, one for each token; those beyond the words are not allowed."""
+    num_words: int
+    first: list[int]
+    """By chunk, the row of its first choice, after which those of its drafts follow; -1 if it may bring any token."""
+
 
 @dataclass(slots=True)
 class Plan:
@@ -45,6 +64,8 @@ class Plan:
     """Steps are numbered in the order in which they are planned; 0 has no number."""
     drafting_s: float = 0.0
     """The part of its time that went into making drafts."""
+    masks: Masks | None = None
+    """Limits the choice of its tokens; known when `StepInFlight.choose` is called."""
 
 
 @dataclass(slots=True)
@@ -60,9 +81,13 @@ class Sampled:
 
 @dataclass(slots=True)
 class StepResult:
-    """`sampled[i]` belongs to the i-th chunk of the plan that samples."""
+    """What a step brought.
+
+    `sampled[i]` belongs to the i-th chunk of the plan that samples, `scored[i]` to the i-th one that scores tokens.
+    """
 
     sampled: list[Sampled]
+    scored: ListLike[list[TokenLogprobs]] = ()
 
 
 class DeviceError(RuntimeError):

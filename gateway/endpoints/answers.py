@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, Required
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -26,6 +26,28 @@ class Error(TypedDict):
     """Every refusal and every fault."""
 
     error: Fault
+
+
+class AnthropicFault(TypedDict):
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "api_error",
+        "overloaded_error",
+    ]
+    message: str
+
+
+class AnthropicError(TypedDict):
+    """Every refusal and every fault of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicFault
+    request_id: str | None
 
 
 # Completions
@@ -84,6 +106,17 @@ class ChosenLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int | None
+    """Among the most likely tokens; null for a token of the prompt that is none of them."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By place in the prompt, tokens by their ids; null for the first place."""
+
+
 class ChatLogprobs(TypedDict):
     content: list[ChosenLogprob]
     refusal: None
@@ -98,6 +131,7 @@ class ChatMessage(TypedDict):
 class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
+    token_ids: NotRequired[list[int]]
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
@@ -105,6 +139,8 @@ class ChatChoice(TypedDict):
 class ChatCompletion(Reply):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
     usage: Usage
     timings: Timings | None
 
@@ -117,6 +153,7 @@ class ChatDelta(TypedDict, total=False):
 class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
+    token_ids: NotRequired[list[int]]
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
@@ -126,6 +163,7 @@ class ChatChunk(Reply):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    prompt_token_ids: NotRequired[list[int]]
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
 
@@ -137,22 +175,30 @@ class ChatDeleted(TypedDict):
 
 
 class TextLogprobs(TypedDict):
+    """Null for the first token of a prompt that is echoed."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class TextChoice(TypedDict):
     index: int
     text: str
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
     logprobs: TextLogprobs | None
     finish_reason: FinishReason | None
 
 
+class WholeTextChoice(TextChoice):
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
 class TextCompletion(Reply):
     object: Literal["text_completion"]
-    choices: list[TextChoice]
+    choices: list[WholeTextChoice]
     usage: Usage
     timings: Timings
 
@@ -162,6 +208,229 @@ class TextChunk(Reply):
     choices: list[TextChoice]
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
+
+
+# Anthropic's messages
+
+
+class TextContent(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingContent(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseContent(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Any
+
+
+Content = TextContent | ThinkingContent | ToolUseContent
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class MessageUsage(TypedDict):
+    """Tokens that were found in the cache are counted apart."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    service_tier: NotRequired[Literal["standard", "priority", "batch"]]
+
+
+class AnthropicMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Content]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    timings: NotRequired[Timings]
+
+
+class MessageStart(TypedDict):
+    type: Literal["message_start"]
+    message: AnthropicMessage
+
+
+class BlockStart(TypedDict):
+    type: Literal["content_block_start"]
+    index: int
+    content_block: Content
+
+
+class MessagePing(TypedDict):
+    type: Literal["ping"]
+
+
+class TextAdded(TypedDict):
+    type: Literal["text_delta"]
+    text: str
+
+
+class ThinkingAdded(TypedDict):
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class InputAdded(TypedDict):
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+class BlockDelta(TypedDict):
+    type: Literal["content_block_delta"]
+    index: int
+    delta: TextAdded | ThinkingAdded | InputAdded
+
+
+class BlockStop(TypedDict):
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class StopDelta(TypedDict):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(TypedDict):
+    type: Literal["message_delta"]
+    delta: StopDelta
+    usage: MessageUsage
+    timings: Timings
+
+
+class MessageStop(TypedDict):
+    type: Literal["message_stop"]
+
+
+MESSAGE_EVENTS = (
+    MessageStart,
+    BlockStart,
+    MessagePing,
+    BlockDelta,
+    BlockStop,
+    MessageDelta,
+    MessageStop,
+    AnthropicError,
+)
+
+
+class InputTokens(TypedDict):
+    input_tokens: int
+
+
+# Ollama's lines
+
+
+class OllamaError(TypedDict):
+    """Every refusal and every fault of Ollama's API."""
+
+    error: str
+
+
+class OllamaEnding(TypedDict, total=False):
+    """What the last line says; durations in nanoseconds."""
+
+    done_reason: Literal["stop", "length", "load"]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+    prompt_eval_duration: int
+    eval_count: int
+    eval_duration: int
+    timings: Timings
+
+
+class OllamaFunction(TypedDict):
+    name: str
+    arguments: Any
+
+
+class OllamaCall(TypedDict):
+    id: str
+    function: OllamaFunction
+
+
+class OllamaMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[OllamaCall]]
+
+
+class OllamaChat(OllamaEnding):
+    model: Required[str]
+    created_at: Required[str]
+    message: Required[OllamaMessage]
+    done: Required[bool]
+
+
+class OllamaText(OllamaEnding):
+    model: Required[str]
+    created_at: Required[str]
+    response: Required[str]
+    thinking: str
+    done: Required[bool]
+
+
+class OllamaDetails(TypedDict):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(TypedDict):
+    name: str
+    model: str
+    size: int
+    digest: Hash
+    details: OllamaDetails
+
+
+class OllamaListed(OllamaModel):
+    modified_at: str
+
+
+class OllamaLoaded(OllamaModel):
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class OllamaModels(TypedDict):
+    models: list[OllamaListed]
+
+
+class OllamaLoadedModels(TypedDict):
+    models: list[OllamaLoaded]
+
+
+class OllamaShown(TypedDict):
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[Literal["completion", "tools", "thinking"]]
+    modified_at: str
+
+
+class OllamaVersion(TypedDict):
+    version: str
 
 
 # Responses and conversations

@@ -16,6 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 access_log = logging.getLogger("penstock.access")
 
+ANTHROPIC_PATH = "/v1/messages"
+"""Below it clients know Anthropic's API: its errors, and its name for the header with the request's id."""
 _PROBES = ("/health", "/ready", "/metrics")
 """Asked for every few seconds: they are in the log of level debug alone."""
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
@@ -64,7 +66,10 @@ class RequestIdMiddleware:
             nonlocal answered, status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if request.path.startswith(ANTHROPIC_PATH):
+                    headers["request-id"] = request_id
             await send(message)
             answered = message["type"] == "http.response.body" and not message.get("more_body", False)
 

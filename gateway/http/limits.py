@@ -11,6 +11,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.errors import ApiError, invalid
+from gateway.http.refusals import refusal
 
 _STRING = re.compile(rb'"[^"]*"?')
 _PIECE_BYTES = 64 * 1024
@@ -40,7 +41,11 @@ class Limits:
     max_stop_chars: int = 256
     max_stop_token_ids: int = 64
     max_logit_bias: int = 1024
+    max_bad_words: int = 64
     max_metadata: int = 16
+    max_grammar_bytes: int = 64 * 1024
+    """Of a schema, regular expression or grammar that an answer has to match."""
+    max_grammar_choices: int = 1024
     max_top_logprobs: int = 20
     max_logprobs: int = 2**20
     """Log probabilities of a reply in one piece: all are kept until it is complete, at about 100 bytes each."""
@@ -61,7 +66,7 @@ class LimitsMiddleware:
             return
         error = self._check_headers(scope["headers"])
         if error is not None:
-            await error.response()(scope, receive, send)
+            await refusal(error, scope["path"])(scope, receive, send)
             return
         await self.app(scope, _Counted(receive, self.limits.max_body_bytes), send)
 

@@ -8,7 +8,7 @@ no character is ever cut in two.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 
@@ -16,6 +16,7 @@ import orjson
 from starlette.responses import JSONResponse
 
 from engine.planning.request import DraftCount, FinishReason, Timings
+from gateway.http.connections import EVENT_STREAM
 from gateway.http.errors import ApiError
 from gateway.wire.shapes import Head, Shape
 from gateway.wire.streams import Delta, Generation
@@ -133,20 +134,56 @@ def _ms(seconds: float) -> float:
 
 
 class StreamWriter:
-    """Renders the chunks of one streamed reply."""
+    """One reply of chat or text completions; a `gateway.wire.writers.Writer`."""
 
-    def __init__(self, shape: Shape, head: Head, *, include_usage: bool) -> None:
+    media_type = EVENT_STREAM
+
+    def __init__(self, shape: Shape, head: Head, *, include_usage: bool, usage_so_far: bool = False) -> None:
+        """`usage_so_far`: every chunk has it, not the last one alone."""
         self._shape = shape
+        self._head = head
+        self._include_usage = include_usage
+        self._usage_so_far = usage_so_far
         self._opening = _head_json(head, shape.chunk_object)
         self._usage = ',"usage":null' if include_usage else ""
         self._tail = self._tail_of("null", "")
         self._prefixes: dict[int, str] = {}
 
+    def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
+        frames, endings = [], []
+        if self._usage_so_far:
+            self._usage = f',"usage":{json.dumps(usage_of(generation).as_json())}'
+            self._tail = self._tail_of("null", "")
+        for index, delta in deltas:
+            frames.append(self.chunk(index, delta))
+            if delta.finish_reason is not None:
+                endings.append((index, delta.finish_reason))
+        for number, (index, reason) in enumerate(endings, start=1):
+            is_last = generation.finished and number == len(endings)
+            frames.append(self.finish(index, reason, timings_of(generation) if is_last else None))
+        if generation.finished and generation.error is None:
+            if self._include_usage:
+                frames.append(self.usage(usage_of(generation)))
+            frames.append(DONE)
+        return b"".join(frames)
+
+    def fault(self, error: ApiError) -> bytes:
+        return error_frame(error) + DONE
+
+    def keepalive(self) -> bytes:
+        return KEEPALIVE
+
+    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        body = self._shape.body(self._head, deltas)
+        return {**body, "usage": usage_of(generation).as_json(), "timings": timings_of(generation)}
+
     def chunk(self, index: int, delta: Delta) -> bytes:
         """The chunks that show what is new for one choice, without its end."""
-        if not delta.logprobs:
+        in_choice, beside = self._shape.token_ids(delta)
+        if not delta.logprobs and not in_choice:
             return self.text(index, delta.text)
-        return self._chunk(index, delta.text, self._shape.logprobs(index, delta))
+        logprobs = self._shape.logprobs(index, delta) if delta.logprobs else "null"
+        return self._chunk(index, delta.text, logprobs + in_choice, beside)
 
     def text(self, index: int, text: str) -> bytes:
         """The same for text alone; empty if there is nothing to show."""
@@ -154,10 +191,11 @@ class StreamWriter:
             return b"" if index in self._prefixes else self._open(index).encode("ascii")
         return self._chunk(index, text, "null")
 
-    def _chunk(self, index: int, text: str, logprobs: str) -> bytes:
+    def _chunk(self, index: int, text: str, logprobs: str, beside: str = "") -> bytes:
         opening = "" if index in self._prefixes else self._open(index)
         content = encode_basestring_ascii(text) + self._shape.after_text
-        chunk = f'{opening}{self._prefixes[index]}{content},"logprobs":{logprobs}{self._tail}'
+        tail = self._tail_of("null", beside) if beside else self._tail
+        chunk = f'{opening}{self._prefixes[index]}{content},"logprobs":{logprobs}{tail}'
         return chunk.encode("ascii")
 
     def finish(self, index: int, reason: FinishReason, timings: dict[str, object] | None) -> bytes:

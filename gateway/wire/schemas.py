@@ -40,10 +40,25 @@ class StrictBody(BaseModel):
     """Fields of OpenAI's that are refused by name unless they are null."""
 
 
+Schema = dict[str, object] | bool
+"""A JSON Schema."""
+
+
+class StructuredOutputs(StrictBody):
+    """What the answer has to match, in one of vLLM's ways."""
+
+    json_: Annotated[Schema | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Annotated[Many[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
     resumable: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Sampled(StrictBody):
@@ -55,6 +70,10 @@ class Sampled(StrictBody):
         "logit_bias": "max_logit_bias",
         "stop_token_ids": "max_stop_token_ids",
         "metadata": "max_metadata",
+        "structured_outputs.choice": "max_grammar_choices",
+        "guided_choice": "max_grammar_choices",
+        "prompt_logprobs": "max_top_logprobs",
+        "bad_words": "max_bad_words",
     }
 
     model: Annotated[str, Field(min_length=1)]
@@ -78,6 +97,20 @@ class Sampled(StrictBody):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Many[Annotated[int, Field(ge=0)]] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[Many[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    bad_words: Many[Annotated[str, Field(min_length=1)]] | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Literal[0] | None = None
 
     # Accepted: they ask for nothing that could be seen in the answer.
     user: str | None = None
@@ -109,8 +142,18 @@ class Message(StrictBody):
 _MOST_MESSAGES = {"messages": "max_messages", "messages[].content": "max_content_parts"}
 
 
-class ResponseFormat(StrictBody):
-    type: Literal["text"]
+class JsonSchema(StrictBody):
+    """A schema with a name. `strict` changes nothing: every answer is held to its schema."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class AnswerFormat(StrictBody):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class ChatBody(Sampled):
@@ -121,6 +164,7 @@ class ChatBody(Sampled):
             "audio",
             "function_call",
             "functions",
+            "allowed_token_ids",
             "moderation",
             "parallel_tool_calls",
             "prediction",
@@ -141,20 +185,27 @@ class ChatBody(Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: AnswerFormat | None = None
     modalities: Many[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: Literal[False] | None = None
 
 
 class CompletionBody(Sampled):
     """`POST /v1/completions`."""
 
-    NOT_SUPPORTED = frozenset({"suffix"})
+    NOT_SUPPORTED = frozenset({"allowed_token_ids"})
     MOST: ClassVar[Mapping[str, str | int]] = {**Sampled.MOST, "logprobs": "max_top_logprobs"}
 
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
     best_of: Literal[1] | None = None
+    response_format: AnswerFormat | None = None
 
 
 class TokenizeBody(StrictBody):
@@ -190,7 +241,16 @@ Body = TypeVar("Body", bound=StrictBody)
 
 # Refused for their value, not for their type: clients are told that the feature is missing.
 _MISSING_FEATURES = frozenset(
-    {"echo", "best_of", "store", "response_format", "modalities", "include_obfuscation"}
+    {
+        "add_special_tokens",
+        "best_of",
+        "include_obfuscation",
+        "modalities",
+        "priority",
+        "response_format",
+        "spaces_between_special_tokens",
+        "store",
+    }
 )
 
 
@@ -259,11 +319,12 @@ def _path(location: tuple[int | str, ...]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif number == 0 or (
-            not part.startswith(("list[", "constrained", "function-"))
+            not part.startswith(("list[", "dict[", "constrained", "function-"))
             and part
             not in (
                 "str",
                 "int",
+                "bool",
                 "none",
             )
         ):
@@ -276,12 +337,24 @@ def check_counts(body: Sampled, limits: Limits) -> None:
     _check_stop(body.stop, limits)
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("'prompt_logprobs' is not allowed when 'stream' is true.", "prompt_logprobs")
 
 
 def check_chat(body: ChatBody, limits: Limits) -> None:
     check_counts(body, limits)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise invalid(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other.",
+                "continue_final_message",
+            )
+        if body.messages[-1].role != "assistant":
+            raise invalid(
+                "'continue_final_message' needs a last message of the assistant.", "continue_final_message"
+            )
     if None not in (body.max_tokens, body.max_completion_tokens):
         raise invalid("Give 'max_tokens' or 'max_completion_tokens', not both.", "max_tokens")
 
@@ -290,6 +363,10 @@ def check_completion(body: CompletionBody, limits: Limits) -> None:
     check_counts(body, limits)
     if body.stream_options is not None and body.stream_options.resumable:
         raise unsupported("stream_options.resumable")
+    if body.suffix and body.echo:
+        raise invalid("'echo' cannot be used together with 'suffix'.", "echo")
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("'max_tokens' may only be 0 when 'echo' is true.", "max_tokens")
 
 
 def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
