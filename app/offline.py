@@ -29,11 +29,13 @@ from app.log import counter, silent
 from app.log import progress as progress_bar
 from app.settings import Settings, load_settings
 from engine.engine import EngineState
+from engine.planning.grammar import Grammar
+from engine.planning.grammars import GrammarError
 from engine.planning.request import FinishReason, Output, Request
 from engine.planning.step import StepReport
 from gateway.access.keys import OPEN_TENANT
 from gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
-from gateway.endpoints.intake import salt_of
+from gateway.endpoints.intake import banned_tokens, salt_of
 from gateway.http.errors import ApiError, invalid
 from gateway.http.limits import Limits
 from gateway.wire.prompts import Prompts, check_token_ids
@@ -41,12 +43,12 @@ from gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
 from gateway.wire.schemas import (
     ChatBody,
     CompletionBody,
-    Sampled,
     as_dict,
     check_chat,
     check_completion,
     read,
 )
+from gateway.wire.structured import answer_form, form_of
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -98,6 +100,13 @@ class Sampling(TypedDict, total=False):
     min_tokens: int
     ignore_eos: bool
     stop_token_ids: list[int]
+    bad_words: list[str]
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
+    response_format: Mapping[str, Any]
+    """What answers have to match: {"type": "json_object"}, or a json_schema."""
+    structured_outputs: Mapping[str, Any]
+    """The same in vLLM's words: json, regex, choice or grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +298,7 @@ class LLM:
             if len(token_ids) < len(body.prompt):
                 raise invalid("A prompt is a text or a list of token ids.", "prompt")
         room = self._engine.max_sequence_tokens - len(token_ids)
-        most = body.max_tokens or max(1, min(DEFAULT_COMPLETION_TOKENS, room))
+        most = max(1, min(DEFAULT_COMPLETION_TOKENS, room)) if body.max_tokens is None else body.max_tokens
         return self._request(body, token_ids, "prompt", MaxTokens("max_tokens", most), body.logprobs)
 
     def _of_conversation(self, messages: object, values: Mapping[str, Any]) -> Request:
@@ -301,19 +310,29 @@ class LLM:
         return self._request(body, token_ids, "messages", asked, num_logprobs)
 
     def _request(
-        self, body: Sampled, token_ids: list[int], name: str, asked: MaxTokens, num_logprobs: int | None
+        self,
+        body: ChatBody | CompletionBody,
+        token_ids: list[int],
+        name: str,
+        asked: MaxTokens,
+        num_logprobs: int | None,
     ) -> Request:
         """One without an id; `name` is what its prompt is called."""
         if not token_ids:
             raise invalid(f"'{name}' must not be empty.", name)
         check_token_ids(token_ids, self._vocab_size, name)
         room = Room(self._engine.max_sequence_tokens, len(token_ids))
+        tokenizer = self._core.tokenizer
         sampling = sampling_params(
             body,
             self._core.defaults,
             max_tokens=room.output_tokens(asked, name),
             num_logprobs=num_logprobs,
+            num_prompt_logprobs=None,
+            banned=banned_tokens(tokenizer, body.bad_words or ()),
+            special_ids=tokenizer.special_ids,
             vocab_size=self._vocab_size,
+            grammar=self._grammar(body),
         )
         return Request(
             request_id="",
@@ -324,6 +343,16 @@ class LLM:
             tenant=OPEN_TENANT.name,
             salt=salt_of(OPEN_TENANT),
         )
+
+    def _grammar(self, body: ChatBody | CompletionBody) -> Grammar | None:
+        form = form_of(body, _LIMITS, answer_form(body.response_format))
+        if form is None:
+            return None
+        try:
+            self._core.grammars.compile(OPEN_TENANT.name, form.grammar)
+        except GrammarError as error:
+            raise invalid(f"Invalid '{form.field}': {error}.", form.field) from None
+        return form.grammar
 
     # From outputs to answers
 

@@ -85,6 +85,22 @@ def test_log_probabilities_are_those_of_the_server(llm: LLM, live_server: str) -
     assert plain.choices[0].logprobs is None
 
 
+def test_answers_match_the_form_that_was_asked_for(llm: LLM) -> None:
+    words = ["yes", "no", "perhaps"]
+    answers = llm.generate(PROMPTS, structured_outputs={"choice": words}, seed=1)
+    assert {answer.text for answer in answers} <= set(words)
+    ages = {"type": "integer", "minimum": 0, "maximum": 120}
+    schema = {
+        "type": "object",
+        "properties": {"age": ages},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    for answer in llm.chat(CONVERSATIONS, response_format=form, seed=1, max_tokens=200):
+        assert 0 <= json.loads(answer.text)["age"] <= 120
+
+
 def test_one_prompt_alone_is_a_list_of_one(llm: LLM) -> None:
     greedy: Sampling = {"temperature": 0, "max_tokens": 5}
     (text,) = llm.generate(PROMPTS[0], **greedy)
@@ -202,6 +218,11 @@ def test_a_loop_that_is_gone_does_not_harm_the_engine(llm: LLM) -> None:
         (lambda llm: llm.chat([{"role": "wizard", "content": "x"}]), ValueError, "messages.0..role"),
         (lambda llm: llm.chat("Hello"), ValueError, "Invalid 'messages'"),
         (lambda llm: llm.chat(CONVERSATIONS[0], service_tier="best"), ValueError, "Invalid 'service_tier'"),
+        (
+            lambda llm: llm.generate("x", structured_outputs={"regex": "("}),
+            ValueError,
+            "Invalid 'structured_outputs.regex'",
+        ),
         (lambda llm: llm.stream("x", top_p=0), ValueError, "Invalid 'top_p'"),
     ],
 )
