@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import count
+from math import inf
 from queue import SimpleQueue
 from typing import Any, Self
 
@@ -49,6 +50,7 @@ from gateway.wire.schemas import (
     read,
 )
 from gateway.wire.structured import answer_form, form_of
+from priority.lanes import DEFAULT_POLICIES
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -497,10 +499,17 @@ class _Desk:
 
 
 def _settings(model: str | os.PathLike[str] | None, given: Mapping[str, object]) -> Settings:
+    """Lanes that nobody set promise nothing and hold nothing back: what counts here is when all is done."""
     known = Settings.model_fields.keys() - SERVER_ONLY
     for name in given.keys() - known:
         raise TypeError(f"an LLM has no setting {name!r}{_near(name, known)}")
-    return load_settings(given if model is None else {"model": os.fspath(model), **given})
+    settings = load_settings(given if model is None else {"model": os.fspath(model), **given})
+    lanes = {
+        f"lane_{lane.label}": replace(policy, ttft_s=inf, tpot_s=inf, kv_share=1.0)
+        for lane, policy in settings.lanes.items()
+        if policy == DEFAULT_POLICIES[lane]
+    }
+    return settings.model_copy(update=lanes)
 
 
 def _near(name: str, known: Iterable[str]) -> str:

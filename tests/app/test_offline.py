@@ -11,15 +11,17 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.checkpoint import DEMO_MODEL
-from app.offline import LLM, SERVER_ONLY, Answer, Sampling
+from app.offline import LLM, SERVER_ONLY, Answer, Sampling, _settings
 from app.settings import Settings
 from gateway.wire.schemas import ChatBody, CompletionBody
+from priority.lanes import Lane
 
 PROMPTS = ["Once upon a time", "The old bear", "Paris is", "What is a penstock?"]
 CONVERSATIONS = [
@@ -264,6 +266,14 @@ def test_a_model_that_cannot_be_loaded_is_said_in_one_line(tmp_path: Path) -> No
 def test_what_it_takes_are_settings_and_fields_that_there_are() -> None:
     assert Settings.model_fields.keys() > SERVER_ONLY
     assert Sampling.__optional_keys__ <= ChatBody.model_fields.keys() | CompletionBody.model_fields.keys()
+
+
+def test_lanes_promise_what_was_set_and_else_nothing() -> None:
+    lanes = _settings(None, {"lane_interactive": "tpot=0.05"}).lanes
+    assert (lanes[Lane.INTERACTIVE].tpot_s, lanes[Lane.INTERACTIVE].ttft_s) == (0.05, 1.0)
+    assert (lanes[Lane.STANDARD].tpot_s, lanes[Lane.STANDARD].ttft_s) == (inf, inf)
+    assert lanes[Lane.STANDARD].kv_share == lanes[Lane.BATCH].kv_share == 1
+    assert lanes[Lane.INTERACTIVE].weight > lanes[Lane.STANDARD].weight > lanes[Lane.BATCH].weight
 
 
 class Terminal(io.StringIO):
