@@ -29,6 +29,7 @@ from engine.model.checkpoint import read_config, read_generation_defaults, read_
 from engine.model.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from engine.model.drafts import DraftSource, check_draft, shared_tokens
 from engine.model.eagle import check_eagle, is_eagle, read_eagle
+from engine.planning.embedding import read_embedding
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
@@ -129,7 +130,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
     folder = find_checkpoint(settings.model)
     try:
         config, tokenizer = read_config(folder), read_tokenizer(folder)
-        defaults = _sampling_defaults(folder)
+        defaults, embedding = _sampling_defaults(folder), read_embedding(folder, config.hidden_size)
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
     options = load_options(settings)
@@ -152,6 +153,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         created=created(folder),
         block_size=options.block_size,
         vocab_size=config.vocab_size,
+        embedding=embedding,
         defaults=defaults,
         clients=clients,
         promises={lane: policy.ttft_s for lane, policy in lanes.items() if isfinite(policy.ttft_s)},

@@ -14,6 +14,7 @@ from gateway.access.idempotency import MAX_KEY_CHARS
 from gateway.endpoints import answers
 from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
 from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
+from gateway.wire.embeddings import EmbeddingsBody
 from gateway.wire.schemas import (
     ChatBody,
     CompletionBody,
@@ -125,6 +126,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             body=CompletionBody,
             answer=answers.TextCompletion,
             events={"": answers.TextChunk | answers.Error},
+            statuses=_WORK,
+        )
+    },
+    "/v1/embeddings": {
+        "POST": Operation(
+            summary="Turn texts into vectors",
+            body=EmbeddingsBody,
+            answer=answers.Embeddings,
             statuses=_WORK,
         )
     },
