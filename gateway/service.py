@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 
 from engine.engine import EngineState
+from engine.planning.embedding import Embedding
 from engine.planning.grammars import Grammars
 from engine.planning.step import StepReport
 from gateway.access.idempotency import Idempotency
@@ -47,6 +48,8 @@ class ServiceOptions:
     block_size: int = 16
     vocab_size: int | None = None
     """Of the model; its tokenizer may have more or fewer."""
+    embedding: Embedding = field(default_factory=Embedding)
+    """How embeddings are made."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)

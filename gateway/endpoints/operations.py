@@ -16,6 +16,7 @@ from gateway.endpoints.events import DETAILS
 from gateway.http.refusals import OVERLOADED
 from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
+from gateway.wire.embeddings import EmbeddingsBody
 from gateway.wire.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from gateway.wire.schemas import (
     ChatBody,
@@ -158,6 +159,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             answer=answers.InputTokens,
             error=answers.AnthropicError,
             statuses=(404,),
+        )
+    },
+    "/v1/embeddings": {
+        "POST": Operation(
+            summary="Turn texts into vectors",
+            body=EmbeddingsBody,
+            answer=answers.Embeddings,
+            statuses=_WORK,
         )
     },
     "/v1/responses": {

@@ -13,7 +13,11 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+import torch
+import transformers
 from pydantic import BaseModel, Field
+
+from app.checkpoint import DEMO_MODEL
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story about a lighthouse."}]
 ENDLESS = {"ignore_eos": True}
@@ -144,6 +148,21 @@ def test_an_echo_scores_what_was_said_greedily(
         assert logprobs == pytest.approx(expected[: len(expected) - number], abs=1e-4)
         assert all(logprob == max(top.values()) for logprob, top in zip(logprobs, tops, strict=True))
     assert whole in reply.choices[0].text
+
+
+def test_embeddings_are_the_last_hidden_states_of_transformers(
+    api: openai.OpenAI, model: str, live_server: str
+) -> None:
+    texts = ["The cat sat by the fire.", "A storm came over the sea.", "Once upon a time " * 20]
+    reply = api.embeddings.create(model=model, input=texts)
+    oracle = transformers.AutoModel.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    for text, entry in zip(texts, reply.data, strict=True):
+        ids = httpx.post(f"{live_server}/tokenize", json={"prompt": text}).json()["tokens"]
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([ids])).last_hidden_state[0, -1]
+        found = torch.tensor(entry.embedding)
+        assert found.norm() == pytest.approx(1, abs=1e-5)
+        assert torch.cosine_similarity(found, expected, dim=0) > 0.999
 
 
 def test_a_logit_bias_forces_a_token(api: openai.OpenAI, model: str, live_server: str) -> None:
