@@ -17,7 +17,7 @@ const button = el(
   "button",
   { type: "button", "aria-pressed": "false", title: "A live view of the engine", onclick: () => toggle() },
   icon,
-  "Engine",
+  el("span", {}, "Engine"),
 );
 
 async function toggle(open = !app.classList.contains("windowed")) {

@@ -6,14 +6,14 @@ import { count, duration, number, ordinal } from "./format.js";
 import { aligned, spansOf, thinned } from "./spans.js";
 
 const WIDTH = 1000;
-const TALL = 18;
-const TRACK = { y: 8, height: 10 }; // the drafts stand above it
+const TALL = 26;
+const TRACK = { y: 13, height: 12 }; // the drafts stand above it
 const MOST_TICKS = 400;
 const DRAW_MS = 250;
 
 const KINDS = {
   queued: { label: "queued", color: "free" },
-  prefill: { label: "prompt computed", color: "accent" },
+  prefill: { label: "prompt computed", color: "deep" },
   decode: { label: "tokens", color: "water" },
   away: { label: "preempted", color: "red" },
 };
@@ -150,7 +150,7 @@ export function sentence(timings, spans) {
 function legend(spans, drafts) {
   const shown = Object.entries(KINDS).filter(([kind]) => spans.some((span) => span.kind === kind));
   const items = shown.map(([, { label, color }]) => [label, color]);
-  if (drafts.length > 0) items.push(["drafts accepted", "green"], ["drafts rejected", "amber"]);
+  if (drafts.length > 0) items.push(["drafts accepted", "leaf"], ["drafts rejected", "sun"]);
   return el(
     "div",
     { class: "legend" },

@@ -135,7 +135,10 @@ STATES: list[Callable[[Page, ScriptedServer], None]] = [
 ]
 PICTURES = [
     *((f"page-{state.__name__}", state, DESKTOP, "light") for state in STATES),
-    *((f"page-{state.__name__}-dark", state, DESKTOP, "dark") for state in (empty, chat, formulas, refused, settings)),
+    *(
+        (f"page-{state.__name__}-dark", state, DESKTOP, "dark")
+        for state in (empty, chat, formulas, refused, settings)
+    ),
     *((f"page-{state.__name__}-phone", state, PHONE, "light") for state in STATES),
 ]
 
