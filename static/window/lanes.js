@@ -1,9 +1,8 @@
 /** The lanes and their promises: what is promised, what is predicted for who comes now, and what was kept. */
 
-import { el } from "../dom.js";
+import { el, svg } from "../dom.js";
 import { duration, number, percent } from "./format.js";
 import { LENGTH } from "./history.js";
-import { svg } from "./chart.js";
 import { linePath, niceTop, stretches } from "./shapes.js";
 
 const SIZE = { width: 240, height: 36 };

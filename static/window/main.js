@@ -1,8 +1,7 @@
 /** Opens the window into the engine, and puts a timeline below every answer. */
 
-import { el } from "../dom.js";
+import { el, svg } from "../dom.js";
 import { loadKey } from "../settings.js";
-import { svg } from "./chart.js";
 import { Answers } from "./answers.js";
 
 const app = document.getElementById("app");

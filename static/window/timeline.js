@@ -1,7 +1,6 @@
 /** The life of one answer as a strip of time, and as a table. */
 
-import { el } from "../dom.js";
-import { svg } from "./chart.js";
+import { el, svg } from "../dom.js";
 import { count, duration, number, ordinal } from "./format.js";
 import { aligned, spansOf, thinned } from "./spans.js";
 
@@ -160,11 +159,11 @@ function legend(spans, drafts) {
 
 /** When, how long, what: in order. */
 export function rows(timings, spans, drafts) {
-  const found = spans.map(({ kind, from, to, tokens }) => {
+  const found = [{ at: timings.ttft_ms, took: null, what: "first token" }];
+  for (const { kind, from, to, tokens } of spans) {
     const what = kind === "prefill" ? `${count(tokens, "prompt token")} computed` : KINDS[kind].label;
-    return { at: from, took: to - from, what };
-  });
-  found.push({ at: timings.ttft_ms, took: null, what: "first token" });
+    found.push({ at: from, took: to - from, what });
+  }
   for (const { at, drafted, accepted } of drafts) {
     found.push({ at, took: null, what: `${count(drafted, "draft")}, ${number(accepted)} accepted` });
   }
