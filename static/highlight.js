@@ -56,9 +56,9 @@ const FAMILIES = {
   ruby: () => family({ comment: HASH }, RUBY),
   sql: () => family({ comment: "--.*", spans: [BLOCK], ignoreCase: true }, SQL),
   json: () => family({ extra: `(?<keyword>${DOUBLE}(?=\\s*:))|(?<string>${DOUBLE})`, string: "" }),
-  yaml: () => family({ comment: HASH, extra: String.raw`(?<keyword>[\w.\/-]+(?=\s*[:=](?:\s|$)))|(?<type>^\s*\[[^\]\n]*\])` }),
-  css: () => family({ spans: [BLOCK], extra: String.raw`(?<keyword>--?[\w-]+(?=\s*:)|[a-z-]+(?=\s*:\s))|(?<type>[.#@][\w-]+)` }),
-  markup: () => family({ spans: [["<!--", "-->", "comment"]], extra: String.raw`(?<keyword><\/?[\w:-]*|\/?>)|(?<call>[\w:-]+(?==))` }),
+  yaml: () => family({ comment: HASH, extra: String.raw`(?<keyword>(?<![\w.\/-])[\w.\/-]+(?=\s*[:=](?:\s|$)))|(?<type>^\s*\[[^\]\n]*\])` }),
+  css: () => family({ spans: [BLOCK], extra: String.raw`(?<keyword>(?<![\w-])[\w-]+(?=\s*:))|(?<type>[.#@][\w-]+)` }),
+  markup: () => family({ spans: [["<!--", "-->", "comment"]], extra: String.raw`(?<keyword><\/?[\w:-]*|\/?>)|(?<call>(?<![\w:-])[\w:-]+(?==))` }),
   diff: () => family({ string: "", extra: String.raw`(?<comment>^(?:@@|---|\+\+\+|diff |index ).*)|(?<string>^\+.*)|(?<removed>^-.*)` }),
 };
 

@@ -15,8 +15,9 @@ export class Log {
   #actions;
   #views = new Map(); // message -> its view
   #changed = new Set(); // messages that the next frame brings up to date
-  #missing = []; // messages that the next frames build views for, in order
-  #before = null; // the element that the missing ones come before, null for the end
+  #path = []; // the messages that are shown, in order
+  #missing = []; // those of them that the next frames build views for, in order
+  #fromEnd = true; // which of these come first
   #following = true; // the reader is at the end and wants to stay there
   #lastTop = 0;
 
@@ -48,12 +49,11 @@ export class Log {
     const kept = new Set(messages);
     for (const [message, view] of this.#views) if (!kept.has(message)) this.#remove(message, view);
     for (const view of this.#views.values()) view.showVersions();
+    this.#path = messages;
     this.#missing = messages.filter((message) => !this.#views.has(message));
-    this.#before = null;
-    this.#following = chosen === null;
-    this.#build();
-    if (chosen === null) this.follow();
-    else this.#views.get(chosen.message)?.focusVersions(chosen.step);
+    this.#fromEnd = this.#following = chosen === null;
+    this.#buildSome();
+    if (chosen !== null) this.#views.get(chosen.message)?.focusVersions(chosen.step);
   }
 
   /** The first text and the end of an answer show at once, what is between at the next frame. */
@@ -69,18 +69,21 @@ export class Log {
     this.#keepEnd();
   }
 
-  #build() {
-    const fromEnd = this.#following;
-    const some = fromEnd ? this.#missing.splice(-PER_FRAME) : this.#missing.splice(0, PER_FRAME);
-    const views = some.map((message) => [message, this.#viewOf(message)]);
-    for (const [message, view] of views) this.#views.set(message, view);
-    const elements = views.map(([, view]) => view.element);
-    if (this.#before?.isConnected) this.#before.before(...elements);
-    else this.#list.append(...elements);
-    if (fromEnd) this.#before = elements[0] ?? this.#before;
-    for (const message of some) if (message.role === "assistant") tellAnswer(message, "shown");
-    if (this.#missing.length > 0) requestAnimationFrame(() => this.#build());
+  #buildSome() {
+    const some = this.#fromEnd ? this.#missing.splice(-PER_FRAME) : this.#missing.splice(0, PER_FRAME);
+    for (const message of some.reverse()) this.#add(message);
+    if (this.#missing.length > 0) requestAnimationFrame(() => this.#buildSome());
+    else if (this.#left < 1) this.#following = true;
     this.#keepEnd();
+  }
+
+  /** Puts it before the view of what follows it, which is there already or comes at the end. */
+  #add(message) {
+    const view = this.#viewOf(message);
+    const next = this.#views.get(this.#path[this.#path.indexOf(message) + 1]);
+    this.#list.insertBefore(view.element, next?.element ?? null);
+    this.#views.set(message, view);
+    if (message.role === "assistant") tellAnswer(message, "shown");
   }
 
   #remove(message, view) {
@@ -117,6 +120,12 @@ export class Log {
     for (const [message, view] of this.#views) if (isRunning(message)) view.showStats();
   }
 
+  /** How much there is below what is seen, in px. */
+  get #left() {
+    const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
+    return scrollHeight - scrollTop - clientHeight;
+  }
+
   #keepEnd() {
     if (this.#following) this.#scroller.scrollTop = this.#scroller.scrollHeight;
     this.#lastTop = this.#scroller.scrollTop;
@@ -125,10 +134,9 @@ export class Log {
 
   /** Scrolling up, away from the end, stops following; coming near the end takes it up again. */
   #noticeScroll() {
-    const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
-    const left = scrollHeight - scrollTop - clientHeight;
-    if (scrollTop < this.#lastTop) this.#following = left < 1; // shorter content ends at its end
-    else if (left < NEAR_END_PX) this.#following = true;
+    const { scrollTop } = this.#scroller;
+    if (scrollTop < this.#lastTop) this.#following = this.#left < 1; // shorter content ends at its end
+    else if (this.#left < NEAR_END_PX) this.#following = true;
     this.#lastTop = scrollTop;
     this.#jump.hidden = this.#following;
   }

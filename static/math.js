@@ -18,20 +18,17 @@ const rendered = new Map(); // what formulas became, so that a growing text does
  * @param {boolean} isBlock  it stands on lines of its own
  */
 export function formula(tex, isBlock) {
-  const element = el(isBlock ? "div" : "span", { class: isBlock ? "math block" : "math" });
-  if (isBlock) for (const [name, value] of Object.entries(SCROLLER)) element.setAttribute(name, value);
-  if (library === null) {
-    element.dataset.tex = tex;
-    element.append(el("code", {}, tex));
-    loading ??= load();
-  } else fill(element, tex);
+  const scroller = isBlock ? { tabindex: "0", role: "region", "aria-label": "Formula" } : {};
+  const look = isBlock ? "math block" : "math";
+  const element = el(isBlock ? "div" : "span", { class: look, ...scroller, "data-tex": tex }, el("code", {}, tex));
+  if (library === null) loading ??= load();
+  else fill(element);
   return element;
 }
 
-const SCROLLER = { tabindex: "0", role: "region", "aria-label": "Formula" };
-
-function fill(element, tex) {
-  const isBlock = element.classList.contains("block");
+function fill(element) {
+  const { tex } = element.dataset;
+  const isBlock = element.localName === "div";
   const name = `${isBlock}${tex}`;
   if (!rendered.has(name)) rendered.set(name, render(tex, isBlock));
   if (rendered.size > KEPT) rendered.delete(rendered.keys().next().value);
@@ -65,9 +62,5 @@ async function load() {
     return; // formulas stay what they are: TeX
   }
   library = globalThis.temml;
-  for (const element of document.querySelectorAll(".math[data-tex]")) {
-    const { tex } = element.dataset;
-    delete element.dataset.tex;
-    fill(element, tex);
-  }
+  for (const element of document.querySelectorAll(".math")) fill(element);
 }

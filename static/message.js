@@ -124,11 +124,10 @@ export class AnswerView {
     this.#buttons = el(
       "div",
       { class: "actions" },
-      this.#versions.element,
       copyButton("Copy answer", () => splitThinking(message.text).answer),
       iconButton("again", "Answer again", actions.retry),
     );
-    const foot = el("footer", { class: "answer-meta" }, this.#stats, this.#buttons);
+    const foot = el("footer", { class: "answer-meta" }, this.#stats, this.#versions.element, this.#buttons);
     this.element = el("article", { id: `answer-${message.id}`, class: "answer", "aria-label": "Answer" }, this.#body, foot);
     this.update();
   }

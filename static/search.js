@@ -1,6 +1,7 @@
 /** Finding conversations by their words, and naming how long ago they were. */
 
-const AROUND = 30; // characters of a message on each side of what was found
+const BEFORE = 12; // characters of a message that an excerpt shows before what was found
+const AFTER = 60;
 
 /**
  * @param {import("./conversation.js").Conversation[]} conversations
@@ -24,8 +25,8 @@ function hasAll(text, words) {
 
 function excerpt(text, word) {
   const at = text.toLowerCase().indexOf(word);
-  const start = Math.max(0, at - AROUND);
-  const end = at + word.length + AROUND;
+  const start = text.lastIndexOf(" ", at - BEFORE) + 1;
+  const end = at + word.length + AFTER;
   const middle = text.slice(start, end).replace(/\s+/g, " ").trim();
   return `${start > 0 ? "…" : ""}${middle}${end < text.length ? "…" : ""}`;
 }

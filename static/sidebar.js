@@ -123,11 +123,14 @@ export class Sidebar {
       ...(excerpt ? [el("small", {}, excerpt)] : []),
     );
     const row = el("li", { "data-running": running }, open);
-    row.append(
+    const actions = el(
+      "div",
+      { class: "row-actions" },
       iconButton("edit", `Rename ${title}`, () => this.#rename(row, conversation)),
       iconButton("export", `Export ${title}`, () => this.#actions.save(conversation)),
       iconButton("delete", `Delete ${title}`, () => this.#actions.remove(conversation)),
     );
+    row.append(actions);
     return row;
   }
 

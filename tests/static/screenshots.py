@@ -72,7 +72,7 @@ def start_anew(page: Page) -> None:
     page.evaluate("document.getElementById('new').click()")
 
 
-def empty(page: Page, server: ScriptedServer) -> None:
+def empty(page: Page, _: ScriptedServer) -> None:
     page.locator("#status[data-state=ready]").wait_for()
 
 
@@ -110,7 +110,7 @@ def refused(page: Page, server: ScriptedServer) -> None:
     wait_for(page, "failed")
 
 
-def settings(page: Page, server: ScriptedServer) -> None:
+def settings(page: Page, _: ScriptedServer) -> None:
     page.locator("#status[data-state=ready]").wait_for()
     page.evaluate("document.getElementById('settings').click()")
     page.locator("details summary").first.click()
