@@ -36,7 +36,7 @@ export class Chart {
     }));
     this.#picture = svg(
       "svg",
-      { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, preserveAspectRatio: "none", role: "img", tabindex: 0 },
+      { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, preserveAspectRatio: "none", role: "img", "aria-label": title, tabindex: 0 },
       svg("path", { class: "grid", d: `M0 .5H${SIZE.width}M0 ${SIZE.height / 2}H${SIZE.width}` }),
       ...this.#paths.flatMap(({ area, line }) => (area ? [area, line] : [line])).reverse(),
       this.#cursor,

@@ -44,8 +44,9 @@ document.getElementById("sidebar").addEventListener("click", ({ target }) => {
 document.addEventListener(
   "keydown",
   (event) => {
-    if (event.key !== "Escape" || !app.classList.contains("windowed") || document.querySelector("dialog[open]")) return;
-    event.stopPropagation();
+    if (event.key !== "Escape" || !app.classList.contains("windowed")) return;
+    if (document.querySelector("dialog[open]") || event.target.closest("#sidebar")) return;
+    event.stopPropagation(); // an Escape that closes the window stops no answer
     toggle(false);
   },
   { capture: true },

@@ -11,6 +11,7 @@ from playwright.sync_api import Locator, Page, expect
 
 from tests.static.conftest import PHONE, OpenPage
 from tests.static.scripted import TIMINGS, Gate, ScriptedServer, stream
+from tests.static.test_access import faults
 
 NUM_BLOCKS = 64
 
@@ -142,6 +143,7 @@ def test_every_chart_can_be_read_without_seeing_it(page: Page, server: ScriptedS
     assert chart(window, "Sequences").locator("tbody tr").all_inner_texts() == ["now\t3\t2"]
     for named in window.get_by_role("img").all():
         expect(named).to_have_attribute("aria-label", re.compile("."))
+    assert faults(page) == []
 
 
 def test_nothing_is_asked_while_nobody_looks(page: Page, server: ScriptedServer) -> None:
@@ -158,6 +160,7 @@ def test_nothing_is_asked_while_nobody_looks(page: Page, server: ScriptedServer)
 def test_the_window_fits_a_phone(open_page: OpenPage, server: ScriptedServer) -> None:
     page = open_page(**PHONE, color_scheme="dark")
     window = open_window(page, server)
+    assert faults(page) == []
     assert window.evaluate("node => node.scrollWidth <= node.clientWidth")
     for card in window.locator("figure, .lane").all():
         assert card.evaluate("node => node.scrollWidth <= node.clientWidth"), card.inner_text()
@@ -200,6 +203,7 @@ def test_an_answer_has_its_place_while_it_waits_and_its_timeline_at_the_end(
     shown.locator("summary").focus()
     page.keyboard.press("Enter")
     expect(shown.locator("table")).to_be_visible()
+    assert faults(page) == []
     rows = shown.locator("tbody td:nth-child(2)").all_inner_texts()
     assert rows == [
         "queued",
