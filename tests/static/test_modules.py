@@ -7,34 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page
 
-from tests.static.scripted import STATIC, ScriptedServer
-
-Call = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def module_page(browser: Browser, scripted_server: ScriptedServer) -> Any:
-    page = browser.new_page()
-    page.goto(scripted_server.url)
-    yield page
-    page.context.close()
-
-
-@pytest.fixture
-def call(module_page: Page) -> Call:
-    """call("file.js", "expression in m and args", *args): m is the imported module."""
-
-    def call(module: str, expression: str, *args: Any) -> Any:
-        # A string would be compiled in the page, where the policy forbids it: playwright's own world may.
-        body = (
-            f"async ({{module, args}}) => {{ const m = await import(`/static/${{module}}`); {expression} }}"
-        )
-        return module_page.evaluate(body, {"module": module, "args": list(args)})
-
-    return call
-
+from tests.static.conftest import Call
+from tests.static.scripted import STATIC
 
 PARSED = [
     ("data: a\n\n", ["a"]),
