@@ -18,9 +18,11 @@ from gateway.endpoints.intake import Batch, Intake, route
 from gateway.endpoints.replies import Job, Reply
 from gateway.http.errors import invalid
 from gateway.service import Service
-from gateway.sessions.recordings.chat import KIND, ChatFormat, about
+from gateway.sessions.recordings.chat import KIND, ChatFormat, about, script
 from gateway.sessions.recordings.recording import Recording
+from gateway.wire.conversation import chat_tools
 from gateway.wire.frames import Json, StreamWriter
+from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat, check_completion
 from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape
@@ -37,6 +39,7 @@ class CompletionsApi:
     def __init__(self, service: Service, intake: Intake) -> None:
         self._service = service
         self._intake = intake
+        service.recordings.scripts[KIND] = script
 
     def routes(self) -> list[Route]:
         return [
@@ -71,9 +74,17 @@ class CompletionsApi:
         if key is not None or (body.stream_options and body.stream_options.resumable):
             return await self._record(client, batch, body, key)
         self._intake.check_room(batch)
-        prompt = await self._intake.encode_chat(body.messages)
+        prompt, reading = await self._prompt(body)
         shape = ChatShape(self._service.tokenizer, batch.num_logprobs or 0)
-        return await self._reply(client, batch, [prompt], shape, "chatcmpl")
+        return await self._reply(client, batch, [prompt], shape, "chatcmpl", reading)
+
+    async def _prompt(self, body: ChatBody) -> tuple[list[int], Reading]:
+        """The tokens of the conversation, and how the answer to it is to be understood."""
+        use = chat_tools(body)
+        variables = self._intake.variables(body.chat_template_kwargs, body.reasoning_effort)
+        prompt = await self._intake.encode_chat(body.messages, use, variables)
+        shows_reasoning = body.include_reasoning is not False
+        return prompt, self._service.formats.reading(prompt, use, shows_reasoning=shows_reasoning)
 
     async def complete(self, http: HttpRequest) -> Response:
         arrival_s = self._service.clock()
@@ -105,15 +116,21 @@ class CompletionsApi:
         return max(1, min(DEFAULT_COMPLETION_TOKENS, left))
 
     async def _reply(
-        self, client: Client, batch: Batch, prompts: list[list[int]], shape: Shape, prefix: str
+        self,
+        client: Client,
+        batch: Batch,
+        prompts: list[list[int]],
+        shape: Shape,
+        prefix: str,
+        reading: Reading = PLAIN,
     ) -> Reply:
         head = _head(batch, f"{prefix}-{secrets.token_hex(16)}")
         requests = [
-            self._intake.request(batch, prompt, f"{head.id}-{number}")
+            self._intake.request(batch, prompt, f"{head.id}-{number}", reading)
             for number, prompt in enumerate(prompts)
         ]
         job = Job(
-            writer=StreamWriter(shape, head, include_usage=_wants_usage(batch.body)),
+            writer=StreamWriter(shape, head, include_usage=_wants_usage(batch.body), reading=reading),
             requests=requests,
             stream=bool(batch.body.stream),
             reservation=await self._intake.reserve(client, requests),
@@ -137,13 +154,15 @@ class CompletionsApi:
 
     async def _start(self, client: Client, batch: Batch, body: ChatBody, recording_id: str) -> Recording:
         self._intake.check_room(batch)
-        prompt = await self._intake.encode_chat(body.messages)
+        prompt, reading = await self._prompt(body)
         head = _head(batch, recording_id)
-        request = self._intake.request(batch, prompt, recording_id)
+        request = self._intake.request(batch, prompt, recording_id, reading)
         return await self._service.recordings.start(
             request,
             kind=KIND,
-            about=about(head, stream=bool(batch.body.stream), include_usage=_wants_usage(batch.body)),
+            about=about(
+                head, reading, stream=bool(batch.body.stream), include_usage=_wants_usage(batch.body)
+            ),
             created=head.created,
             detachable=True,
             journalled=True,

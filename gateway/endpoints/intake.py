@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -14,16 +15,20 @@ from starlette.routing import Route
 from engine.planning.request import Request, SamplingParams
 from gateway.access.keys import Client
 from gateway.access.quotas import Reservation
-from gateway.http.errors import ApiError, invalid, model_not_found, not_found, unavailable
+from gateway.http.correlation import CORRELATION
+from gateway.http.errors import ApiError, invalid, model_not_found, not_found, unavailable, unsupported
 from gateway.http.limits import parse_object
 from gateway.http.off_loop import TOKENIZING, off_loop
 from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import StoreUnavailable
+from gateway.wire.conversation import as_dict, check_messages, num_chars_of
 from gateway.wire.prompts import check_token_ids
+from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.sampling import MaxTokens, Room, context_exceeded, sampling_params
-from gateway.wire.schemas import Body, CompletionBody, Message, Sampled, as_dict, read
+from gateway.wire.schemas import Body, CompletionBody, Message, Sampled, read
+from gateway.wire.tools.use import NO_TOOLS, ToolUse
 from priority.lanes import Lane, Tenant
 
 MESSAGE_CHARS = 100
@@ -65,7 +70,7 @@ class Intake:
                 code="unsupported_media_type",
             )
         body, limits = await http.body(), self._service.options.limits
-        return await off_loop(len(body), lambda: read(kind, parse_object(body, limits), limits))
+        return await off_loop(len(body), lambda: read(kind, parse_object(body, limits), limits, self.ignore))
 
     def check_model(self, name: str) -> None:
         if name not in self._service.options.models:
@@ -75,14 +80,16 @@ class Intake:
         """Raises 429 or 503 if its lane is full; asked before a prompt is tokenised."""
         self._service.dispatch.check_room(batch.lane, batch.tenant.name)
 
-    def request(self, batch: Batch, prompt: list[int], request_id: str) -> Request:
+    def request(self, batch: Batch, prompt: list[int], request_id: str, reading: Reading = PLAIN) -> Request:
         # A tokenizer can know tokens that the model does not.
         if max(prompt, default=0) >= self._service.vocab_size:
             raise invalid("The prompt has tokens that the model does not know.", batch.prompt_field)
         return Request(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
-            sampling=self._sampling(batch, len(prompt)),
+            sampling=replace(
+                self._sampling(batch, len(prompt)), shown_special=self._service.formats.shown(reading)
+            ),
             n=batch.body.n or 1,
             arrival_s=batch.arrival_s,
             lane=batch.lane,
@@ -150,14 +157,56 @@ class Intake:
         except StoreUnavailable:
             raise unavailable("The store is not there.", "store_unavailable") from None
 
-    async def encode_chat(self, messages: list[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        conversation = [as_dict(message) for message in messages]
-        num_chars = sum(len(message["content"]) for message in conversation)
+    async def encode_chat(
+        self,
+        messages: list[Message],
+        use: ToolUse = NO_TOOLS,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        check_messages(messages)
+        num_chars = num_chars_of(messages, use)
         self.check_length(num_chars, "messages")
-        encode = partial(self._service.prompts.chat, add_generation_prompt=add_generation_prompt)
-        return await off_loop(
-            num_chars + MESSAGE_CHARS * len(conversation), encode, conversation, threads=TOKENIZING
-        )
+
+        def encode() -> list[int]:
+            return self._service.prompts.chat(
+                [as_dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=use.tools,
+                variables=variables,
+            )
+
+        return await off_loop(num_chars + MESSAGE_CHARS * len(messages), encode, threads=TOKENIZING)
+
+    def variables(self, given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
+        """What the chat template is told beside messages and tools.
+
+        Raises:
+            ApiError: 400 for what is not the client's to tell.
+        """
+        variables, known = dict(given or {}), self._service.prompts.variables
+        self._service.prompts.check_variables(variables, "chat_template_kwargs")
+        if reasoning_effort is not None:
+            switches = [name for name in ("enable_thinking", "thinking") if name in known]
+            if "reasoning_effort" in known:
+                variables.setdefault("reasoning_effort", reasoning_effort)
+            elif reasoning_effort == "none" and switches:
+                variables = dict.fromkeys(switches, False) | variables
+            else:
+                self.ignore("reasoning_effort")
+        return variables
+
+    def ignore(self, field: str) -> None:
+        """Takes a field of which nothing comes; the reply's header names it.
+
+        Raises:
+            ApiError: 400, if the operator wants such fields refused.
+        """
+        if self._service.options.strict:
+            raise unsupported(field)
+        if (asked := CORRELATION.get()) is not None:
+            asked.ignored.append(field)
 
     async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
         texts, token_ids = await off_loop(4 * len(body.prompt), _split_prompt, body.prompt)

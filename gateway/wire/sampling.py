@@ -13,6 +13,9 @@ from gateway.wire.prompts import check_token_ids
 from gateway.wire.schemas import Sampled, as_strings
 from priority.lanes import Lane, Tenant
 
+LEAST_TOP_P = 1e-6
+"""What 0 means: the likeliest token alone."""
+
 _Number = TypeVar("_Number", int, float)
 
 
@@ -79,7 +82,7 @@ def sampling_params(
     check_token_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
     return SamplingParams(
         temperature=_given(body.temperature, defaults.temperature),
-        top_p=_given(body.top_p, defaults.top_p),
+        top_p=max(_given(body.top_p, defaults.top_p), LEAST_TOP_P),
         top_k=max(0, _given(body.top_k, defaults.top_k)),
         min_p=_given(body.min_p, defaults.min_p),
         presence_penalty=body.presence_penalty or 0.0,
