@@ -22,10 +22,10 @@ from gateway.sessions.recordings.chat import KIND, ChatFormat, about, script
 from gateway.sessions.recordings.recording import Recording
 from gateway.wire.conversation import chat_tools
 from gateway.wire.frames import Json, StreamWriter
-from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat, check_completion
 from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape
+from gateway.wire.structured import Form, answer_form, form_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's older endpoint gives a request that does not say."""
@@ -69,22 +69,23 @@ class CompletionsApi:
             tenant=client.tenant,
             lane=lane_of(body.service_tier, client.tenant),
             arrival_s=arrival_s,
+            grammar=await self._intake.grammar(client.tenant, self._form(body)),
         )
         key = idempotency_key(http)
         if key is not None or (body.stream_options and body.stream_options.resumable):
             return await self._record(client, batch, body, key)
         self._intake.check_room(batch)
-        prompt, reading = await self._prompt(body)
+        prompt, batch = await self._prompt(batch, body)
         shape = ChatShape(self._service.tokenizer, batch.num_logprobs or 0)
-        return await self._reply(client, batch, [prompt], shape, "chatcmpl", reading)
+        return await self._reply(client, batch, [prompt], shape, "chatcmpl")
 
-    async def _prompt(self, body: ChatBody) -> tuple[list[int], Reading]:
-        """The tokens of the conversation, and how the answer to it is to be understood."""
+    async def _prompt(self, batch: Batch, body: ChatBody) -> tuple[list[int], Batch]:
+        """The tokens of the conversation, and the batch with what its tools come to."""
         use = chat_tools(body)
         variables = self._intake.variables(body.chat_template_kwargs, body.reasoning_effort)
         prompt = await self._intake.encode_chat(body.messages, use, variables)
         shows_reasoning = body.include_reasoning is not False
-        return prompt, self._service.formats.reading(prompt, use, shows_reasoning=shows_reasoning)
+        return prompt, await self._intake.with_tools(batch, prompt, use, shows_reasoning=shows_reasoning)
 
     async def complete(self, http: HttpRequest) -> Response:
         arrival_s = self._service.clock()
@@ -107,30 +108,28 @@ class CompletionsApi:
             tenant=client.tenant,
             lane=lane,
             arrival_s=arrival_s,
+            grammar=await self._intake.grammar(client.tenant, self._form(body)),
         )
         shape = CompletionShape(self._service.tokenizer, body.logprobs or 0)
         return await self._reply(client, batch, prompts, shape, "cmpl")
+
+    def _form(self, body: ChatBody | CompletionBody) -> Form | None:
+        return form_of(body, self._service.options.limits, answer_form(body.response_format))
 
     def _default_completion(self, prompts: list[list[int]]) -> int:
         left = self._service.dispatch.context_length - max(map(len, prompts))
         return max(1, min(DEFAULT_COMPLETION_TOKENS, left))
 
     async def _reply(
-        self,
-        client: Client,
-        batch: Batch,
-        prompts: list[list[int]],
-        shape: Shape,
-        prefix: str,
-        reading: Reading = PLAIN,
+        self, client: Client, batch: Batch, prompts: list[list[int]], shape: Shape, prefix: str
     ) -> Reply:
         head = _head(batch, f"{prefix}-{secrets.token_hex(16)}")
         requests = [
-            self._intake.request(batch, prompt, f"{head.id}-{number}", reading)
+            self._intake.request(batch, prompt, f"{head.id}-{number}")
             for number, prompt in enumerate(prompts)
         ]
         job = Job(
-            writer=StreamWriter(shape, head, include_usage=_wants_usage(batch.body), reading=reading),
+            writer=StreamWriter(shape, head, include_usage=_wants_usage(batch.body), reading=batch.reading),
             requests=requests,
             stream=bool(batch.body.stream),
             reservation=await self._intake.reserve(client, requests),
@@ -154,14 +153,14 @@ class CompletionsApi:
 
     async def _start(self, client: Client, batch: Batch, body: ChatBody, recording_id: str) -> Recording:
         self._intake.check_room(batch)
-        prompt, reading = await self._prompt(body)
+        prompt, batch = await self._prompt(batch, body)
         head = _head(batch, recording_id)
-        request = self._intake.request(batch, prompt, recording_id, reading)
+        request = self._intake.request(batch, prompt, recording_id)
         return await self._service.recordings.start(
             request,
             kind=KIND,
             about=about(
-                head, reading, stream=bool(batch.body.stream), include_usage=_wants_usage(batch.body)
+                head, batch.reading, stream=bool(batch.body.stream), include_usage=_wants_usage(batch.body)
             ),
             created=head.created,
             detachable=True,

@@ -8,10 +8,14 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any
 
+import anyio
+import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.planning.grammar import Grammar
+from engine.planning.grammars import GrammarError
 from engine.planning.request import Request, SamplingParams
 from gateway.access.keys import Client
 from gateway.access.quotas import Reservation
@@ -28,9 +32,12 @@ from gateway.wire.prompts import check_token_ids
 from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.sampling import MaxTokens, Room, context_exceeded, sampling_params
 from gateway.wire.schemas import Body, CompletionBody, Message, Sampled, read
+from gateway.wire.structured import Form
 from gateway.wire.tools.use import NO_TOOLS, ToolUse
 from priority.lanes import Lane, Tenant
 
+_COMPILING = anyio.CapacityLimiter(1)
+"""Grammars are compiled one after another."""
 MESSAGE_CHARS = 100
 """The work that a template has with one message, beside its text."""
 
@@ -48,6 +55,10 @@ class Batch:
     tenant: Tenant
     lane: Lane
     arrival_s: float
+    grammar: Grammar | None = None
+    """What each answer has to match."""
+    reading: Reading = PLAIN
+    """How each answer is understood."""
 
 
 class Intake:
@@ -80,7 +91,7 @@ class Intake:
         """Raises 429 or 503 if its lane is full; asked before a prompt is tokenised."""
         self._service.dispatch.check_room(batch.lane, batch.tenant.name)
 
-    def request(self, batch: Batch, prompt: list[int], request_id: str, reading: Reading = PLAIN) -> Request:
+    def request(self, batch: Batch, prompt: list[int], request_id: str) -> Request:
         # A tokenizer can know tokens that the model does not.
         if max(prompt, default=0) >= self._service.vocab_size:
             raise invalid("The prompt has tokens that the model does not know.", batch.prompt_field)
@@ -88,7 +99,7 @@ class Intake:
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
             sampling=replace(
-                self._sampling(batch, len(prompt)), shown_special=self._service.formats.shown(reading)
+                self._sampling(batch, len(prompt)), shown_special=self._service.formats.shown(batch.reading)
             ),
             n=batch.body.n or 1,
             arrival_s=batch.arrival_s,
@@ -106,7 +117,38 @@ class Intake:
             max_tokens=self._bounded(batch, max_tokens),
             num_logprobs=batch.num_logprobs,
             vocab_size=self._service.vocab_size,
+            grammar=batch.grammar,
         )
+
+    async def grammar(self, tenant: Tenant, form: Form | None) -> Grammar | None:
+        """The grammar of an answer's form, compiled.
+
+        Raises:
+            ApiError: 400 that names the field, if it is none that an answer can be held to.
+        """
+        if form is None:
+            return None
+        try:
+            await anyio.to_thread.run_sync(
+                self._service.grammars.compile, tenant.name, form.grammar, limiter=_COMPILING
+            )
+        except GrammarError as error:
+            raise invalid(f"Invalid '{form.field}': {error}.", form.field, "invalid_grammar") from None
+        return form.grammar
+
+    async def with_tools(
+        self, batch: Batch, prompt: list[int], use: ToolUse, *, shows_reasoning: bool = True
+    ) -> Batch:
+        """The batch, whose answers to a prompt may have reasoning and calls of tools, or have to call one.
+
+        Raises:
+            ApiError: 400, if the model cannot, or cannot be held to the tools' schemas.
+        """
+        reading = self._service.formats.reading(prompt, use, shows_reasoning=shows_reasoning)
+        if not use.required:
+            return replace(batch, reading=reading)
+        form = Form("tools", self._service.formats.grammar(reading, use))
+        return replace(batch, reading=reading, grammar=await self.grammar(batch.tenant, form))
 
     def _bounded(self, batch: Batch, max_tokens: int) -> int:
         """The output tokens of each choice whose log probabilities can be kept until the reply is complete."""

@@ -45,12 +45,14 @@ from gateway.sessions.responses.schemas import (
     read_page_query,
     read_stream_query,
     response_not_found,
+    text_form,
 )
 from gateway.sessions.responses.script import script
 from gateway.sessions.responses.threads import Message, Thread, extend, num_chars
 from gateway.store.interface import Key, StoreUnavailable
 from gateway.wire.frames import Json
 from gateway.wire.sampling import MaxTokens, lane_of
+from gateway.wire.structured import form_of
 from gateway.wire.tools.use import ToolUse
 
 _APPEND_ATTEMPTS = 3
@@ -93,7 +95,8 @@ class ResponsesApi:
         client = self._intake.client(http)
         self._service.dispatch.check_open()
         body = await self._intake.read(http, ResponseBody)
-        check_response(body, self._service.options.limits)
+        limits = self._service.options.limits
+        check_response(body, limits)
         self._intake.check_model(body.model)
         batch = Batch(
             body=body,
@@ -104,6 +107,7 @@ class ResponsesApi:
             tenant=client.tenant,
             lane=lane_of(body.service_tier, client.tenant),
             arrival_s=arrival_s,
+            grammar=await self._intake.grammar(client.tenant, form_of(body, limits, text_form(body.text))),
         )
         key = idempotency_key(http)
         asked_to_resume = body.stream_options is not None and bool(body.stream_options.resumable)
@@ -135,13 +139,13 @@ class ResponsesApi:
         effort = None if body.reasoning is None else body.reasoning.effort
         variables = self._intake.variables(body.chat_template_kwargs, effort)
         prompt = await self._prompt(thread, as_messages(items), body.instructions, use, variables)
-        reading = self._service.formats.reading(prompt, use)
-        request = self._intake.request(turn.batch, prompt, turn.id, reading)
+        batch = await self._intake.with_tools(turn.batch, prompt, use)
+        request = self._intake.request(batch, prompt, turn.id)
         outlives = bool(body.background) or turn.resumable
         return await self._service.recordings.start(
             request,
             kind=KIND,
-            about=about(body, turn.batch.lane, items, thread.messages, reading),
+            about=about(body, batch.lane, items, thread.messages, batch.reading),
             created=int(time.time()),
             detachable=outlives,
             journalled=outlives,

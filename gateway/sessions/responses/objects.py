@@ -22,6 +22,7 @@ from gateway.sessions.responses.schemas import (
     NamedTool,
     PageQuery,
     ResponseBody,
+    TextConfig,
     TextPart,
 )
 from gateway.sessions.responses.threads import Message
@@ -294,9 +295,9 @@ def _echo(body: ResponseBody, lane: Lane) -> JsonObject:
         "safety_identifier": body.safety_identifier,
         "service_tier": tier_of(lane),
         "store": body.stored,
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
         "tool_choice": _plain(body.tool_choice) or "auto",
         "tools": [_TOOL | tool for tool in body.tools or ()],
+        "text": {"format": _format(body.text), "verbosity": "medium"},
         "top_logprobs": 0,
         "truncation": "disabled",
         "user": body.user,
@@ -308,6 +309,12 @@ _TOOL = {"description": None, "parameters": None, "strict": None}
 
 def _plain(choice: str | StrictBody | None) -> str | JsonObject | None:
     return choice.model_dump() if isinstance(choice, StrictBody) else choice
+
+
+def _format(text: TextConfig | None) -> JsonObject:
+    if text is None or text.format is None:
+        return {"type": "text"}
+    return text.format.model_dump(by_alias=True, exclude_unset=True)
 
 
 def status_of(recording: Recording) -> str:
