@@ -45,7 +45,6 @@ from gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
 from gateway.wire.schemas import (
     ChatBody,
     CompletionBody,
-    as_dict,
     check_chat,
     check_completion,
     read,
