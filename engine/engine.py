@@ -17,11 +17,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
+from engine.planning.block_map import BlockMap, block_map
 from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import PoolViolation
 from engine.planning.draft_model import DraftModel
 from engine.planning.drafting import Drafting
-from engine.planning.grammars import Grammars
+from engine.planning.grammars import ForcedTokens, Grammars
 from engine.planning.lookup import Lookup
 from engine.planning.prefix_events import PrefixLog
 from engine.planning.request import DraftCount, Output
@@ -168,6 +169,14 @@ class Engine:
             num_pool_violations=self._num_pool_violations,
         )
 
+    def block_map(self) -> BlockMap | None:
+        """The KV blocks as a picture, for any thread; None before the engine is READY."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return None
+        tables = scheduler.tables
+        return block_map(tables.pool.ref_counts, tables.findable)
+
     def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int:
         """The prompt tokens whose KV is likely to be cached: a guess from outside the step thread, never a promise."""
         scheduler = self._scheduler
@@ -220,7 +229,8 @@ class Engine:
         if not facts.max_drafts:
             return None
         model = None if facts.draft is None else DraftModel(facts.draft, self._clock)
-        return Drafting(Lookup(), facts.max_drafts, model, self._clock)
+        forced = None if self._grammars is None else ForcedTokens()
+        return Drafting(Lookup(), facts.max_drafts, model, self._clock, forced)
 
     def _turn(self, scheduler: Scheduler) -> None:
         """Launches a step and waits for the one before, or waits for work."""

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from gateway.access import quotas
 from gateway.endpoints.completions import CompletionsApi
 from gateway.endpoints.conversations import ConversationsApi
+from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.events import EventsApi
 from gateway.endpoints.intake import Intake
 from gateway.endpoints.messages import MessagesApi
@@ -60,6 +61,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     intake = Intake(service)
     routes = [
         *CompletionsApi(service, intake).routes(),
+        *EmbeddingsApi(service, intake).routes(),
         *ResponsesApi(service, intake).routes(),
         *ConversationsApi(service, intake).routes(),
         *MessagesApi(service, intake).routes(),

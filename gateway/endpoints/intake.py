@@ -26,6 +26,7 @@ from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import StoreUnavailable
+from gateway.wire.embeddings import EmbeddingsBody
 from gateway.wire.prompts import Tokenizer, check_token_ids
 from gateway.wire.sampling import MaxTokens, Room, context_exceeded, lane_of, sampling_params
 from gateway.wire.schemas import (
@@ -325,6 +326,19 @@ class Intake:
             len(text) + len(suffix), self._service.prompts.around, text, suffix, threads=TOKENIZING
         )
 
+    async def encode_inputs(self, body: EmbeddingsBody) -> list[list[int]]:
+        texts, token_ids = await off_loop(4 * len(body.input), _split_prompt, body.input)
+        most, add_special = self._service.options.limits.max_inputs, body.add_special_tokens is not False
+        if not 1 <= len(texts) + len(token_ids) <= most:
+            raise invalid(f"'input' must be 1 to {most} texts.", "input")
+        prompts = token_ids or [
+            await self.encode_text(text, "input", add_special=add_special) for text in texts
+        ]
+        prompts = [truncated(prompt, body) for prompt in prompts]
+        for prompt in prompts:
+            await off_loop(4 * len(prompt), self.check_prompt_ids, prompt, "input")
+        return prompts
+
     async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
         self.check_length(len(text), field)
         encode = partial(self._service.prompts.text, add_special=add_special)
@@ -358,7 +372,7 @@ def salt_of(tenant: Tenant, *, is_private: bool = False, asked: str | None = Non
     return tenant.name.encode() + (PRIVATE if is_private else b"")
 
 
-def truncated(prompt: list[int], body: Sampled) -> list[int]:
+def truncated(prompt: list[int], body: Sampled | EmbeddingsBody) -> list[int]:
     """The last tokens of a prompt, as many as the body asks for."""
     return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
 

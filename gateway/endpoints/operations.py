@@ -12,9 +12,11 @@ from typing_extensions import TypedDict
 from gateway.access.idempotency import MAX_KEY_CHARS
 from gateway.endpoints import answers
 from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
+from gateway.endpoints.events import DETAILS
 from gateway.http.refusals import OVERLOADED
 from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
+from gateway.wire.embeddings import EmbeddingsBody
 from gateway.wire.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from gateway.wire.schemas import (
     ChatBody,
@@ -47,6 +49,7 @@ class FollowHeaders(TypedDict, total=False):
 
 class EventsQuery(TypedDict, total=False):
     request_id: str
+    detail: Annotated[str, Field(pattern=f"^({'|'.join(DETAILS)})(,({'|'.join(DETAILS)}))*$")]
 
 
 class LocateQuery(TypedDict, total=False):
@@ -156,6 +159,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             answer=answers.InputTokens,
             error=answers.AnthropicError,
             statuses=(404,),
+        )
+    },
+    "/v1/embeddings": {
+        "POST": Operation(
+            summary="Turn texts into vectors",
+            body=EmbeddingsBody,
+            answer=answers.Embeddings,
+            statuses=_WORK,
         )
     },
     "/v1/responses": {
@@ -306,9 +317,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/events": {
         "GET": Operation(
-            summary="The state of the server, and of a request that waits",
+            summary="The state of the server; of a request that waits; in detail, of its steps and KV blocks",
             query=EventsQuery,
-            events={"server": answers.ServerStatus, "request": answers.QueueStatus},
+            events={
+                "server": answers.ServerStatus,
+                "request": answers.QueueStatus,
+                "steps": answers.StepsStatus,
+                "kv": answers.BlocksStatus,
+            },
         )
     },
     "/health": {

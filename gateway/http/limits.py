@@ -35,6 +35,8 @@ class Limits:
     max_messages: int = 2048
     max_content_parts: int = 256
     max_prompts: int = 64
+    max_inputs: int = 1024
+    """Texts of one request for embeddings."""
     max_choices: int = 128
     """Choices of one request, those of all its prompts together."""
     max_stop: int = 16
