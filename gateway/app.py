@@ -21,7 +21,9 @@ from gateway.endpoints.conversations import ConversationsApi
 from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.events import EventsApi
 from gateway.endpoints.intake import Intake
+from gateway.endpoints.messages import MessagesApi
 from gateway.endpoints.models import Api
+from gateway.endpoints.ollama import OllamaApi
 from gateway.endpoints.openapi import OpenApi
 from gateway.endpoints.operator import OperatorApi
 from gateway.endpoints.responses import ResponsesApi
@@ -62,6 +64,8 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
         *EmbeddingsApi(service, intake).routes(),
         *ResponsesApi(service, intake).routes(),
         *ConversationsApi(service, intake).routes(),
+        *MessagesApi(service, intake).routes(),
+        *OllamaApi(service, intake).routes(),
         *Api(service, intake).routes(),
         *EventsApi(service, intake).routes(),
         *OperatorApi(service).routes(with_metrics=not service.options.metrics_elsewhere),

@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Protocol
 
 from engine.engine import EngineState, EngineStats
+from engine.planning.block_map import BlockMap
 from engine.planning.request import FinishReason, Output, Request
 from engine.planning.step import StepReport
 from gateway.http.connections import Timeouts
@@ -43,6 +44,8 @@ class Engine(Protocol):
     def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int: ...
 
     def stats(self) -> EngineStats: ...
+
+    def block_map(self) -> BlockMap | None: ...
 
 
 class Queue(Protocol):

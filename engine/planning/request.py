@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
 
-from engine.planning.grammar import Grammar
+from engine.planning.grammar import Grammar, Guide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +128,10 @@ def _sums(one: list[int], other: list[int]) -> list[int]:
     return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
+MAX_MARKS = 256
+"""Steps of one kind whose instants a sequence remembers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """Where the time of a finished sequence went, in seconds on the engine's clock."""
@@ -142,6 +146,12 @@ class Timings:
     num_output_tokens: int
     preempted_s: tuple[float, ...] = ()
     """When it gave way to others, each time."""
+    resumed_s: tuple[float, ...] = ()
+    """When it was scheduled again, each time."""
+    prefills: tuple[tuple[float, int], ...] = ()
+    """The first MAX_MARKS steps that computed prompt tokens: when each ended, and how many they were."""
+    draft_steps: tuple[tuple[float, int, int], ...] = ()
+    """The first MAX_MARKS steps with drafts: when each ended, how many drafts it had, and how many were right."""
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
     """By proposer."""
 
@@ -161,6 +171,9 @@ class Timings:
             num_cached_tokens=max(0, sequence.num_cached_tokens),
             num_output_tokens=sequence.num_output_tokens,
             preempted_s=tuple(sequence.preempted_s),
+            resumed_s=tuple(sequence.resumed_s),
+            prefills=tuple(sequence.prefills),
+            draft_steps=tuple(sequence.draft_steps),
             drafts=sequence.drafts,
         )
 
@@ -209,9 +222,11 @@ class Sequence:
         "awaited_hash",
         "block_hashes",
         "block_table",
+        "draft_steps",
         "drafts",
         "finish_reason",
         "first_token_s",
+        "guide",
         "index",
         "max_len",
         "num_cached_tokens",
@@ -224,8 +239,10 @@ class Sequence:
         "order",
         "pooled",
         "preempted_s",
+        "prefills",
         "prompt_logprobs",
         "request",
+        "resumed_s",
         "scheduled_s",
         "stop",
         "text",
@@ -253,6 +270,9 @@ class Sequence:
         """Tokens of its first prefix hit; -1 until it is first scheduled."""
         self.num_preemptions = 0
         self.preempted_s: list[float] = []
+        self.resumed_s: list[float] = []
+        self.prefills: list[tuple[float, int]] = []
+        self.draft_steps: list[tuple[float, int, int]] = []
         self.drafts: dict[str, DraftCount] = {}
         """By proposer."""
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -268,11 +288,23 @@ class Sequence:
         """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""
         self.text: object = None
         """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
+        self.guide: Guide | None = None
+        """Its place in its grammar, from its first choice on; it has taken all output tokens."""
         self.stop: str | None = None
         """The stop string that ended it, if one did."""
         self.scheduled_s = -1.0
         self.first_token_s = -1.0
         self.finish_reason: FinishReason | None = None
+
+    def note_prefill(self, num_tokens: int, now: float) -> None:
+        """Remembers a step that computed prompt tokens."""
+        if len(self.prefills) < MAX_MARKS:
+            self.prefills.append((now, num_tokens))
+
+    def note_drafts(self, num_drafted: int, num_accepted: int, now: float) -> None:
+        """Remembers a step with drafts."""
+        if len(self.draft_steps) < MAX_MARKS:
+            self.draft_steps.append((now, num_drafted, num_accepted))
 
     @property
     def key(self) -> tuple[str, int]:

@@ -82,12 +82,15 @@ class StepResults(SequenceStore):
                 continue
             if chunk.incarnation == sequence.num_preemptions:  # else the blocks written are no longer its own
                 tables.commit(sequence, start + num_tokens - len(chunk.drafts))
-            num_prompt, num_output = sequence.num_prompt_tokens - start, 0
+            num_prompt = num_output = 0
+            if start < sequence.num_prompt_tokens:
+                num_prompt = min(num_tokens, sequence.num_prompt_tokens - start)
+                sequence.note_prefill(num_prompt, now)
             if brought is not None:
                 brought_outputs = self._apply(chunk, brought, now)
                 num_output = len(brought_outputs)
                 outputs += brought_outputs
-            work.append((sequence.request, min(num_prompt, num_tokens) if num_prompt > 0 else 0, num_output))
+            work.append((sequence.request, num_prompt, num_output))
         self.queue.charge(work, now)
         self._settle(now)
         return outputs
@@ -106,8 +109,9 @@ class StepResults(SequenceStore):
         sequence.num_pending -= 1
         if sequence.request.n > 1:
             self._fork_if_due(sequence)
-        if sampled.error is not None:
-            return [self._finish(sequence, FinishReason.FAILED, sampled.error, now)]
+        error = sampled.error if sequence.guide is None else sequence.guide.error or sampled.error
+        if error is not None:
+            return [self._finish(sequence, FinishReason.FAILED, error, now)]
         is_first = sequence.first_token_s < 0
         if is_first:
             sequence.first_token_s = now
@@ -124,7 +128,7 @@ class StepResults(SequenceStore):
             num = sequence.num_prompt_tokens if sequence.request.pooling is Pooling.MEAN else 1
             outputs[0].embedding = [value / num for value in sequence.pooled]
         if chunk.drafts:
-            self._keep_accepted(chunk, len(outputs))
+            self._keep_accepted(chunk, len(outputs), now)
         if reason is not None:
             self._finish(sequence, reason, None, now, outputs[-1])
         return outputs
@@ -133,25 +137,32 @@ class StepResults(SequenceStore):
         """Appends tokens up to the one with which the sequence ends, an output for each; returns why it ends."""
         known, max_len, request = sequence.token_ids, sequence.max_len, sequence.request
         logprobs = sampled.logprobs
+        guide, is_complete = sequence.guide, False
         if not request.sampling.max_tokens:
             outputs.append(Output(request.request_id, sequence.index))
             return FinishReason.LENGTH
         for number, token_id in enumerate(sampled.token_ids):
             known.append(token_id)
-            text, reason = self.sink.accept(sequence, token_id, len(known) >= max_len)
+            if guide is not None:
+                guide.advance(token_id)
+                is_complete = guide.is_complete
+            text, reason = self.sink.accept(sequence, token_id, is_complete or len(known) >= max_len)
+            if is_complete and reason is FinishReason.LENGTH:
+                reason = FinishReason.STOP
             told = None if logprobs is None else logprobs[number : number + 1]
             outputs.append(Output(request.request_id, sequence.index, [token_id], text, told))
             if reason is not None:
                 return reason
         return None
 
-    def _keep_accepted(self, chunk: Chunk, num_brought: int) -> None:
+    def _keep_accepted(self, chunk: Chunk, num_brought: int, now: float) -> None:
         """Keeps the KV of the drafts that were right; that of the others is overwritten by the steps to come."""
         sequence = chunk.sequence
         if chunk.incarnation == sequence.num_preemptions:
             sequence.num_computed = chunk.start + num_brought
             self.tables.commit(sequence, sequence.num_computed)
         note_drafts(chunk, num_brought)
+        sequence.note_drafts(len(chunk.drafts), chunk.num_accepted, now)
 
     def _fork_if_due(self, parent: Sequence) -> None:
         """Starts the other choices of a request, which share its blocks, once its prompt is computed."""

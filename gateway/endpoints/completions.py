@@ -16,14 +16,14 @@ from gateway.access.idempotency import idempotency_key, not_here
 from gateway.access.keys import Client
 from gateway.endpoints.attached import Attached, position_asked
 from gateway.endpoints.intake import Batch, Intake, route, truncated
-from gateway.endpoints.replies import Job, Reply
+from gateway.endpoints.replies import Reply
 from gateway.http.errors import invalid
 from gateway.service import Service
 from gateway.sessions.recordings.chat import KIND, ChatFormat, about
 from gateway.sessions.recordings.recording import Recording
 from gateway.wire.frames import Json, StreamWriter
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
-from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_chat, check_completion
+from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_completion
 from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape, Told
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -51,24 +51,7 @@ class CompletionsApi:
         client = self._intake.client(http)
         self._service.dispatch.check_open()
         body = await self._intake.read(http, ChatBody)
-        check_chat(body, self._service.options.limits)
-        self._intake.check_model(body.model)
-        asked = (
-            MaxTokens("max_completion_tokens", body.max_completion_tokens)
-            if body.max_tokens is None
-            else MaxTokens("max_tokens", body.max_tokens)
-        )
-        batch = Batch(
-            body=body,
-            prompt_field="messages",
-            asked=asked,
-            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            num_prompt_logprobs=body.prompt_logprobs,
-            num_choices=body.n or 1,
-            tenant=client.tenant,
-            lane=lane_of(body.service_tier, client.tenant),
-            arrival_s=arrival_s,
-        )
+        batch = await self._intake.chat(client, body, arrival_s)
         key = idempotency_key(http)
         if key is not None or (body.stream_options and body.stream_options.resumable):
             return await self._record(client, batch, body, key)
@@ -111,6 +94,7 @@ class CompletionsApi:
             tenant=client.tenant,
             lane=lane,
             arrival_s=arrival_s,
+            grammar=await self._intake.grammar(client.tenant, self._intake.form(body)),
         )
         shape = CompletionShape(self._service.tokenizer, _told(body, body.logprobs))
         echoes = self._texts(body, prompts) if body.echo else ()
@@ -139,23 +123,14 @@ class CompletionsApi:
         echoes: Sequence[str] = (),
     ) -> Reply:
         head = _head(batch, f"{prefix}-{secrets.token_hex(16)}")
-        requests = [
-            self._intake.request(batch, prompt, f"{head.id}-{number}")
-            for number, prompt in enumerate(prompts)
-        ]
-        job = Job(
-            writer=StreamWriter(
-                shape,
-                head,
-                include_usage=_wants_usage(batch.body),
-                usage_so_far=_wants_usage_so_far(batch.body),
-            ),
-            requests=requests,
-            stream=bool(batch.body.stream),
-            echoes=echoes,
-            in_full=bool(batch.body.return_token_ids) or _wants_usage_so_far(batch.body),
-            reservation=await self._intake.reserve(client, requests),
+        writer = StreamWriter(
+            shape,
+            head,
+            include_usage=_wants_usage(batch.body),
+            usage_so_far=_wants_usage_so_far(batch.body),
         )
+        in_full = bool(batch.body.return_token_ids) or _wants_usage_so_far(batch.body)
+        job = await self._intake.job(client, batch, prompts, head.id, writer, echoes=echoes, in_full=in_full)
         return Reply(self._service, job)
 
     # Replies that are recorded

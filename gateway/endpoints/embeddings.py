@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.planning.request import Request, SamplingParams
-from gateway.endpoints.intake import Intake, route, salt_of
-from gateway.endpoints.replies import Job, Reply
+from gateway.endpoints.intake import Intake, Job, route, salt_of
+from gateway.endpoints.replies import Reply
 from gateway.http.errors import invalid
 from gateway.service import Service
 from gateway.wire.embeddings import EmbeddingsBody, EmbeddingWriter

@@ -6,16 +6,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
+from typing import TypeVar
 
+import anyio
+import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.planning.grammar import Grammar
+from engine.planning.grammars import GrammarError
 from engine.planning.request import Request, SamplingParams
 from gateway.access.keys import Client
 from gateway.access.quotas import Reservation
 from gateway.http.errors import ApiError, invalid, model_not_found, not_found, unavailable
-from gateway.http.limits import parse_object
+from gateway.http.limits import Limits, parse_object
 from gateway.http.off_loop import TOKENIZING, off_loop
 from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
@@ -23,10 +28,27 @@ from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import StoreUnavailable
 from gateway.wire.embeddings import EmbeddingsBody
 from gateway.wire.prompts import Tokenizer, check_token_ids
-from gateway.wire.sampling import MaxTokens, Room, context_exceeded, sampling_params
-from gateway.wire.schemas import Body, CompletionBody, Message, Sampled, as_dict, read
+from gateway.wire.sampling import MaxTokens, Room, context_exceeded, lane_of, sampling_params
+from gateway.wire.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    Message,
+    Sampled,
+    StrictBody,
+    as_dict,
+    check_chat,
+    read,
+)
+from gateway.wire.structured import Form, answer_form, form_of
+from gateway.wire.writers import Writer
 from priority.lanes import Lane, Tenant
 
+Read = TypeVar("Read", bound=StrictBody)
+Understood = TypeVar("Understood")
+
+_COMPILING = anyio.CapacityLimiter(1)
+"""Grammars are compiled one after another."""
 MESSAGE_CHARS = 100
 """The work that a template has with one message, beside its text."""
 
@@ -45,6 +67,22 @@ class Batch:
     tenant: Tenant
     lane: Lane
     arrival_s: float
+    grammar: Grammar | None = None
+    """What each answer has to match."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one HTTP request asks for, checked and tokenised."""
+
+    writer: Writer
+    requests: list[Request]
+    stream: bool
+    echoes: Sequence[str] = ()
+    """The texts of the prompts, if choices begin with them."""
+    in_full: bool = False
+    """The reply tells more than texts; see Stream."""
+    reservation: Reservation
 
 
 class Intake:
@@ -58,6 +96,12 @@ class Intake:
         return self._service.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
 
     async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
+        return await self.read_as(http, kind, lambda body, _: body)
+
+    async def read_as(
+        self, http: HttpRequest, kind: type[Read], understand: Callable[[Read, Limits], Understood]
+    ) -> Understood:
+        """What a body of another API's asks for."""
         media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             # Any page may send a browser's form or text to this machine without being asked; JSON it may not.
@@ -67,15 +111,73 @@ class Intake:
                 code="unsupported_media_type",
             )
         body, limits = await http.body(), self._service.options.limits
-        return await off_loop(len(body), lambda: read(kind, parse_object(body, limits), limits))
+        return await off_loop(
+            len(body), lambda: understand(read(kind, parse_object(body, limits), limits), limits)
+        )
 
     def check_model(self, name: str) -> None:
         if name not in self._service.options.models:
             raise model_not_found(name)
 
+    async def chat(
+        self, client: Client, body: ChatBody, arrival_s: float, *, may_be_fewer: bool = False
+    ) -> Batch:
+        """What a chat asks for, checked.
+
+        Args:
+            may_be_fewer: where the context has no room for all tokens that it asks for, there are fewer.
+
+        Raises:
+            ApiError: 400; 404 for another model; 403 for a lane that is not allowed.
+        """
+        check_chat(body, self._service.options.limits)
+        self.check_model(body.model)
+        asked = (
+            MaxTokens("max_completion_tokens", body.max_completion_tokens, may_be_fewer)
+            if body.max_tokens is None
+            else MaxTokens("max_tokens", body.max_tokens, may_be_fewer)
+        )
+        return Batch(
+            body=body,
+            prompt_field="messages",
+            asked=asked,
+            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            num_prompt_logprobs=body.prompt_logprobs,
+            num_choices=body.n or 1,
+            tenant=client.tenant,
+            lane=lane_of(body.service_tier, client.tenant),
+            arrival_s=arrival_s,
+            grammar=await self.grammar(client.tenant, self.form(body)),
+        )
+
     def check_room(self, batch: Batch) -> None:
         """Raises 429 or 503 if its lane is full; asked before a prompt is tokenised."""
         self._service.dispatch.check_room(batch.lane, batch.tenant.name)
+
+    async def job(
+        self,
+        client: Client,
+        batch: Batch,
+        prompts: list[list[int]],
+        id: str,
+        writer: Writer,
+        *,
+        echoes: Sequence[str] = (),
+        in_full: bool = False,
+    ) -> Job:
+        """
+        Raises:
+            ApiError: 400, if a prompt does not fit; 429, if it is more than the client's quota has left.
+        """
+        requests = [self.request(batch, prompt, f"{id}-{number}") for number, prompt in enumerate(prompts)]
+        return Job(
+            writer=writer,
+            requests=requests,
+            stream=bool(batch.body.stream),
+            echoes=echoes,
+            in_full=in_full,
+            reservation=await self.reserve(client, requests),
+        )
 
     def request(self, batch: Batch, prompt: list[int], request_id: str) -> Request:
         # A tokenizer can know tokens that the model does not.
@@ -105,7 +207,27 @@ class Intake:
             banned=banned_tokens(self._service.tokenizer, batch.body.bad_words or ()),
             special_ids=self._service.tokenizer.special_ids,
             vocab_size=self._service.vocab_size,
+            grammar=batch.grammar,
         )
+
+    def form(self, body: ChatBody | CompletionBody) -> Form | None:
+        return form_of(body, self._service.options.limits, answer_form(body.response_format))
+
+    async def grammar(self, tenant: Tenant, form: Form | None) -> Grammar | None:
+        """The grammar of an answer's form, compiled.
+
+        Raises:
+            ApiError: 400 that names the field, if it is none that an answer can be held to.
+        """
+        if form is None:
+            return None
+        try:
+            await anyio.to_thread.run_sync(
+                self._service.grammars.compile, tenant.name, form.grammar, limiter=_COMPILING
+            )
+        except GrammarError as error:
+            raise invalid(f"Invalid '{form.field}': {error}.", form.field, "invalid_grammar") from None
+        return form.grammar
 
     def _bounded(self, batch: Batch, max_tokens: int) -> int:
         """The output tokens of each choice whose log probabilities can be kept until the reply is complete."""

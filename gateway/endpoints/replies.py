@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.planning.request import Request
-from gateway.access.quotas import Reservation
+from gateway.endpoints.intake import Job
 from gateway.http.background import meanwhile
 from gateway.http.connections import Connection
 from gateway.http.errors import log_fault
@@ -19,20 +16,6 @@ from gateway.service import Service
 from gateway.wire.frames import json_pieces
 from gateway.wire.streams import Stream
 from gateway.wire.writers import Writer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What one HTTP request asks for, checked and tokenised."""
-
-    writer: Writer
-    requests: list[Request]
-    stream: bool
-    echoes: Sequence[str] = ()
-    """The texts of the prompts, if choices begin with them."""
-    in_full: bool = False
-    """The reply tells more than texts; see Stream."""
-    reservation: Reservation
 
 
 class Reply(Response):

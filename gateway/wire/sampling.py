@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NamedTuple, TypeVar
 
+from engine.planning.grammar import Grammar
 from engine.planning.request import SamplingParams
 from gateway.http.errors import ApiError, invalid
 from gateway.wire.prompts import check_token_ids
@@ -35,6 +36,8 @@ class MaxTokens(NamedTuple):
 
     field: str
     number: int | None
+    may_be_fewer: bool = False
+    """The answer ends where the context does; or else what does not fit is refused."""
 
 
 class Room(NamedTuple):
@@ -52,10 +55,10 @@ class Room(NamedTuple):
         left = self.context_length - self.num_prompt_tokens
         if left < 1:
             raise context_exceeded(self.context_length, f"{self.num_prompt_tokens} tokens", prompt_field)
-        if asked.number is not None and asked.number > left:
+        if asked.number is not None and asked.number > left and not asked.may_be_fewer:
             what = f"{self.num_prompt_tokens} tokens and {asked.field} {asked.number}"
             raise context_exceeded(self.context_length, what, asked.field)
-        return left if asked.number is None else asked.number
+        return left if asked.number is None else min(asked.number, left)
 
 
 def context_exceeded(context_length: int, what: str, field: str) -> ApiError:
@@ -73,6 +76,7 @@ def sampling_params(
     banned: Iterable[int],
     special_ids: frozenset[int],
     vocab_size: int,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """
     Args:
@@ -105,6 +109,7 @@ def sampling_params(
         ignore_eos=bool(body.ignore_eos),
         shown_special=special_ids if body.skip_special_tokens is False else frozenset(),
         num_logprobs=num_logprobs,
+        grammar=grammar,
         num_prompt_logprobs=num_prompt_logprobs,
     )
 
