@@ -18,9 +18,12 @@ from starlette.types import ASGIApp
 from gateway.access import quotas
 from gateway.endpoints.completions import CompletionsApi
 from gateway.endpoints.conversations import ConversationsApi
+from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.events import EventsApi
 from gateway.endpoints.intake import Intake
+from gateway.endpoints.messages import MessagesApi
 from gateway.endpoints.models import Api
+from gateway.endpoints.ollama import OllamaApi
 from gateway.endpoints.openapi import OpenApi
 from gateway.endpoints.operator import OperatorApi
 from gateway.endpoints.responses import ResponsesApi
@@ -58,8 +61,11 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     intake = Intake(service)
     routes = [
         *CompletionsApi(service, intake).routes(),
+        *EmbeddingsApi(service, intake).routes(),
         *ResponsesApi(service, intake).routes(),
         *ConversationsApi(service, intake).routes(),
+        *MessagesApi(service, intake).routes(),
+        *OllamaApi(service, intake).routes(),
         *Api(service, intake).routes(),
         *EventsApi(service, intake).routes(),
         *OperatorApi(service).routes(with_metrics=not service.options.metrics_elsewhere),

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
-from engine.planning.grammar import Grammar, GrammarKind, Guide, first_line
+from engine.planning.grammar import Grammar, GrammarKind, Guide, one_line
 from engine.planning.grammar_check import GrammarCheck, limits
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.planning.step import Masks, Plan
@@ -57,10 +57,10 @@ class Grammars:
             GrammarError: it is not a grammar, or too large a one.
         """
         if not self._knows(tenant, grammar) and (refusal := _CHECK.refusal(source_of(grammar))):
-            raise GrammarError(first_line(refusal))
+            raise GrammarError(one_line(refusal))
         matcher = self._matcher(tenant, grammar)
         if matcher.is_error():
-            raise GrammarError(first_line(matcher.get_error()))
+            raise GrammarError(one_line(matcher.get_error()))
 
     def start(self, request: Request, grammar: Grammar) -> Guide:
         """The guide of a request's sequence, after the output tokens that are known already."""

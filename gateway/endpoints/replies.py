@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.planning.request import Request
-from gateway.access.quotas import Reservation
+from gateway.endpoints.intake import Job
 from gateway.http.background import meanwhile
 from gateway.http.connections import Connection
 from gateway.http.errors import log_fault
@@ -18,16 +16,6 @@ from gateway.service import Service
 from gateway.wire.frames import json_pieces
 from gateway.wire.streams import Stream
 from gateway.wire.writers import Writer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What one HTTP request asks for, checked and tokenised."""
-
-    writer: Writer
-    requests: list[Request]
-    stream: bool
-    reservation: Reservation
 
 
 class Reply(Response):
@@ -45,7 +33,8 @@ class Reply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
-        stream = Stream(self._job.requests, connection, streamed=self._job.stream)
+        job = self._job
+        stream = Stream(job.requests, connection, streamed=job.stream, echoes=job.echoes, in_full=job.in_full)
         stream.reservation = self._job.reservation
         service.dispatch.submit(stream)
         release = partial(service.dispatch.release, stream)

@@ -39,12 +39,15 @@ class Limits:
     """Of one message."""
     max_template_variables: int = 32
     max_prompts: int = 64
+    max_inputs: int = 1024
+    """Texts of one request for embeddings."""
     max_choices: int = 128
     """Choices of one request, those of all its prompts together."""
     max_stop: int = 16
     max_stop_chars: int = 256
     max_stop_token_ids: int = 64
     max_logit_bias: int = 1024
+    max_bad_words: int = 64
     max_metadata: int = 16
     max_grammar_bytes: int = 64 * 1024
     """Of a schema, regular expression or grammar that an answer has to match."""

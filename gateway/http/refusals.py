@@ -14,7 +14,7 @@ from gateway.http.errors import ApiError, internal, log_failed, log_fault
 
 OLLAMA_PATH = "/api/"
 
-_OVERLOADED = 529
+OVERLOADED = 529
 """What Anthropic says where others say 503."""
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -32,7 +32,7 @@ def refusal(error: ApiError, path: str) -> Response:
     """The reply to a request for `path`."""
     status, body = error.status, error.body()
     if path.startswith(ANTHROPIC_PATH):
-        status = _OVERLOADED if status == HTTPStatus.SERVICE_UNAVAILABLE else status
+        status = OVERLOADED if status == HTTPStatus.SERVICE_UNAVAILABLE else status
         body = anthropic_body(error)
     elif path.startswith(OLLAMA_PATH):
         body = ollama_body(error)

@@ -15,7 +15,7 @@ from json.encoder import encode_basestring_ascii
 import orjson
 from starlette.responses import JSONResponse
 
-from engine.planning.request import DraftCount, FinishReason, Timings
+from engine.planning.request import MAX_MARKS, DraftCount, FinishReason, Timings
 from gateway.http.connections import EVENT_STREAM
 from gateway.http.errors import ApiError
 from gateway.wire.parsing import CallBegun, Piece, ReplyParser, TextDelta
@@ -111,7 +111,23 @@ def timings_json(
             }
             for name, count in sorted(drafts.items())
         },
+        "timeline": _timeline(first),
         "lane": lane.label,
+    }
+
+
+def _timeline(timings: Timings) -> dict[str, object]:
+    """When what happened to one choice, since its arrival; each list has a bounded part of all there was."""
+
+    def since(at_s: float) -> float:
+        return round(1000 * (at_s - timings.arrival_s), 1)
+
+    return {
+        "prefills": [(since(at_s), number) for at_s, number in timings.prefills],
+        "preempted_ms": [since(at_s) for at_s in timings.preempted_s[:MAX_MARKS]],
+        "resumed_ms": [since(at_s) for at_s in timings.resumed_s[:MAX_MARKS]],
+        "drafts": [(since(at_s), *numbers) for at_s, *numbers in timings.draft_steps],
+        "ended_ms": since(timings.finished_s),
     }
 
 
@@ -140,7 +156,16 @@ class StreamWriter:
 
     media_type = EVENT_STREAM
 
-    def __init__(self, shape: Shape, head: Head, *, include_usage: bool, reading: Reading = PLAIN) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        head: Head,
+        *,
+        include_usage: bool,
+        usage_so_far: bool = False,
+        reading: Reading = PLAIN,
+    ) -> None:
+        """`usage_so_far`: every chunk has it, not the last one alone."""
         self._shape = shape
         self._head = head
         self._reading = reading
@@ -148,6 +173,7 @@ class StreamWriter:
         self._callers: set[int] = set()
         """Choices that have called a tool."""
         self._include_usage = include_usage
+        self._usage_so_far = usage_so_far
         self._opening = _head_json(head, shape.chunk_object)
         self._usage = ',"usage":null' if include_usage else ""
         self._tail = self._tail_of("null", "")
@@ -156,6 +182,9 @@ class StreamWriter:
 
     def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
         frames, endings = [], []
+        if self._usage_so_far:
+            self._usage = f',"usage":{json.dumps(usage_of(generation).as_json())}'
+            self._tail = self._tail_of("null", "")
         for index, delta in deltas:
             frames.append(self.chunk(index, delta))
             if delta.finish_reason is not None:
@@ -182,15 +211,16 @@ class StreamWriter:
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         """The chunks that show what is new for one choice, without its end."""
-        logprobs = self._shape.logprobs(index, delta) if delta.logprobs else "null"
+        in_choice, beside = self._shape.token_ids(delta)
+        known = (self._shape.logprobs(index, delta) if delta.logprobs else "null") + in_choice
         if not self._reading.is_plain:
             pieces = self._parser(index).feed(delta.text)
             if delta.finish_reason is not None:
                 pieces += self._parser(index).finish()
-            return self._pieces(index, pieces, logprobs)
-        if not delta.logprobs:
+            return self._pieces(index, pieces, known, beside)
+        if known == "null":
             return self.text(index, delta.text)
-        return self._chunk(index, self._text_delta(delta.text), logprobs)
+        return self._chunk(index, self._text_delta(delta.text), known, beside)
 
     def text(self, index: int, text: str) -> bytes:
         """The same for text alone; empty if there is nothing to show."""
@@ -204,22 +234,25 @@ class StreamWriter:
             return self._chunk(index, self._text_delta(piece.text))
         return self._pieces(index, [piece])
 
-    def _pieces(self, index: int, pieces: Sequence[Piece], logprobs: str = "null") -> bytes:
+    def _pieces(self, index: int, pieces: Sequence[Piece], known: str = "null", beside: str = "") -> bytes:
         """A chunk for each; what is known of the tokens goes with the first, or alone."""
         if not pieces:
-            bare = logprobs == "null"
-            return self._opened(index) if bare else self._chunk(index, self._shape.empty_delta, logprobs)
+            bare = known == "null"
+            return self._opened(index) if bare else self._chunk(index, self._shape.empty_delta, known, beside)
         if any(isinstance(piece, CallBegun) for piece in pieces):
             self._callers.add(index)
         first, *rest = [self._shape.piece(piece) for piece in pieces]
-        return b"".join([self._chunk(index, first, logprobs), *(self._chunk(index, delta) for delta in rest)])
+        chunks = [self._chunk(index, first, known, beside), *(self._chunk(index, delta) for delta in rest)]
+        return b"".join(chunks)
 
     def _text_delta(self, text: str) -> str:
         return f"{self._shape.before_text}{encode_basestring_ascii(text)}{self._shape.after_text}"
 
-    def _chunk(self, index: int, delta: str, logprobs: str = "null") -> bytes:
+    def _chunk(self, index: int, delta: str, known: str = "null", beside: str = "") -> bytes:
+        """`known`: the log probabilities of its tokens, and what else its choice says of them."""
         opening = self._open(index)
-        return f'{opening}{self._starts[index]}{delta},"logprobs":{logprobs}{self._tail}'.encode("ascii")
+        tail = self._tail_of("null", beside) if beside else self._tail
+        return f'{opening}{self._starts[index]}{delta},"logprobs":{known}{tail}'.encode("ascii")
 
     def _parser(self, index: int) -> ReplyParser:
         if index not in self._parsers:

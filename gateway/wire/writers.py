@@ -19,7 +19,10 @@ class Writer(Protocol):
         """New text of a choice that goes on; every token comes by here. Empty if there is nothing to show."""
 
     def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
-        """All that is new, by choice; with the end of the stream if the generation has finished."""
+        """All that is new, by choice; with the end of the stream if the generation has finished.
+
+        Of a stream, this is the first that is asked for.
+        """
 
     def fault(self, error: ApiError) -> bytes:
         """What a stream that has begun ends with if it fails."""

@@ -31,7 +31,7 @@ from engine.model.config import LoadOptions
 from engine.planning.block_tables import BlockTables
 from engine.planning.request import Output, Request, SamplingParams, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import DeviceError, OutOfMemory, Plan, Runner, StepInFlight
+from engine.planning.step import DeviceError, Masks, OutOfMemory, Plan, Runner, StepInFlight
 from engine.sampling.reference import most_likely
 from priority.queue import LaneQueue
 from tests.engine.checkpoints import make_checkpoint
@@ -193,6 +193,35 @@ def test_graphs_and_a_step_ahead_change_no_answer(
         assert len({number for number in device.replays if number > num_passes}) > least
 
 
+class LimitedParty(Party):
+    """Two of the requests may bring the first 64 tokens alone."""
+
+    limited = ("warm", "long")
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        first, num_rows = [], 0
+        for chunk in plan.chunks:
+            is_limited = chunk.samples and chunk.sequence.request.request_id in self.limited
+            first.append(num_rows if is_limited else -1)
+            num_rows += is_limited
+        if num_rows:
+            plan.masks = Masks(bytearray(b"\xff" * 8 * num_rows), 2, first)
+        return super().launch(plan)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_masks_limit_their_rows_and_no_others(model: LoadedModel, expected: Party, graphs: bool) -> None:
+    """The passes are replayed; the choice is made kernel by kernel where there are masks."""
+    plain = LimitedParty(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS).tokens()
+    found = LimitedParty(device_runner(model, RepeatingDevice() if graphs else None)).run(*REQUESTS).tokens()
+    assert found == plain
+    for (name, index), tokens in found.items():
+        if name in LimitedParty.limited:
+            assert max(tokens) < 64
+        else:
+            assert tokens == expected.tokens()[name, index]
+
+
 def test_every_step_up_to_the_largest_graph_is_replayed_whole(model: LoadedModel) -> None:
     """Prompts in chunks, short ends of prompts, prompts beside decodes, and decodes."""
     device = RepeatingDevice()
@@ -238,6 +267,29 @@ def test_log_probabilities_come_along(model: LoadedModel, folder: Path, expected
             assert mine.logprob == pytest.approx(theirs.logprob, abs=error)
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
     assert all(output.logprobs is None for output in party.outputs["greedy", 0])
+
+
+@pytest.mark.parametrize("preempt_at", [(), (2, 3)])
+def test_a_prompt_is_scored_beside_steps_in_flight(
+    model: LoadedModel, expected: Party, preempt_at: tuple[int, ...]
+) -> None:
+    """What a step brings of a sequence that gave way meanwhile counts."""
+    request = ask("scored", 70, num_prompt_logprobs=2)
+    (alone,) = Party(device_runner(model, None, num_ahead=0)).run(request).outputs["scored", 0][:1]
+    device = RepeatingDevice()
+    party = Party(device_runner(model, device), budget=11)
+    party.run(request, *REQUESTS, preempt_at=preempt_at)
+    found = party.outputs["scored", 0][0].prompt_logprobs
+    assert party.scheduler.counters.num_preemptions == len(preempt_at)
+    assert device.replays
+    assert found is not None
+    assert alone.prompt_logprobs is not None
+    assert len(found) == 69
+    for mine, theirs in zip(found, alone.prompt_logprobs, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+    tokens = party.tokens()
+    assert all(tokens[key] == others for key, others in expected.tokens().items())
 
 
 def test_logits_that_are_not_finite_fail_their_sequence_alone(model: LoadedModel) -> None:

@@ -302,7 +302,8 @@ async def test_two_tenants_never_see_each_others() -> None:
         ({"items": [HI] * 21}, "items"),
         ({"items": [{"role": "tool", "content": "x"}]}, "items[0].role"),
         ({"items": [{"role": "user", "content": []}]}, "items[0].content"),
-        ({"items": [{"type": "function_call", "role": "user", "content": "x"}]}, "items[0].type"),
+        ({"items": [{"type": "computer_call", "role": "user", "content": "x"}]}, "items[0].type"),
+        ({"items": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "items[0].call_id"),
         ({"items": [{"role": "user", "content": "x", "id": "x"}]}, "items[0].id"),
         ({"items": "Hi"}, "items"),
         ({"metadata": {"x": 1}}, "metadata.x"),
@@ -485,7 +486,7 @@ async def test_changes_at_the_same_time_all_count() -> None:
         await asyncio.gather(
             *(http.post(f"/v1/conversations/{UNKNOWN}/items", json={"items": [HI]}) for _ in range(8)),
             *(
-                append(place.store, "default", UNKNOWN, [], item(f"msg_{i}", "assistant"), ANSWERED)
+                append(place.store, "default", UNKNOWN, [], [item(f"msg_{i}", "assistant")], ANSWERED)
                 for i in range(8)
             ),
         )
@@ -507,7 +508,7 @@ async def test_changes_by_two_replicas_at_the_same_time_all_count(monkeypatch: p
 
             async def add(number: int) -> None:
                 said = item(f"msg_{number}", "assistant")
-                await append(stores[number % 2], "default", UNKNOWN, [], said, ANSWERED)
+                await append(stores[number % 2], "default", UNKNOWN, [], [said], ANSWERED)
 
             await asyncio.gather(*(add(number) for number in range(12)))
             for store in stores:

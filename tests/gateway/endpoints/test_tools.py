@@ -83,8 +83,9 @@ async def answered(
 @asynccontextmanager
 async def openai_client(here: Desk) -> AsyncIterator[openai.AsyncOpenAI]:
     async with client(here.app) as http:
+        transport: Any = http
         yield openai.AsyncOpenAI(
-            api_key="none", base_url="http://penstock/v1", http_client=http, max_retries=0
+            api_key="none", base_url="http://penstock/v1", http_client=transport, max_retries=0
         )
 
 
@@ -102,7 +103,7 @@ async def whole_chat(openais: openai.AsyncOpenAI, asked: dict[str, Any], *, stre
         return await stream.get_final_completion()
 
 
-async def whole_response(openais: openai.AsyncOpenAI, asked: dict[str, Any]) -> tuple[list[str], Any]:
+async def whole_response(openais: openai.AsyncOpenAI, asked: dict[str, Any]) -> tuple[list[Any], Any]:
     """The kinds of its events, and what the client makes of them."""
     async with openais.responses.stream(**asked) as stream:
         kinds = [event.type async for event in stream]
@@ -391,7 +392,7 @@ async def test_a_prompt_that_opens_reasoning() -> None:
     assert (message["reasoning_content"], message["content"]) == ("Hm.", "Yes.")
 
 
-HARMLESS = {
+HARMLESS: dict[str, Any] = {
     "user": "u",
     "store": True,
     "metadata": {"a": "b"},
@@ -406,7 +407,7 @@ HARMLESS = {
 async def test_what_could_not_change_the_answer_is_taken_and_named() -> None:
     reply, _ = await answered(desk(), chat_body(**HARMLESS), "Yes.")
     assert reply.headers["x-penstock-ignored"] == ", ".join(sorted(HARMLESS))
-    asks_nothing = {"store": False, "user": None, "metadata": {}}
+    asks_nothing: dict[str, Any] = {"store": False, "user": None, "metadata": {}}
     reply, request = await answered(desk(), chat_body(**asks_nothing, top_p=0), "Yes.")
     assert "x-penstock-ignored" not in reply.headers
     assert 0 < request.sampling.top_p < 1e-5
@@ -499,6 +500,6 @@ async def test_special_tokens_that_are_markers_are_shown() -> None:
     tokenizer = here.service.tokenizer
     text = '[TOOL_CALLS][{"name": "clock", "arguments": {}}]<|user|>'
     tokens = tokenizer.encode(text, parse_special=True)
-    for fields, shown in (({"tools": [TOOL]}, text), ({}, text.removeprefix("[TOOL_CALLS]"))):
-        _, request = await answered(here, chat_body(**fields), "Yes.")
+    for tools, shown in (([TOOL], text), ([], text.removeprefix("[TOOL_CALLS]"))):
+        _, request = await answered(here, chat_body(tools=tools), "Yes.")
         assert "".join(here.sink.replay(request, tokens, 512)[0]) == shown.removesuffix("<|user|>")
