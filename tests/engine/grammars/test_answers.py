@@ -72,7 +72,7 @@ def ending(driver: Driver, name: str, index: int = 0) -> FinishReason | None:
     return driver.outputs[name, index][-1].finish_reason
 
 
-def is_valid(schema: object, text: str) -> bool:
+def is_valid(schema: dict[str, Any], text: str) -> bool:
     return bool(jsonschema_rs.validator_for(schema, validate_formats=True).is_valid(json.loads(text)))
 
 
@@ -254,7 +254,7 @@ def test_a_complete_answer_that_is_gone_on_from_ends(driver: Driver, alone: Answ
 
 MANY = Grammar(GrammarKind.REGEX, "a{1,9}")
 A = TOKENIZER.id_of("a")
-EAGER = {"temperature": 0.0, "logit_bias": {END: 100.0, A: 50.0}}
+EAGER: dict[str, Any] = {"temperature": 0.0, "logit_bias": {END: 100.0, A: 50.0}}
 """Ends as soon as it may, and else says one letter at a time."""
 
 
