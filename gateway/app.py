@@ -18,25 +18,30 @@ from starlette.types import ASGIApp
 from gateway.access import quotas
 from gateway.endpoints.completions import CompletionsApi
 from gateway.endpoints.conversations import ConversationsApi
+from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.events import EventsApi
 from gateway.endpoints.intake import Intake
+from gateway.endpoints.messages import MessagesApi
 from gateway.endpoints.models import Api
+from gateway.endpoints.ollama import OllamaApi
 from gateway.endpoints.openapi import OpenApi
 from gateway.endpoints.operator import OperatorApi
 from gateway.endpoints.responses import ResponsesApi
 from gateway.http.connections import ServerSendMiddleware
-from gateway.http.correlation import RequestIdMiddleware
-from gateway.http.errors import ApiError, answer_api_error, answer_disconnect, answer_fault, answer_http_error
+from gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
+from gateway.http.errors import ApiError
 from gateway.http.hosts import HostMiddleware
 from gateway.http.limits import LimitsMiddleware
 from gateway.http.page import Page
+from gateway.http.refusals import answer_api_error, answer_disconnect, answer_fault, answer_http_error
 from gateway.service import Service
 from gateway.store.patience import PatienceMiddleware
 
 _REQUEST_HEADERS = [
-    *("authorization", "content-type", "idempotency-key", "last-event-id", "x-request-id"),
+    *("authorization", "x-api-key", "content-type", "idempotency-key", "last-event-id", "x-request-id"),
     *("traceparent", "tracestate"),
     *("openai-organization", "openai-project", "openai-beta"),
+    *("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
     # What OpenAI's own package says of itself in a browser.
     *(
         f"x-stainless-{name}"
@@ -56,8 +61,11 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     intake = Intake(service)
     routes = [
         *CompletionsApi(service, intake).routes(),
+        *EmbeddingsApi(service, intake).routes(),
         *ResponsesApi(service, intake).routes(),
         *ConversationsApi(service, intake).routes(),
+        *MessagesApi(service, intake).routes(),
+        *OllamaApi(service, intake).routes(),
         *Api(service, intake).routes(),
         *EventsApi(service, intake).routes(),
         *OperatorApi(service).routes(with_metrics=not service.options.metrics_elsewhere),
@@ -101,7 +109,14 @@ def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=_REQUEST_HEADERS,
-        expose_headers=["x-request-id", "retry-after", "retry-after-ms", *quotas.HEADERS],
+        expose_headers=[
+            "x-request-id",
+            "request-id",
+            "retry-after",
+            "retry-after-ms",
+            IGNORED_HEADER,
+            *quotas.HEADERS,
+        ],
     )
 
 

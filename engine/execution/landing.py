@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.execution.prompt_rows import Found
 from engine.planning.request import TokenLogprobs
 from engine.planning.step import DeviceError, Sampled, StepResult
 
@@ -42,8 +44,14 @@ class Chosen:
 class Landing:
     """What a step chose, on its way to the host behind the step."""
 
-    def __init__(self, device: torch.device, wanted: list[Wanted], chosen: Chosen) -> None:
+    def __init__(
+        self, device: torch.device, wanted: list[Wanted], chosen: Chosen, found: Found | None = None
+    ) -> None:
         self._wanted = wanted
+        if found is not None:
+            pooled = None if found.pooled is None else _to_host(found.pooled)
+            found = Found(found.scored, [_to_host(tensor) for tensor in found.scores], pooled)
+        self._found = found
         tensors = [chosen.token_ids] if wanted else []
         if any(row.num_logprobs is not None for row in wanted):
             tensors += [chosen.logprobs, *(chosen.top or ())]
@@ -59,10 +67,21 @@ class Landing:
                 self._event.synchronize()
             except torch.AcceleratorError as error:
                 raise DeviceError(str(error)) from error
-        if not self._wanted:
-            return StepResult([])
-        token_ids, *told = (tensor.tolist() for tensor in self._tensors)
-        return StepResult([_sampled(wanted, token_ids, told) for wanted in self._wanted])
+        result = StepResult([])
+        if self._found is not None:
+            _add_found(result, self._found)
+        if self._wanted:
+            token_ids, *told = (tensor.tolist() for tensor in self._tensors)
+            result.sampled = [_sampled(wanted, token_ids, told) for wanted in self._wanted]
+        return result
+
+
+def _add_found(result: StepResult, found: Found) -> None:
+    told, rows = [tensor.tolist() for tensor in found.scores], count()
+    result.scored = [
+        [_logprobs(row, num_top, told) for row in islice(rows, num)] for num, num_top in found.scored
+    ]
+    result.pooled = [] if found.pooled is None else found.pooled.tolist()
 
 
 def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any]) -> Sampled:

@@ -52,6 +52,8 @@ class BlockTables:
         self.prefix_cache = prefix_cache
         self.log = log
         self.index = PrefixIndex()
+        self.findable = bytearray(num_blocks)
+        """By block, 1 if the prefix index finds it: what `knows_block` says, for a look at all of them."""
         self.pool = BlockPool(num_blocks, on_reuse=self._drop)
         max_chunk = (num_blocks - 2) * block_size - window + 1
         # A window that is wider than the pool gives no block back before the pool is full.
@@ -115,12 +117,12 @@ class BlockTables:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Returns the blocks of the longest cached prefix.
 
-        The last known token is never part of it, because its logits are needed. With a sliding window, the prefix is a
-        hit if the blocks of its last `window` tokens are cached; the blocks before them are 0.
+        No token whose logits are needed is part of it. With a sliding window, the prefix is a hit if the blocks of its
+        last `window` tokens are cached; the blocks before them are 0.
         """
         if not self.prefix_cache:
             return []
-        num_full = (len(sequence.token_ids) - 1) // self.block_size
+        num_full = sequence.num_reusable // self.block_size
         salt = sequence.request.salt
         extend_hashes(sequence.block_hashes, sequence.token_ids, num_full, self.block_size, salt)
         hashes = sequence.block_hashes[:num_full]
@@ -228,7 +230,10 @@ class BlockTables:
         extend_hashes(hashes, sequence.token_ids, last, self.block_size, sequence.request.salt)
         for i in range(first, last):
             self.index.end(hashes[i], sequence)
-            if self.index.add(hashes[i], table[i]) and self.log is not None:
+            if not self.index.add(hashes[i], table[i]):
+                continue
+            self.findable[table[i]] = 1
+            if self.log is not None:
                 self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
 
     def release(self, sequence: Sequence) -> None:
@@ -298,6 +303,7 @@ class BlockTables:
 
     def _drop(self, block: int) -> None:
         block_hash = self.index.drop(block)
+        self.findable[block] = 0
         if block_hash is not None and self.log is not None:
             self.log.add(Dropped(block_hash))
 

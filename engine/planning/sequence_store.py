@@ -109,6 +109,7 @@ class SequenceStore:
         output = output or Output(request_id=sequence.request.request_id, index=sequence.index)
         sequence.finish_reason = output.finish_reason = reason
         output.error = error
+        output.stop = sequence.stop
         output.timings = Timings.of(sequence, now)
         self._remove(sequence)
         self._ended.append(sequence.request)

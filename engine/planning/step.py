@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.planning.prefix_events import PrefixEvent
-from engine.planning.request import NO_LIMIT, DraftCount, Output, Request, Sequence, TokenLogprobs
+from engine.planning.request import NO_LIMIT, DraftCount, Output, Pooling, Request, Sequence, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -31,6 +31,24 @@ class Chunk:
 
     def __post_init__(self) -> None:
         self.incarnation = self.sequence.num_preemptions
+
+    @property
+    def scored(self) -> range:
+        """Positions of the prompt tokens that its logits give the wanted probabilities of: each follows one of its."""
+        sequence = self.sequence
+        if not sequence.is_scored:
+            return range(0)
+        return range(self.start + 1, min(self.start + self.num_tokens + 1, sequence.num_prompt_tokens))
+
+    @property
+    def pooled(self) -> range:
+        """Positions of the prompt tokens whose hidden states it adds to an embedding."""
+        pooling, num_prompt = self.sequence.request.pooling, self.sequence.num_prompt_tokens
+        if pooling is None:
+            return range(0)
+        first = num_prompt - 1 if pooling is Pooling.LAST else 0
+        end = 1 if pooling is Pooling.FIRST else num_prompt
+        return range(max(first, self.start), min(end, self.start + self.num_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +91,15 @@ class Sampled:
 
 @dataclass(slots=True)
 class StepResult:
-    """`sampled[i]` belongs to the i-th chunk of the plan that samples."""
+    """What a step brought.
+
+    `sampled[i]` belongs to the i-th chunk of the plan that samples, `scored[i]` to the i-th one that scores tokens,
+    `pooled[i]` to the i-th one that pools hidden states: it is their sum.
+    """
 
     sampled: list[Sampled]
+    scored: ListLike[list[TokenLogprobs]] = ()
+    pooled: ListLike[list[float]] = ()
 
 
 class DeviceError(RuntimeError):

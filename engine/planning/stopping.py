@@ -67,19 +67,24 @@ def stop_strings(strings: tuple[str, ...]) -> StopStrings:
 class TextStream:
     """The text of one sequence, watched for stop strings.
 
-    A stop string is found wherever token borders fall, and no part of it is ever shown: text that could still become
-    one is held back until it cannot.
+    A stop string is found wherever token borders fall, and no part of it is ever shown, unless it is `shows_stop`: text
+    that could still become one is held back until it cannot.
     """
 
-    __slots__ = ("_detokenizer", "_held", "_state", "_stops", "stopped")
+    __slots__ = ("_detokenizer", "_held", "_shows_stop", "_state", "_stops", "stop")
 
-    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], *, shows_stop: bool = False) -> None:
         self._detokenizer = detokenizer
+        self._shows_stop = shows_stop
         self._stops = stop_strings(stops) if any(stops) else None
         self._state = 0
         self._held = ""
-        self.stopped = False
-        """Whether a stop string was found; then the text is complete."""
+        self.stop: str | None = None
+        """The stop string that was found; then the text is complete."""
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop is not None
 
     def push(self, token_id: int, *, may_stop: bool = True) -> str:
         """Returns the text that can be shown with this token. Without `may_stop`, a stop string is ordinary text."""
@@ -100,8 +105,9 @@ class TextStream:
         for end, character in enumerate(text, len(self._held) + 1):
             state = stops.step(state, character)
             if stops.found[state] and may_stop:
-                self.stopped, self._held = True, ""
-                return whole[: end - stops.found[state]]
+                shown = end - stops.found[state]
+                self.stop, self._held = whole[shown:end], ""
+                return whole[: end if self._shows_stop else shown]
             if stops.found[state]:
                 state = 0
         self._state = state
@@ -120,7 +126,11 @@ class TextSink:
     def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:
         """Takes a sequence's newest token; see TokenSink. An end-of-sequence or stop token has no text of its own."""
         stream = self._stream_of(sequence)
-        return self._take(stream, sequence.request.sampling, token_id, sequence.num_output_tokens, is_last)
+        params, number = sequence.request.sampling, sequence.num_output_tokens
+        text, reason = self._take(stream, params, token_id, number, is_last)
+        if reason is not None:
+            sequence.stop = stream.stop
+        return text, reason
 
     def replay(
         self, request: Request, token_ids: Iterable[int], max_len: int
@@ -161,7 +171,9 @@ class TextSink:
         return sequence.text
 
     def _new_stream(self, request: Request) -> TextStream:
-        return TextStream(make_detokenizer(self._tokenizer), request.sampling.stop)
+        params = request.sampling
+        detokenizer = make_detokenizer(self._tokenizer, params.shown_special)
+        return TextStream(detokenizer, params.stop, shows_stop=params.shows_stop)
 
     def _ends(self, params: SamplingParams, token_id: int) -> bool:
         return token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos)

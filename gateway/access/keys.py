@@ -45,17 +45,19 @@ class Access:
         self._open = False
         self._clients = dict(clients)
 
-    def client(self, authorization: str | None) -> Client:
-        """The client that an Authorization header belongs to.
+    def client(self, authorization: str | None, api_key: str | None = None) -> Client:
+        """The client that an Authorization header belongs to, or the key of an `x-api-key` header where that is all.
 
         Raises:
             ApiError: 401, if keys are configured and this is none of them.
         """
         if self._open:
             return _OPEN_CLIENT
-        scheme, _, key = (authorization or "").partition(" ")
+        scheme, _, key = (authorization or f"Bearer {api_key or ''}").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
-            raise unauthorized("You didn't provide an API key. Send it as 'Authorization: Bearer KEY'.")
+            raise unauthorized(
+                "You didn't provide an API key. Send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+            )
         found = self._find(digest_of(key.strip()))
         if found is None:
             raise unauthorized("Incorrect API key provided.")

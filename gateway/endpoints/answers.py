@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal, NotRequired, Required
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -28,6 +28,28 @@ class Error(TypedDict):
     error: Fault
 
 
+class AnthropicFault(TypedDict):
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "api_error",
+        "overloaded_error",
+    ]
+    message: str
+
+
+class AnthropicError(TypedDict):
+    """Every refusal and every fault of Anthropic's API."""
+
+    type: Literal["error"]
+    error: AnthropicFault
+    request_id: str | None
+
+
 # Completions
 
 
@@ -49,6 +71,21 @@ class DraftTimings(TypedDict):
     accepted_by_position: list[int]
 
 
+class Timeline(TypedDict):
+    """When what happened to the choice that had the first token, in milliseconds since the request's arrival.
+
+    Each list has the first 256 entries.
+    """
+
+    prefills: list[tuple[float, int]]
+    """Steps that computed prompt tokens: the end, and how many they were."""
+    preempted_ms: list[float]
+    resumed_ms: list[float]
+    drafts: list[tuple[float, int, int]]
+    """Steps with drafts: the end, how many, and how many were right."""
+    ended_ms: float
+
+
 class Timings(TypedDict):
     """Where the time went: milliseconds and counts."""
 
@@ -62,6 +99,7 @@ class Timings(TypedDict):
     draft_tokens: int
     accepted_tokens: int
     drafts: dict[str, DraftTimings]
+    timeline: Timeline
     lane: Lane
 
 
@@ -84,6 +122,17 @@ class ChosenLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int | None
+    """Among the most likely tokens; null for a token of the prompt that is none of them."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By place in the prompt, tokens by their ids; null for the first place."""
+
+
 class ChatLogprobs(TypedDict):
     content: list[ChosenLogprob]
     refusal: None
@@ -98,6 +147,7 @@ class ChatMessage(TypedDict):
 class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
+    token_ids: NotRequired[list[int]]
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
@@ -105,6 +155,8 @@ class ChatChoice(TypedDict):
 class ChatCompletion(Reply):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
     usage: Usage
     timings: Timings | None
 
@@ -117,6 +169,7 @@ class ChatDelta(TypedDict, total=False):
 class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
+    token_ids: NotRequired[list[int]]
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
@@ -126,6 +179,7 @@ class ChatChunk(Reply):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    prompt_token_ids: NotRequired[list[int]]
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
 
@@ -136,23 +190,50 @@ class ChatDeleted(TypedDict):
     deleted: Literal[True]
 
 
+class EmbeddingEntry(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """Numbers, or float32 in little-endian order as base64."""
+
+
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: list[EmbeddingEntry]
+    model: str
+    usage: EmbeddingUsage
+
+
 class TextLogprobs(TypedDict):
+    """Null for the first token of a prompt that is echoed."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class TextChoice(TypedDict):
     index: int
     text: str
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
     logprobs: TextLogprobs | None
     finish_reason: FinishReason | None
 
 
+class WholeTextChoice(TextChoice):
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
 class TextCompletion(Reply):
     object: Literal["text_completion"]
-    choices: list[TextChoice]
+    choices: list[WholeTextChoice]
     usage: Usage
     timings: Timings
 
@@ -162,6 +243,229 @@ class TextChunk(Reply):
     choices: list[TextChoice]
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
+
+
+# Anthropic's messages
+
+
+class TextContent(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingContent(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class ToolUseContent(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: Any
+
+
+Content = TextContent | ThinkingContent | ToolUseContent
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class MessageUsage(TypedDict):
+    """Tokens that were found in the cache are counted apart."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int
+    cache_read_input_tokens: int
+    output_tokens: int
+    service_tier: NotRequired[Literal["standard", "priority", "batch"]]
+
+
+class AnthropicMessage(TypedDict):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[Content]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: MessageUsage
+    timings: NotRequired[Timings]
+
+
+class MessageStart(TypedDict):
+    type: Literal["message_start"]
+    message: AnthropicMessage
+
+
+class BlockStart(TypedDict):
+    type: Literal["content_block_start"]
+    index: int
+    content_block: Content
+
+
+class MessagePing(TypedDict):
+    type: Literal["ping"]
+
+
+class TextAdded(TypedDict):
+    type: Literal["text_delta"]
+    text: str
+
+
+class ThinkingAdded(TypedDict):
+    type: Literal["thinking_delta"]
+    thinking: str
+
+
+class InputAdded(TypedDict):
+    type: Literal["input_json_delta"]
+    partial_json: str
+
+
+class BlockDelta(TypedDict):
+    type: Literal["content_block_delta"]
+    index: int
+    delta: TextAdded | ThinkingAdded | InputAdded
+
+
+class BlockStop(TypedDict):
+    type: Literal["content_block_stop"]
+    index: int
+
+
+class StopDelta(TypedDict):
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(TypedDict):
+    type: Literal["message_delta"]
+    delta: StopDelta
+    usage: MessageUsage
+    timings: Timings
+
+
+class MessageStop(TypedDict):
+    type: Literal["message_stop"]
+
+
+MESSAGE_EVENTS = (
+    MessageStart,
+    BlockStart,
+    MessagePing,
+    BlockDelta,
+    BlockStop,
+    MessageDelta,
+    MessageStop,
+    AnthropicError,
+)
+
+
+class InputTokens(TypedDict):
+    input_tokens: int
+
+
+# Ollama's lines
+
+
+class OllamaError(TypedDict):
+    """Every refusal and every fault of Ollama's API."""
+
+    error: str
+
+
+class OllamaEnding(TypedDict, total=False):
+    """What the last line says; durations in nanoseconds."""
+
+    done_reason: Literal["stop", "length", "load"]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+    prompt_eval_duration: int
+    eval_count: int
+    eval_duration: int
+    timings: Timings
+
+
+class OllamaFunction(TypedDict):
+    name: str
+    arguments: Any
+
+
+class OllamaCall(TypedDict):
+    id: str
+    function: OllamaFunction
+
+
+class OllamaMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str
+    thinking: NotRequired[str]
+    tool_calls: NotRequired[list[OllamaCall]]
+
+
+class OllamaChat(OllamaEnding):
+    model: Required[str]
+    created_at: Required[str]
+    message: Required[OllamaMessage]
+    done: Required[bool]
+
+
+class OllamaText(OllamaEnding):
+    model: Required[str]
+    created_at: Required[str]
+    response: Required[str]
+    thinking: str
+    done: Required[bool]
+
+
+class OllamaDetails(TypedDict):
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(TypedDict):
+    name: str
+    model: str
+    size: int
+    digest: Hash
+    details: OllamaDetails
+
+
+class OllamaListed(OllamaModel):
+    modified_at: str
+
+
+class OllamaLoaded(OllamaModel):
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class OllamaModels(TypedDict):
+    models: list[OllamaListed]
+
+
+class OllamaLoadedModels(TypedDict):
+    models: list[OllamaLoaded]
+
+
+class OllamaShown(TypedDict):
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, str | int]
+    capabilities: list[Literal["completion", "tools", "thinking"]]
+    modified_at: str
+
+
+class OllamaVersion(TypedDict):
+    version: str
 
 
 # Responses and conversations
@@ -332,6 +636,16 @@ class ConversationDeleted(TypedDict):
 # Models, tokens, prefixes
 
 
+class Defaults(TypedDict):
+    """What a request that does not say gets."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
 class Model(TypedDict):
     id: str
     object: Literal["model"]
@@ -339,6 +653,7 @@ class Model(TypedDict):
     owned_by: str
     root: str
     max_model_len: int
+    defaults: Defaults
 
 
 class Models(TypedDict):
@@ -425,6 +740,64 @@ class ServerStatus(TypedDict):
     streams: int
     lanes: dict[Lane, LaneStatus]
     engine: EngineStatus
+
+
+class Steps(TypedDict):
+    """Of the last steps, at most 256, each a place in every list."""
+
+    started_ms: list[float]
+    duration_ms: list[float]
+    prefill: list[int]
+    """Prompt tokens."""
+    decode: list[int]
+    """Sequences that went on."""
+    drafts: list[int]
+    """Guessed tokens beside those."""
+    accepted: list[int]
+    """The right ones."""
+
+
+class StepsStatus(TypedDict):
+    """Of the event `steps`: what happened since the one before. Instants are milliseconds since the events began."""
+
+    at_ms: float
+    num_steps: int
+    busy_ms: float
+    """That the steps took."""
+    loop_lag_ms: float
+    """How late the event loop ran a timer, at worst."""
+    output_tokens: int
+    prefill_tokens: int
+    decode_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    steps: Steps
+
+
+class BlocksStatus(TypedDict):
+    """Of the event `kv`, which comes when something has changed: the pool of KV blocks in at most 1,024 cells.
+
+    The strings are base64 with one byte for each cell.
+    """
+
+    num_blocks: int
+    blocks_per_cell: int
+    held: str
+    """The part of the cell that sequences hold, of 255; at least 1 if they hold any of it."""
+    shared: str
+    """The part of the cell that several sequences hold, likewise."""
+    cached: str
+    """The part of the cell that nobody holds and that a prompt may find again, likewise."""
+    holders: str
+    """The most sequences that hold one block of the cell."""
+    num_held: int
+    num_shared: int
+    num_cached: int
+    num_saved: int
+    """Blocks that would be taken beside those that are, if nothing were shared."""
 
 
 class QueueStatus(TypedDict):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -18,18 +19,36 @@ from engine.planning.grammars import GrammarError
 from engine.planning.request import Request, SamplingParams
 from gateway.access.keys import Client
 from gateway.access.quotas import Reservation
-from gateway.http.errors import ApiError, invalid, model_not_found, not_found, unavailable
-from gateway.http.limits import parse_object
+from gateway.http.correlation import CORRELATION
+from gateway.http.errors import ApiError, invalid, model_not_found, not_found, unavailable, unsupported
+from gateway.http.limits import Limits, parse_object
 from gateway.http.off_loop import TOKENIZING, off_loop
 from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import StoreUnavailable
-from gateway.wire.prompts import check_token_ids
-from gateway.wire.sampling import MaxTokens, Room, context_exceeded, sampling_params
-from gateway.wire.schemas import Body, CompletionBody, Message, Sampled, as_dict, read
-from gateway.wire.structured import Form
+from gateway.wire.conversation import as_dict, check_messages, num_chars_of
+from gateway.wire.embeddings import EmbeddingsBody
+from gateway.wire.prompts import Tokenizer, check_token_ids
+from gateway.wire.reading import PLAIN, Reading
+from gateway.wire.sampling import MaxTokens, Room, context_exceeded, lane_of, sampling_params
+from gateway.wire.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    Message,
+    Sampled,
+    StrictBody,
+    check_chat,
+    read,
+)
+from gateway.wire.structured import Form, answer_form, form_of
+from gateway.wire.tools.use import NO_TOOLS, ToolUse
+from gateway.wire.writers import Writer
 from priority.lanes import Lane, Tenant
+
+Read = TypeVar("Read", bound=StrictBody)
+Understood = TypeVar("Understood")
 
 _COMPILING = anyio.CapacityLimiter(1)
 """Grammars are compiled one after another."""
@@ -45,6 +64,7 @@ class Batch:
     prompt_field: str
     asked: MaxTokens
     num_logprobs: int | None
+    num_prompt_logprobs: int | None = None
     num_choices: int
     """Of all its prompts together."""
     tenant: Tenant
@@ -52,6 +72,22 @@ class Batch:
     arrival_s: float
     grammar: Grammar | None = None
     """What each answer has to match."""
+    reading: Reading = PLAIN
+    """How each answer is understood."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What one HTTP request asks for, checked and tokenised."""
+
+    writer: Writer
+    requests: list[Request]
+    stream: bool
+    echoes: Sequence[str] = ()
+    """The texts of the prompts, if choices begin with them."""
+    in_full: bool = False
+    """The reply tells more than texts; see Stream."""
+    reservation: Reservation
 
 
 class Intake:
@@ -62,9 +98,15 @@ class Intake:
 
     def client(self, http: HttpRequest) -> Client:
         """Raises 401 if keys are configured and the request has none of them."""
-        return self._service.access.client(http.headers.get("authorization"))
+        return self._service.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
 
     async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
+        return await self.read_as(http, kind, lambda body, _: body)
+
+    async def read_as(
+        self, http: HttpRequest, kind: type[Read], understand: Callable[[Read, Limits], Understood]
+    ) -> Understood:
+        """What a body of another API's asks for."""
         media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             # Any page may send a browser's form or text to this machine without being asked; JSON it may not.
@@ -74,15 +116,74 @@ class Intake:
                 code="unsupported_media_type",
             )
         body, limits = await http.body(), self._service.options.limits
-        return await off_loop(len(body), lambda: read(kind, parse_object(body, limits), limits))
+        return await off_loop(
+            len(body),
+            lambda: understand(read(kind, parse_object(body, limits), limits, self.ignore), limits),
+        )
 
     def check_model(self, name: str) -> None:
         if name not in self._service.options.models:
             raise model_not_found(name)
 
+    async def chat(
+        self, client: Client, body: ChatBody, arrival_s: float, *, may_be_fewer: bool = False
+    ) -> Batch:
+        """What a chat asks for, checked.
+
+        Args:
+            may_be_fewer: where the context has no room for all tokens that it asks for, there are fewer.
+
+        Raises:
+            ApiError: 400; 404 for another model; 403 for a lane that is not allowed.
+        """
+        check_chat(body, self._service.options.limits)
+        self.check_model(body.model)
+        asked = (
+            MaxTokens("max_completion_tokens", body.max_completion_tokens, may_be_fewer)
+            if body.max_tokens is None
+            else MaxTokens("max_tokens", body.max_tokens, may_be_fewer)
+        )
+        return Batch(
+            body=body,
+            prompt_field="messages",
+            asked=asked,
+            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            num_prompt_logprobs=body.prompt_logprobs,
+            num_choices=body.n or 1,
+            tenant=client.tenant,
+            lane=lane_of(body.service_tier, client.tenant),
+            arrival_s=arrival_s,
+            grammar=await self.grammar(client.tenant, self.form(body)),
+        )
+
     def check_room(self, batch: Batch) -> None:
         """Raises 429 or 503 if its lane is full; asked before a prompt is tokenised."""
         self._service.dispatch.check_room(batch.lane, batch.tenant.name)
+
+    async def job(
+        self,
+        client: Client,
+        batch: Batch,
+        prompts: list[list[int]],
+        id: str,
+        writer: Writer,
+        *,
+        echoes: Sequence[str] = (),
+        in_full: bool = False,
+    ) -> Job:
+        """
+        Raises:
+            ApiError: 400, if a prompt does not fit; 429, if it is more than the client's quota has left.
+        """
+        requests = [self.request(batch, prompt, f"{id}-{number}") for number, prompt in enumerate(prompts)]
+        return Job(
+            writer=writer,
+            requests=requests,
+            stream=bool(batch.body.stream),
+            echoes=echoes,
+            in_full=in_full,
+            reservation=await self.reserve(client, requests),
+        )
 
     def request(self, batch: Batch, prompt: list[int], request_id: str) -> Request:
         # A tokenizer can know tokens that the model does not.
@@ -91,25 +192,34 @@ class Intake:
         return Request(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
-            sampling=self._sampling(batch, len(prompt)),
+            sampling=replace(
+                self._sampling(batch, len(prompt)), shown_special=self._service.formats.shown(batch.reading)
+            ),
             n=batch.body.n or 1,
             arrival_s=batch.arrival_s,
             lane=batch.lane,
             tenant=batch.tenant.name,
-            salt=salt_of(batch.tenant, is_private=batch.body.store is False),
+            salt=salt_of(batch.tenant, is_private=batch.body.store is False, asked=batch.body.cache_salt),
         )
 
     def _sampling(self, batch: Batch, num_prompt_tokens: int) -> SamplingParams:
         room = Room(self._service.dispatch.context_length, num_prompt_tokens)
         max_tokens = room.output_tokens(batch.asked, batch.prompt_field)
+        self._check_prompt_logprobs(batch, num_prompt_tokens)
         return sampling_params(
             batch.body,
             self._service.options.defaults,
             max_tokens=self._bounded(batch, max_tokens),
             num_logprobs=batch.num_logprobs,
+            num_prompt_logprobs=batch.num_prompt_logprobs,
+            banned=banned_tokens(self._service.tokenizer, batch.body.bad_words or ()),
+            special_ids=self._service.tokenizer.special_ids,
             vocab_size=self._service.vocab_size,
             grammar=batch.grammar,
         )
+
+    def form(self, body: ChatBody | CompletionBody) -> Form | None:
+        return form_of(body, self._service.options.limits, answer_form(body.response_format))
 
     async def grammar(self, tenant: Tenant, form: Form | None) -> Grammar | None:
         """The grammar of an answer's form, compiled.
@@ -127,6 +237,20 @@ class Intake:
             raise invalid(f"Invalid '{form.field}': {error}.", form.field, "invalid_grammar") from None
         return form.grammar
 
+    async def with_tools(
+        self, batch: Batch, prompt: list[int], use: ToolUse, *, shows_reasoning: bool = True
+    ) -> Batch:
+        """The batch, whose answers to a prompt may have reasoning and calls of tools, or have to call one.
+
+        Raises:
+            ApiError: 400, if the model cannot, or cannot be held to the tools' schemas.
+        """
+        reading = self._service.formats.reading(prompt, use, shows_reasoning=shows_reasoning)
+        if not use.required:
+            return replace(batch, reading=reading)
+        form = Form("tools", self._service.formats.grammar(reading, use))
+        return replace(batch, reading=reading, grammar=await self.grammar(batch.tenant, form))
+
     def _bounded(self, batch: Batch, max_tokens: int) -> int:
         """The output tokens of each choice whose log probabilities can be kept until the reply is complete."""
         if batch.num_logprobs is None or batch.body.stream:
@@ -140,6 +264,15 @@ class Intake:
             )
             raise invalid(message, batch.asked.field)
         return min(max_tokens, most)
+
+    def _check_prompt_logprobs(self, batch: Batch, num_prompt_tokens: int) -> None:
+        """They come in one piece, streamed or not."""
+        if batch.num_prompt_logprobs is None:
+            return
+        at_once = self._service.options.limits.max_logprobs
+        if num_prompt_tokens * batch.num_choices * (1 + batch.num_prompt_logprobs) > at_once:
+            message = f"The prompts of a request may have at most {at_once} log probabilities. Ask for fewer."
+            raise invalid(message, batch.prompt_field)
 
     async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
         """Room for these requests in the quota of who sends them.
@@ -176,14 +309,59 @@ class Intake:
         except StoreUnavailable:
             raise unavailable("The store is not there.", "store_unavailable") from None
 
-    async def encode_chat(self, messages: list[Message], *, add_generation_prompt: bool = True) -> list[int]:
-        conversation = [as_dict(message) for message in messages]
-        num_chars = sum(len(message["content"]) for message in conversation)
+    async def encode_chat(
+        self,
+        messages: list[Message],
+        use: ToolUse = NO_TOOLS,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continues: bool = False,
+    ) -> list[int]:
+        """The tokens of a conversation; with `continues`, its last message has no end."""
+        check_messages(messages)
+        num_chars = num_chars_of(messages, use)
         self.check_length(num_chars, "messages")
-        encode = partial(self._service.prompts.chat, add_generation_prompt=add_generation_prompt)
-        return await off_loop(
-            num_chars + MESSAGE_CHARS * len(conversation), encode, conversation, threads=TOKENIZING
-        )
+
+        def encode() -> list[int]:
+            return self._service.prompts.chat(
+                [as_dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                continues=continues,
+                tools=use.tools,
+                variables=variables,
+            )
+
+        return await off_loop(num_chars + MESSAGE_CHARS * len(messages), encode, threads=TOKENIZING)
+
+    def variables(self, given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
+        """What the chat template is told beside messages and tools.
+
+        Raises:
+            ApiError: 400 for what is not the client's to tell.
+        """
+        variables, known = dict(given or {}), self._service.prompts.variables
+        self._service.prompts.check_variables(variables, "chat_template_kwargs")
+        if reasoning_effort is not None:
+            switches = [name for name in ("enable_thinking", "thinking") if name in known]
+            if "reasoning_effort" in known:
+                variables.setdefault("reasoning_effort", reasoning_effort)
+            elif reasoning_effort == "none" and switches:
+                variables = dict.fromkeys(switches, False) | variables
+            else:
+                self.ignore("reasoning_effort")
+        return variables
+
+    def ignore(self, field: str) -> None:
+        """Takes a field of which nothing comes; the reply's header names it.
+
+        Raises:
+            ApiError: 400, if the operator wants such fields refused.
+        """
+        if self._service.options.strict:
+            raise unsupported(field)
+        if (asked := CORRELATION.get()) is not None:
+            asked.ignored.append(field)
 
     async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
         texts, token_ids = await off_loop(4 * len(body.prompt), _split_prompt, body.prompt)
@@ -192,9 +370,36 @@ class Intake:
             raise invalid(f"'prompt' must be 1 to {limits.max_prompts} prompts.", "prompt")
         if num_prompts * (body.n or 1) > limits.max_choices:
             raise invalid(f"'n' times the prompts must be at most {limits.max_choices}.", "n")
+        if body.suffix is not None and token_ids:
+            raise invalid("'suffix' needs a 'prompt' of text.", "suffix")
+        token_ids = [truncated(prompt, body) for prompt in token_ids]
         for prompt in token_ids:
             await off_loop(4 * len(prompt), self.check_prompt_ids, prompt)
-        return token_ids or [await self.encode_text(text, "prompt") for text in texts]
+        if body.suffix:
+            return [await self._encode_around(text, body.suffix) for text in texts]
+        add_special = body.add_special_tokens is not False
+        encoded = [await self.encode_text(text, "prompt", add_special=add_special) for text in texts]
+        return token_ids or [truncated(prompt, body) for prompt in encoded]
+
+    async def _encode_around(self, text: str, suffix: str) -> list[int]:
+        """The tokens that ask for what is between two texts."""
+        self.check_length(len(text) + len(suffix), "prompt")
+        return await off_loop(
+            len(text) + len(suffix), self._service.prompts.around, text, suffix, threads=TOKENIZING
+        )
+
+    async def encode_inputs(self, body: EmbeddingsBody) -> list[list[int]]:
+        texts, token_ids = await off_loop(4 * len(body.input), _split_prompt, body.input)
+        most, add_special = self._service.options.limits.max_inputs, body.add_special_tokens is not False
+        if not 1 <= len(texts) + len(token_ids) <= most:
+            raise invalid(f"'input' must be 1 to {most} texts.", "input")
+        prompts = token_ids or [
+            await self.encode_text(text, "input", add_special=add_special) for text in texts
+        ]
+        prompts = [truncated(prompt, body) for prompt in prompts]
+        for prompt in prompts:
+            await off_loop(4 * len(prompt), self.check_prompt_ids, prompt, "input")
+        return prompts
 
     async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
         self.check_length(len(text), field)
@@ -218,12 +423,37 @@ class Intake:
             raise context_exceeded(context_length, f"{num_chars} characters", field)
 
 
-def salt_of(tenant: Tenant, *, is_private: bool = False) -> bytes:
+def salt_of(tenant: Tenant, *, is_private: bool = False, asked: str | None = None) -> bytes:
     """What a tenant's blocks are hashed with: nobody finds, or times, another's prompts.
 
-    Those of private prompts (`store: false`) are apart, for their tokens never leave the process.
+    Those of private prompts (`store: false`, or a salt that was `asked` for) are apart, for their tokens never leave
+    the process.
     """
+    if asked is not None:
+        return tenant.name.encode() + b"\0salt:" + asked.encode(errors="surrogatepass") + PRIVATE
     return tenant.name.encode() + (PRIVATE if is_private else b"")
+
+
+def truncated(prompt: list[int], body: Sampled | EmbeddingsBody) -> list[int]:
+    """The last tokens of a prompt, as many as the body asks for."""
+    return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
+
+
+def banned_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
+    """The tokens that these words are, at the start of a text and after a space.
+
+    Raises:
+        ApiError: 400 for a word that is several tokens.
+    """
+    banned: list[int] = []
+    for place, word in enumerate(words):
+        inside = tokenizer.encode(word)
+        if len(inside) != 1:
+            message = f"'{word}' is {len(inside)} tokens; only words of one token can be kept from an answer."
+            raise invalid(message, f"bad_words[{place}]")
+        after_space = tokenizer.encode(" " + word.lstrip())
+        banned += inside + (after_space if len(after_space) == 1 else [])
+    return banned
 
 
 def salts_of(tenant: Tenant) -> tuple[bytes, bytes]:

@@ -21,7 +21,8 @@ from gateway.endpoints import answers
 from gateway.endpoints.completions import CHAT_ID
 from gateway.endpoints.operations import OPERATIONS, Operation
 from gateway.http.limits import Limits
-from gateway.sessions.responses.schemas import id_pattern
+from gateway.http.refusals import OVERLOADED
+from gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
 from gateway.wire.schemas import steps_to
 
 JsonSchema = dict[str, Any]
@@ -66,10 +67,13 @@ class OpenApi:
         paths: dict[str, JsonSchema] = {}
         for path, method, operation in found:
             paths.setdefault(path, {})[method.lower()] = _describe(path, method, operation, schemas)
-        error = _json(schemas.of(answers.Error))
         refusals = {
-            status.name: {"description": status.phrase, "content": error}
-            for status in sorted({status for _, _, operation in found for status in operation.refusals})
+            _refusal(status, operation): {
+                "description": _phrase(status),
+                "content": _json(schemas.of(operation.error)),
+            }
+            for _, _, operation in found
+            for status in sorted(operation.refusals)
         }
         components: JsonSchema = {"schemas": schemas.components, "responses": refusals}
         document: JsonSchema = {
@@ -143,7 +147,7 @@ def _identifiers(path: str) -> Iterator[JsonSchema]:
     patterns = {
         "id": CHAT_ID.pattern if path.startswith("/v1/chat") else id_pattern("resp"),
         "conversation_id": id_pattern("conv"),
-        "item_id": id_pattern("msg"),
+        "item_id": id_pattern(*ITEM_PREFIXES),
     }
     for name in re.findall(r"{(\w+)}", path):
         schema: JsonSchema = {"type": "string", **({"pattern": patterns[name]} if name in patterns else {})}
@@ -163,10 +167,12 @@ def _responses(operation: Operation, schemas: _Schemas) -> JsonSchema:
         content |= _json(schemas.of(operation.answer))
     if operation.media_type is not None:
         content[operation.media_type] = {}
+    if operation.lines is not None:
+        content["application/x-ndjson"] = {"itemSchema": schemas.of(operation.lines)}
     if operation.events:
         content["text/event-stream"] = {"itemSchema": _event(operation.events, schemas)}
     responses: JsonSchema = {
-        str(int(status)): {"$ref": f"#/components/responses/{status.name}"}
+        str(status): {"$ref": f"#/components/responses/{_refusal(status, operation)}"}
         for status in sorted(operation.refusals)
     }
     if operation.unavailable is not None:
@@ -174,6 +180,16 @@ def _responses(operation: Operation, schemas: _Schemas) -> JsonSchema:
     if operation.cached:
         responses["304"] = {"description": HTTPStatus.NOT_MODIFIED.phrase}
     return {"200": {"description": "OK", "content": content}, **responses}
+
+
+def _refusal(status: int, operation: Operation) -> str:
+    """The name of the component that describes it."""
+    name = _phrase(status).upper().replace(" ", "_").replace("-", "_")
+    return name if operation.error is answers.Error else f"{operation.error.__name__}.{name}"
+
+
+def _phrase(status: int) -> str:
+    return "Overloaded" if status == OVERLOADED else HTTPStatus(status).phrase
 
 
 def _event(events: dict[str, Any], schemas: _Schemas) -> JsonSchema:

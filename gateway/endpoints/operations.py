@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http import HTTPStatus
 from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import Field
@@ -13,7 +12,12 @@ from typing_extensions import TypedDict
 from gateway.access.idempotency import MAX_KEY_CHARS
 from gateway.endpoints import answers
 from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
+from gateway.endpoints.events import DETAILS
+from gateway.http.refusals import OVERLOADED
 from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
+from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
+from gateway.wire.embeddings import EmbeddingsBody
+from gateway.wire.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from gateway.wire.schemas import (
     ChatBody,
     CompletionBody,
@@ -45,6 +49,7 @@ class FollowHeaders(TypedDict, total=False):
 
 class EventsQuery(TypedDict, total=False):
     request_id: str
+    detail: Annotated[str, Field(pattern=f"^({'|'.join(DETAILS)})(,({'|'.join(DETAILS)}))*$")]
 
 
 class LocateQuery(TypedDict, total=False):
@@ -68,6 +73,8 @@ class Operation:
     """Of a 200 that is no JSON."""
     events: dict[str, Any] = field(default_factory=dict)
     """The JSON of each event of a stream, by its name. Those without a name end with a `[DONE]`."""
+    lines: Any = None
+    """The JSON of each line of a stream."""
     unavailable: Any = None
     """The JSON of a 503 that is no error."""
     statuses: tuple[int, ...] = ()
@@ -76,24 +83,31 @@ class Operation:
     """It asks for no key."""
     cached: bool = False
     """A client that has it already is told so."""
+    error: Any = answers.Error
+    """The JSON of a refusal."""
 
     @property
-    def refusals(self) -> set[HTTPStatus]:
+    def refusals(self) -> set[int]:
         """Statuses that are answered with an error."""
         with_body = () if self.body is None else (415,)
         with_key = () if self.is_open else (401,)
-        return set(map(HTTPStatus, (*_ANY, *self.statuses, *with_body, *with_key)))
+        return {*_ANY, *self.statuses, *with_body, *with_key}
 
     @property
     def types(self) -> Iterator[Any]:
-        one = (self.body, self.query, self.headers, self.answer, self.unavailable)
+        one = (self.body, self.query, self.headers, self.answer, self.lines, self.unavailable, self.error)
         yield from (kind for kind in (*one, *self.events.values()) if kind is not None)
 
 
 _CHAT_EVENTS = {"": answers.ChatChunk | answers.Error}
-_RESPONSE_EVENTS = {
-    name: kind for kind in answers.RESPONSE_EVENTS for name in get_args(get_type_hints(kind)["type"])
-}
+
+
+def _by_type(*kinds: Any) -> dict[str, Any]:
+    """Events, by their names."""
+    return {name: kind for kind in kinds for name in get_args(get_type_hints(kind)["type"])}
+
+
+_RESPONSE_EVENTS = _by_type(*answers.RESPONSE_EVENTS)
 
 OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/chat/completions": {
@@ -126,6 +140,33 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             answer=answers.TextCompletion,
             events={"": answers.TextChunk | answers.Error},
             statuses=_WORK,
+        )
+    },
+    "/v1/embeddings": {
+        "POST": Operation(
+            summary="Turn texts into vectors",
+            body=EmbeddingsBody,
+            answer=answers.Embeddings,
+            statuses=_WORK,
+        )
+    },
+    "/v1/messages": {
+        "POST": Operation(
+            summary="Answer a conversation in Anthropic's format, streamed or whole",
+            body=MessagesBody,
+            answer=answers.AnthropicMessage,
+            events=_by_type(*answers.MESSAGE_EVENTS),
+            error=answers.AnthropicError,
+            statuses=(403, 404, 429, OVERLOADED),
+        )
+    },
+    "/v1/messages/count_tokens": {
+        "POST": Operation(
+            summary="How many tokens such a conversation has",
+            body=CountTokensBody,
+            answer=answers.InputTokens,
+            error=answers.AnthropicError,
+            statuses=(404,),
         )
     },
     "/v1/responses": {
@@ -193,6 +234,57 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "GET": Operation(summary="One message", answer=answers.Item, statuses=(404, 503)),
         "DELETE": Operation(summary="Forget a message", answer=answers.Conversation, statuses=(404, 503)),
     },
+    "/api/chat": {
+        "POST": Operation(
+            summary="Answer a conversation in Ollama's format, streamed or whole",
+            body=OllamaChatBody,
+            answer=answers.OllamaChat,
+            lines=answers.OllamaChat | answers.OllamaError,
+            error=answers.OllamaError,
+            statuses=_WORK,
+        )
+    },
+    "/api/generate": {
+        "POST": Operation(
+            summary="Answer a prompt in Ollama's format, streamed or whole",
+            body=OllamaGenerateBody,
+            answer=answers.OllamaText,
+            lines=answers.OllamaText | answers.OllamaError,
+            error=answers.OllamaError,
+            statuses=_WORK,
+        )
+    },
+    "/api/tags": {
+        "GET": Operation(
+            summary="The names of the model, for Ollama's clients",
+            answer=answers.OllamaModels,
+            error=answers.OllamaError,
+        )
+    },
+    "/api/ps": {
+        "GET": Operation(
+            summary="The same: it is always loaded",
+            answer=answers.OllamaLoadedModels,
+            error=answers.OllamaError,
+        )
+    },
+    "/api/show": {
+        "POST": Operation(
+            summary="One of them",
+            body=OllamaShowBody,
+            answer=answers.OllamaShown,
+            error=answers.OllamaError,
+            statuses=(404,),
+        )
+    },
+    "/api/version": {
+        "GET": Operation(
+            summary="The version of Ollama whose API this is",
+            answer=answers.OllamaVersion,
+            error=answers.OllamaError,
+            is_open=True,
+        )
+    },
     "/v1/models": {"GET": Operation(summary="The names of the model", answer=answers.Models)},
     "/v1/models/{name}": {"GET": Operation(summary="One of them", answer=answers.Model, statuses=(404,))},
     "/tokenize": {
@@ -225,9 +317,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/events": {
         "GET": Operation(
-            summary="The state of the server, and of a request that waits",
+            summary="The state of the server; of a request that waits; in detail, of its steps and KV blocks",
             query=EventsQuery,
-            events={"server": answers.ServerStatus, "request": answers.QueueStatus},
+            events={
+                "server": answers.ServerStatus,
+                "request": answers.QueueStatus,
+                "steps": answers.StepsStatus,
+                "kv": answers.BlocksStatus,
+            },
         )
     },
     "/health": {

@@ -16,8 +16,9 @@ WRITABLE = "penstock.writable"
 
 _SERVER_SEND = "penstock.server_send"
 
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 _STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
+    "content-type": EVENT_STREAM,
     "cache-control": "no-cache, no-transform",
     # Or else nginx collects 16 KiB before it lets anything through.
     "x-accel-buffering": "no",

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
@@ -16,6 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 access_log = logging.getLogger("penstock.access")
 
+ANTHROPIC_PATH = "/v1/messages"
+"""Below it clients know Anthropic's API: its errors, and its name for the header with the request's id."""
 _PROBES = ("/health", "/ready", "/metrics")
 """Asked for every few seconds: they are in the log of level debug alone."""
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
@@ -34,11 +36,15 @@ class Correlation:
     """W3C's trace context, as the client sent it."""
     trace_id: str = ""
     """Empty for a request that is not traced."""
+    ignored: list[str] = field(default_factory=list)
+    """Fields of its body that were taken and not honoured; the reply names them."""
 
     def __str__(self) -> str:
         """One short line: a path is quoted, so that no client writes lines of its own into the log."""
         return f"{self.method} {quote(self.path[:_MAX_PATH_CHARS], errors='replace')}"
 
+
+IGNORED_HEADER = "x-penstock-ignored"
 
 CORRELATION: ContextVar[Correlation | None] = ContextVar("CORRELATION", default=None)
 """The request that the running task answers; None outside requests."""
@@ -64,7 +70,12 @@ class RequestIdMiddleware:
             nonlocal answered, status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if request.ignored:
+                    headers[IGNORED_HEADER] = ", ".join(request.ignored)
+                if request.path.startswith(ANTHROPIC_PATH):
+                    headers["request-id"] = request_id
             await send(message)
             answered = message["type"] == "http.response.body" and not message.get("more_body", False)
 

@@ -1,4 +1,4 @@
-"""Every refusal and fault as OpenAI's error object, made in one place."""
+"""What a client is told of: every refusal and fault, made in one place."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ import math
 import random
 from collections.abc import Mapping
 from http import HTTPStatus
-
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
-from starlette.responses import Response
 
 from gateway.http.correlation import CORRELATION
 
@@ -72,9 +68,6 @@ class ApiError(Exception):
         if self.close:
             headers["connection"] = "close"
         return headers
-
-    def response(self) -> Response:
-        return Response(self.body(), self.status, self.headers(), media_type="application/json")
 
 
 def _retry_headers(seconds: float) -> dict[str, str]:
@@ -143,48 +136,12 @@ def log_fault(error: ApiError) -> None:
     Whoever sends the error to the client calls this, in a reply and in a stream alike.
     """
     if error.is_fault:
-        _log_failed(error.message)
+        log_failed(error.message)
 
 
-def _log_failed(reason: str, cause: Exception | None = None) -> None:
+def log_failed(reason: str, cause: Exception | None = None) -> None:
+    """Writes the line about the request of this task."""
     request = CORRELATION.get()
     request_id = "unknown" if request is None else request.request_id
     line = " ".join(reason.split())[:_MAX_REASON_CHARS]
     log.error("%s failed: %s (x-request-id %s)", request or "a request", line, request_id, exc_info=cause)
-
-
-async def answer_api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    log_fault(error)
-    return error.response()
-
-
-async def answer_http_error(request: Request, error: Exception) -> Response:
-    """404 and 405, which the router raises."""
-    assert isinstance(error, HTTPException)
-    reply = ApiError(error.status_code, _explain(request, error), code=_code(error.status_code)).response()
-    reply.headers.update(error.headers or {})
-    return reply
-
-
-def _explain(request: Request, error: HTTPException) -> str:
-    if error.status_code == HTTPStatus.NOT_FOUND:
-        return f"Unknown request URL: {request.method} {request.url.path}."
-    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        return f"Method {request.method} is not allowed on {request.url.path}."
-    return error.detail
-
-
-def _code(status: int) -> str:
-    return {404: "unknown_url", 405: "method_not_allowed"}.get(status, "http_error")
-
-
-async def answer_disconnect(_: Request, __: Exception) -> Response:
-    """Nobody is there to read it; 499 is what logs call it."""
-    return Response(status_code=499)
-
-
-async def answer_fault(_: Request, error: Exception) -> Response:
-    """Answers what no code foresaw. The trace goes to the log, never to the client."""
-    _log_failed(f"{type(error).__name__}: {error}", error)
-    return internal().response()

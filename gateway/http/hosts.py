@@ -12,6 +12,7 @@ from http import HTTPStatus
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http.errors import ApiError
+from gateway.http.refusals import refusal
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
@@ -29,7 +30,7 @@ class HostMiddleware:
         if scope["type"] == "http" and not self._any:
             for name, value in scope["headers"]:
                 if name == b"host" and _name(value.decode("latin-1")) not in self._hosts:
-                    await _not_here().response()(scope, receive, send)
+                    await refusal(_not_here(), scope["path"])(scope, receive, send)
                     return
         await self.app(scope, receive, send)
 

@@ -11,6 +11,7 @@ import orjson
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.http.errors import ApiError, invalid
+from gateway.http.refusals import refusal
 
 _STRING = re.compile(rb'"[^"]*"?')
 _PIECE_BYTES = 64 * 1024
@@ -33,13 +34,20 @@ class Limits:
     """Of one object."""
     max_messages: int = 2048
     max_content_parts: int = 256
+    max_tools: int = 512
+    max_tool_calls: int = 128
+    """Of one message."""
+    max_template_variables: int = 32
     max_prompts: int = 64
+    max_inputs: int = 1024
+    """Texts of one request for embeddings."""
     max_choices: int = 128
     """Choices of one request, those of all its prompts together."""
     max_stop: int = 16
     max_stop_chars: int = 256
     max_stop_token_ids: int = 64
     max_logit_bias: int = 1024
+    max_bad_words: int = 64
     max_metadata: int = 16
     max_grammar_bytes: int = 64 * 1024
     """Of a schema, regular expression or grammar that an answer has to match."""
@@ -64,7 +72,7 @@ class LimitsMiddleware:
             return
         error = self._check_headers(scope["headers"])
         if error is not None:
-            await error.response()(scope, receive, send)
+            await refusal(error, scope["path"])(scope, receive, send)
             return
         await self.app(scope, _Counted(receive, self.limits.max_body_bytes), send)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, Protocol
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -23,7 +24,16 @@ from gateway.http.errors import invalid
 
 # A noncharacter of Unicode: no text has a use for it, and where it comes in it is replaced.
 _MARK, _REPLACEMENT = "\ufdd0", "\ufffd"
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _MARKED = re.compile(f"({_MARK}(?:[^{_MARK}]{_MARK})+)")
+
+
+_FIM = (
+    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
+    ("<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜fim▁hole｜>"),
+)
+"""What stands before the text, before the middle and before what follows it, as families of models name it."""
 
 
 class Tokenizer(Protocol):
@@ -52,36 +62,80 @@ class Prompts:
             jinja2.TemplateSyntaxError: the checkpoint's template is broken.
         """
         self.tokenizer = tokenizer
-        source = tokenizer.chat_template
-        self._template = None if source is None else _environment().from_string(source)
+        source, environment = tokenizer.chat_template, _environment()
+        self._template = None if source is None else environment.from_string(source)
         self._knows_developers = source is not None and "developer" in source
+        self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source or ""))
+        """What the template reads, messages and tools included."""
+        self._reserved = {*_OWN_VARIABLES, *environment.globals, *tokenizer.special_tokens}
         self._special = _any_of(_special_texts(tokenizer))
+        self._fim = next((found for names in _FIM if (found := _tokens_named(tokenizer, names))), None)
 
-    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """The tokens of a conversation.
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continues: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The tokens of a conversation; with `continues`, up to the end of what its last message says.
+
+        Args:
+            tools: those that the model is told of.
+            variables: what else the template may read.
 
         Raises:
-            ApiError: 400, if there is no template or it does not take these messages.
+            ApiError: 400, if there is no template or it does not take these messages or tools.
         """
+        if tools and "tools" not in self.variables:
+            raise invalid("This model's chat template takes no tools.", "tools", "tools_not_supported")
         marked = [
             {key: self._role(value) if key == "role" else self._mark(value) for key, value in message.items()}
             for message in messages
         ]
-        return self._encode_rendered(self._render(marked, add_generation_prompt))
+        context = {name: self._mark(value) for name, value in (variables or {}).items()}
+        context["tools"] = self._mark(list(tools)) or None
+        if not continues:
+            return self._encode_rendered(self._render(marked, add_generation_prompt, context))
+        return self._encode_rendered(_cut_after(self._render(marked, False, context), marked[-1]["content"]))
+
+    def check_variables(self, variables: Mapping[str, Any], field: str) -> None:
+        """Raises 400 for a variable of the template that is not the client's to set."""
+        for name in variables:
+            if name in self._reserved:
+                raise invalid(f"'{field}' may not set '{name}'.", f"{field}.{name}")
+
+    def around(self, text: str, suffix: str) -> list[int]:
+        """The tokens that ask for what is between two texts.
+
+        Raises:
+            ApiError: 400, if the tokenizer has no tokens for that.
+        """
+        if self._fim is None:
+            raise invalid(
+                "This model has no tokens for filling in the middle.", "suffix", "unsupported_value"
+            )
+        before_text, before_middle, before_suffix = self._fim
+        encode = self.tokenizer.encode
+        return [before_text, *encode(text), before_suffix, *encode(suffix), before_middle]
 
     def text(self, text: str, *, add_special: bool = True) -> list[int]:
         """The tokens of a plain prompt, with what the tokenizer itself puts around it."""
         return self.tokenizer.encode(text, add_special=add_special)
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, context: dict[str, Any]
+    ) -> str:
         if self._template is None:
             message = "This model has no chat template; use /v1/completions."
             raise invalid(message, "messages", "no_chat_template")
         try:
             return self._template.render(
+                context,
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
                 documents=None,
                 **self.tokenizer.special_tokens,
             )
@@ -93,12 +147,18 @@ class Prompts:
         """OpenAI's newer name for "system", which most templates do not know."""
         return "system" if role == "developer" and not self._knows_developers else role
 
-    def _mark(self, text: str) -> str:
-        """Sets marks around and between the characters of every special token that is spelt out.
+    def _mark(self, value: Any) -> Any:
+        """Sets marks around and between the characters of every special token that a text of the value spells.
 
         Between them, too: a template that cuts the text would otherwise leave the token behind without its marks.
         """
-        return self._special.sub(_with_marks, text.replace(_MARK, _REPLACEMENT))
+        if isinstance(value, str):
+            return self._special.sub(_with_marks, value.replace(_MARK, _REPLACEMENT))
+        if isinstance(value, dict):
+            return {self._mark(name): self._mark(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self._mark(item) for item in value]
+        return value
 
     def _encode_rendered(self, text: str) -> list[int]:
         if _MARK not in text:
@@ -112,6 +172,36 @@ class Prompts:
             for part in filter(None, piece.split(_MARK)):
                 token_ids += self.tokenizer.encode(part, parse_special=True)
         return token_ids
+
+
+def _cut_after(rendered: str, said: str) -> str:
+    """A conversation as far as its last message says something, as transformers cuts it.
+
+    The spaces around it are kept where the template keeps them.
+
+    Raises:
+        ApiError: 400, if the template does not show the message as it is.
+    """
+    text = said.strip()
+    at = rendered.rfind(text)
+    if not text or at < 0:
+        message = (
+            "The last message cannot be continued: it is empty, or the model's chat template changes it."
+        )
+        raise invalid(message, "continue_final_message", "chat_template_error")
+    kept = said.lstrip()
+    end = at + len(kept if rendered.startswith(kept, at) else text)
+    return rendered[:end]
+
+
+def _tokens_named(tokenizer: Tokenizer, names: Sequence[str]) -> list[int] | None:
+    """The tokens that are spelt like this; None if one of them is no single token."""
+    encoded = [tokenizer.encode(name, parse_special=True) for name in names]
+    are_tokens = all(
+        len(ids) == 1 and tokenizer.token_bytes(ids[0]) == name.encode()
+        for ids, name in zip(encoded, names, strict=True)
+    )
+    return [ids[0] for ids in encoded] if are_tokens else None
 
 
 def _with_marks(found: re.Match[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NamedTuple, TypeVar
@@ -13,6 +14,11 @@ from gateway.http.errors import ApiError, invalid
 from gateway.wire.prompts import check_token_ids
 from gateway.wire.schemas import Sampled, as_strings
 from priority.lanes import Lane, Tenant
+
+_BAN = -1e30
+"""A bias that no logit makes up for."""
+LEAST_TOP_P = 1e-6
+"""What 0 means: the likeliest token alone."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -33,6 +39,8 @@ class MaxTokens(NamedTuple):
 
     field: str
     number: int | None
+    may_be_fewer: bool = False
+    """The answer ends where the context does; or else what does not fit is refused."""
 
 
 class Room(NamedTuple):
@@ -50,10 +58,10 @@ class Room(NamedTuple):
         left = self.context_length - self.num_prompt_tokens
         if left < 1:
             raise context_exceeded(self.context_length, f"{self.num_prompt_tokens} tokens", prompt_field)
-        if asked.number is not None and asked.number > left:
+        if asked.number is not None and asked.number > left and not asked.may_be_fewer:
             what = f"{self.num_prompt_tokens} tokens and {asked.field} {asked.number}"
             raise context_exceeded(self.context_length, what, asked.field)
-        return left if asked.number is None else asked.number
+        return left if asked.number is None else min(asked.number, left)
 
 
 def context_exceeded(context_length: int, what: str, field: str) -> ApiError:
@@ -67,10 +75,17 @@ def sampling_params(
     *,
     max_tokens: int,
     num_logprobs: int | None,
+    num_prompt_logprobs: int | None,
+    banned: Iterable[int],
+    special_ids: frozenset[int],
     vocab_size: int,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
     """
+    Args:
+        banned: tokens that are never chosen.
+        special_ids: of the tokenizer.
+
     Raises:
         ApiError: 400 for token ids outside the vocabulary, or min_tokens that cannot be reached.
     """
@@ -81,21 +96,24 @@ def sampling_params(
     check_token_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
     return SamplingParams(
         temperature=_given(body.temperature, defaults.temperature),
-        top_p=_given(body.top_p, defaults.top_p),
+        top_p=max(_given(body.top_p, defaults.top_p), LEAST_TOP_P),
         top_k=max(0, _given(body.top_k, defaults.top_k)),
         min_p=_given(body.min_p, defaults.min_p),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size) | dict.fromkeys(banned, _BAN),
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         stop=as_strings(body.stop),
+        shows_stop=bool(body.include_stop_str_in_output),
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
+        shown_special=special_ids if body.skip_special_tokens is False else frozenset(),
         num_logprobs=num_logprobs,
         grammar=grammar,
+        num_prompt_logprobs=num_prompt_logprobs,
     )
 
 

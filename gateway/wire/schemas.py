@@ -1,15 +1,15 @@
 """Request bodies: what clients may send, and the first thing that is wrong with what they did send.
 
-OpenAI's names and ranges, strictly typed. A field is either honoured, or known to be harmless, or refused by name:
-none is silently ignored.
+OpenAI's names and ranges, strictly typed. A field is either honoured, or known to be harmless and named in the reply's
+header, or refused by name: none is silently ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from gateway.http.errors import ApiError, invalid, unsupported
@@ -38,6 +38,8 @@ class StrictBody(BaseModel):
     """
     NOT_SUPPORTED: ClassVar[frozenset[str]] = frozenset()
     """Fields of OpenAI's that are refused by name unless they are null."""
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are taken although nothing comes of them: they could not change the answer."""
 
 
 Schema = dict[str, object] | bool
@@ -58,10 +60,43 @@ class StreamOptions(StrictBody):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
     resumable: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+HINTS = frozenset(
+    {
+        "cache_control",
+        "cache_prompt",
+        "keep_alive",
+        "prediction",
+        "provider",
+        "request_id",
+        "return_progress",
+        "route",
+        "session_id",
+        "tags",
+        "timings_per_token",
+        "trace",
+        "trace_id",
+        "usage",
+        "verbosity",
+    }
+)
+"""What clients say to other servers about caches, routes, telemetry and speed; how long the answer should be is a hint
+to models that were trained to take it."""
 
 
 class Sampled(StrictBody):
     """What chat and text completions share: how tokens are chosen, and fields that change nothing here."""
+
+    IGNORED = HINTS | {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "store",
+        "user",
+    }
 
     MOST: ClassVar[Mapping[str, str | int]] = {
         "n": "max_choices",
@@ -71,6 +106,8 @@ class Sampled(StrictBody):
         "metadata": "max_metadata",
         "structured_outputs.choice": "max_grammar_choices",
         "guided_choice": "max_grammar_choices",
+        "prompt_logprobs": "max_top_logprobs",
+        "bad_words": "max_bad_words",
     }
 
     model: Annotated[str, Field(min_length=1)]
@@ -79,7 +116,7 @@ class Sampled(StrictBody):
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -99,11 +136,20 @@ class Sampled(StrictBody):
     guided_regex: str | None = None
     guided_choice: Annotated[Many[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    bad_words: Many[Annotated[str, Field(min_length=1)]] | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Literal[0] | None = None
 
     # Accepted: they ask for nothing that could be seen in the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -116,18 +162,100 @@ class ContentPart(TypedDict):
     text: str
 
 
+class FunctionCall(StrictBody):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+
+
+class ToolCall(StrictBody):
+    """A call that an assistant made, as it was told to the client."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
 class Message(StrictBody):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Many[ContentPart]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Many[ContentPart] | None = None
     name: str | None = None
     refusal: None = None
     audio: None = None
     annotations: list[object] | None = None
-    tool_calls: None = None
-    function_call: None = None
+    tool_calls: Many[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of the same."""
 
 
-_MOST_MESSAGES = {"messages": "max_messages", "messages[].content": "max_content_parts"}
+MOST_MESSAGES = {
+    "messages": "max_messages",
+    "messages[].content": "max_content_parts",
+    "messages[].tool_calls": "max_tool_calls",
+    "tools": "max_tools",
+    "chat_template_kwargs": "max_template_variables",
+}
+
+# Tools go to the chat template as they are, with what else is said of them.
+OPEN = ConfigDict(strict=True, extra="allow")
+
+ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
+
+
+@with_config(OPEN)
+class Function(TypedDict):
+    name: ToolName
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+@with_config(OPEN)
+class Tool(TypedDict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(StrictBody):
+    name: str
+
+
+class NamedTool(StrictBody):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(StrictBody):
+    mode: Literal["auto", "required"]
+    tools: Many[NamedTool]
+
+
+class AllowedChoice(StrictBody):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def known_tools(tools: object) -> object:
+    """Clients are told which kind of tool it is that this server does not know."""
+    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise unsupported_value(f"tools[{i}].type", kind)
+    return tools
+
+
+class Chat(StrictBody):
+    """A conversation, and what its template is told beside it."""
+
+    MOST: ClassVar[Mapping[str, str | int]] = MOST_MESSAGES
+
+    messages: Annotated[Many[Message], Field(min_length=1)]
+    tools: Annotated[Many[Tool], BeforeValidator(known_tools)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
 
 
 class JsonSchema(StrictBody):
@@ -144,7 +272,7 @@ class AnswerFormat(StrictBody):
     json_schema: JsonSchema | None = None
 
 
-class ChatBody(Sampled):
+class ChatBody(Chat, Sampled):
     """`POST /v1/chat/completions`."""
 
     NOT_SUPPORTED = frozenset(
@@ -152,39 +280,42 @@ class ChatBody(Sampled):
             "audio",
             "function_call",
             "functions",
+            "allowed_token_ids",
             "moderation",
-            "parallel_tool_calls",
-            "prediction",
-            "reasoning_effort",
-            "tool_choice",
-            "tools",
-            "verbosity",
             "web_search_options",
         }
     )
     MOST: ClassVar[Mapping[str, str | int]] = {
         **Sampled.MOST,
-        **_MOST_MESSAGES,
+        **Chat.MOST,
         "top_logprobs": "max_top_logprobs",
     }
 
-    messages: Annotated[Many[Message], Field(min_length=1)]
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     response_format: AnswerFormat | None = None
     modalities: Many[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: Literal[False] | None = None
 
 
 class CompletionBody(Sampled):
     """`POST /v1/completions`."""
 
-    NOT_SUPPORTED = frozenset({"suffix"})
+    NOT_SUPPORTED = frozenset({"allowed_token_ids"})
     MOST: ClassVar[Mapping[str, str | int]] = {**Sampled.MOST, "logprobs": "max_top_logprobs"}
 
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
     best_of: Literal[1] | None = None
     response_format: AnswerFormat | None = None
 
@@ -192,7 +323,7 @@ class CompletionBody(Sampled):
 class TokenizeBody(StrictBody):
     """`POST /tokenize`: a prompt or messages."""
 
-    MOST = _MOST_MESSAGES
+    MOST = MOST_MESSAGES
 
     model: str | None = None
     prompt: str | None = None
@@ -212,7 +343,7 @@ class DetokenizeBody(StrictBody):
 class LocateBody(StrictBody):
     """`/v1/prefixes/locate`: the prompt, as tokens or as messages."""
 
-    MOST = _MOST_MESSAGES
+    MOST = MOST_MESSAGES
 
     tokens: Many[Annotated[int, Field(ge=0)]] | None = None
     messages: Annotated[Many[Message], Field(min_length=1)] | None = None
@@ -222,16 +353,35 @@ Body = TypeVar("Body", bound=StrictBody)
 
 # Refused for their value, not for their type: clients are told that the feature is missing.
 _MISSING_FEATURES = frozenset(
-    {"echo", "best_of", "store", "response_format", "modalities", "include_obfuscation"}
+    {
+        "add_special_tokens",
+        "best_of",
+        "include_obfuscation",
+        "modalities",
+        "priority",
+        "response_format",
+        "spaces_between_special_tokens",
+    }
 )
 
 
-def read(kind: type[Body], values: Mapping[str, object], limits: Limits) -> Body:
+def read(
+    kind: type[Body],
+    values: Mapping[str, object],
+    limits: Limits,
+    ignore: Callable[[str], None] = lambda _: None,
+) -> Body:
     """A checked request body.
+
+    Args:
+        ignore: is told of each field that asks for something and of which nothing comes.
 
     Raises:
         ApiError: 400 that names the first field that is wrong.
     """
+    for name in sorted(kind.IGNORED & values.keys()):
+        if values[name]:
+            ignore(name)
     for name in sorted(kind.NOT_SUPPORTED & values.keys()):
         if values[name] is not None:
             raise unsupported(name)
@@ -239,7 +389,8 @@ def read(kind: type[Body], values: Mapping[str, object], limits: Limits) -> Body
         number = getattr(limits, most) if isinstance(most, str) else most
         for name, found in _at(values, steps_to(place)):
             _at_most(name, found, number)
-    return validated(kind, {name: value for name, value in values.items() if name not in kind.NOT_SUPPORTED})
+    unread = kind.NOT_SUPPORTED | (kind.IGNORED - kind.model_fields.keys())
+    return validated(kind, {name: value for name, value in values.items() if name not in unread})
 
 
 def validated(kind: type[Body], values: Mapping[str, object]) -> Body:
@@ -290,15 +441,10 @@ def _path(location: tuple[int | str, ...]) -> str:
     for number, part in enumerate(location):
         if isinstance(part, int):
             path += f"[{part}]"
-        elif number == 0 or (
-            not part.startswith(("list[", "dict[", "constrained", "function-"))
-            and part
-            not in (
-                "str",
-                "int",
-                "bool",
-                "none",
-            )
+        elif number == 0 or not (
+            part.startswith(("list[", "dict[", "literal[", "constrained", "function-"))
+            or part[:1].isupper()
+            or part in ("str", "int", "bool", "none")
         ):
             path += f".{part}" if path else part
     return path
@@ -309,12 +455,24 @@ def check_counts(body: Sampled, limits: Limits) -> None:
     _check_stop(body.stop, limits)
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("'prompt_logprobs' is not allowed when 'stream' is true.", "prompt_logprobs")
 
 
 def check_chat(body: ChatBody, limits: Limits) -> None:
     check_counts(body, limits)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise invalid(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other.",
+                "continue_final_message",
+            )
+        if body.messages[-1].role != "assistant":
+            raise invalid(
+                "'continue_final_message' needs a last message of the assistant.", "continue_final_message"
+            )
     if None not in (body.max_tokens, body.max_completion_tokens):
         raise invalid("Give 'max_tokens' or 'max_completion_tokens', not both.", "max_tokens")
 
@@ -323,6 +481,10 @@ def check_completion(body: CompletionBody, limits: Limits) -> None:
     check_counts(body, limits)
     if body.stream_options is not None and body.stream_options.resumable:
         raise unsupported("stream_options.resumable")
+    if body.suffix and body.echo:
+        raise invalid("'echo' cannot be used together with 'suffix'.", "echo")
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("'max_tokens' may only be 0 when 'echo' is true.", "max_tokens")
 
 
 def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
@@ -333,6 +495,12 @@ def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
         raise invalid(f"A stop string may have at most {limits.max_stop_chars} characters.", "stop")
 
 
+def unsupported_value(param: str, value: object) -> ApiError:
+    shown = f" '{value}'" if isinstance(value, str) and len(value) <= 64 and value.isprintable() else ""
+    message = f"The value{shown} of '{param}' is not supported by this server."
+    return invalid(message, param, "unsupported_value")
+
+
 def _at_most(name: str, found: object, most: int) -> None:
     number = len(found) if isinstance(found, list | dict) else found
     if isinstance(number, int) and number > most:
@@ -341,10 +509,3 @@ def _at_most(name: str, found: object, most: int) -> None:
 
 def as_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def as_dict(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it: parts of text are joined."""
-    content = message.content
-    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-    return {"role": message.role, "content": text} | ({"name": message.name} if message.name else {})

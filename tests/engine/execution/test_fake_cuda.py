@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from engine.execution.loader import load_model
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.kernels.kv_cache import QUANTIZED
 from engine.model.config import LoadOptions
+from engine.planning.request import Pooling
 from engine.planning.step import OutOfMemory, Plan
 from tests.engine import needs
 from tests.engine.checkpoints import make_checkpoint
-from tests.engine.execution.test_steps import REQUESTS, SEATS, Party
+from tests.engine.execution.test_steps import REQUESTS, SEATS, Party, ask
 from tests.engine.fake_cuda import FakeCuda, HostWaits, Mixed, Raced, patched
 
 pytest.importorskip("triton", reason=needs.TRITON)
@@ -97,6 +99,17 @@ def test_no_launch_waits_for_the_device(
     assert (cuda.num_replays > 0) == cuda_graphs
     assert runner.num_copies
     assert {"rms_norm_kernel", "decode_attention_kernel", "prepare_kernel", "gather_kernel"} <= cuda.launched
+
+
+def test_reading_prompts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> None:
+    party = Party(Watched(folder, cuda), budget=11)
+    pooled = replace(ask("pooled", 30, max_tokens=0), pooling=Pooling.MEAN)
+    party.run(ask("scored", 40, num_prompt_logprobs=2), pooled, *REQUESTS, preempt_at=(2,))
+    assert party.outputs["pooled", 0][0].embedding
+    assert cuda.num_replays
+    found = party.outputs["scored", 0][0].prompt_logprobs
+    assert found is not None
+    assert [len(at.top) for at in found] == [2] * 39
 
 
 def test_a_launch_that_is_tried_again_overwrites_nothing(folder: Path, cuda: FakeCuda) -> None:

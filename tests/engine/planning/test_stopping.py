@@ -104,6 +104,16 @@ def test_a_stop_string_that_ends_with_the_last_token_is_a_stop() -> None:
     assert run(HELLO, max_tokens=len(HELLO), stop=(" turns",))[:2] == ("the river", FinishReason.STOP)
 
 
+def test_a_sequence_knows_the_string_that_ended_it() -> None:
+    sampling = SamplingParams(max_tokens=len(HELLO), stop=("nothing", "urns", "turns"))
+    sequence = Sequence(Request(request_id="r", prompt_token_ids=(1,), sampling=sampling))
+    sink = TextSink(TOKENIZER, ())
+    for count, token_id in enumerate(HELLO, 1):
+        sequence.token_ids.append(token_id)
+        sink.accept(sequence, token_id, count == len(HELLO))
+    assert sequence.stop == "turns"
+
+
 def test_no_stop_before_min_tokens() -> None:
     tokens = TOKENIZER.encode("a b a b a b")
     assert run(tokens, stop=("a",), min_tokens=3)[0].startswith(TOKENIZER.decode(tokens[:2]))

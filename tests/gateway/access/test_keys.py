@@ -41,6 +41,8 @@ async def test_a_bearer_key_opens_however_it_is_spelt() -> None:
         ):
             line.send(get("/v1/models", f"authorization: {value}"))
             assert (await line.answer()).status == 200, value
+        line.send(get("/v1/models", f"x-api-key: {KEY}"))  # Anthropic's way
+        assert (await line.answer()).status == 200
 
 
 NO_KEYS = [
@@ -59,7 +61,9 @@ NO_KEYS = [
     [f"authorization: Bearer {KEY} {KEY}"],
     [f"authorization: Bearer {digest_of(KEY).hex()}"],
     [f"api-key: {KEY}"],
-    [f"x-api-key: {KEY}"],
+    ["x-api-key: nobody"],
+    [f"x-api-key: Bearer {KEY}"],
+    ["authorization: Bearer nobody", f"x-api-key: {KEY}"],
     [f"cookie: authorization={KEY}"],
     ["authorization: Bearer nobody", f"authorization: Bearer {KEY}"],
 ]
@@ -192,6 +196,6 @@ def test_a_server_that_loses_all_keys_or_gets_its_first_is_open_to_nobody_else()
 
 def test_what_else_a_refusal_says_stands_in_its_headers() -> None:
     error = ApiError(429, "Later.", retry_after_s=2.0, extra_headers={"x-ratelimit-limit-requests": "60"})
-    headers = error.response().headers
+    headers = error.headers()
     assert headers["x-ratelimit-limit-requests"] == "60"
     assert 2_000 <= int(headers["retry-after-ms"]) <= 2_400

@@ -156,7 +156,7 @@ async def test_a_refusal_names_the_bound_and_when_to_come_back(
     assert error.message == (
         f"Rate limit reached on {message}Please try again in {duration(retry_after_ms / 1000)}."
     )
-    headers = error.response().headers
+    headers = error.headers()
     assert retry_after_ms <= int(headers["retry-after-ms"]) <= min(60_000, 1.2 * retry_after_ms)
     assert int(headers["retry-after"]) * 1000 >= int(headers["retry-after-ms"])
     for name in held.headers:
@@ -180,7 +180,7 @@ async def test_a_prompt_that_never_fits_is_told_so() -> None:
     error = await till.refusal(client, num_prompt=100)
     assert (error.status, error.type, error.code) == (429, "rate_limit_error", "rate_limit_exceeded")
     assert "Limit 100, Requested 101. It can never fit" in error.message
-    headers = error.response().headers
+    headers = error.headers()
     assert "retry-after" not in headers
     assert "retry-after-ms" not in headers
     assert headers["x-should-retry"] == "false"

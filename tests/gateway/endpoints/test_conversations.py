@@ -27,7 +27,8 @@ from starlette.exceptions import HTTPException
 from gateway.access.keys import Access, digest_of
 from gateway.endpoints.conversations import ConversationsApi
 from gateway.endpoints.intake import Intake
-from gateway.http.errors import ApiError, answer_api_error, answer_http_error
+from gateway.http.errors import ApiError
+from gateway.http.refusals import answer_api_error, answer_http_error
 from gateway.service import Service, ServiceOptions
 from gateway.sessions.conversations import (
     CONVERSATIONS,

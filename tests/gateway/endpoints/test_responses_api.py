@@ -18,7 +18,8 @@ from gateway.endpoints.conversations import ConversationsApi
 from gateway.endpoints.intake import Intake
 from gateway.endpoints.responses import ResponsesApi
 from gateway.http.connections import ServerSendMiddleware
-from gateway.http.errors import ApiError, answer_api_error
+from gateway.http.errors import ApiError
+from gateway.http.refusals import answer_api_error
 from gateway.service import ServiceOptions
 from gateway.store.interface import Key, StoreUnavailable
 from priority.lanes import Lane, Tenant

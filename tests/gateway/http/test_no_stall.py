@@ -27,6 +27,7 @@ from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, 
 pytestmark = pytest.mark.anyio
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 CONTEXT = 131_072
 MAX_BYTES = Limits().max_body_bytes
 
@@ -88,6 +89,19 @@ CORPUS: dict[str, tuple[str, bytes]] = {
         CHAT,
         filled(
             f'{{{MODEL_JSON},"messages":[',
+            f'{{"role":"user","content":[{",".join([PART] * 256)}]}}',
+            "]}",
+            63 * 6800,
+        ),
+    ),
+    "turns of one role, as many as may be": (
+        MESSAGES,
+        filled(f'{{{MODEL_JSON},"max_tokens":1,"messages":[', MESSAGE, "]}", 29 * 2048),
+    ),
+    "blocks, as many as may be": (
+        MESSAGES,
+        filled(
+            f'{{{MODEL_JSON},"max_tokens":1,"messages":[',
             f'{{"role":"user","content":[{",".join([PART] * 256)}]}}',
             "]}",
             63 * 6800,

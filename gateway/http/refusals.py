@@ -1,0 +1,97 @@
+"""Errors as replies, each spelt as the API that was asked for spells it: OpenAI's, Anthropic's or Ollama's."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.http.correlation import ANTHROPIC_PATH, CORRELATION
+from gateway.http.errors import ApiError, internal, log_failed, log_fault
+
+OLLAMA_PATH = "/api/"
+
+OVERLOADED = 529
+"""What Anthropic says where others say 503."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    501: "api_error",
+    503: "overloaded_error",
+}
+
+
+def refusal(error: ApiError, path: str) -> Response:
+    """The reply to a request for `path`."""
+    status, body = error.status, error.body()
+    if path.startswith(ANTHROPIC_PATH):
+        status = OVERLOADED if status == HTTPStatus.SERVICE_UNAVAILABLE else status
+        body = anthropic_body(error)
+    elif path.startswith(OLLAMA_PATH):
+        body = ollama_body(error)
+    return Response(body, status, error.headers(), media_type="application/json")
+
+
+def anthropic_body(error: ApiError) -> bytes:
+    """Anthropic's error object as JSON; the same in a reply and in an event of a stream."""
+    asked = CORRELATION.get()
+    return json.dumps(
+        {
+            "type": "error",
+            "error": {
+                "type": _ANTHROPIC_TYPES.get(error.status, "invalid_request_error"),
+                "message": error.message,
+            },
+            "request_id": None if asked is None else asked.request_id,
+        }
+    ).encode()
+
+
+def ollama_body(error: ApiError) -> bytes:
+    """Ollama's error as JSON; the same in a reply and in a line of a stream."""
+    return json.dumps({"error": error.message}).encode()
+
+
+async def answer_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    log_fault(error)
+    return refusal(error, request.url.path)
+
+
+async def answer_http_error(request: Request, error: Exception) -> Response:
+    """404 and 405, which the router raises."""
+    assert isinstance(error, HTTPException)
+    told = ApiError(error.status_code, _explain(request, error), code=_code(error.status_code))
+    reply = refusal(told, request.url.path)
+    reply.headers.update(error.headers or {})
+    return reply
+
+
+def _explain(request: Request, error: HTTPException) -> str:
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        return f"Unknown request URL: {request.method} {request.url.path}."
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        return f"Method {request.method} is not allowed on {request.url.path}."
+    return error.detail
+
+
+def _code(status: int) -> str:
+    return {404: "unknown_url", 405: "method_not_allowed"}.get(status, "http_error")
+
+
+async def answer_disconnect(_: Request, __: Exception) -> Response:
+    """Nobody is there to read it; 499 is what logs call it."""
+    return Response(status_code=499)
+
+
+async def answer_fault(request: Request, error: Exception) -> Response:
+    """Answers what no code foresaw. The trace goes to the log, never to the client."""
+    log_failed(f"{type(error).__name__}: {error}", error)
+    return refusal(internal(), request.url.path)

@@ -1,0 +1,285 @@
+"""What Anthropic's Messages API is asked, and what of it chat completions are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal, NotRequired
+
+import orjson
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
+
+from gateway.http.limits import Limits
+from gateway.wire.schemas import STRICT, ChatBody, Many, StrictBody, read
+
+
+@with_config(STRICT)
+class TextBlock(TypedDict):
+    type: Literal["text"]
+    text: str
+    cache_control: NotRequired[object]
+    citations: NotRequired[object]
+
+
+@with_config(STRICT)
+class ThinkingBlock(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: NotRequired[object]
+
+
+@with_config(STRICT)
+class RedactedThinkingBlock(TypedDict):
+    """Thoughts of another server, which nobody can read here."""
+
+    type: Literal["redacted_thinking"]
+    data: str
+
+
+@with_config(STRICT)
+class ToolUseBlock(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, object]
+    cache_control: NotRequired[object]
+    caller: NotRequired[object]
+
+
+@with_config(STRICT)
+class ToolResultBlock(TypedDict):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: NotRequired[str | Many[TextBlock]]
+    is_error: NotRequired[bool | None]
+    cache_control: NotRequired[object]
+
+
+Block = Annotated[
+    TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock,
+    Field(discriminator="type"),
+]
+
+
+class AnthropicMessage(StrictBody):
+    role: Literal["user", "assistant", "system"]
+    content: str | Many[Block]
+
+
+@with_config(STRICT)
+class AnthropicTool(TypedDict):
+    """A tool of the client's own; those that Anthropic runs itself are not here."""
+
+    type: NotRequired[Literal["custom"] | None]
+    name: Annotated[str, Field(min_length=1)]
+    description: NotRequired[str]
+    input_schema: dict[str, object]
+    strict: NotRequired[bool | None]
+    cache_control: NotRequired[object]
+    defer_loading: NotRequired[Literal[False] | None]
+    eager_input_streaming: NotRequired[object]
+    input_examples: NotRequired[object]
+    allowed_callers: NotRequired[object]
+
+
+class AnthropicToolChoice(StrictBody):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(StrictBody):
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(StrictBody):
+    type: Literal["json_schema"]
+    json_schema: Annotated[dict[str, object], Field(alias="schema")]
+
+
+class OutputConfig(StrictBody):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensBody(StrictBody):
+    """`POST /v1/messages/count_tokens`: what becomes the prompt."""
+
+    MOST: ClassVar[Mapping[str, str | int]] = {
+        "messages": "max_messages",
+        "messages[].content": "max_content_parts",
+        "messages[].content[].content": "max_content_parts",
+        "system": "max_content_parts",
+    }
+
+    model: Annotated[str, Field(min_length=1)]
+    messages: Annotated[Many[AnthropicMessage], Field(min_length=1)]
+    system: str | Many[TextBlock] | None = None
+    tools: Many[AnthropicTool] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    # Accepted: they ask for nothing that could be seen in the answer.
+    cache_control: dict[str, object] | None = None
+    context_management: dict[str, object] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+
+class MessagesBody(CountTokensBody):
+    """`POST /v1/messages`."""
+
+    NOT_SUPPORTED = frozenset({"container", "mcp_servers"})
+    MOST: ClassVar[Mapping[str, str | int]] = {
+        **CountTokensBody.MOST,
+        "stop_sequences": "max_stop",
+        "metadata": "max_metadata",
+    }
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: Many[Annotated[str, Field(min_length=1)]] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+    speed: Literal["standard", "fast"] | None = None
+
+    # Accepted: they ask for nothing that could be seen in the answer.
+    metadata: dict[str, str | None] | None = None
+    diagnostics: dict[str, object] | None = None
+    inference_geo: str | None = None
+
+
+# What of it chat completions are asked
+
+_BILLING = "x-anthropic-billing-header:"
+"""Claude Code begins its system prompt with a line of its own that is another in every request: no model has a use for
+it, and no prefix of the prompt would ever be found in the cache."""
+
+
+def as_chat(body: CountTokensBody, limits: Limits) -> ChatBody:
+    """
+    Raises:
+        ApiError: 400, for what chat completions do not take.
+    """
+    values: dict[str, object] = {"model": body.model, "messages": _conversation(body)}
+    if isinstance(body, MessagesBody):
+        values |= _sampling(body)
+    values |= _tools(body)
+    return read(ChatBody, values, limits)
+
+
+def _sampling(body: MessagesBody) -> dict[str, object]:
+    tier = "default" if body.service_tier == "standard_only" else body.service_tier
+    return {
+        "max_tokens": body.max_tokens,
+        "stop": body.stop_sequences,
+        "stream": body.stream,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "service_tier": "fast" if body.speed == "fast" else tier,
+    }
+
+
+def _tools(body: CountTokensBody) -> dict[str, object]:
+    if not body.tools:
+        return {}
+    choice = body.tool_choice
+    named = None if choice is None else {"type": "function", "function": {"name": choice.name}}
+    how = "auto" if choice is None else choice.type
+    return {
+        "tools": [_tool(tool) for tool in body.tools],
+        "tool_choice": {"any": "required", "tool": named}.get(how, how),
+        "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
+    }
+
+
+def _tool(tool: AnthropicTool) -> dict[str, object]:
+    function: dict[str, object] = {"name": tool["name"], "parameters": tool["input_schema"]}
+    function |= {name: tool[name] for name in ("description", "strict") if name in tool}
+    return {"type": "function", "function": function}
+
+
+def _conversation(body: CountTokensBody) -> list[dict[str, object]]:
+    """The messages of a chat. Turns of one role that follow each other are one."""
+    system = _system(body.system)
+    turns = [_Turn("system", system)] if system else []
+    for message in body.messages:
+        content = message.content
+        blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+        for turn in _turns(message.role, blocks):
+            if turns and turn.role == turns[-1].role in ("user", "assistant"):
+                turns[-1].add(turn)
+            else:
+                turns.append(turn)
+    return [turn.message() for turn in turns]
+
+
+def _system(system: str | list[TextBlock] | None) -> list[str]:
+    texts = [system] if isinstance(system, str) else [block["text"] for block in system or ()]
+    if texts and texts[0].startswith(_BILLING):
+        texts[0] = texts[0].partition("\n")[2]
+    return [text for text in texts if text]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One message of a chat as it is put together."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, object]] = field(default_factory=list)
+    tool_call_id: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.texts or self.thoughts or self.calls)
+
+    def add(self, other: _Turn) -> None:
+        self.texts += other.texts
+        self.thoughts += other.thoughts
+        self.calls += other.calls
+
+    def message(self) -> dict[str, object]:
+        message: dict[str, object] = {"role": self.role, "content": "\n".join(self.texts)}
+        if self.thoughts:
+            message["reasoning_content"] = "\n".join(self.thoughts)
+        if self.calls:
+            message["tool_calls"] = self.calls
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_Turn]:
+    """A message as turns of a chat: each result of a tool is one of its own."""
+    turn = _Turn(role)
+    for block in blocks:
+        if block["type"] == "tool_result":
+            if not turn.is_empty:
+                yield turn
+                turn = _Turn(role)
+            yield _Turn("tool", [_result(block)], tool_call_id=block["tool_use_id"])
+        elif block["type"] == "tool_use":
+            function = {"name": block["name"], "arguments": orjson.dumps(block["input"]).decode()}
+            turn.calls.append({"id": block["id"], "type": "function", "function": function})
+        elif block["type"] == "thinking":
+            turn.thoughts.append(block["thinking"])
+        elif block["type"] == "text":
+            turn.texts.append(block["text"])
+    if not (blocks and turn.is_empty):
+        yield turn
+
+
+def _result(block: ToolResultBlock) -> str:
+    """What a tool said, as the model reads it."""
+    content = block.get("content", "")
+    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return f"Error: {text}" if block.get("is_error") else text

@@ -1,0 +1,1 @@
+"""Ollama's API: chat completions under other names, in lines of JSON."""

@@ -1,0 +1,218 @@
+"""What Ollama's API is asked, and what of it chat completions are asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import orjson
+from pydantic import Field
+
+from gateway.http.limits import Limits
+from gateway.wire.schemas import ChatBody, Many, StrictBody, read
+
+_Neutral = Annotated[float, Field(ge=1, le=1)]
+"""A sampler that is not here, switched off."""
+
+
+class Options(StrictBody):
+    """How tokens are chosen. Those about loading a model are accepted: it is loaded as the operator said."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    num_predict: Annotated[int, Field(ge=-2)] | None = None
+    """-1 and -2 are what the context has room for."""
+    stop: str | Many[str] | None = None
+
+    repeat_last_n: Literal[-1] | None = None
+    typical_p: _Neutral | None = None
+    tfs_z: _Neutral | None = None
+    mirostat: Literal[0] | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+
+    num_ctx: int | None = None
+    num_keep: int | None = None
+    num_batch: int | None = None
+    num_gpu: int | None = None
+    main_gpu: int | None = None
+    num_thread: int | None = None
+    numa: bool | None = None
+    low_vram: bool | None = None
+    f16_kv: bool | None = None
+    use_mmap: bool | None = None
+    use_mlock: bool | None = None
+    logits_all: bool | None = None
+    vocab_only: bool | None = None
+    embedding_only: bool | None = None
+    penalize_newline: Literal[True] | None = None
+
+
+class Asked(StrictBody):
+    """What chats and prompts have in common."""
+
+    MOST: ClassVar[Mapping[str, str | int]] = {"options.stop": "max_stop"}
+
+    model: Annotated[str, Field(min_length=1)]
+    stream: bool | None = None
+    """Unlike elsewhere, it is streamed unless it says no."""
+    options: Options | None = None
+    format: Literal["", "json"] | dict[str, object] | None = None
+    logprobs: Literal[False] | None = None
+    keep_alive: float | str | None = None
+    """Accepted: the model stays."""
+
+
+class OllamaCalledFunction(StrictBody):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: dict[str, object]
+    index: int | None = None
+    description: str | None = None
+
+
+class OllamaToolCall(StrictBody):
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: OllamaCalledFunction
+
+
+class OllamaMessage(StrictBody):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: Many[OllamaToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    images: Annotated[list[object], Field(max_length=0)] | None = None
+
+
+class OllamaChatBody(Asked):
+    """`POST /api/chat`."""
+
+    MOST: ClassVar[Mapping[str, str | int]] = {**Asked.MOST, "messages": "max_messages"}
+
+    messages: Many[OllamaMessage] | None = None
+    tools: Many[dict[str, object]] | None = None
+
+
+class OllamaGenerateBody(Asked):
+    """`POST /api/generate`."""
+
+    NOT_SUPPORTED = frozenset({"suffix", "template", "context", "images"})
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    """The prompt is not a turn of a conversation: it is taken as it is."""
+
+
+class OllamaShowBody(StrictBody):
+    """`POST /api/show`; `name` is what older clients call the model."""
+
+    model: str | None = None
+    name: str | None = None
+    verbose: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Understood:
+    """A body as a chat."""
+
+    model: str
+    chat: ChatBody | None
+    """None if nothing was asked but that the model be loaded."""
+    raw: str | None = None
+    """The prompt, if it is to be taken as it is."""
+
+
+def understand_chat(body: OllamaChatBody, limits: Limits) -> Understood:
+    """
+    Raises:
+        ApiError: 400, for what chat completions do not take.
+    """
+    messages = list(_conversation(body.messages or []))
+    chat = _as_chat(body, messages, limits, tools=body.tools or None) if messages else None
+    return Understood(model=_plain(body.model), chat=chat)
+
+
+def understand_prompt(body: OllamaGenerateBody, limits: Limits) -> Understood:
+    """
+    Raises:
+        ApiError: 400, for what chat completions do not take.
+    """
+    if not body.prompt:
+        return Understood(model=_plain(body.model), chat=None)
+    messages: list[dict[str, object]] = [{"role": "user", "content": body.prompt}]
+    if body.system:
+        messages.insert(0, {"role": "system", "content": body.system})
+    chat = _as_chat(body, messages, limits)
+    return Understood(model=_plain(body.model), chat=chat, raw=body.prompt if body.raw else None)
+
+
+def named(body: OllamaShowBody, _: Limits) -> str:
+    """The model that is asked about."""
+    return _plain(body.model or body.name or "")
+
+
+def _plain(model: str) -> str:
+    """Ollama's clients write `:latest` after the name of a model that has no other tag."""
+    return model.removesuffix(":latest")
+
+
+def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **fields: object) -> ChatBody:
+    options = body.options or Options()
+    asked = options.num_predict
+    values = {
+        "model": _plain(body.model),
+        "messages": messages,
+        "stream": body.stream is not False,
+        "max_tokens": None if asked is None or asked < 0 else asked,
+        "repetition_penalty": options.repeat_penalty,
+        "response_format": _response_format(body.format),
+        **{name: getattr(options, name) for name in _SAME},
+        **fields,
+    }
+    return read(ChatBody, {name: value for name, value in values.items() if value is not None}, limits)
+
+
+_SAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+"""Options that have the same name elsewhere."""
+
+
+def _response_format(format: str | dict[str, object] | None) -> dict[str, object] | None:
+    if not format:
+        return None
+    if isinstance(format, str):
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": format, "strict": True}}
+
+
+def _conversation(messages: list[OllamaMessage]) -> Iterator[dict[str, object]]:
+    """The messages of a chat. Calls that have no ids get some, which their results find by the tool's name."""
+    waiting: list[tuple[str, str]] = []
+    """Calls without a result: id and name."""
+    for number, message in enumerate(messages):
+        turn: dict[str, object] = {"role": message.role, "content": message.content or ""}
+        if message.thinking:
+            turn["reasoning_content"] = message.thinking
+        if message.tool_calls:
+            calls = [_call(call, f"call_{number}_{i}") for i, call in enumerate(message.tool_calls)]
+            waiting = [(call["id"], call["function"]["name"]) for call in calls]
+            turn["tool_calls"] = calls
+        if message.role == "tool":
+            found = next((call for call in waiting if message.tool_name in (None, call[1])), ("", ""))
+            waiting = [call for call in waiting if call is not found]
+            turn["tool_call_id"] = message.tool_call_id or found[0]
+        yield turn
+
+
+def _call(call: OllamaToolCall, id: str) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": orjson.dumps(call.function.arguments).decode()}
+    return {"id": call.id or id, "type": "function", "function": function}

@@ -1,0 +1,155 @@
+"""What Ollama's API answers: one JSON object on each line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from json.encoder import encode_basestring_ascii
+
+import orjson
+
+from gateway.http.errors import ApiError
+from gateway.http.refusals import ollama_body
+from gateway.wire.frames import timings_of, usage_of
+from gateway.wire.parsing import (
+    Answer,
+    ArgumentsDelta,
+    Call,
+    CallBegun,
+    Piece,
+    ReasoningDelta,
+    ReplyParser,
+    TextDelta,
+    answer_of,
+)
+from gateway.wire.shapes import Head
+from gateway.wire.streams import Delta, Generation
+
+
+class LineWriter:
+    """One reply to `/api/chat` or `/api/generate`; a `gateway.wire.writers.Writer`."""
+
+    media_type = "application/x-ndjson"
+
+    def __init__(self, head: Head, *, is_chat: bool, parser: ReplyParser | None = None) -> None:
+        """`parser` finds thoughts and calls of tools in the text; without one, all of it is text."""
+        self._head = {"model": head.model, "created_at": timestamp(head.created)}
+        self._is_chat = is_chat
+        self._parser = parser
+        self._call: Call | None = None
+        """The one that is being written: it is told of when it is whole."""
+        self._before, _, self._after = self._line(Answer()).partition('""')
+
+    # Streamed
+
+    def text(self, index: int, text: str) -> bytes:  # noqa: ARG002
+        if self._parser is not None:
+            return self._pieces(self._parser.feed(text))
+        return self._more(text).encode("ascii") if text else b""
+
+    def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
+        lines = []
+        for index, delta in deltas:
+            lines.append(self.text(index, delta.text))
+            if delta.finish_reason is not None and generation.error is None:
+                lines.append(self._end(generation, delta))
+        return b"".join(lines)
+
+    def fault(self, error: ApiError) -> bytes:
+        return ollama_body(error) + b"\n"
+
+    def keepalive(self) -> bytes:
+        """Nothing more is said: to clients an empty line is no JSON."""
+        return self._more("").encode("ascii")
+
+    def _pieces(self, pieces: Iterable[Piece]) -> bytes:
+        return "".join(map(self._piece, pieces)).encode("ascii")
+
+    def _piece(self, piece: Piece) -> str:
+        match piece:
+            case TextDelta(text):
+                return self._told_call() + self._more(text)
+            case ReasoningDelta(text):
+                return self._told_call() + self._line(Answer(reasoning=text))
+            case CallBegun(id=id, name=name):
+                told, self._call = self._told_call(), Call(id, name)
+                return told
+            case ArgumentsDelta(text=text):
+                assert self._call is not None
+                self._call.arguments += text
+                return ""
+
+    def _more(self, text: str) -> str:
+        return f"{self._before}{encode_basestring_ascii(text)}{self._after}"
+
+    def _told_call(self) -> str:
+        call, self._call = self._call, None
+        return "" if call is None else self._line(Answer(calls=[call]))
+
+    def _line(self, answer: Answer) -> str:
+        line = {**self._head, **self._said(answer), "done": False}
+        return json.dumps(line, separators=(",", ":")) + "\n"
+
+    def _end(self, generation: Generation, delta: Delta) -> bytes:
+        last = b"" if self._parser is None else self._pieces(self._parser.finish())
+        line = {**self._head, **self._said(Answer()), **_ending(generation, delta)}
+        return last + f"{self._told_call()}{json.dumps(line)}\n".encode("ascii")
+
+    # Whole
+
+    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        ((_, delta),) = deltas
+        answer = Answer(delta.text) if self._parser is None else answer_of(self._parser, delta.text)
+        return {**self._head, **self._said(answer), **_ending(generation, delta)}
+
+    def _said(self, answer: Answer) -> dict[str, object]:
+        said: dict[str, object] = {"role": "assistant", "content": answer.text}
+        if not self._is_chat:
+            said = {"response": answer.text}
+        if answer.reasoning:
+            said["thinking"] = answer.reasoning
+        if answer.calls:
+            said["tool_calls"] = [_call(call) for call in answer.calls]
+        return {"message": said} if self._is_chat else said
+
+
+def unasked(model: str, created: int, *, is_chat: bool) -> dict[str, object]:
+    """The answer to a body that asks for nothing but that the model be loaded."""
+    said: dict[str, object] = {"response": ""}
+    if is_chat:
+        said = {"message": {"role": "assistant", "content": ""}}
+    return {"model": model, "created_at": timestamp(created), **said, "done": True, "done_reason": "load"}
+
+
+def timestamp(seconds: int) -> str:
+    """RFC 3339, of seconds since 1970."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _ending(generation: Generation, delta: Delta) -> dict[str, object]:
+    """What the last line says; in Ollama, too, loading takes as long as a request waits for its turn."""
+    usage, (timings,) = usage_of(generation), generation.timings
+    return {
+        "done": True,
+        "done_reason": delta.finish_reason,
+        "total_duration": _ns(timings.finished_s - timings.arrival_s),
+        "load_duration": _ns(timings.scheduled_s - timings.arrival_s),
+        "prompt_eval_count": usage.prompt_tokens,
+        "prompt_eval_duration": _ns(timings.first_token_s - timings.scheduled_s),
+        "eval_count": usage.completion_tokens,
+        "eval_duration": _ns(timings.finished_s - timings.first_token_s),
+        "timings": timings_of(generation),
+    }
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _call(call: Call) -> dict[str, object]:
+    try:
+        arguments = orjson.loads(call.arguments)
+    except orjson.JSONDecodeError:  # the answer ended within them
+        arguments = {}
+    return {"id": call.id, "function": {"name": call.name, "arguments": arguments}}

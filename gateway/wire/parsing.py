@@ -1,0 +1,91 @@
+"""What a reply is made of once its text is understood: text, reasoning, and calls of tools.
+
+A parser is a pure function of the text: the same text, however it is cut into deltas, gives pieces that say the same.
+So a reply that is resumed, or taken over by another process, has the same pieces again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More of what is said to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of what the model says to itself first."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A tool is called; its arguments follow. `index` counts the calls of one choice from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentsDelta:
+    """More of the arguments of the call that was begun last: all of them, joined, are the text of a JSON object."""
+
+    index: int
+    text: str
+
+
+Piece = TextDelta | ReasoningDelta | CallBegun | ArgumentsDelta
+
+
+class ReplyParser(Protocol):
+    """Of one choice of one reply."""
+
+    def feed(self, text: str) -> list[Piece]:
+        """What is certain with this text. What could still become a marker is held back."""
+
+    def finish(self) -> list[Piece]:
+        """What was held back, when no more text comes."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A whole call of a tool."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """All pieces of a choice, joined."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            if isinstance(piece, TextDelta):
+                self.text += piece.text
+            elif isinstance(piece, ReasoningDelta):
+                self.reasoning += piece.text
+            elif isinstance(piece, CallBegun):
+                self.calls.append(Call(piece.id, piece.name))
+            else:
+                self.calls[piece.index].arguments += piece.text
+
+
+def answer_of(parser: ReplyParser, text: str) -> Answer:
+    """The answer that a whole text is."""
+    answer = Answer()
+    answer.add([*parser.feed(text), *parser.finish()])
+    return answer

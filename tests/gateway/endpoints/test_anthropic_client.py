@@ -1,0 +1,257 @@
+"""The real anthropic package against a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import anthropic
+import pytest
+
+from engine.planning.request import FinishReason
+from gateway.access.keys import Client, digest_of
+from gateway.http.connections import Timeouts
+from gateway.service import ServiceOptions
+from gateway.store.interface import Quota
+from priority.lanes import DEFAULT_POLICIES, Lane, Tenant
+from tests.gateway.desk import MODEL, Desk, client, serving
+
+pytestmark = pytest.mark.anyio
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+KEY = "a-key-of-16-chars"
+
+
+@contextlib.asynccontextmanager
+async def connected(desk: Desk, **options: Any) -> AsyncIterator[Any]:
+    settings: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 20, **options}
+    async with serving(desk.app) as url, anthropic.AsyncAnthropic(base_url=url, **settings) as api:
+        yield api
+
+
+async def answered(desk: Desk, asking: Any, *texts: str) -> Any:
+    """Awaits a call to the client while an engine answers it."""
+    task = asyncio.ensure_future(asking)
+    desk.answer(await desk.taken(), *texts)
+    return await task
+
+
+async def test_a_message() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        reply = await answered(desk, api.messages.create(model=MODEL, messages=HI, max_tokens=9), "Hel", "lo")
+        counted = await api.messages.count_tokens(model=MODEL, messages=HI)
+    assert (reply.type, reply.role, reply.model) == ("message", "assistant", MODEL)
+    assert [(block.type, block.text) for block in reply.content] == [("text", "Hello")]
+    assert (reply.stop_reason, reply.stop_sequence) == ("end_turn", None)
+    usage = reply.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
+    assert (usage.cache_read_input_tokens, usage.output_tokens) == (4, 2)
+    assert usage.service_tier == "standard"
+    assert reply.timings["lane"] == "standard"
+    assert reply._request_id
+
+
+async def test_the_events_of_a_stream_in_their_order() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(
+            api.messages.create(model=MODEL, messages=HI, max_tokens=9, stream=True)
+        )
+        request = await desk.taken()
+        desk.bring(request, "Hel")
+        stream = aiter(await asking)
+        events = [await anext(stream) for _ in range(3)]
+        desk.bring(request, "lo\u2028\x85")
+        events.append(await anext(stream))  # it is there before the next step is
+        desk.finish(request, "!", reason=FinishReason.LENGTH)
+        events += [event async for event in stream]
+    assert [event.type for event in events] == [
+        "message_start",
+        "content_block_start",
+        *["content_block_delta"] * 3,
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
+    start, end = events[0].message, events[-2]
+    assert (start.id[:4], start.content, start.stop_reason) == ("msg_", [], None)
+    assert start.usage.input_tokens == len(request.prompt_token_ids)
+    assert "".join(event.delta.text for event in events[2:5]) == "Hello\u2028\x85!"
+    assert end.delta.stop_reason == "max_tokens"
+    assert end.usage.input_tokens == len(request.prompt_token_ids) - 4
+    assert (end.usage.cache_read_input_tokens, end.usage.output_tokens) == (4, 3)
+    assert end.timings["ttft_ms"] == 30.0
+
+
+async def test_the_clients_own_stream_adds_up_to_the_message() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+
+        async def read() -> Any:
+            async with api.messages.stream(model=MODEL, messages=HI, max_tokens=9) as stream:
+                texts = [text async for text in stream.text_stream]
+                return texts, await stream.get_final_message()
+
+        asking = asyncio.ensure_future(read())
+        request = await desk.taken()
+        desk.bring(request, "a")
+        desk.finish(request, "b", stop="STOP")
+        texts, message = await asking
+    assert "".join(texts) == message.content[0].text == "ab"
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "STOP")
+
+
+async def test_pings_keep_a_stream_that_waits() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(
+            api.messages.create(model=MODEL, messages=HI, max_tokens=9, stream=True)
+        )
+        await desk.queued()
+        desk.clock.now += 2
+        desk.service.tick(desk.clock.now)
+        stream = aiter(await asking)  # The status is there before any token is.
+        assert (await anext(stream)).type == "message_start"
+        request = await desk.taken()
+        desk.clock.now += 6
+        desk.service.tick(desk.clock.now)
+        desk.finish(request)
+        assert [event.type async for event in stream] == ["message_delta", "message_stop"]
+
+
+async def test_sampling_reaches_the_engine() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = api.messages.create(
+            model=MODEL,
+            messages=HI,
+            max_tokens=9,
+            stop_sequences=["x", "y"],
+            metadata={"user_id": "ann"},
+            service_tier="standard_only",
+            system="Be brief.",
+            extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 40},
+        )
+        task = asyncio.ensure_future(asking)
+        request = await desk.taken()
+        desk.answer(request, "ok")
+        await task
+    params = request.sampling
+    assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 40)
+    assert (params.stop, params.max_tokens) == (("x", "y"), 9)
+    assert request.lane == Lane.STANDARD
+    prompt = desk.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+    assert prompt == "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
+
+
+async def test_the_context_bounds_what_is_asked_for() -> None:
+    """Clients of large models ask for tens of thousands of tokens, whatever the prompt."""
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(api.messages.create(model=MODEL, messages=HI, max_tokens=32_000))
+        request = await desk.taken()
+        assert request.sampling.max_tokens == 512 - len(request.prompt_token_ids)
+        desk.finish(request, "x", reason=FinishReason.LENGTH)
+        assert (await asking).stop_reason == "model_context_window_exceeded"
+        with pytest.raises(anthropic.BadRequestError, match="maximum context length is 512"):
+            await api.messages.create(
+                model=MODEL, messages=[{"role": "user", "content": "x" * 512}], max_tokens=1
+            )
+
+
+async def test_an_empty_answer_has_no_block() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(api.messages.create(model=MODEL, messages=HI, max_tokens=9))
+        desk.finish(await desk.taken(), token_ids=[])
+        assert (await asking).content == []
+
+
+async def test_errors_are_the_right_exceptions() -> None:
+    clients = {digest_of(KEY): Client(Tenant(name="ours"), Quota(max_streams=1))}
+    full = {Lane.STANDARD: replace(DEFAULT_POLICIES[Lane.STANDARD], max_requests=1)}
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=clients), bounds=full)
+    async with connected(desk, api_key=KEY) as api:
+        create = api.messages.create
+        with pytest.raises(anthropic.AuthenticationError) as unknown_key:
+            await api.with_options(api_key="wrong").messages.create(model=MODEL, messages=HI, max_tokens=9)
+        assert error_of(unknown_key)["type"] == "authentication_error"
+        with pytest.raises(anthropic.NotFoundError) as unknown:
+            await create(model="other", messages=HI, max_tokens=9)
+        assert error_of(unknown)["type"] == "not_found_error"
+        with pytest.raises(anthropic.BadRequestError, match="temperature") as wrong:
+            await create(model=MODEL, messages=HI, max_tokens=9, extra_body={"temperature": 1.5})
+        assert error_of(wrong)["type"] == "invalid_request_error"
+        assert wrong.value.body["request_id"] == wrong.value.response.headers["request-id"]  # type: ignore[index]
+        waiting = asyncio.ensure_future(create(model=MODEL, messages=HI, max_tokens=9))
+        await desk.queued()
+        with pytest.raises(anthropic.InternalServerError) as refused:
+            await create(model=MODEL, messages=HI, max_tokens=9, stream=True)
+        assert (refused.value.status_code, error_of(refused)["type"]) == (529, "overloaded_error")
+        assert int(refused.value.response.headers["retry-after"]) >= 1
+        request = await desk.taken()
+        with pytest.raises(anthropic.RateLimitError) as limited:
+            await create(model=MODEL, messages=HI, max_tokens=9)
+        assert error_of(limited)["type"] == "rate_limit_error"
+        desk.answer(request, "ok")
+        await waiting
+
+
+def error_of(raised: Any) -> dict[str, str]:
+    found = raised.value.body["error"]
+    assert isinstance(found, dict)
+    return found
+
+
+async def test_a_key_opens_in_anthropics_header() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), clients={digest_of(KEY): Tenant(name="ours")}))
+    async with client(desk.app) as http:
+        body = {"model": MODEL, "messages": HI}
+        path, key = "/v1/messages/count_tokens", {"x-api-key": KEY}
+        assert (await http.post(path, json=body, headers=key)).status_code == 200
+        refused = await http.post(path, json=body)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+
+
+async def test_an_error_in_a_stream_is_raised() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(
+            api.messages.create(model=MODEL, messages=HI, max_tokens=9, stream=True)
+        )
+        request = await desk.taken()
+        desk.bring(request, "x")
+        stream = await asking
+        desk.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
+        with pytest.raises(anthropic.APIStatusError, match="logits were not finite") as failed:
+            async for _ in stream:
+                pass
+    assert error_of(failed)["type"] == "api_error"
+
+
+async def test_who_leaves_is_not_answered() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(
+            api.messages.create(model=MODEL, messages=HI, max_tokens=9, stream=True)
+        )
+        request = await desk.taken()
+        desk.bring(request, "x")
+        await (await asking).close()
+        await desk.left()
+    assert desk.engine.cancelled == [request.request_id]
+
+
+async def test_what_is_refused_before_the_route_is_spelt_the_same_way() -> None:
+    desk = Desk()
+    async with client(desk.app) as http:
+        large = await http.post("/v1/messages", content=b" " * (5 * 2**20))
+        other = await http.get("/v1/messages")
+        plain = await http.post("/v1/messages", content="{}", headers={"content-type": "text/plain"})
+    assert (large.status_code, large.json()["error"]["type"]) == (413, "request_too_large")
+    assert (other.status_code, other.json()["type"]) == (405, "error")
+    assert (plain.status_code, plain.json()["error"]["type"]) == (415, "invalid_request_error")

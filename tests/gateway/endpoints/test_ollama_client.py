@@ -1,0 +1,190 @@
+"""The real ollama package against a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ollama
+import pytest
+
+from engine.planning.request import FinishReason
+from gateway.http.connections import Timeouts
+from gateway.service import ServiceOptions
+from tests.gateway.desk import MODEL, Desk, client, serving
+
+pytestmark = pytest.mark.anyio
+
+HI: Any = [{"role": "user", "content": "Hi"}]
+
+
+@contextlib.asynccontextmanager
+async def connected(desk: Desk) -> AsyncIterator[Any]:
+    async with serving(desk.app) as url, ollama.AsyncClient(url, verify=False) as api:
+        yield api
+
+
+async def answered(desk: Desk, asking: Any, *texts: str) -> Any:
+    """Awaits a call to the client while an engine answers it."""
+    task = asyncio.ensure_future(asking)
+    desk.answer(await desk.taken(), *texts)
+    return await task
+
+
+def prompt_of(desk: Desk, request: Any) -> str:
+    return desk.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+
+
+async def test_a_chat_in_one_piece() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        reply = await answered(desk, api.chat(model=MODEL, messages=HI), "Hel", "lo")
+    assert (reply.model, reply.message.role, reply.message.content) == (MODEL, "assistant", "Hello")
+    assert (reply.done, reply.done_reason, reply.eval_count) == (True, "stop", 2)
+    assert reply.created_at.endswith("Z")
+    # As desk.make_timings has it: queued for 10 ms, the first token after 30, the last after 70.
+    assert (reply.load_duration, reply.prompt_eval_duration) == (10_000_000, 20_000_000)
+    assert (reply.eval_duration, reply.total_duration) == (40_000_000, 70_000_000)
+
+
+async def test_a_streamed_chat_arrives_line_by_line() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(api.chat(model=f"{MODEL}:latest", messages=HI, stream=True))
+        stream = aiter(await asking)
+        first = asyncio.ensure_future(anext(stream))
+        request = await desk.taken()
+        desk.bring(request, "Hel")
+        parts = [await first]
+        desk.bring(request, "lo\u2028\x85")
+        parts.append(await anext(stream))  # it is there before the next step is
+        desk.finish(request, "!", reason=FinishReason.LENGTH)
+        parts += [part async for part in stream]
+    assert "".join(part.message.content for part in parts) == "Hello\u2028\x85!"
+    assert [part.done for part in parts] == [False, False, False, True]
+    assert (parts[-1].done_reason, parts[-1].prompt_eval_count) == ("length", len(request.prompt_token_ids))
+
+
+async def test_it_is_streamed_unless_it_says_no() -> None:
+    desk = Desk()
+    async with client(desk.app) as http:
+        asking = asyncio.ensure_future(http.post("/api/chat", json={"model": MODEL, "messages": HI}))
+        desk.answer(await desk.taken(), "a", "b")
+        reply = await asking
+    assert reply.headers["content-type"] == "application/x-ndjson"
+    lines = [json.loads(line) for line in reply.text.splitlines()]
+    assert "".join(line["message"]["content"] for line in lines) == "ab"
+
+
+async def test_a_prompt_is_a_turn_unless_it_is_raw() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(api.generate(model=MODEL, prompt="Hi", system="Be brief."))
+        request = await desk.taken()
+        desk.answer(request, "Hel", "lo")
+        assert (await asking).response == "Hello"
+        assert prompt_of(desk, request) == ("<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>")
+        stream = await api.generate(model=MODEL, prompt="Once", raw=True, stream=True)
+        reading = asyncio.ensure_future(_texts(stream))
+        request = await desk.taken()
+        assert prompt_of(desk, request) == "<|bos|>Once"
+        desk.answer(request, " upon", " a")
+        assert "".join(await reading) == " upon a"
+
+
+async def _texts(stream: Any) -> list[str]:
+    return [part.response async for part in stream]
+
+
+async def test_nothing_asked_is_nothing_said() -> None:
+    """Clients load a model that way."""
+    async with connected(Desk()) as api:
+        loaded = await api.generate(model=MODEL)
+        assert (loaded.response, loaded.done, loaded.done_reason) == ("", True, "load")
+        assert (await api.chat(model=MODEL, messages=[])).message.content == ""
+
+
+async def test_options_reach_the_engine() -> None:
+    options = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.05,
+        "repeat_penalty": 1.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "seed": 7,
+        "num_predict": 9,
+        "stop": ["x", "y"],
+        "num_ctx": 4096,
+        "num_thread": 2,
+    }
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(api.chat(model=MODEL, messages=HI, options=options, keep_alive="5m"))
+        request = await desk.taken()
+        desk.answer(request, "ok")
+        await asking
+        unbounded = asyncio.ensure_future(api.chat(model=MODEL, messages=HI, options={"num_predict": -1}))
+        whole = await desk.taken()
+        desk.answer(whole, "ok")
+        await unbounded
+    params = request.sampling
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.05)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.1, 0.2, 1.1)
+    assert (params.seed, params.max_tokens, params.stop) == (7, 9, ("x", "y"))
+    assert whole.sampling.max_tokens == 512 - len(whole.prompt_token_ids)
+
+
+async def test_a_stream_that_waits_says_so() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
+    async with connected(desk) as api:
+        stream = aiter(await api.generate(model=MODEL, prompt="Hi", stream=True))
+        reading = asyncio.ensure_future(anext(stream))
+        await desk.queued()
+        desk.clock.now += 2
+        desk.service.tick(desk.clock.now)  # the status is out
+        desk.clock.now += 6
+        desk.service.tick(desk.clock.now)
+        assert ((await reading).response, (await reading).done) == ("", False)
+        desk.finish(await desk.taken(), "a")
+        assert [part.response async for part in stream] == ["a", ""]
+
+
+async def test_errors_are_the_clients_own() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        with pytest.raises(ollama.ResponseError, match="'other' does not exist") as unknown:
+            await api.chat(model="other", messages=HI)
+        assert unknown.value.status_code == 404
+        with pytest.raises(ollama.ResponseError, match="mirostat") as wrong:
+            await api.chat(model=MODEL, messages=HI, options={"mirostat": 2})
+        assert wrong.value.status_code == 400
+        with pytest.raises(ollama.ResponseError, match="images"):
+            await api.chat(model=MODEL, messages=[{**HI[0], "images": [b"x"]}])
+        stream = await api.chat(model=MODEL, messages=HI, stream=True)
+        reading = asyncio.ensure_future(anext(aiter(stream)))
+        request = await desk.taken()
+        desk.bring(request, "x")
+        await reading
+        desk.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
+        with pytest.raises(ollama.ResponseError, match="logits were not finite"):
+            async for _ in stream:
+                pass
+
+
+async def test_the_model() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL, "org/alias"), created=7))
+    async with connected(desk) as api:
+        listed, loaded = await api.list(), await api.ps()
+        shown = await api.show(f"{MODEL}:latest")
+    assert [model.model for model in listed.models] == [MODEL, "org/alias"]
+    assert listed.models[0].modified_at.timestamp() == 7
+    assert loaded.models[0].context_length == 512
+    assert shown.capabilities == ["completion"]
+    assert shown.modelinfo["penstock.context_length"] == 512
+    async with client(desk.app) as http:
+        assert (await http.get("/api/version")).json()["version"].count(".") == 2

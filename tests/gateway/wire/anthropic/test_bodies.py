@@ -1,0 +1,116 @@
+"""What a body of Anthropic's asks of a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.http.errors import ApiError
+from gateway.http.limits import Limits
+from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody, as_chat
+from gateway.wire.conversation import as_dict
+from gateway.wire.schemas import read
+
+LIMITS = Limits()
+
+
+def text(*texts: str, **more: object) -> list[dict[str, object]]:
+    return [{"type": "text", "text": each, **more} for each in texts]
+
+
+def user(content: object) -> dict[str, object]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: object) -> dict[str, object]:
+    return {"role": "assistant", "content": content}
+
+
+def chat_of(*messages: object, **fields: object) -> Any:
+    body = {"model": "m", "max_tokens": 9, "messages": messages, **fields}
+    return as_chat(read(MessagesBody, {**body, "messages": list(messages)}, LIMITS), LIMITS)
+
+
+def turns(*messages: object, **fields: object) -> list[tuple[str, str]]:
+    found = [as_dict(message) for message in chat_of(*messages, **fields).messages]
+    return [(message["role"], message["content"]) for message in found]
+
+
+CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+BILLING = "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch=36ee5;"
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "expected"),
+    [
+        ([user("Hi")], {}, [("user", "Hi")]),
+        ([user(text("a", "b", **CACHED))], {}, [("user", "a\nb")]),
+        ([user("Hi")], {"system": "Be brief."}, [("system", "Be brief."), ("user", "Hi")]),
+        ([user("Hi")], {"system": text("a", "b", **CACHED)}, [("system", "a\nb"), ("user", "Hi")]),
+        ([user("Hi")], {"system": ""}, [("user", "Hi")]),
+        ([user("Hi")], {"system": text(BILLING, "Be brief.")}, [("system", "Be brief."), ("user", "Hi")]),
+        ([user("Hi")], {"system": BILLING}, [("user", "Hi")]),
+        ([user("Hi")], {"system": f"{BILLING}\nBe brief."}, [("system", "Be brief."), ("user", "Hi")]),
+        ([user("a"), user(text("b"))], {}, [("user", "a\nb")]),
+        (
+            [user("a"), assistant("b"), user("c")],
+            {},
+            [("user", "a"), ("assistant", "b"), ("user", "c")],
+        ),
+        (
+            [user("a"), {"role": "system", "content": "Now in French."}, user("b")],
+            {},
+            [("user", "a"), ("system", "Now in French."), ("user", "b")],
+        ),
+        ([user("a"), assistant([]), user("b")], {}, [("user", "a"), ("assistant", ""), ("user", "b")]),
+    ],
+)
+def test_turns(messages: list[object], fields: dict[str, object], expected: list[tuple[str, str]]) -> None:
+    assert turns(*messages, **fields) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        ({}, "max_tokens", 9),
+        ({"stop_sequences": ["x"]}, "stop", ["x"]),
+        ({"temperature": 0.5}, "temperature", 0.5),
+        ({"top_k": 3}, "top_k", 3),
+        ({"stream": True}, "stream", True),
+        ({"service_tier": "standard_only"}, "service_tier", "default"),
+        ({"service_tier": "auto"}, "service_tier", "auto"),
+        ({"speed": "fast", "service_tier": "auto"}, "service_tier", "fast"),
+    ],
+)
+def test_fields(fields: dict[str, object], name: str, value: object) -> None:
+    assert getattr(chat_of(user("Hi"), **fields), name) == value
+
+
+@pytest.mark.parametrize(
+    ("messages", "fields", "message"),
+    [
+        ([user([{"type": "image", "source": {}}])], {}, "'image'"),
+        ([user([{"type": "document", "source": {}}])], {}, "'document'"),
+        ([user("Hi")], {"max_tokens": None}, "max_tokens"),
+        ([user("Hi")], {"max_tokens": 0}, "max_tokens"),
+        ([user("Hi")], {"temperature": 1.01}, "temperature"),
+        ([user("Hi")], {"stop_sequences": [""]}, "stop_sequences"),
+        ([user("Hi")], {"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ([user("Hi")], {"container": "c"}, "container"),
+        ([user("Hi")], {"n": 2}, "Unrecognized request argument supplied: n"),
+        ([user(text(*"x" * 257))], {}, "messages[0].content"),
+        ([{"role": "tool", "content": "x"}], {}, "messages[0].role"),
+        ([], {}, "messages"),
+    ],
+)
+def test_refusals_name_the_field(messages: list[object], fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat_of(*messages, **fields)
+    assert refused.value.status == 400
+    assert message in refused.value.message
+
+
+def test_counting_needs_no_number_of_tokens() -> None:
+    body = read(CountTokensBody, {"model": "m", "messages": [user("Hi")]}, LIMITS)
+    assert as_chat(body, LIMITS).max_tokens is None

@@ -1,0 +1,59 @@
+"""What a body of Ollama's asks of a chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.http.errors import ApiError
+from gateway.http.limits import Limits
+from gateway.wire.ollama.bodies import OllamaChatBody, understand_chat
+from gateway.wire.schemas import read
+
+LIMITS = Limits()
+HI = {"role": "user", "content": "Hi"}
+
+
+def chat_of(**fields: object) -> Any:
+    body = {"model": "m:latest", "messages": [HI], **fields}
+    return understand_chat(read(OllamaChatBody, body, LIMITS), LIMITS).chat
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        ({}, "model", "m"),
+        ({}, "stream", True),
+        ({"stream": False}, "stream", False),
+        ({"options": {"num_predict": 5}}, "max_tokens", 5),
+        ({"options": {"num_predict": -2}}, "max_tokens", None),
+        ({"options": {"repeat_penalty": 1.5}}, "repetition_penalty", 1.5),
+        ({"options": {"stop": "x"}}, "stop", "x"),
+        ({"options": {"typical_p": 1.0, "tfs_z": 1, "mirostat": 0}}, "top_p", None),
+        ({"format": "", "keep_alive": -1}, "response_format", None),
+    ],
+)
+def test_fields(fields: dict[str, object], name: str, value: object) -> None:
+    assert getattr(chat_of(**fields), name) == value
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"options": {"temperature": -1}}, "options.temperature"),
+        ({"options": {"typical_p": 0.5}}, "options.typical_p"),
+        ({"options": {"mirostat": 1}}, "options.mirostat"),
+        ({"options": {"xtc": 1}}, "options.xtc"),
+        ({"options": {"stop": ["x"] * 17}}, "options.stop"),
+        ({"messages": [{**HI, "images": ["eA=="]}]}, "messages[0].images"),
+        ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role"),
+        ({"logprobs": True}, "logprobs"),
+        ({"suffix": "x"}, "suffix"),
+    ],
+)
+def test_refusals_name_the_field(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat_of(**fields)
+    assert refused.value.status == 400
+    assert message in refused.value.message
