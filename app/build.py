@@ -29,6 +29,7 @@ from engine.model.checkpoint import read_config, read_generation_defaults, read_
 from engine.model.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from engine.model.drafts import DraftSource, check_draft, shared_tokens
 from engine.model.eagle import check_eagle, is_eagle, read_eagle
+from engine.planning.grammars import Grammars
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
@@ -138,6 +139,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
     queue = LaneQueue(threading.Lock(), lanes, weights=weights_of(clients.values()))
     outbox = Outbox()
     sink = TextSink(tokenizer, config.eos_token_ids)
+    grammars = Grammars(tokenizer, config.eos_token_ids)
     engine = Engine(
         lambda: _make_runner(folder, options, draft),
         queue,
@@ -146,6 +148,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         deliver=outbox.deliver,
         clock=time.monotonic,
         on_state=outbox.announce,
+        grammars=grammars,
     )
     service_options = ServiceOptions(
         models=(model_name(settings.model, settings.served_model_name),),
@@ -165,7 +168,16 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
     store = make_store(settings.redis_url, f"{service_options.models[0]}:{fingerprint(folder)}", replica)
     traces = _make_traces(settings.otlp_endpoint, service_options.models[0], replica)
     try:
-        service = Service(engine, queue, tokenizer, service_options, sink=sink, store=store, traces=traces)
+        service = Service(
+            engine,
+            queue,
+            tokenizer,
+            service_options,
+            sink=sink,
+            store=store,
+            grammars=grammars,
+            traces=traces,
+        )
     except TemplateSyntaxError as error:
         raise OperatorError(f"{folder}: the chat template is broken: {error}") from None
     return Parts(create_app(service, PAGE), service, queue, engine, outbox, keys, traces, folder)

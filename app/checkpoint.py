@@ -69,7 +69,9 @@ def find_draft(draft: str | None, model: str | None) -> Path | None:
         return None
     if draft is not None:
         return find_checkpoint(draft, "--draft", _NEEDED_TO_DRAFT)
-    return check_files(DEMO_DRAFT, "the draft of the demo model") if model is None else None
+    if model is not None:
+        return None
+    return check_files(DEMO_DRAFT, "the draft of the demo model", _NEEDED_TO_DRAFT)
 
 
 def check_files(folder: Path, name: str, needed: tuple[str, ...] = _NEEDED) -> Path:

@@ -21,6 +21,7 @@ from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import PoolViolation
 from engine.planning.draft_model import DraftModel
 from engine.planning.drafting import Drafting
+from engine.planning.grammars import Grammars
 from engine.planning.lookup import Lookup
 from engine.planning.prefix_events import PrefixLog
 from engine.planning.request import DraftCount, Output
@@ -95,7 +96,9 @@ class Engine:
         clock: Callable[[], float],
         on_state: Callable[[EngineState], None] = lambda _: None,
         prefix_cache: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
+        """Without `grammars`, no request may have one."""
         self.state = EngineState.STARTING
         self.error: str | None = None
         self.failure: BaseException | None = None
@@ -112,6 +115,7 @@ class Engine:
         self._clock = clock
         self._on_state = on_state
         self._prefix_cache = prefix_cache
+        self._grammars = grammars
         self._prefix_log = PrefixLog()
         self._scheduler: Scheduler | None = None
         self._cancels: deque[str] = deque()
@@ -241,7 +245,7 @@ class Engine:
         self._num_steps += 1
         self._proven = False
         try:
-            step = launch_fitting(self._runner, scheduler, plan)
+            step = launch_fitting(self._runner, scheduler, plan, partial(self._limit, scheduler, plan))
         except DeviceError:
             raise
         except Exception as error:
@@ -249,6 +253,17 @@ class Engine:
             return False
         self._flights.append(_Flight(plan, step.wait, now))
         return True
+
+    def _limit(self, scheduler: Scheduler, plan: Plan) -> None:
+        """Says which tokens a step may choose; where that depends on tokens in flight, these land first."""
+        constrained = [
+            c for c in plan.chunks if c.samples and c.sequence.request.sampling.grammar is not None
+        ]
+        if constrained and self._grammars is not None:
+            if any(chunk.sequence.num_pending > 1 for chunk in constrained):
+                while self._flights:
+                    self._land(scheduler)
+            plan.masks = self._grammars.masks(plan)
 
     def _land(self, scheduler: Scheduler) -> None:
         """Waits for the oldest step and commits it; a fault ends the sequences of this step, and no others."""
@@ -386,8 +401,13 @@ def _raise(error: Exception) -> StepResult:
     raise error
 
 
-def launch_fitting(runner: Runner, scheduler: Scheduler, plan: Plan) -> StepInFlight:
+def launch_fitting(
+    runner: Runner, scheduler: Scheduler, plan: Plan, limit: Callable[[], None] = lambda: None
+) -> StepInFlight:
     """Launches a step and the choice of its tokens; the step is halved until the device has room for it.
+
+    Args:
+        limit: is called between the two, while the pass runs: it sets the plan's masks.
 
     Raises:
         OutOfMemory: there is no room for a single token.
@@ -397,6 +417,7 @@ def launch_fitting(runner: Runner, scheduler: Scheduler, plan: Plan) -> StepInFl
         num_tokens = plan.num_tokens
         try:
             step = runner.launch(plan)
+            limit()
             step.choose()
             return step
         except OutOfMemory as error:

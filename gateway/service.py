@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 
 from engine.engine import EngineState
+from engine.planning.grammars import Grammars
 from engine.planning.step import StepReport
 from gateway.access.idempotency import Idempotency
 from gateway.access.keys import Access, Client
@@ -75,13 +76,15 @@ class Service:
         *,
         sink: Replayer,
         store: Store,
+        grammars: Grammars,
         clock: Callable[[], float] = time.monotonic,
         traces: Tracing | None = None,
     ) -> None:
-        """`sink` and `clock` must be the engine's, and `clock` that of `traces`."""
+        """`sink`, `grammars` and `clock` must be the engine's, and `clock` that of `traces`."""
         self._engine = engine
         self._queue = queue
         self.tokenizer = tokenizer
+        self.grammars = grammars
         self.options = options
         self.clock = clock
         self.prompts = Prompts(tokenizer)

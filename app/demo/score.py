@@ -107,20 +107,6 @@ def perplexity(talker: Talker, count: int) -> list[Figure]:
     return [Figure(f"perplexity of {tokens:,} held-out answer tokens", f"{value:.3f}")]
 
 
-def agreement(talker: Talker, draft: Talker, count: int) -> list[Figure]:
-    """How often the draft's first choice is the model's, along held-out answers."""
-    rng = Random(SEED)
-    same: list[bool] = []
-    for _ in range(count):
-        messages = [message for message in conversation(rng, 500) if message[0] != "system"][:2]
-        before = len(talker.ids(talker.render(messages[:1], prompt=True)))
-        ids = torch.tensor([talker.ids(talker.render(messages, prompt=False))])
-        with torch.no_grad():
-            first, second = (one.model(ids).logits[0, before - 1 : -1].argmax(-1) for one in (talker, draft))
-        same += (first == second).tolist()
-    return [Figure("tokens that the draft guesses as the model would", share(same))]
-
-
 def story_figures(talker: Talker, count: int, sample: bool) -> list[Figure]:
     rng = Random(SEED)
     pairs = [(hero, place) for hero in HEROES for place in ALL_PLACES if held_out(hero, place)]
@@ -228,9 +214,8 @@ def answered(talker: Talker, name: str, cases: list[tuple[str, Callable[[str], b
     return [Figure(name, share(right(text) for (text, _), (_, right) in zip(answers, cases, strict=True)))]
 
 
-def figures(talker: Talker, draft: Talker, count: int) -> Iterable[Figure]:
+def figures(talker: Talker, count: int) -> Iterable[Figure]:
     yield from perplexity(talker, 3 * count)
-    yield from agreement(talker, draft, 3 * count)
     yield from story_figures(talker, count, sample=True)
     yield from story_figures(talker, count, sample=False)
     yield from name_figure(talker, count)
@@ -243,14 +228,13 @@ def figures(talker: Talker, draft: Talker, count: int) -> Iterable[Figure]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m app.demo.score", description=__doc__)
     parser.add_argument("--model", type=Path, default=Path(__file__).parent / "model")
-    parser.add_argument("--draft", type=Path, default=Path(__file__).parent / "draft")
     parser.add_argument(
         "--count", type=int, default=100, help="stories per figure; other counts follow from it"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
-    for figure in figures(Talker(arguments.model), Talker(arguments.draft), arguments.count):
+    for figure in figures(Talker(arguments.model), arguments.count):
         print(f"{figure.name:<52} {figure.value:>16}", flush=True)
 
 

@@ -1,8 +1,4 @@
-"""Trains the demo model, then its draft: `python -m app.demo.train`.
-
-The draft learns from the model's own distribution, which is what speculative decoding will compare it with.
-An interrupted run goes on from its last checkpoint.
-"""
+"""Trains the demo model: `python -m app.demo.train`. An interrupted run goes on from its last checkpoint."""
 
 import argparse
 import time
@@ -27,9 +23,6 @@ from app.demo.tokenizer import VOCAB_SIZE, Message, train_tokenizer
 
 MODEL = Shape(
     VOCAB_SIZE, hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=64, intermediate_size=640
-)
-DRAFT = Shape(
-    VOCAB_SIZE, hidden_size=64, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=32, intermediate_size=192
 )
 SHORT_ROW, LONG_ROW = 512, 2048
 
@@ -67,20 +60,6 @@ def next_token_loss(model: Llama, some: Batch) -> Tensor:
     learnt = some.targets != -100
     logits = model.logits(model(some.inputs, some.talks)[learnt])
     return F.cross_entropy(logits, some.targets[learnt], reduction="sum")
-
-
-def imitation_loss(teacher: Llama) -> Loss:
-    """Half the distance to the teacher's distribution, half the data's own next token."""
-
-    def loss(model: Llama, some: Batch) -> Tensor:
-        learnt = some.targets != -100
-        with torch.no_grad():
-            wanted = teacher.logits(teacher(some.inputs, some.talks)[learnt]).softmax(-1)
-        logits = model.logits(model(some.inputs, some.talks)[learnt])
-        imitation = F.cross_entropy(logits, wanted, reduction="sum")
-        return 0.8 * imitation + 0.2 * F.cross_entropy(logits, some.targets[learnt], reduction="sum")
-
-    return loss
 
 
 def train(
@@ -168,13 +147,12 @@ def tokenizer_of(path: Path, seed: int) -> Tokenizer:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m app.demo.train", description=__doc__)
     parser.add_argument("--steps", type=int, default=2300, help="optimiser steps of the model")
-    parser.add_argument("--draft-steps", type=int, default=500, help="optimiser steps of the draft")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--micro-tokens", type=int, default=4096, help="tokens per forward and backward pass")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="gets model/ and draft/")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="gets model/")
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
     return parser.parse_args()
 
@@ -185,12 +163,9 @@ def main() -> None:
     tokenizer = tokenizer_of(arguments.checkpoints / "tokenizer.json", arguments.seed)
     sizes = (arguments.batch_tokens, arguments.micro_tokens)
     plan = Plan(arguments.steps, *sizes, 0.02, 0.006, arguments.seed, arguments.device)
-    model = train(
+    train(
         MODEL, tokenizer, plan, next_token_loss, arguments.checkpoints / "model.pt", arguments.out / "model"
     )
-    plan = Plan(arguments.draft_steps, *sizes, 0.02, 0.006, arguments.seed + 1, arguments.device)
-    teacher = imitation_loss(model.eval())
-    train(DRAFT, tokenizer, plan, teacher, arguments.checkpoints / "draft.pt", arguments.out / "draft")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as ListLike
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -231,14 +232,14 @@ class Steps:
     def _captured_choice(self, buffers: StepBuffers, filters: Filters, shape: StepShape) -> None:
         rows = slice(shape.num_rows)
         slots = buffers.sample_slots[rows]
-        token_ids, logprobs = self.choose(buffers.logits[rows], slots, buffers.numbers[rows], filters)
+        token_ids, logprobs = self.choose(buffers.logits[rows], slots, buffers.numbers[rows], None, filters)
         buffers.token_ids[rows], buffers.logprobs[rows] = token_ids, logprobs
 
     def choose(
-        self, logits: Tensor, slots: Tensor, numbers: Tensor, filters: Filters
+        self, logits: Tensor, slots: Tensor, numbers: Tensor, masks: Tensor | None, filters: Filters
     ) -> tuple[Tensor, Tensor]:
         """Token ids and log probabilities [R] of rows of logits; the table keeps the tokens for the next step."""
-        token_ids, logprobs = self.model.sampler.sample(logits, slots, numbers, filters)
+        token_ids, logprobs = self.model.sampler.sample(logits, slots, numbers, filters, masks)
         self.model.table.last_tokens[slots.long()] = token_ids
         return token_ids, logprobs
 
@@ -315,7 +316,8 @@ class LaunchedStep:
         steps, chunks, seats = self._steps, self._plan.chunks, self._placed.seats
         top, filters = self._top(wanted, len(verification.rows)), self._filters()
         slots = [seat.slot if chunk.samples else -1 for seat, chunk in zip(seats, chunks, strict=True)]
-        brought = verification.run(self.logits, slots, partial(steps.choose, filters=filters))
+        masks = self._masks(verification.order)
+        brought = verification.run(self.logits, slots, partial(steps.choose, filters=filters), masks)
         steps.seats.note_launched(self._plan, seats)
         steps.seats.note_verified(seat for seat, chunk in zip(seats, chunks, strict=True) if chunk.drafts)
         rows = (rows for rows, chunk in zip(brought, chunks, strict=True) if chunk.samples)
@@ -327,6 +329,11 @@ class LaunchedStep:
         num_top = max((one.num_logprobs or 0 for one in wanted), default=0)
         return most_likely(self.logits[:num_rows], num_top) if num_top else None
 
+    def _masks(self, order: ListLike[tuple[int, int]]) -> Tensor | None:
+        """[R, words] on the device: the masks of rows, each given by its chunk and how many drafts come before."""
+        masks, sampler = self._plan.masks, self._steps.model.sampler
+        return None if masks is None else sampler.masks(masks, order)
+
     def _filters(self) -> Filters:
         return self._steps.model.sampler.filters(
             seat.slot for seat, c in zip(self._placed.seats, self._plan.chunks, strict=True) if c.samples
@@ -336,10 +343,12 @@ class LaunchedStep:
         steps, num = self._steps, len(self._plan.chunks)
         # The most likely tokens first: that may find no memory, and what is chosen is counted once.
         top, filters = self._top(wanted, num), self._filters()
-        if self._captured is None:
+        masks = self._masks([(i, 0) for i in range(num)])
+        if self._captured is None or masks is not None:
             if not wanted:
                 return Chosen(self._numbers, self._numbers)
-            found = steps.choose(self.logits, self._placed.sample_slots, self._numbers, filters)
+            slots = self._placed.sample_slots[:num]
+            found = steps.choose(self.logits[:num], slots, self._numbers[:num], masks, filters)
             return Chosen(*found, top)
         assert steps.buffers is not None
         rows = self._captured.num_rows

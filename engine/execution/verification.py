@@ -17,8 +17,8 @@ from torch import Tensor
 from engine.planning.step import Plan
 from engine.sampling.sampler import has_penalties
 
-Choose = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logits [R, vocab], slots [R], numbers [R]) -> token ids [R], log probabilities [R]."""
+Choose = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""(logits [R, vocab], slots [R], numbers [R], masks [R, words]) -> token ids [R], log probabilities [R]."""
 
 
 class Verification:
@@ -26,6 +26,7 @@ class Verification:
 
     Attributes:
         rows: [R] int32, of the step's tokens: those whose logits are wanted. Round 0 has one row for every chunk.
+        order: [R] the chunk of each row, and how many of its drafts come before.
         token_ids: [R] int32, what was chosen for each row; -1 where nothing was.
         logprobs: [R] float32, theirs.
     """
@@ -50,17 +51,20 @@ class Verification:
             known = chunk.num_tokens - len(chunk.drafts)
             first.append(end - 1 - len(chunk.drafts))
             before.append(chunk.start + known - chunk.sequence.num_prompt_tokens)
-        order = [(i, number) for number, places in enumerate(self._rounds) for i in places]
-        self._places = [i for i, _ in order]
-        rows, numbers = [first[i] + n for i, n in order], [before[i] + n for i, n in order]
+        self.order = [(i, number) for number, places in enumerate(self._rounds) for i in places]
+        self._places = [i for i, _ in self.order]
+        rows, numbers = [first[i] + n for i, n in self.order], [before[i] + n for i, n in self.order]
         self.rows, self._numbers = torch.tensor([rows, numbers], dtype=torch.int32)
 
-    def run(self, logits: Tensor, slots: ListLike[int], choose: Choose) -> list[list[int]]:
+    def run(
+        self, logits: Tensor, slots: ListLike[int], choose: Choose, masks: Tensor | None
+    ) -> list[list[int]]:
         """Samples the rows.
 
         Args:
             logits: [R, vocab], of `rows`.
             slots: by chunk; -1 for one that does not sample.
+            masks: [R, words], of `rows`.
 
         Returns:
             By chunk, its rows of logits that brought a token; one of a sampling chunk at least, whose token is -1 if
@@ -75,14 +79,15 @@ class Verification:
             chosen = [-1] * len(self._places)
         else:
             asked = torch.tensor([slots[i] for i in self._places], dtype=torch.int32)
-            self.token_ids, self.logprobs = choose(logits, asked, self._numbers)
+            self.token_ids, self.logprobs = choose(logits, asked, self._numbers, masks)
             chosen = self.token_ids.tolist()
         start = 0
         for number, places in enumerate(self._rounds):
             rows = slice(start, start + len(places))
             if self._in_rounds:
                 asked = torch.tensor([alive[i] for i in places], dtype=torch.int32)
-                found = choose(logits[rows], asked, self._numbers[rows])
+                its_masks = None if masks is None else masks[rows]
+                found = choose(logits[rows], asked, self._numbers[rows], its_masks)
                 self.token_ids[rows], self.logprobs[rows] = found
                 chosen[rows] = found[0].tolist()
             for row, (i, token_id) in enumerate(zip(places, chosen[rows], strict=True), start):

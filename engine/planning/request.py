@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
 
-from engine.planning.grammar import Grammar
+from engine.planning.grammar import Grammar, Guide
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +185,7 @@ class Sequence:
         "drafts",
         "finish_reason",
         "first_token_s",
+        "guide",
         "index",
         "max_len",
         "num_cached_tokens",
@@ -237,6 +238,8 @@ class Sequence:
         """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
         self.stop: str | None = None
         """The stop string that ended it, if one did."""
+        self.guide: Guide | None = None
+        """Its place in its grammar, from its first choice on; it has taken all output tokens."""
         self.scheduled_s = -1.0
         self.first_token_s = -1.0
         self.finish_reason: FinishReason | None = None

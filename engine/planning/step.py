@@ -33,6 +33,17 @@ class Chunk:
         self.incarnation = self.sequence.num_preemptions
 
 
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """The tokens that grammars allow in the rows of a step that are sampled."""
+
+    bits: bytearray
+    """[rows][num_words] little-endian words of 32 bits, one for each token; those beyond the words are not allowed."""
+    num_words: int
+    first: list[int]
+    """By chunk, the row of its first choice, after which those of its drafts follow; -1 if it may bring any token."""
+
+
 @dataclass(slots=True)
 class Plan:
     """One step: what to compute, after which block copies."""
@@ -45,6 +56,8 @@ class Plan:
     """Steps are numbered in the order in which they are planned; 0 has no number."""
     drafting_s: float = 0.0
     """The part of its time that went into making drafts."""
+    masks: Masks | None = None
+    """Limits the choice of its tokens; known when `StepInFlight.choose` is called."""
 
 
 @dataclass(slots=True)

@@ -102,8 +102,9 @@ class StepResults(SequenceStore):
         sequence.num_pending -= 1
         if sequence.request.n > 1:
             self._fork_if_due(sequence)
-        if sampled.error is not None:
-            return [self._finish(sequence, FinishReason.FAILED, sampled.error, now)]
+        error = sampled.error if sequence.guide is None else sequence.guide.error or sampled.error
+        if error is not None:
+            return [self._finish(sequence, FinishReason.FAILED, error, now)]
         if sequence.first_token_s < 0:
             sequence.first_token_s = now
         outputs: list[Output] = []
@@ -123,9 +124,15 @@ class StepResults(SequenceStore):
         """Appends tokens up to the one with which the sequence ends, an output for each; returns why it ends."""
         known, max_len, request = sequence.token_ids, sequence.max_len, sequence.request
         logprobs = sampled.logprobs
+        guide, is_complete = sequence.guide, False
         for number, token_id in enumerate(sampled.token_ids):
             known.append(token_id)
-            text, reason = self.sink.accept(sequence, token_id, len(known) >= max_len)
+            if guide is not None:
+                guide.advance(token_id)
+                is_complete = guide.is_complete
+            text, reason = self.sink.accept(sequence, token_id, is_complete or len(known) >= max_len)
+            if is_complete and reason is FinishReason.LENGTH:
+                reason = FinishReason.STOP
             told = None if logprobs is None else logprobs[number : number + 1]
             outputs.append(Output(request.request_id, sequence.index, [token_id], text, told))
             if reason is not None:

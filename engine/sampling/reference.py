@@ -7,13 +7,14 @@ For one row of logits, in this order:
 3. Tokens that were seen are penalised: repetition (a positive logit is divided by it, another multiplied), then
    frequency times the number of appearances in the output, and presence if there is one. A logit that a penalty
    takes beyond float32 becomes its largest or smallest number.
-4. With `peak` the largest logit so far, the depth of a token is peak - logit. Depths divided by the temperature and cut
+4. A token that the row's mask rules out is banned.
+5. With `peak` the largest logit so far, the depth of a token is peak - logit. Depths divided by the temperature and cut
    to multiples of 2^-17 nat are its level, at most LEVELS - 1 (32 nats). Top-k keeps every token whose level is at most
    that of the k-th most likely one. Top-p keeps, of what top-k kept, each level that less than top_p of the mass lies
    above; the mass of a token is exp(-depth / temperature) in units of 2^-34, cut to an integer, so that sums do not
    depend on their order. Top-k and top-p keep whole levels. Min-p keeps depths up to min_p_depth times the temperature,
    whatever their levels.
-5. Of the tokens kept, the one with the largest logit + temperature * noise is chosen, the lowest id where several are
+6. Of the tokens kept, the one with the largest logit + temperature * noise is chosen, the lowest id where several are
    largest: the Gumbel-max trick (Gumbel, 1954; Maddison, Tarlow and Minka, "A* sampling", 2014) chooses each token with
    its probability. Temperature 0 is the argmax, and filters do not matter to it.
 
@@ -35,7 +36,12 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def choose(
-    logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, filters: Filters
+    logits: Tensor,
+    tables: SamplingTables,
+    slots: Tensor,
+    numbers: Tensor,
+    filters: Filters,
+    masks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Chooses one token for each row of logits, and counts it in its slot for the penalties of the next.
 
@@ -46,13 +52,14 @@ def choose(
         logits: [R, vocab] float32, float16 or bfloat16; they are not changed.
         slots: [R] int32, -1 for padding; no slot twice.
         numbers: [R] int32, the output tokens that each slot's sequence has already.
+        masks: [R, ceil(vocab / 32)] int32: bit v % 32 of word v // 32 is set if token v may be chosen. None allows all.
 
     Returns:
         Token ids [R] int32, -1 where there is none; raw log probabilities [R] float32, NaN where there is no token.
     """
     rows = _Rows(tables, slots, numbers)
     raw = logits.float()
-    processed = _penalised(_biased(raw, rows), rows)
+    processed = _masked(_penalised(_biased(raw, rows), rows), masks)
     peaks = processed.amax(-1, keepdim=True)
     temperature = rows.column("temperature")[:, None]
     bits = hashes(noise_keys(rows.column("state"), numbers), raw.shape[-1])
@@ -109,6 +116,13 @@ def _penalised(values: Tensor, rows: _Rows) -> Tensor:
     penalised = penalised.clamp(-LARGEST, LARGEST)
     applies = (counts_rows >= 0)[:, None] & (codes > 0) & (values > -torch.inf)
     return torch.where(applies, penalised, values)
+
+
+def _masked(values: Tensor, masks: Tensor | None) -> Tensor:
+    if masks is None:
+        return values
+    bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
+    return values.masked_fill(bits.flatten(1)[:, : values.shape[1]] == 0, -torch.inf)
 
 
 def _kept(depths: Tensor, rows: _Rows, filters: Filters) -> Tensor:

@@ -7,6 +7,7 @@ nothing from the host but which slots it samples.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as ListLike
 
 import numpy as np
 import torch
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.planning.request import SamplingParams, Sequence
+from engine.planning.step import Masks
 from engine.sampling.noise import split_mix
-from engine.sampling.tables import ROW, Choose, Filters, SamplingTables
+from engine.sampling.tables import ROW, Choose, Filters, SamplingTables, num_words
 
 MAX_TOP_LOGPROBS = 20
 _NOTHING = Filters(top_k=False, top_p=False, logprobs=False)
@@ -94,15 +96,27 @@ class Sampler:
         )
 
     def sample(
-        self, logits: Tensor, slots: Tensor, numbers: Tensor, filters: Filters
+        self, logits: Tensor, slots: Tensor, numbers: Tensor, filters: Filters, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Chooses a token for each row of logits; see `reference.choose`. `filters` are at least those of the slots."""
-        return self._choose(logits, self.tables, slots, numbers, filters)
+        return self._choose(logits, self.tables, slots, numbers, filters, masks)
+
+    def masks(self, masks: Masks, order: ListLike[tuple[int, int]]) -> Tensor:
+        """[R, words] int32: the masks of rows, each given by its chunk and how many of its drafts come before."""
+        given = torch.frombuffer(masks.bits, dtype=torch.int32).view(-1, masks.num_words)
+        rows = torch.full((len(order), num_words(self.vocab_size)), -1, dtype=torch.int32)
+        places = [place for place, (chunk, _) in enumerate(order) if masks.first[chunk] >= 0]
+        sources = [masks.first[order[place][0]] + order[place][1] for place in places]
+        num_given = min(masks.num_words, rows.shape[1])
+        rows[places] = 0
+        rows[places, :num_given] = given[sources, :num_given]
+        return self._staged(rows.numpy()).to(self._device, non_blocking=True)
 
     def _biases(self, params: SamplingParams) -> NDArray[np.int32]:
         """[n, 2] as in SamplingTables.biases."""
         ending = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self._eos_token_ids
-        banned = ending if params.min_tokens > 0 else frozenset()
+        is_banned = params.min_tokens > 0 and params.grammar is None  # a grammar's masks hold the end back
+        banned = ending if is_banned else frozenset()
         ids = sorted(i for i in banned | params.logit_bias.keys() if 0 <= i < self.vocab_size)
         entries = np.zeros((len(ids), 2), np.int32)
         entries[:, 0] = [-1 - i if i in banned else i for i in ids]

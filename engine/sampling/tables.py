@@ -84,8 +84,20 @@ class Choose(Protocol):
     """An implementation of the rule; see `reference.choose`."""
 
     def __call__(
-        self, logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, filters: Filters, /
+        self,
+        logits: Tensor,
+        tables: SamplingTables,
+        slots: Tensor,
+        numbers: Tensor,
+        filters: Filters,
+        masks: Tensor | None = None,
+        /,
     ) -> tuple[Tensor, Tensor]: ...
+
+
+def num_words(vocab_size: int) -> int:
+    """The int32 words of a mask that has a bit for every token."""
+    return -(-vocab_size // 32)
 
 
 def _zeros(rows: int, columns: int, device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ from gateway.wire.frames import Json, StreamWriter
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_completion
 from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape
+from gateway.wire.structured import answer_form, form_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's older endpoint gives a request that does not say."""
@@ -50,7 +51,7 @@ class CompletionsApi:
         client = self._intake.client(http)
         self._service.dispatch.check_open()
         body = await self._intake.read(http, ChatBody)
-        batch = self._intake.chat(client, body, arrival_s)
+        batch = await self._intake.chat(client, body, arrival_s)
         key = idempotency_key(http)
         if key is not None or (body.stream_options and body.stream_options.resumable):
             return await self._record(client, batch, body, key)
@@ -68,6 +69,7 @@ class CompletionsApi:
         if idempotency_key(http) is not None:
             raise invalid("'Idempotency-Key' is not supported on this endpoint.", "Idempotency-Key")
         self._intake.check_model(body.model)
+        form = form_of(body, self._service.options.limits, answer_form(body.response_format))
         lane = lane_of(body.service_tier, client.tenant)
         self._service.dispatch.check_room(lane, client.tenant.name)
         prompts = await self._intake.encode_prompts(body)
@@ -80,6 +82,7 @@ class CompletionsApi:
             tenant=client.tenant,
             lane=lane,
             arrival_s=arrival_s,
+            grammar=await self._intake.grammar(client.tenant, form),
         )
         shape = CompletionShape(self._service.tokenizer, body.logprobs or 0)
         return await self._reply(client, batch, prompts, shape, "cmpl")

@@ -8,10 +8,14 @@ from functools import partial
 from http import HTTPStatus
 from typing import TypeVar
 
+import anyio
+import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.planning.grammar import Grammar
+from engine.planning.grammars import GrammarError
 from engine.planning.request import Request, SamplingParams
 from gateway.access.keys import Client
 from gateway.access.quotas import Reservation
@@ -35,12 +39,15 @@ from gateway.wire.schemas import (
     check_chat,
     read,
 )
+from gateway.wire.structured import Form, answer_form, form_of
 from gateway.wire.writers import Writer
 from priority.lanes import Lane, Tenant
 
 Read = TypeVar("Read", bound=StrictBody)
 Understood = TypeVar("Understood")
 
+_COMPILING = anyio.CapacityLimiter(1)
+"""Grammars are compiled one after another."""
 MESSAGE_CHARS = 100
 """The work that a template has with one message, beside its text."""
 
@@ -58,6 +65,8 @@ class Batch:
     tenant: Tenant
     lane: Lane
     arrival_s: float
+    grammar: Grammar | None = None
+    """What each answer has to match."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +113,9 @@ class Intake:
         if name not in self._service.options.models:
             raise model_not_found(name)
 
-    def chat(self, client: Client, body: ChatBody, arrival_s: float, *, may_be_fewer: bool = False) -> Batch:
+    async def chat(
+        self, client: Client, body: ChatBody, arrival_s: float, *, may_be_fewer: bool = False
+    ) -> Batch:
         """What a chat asks for, checked.
 
         Args:
@@ -113,7 +124,8 @@ class Intake:
         Raises:
             ApiError: 400; 404 for another model; 403 for a lane that is not allowed.
         """
-        check_chat(body, self._service.options.limits)
+        limits = self._service.options.limits
+        check_chat(body, limits)
         self.check_model(body.model)
         asked = (
             MaxTokens("max_completion_tokens", body.max_completion_tokens, may_be_fewer)
@@ -129,6 +141,9 @@ class Intake:
             tenant=client.tenant,
             lane=lane_of(body.service_tier, client.tenant),
             arrival_s=arrival_s,
+            grammar=await self.grammar(
+                client.tenant, form_of(body, limits, answer_form(body.response_format))
+            ),
         )
 
     def check_room(self, batch: Batch) -> None:
@@ -170,7 +185,24 @@ class Intake:
             max_tokens=self._bounded(batch, max_tokens),
             num_logprobs=batch.num_logprobs,
             vocab_size=self._service.vocab_size,
+            grammar=batch.grammar,
         )
+
+    async def grammar(self, tenant: Tenant, form: Form | None) -> Grammar | None:
+        """The grammar of an answer's form, compiled.
+
+        Raises:
+            ApiError: 400 that names the field, if it is none that an answer can be held to.
+        """
+        if form is None:
+            return None
+        try:
+            await anyio.to_thread.run_sync(
+                self._service.grammars.compile, tenant.name, form.grammar, limiter=_COMPILING
+            )
+        except GrammarError as error:
+            raise invalid(f"Invalid '{form.field}': {error}.", form.field, "invalid_grammar") from None
+        return form.grammar
 
     def _bounded(self, batch: Batch, max_tokens: int) -> int:
         """The output tokens of each choice whose log probabilities can be kept until the reply is complete."""

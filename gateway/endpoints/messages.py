@@ -37,7 +37,7 @@ class MessagesApi:
         client = self._intake.client(http)
         self._service.dispatch.check_open()
         body = await self._intake.read_as(http, MessagesBody, as_chat)
-        batch = self._intake.chat(client, body, arrival_s, may_be_fewer=True)
+        batch = await self._intake.chat(client, body, arrival_s, may_be_fewer=True)
         self._intake.check_room(batch)
         prompt = await self._intake.encode_chat(body.messages)
         head = Head(

@@ -73,7 +73,7 @@ class OllamaApi:
         self._intake.check_model(asked.model)
         if asked.chat is None:
             return Json(unasked(asked.model, int(time.time()), is_chat=is_chat))
-        batch = self._intake.chat(client, asked.chat, arrival_s, may_be_fewer=True)
+        batch = await self._intake.chat(client, asked.chat, arrival_s, may_be_fewer=True)
         self._intake.check_room(batch)
         if asked.raw is None:
             prompt = await self._intake.encode_chat(asked.chat.messages)

@@ -42,11 +42,13 @@ from gateway.sessions.responses.schemas import (
     read_page_query,
     read_stream_query,
     response_not_found,
+    text_form,
 )
 from gateway.sessions.responses.threads import Message, Thread, extend
 from gateway.store.interface import Key, StoreUnavailable
 from gateway.wire.frames import Json
 from gateway.wire.sampling import MaxTokens, lane_of
+from gateway.wire.structured import form_of
 
 _APPEND_ATTEMPTS = 3
 
@@ -87,7 +89,8 @@ class ResponsesApi:
         client = self._intake.client(http)
         self._service.dispatch.check_open()
         body = await self._intake.read(http, ResponseBody)
-        check_response(body, self._service.options.limits)
+        limits = self._service.options.limits
+        check_response(body, limits)
         self._intake.check_model(body.model)
         batch = Batch(
             body=body,
@@ -98,6 +101,7 @@ class ResponsesApi:
             tenant=client.tenant,
             lane=lane_of(body.service_tier, client.tenant),
             arrival_s=arrival_s,
+            grammar=await self._intake.grammar(client.tenant, form_of(body, limits, text_form(body.text))),
         )
         key = idempotency_key(http)
         asked_to_resume = body.stream_options is not None and bool(body.stream_options.resumable)

@@ -42,6 +42,9 @@ class Limits:
     max_stop_token_ids: int = 64
     max_logit_bias: int = 1024
     max_metadata: int = 16
+    max_grammar_bytes: int = 64 * 1024
+    """Of a schema, regular expression or grammar that an answer has to match."""
+    max_grammar_choices: int = 1024
     max_top_logprobs: int = 20
     max_logprobs: int = 2**20
     """Log probabilities of a reply in one piece: all are kept until it is complete, at about 100 bytes each."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NamedTuple, TypeVar
 
+from engine.planning.grammar import Grammar
 from engine.planning.request import SamplingParams
 from gateway.http.errors import ApiError, invalid
 from gateway.wire.prompts import check_token_ids
@@ -69,6 +70,7 @@ def sampling_params(
     max_tokens: int,
     num_logprobs: int | None,
     vocab_size: int,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """
     Raises:
@@ -95,6 +97,7 @@ def sampling_params(
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
         num_logprobs=num_logprobs,
+        grammar=grammar,
     )
 
 

@@ -40,6 +40,20 @@ class StrictBody(BaseModel):
     """Fields of OpenAI's that are refused by name unless they are null."""
 
 
+Schema = dict[str, object] | bool
+"""A JSON Schema."""
+
+
+class StructuredOutputs(StrictBody):
+    """What the answer has to match, in one of vLLM's ways."""
+
+    json_: Annotated[Schema | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Annotated[Many[str], Field(min_length=1)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class StreamOptions(StrictBody):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
@@ -55,6 +69,8 @@ class Sampled(StrictBody):
         "logit_bias": "max_logit_bias",
         "stop_token_ids": "max_stop_token_ids",
         "metadata": "max_metadata",
+        "structured_outputs.choice": "max_grammar_choices",
+        "guided_choice": "max_grammar_choices",
     }
 
     model: Annotated[str, Field(min_length=1)]
@@ -78,6 +94,11 @@ class Sampled(StrictBody):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Many[Annotated[int, Field(ge=0)]] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[Many[str], Field(min_length=1)] | None = None
+    guided_grammar: str | None = None
 
     # Accepted: they ask for nothing that could be seen in the answer.
     user: str | None = None
@@ -109,8 +130,18 @@ class Message(StrictBody):
 _MOST_MESSAGES = {"messages": "max_messages", "messages[].content": "max_content_parts"}
 
 
-class ResponseFormat(StrictBody):
-    type: Literal["text"]
+class JsonSchema(StrictBody):
+    """A schema with a name. `strict` changes nothing: every answer is held to its schema."""
+
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class AnswerFormat(StrictBody):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class ChatBody(Sampled):
@@ -141,7 +172,7 @@ class ChatBody(Sampled):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
-    response_format: ResponseFormat | None = None
+    response_format: AnswerFormat | None = None
     modalities: Many[Literal["text"]] | None = None
 
 
@@ -155,6 +186,7 @@ class CompletionBody(Sampled):
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
+    response_format: AnswerFormat | None = None
 
 
 class TokenizeBody(StrictBody):
@@ -259,11 +291,12 @@ def _path(location: tuple[int | str, ...]) -> str:
         if isinstance(part, int):
             path += f"[{part}]"
         elif number == 0 or (
-            not part.startswith(("list[", "constrained", "function-"))
+            not part.startswith(("list[", "dict[", "constrained", "function-"))
             and part
             not in (
                 "str",
                 "int",
+                "bool",
                 "none",
             )
         ):

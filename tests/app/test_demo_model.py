@@ -1,7 +1,8 @@
-"""The files of the demo model and its draft: limits, formats, and that transformers reads them as we do."""
+"""The files of the demo model and of the head that drafts for it: limits, formats, and what others make of them."""
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -12,14 +13,19 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import app.demo
-from app.demo.network import Llama
+from app.demo.batches import batch
+from app.demo.corpus import sample
+from app.demo.head import HEAD, UNROLLED, loss_of, read_head, read_target
 from app.demo.score import Talker
 from app.demo.tokenizer import END, ROLES, SPECIAL_TOKENS, Message, encode_conversation, special_id
-from app.demo.train import DRAFT, MODEL
+from app.demo.train import MODEL
+from engine.model.checkpoint import read_config
+from engine.model.eagle import check_eagle, read_eagle
 from engine.planning.tokenizer import Tokenizer as ServedTokenizer
 
 HOME = Path(app.demo.__file__).parent
 FOLDERS = [HOME / "model", HOME / "draft"]
+MODEL_FOLDER, HEAD_FOLDER = FOLDERS
 FILES = [
     "config.json",
     "generation_config.json",
@@ -57,16 +63,15 @@ def parameters(folder: Path) -> int:
 
 
 def test_sizes() -> None:
-    model, draft = map(parameters, FOLDERS)
+    model, head = map(parameters, FOLDERS)
     assert 3e6 <= model <= 12e6
-    assert draft <= model / 10
+    assert head <= model / 4
     assert sum(file.stat().st_size for folder in FOLDERS for file in folder.iterdir()) <= 24 * 2**20
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_every_file_is_there_and_says_the_same(folder: Path) -> None:
-    assert sorted(file.name for file in folder.iterdir()) == FILES
-    config, generation, tokens = (json.loads((folder / FILES[n]).read_text()) for n in (0, 1, 4))
+def test_every_file_is_there_and_says_the_same() -> None:
+    assert sorted(file.name for file in MODEL_FOLDER.iterdir()) == FILES
+    config, generation, tokens = (json.loads((MODEL_FOLDER / FILES[n]).read_text()) for n in (0, 1, 4))
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["max_position_embeddings"] == tokens["model_max_length"] >= 2048
     assert config["eos_token_id"] == generation["eos_token_id"]
@@ -74,13 +79,25 @@ def test_every_file_is_there_and_says_the_same(folder: Path) -> None:
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
 
 
-def test_both_share_one_tokenizer() -> None:
-    first, second = ((folder / "tokenizer.json").read_bytes() for folder in FOLDERS)
-    assert first == second
+def test_the_head_fits_the_model() -> None:
+    target, head = read_config(MODEL_FOLDER), read_eagle(HEAD_FOLDER)
+    check_eagle(target, head)
+    assert head.layer.max_position == target.max_position
+
+
+def test_the_head_guesses_what_the_model_says(tokenizer: Tokenizer) -> None:
+    """Held-out conversations; the shares are of its first, second and third guess."""
+    target = read_target(MODEL_FOLDER)
+    with torch.no_grad():
+        _, right = loss_of(
+            read_head(HEAD_FOLDER, target), target, batch(tokenizer, sample, Random(0), 4, 512)
+        )
+    assert right.shape == (UNROLLED,)
+    assert (right > 0.75).all(), right
 
 
 def test_the_vocabulary_is_small_and_fits_the_embedding(tokenizer: Tokenizer) -> None:
-    assert tokenizer.get_vocab_size() == MODEL.vocab_size == DRAFT.vocab_size <= 4096
+    assert tokenizer.get_vocab_size() == MODEL.vocab_size == HEAD.vocab_size <= 4096
 
 
 def test_the_turn_tokens_are_single_and_special(tokenizer: Tokenizer) -> None:
@@ -140,25 +157,18 @@ def test_the_template_refuses_other_roles(chat: PreTrainedTokenizerBase) -> None
         chat.apply_chat_template(turns([("tool", "42")]), tokenize=False)
 
 
-@pytest.mark.parametrize(
-    ("folder", "shape"), list(zip(FOLDERS, (MODEL, DRAFT), strict=True)), ids=["model", "draft"]
-)
-def test_transformers_computes_what_was_trained(folder: Path, shape: object) -> None:
-    assert isinstance(shape, type(MODEL))
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ours = Llama(shape)
-    ours.load_state_dict(
-        {name: value.float() for name, value in load_file(folder / "model.safetensors").items()}
-    )
-    ids = torch.randint(0, shape.vocab_size, (2, 70), generator=torch.Generator().manual_seed(1))
+def test_transformers_computes_what_was_trained() -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float32).eval()
+    ours = read_target(MODEL_FOLDER)
+    ids = torch.randint(0, MODEL.vocab_size, (2, 70), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(ours.logits(ours(ids)), theirs(ids).logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_weights_are_half_precision_and_finite(folder: Path) -> None:
-    for tensor in load_file(folder / "model.safetensors").values():
-        assert tensor.dtype == torch.float16
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        assert name == "d2t" or tensor.dtype == torch.float16
         assert torch.isfinite(tensor).all()
 
 

@@ -18,7 +18,6 @@ from app.demo.network import Llama, Shape
 from app.demo.optimiser import optimisers
 from app.demo.train import (
     Plan,
-    imitation_loss,
     next_token_loss,
     restore,
     save,
@@ -91,14 +90,6 @@ def test_only_what_is_taught_counts(tokenizer: Tokenizer) -> None:
             logits.flatten(0, 1), some.targets.flatten(), ignore_index=-100, reduction="sum"
         )
         assert float(next_token_loss(model, some)) == pytest.approx(float(wanted), rel=1e-4)
-
-
-def test_a_teacher_learns_nothing_from_its_pupil(tokenizer: Tokenizer) -> None:
-    (teacher, _), (pupil, _) = begin(PLAN), begin(PLAN)
-    loss = imitation_loss(teacher)(pupil, batch(tokenizer, sample, Random(1), 1, 512))
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert all(parameter.grad is None for parameter in teacher.parameters())
-    assert all(parameter.grad is not None for parameter in pupil.parameters())
 
 
 def test_rates_go_on_where_they_stopped(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from engine.model.config import LoadOptions
 from engine.model.drafts import DraftSource
 from engine.planning.block_tables import BlockTables
 from engine.planning.drafting import Drafting, Proposer
+from engine.planning.grammars import Grammars
 from engine.planning.request import FinishReason, Output, Request, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan, StepResult
@@ -38,10 +39,12 @@ class Driver:
         max_num_seqs: int = 64,
         num_blocks: int = 512,
         draft: DraftSource | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         options = LoadOptions(device="cpu", dtype=dtype, num_blocks=num_blocks, max_batch_tokens=budget)
         self.runner = ModelRunner(lambda: load_model(folder, options, lambda _: None, lambda *_: None, draft))
         self.folder = folder
+        self.grammars = grammars
         self.facts = self.runner.load()
         self.budget = budget
         self.max_num_seqs = max_num_seqs
@@ -86,6 +89,8 @@ class Driver:
     def step(self) -> Plan:
         plan = self.scheduler.plan(0.0)
         self.runner.forget(self.scheduler.take_departed())
+        if self.grammars is not None:
+            plan.masks = self.grammars.masks(plan)
         result = launch_fitting(self.runner, self.scheduler, plan).wait() if plan.chunks else StepResult([])
         outputs = self.scheduler.commit(plan, result, 0.0)
         if (drafting := self.scheduler.drafting) is not None and plan.chunks:

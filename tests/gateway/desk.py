@@ -22,6 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from app.listen import bind
 from engine.engine import EngineState, EngineStats
+from engine.planning.grammars import Grammars
 from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
 from engine.planning.step import StepReport
 from engine.planning.stopping import TextSink
@@ -127,6 +128,7 @@ class Desk:
             options or ServiceOptions(models=(MODEL,)),
             sink=self.sink,
             store=store or MemoryStore(used),
+            grammars=Grammars(tokenizer, (EOS,)),
             clock=used,
             traces=traces,
         )

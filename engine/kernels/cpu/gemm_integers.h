@@ -22,8 +22,16 @@ struct IntegerSums {
 
 // ---- four products for each of 16 outputs --------------------------------------------------------------------------
 
-// How weights lie where they are read: int8, int4, or int4 that were unpacked to a byte each, 0 to 15.
-enum class Stored { int8, int4, unpacked };
+// How weights lie where they are read: int8, fewer bits, or int4 that were unpacked to a byte each, 0 to 15.
+enum class Stored { int8, int4, int5, int6, unpacked };
+
+// Planes of bits above the halves of bytes.
+constexpr int planes_of(Stored stored) { return stored == Stored::int5 ? 1 : stored == Stored::int6 ? 2 : 0; }
+
+constexpr bool in_halves(Stored stored) { return stored != Stored::int8 && stored != Stored::unpacked; }
+
+template <Stored kStored>
+using StoredAs = std::integral_constant<Stored, kStored>;
 
 #if PENSTOCK_AVX512 && PENSTOCK_VNNI
 
@@ -34,13 +42,16 @@ struct Quads {
     __m512i w;  // unsigned
 };
 
-// kHigh: of int4, the high halves of the bytes.
+// kHigh: the high halves of the bytes; `planes` has the bits above both halves.
 template <Stored kStored, bool kHigh = false>
-PENSTOCK_INLINE Quads quads_at(const uint8_t* p) {
+PENSTOCK_INLINE Quads quads_at(const uint8_t* p, const uint8_t* planes) {
     const __m512i bytes = _mm512_loadu_si512(p);
     if (kStored == Stored::unpacked) return {bytes};
     if (kStored == Stored::int8) return {_mm512_xor_si512(bytes, _mm512_set1_epi8(static_cast<char>(0x80)))};
-    return {_mm512_and_si512(kHigh ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15))};
+    constexpr int kPlanes = planes_of(kStored);
+    QuadBytes quad = (QuadBytes)_mm512_and_si512(kHigh ? _mm512_srli_epi16(bytes, 4) : bytes, _mm512_set1_epi8(15));
+    add_high_bits<kPlanes>(quad, planes + (kHigh ? 8 * kPlanes : 0));
+    return {(__m512i)quad};
 }
 
 template <Stored kStored>
@@ -64,12 +75,14 @@ constexpr int kSignedOffset = 128;
 constexpr int kIntegerRows = 6, kIntegerPanels = 1;
 
 template <Stored kStored, bool kHigh = false>
-PENSTOCK_INLINE Quads quads_at(const uint8_t* p) {
+PENSTOCK_INLINE Quads quads_at(const uint8_t* p, const uint8_t* planes) {
+    constexpr int kPlanes = planes_of(kStored);
     const auto unsigned_at = [&](int half) __attribute__((always_inline)) {
         const __m256i bytes = half_at(p, half);
         if (kStored == Stored::unpacked) return bytes;
         if (kStored == Stored::int8) return _mm256_xor_si256(bytes, _mm256_set1_epi8(static_cast<char>(0x80)));
-        return _mm256_and_si256(kHigh ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
+        const __m256i low = _mm256_and_si256(kHigh ? _mm256_srli_epi16(bytes, 4) : bytes, _mm256_set1_epi8(15));
+        return with_high_bits<kPlanes>(low, planes + (kHigh ? 8 * kPlanes : 0) + 4 * half);
     };
     return {unsigned_at(0), unsigned_at(1)};
 }
@@ -86,7 +99,7 @@ constexpr int kSignedOffset = 0;
 constexpr int kIntegerRows = 4, kIntegerPanels = 1;
 
 template <Stored kStored>
-PENSTOCK_INLINE Quads quads_at(const uint8_t* p) {
+PENSTOCK_INLINE Quads quads_at(const uint8_t* p, const uint8_t*) {
     return {half_at(p, 0), half_at(p, 1)};
 }
 
@@ -113,7 +126,7 @@ struct Quads {
 };
 
 template <Stored kStored, bool kHigh = false>
-PENSTOCK_INLINE Quads quads_at(const uint8_t* p) {
+PENSTOCK_INLINE Quads quads_at(const uint8_t* p, const uint8_t*) {
     Quads quads;
     for (int i = 0; i < kQuad; i++)
         quads.w[i % 4][i / 4] = kStored == Stored::int8 ? static_cast<int8_t>(p[i]) : p[i] >> (kHigh ? 4 : 0) & 15;
@@ -143,31 +156,40 @@ PENSTOCK_INLINE int32_t four_of(const int8_t* a) {
 // Some panels' weights from a group on.
 struct Weights {
     const uint8_t* data;
+    const uint8_t* planes;  // of bits above the lowest four, where weights of more are read as they are stored
     size_t by_panel;  // bytes
     bool streamed;    // from memory: fetched ahead
 };
 
 template <Stored kStored>
 constexpr size_t bytes_of(int k) {
-    return static_cast<size_t>(k) * kPanel / (kStored == Stored::int4 ? 2 : 1);
+    return static_cast<size_t>(k) * kPanel / (in_halves(kStored) ? 2 : 1);
+}
+
+template <Stored kStored>
+constexpr size_t plane_bytes_of(int k) {
+    return static_cast<size_t>(k) * kPanel / 8 * planes_of(kStored);
 }
 
 // Adds `count` products to each of Rows x Panels sums of 16 outputs.
 template <Stored kStored, int Rows, int Panels>
 PENSTOCK_INLINE void add_quads(IntegerSums (&sums)[Rows][Panels], const Weights& weights, const Activations& x, int k,
                                int count) {
-    constexpr int kStep = kStored == Stored::int4 ? 8 : 4;
-    const uint8_t* w = weights.data;
-    for (const int end = k + count; k < end; k += kStep, w += kQuad)
+    constexpr int kStep = in_halves(kStored) ? 8 : 4;
+    const uint8_t *w = weights.data, *planes = weights.planes;
+    for (const int end = k + count; k < end; k += kStep, w += kQuad, planes += plane_bytes_of<kStored>(kStep))
         unrolled<Panels>(PENSTOCK_EACH(p) {
-            const uint8_t* at = w + p * weights.by_panel;
-            if (weights.streamed) __builtin_prefetch(at + kStreamAhead);
-            const Quads quads = quads_at<kStored>(at);
+            const uint8_t *at = w + p * weights.by_panel, *above = planes + p * weights.by_panel;
+            if (weights.streamed) {
+                __builtin_prefetch(at + kStreamAhead);
+                if constexpr (planes_of(kStored) > 0) __builtin_prefetch(above + kHighAhead);
+            }
+            const Quads quads = quads_at<kStored>(at, above);
             unrolled<Rows>(PENSTOCK_EACH(r) {
                 add_products<kStored>(sums[r][p], quads, four_of(x.row<int8_t>(r) + k));
             });
-            if constexpr (kStored == Stored::int4) {
-                const Quads high = quads_at<kStored, true>(at);
+            if constexpr (in_halves(kStored)) {
+                const Quads high = quads_at<kStored, true>(at, above);
                 unrolled<Rows>(PENSTOCK_EACH(r) {
                     add_products<kStored>(sums[r][p], high, four_of(x.row<int8_t>(r) + k + 4));
                 });
@@ -276,7 +298,7 @@ void integer_block(const Linear& linear, int panel, Weights weights, int from, i
     const int length = linear.group_depth();
     const int shift = kStored == Stored::int8 ? kSignedOffset : -linear.lowest();
     GroupFactors<Panels, kGroupsTogether> factors(linear, panel);
-    for (int g = from; g < to; g++, weights.data += bytes_of<kStored>(length)) {
+    for (int g = from; g < to; g++) {
         if (weights.streamed) unrolled<Panels>(PENSTOCK_EACH(p) { factors.fetch(Panels + p, g); });
         if (factors.narrow() && (g - from) % factors.kGroups == 0) factors.prepare(g, std::min(to, g + factors.kGroups));
         IntegerSums products[Rows][Panels];
@@ -293,6 +315,8 @@ void integer_block(const Linear& linear, int panel, Weights weights, int from, i
                                          g == 0 ? wide{} : load_as<wide>(out)));
             }
         }
+        weights.data += bytes_of<kStored>(length);
+        weights.planes += plane_bytes_of<kStored>(length);
     }
 }
 
@@ -322,7 +346,7 @@ void unpacked_panels(const Linear& linear, int panel, const Activations& x, int 
     const int groups = linear.groups(), length = linear.group_depth();
     const int lowest = kStored == Stored::int8 ? linear.lowest() : 0;
     const int at_once = std::max(1, (rows > kIntegerRows ? kMostUnpacked : kFewUnpacked) / length);
-    const Weights weights{unpacked, static_cast<size_t>(at_once * length) * kPanel, false};
+    const Weights weights{unpacked, unpacked, static_cast<size_t>(at_once * length) * kPanel, false};
     for (int from = 0; from < groups; from += at_once) {
         const int to = std::min(groups, from + at_once);
         for (int p = 0; p < Panels; p++)
@@ -335,15 +359,27 @@ template <int Panels = kIntegerPanels>
 void multiply_by_vectors(const Linear& linear, int panel, int panels, const Activations& x, int rows, float* sums,
                          size_t by_panel) {
     for (; panels >= Panels; panel += Panels, panels -= Panels, sums += Panels * by_panel) {
-        const Weights weights{linear.panel<uint8_t>(panel), linear.panel_bytes(), true};
-        if (linear.planes() > 0)
-            unpacked_panels<Stored::int8, Panels>(linear, panel, x, rows, sums, by_panel);
-        else if (linear.type == Type::int8)
-            integer_panels<Stored::int8, Panels>(linear, panel, weights, 0, linear.groups(), x, rows, sums, by_panel);
-        else if (rows > kIntegerRows && linear.group_depth() <= kMostUnpacked)
-            unpacked_panels<Stored::unpacked, Panels>(linear, panel, x, rows, sums, by_panel);
-        else
-            integer_panels<Stored::int4, Panels>(linear, panel, weights, 0, linear.groups(), x, rows, sums, by_panel);
+        const uint8_t* data = linear.panel<uint8_t>(panel);
+        const Weights weights{data, data + linear.high_bits(0), linear.panel_bytes(), true};
+        const auto as_stored = [&](auto stored) {
+            integer_panels<stored(), Panels>(linear, panel, weights, 0, linear.groups(), x, rows, sums, by_panel);
+        };
+        const auto unpacked = [&](auto stored) {
+            unpacked_panels<stored(), Panels>(linear, panel, x, rows, sums, by_panel);
+        };
+        const bool often = rows > kIntegerRows && linear.group_depth() <= kMostUnpacked;
+        const auto with_planes = [&]([[maybe_unused]] auto stored) {
+#if PENSTOCK_VNNI
+            if (!often) return as_stored(stored);
+#endif
+            unpacked(StoredAs<Stored::int8>());
+        };
+        switch (linear.type) {
+            case Type::int8: as_stored(StoredAs<Stored::int8>()); break;
+            case Type::int5: with_planes(StoredAs<Stored::int5>()); break;
+            case Type::int6: with_planes(StoredAs<Stored::int6>()); break;
+            default: often ? unpacked(StoredAs<Stored::unpacked>()) : as_stored(StoredAs<Stored::int4>());
+        }
     }
     if constexpr (Panels > 1)
         if (panels > 0) multiply_by_vectors<Panels / 2>(linear, panel, panels, x, rows, sums, by_panel);

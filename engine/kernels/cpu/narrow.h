@@ -13,33 +13,43 @@ constexpr int kGroupsTogether = 16;  // whose factors are widened at a time, for
 
 typedef uint8_t QuadBytes __attribute__((vector_size(kQuad)));
 
+#if PENSTOCK_AVX2 && !PENSTOCK_AVX512
+// Half a quad with the bits of some planes above the lowest four of its bytes; a plane has 4 bytes of these 8.
+template <int Planes>
+PENSTOCK_INLINE __m256i with_high_bits(__m256i low, const uint8_t* planes) {
+    const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
+    const __m256i which = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
+    for (int plane = 0; plane < Planes; plane++, planes += 8) {
+        int32_t bits;
+        std::memcpy(&bits, planes, sizeof bits);
+        const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), which);
+        const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
+        low = _mm256_or_si256(low, _mm256_and_si256(is_set, _mm256_set1_epi8(static_cast<char>(16 << plane))));
+    }
+    return low;
+}
+#endif
+
 // Adds the bits of some planes, 8 bytes a plane, above the lowest four of the bytes of a quad.
 template <int Planes>
 PENSTOCK_INLINE void add_high_bits(QuadBytes& low, const uint8_t* planes) {
+#if PENSTOCK_AVX2 && !PENSTOCK_AVX512
+    __m256i halves[2];
+    std::memcpy(halves, &low, sizeof halves);
+    for (int i = 0; i < 2; i++) halves[i] = with_high_bits<Planes>(halves[i], planes + 4 * i);
+    std::memcpy(&low, halves, sizeof low);
+#else
     for (int plane = 0; plane < Planes; plane++, planes += 8) {
         const char value = static_cast<char>(16 << plane);
 #if PENSTOCK_AVX512
         uint64_t bits;
         std::memcpy(&bits, planes, sizeof bits);
         low = (QuadBytes)_mm512_mask_add_epi8((__m512i)low, bits, (__m512i)low, _mm512_set1_epi8(value));
-#elif PENSTOCK_AVX2
-        const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201));
-        const __m256i which = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
-        for (int half = 0; half < 2; half++) {
-            int32_t bits;
-            std::memcpy(&bits, planes + 4 * half, sizeof bits);
-            const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), which);
-            const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
-            char* at = reinterpret_cast<char*>(&low) + 32 * half;
-            __m256i part;
-            std::memcpy(&part, at, sizeof part);
-            part = _mm256_or_si256(part, _mm256_and_si256(is_set, _mm256_set1_epi8(value)));
-            std::memcpy(at, &part, sizeof part);
-        }
 #else
         for (int i = 0; i < kQuad; i++) low[i] |= planes[i / 8] >> i % 8 & 1 ? value : 0;
 #endif
     }
+#endif
 }
 
 // Weights of a panel, `count` of them from k on, a byte each: what is in the bits, plus `lowest`.

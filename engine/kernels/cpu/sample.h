@@ -21,6 +21,7 @@ struct ChooseArgs {
     const SamplingRow* table;  // [num_slots]
     const int32_t* biases;     // [num_slots][max_biases][2]
     int32_t* counts;           // [num_counts][vocab]
+    const uint32_t* masks;     // [num_rows][ceil(vocab / 32)], a bit for each token that may be chosen; or null
     int32_t num_rows, vocab, num_slots, max_biases, num_counts;
     int32_t top_k, top_p;  // the step's filters
 };
@@ -136,6 +137,18 @@ inline void add_biases(const SamplingRow& row, const int32_t* pairs, int count, 
     }
 }
 
+static_assert(kBlock % 32 == 0, "a word of a mask lies in one block");
+
+// `mask` is a row's; a piece of it begins with a block.
+inline void apply_mask(const uint32_t* mask, int from, int to, float* x) {
+    for (int i = from; i < to; i += 32) {
+        const uint32_t word = mask[i / 32];
+        if (word == 0xffffffffu) continue;
+        for (int j = i; j < std::min(i + 32, to); j++)
+            if (!(word >> (j - i) & 1)) x[j] = -kInfinity;
+    }
+}
+
 // ---- the program -----------------------------------------------------------------------------------------------
 
 // What a row's blocks, or some of them, have told.
@@ -217,7 +230,9 @@ class Chooser {
         return at >= 0 && at < args_->num_counts ? args_->counts + static_cast<size_t>(at) * args_->vocab : nullptr;
     }
 
-    bool is_adjusted(int row) const { return settings(row).num_biases > 0 || counts(row) != nullptr; }
+    bool is_adjusted(int row) const {
+        return args_->masks != nullptr || settings(row).num_biases > 0 || counts(row) != nullptr;
+    }
 
     // Whether the token can be found without knowing the row's largest logit.
     bool is_unfiltered(int row) const { return !settings(row).is_greedy() && !settings(row).has_filters(); }
@@ -257,6 +272,8 @@ class Chooser {
         if (to == args_->vocab) std::fill(x + to, x + num_blocks_ * kBlock, -kInfinity);
         add_biases(s, biases, std::min(s.num_biases, args_->max_biases), args_->numbers[row], from, to, x);
         if (const int32_t* codes = counts(row)) penalise(s, codes, from, to, x);
+        if (args_->masks != nullptr)
+            apply_mask(args_->masks + static_cast<size_t>(row) * ((args_->vocab + 31) / 32), from, to, x);
     }
 
     void finish(int row, RowScratch& scratch) const {

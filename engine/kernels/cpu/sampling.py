@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.cpu.library import Team, check, created, expect_ints
-from engine.sampling.tables import Filters, SamplingTables
+from engine.sampling.tables import Filters, SamplingTables, num_words
 
 
 class ChooseArguments(ctypes.Structure):
@@ -23,6 +23,7 @@ class ChooseArguments(ctypes.Structure):
         ("table", c_void_p),
         ("biases", c_void_p),
         ("counts", c_void_p),
+        ("masks", c_void_p),
         ("num_rows", c_int32),
         ("vocab", c_int32),
         ("num_slots", c_int32),
@@ -50,7 +51,13 @@ class NativeChoose:
         self._choose = library.function("penstock_choose")
 
     def __call__(
-        self, logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, filters: Filters
+        self,
+        logits: Tensor,
+        tables: SamplingTables,
+        slots: Tensor,
+        numbers: Tensor,
+        filters: Filters,
+        masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Chooses a token for each row of logits; see `engine.sampling.reference.choose`.
 
@@ -65,11 +72,14 @@ class NativeChoose:
             logits = logits.float().contiguous()
         expect_ints("slots", slots, (num_rows,))
         expect_ints("numbers", numbers, (num_rows,))
+        if masks is not None:
+            expect_ints("masks", masks, (num_rows, num_words(tables.vocab_size)))
         token_ids = torch.empty(num_rows, dtype=torch.int32)
         logprobs = torch.empty(num_rows) if filters.logprobs else self._unknown_logprobs(num_rows)
         arguments.logits = logits.data_ptr()
         arguments.slots, arguments.numbers = slots.data_ptr(), numbers.data_ptr()
         arguments.token_ids = token_ids.data_ptr()
+        arguments.masks = None if masks is None else masks.data_ptr()
         arguments.logprobs = logprobs.data_ptr() if filters.logprobs else None
         arguments.num_rows = num_rows
         arguments.top_k, arguments.top_p = filters.top_k, filters.top_p

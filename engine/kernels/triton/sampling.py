@@ -2,7 +2,7 @@
 
 A row of logits is cut into tiles, and a program works on one tile of one row. A launch that reads a row is a pass:
 
-    prepare    biases, penalties and the sums of the log probability; scores of a row without filters
+    prepare    biases, penalties, masks and the sums of the log probability; scores of a row without filters
     histogram  tokens and masses by their levels, twice for top-k and twice for top-p: see `sampling_filters`
     choose     scores of the tokens that the filters keep
 
@@ -79,7 +79,13 @@ class TritonChoose:
         return sum(tensor.nbytes for tensor in vars(self).values() if isinstance(tensor, Tensor))
 
     def __call__(
-        self, logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, filters: Filters
+        self,
+        logits: Tensor,
+        tables: SamplingTables,
+        slots: Tensor,
+        numbers: Tensor,
+        filters: Filters,
+        masks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         num_rows = logits.shape[0]
         if num_rows > self._values.shape[0]:
@@ -88,7 +94,7 @@ class TritonChoose:
         logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
         if num_rows:
             logits = logits if logits.stride(1) == 1 else logits.contiguous()
-            self._launch(logits, tables, slots, numbers, filters, token_ids, logprobs)
+            self._launch(logits, tables, slots, numbers, filters, masks, token_ids, logprobs)
         return token_ids, logprobs
 
     def _launch(
@@ -98,6 +104,7 @@ class TritonChoose:
         slots: Tensor,
         numbers: Tensor,
         filters: Filters,
+        masks: Tensor | None,
         token_ids: Tensor,
         logprobs: Tensor,
     ) -> None:
@@ -107,9 +114,10 @@ class TritonChoose:
         tiles = (*rows, self._values, self._maxima)
         found = (self._floats, self._ints)
         kinds = {"TOP_K": filters.top_k, "TOP_P": filters.top_p, "VOCAB": self._vocab_size, **OPTIONS}
-        tiled = {"GROUPS": self._groups, "TILE": self._tile, **kinds}
+        tiled = {"MASKED": masks is not None, "GROUPS": self._groups, "TILE": self._tile, **kinds}
         sizes = {"MAX_BIASES": tables.biases.shape[1], "LOGPROBS": filters.logprobs}
-        prepare_kernel[grid](*tiles, numbers, tables.biases, tables.counts, *found, **sizes, **tiled)
+        limits = (tables.biases, tables.counts, tables.counts if masks is None else masks)
+        prepare_kernel[grid](*tiles, numbers, *limits, *found, **sizes, **tiled)
         if filters.top_k or filters.top_p:
             search = (self._peaks, self._searches, self._histograms)
             num_maxima = self._maxima.shape[1]
@@ -144,18 +152,21 @@ def prepare_kernel(
     numbers: tl.tensor,
     biases: tl.tensor,
     counts: tl.tensor,
+    masks: tl.tensor,
     floats: tl.tensor,
     ints: tl.tensor,
     MAX_BIASES: tl.constexpr,
     LOGPROBS: tl.constexpr,
+    MASKED: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Applies biases and penalties to one tile of one row and finds its largest logits, or scores if nothing filters.
+    """Applies biases, penalties and masks to one tile of one row; finds its largest logits, or scores without filters.
 
+    `masks` are read if MASKED.
     `floats` has three rows for each row of logits, with a number of each tile: its best score, the largest raw logit,
     and the sum of exponentials relative to that. `ints` has two: the best token, and whether a raw logit is not finite.
     """
@@ -178,8 +189,11 @@ def prepare_kernel(
         tl.store(floats + 2 * num_tiles, tl.sum(tl.where(inside, tl.exp(raw - largest_raw), 0.0)))
 
     biases += slot * MAX_BIASES * 2
-    store_processed_logits(logits_row, words, number, biases, counts, values_row, tile * TILE, VOCAB, TILE)
-    processed = processed_logits(logits_row, words, values_row, ids, VOCAB)
+    mask_row = masks + row.to(tl.int64) * ((VOCAB + 31) // 32)
+    store_processed_logits(
+        logits_row, words, number, biases, counts, mask_row, values_row, tile * TILE, MASKED, VOCAB, TILE
+    )
+    processed = processed_logits(logits_row, words, values_row, ids, MASKED, VOCAB)
     temperature, _, _, is_filtered = filters_of(words, TOP_K, TOP_P, VOCAB)
     if is_filtered:
         largest = tl.max(tl.reshape(processed, (GROUPS, TILE // GROUPS)), 1)
@@ -206,6 +220,7 @@ def choose_kernel(
     numbers: tl.tensor,
     floats: tl.tensor,
     ints: tl.tensor,
+    MASKED: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
@@ -230,7 +245,7 @@ def choose_kernel(
         if (best_level <= cut) & (smallest_depth <= deepest):
             ids = tile * TILE + tl.arange(0, TILE)
             logits_row, values_row = rows_of(logits, logits_stride, values, row, VOCAB)
-            processed = processed_logits(logits_row, words, values_row, ids, VOCAB)
+            processed = processed_logits(logits_row, words, values_row, ids, MASKED, VOCAB)
             depths = peak - processed
             kept = (levels_of(depths, temperature) <= cut) & (depths <= deepest)
             scores = tl.where(kept, processed, -INFINITY)

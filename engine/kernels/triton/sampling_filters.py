@@ -103,6 +103,7 @@ def histogram_kernel(
     searches: tl.tensor,
     histograms: tl.tensor,
     STAGE: tl.constexpr,
+    MASKED: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
@@ -138,7 +139,7 @@ def histogram_kernel(
             if (best_level <= last) | needs_total:
                 ids = tile * TILE + tl.arange(0, TILE)
                 logits_row, values_row = rows_of(logits, logits_stride, values, row, VOCAB)
-                depths = peak - processed_logits(logits_row, words, values_row, ids, VOCAB)
+                depths = peak - processed_logits(logits_row, words, values_row, ids, MASKED, VOCAB)
                 levels = levels_of(depths, temperature)
                 amounts = tl.full((TILE,), 1, tl.int64)
                 if STAGE >= 2:

@@ -53,15 +53,17 @@ def store_processed_logits(
     number: tl.tensor,
     biases: tl.tensor,
     counts: tl.tensor,
+    mask_row: tl.tensor,
     values_row: tl.tensor,
     first: tl.tensor,
+    MASKED: tl.constexpr,
     VOCAB: tl.constexpr,
     TILE: tl.constexpr,
 ) -> None:
-    """Writes one tile of a row after biases and penalties to `values_row`, if the row has any."""
+    """Writes one tile of a row after biases, penalties and its mask to `values_row`, if the row has any."""
     counts_row = tl.load(words + COUNTS_ROW_AT).to(tl.int64)
     num_biases = tl.load(words + _NUM_BIASES)
-    if (counts_row >= 0) | (num_biases > 0):
+    if (counts_row >= 0) | (num_biases > 0) | MASKED:
         ids = first + tl.arange(0, TILE)
         raw = tl.load(logits_row + ids, mask=ids < VOCAB, other=0.0).to(tl.float32)
         tl.store(values_row + ids, raw, mask=ids < VOCAB)
@@ -82,6 +84,10 @@ def store_processed_logits(
             biased = tl.load(values_row + ids, mask=ids < VOCAB, other=0.0)
             tl.store(values_row + ids, _penalised(biased, codes, words), mask=ids < VOCAB)
             tl.debug_barrier()
+        if MASKED:
+            word = tl.load(mask_row + ids // 32, mask=ids < VOCAB, other=0)
+            tl.store(values_row + ids, -INFINITY, mask=(ids < VOCAB) & (((word >> (ids % 32)) & 1) == 0))
+            tl.debug_barrier()
 
 
 @triton.jit
@@ -95,10 +101,15 @@ def rows_of(
 
 @triton.jit
 def processed_logits(
-    logits_row: tl.tensor, words: tl.tensor, values_row: tl.tensor, ids: tl.tensor, VOCAB: tl.constexpr
+    logits_row: tl.tensor,
+    words: tl.tensor,
+    values_row: tl.tensor,
+    ids: tl.tensor,
+    MASKED: tl.constexpr,
+    VOCAB: tl.constexpr,
 ) -> tl.tensor:
-    """Logits after biases and penalties, minus infinity beyond the vocabulary; `words` points to the slot's row."""
-    if (tl.load(words + COUNTS_ROW_AT) >= 0) | (tl.load(words + _NUM_BIASES) > 0):
+    """Logits as `store_processed_logits` left them, minus infinity beyond the vocabulary."""
+    if (tl.load(words + COUNTS_ROW_AT) >= 0) | (tl.load(words + _NUM_BIASES) > 0) | MASKED:
         loaded = tl.load(values_row + ids, mask=ids < VOCAB, other=-INFINITY)
     else:
         loaded = tl.load(logits_row + ids, mask=ids < VOCAB, other=-INFINITY).to(tl.float32)

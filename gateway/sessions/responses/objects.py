@@ -11,7 +11,7 @@ from typing_extensions import TypedDict
 from engine.planning.request import FinishReason
 from gateway.http.errors import ApiError, invalid
 from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses.schemas import InputMessage, PageQuery, ResponseBody
+from gateway.sessions.responses.schemas import InputMessage, PageQuery, ResponseBody, TextConfig
 from gateway.sessions.responses.threads import Message
 from gateway.wire.frames import usage_of
 from gateway.wire.sampling import tier_of
@@ -148,13 +148,19 @@ def _echo(body: ResponseBody, lane: Lane) -> JsonObject:
         "safety_identifier": body.safety_identifier,
         "service_tier": tier_of(lane),
         "store": body.stored,
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
+        "text": {"format": _format(body.text), "verbosity": "medium"},
         "tool_choice": body.tool_choice or "auto",
         "tools": [],
         "top_logprobs": 0,
         "truncation": "disabled",
         "user": body.user,
     }
+
+
+def _format(text: TextConfig | None) -> JsonObject:
+    if text is None or text.format is None:
+        return {"type": "text"}
+    return text.format.model_dump(by_alias=True, exclude_unset=True)
 
 
 def status_of(recording: Recording) -> str:

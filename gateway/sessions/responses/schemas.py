@@ -12,7 +12,8 @@ from typing_extensions import TypedDict
 
 from gateway.http.errors import ApiError, invalid, unsupported
 from gateway.http.limits import Limits
-from gateway.wire.schemas import STRICT, Many, ResponseFormat, Sampled, StrictBody, check_counts, validated
+from gateway.wire.schemas import STRICT, Many, Sampled, Schema, StrictBody, check_counts, validated
+from gateway.wire.structured import ANY_OBJECT, Form, missing, schema_grammar
 
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
@@ -71,8 +72,18 @@ class InputMessage(StrictBody):
     phase: Literal["commentary", "final_answer"] | None = None
 
 
+class TextFormat(StrictBody):
+    """The form of the answer. `strict` changes nothing: every answer is held to its schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    description: str | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
 class TextConfig(StrictBody):
-    format: ResponseFormat | None = None
+    format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
@@ -157,6 +168,22 @@ def _check_unsupported(body: ResponseBody) -> None:
         raise _unsupported_value("truncation", body.truncation)
     if body.stream_options is not None and body.stream_options.include_usage is not None:
         raise unsupported("stream_options.include_usage")
+
+
+def text_form(text: TextConfig | None) -> Form | None:
+    """What `text.format` asks for.
+
+    Raises:
+        ApiError: 400, if it lacks something.
+    """
+    given = None if text is None else text.format
+    if given is None or given.type == "text":
+        return None
+    if given.type == "json_object":
+        return Form("text.format", ANY_OBJECT)
+    if given.name is None:
+        raise missing("text.format.name")
+    return Form("text.format.schema", schema_grammar(given.schema_))
 
 
 def check_metadata(metadata: Mapping[str, str] | None) -> None:

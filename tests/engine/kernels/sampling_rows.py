@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.sampling import reference
 from engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
-from engine.sampling.tables import ROW, Choose, Filters, SamplingTables
+from engine.sampling.tables import ROW, Choose, Filters, SamplingTables, num_words
 
 CPU = torch.device("cpu")
 EVERYTHING = Filters()
@@ -85,7 +85,13 @@ def run(
 
 
 def num_explained(
-    found: Tensor, expected: Tensor, logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor
+    found: Tensor,
+    expected: Tensor,
+    logits: Tensor,
+    tables: SamplingTables,
+    slots: Tensor,
+    numbers: Tensor,
+    masks: Tensor | None = None,
 ) -> int:
     """The rows whose tokens differ; asserts that rounding explains each of them.
 
@@ -108,17 +114,36 @@ def num_explained(
         assert min(a, b) >= 0, (row, a, b)
         room = ULPS * 2.0**-23 * float(torch.maximum(sizes[row, a], sizes[row, b]))
         is_near = abs(float(scores[row, a] - scores[row, b])) <= room
-        assert is_near or a in _near_top_p(row, logits, tables, slots, numbers), (row, a, b)
+        assert is_near or a in _near_top_p(row, logits, tables, slots, numbers, masks), (row, a, b)
     return len(different)
 
 
-def _near_top_p(row: int, logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor) -> set[int]:
+def random_masks(num_rows: int, vocab: int, share: float, seed: int) -> Tensor:
+    """[R, words] int32 masks that allow a share of the tokens; bits beyond the vocabulary are anything."""
+    bits = np.random.default_rng(seed).random((num_rows, 32 * num_words(vocab))) < share
+    return torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+
+def all_allowed(token_ids: Tensor, masks: Tensor) -> bool:
+    """Whether masks allow the tokens; -1 is none."""
+    bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little")
+    return all(token_id < 0 or bits[row, token_id] for row, token_id in enumerate(token_ids.tolist()))
+
+
+def _near_top_p(
+    row: int,
+    logits: Tensor,
+    tables: SamplingTables,
+    slots: Tensor,
+    numbers: Tensor,
+    masks: Tensor | None,
+) -> set[int]:
     top_p = tables.column("top_p")
     kept, counts = top_p.clone(), tables.counts.clone()
     found = set()
     for factor in (1 - 1e-6, 1 + 1e-6):
         top_p.copy_(kept * factor)
-        token_ids, _ = reference.choose(logits, tables, slots, numbers, EVERYTHING)
+        token_ids, _ = reference.choose(logits, tables, slots, numbers, EVERYTHING, masks)
         found.add(int(token_ids[row]))
     top_p.copy_(kept)
     tables.counts.copy_(counts)

@@ -15,7 +15,16 @@ from engine.kernels.cpu.native import NativeChoose, NativeLibrary
 from engine.sampling import reference
 from engine.sampling.tables import Choose, Filters
 from tests.engine.kernels.levels import FEW_LEVELS
-from tests.engine.kernels.sampling_rows import EVERYTHING, Row, ints, make_tables, num_explained, run
+from tests.engine.kernels.sampling_rows import (
+    EVERYTHING,
+    Row,
+    all_allowed,
+    ints,
+    make_tables,
+    num_explained,
+    random_masks,
+    run,
+)
 from tests.engine.ranges import assert_logprobs
 
 VOCABS = [1, 7, 24, 40, 257, 1000, 32_768 + 3]
@@ -91,6 +100,7 @@ def mixtures(draw: st.DrawFn) -> tuple[int, list[Row]]:
     poison=st.none() | st.sampled_from([np.nan, np.inf, -np.inf]),
     padding=st.booleans(),
     wants_logprobs=st.booleans(),
+    share=st.sampled_from([None, 0.0, 0.02, 0.9]),
 )
 def test_several_steps_are_those_of_the_specification(
     choosers: list[NativeChoose],
@@ -101,7 +111,9 @@ def test_several_steps_are_those_of_the_specification(
     poison: float | None,
     padding: bool,
     wants_logprobs: bool,
+    share: float | None,
 ) -> None:
+    """`share` of the tokens are allowed by masks."""
     vocab, rows = mixture
     tables = make_tables(rows, vocab)
     others = [make_tables(rows, vocab) for _ in choosers]
@@ -114,10 +126,13 @@ def test_several_steps_are_those_of_the_specification(
             logits[0, seed % vocab] = poison
         numbers, before = torch.full_like(slots, number), make_tables(rows, vocab)
         before.counts.copy_(tables.counts)
-        token_ids, logprobs = reference.choose(logits, tables, slots, numbers, filters)
+        masks = None if share is None else random_masks(len(slots), vocab, share, seed + number)
+        token_ids, logprobs = reference.choose(logits, tables, slots, numbers, filters, masks)
+        assert masks is None or all_allowed(token_ids, masks)
         for choose, own in zip(choosers, others, strict=True):
-            found, found_logprobs = choose(logits, own, slots, numbers, filters)
-            num_explained(found, token_ids, logits, before, slots, numbers)
+            found, found_logprobs = choose(logits, own, slots, numbers, filters, masks)
+            assert masks is None or all_allowed(found, masks)
+            num_explained(found, token_ids, logits, before, slots, numbers, masks)
             same = found == token_ids
             if wants_logprobs:
                 sound = same & ~logits.isnan().any(-1) & (logits.amax(-1) < torch.inf)

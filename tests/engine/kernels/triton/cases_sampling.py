@@ -13,7 +13,15 @@ _ROWS = {"slots": "*i32", "words": "*i32"}
 _FOUND = {"floats": "*fp32", "ints": "*i32"}
 _TILES = {"values": "*fp32", "maxima": "*fp32"}
 _SEARCH = {"peaks": "*fp32", "searches": "*i64", "histograms": "*i64"}
-_PREPARE = {**_ROWS, **_TILES, "numbers": "*i32", "biases": "*i32", "counts": "*i32", **_FOUND}
+_PREPARE = {
+    **_ROWS,
+    **_TILES,
+    "numbers": "*i32",
+    "biases": "*i32",
+    "counts": "*i32",
+    "masks": "*i32",
+    **_FOUND,
+}
 _CHOOSE = {**_ROWS, **_TILES, **_SEARCH, "numbers": "*i32", **_FOUND}
 _FINISH = {**_ROWS, "counts": "*i32", **_FOUND, "token_ids": "*i32", "logprobs": "*fp32"}
 
@@ -22,13 +30,13 @@ def _power_of_2(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _cases(vocab: int, dtype: str, top_k: bool, top_p: bool) -> Iterator[Case]:
+def _cases(vocab: int, dtype: str, top_k: bool, top_p: bool, masked: bool = False) -> Iterator[Case]:
     """The launches of a step, in their order."""
     num_tiles = -(-vocab // TILE)
     num_maxima = num_tiles * sampling_filters.GROUPS
     filters = {"TOP_K": top_k, "TOP_P": top_p, "VOCAB": vocab}
-    tiled = filters | {"GROUPS": sampling_filters.GROUPS, "TILE": TILE}
-    name = f"{'k' * top_k}{'p' * top_p}-{vocab}-{dtype}"
+    tiled = filters | {"MASKED": masked, "GROUPS": sampling_filters.GROUPS, "TILE": TILE}
+    name = f"{'k' * top_k}{'p' * top_p}{'m' * masked}-{vocab}-{dtype}"
 
     def case(launch: str, kernel: Any, arguments: dict[str, str], constexprs: dict[str, Any]) -> Case:
         logits = {} if launch == "bound" else {"logits": f"*{dtype}", "logits_stride": "i32"}
@@ -66,4 +74,5 @@ CASES = [
         for case in _cases(151936, "bf16", top_k, top_p)
     ),
     *_cases(128257, "fp32", True, True),
+    *_cases(128257, "fp32", True, True, masked=True),
 ]

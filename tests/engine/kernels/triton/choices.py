@@ -20,20 +20,25 @@ SHARE = 2.0**-18
 
 
 def checked_sample(
-    sampler: Sampler, logits: Tensor, slots: Tensor, numbers: Tensor, filters: Filters
+    sampler: Sampler,
+    logits: Tensor,
+    slots: Tensor,
+    numbers: Tensor,
+    filters: Filters,
+    masks: Tensor | None = None,
 ) -> list[int]:
     """Samples; the reference must allow the tokens and log probabilities, and the tokens must have been counted."""
     tables = sampler.tables
     before = tables.counts.clone()
-    token_ids, logprobs = sampler.sample(logits, slots, numbers, filters)
+    token_ids, logprobs = sampler.sample(logits, slots, numbers, filters, masks)
     counted = tables.counts.clone()
     tables.counts.copy_(before)
-    expected, _ = reference.choose(logits, tables, slots, numbers, filters)
+    expected, _ = reference.choose(logits, tables, slots, numbers, filters, masks)
     tables.counts.copy_(before)
     assert (token_ids.dtype, logprobs.dtype) == (torch.int32, torch.float32)
     assert (token_ids < 0).equal(expected < 0)
     places = token_ids.clamp(min=0).long()[:, None]
-    allowed = _nearly_best(logits, tables, slots, numbers, filters).gather(1, places).squeeze(1)
+    allowed = _nearly_best(logits, tables, slots, numbers, filters, masks).gather(1, places).squeeze(1)
     assert ((token_ids == expected) | allowed).all(), (token_ids, expected)
     if filters.logprobs:
         assert_logprobs(logprobs, logits, token_ids)
@@ -46,11 +51,17 @@ def checked_sample(
 
 
 def _nearly_best(
-    logits: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, filters: Filters
+    logits: Tensor,
+    tables: SamplingTables,
+    slots: Tensor,
+    numbers: Tensor,
+    filters: Filters,
+    masks: Tensor | None,
 ) -> Tensor:
     """[R, vocab] bool: tokens whose score may be the best one; none in a row without temperature, which is exact."""
     rows = reference._Rows(tables, slots, numbers)
     processed = reference._penalised(reference._biased(logits.float(), rows), rows)
+    processed = reference._masked(processed, masks)
     depths = processed.amax(-1, keepdim=True) - processed
     temperature = rows.column("temperature")[:, None]
     noise = gumbel(hashes(noise_keys(rows.column("state"), numbers), logits.shape[-1]))

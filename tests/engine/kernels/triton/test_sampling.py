@@ -22,6 +22,7 @@ from engine.sampling import reference
 from engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
 from engine.sampling.sampler import Sampler
 from engine.sampling.tables import Filters
+from tests.engine.kernels.sampling_rows import all_allowed, random_masks
 from tests.engine.kernels.triton.choices import ULPS, checked_sample
 
 # The interpreter computes with numpy, which warns of what a GPU does in silence: arithmetic modulo 2^64 and on NaN.
@@ -84,11 +85,17 @@ class Party:
     def int32(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-    def step(self, logits: Tensor, slots: list[int], filters: Filters | None = None) -> list[int]:
+    def step(
+        self,
+        logits: Tensor,
+        slots: list[int],
+        filters: Filters | None = None,
+        masks: Tensor | None = None,
+    ) -> list[int]:
         """The token of every row; the sequences have one more."""
         untouched = logits.clone()
         filters = filters or self.sampler.filters(slots)
-        token_ids = checked_sample(self.sampler, logits, *self.arguments(slots), filters)
+        token_ids = checked_sample(self.sampler, logits, *self.arguments(slots), filters, masks)
         assert logits.equal(untouched) or logits.isnan().any()
         for slot, token_id in zip(slots, token_ids, strict=True):
             if slot >= 0 and token_id >= 0:
@@ -109,12 +116,18 @@ def reference_tokens(party: Party, logits: Tensor, slots: list[int]) -> list[int
 def test_same_tokens_as_plain_torch(device: torch.device, tile: int, num_examples: int) -> None:
     """Two steps, so that the second sees what the first counted; the padding stands in the middle."""
 
-    @given(rows=st.lists(SEQUENCES, min_size=2, max_size=2), seed=st.integers(0, 2**32 - 1))
+    @given(
+        rows=st.lists(SEQUENCES, min_size=2, max_size=2),
+        seed=st.integers(0, 2**32 - 1),
+        share=st.sampled_from([None, 0.05, 0.6]),
+    )
     @settings(max_examples=num_examples, deadline=None)
-    def check(rows: list[Any], seed: int) -> None:
+    def check(rows: list[Any], seed: int, share: float | None) -> None:
         party = Party([make_sequence(*row) for row in rows], device, tile)
         for step, slots in enumerate(([0, -1, 1], [1])):
-            party.step(make_logits(len(slots), seed + step, device), slots)
+            masks = None if share is None else random_masks(len(slots), VOCAB, share, seed + step)
+            found = party.step(make_logits(len(slots), seed + step, device), slots, masks=masks)
+            assert masks is None or all_allowed(torch.tensor(found), masks)
 
     check()
 

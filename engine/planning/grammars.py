@@ -1,0 +1,210 @@
+"""Grammars: compiled by llguidance, they say which tokens may come next.
+
+For each row that is sampled there is a mask of the tokens that the grammar allows after those before, drafts included.
+The end of the sequence is among them exactly where the grammar accepts what there is.
+
+`min_tokens` and `ignore_eos` hold the end back as long as something else may follow; they cannot hold up an answer that
+is complete.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+from engine.planning.grammar import Grammar, GrammarKind, Guide, first_line
+from engine.planning.grammar_check import GrammarCheck, limits
+from engine.planning.request import Request, SamplingParams, Sequence
+from engine.planning.step import Masks, Plan
+from engine.planning.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
+
+_MOST_COMPILED = 256
+"""Compiled grammars that are kept."""
+_CHECK = GrammarCheck()
+_WHITESPACE = r"\n?[ \t]{0,32}"
+"""Between the parts of a JSON text: as much as indented ones have, so that a model cannot go on with it for ever."""
+
+
+class GrammarError(ValueError):
+    """Of a grammar that cannot be followed; its message is for whoever sent it."""
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer and computes masks. Its methods may be called from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._eos_token_ids = eos_token_ids
+        self._compiled: OrderedDict[tuple[str, Grammar], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, tenant: str, grammar: Grammar) -> None:
+        """Makes a grammar ready for this tenant's requests.
+
+        Raises:
+            GrammarError: it is not a grammar, or too large a one.
+        """
+        if not self._knows(tenant, grammar) and (refusal := _CHECK.refusal(source_of(grammar))):
+            raise GrammarError(first_line(refusal))
+        matcher = self._matcher(tenant, grammar)
+        if matcher.is_error():
+            raise GrammarError(first_line(matcher.get_error()))
+
+    def start(self, request: Request, grammar: Grammar) -> Guide:
+        """The guide of a request's sequence, after the output tokens that are known already."""
+        guide = Guide(self._matcher(request.tenant, grammar).deep_copy())
+        for token_id in request.output_token_ids:
+            guide.advance(token_id)
+        return guide
+
+    def masks(self, plan: Plan) -> Masks | None:
+        """The tokens that the rows of a step may bring; None if they may bring any.
+
+        All tokens before them have to be known.
+        """
+        first: list[int] = []
+        tasks: list[tuple[Guide, int, list[int]]] = []
+        num_rows = 0
+        for chunk in plan.chunks:
+            guide = self._guide_of(chunk.sequence) if chunk.samples else None
+            if guide is None or guide.error:
+                first.append(-1)
+                continue
+            first.append(num_rows)
+            tasks.append((guide, num_rows, list(chunk.drafts)))
+            num_rows += 1 + len(chunk.drafts)
+        if not tasks:
+            return None
+        masks = Masks(bytearray(4 * self._num_words * num_rows), self._num_words, first)
+        self._fill(masks, tasks, num_rows)
+        for chunk, row in zip(plan.chunks, first, strict=True):
+            if row >= 0:
+                self._hold_back_end(masks, row, 1 + len(chunk.drafts), chunk.sequence)
+        return masks
+
+    def _guide_of(self, sequence: Sequence) -> Guide | None:
+        grammar = sequence.request.sampling.grammar
+        if sequence.guide is None and grammar is not None:
+            sequence.guide = self.start(sequence.request, grammar)
+        return sequence.guide
+
+    def _fill(self, masks: Masks, tasks: list[tuple[Guide, int, list[int]]], num_rows: int) -> None:
+        """Has llguidance compute all rows at once, on threads of its own and without the interpreter's lock."""
+        place = ctypes.addressof((ctypes.c_char * len(masks.bits)).from_buffer(masks.bits))
+        plain = [(guide.matcher, row) for guide, row, drafts in tasks if not drafts]
+        drafted = [(guide.matcher, row, drafts) for guide, row, drafts in tasks if drafts]
+        if plain:
+            self._executor.unsafe_compute_mask_ptr(plain, place, 4 * masks.num_words, num_rows)
+        if drafted:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(
+                drafted, place, 4 * masks.num_words, num_rows
+            )
+        for guide, _, _ in tasks:
+            guide.look()
+
+    def _hold_back_end(self, masks: Masks, row: int, num_rows: int, sequence: Sequence) -> None:
+        """Takes tokens that would end the sequence too early out of the masks that allow others."""
+        params, number = sequence.request.sampling, sequence.num_output_tokens
+        if number >= params.min_tokens and not params.ignore_eos:
+            return
+        size = 4 * masks.num_words
+        for place in range(row, row + num_rows):
+            ending = self._ending(params, number + place - row)
+            kept = _without(masks.bits[place * size : (place + 1) * size], ending)
+            if kept.strip(b"\0"):
+                masks.bits[place * size : (place + 1) * size] = kept
+
+    def _ending(self, params: SamplingParams, number: int) -> Iterable[int]:
+        """Tokens that may not come after so many, as long as something else may."""
+        if number < params.min_tokens:
+            return params.stop_token_ids.union(self._eos_token_ids)
+        return self._eos_token_ids if params.ignore_eos else ()
+
+    def _matcher(self, tenant: str, grammar: Grammar) -> LLMatcher:
+        """A compiled grammar, at its start; it is not to be moved on."""
+        key = tenant, grammar
+        with self._lock:
+            found = self._compiled.get(key)
+            if found is not None:
+                self._compiled.move_to_end(key)
+                return found
+        found = self._compile(grammar)
+        with self._lock:
+            self._compiled[key] = found
+            if len(self._compiled) > _MOST_COMPILED:
+                self._compiled.popitem(last=False)
+        return found
+
+    def _knows(self, tenant: str, grammar: Grammar) -> bool:
+        with self._lock:
+            return (tenant, grammar) in self._compiled
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._vocabulary, source_of(grammar), log_level=0, limits=limits())
+        probe = matcher.deep_copy()
+        if not probe.is_error():
+            probe.compute_bitmask()  # says whether there is any answer
+        return probe if probe.is_error() else matcher
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
+        vocabulary = cast("TokenizerWrapper", _Vocabulary(self._tokenizer, self._eos_token_ids))
+        return LLTokenizer(vocabulary, eos_token=list(self._eos_token_ids))
+
+    @cached_property
+    def _num_words(self) -> int:
+        return -(-self._vocabulary.vocab_size // 32)
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        from llguidance import LLExecutor
+
+        return LLExecutor()
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance asks for one (its TokenizerWrapper)."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: tuple[int, ...]) -> None:
+        self.eos_token_id = eos_token_ids[0]
+        self.special_token_ids = sorted(tokenizer.special_ids.union(eos_token_ids))
+        self.tokens = [tokenizer.token_bytes(token_id) for token_id in range(tokenizer.vocab_size)]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+
+def source_of(grammar: Grammar) -> str:
+    """A grammar as llguidance reads it; a text that is none makes a matcher that says so."""
+    from llguidance import LLMatcher
+
+    if grammar.kind is GrammarKind.REGEX:
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind is GrammarKind.LARK:
+        return LLMatcher.grammar_from_lark(grammar.text)
+    try:
+        return LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_pattern": _WHITESPACE})
+    except ValueError:  # it is `true`, or no JSON
+        return f'{{"grammars": [{{"json_schema": {grammar.text}}}]}}'
+
+
+def _without(mask: bytearray, token_ids: Iterable[int]) -> bytearray:
+    for token_id in token_ids:
+        if token_id < 8 * len(mask):
+            mask[token_id // 8] &= ~(1 << token_id % 8)
+    return mask
