@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from math import isfinite
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from app.checkpoint import created, find_checkpoint, find_draft, fingerprint, model_name
 from app.errors import OperatorError
 from app.keys import KeyFile, weights_of
-from app.log import log, progress
+from app.log import Progress, log, progress
 from app.settings import Settings
 from app.store import make_store
 from engine.engine import Engine, EngineState
@@ -50,6 +50,21 @@ PAGE = Path(__file__).parent.parent / "static"
 
 _OTLP_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 """OpenTelemetry's own, which its exporter reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """A model and the engine that computes it, put together and not yet started."""
+
+    engine: Engine
+    queue: LaneQueue
+    tokenizer: Tokenizer
+    sink: TextSink
+    grammars: Grammars
+    config: ModelConfig
+    defaults: SamplingDefaults
+    folder: Path
+    """Of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,35 +142,15 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
     """
     keys = KeyFile(settings.api_keys_file) if settings.api_keys_file else None
     clients = keys.read() if keys else {}
-    folder = find_checkpoint(settings.model)
-    try:
-        config, tokenizer = read_config(folder), read_tokenizer(folder)
-        defaults = _sampling_defaults(folder)
-    except CheckpointError as error:
-        raise OperatorError(str(error)) from None
-    options = load_options(settings)
-    draft = _find_draft(settings, config, tokenizer)
-    lanes = settings.lanes
-    queue = LaneQueue(threading.Lock(), lanes, weights=weights_of(clients.values()))
-    outbox = Outbox()
-    sink = TextSink(tokenizer, config.eos_token_ids)
-    grammars = Grammars(tokenizer, config.eos_token_ids)
-    engine = Engine(
-        lambda: _make_runner(folder, options, draft),
-        queue,
-        sink,
-        _limits(settings, config),
-        deliver=outbox.deliver,
-        clock=time.monotonic,
-        on_state=outbox.announce,
-        grammars=grammars,
-    )
+    outbox, lanes = Outbox(), settings.lanes
+    core = build_core(settings, outbox.deliver, outbox.announce, weights_of(clients.values()))
+    folder = core.folder
     service_options = ServiceOptions(
         models=(model_name(settings.model, settings.served_model_name),),
         created=created(folder),
-        block_size=options.block_size,
-        vocab_size=config.vocab_size,
-        defaults=defaults,
+        block_size=load_options(settings).block_size,
+        vocab_size=core.config.vocab_size,
+        defaults=core.defaults,
         clients=clients,
         promises={lane: policy.ttft_s for lane, policy in lanes.items() if isfinite(policy.ttft_s)},
         cors_origins=settings.cors_origins,
@@ -169,18 +164,60 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
     traces = _make_traces(settings.otlp_endpoint, service_options.models[0], replica)
     try:
         service = Service(
-            engine,
-            queue,
-            tokenizer,
+            core.engine,
+            core.queue,
+            core.tokenizer,
             service_options,
-            sink=sink,
+            sink=core.sink,
             store=store,
-            grammars=grammars,
+            grammars=core.grammars,
             traces=traces,
         )
     except TemplateSyntaxError as error:
         raise OperatorError(f"{folder}: the chat template is broken: {error}") from None
-    return Parts(create_app(service, PAGE), service, queue, engine, outbox, keys, traces, folder)
+    return Parts(create_app(service, PAGE), service, core.queue, core.engine, outbox, keys, traces, folder)
+
+
+def build_core(
+    settings: Settings,
+    deliver: Callable[[StepReport], None],
+    announce: Callable[[EngineState], None],
+    weights: Mapping[str, int] | None = None,
+    show: Progress = progress,
+) -> Core:
+    """Reads config and tokenizer, and puts together what computes.
+
+    Args:
+        deliver: is told what each step brought, on the step thread.
+        announce: is told each new state, there too.
+        weights: of tenants.
+        show: how the progress of loading is shown.
+
+    Raises:
+        OperatorError: a path or a checkpoint is wrong.
+    """
+    folder = find_checkpoint(settings.model)
+    try:
+        config, tokenizer = read_config(folder), read_tokenizer(folder)
+        defaults = _sampling_defaults(folder)
+    except CheckpointError as error:
+        raise OperatorError(str(error)) from None
+    options = load_options(settings)
+    draft = _find_draft(settings, config, tokenizer)
+    queue = LaneQueue(threading.Lock(), settings.lanes, weights=weights)
+    sink = TextSink(tokenizer, config.eos_token_ids)
+    grammars = Grammars(tokenizer, config.eos_token_ids)
+    engine = Engine(
+        lambda: _make_runner(folder, options, draft, show),
+        queue,
+        sink,
+        _limits(settings, config),
+        deliver=deliver,
+        clock=time.monotonic,
+        on_state=announce,
+        grammars=grammars,
+    )
+    return Core(engine, queue, tokenizer, sink, grammars, config, defaults, folder)
 
 
 def _allowed_hosts(settings: Settings, is_open: bool) -> tuple[str, ...]:
@@ -261,7 +298,9 @@ def _make_traces(endpoint: str | None, model: str, replica: str) -> Traces | Non
     return Traces(endpoint, model, replica, time.monotonic)
 
 
-def _make_runner(folder: Path, options: LoadOptions, draft: DraftSource | None) -> ModelRunner:
+def _make_runner(
+    folder: Path, options: LoadOptions, draft: DraftSource | None, show: Progress
+) -> ModelRunner:
     """Called on the step thread: importing torch takes seconds, and belongs there."""
     log.info("loading torch")
     from engine.execution.loader import LoadedModel, load_model
@@ -270,14 +309,14 @@ def _make_runner(folder: Path, options: LoadOptions, draft: DraftSource | None) 
     def load() -> LoadedModel:
         log.info("loading %s", folder)
         title = "loading the weights" if options.quantize is None else "quantizing the weights"
-        with progress(title) as show:
+        with show(title) as update:
             return load_model(
-                folder, options, log.info, lambda done, total: show(done / max(1, total)), draft
+                folder, options, log.info, lambda done, total: update(done / max(1, total)), draft
             )
 
     @contextmanager
     def graphs() -> Iterator[Callable[[int, int], None]]:
-        with progress("capturing CUDA graphs") as show:
-            yield lambda done, total: show(done / max(1, total))
+        with show("capturing CUDA graphs") as update:
+            yield lambda done, total: update(done / max(1, total))
 
     return ModelRunner(load, progress=graphs)

@@ -9,9 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from typing import Literal
 
 log = logging.getLogger("penstock")
+
+Progress = Callable[[str], AbstractContextManager[Callable[[float], None]]]
+"""Takes a title, and gives a function that is told the fraction done."""
 
 _LINE_EVERY_S = 2.0
 
@@ -64,13 +68,28 @@ def counter(title: str, total: int) -> AbstractContextManager[Callable[[int], No
 
 
 @contextmanager
+def silent(title: str, total: int = 0) -> Iterator[Callable[[float], None]]:  # noqa: ARG001
+    """In place of `progress` and `counter`, shows nothing."""
+    yield lambda _: None
+
+
+@contextmanager
 def _shown(title: str, total: int | None, text: Callable[[float], str]) -> Iterator[Callable[[float], None]]:
     """`total` is None for fractions; `text` is how a line says how much is done."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() or _is_notebook():
         with _bar(title, total) as update:
             yield update
     else:
         yield _lines(title, text)
+
+
+def _is_notebook() -> bool:
+    """Whether this is one that can show a bar: without its widgets, rich only warns."""
+    if "IPython" not in sys.modules or find_spec("ipywidgets") is None:
+        return False
+    from rich.console import Console
+
+    return Console().is_jupyter
 
 
 @contextmanager

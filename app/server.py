@@ -17,20 +17,18 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Literal, NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from app.build import Parts, build
-from app.errors import OperatorError
+from app.errors import OperatorError, describe_failure
 from app.keys import weights_of
 from app.listen import bind, is_loopback, port_of, url
 from app.log import configure_log, log
 from app.settings import Settings
 from engine.engine import EngineState
-from engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
 from gateway.access.keys import Client
 from gateway.app import create_metrics_app
 from gateway.http.background import meanwhile
@@ -206,16 +204,6 @@ class _Process:
             await self.parts.service.dispatch.drained(timeout_s)
         self.parts.service.dispatch.fail_all()
         self.server.should_exit = True
-
-
-def describe_failure(error: BaseException, folder: Path) -> str:
-    """Why the model could not be loaded, in one line."""
-    if isinstance(error, CheckpointError | InstructionSetError | NotEnoughMemory):
-        return str(error)
-    text = " ".join(str(error).split())
-    if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text:
-        return f"{folder}: not enough memory for it and its KV cache; try --kv-memory or a smaller model"
-    return f"{folder} cannot be loaded: {type(error).__name__}: {text}"
 
 
 def _uvicorn_config(app: ASGIApp, lifespan: Literal["on", "off"] = "on") -> uvicorn.Config:

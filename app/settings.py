@@ -284,7 +284,7 @@ class Settings(BaseSettings):
         return init_settings, env_settings, file
 
 
-def load_settings(flags: Mapping[str, str]) -> Settings:
+def load_settings(flags: Mapping[str, object]) -> Settings:
     """Puts flags (by field name), environment, file and defaults together.
 
     Raises:
@@ -292,7 +292,7 @@ def load_settings(flags: Mapping[str, str]) -> Settings:
     """
     _check_variables(os.environ)
     try:
-        # Only text comes from the command line; pydantic turns it into what the field is.
+        # The command line gives text, a program may give values: pydantic turns both into what the field is.
         return Settings(**dict[str, Any](flags))
     except ValidationError as error:
         raise OperatorError(_first_line(error, flags)) from None
@@ -351,7 +351,7 @@ def _suggestion(name: str, known: set[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _first_line(error: ValidationError, flags: Mapping[str, str]) -> str:
+def _first_line(error: ValidationError, flags: Mapping[str, object]) -> str:
     details = error.errors(include_url=False)[0]
     message = details["msg"].removeprefix("Value error, ")
     if not details["loc"]:
@@ -360,7 +360,7 @@ def _first_line(error: ValidationError, flags: Mapping[str, str]) -> str:
     return f"{_origin(name, flags)}: {message[0].lower()}{message[1:]}, not {details['input']!r}"
 
 
-def _origin(name: str, flags: Mapping[str, str]) -> str:
+def _origin(name: str, flags: Mapping[str, object]) -> str:
     """What the operator wrote: the flag, the variable or the key, by the same precedence as the value."""
     variable = (ENV_PREFIX + name).upper()
     if name in flags:

@@ -199,7 +199,9 @@ class Dispatch:
 
     def _put(self, request: Request) -> Forecast | None:
         lane = Lane(request.lane)
-        num_cached = self._engine.num_cached_tokens(request.prompt_token_ids, request.salt)
+        num_cached = 0
+        if request.sampling.num_prompt_logprobs is None:
+            num_cached = self._engine.num_cached_tokens(request.prompt_token_ids, request.salt)
         with self._refusing(lane):
             forecast = self._queue.put(request, self._clock(), num_cached)
         self._metrics.note_admitted(lane, len(request.prompt_token_ids))

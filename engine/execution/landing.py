@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from engine.execution.scoring import Scored
 from engine.planning.request import TokenLogprobs
 from engine.planning.step import DeviceError, Sampled, StepResult
 
@@ -42,8 +44,12 @@ class Chosen:
 class Landing:
     """What a step chose, on its way to the host behind the step."""
 
-    def __init__(self, device: torch.device, wanted: list[Wanted], chosen: Chosen) -> None:
+    def __init__(
+        self, device: torch.device, wanted: list[Wanted], chosen: Chosen, scored: Scored | None = None
+    ) -> None:
         self._wanted = wanted
+        self._scored_chunks = () if scored is None else scored.chunks
+        self._scored_tensors = [] if scored is None else [_to_host(tensor) for tensor in scored.tensors]
         tensors = [chosen.token_ids] if wanted else []
         if any(row.num_logprobs is not None for row in wanted):
             tensors += [chosen.logprobs, *(chosen.top or ())]
@@ -59,10 +65,19 @@ class Landing:
                 self._event.synchronize()
             except torch.AcceleratorError as error:
                 raise DeviceError(str(error)) from error
+        scored = self._scored()
         if not self._wanted:
-            return StepResult([])
+            return StepResult([], scored)
         token_ids, *told = (tensor.tolist() for tensor in self._tensors)
-        return StepResult([_sampled(wanted, token_ids, told) for wanted in self._wanted])
+        return StepResult([_sampled(wanted, token_ids, told) for wanted in self._wanted], scored)
+
+    def _scored(self) -> list[list[TokenLogprobs]]:
+        told = [tensor.tolist() for tensor in self._scored_tensors]
+        rows = iter(count())
+        return [
+            [_logprobs(row, num_top, told) for row in islice(rows, num)]
+            for num, num_top in self._scored_chunks
+        ]
 
 
 def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any]) -> Sampled:

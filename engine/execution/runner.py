@@ -31,6 +31,7 @@ from engine.execution.graphs import (
 )
 from engine.execution.landing import Chosen, Landing, Wanted
 from engine.execution.loader import LoadedModel
+from engine.execution.scoring import Scored, Scoring
 from engine.execution.seats import Placed, Seats, StepShape
 from engine.execution.verification import Verification
 from engine.model.weights import Progress
@@ -124,6 +125,8 @@ class Steps:
         """Sequences whose parameters the sampler cannot serve, and why."""
         self.max_drafts = model.options.max_drafts if model.kernels.team is not None else 0
         """The native kernels compute a row as if it were alone, and the host sees at once what was sampled."""
+        self._num_logits = min(model.options.max_num_seqs, model.options.max_batch_tokens)
+        """Rows of logits that memory was kept for."""
         self.drafter = self._drafter()
         self.buffers = model.buffers
         self.passes, self.choices = self._ladders()
@@ -139,7 +142,8 @@ class Steps:
         """See `planning.step.Runner`."""
         with self.faults(plan):
             shape = StepShape.of(plan)
-            captured = self.passes.covering(shape)
+            scoring = Scoring.of(plan, self._num_logits) if not shape.is_decode else None
+            captured = self.passes.covering(shape) if scoring is None else None
             verification = Verification(plan) if any(chunk.drafts for chunk in plan.chunks) else None
             placed = self.seats.place(plan, captured or shape)
             if placed.copies is not None:
@@ -147,11 +151,12 @@ class Steps:
                 if self.model.draft is not None:
                     self.model.draft.copy_blocks(*placed.copies)
                 plan.copies = []
+            scored = None
             if captured is None:
-                logits, numbers = self._pass(plan, placed, verification)
+                logits, numbers, scored = self._pass(plan, placed, verification, scoring)
             else:
                 logits, numbers = self._replay(captured, placed)
-            return LaunchedStep(self, plan, placed, captured, verification, logits, numbers)
+            return LaunchedStep(self, plan, placed, captured, verification, logits, numbers, scored)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -180,7 +185,9 @@ class Steps:
                 raise DeviceError(str(error)) from error
             raise
 
-    def _pass(self, plan: Plan, placed: Placed, verification: Verification | None) -> tuple[Tensor, Tensor]:
+    def _pass(
+        self, plan: Plan, placed: Placed, verification: Verification | None, scoring: Scoring | None
+    ) -> tuple[Tensor, Tensor, Scored | None]:
         """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before.
 
         With drafts, the logits are those of all rows that may be sampled.
@@ -191,7 +198,10 @@ class Steps:
             inputs.batch.host_lengths = [(c.num_tokens, c.start + c.num_tokens) for c in plan.chunks]
         if verification is not None:
             inputs.batch.sample_rows = verification.rows
-        return model.lm_head(model.decoder(inputs.batch)), inputs.numbers
+        if scoring is None:
+            return model.lm_head(model.decoder(inputs.batch)), inputs.numbers, None
+        hidden, scored = scoring.run(model.decoder, model.lm_head, inputs.batch)
+        return model.lm_head(hidden), inputs.numbers, scored
 
     def _replay(self, shape: StepShape, placed: Placed) -> tuple[Tensor, Tensor]:
         buffers = self.buffers
@@ -287,6 +297,7 @@ class LaunchedStep:
         verification: Verification | None,
         logits: Tensor,
         numbers: Tensor,
+        scored: Scored | None,
     ) -> None:
         self.logits = logits
         """[S, vocab], or more rows as padding; with drafts, those of the verification."""
@@ -294,6 +305,7 @@ class LaunchedStep:
         self._captured = captured
         self._verification = verification
         self._numbers = numbers
+        self._scored = scored
         self._landing: Landing
 
     @torch.inference_mode()
@@ -306,7 +318,7 @@ class LaunchedStep:
                 steps.seats.note_launched(plan, placed.seats)
             else:
                 wanted, chosen = self._verify(self._verification, wanted)
-            self._landing = Landing(steps.model.device, wanted, chosen)
+            self._landing = Landing(steps.model.device, wanted, chosen, self._scored)
 
     def wait(self) -> StepResult:
         return self._landing.wait()

@@ -136,7 +136,7 @@ class Decoder:
             delta = layer.feed_forward(normed)
         assert delta is not None
         rows = batch.sample_rows
-        if rows.numel() < hidden.shape[0]:
+        if rows.numel() != hidden.shape[0] or batch.max_query_len != 1:  # else they are all rows, in order
             hidden, delta = hidden.index_select(0, rows), delta.index_select(0, rows)
         return self._norm(hidden, delta, weights.final_norm)[1]
 

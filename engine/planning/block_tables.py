@@ -115,12 +115,12 @@ class BlockTables:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Returns the blocks of the longest cached prefix.
 
-        The last known token is never part of it, because its logits are needed. With a sliding window, the prefix is a
-        hit if the blocks of its last `window` tokens are cached; the blocks before them are 0.
+        No token whose logits are needed is part of it. With a sliding window, the prefix is a hit if the blocks of its
+        last `window` tokens are cached; the blocks before them are 0.
         """
         if not self.prefix_cache:
             return []
-        num_full = (len(sequence.token_ids) - 1) // self.block_size
+        num_full = sequence.num_reusable // self.block_size
         salt = sequence.request.salt
         extend_hashes(sequence.block_hashes, sequence.token_ids, num_full, self.block_size, salt)
         hashes = sequence.block_hashes[:num_full]

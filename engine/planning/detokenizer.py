@@ -9,9 +9,9 @@ from engine.planning.tokenizer import Tokenizer
 
 
 class Detokenizer(Protocol):
-    """Text of a growing sequence, without its special tokens.
+    """Text of a growing sequence, without its special tokens but those that are shown.
 
-    All that `push` and `flush` return, joined, is what the tokenizer decodes the whole sequence to, for any tokens.
+    All that `push` and `flush` return, joined, is what the tokenizer decodes the other tokens to, for any tokens.
     """
 
     def push(self, token_id: int) -> str:
@@ -21,21 +21,25 @@ class Detokenizer(Protocol):
         """What is left when no more tokens come: incomplete characters as U+FFFD."""
 
 
-def make_detokenizer(tokenizer: Tokenizer) -> Detokenizer:
-    return ByteLevelDetokenizer(tokenizer) if tokenizer.is_byte_level else PieceDetokenizer(tokenizer)
+def make_detokenizer(tokenizer: Tokenizer, shown: frozenset[int] = frozenset()) -> Detokenizer:
+    """`shown`: special tokens whose text is shown."""
+    hidden = tokenizer.special_ids - shown if shown else tokenizer.special_ids
+    kind = ByteLevelDetokenizer if tokenizer.is_byte_level else PieceDetokenizer
+    return kind(tokenizer, hidden)
 
 
 class ByteLevelDetokenizer:
     """For byte-level BPE, where a token is bytes: an incremental UTF-8 decoder does it all."""
 
-    __slots__ = ("_decoder", "_tokenizer")
+    __slots__ = ("_decoder", "_hidden", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        if token_id in self._tokenizer.special_ids:
+        if token_id in self._hidden:
             return ""
         return self._decoder.decode(self._tokenizer.token_bytes(token_id))
 
@@ -50,15 +54,16 @@ class PieceDetokenizer:
     one U+FFFD for every byte of it. The first token of a text is decoded apart: it loses its leading space there.
     """
 
-    __slots__ = ("_begun", "_run", "_tokenizer")
+    __slots__ = ("_begun", "_hidden", "_run", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int]) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._begun = False
         self._run: list[int] = []
 
     def push(self, token_id: int) -> str:
-        if token_id in self._tokenizer.special_ids:
+        if token_id in self._hidden:
             return ""
         piece = self._tokenizer.piece(token_id)
         if piece is None:

@@ -30,13 +30,20 @@ class SamplingParams:
     seed: int = 0
     """Token t of choice i depends on (seed, i, t) and its logits, on nothing else."""
     max_tokens: int = 16
+    """0: the prompt is computed, and no token is chosen after it."""
     min_tokens: int = 0
     """No end-of-sequence, stop token or stop string before so many output tokens."""
     stop: tuple[str, ...] = ()
+    shows_stop: bool = False
+    """Whether the text ends with the stop string, or before it."""
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    shown_special: frozenset[int] = frozenset()
+    """Special tokens whose text is shown; that of others is not."""
     num_logprobs: int | None = None
     """None: none are computed. k: those of the chosen token and of the k most likely, before any processing."""
+    num_prompt_logprobs: int | None = None
+    """The same of every prompt token but the first. All of the prompt is computed for it, whatever is cached."""
     grammar: Grammar | None = None
     """What the answer has to match. The end of the sequence is allowed exactly where the grammar accepts."""
 
@@ -69,7 +76,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities of one output token: the chosen one and the most likely ones, best first."""
+    """Log probabilities at one place: of the token that is there, and of the most likely ones, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -155,6 +162,8 @@ class Output:  # one for every token: keyword arguments would double the cost of
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """With the first output of choice 0, if they are wanted: those of the prompt tokens from the second one on."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     """Set with FinishReason.FAILED: what to tell the client."""
@@ -197,6 +206,7 @@ class Sequence:
         "num_prompt_tokens",
         "order",
         "preempted_s",
+        "prompt_logprobs",
         "request",
         "scheduled_s",
         "stop",
@@ -227,6 +237,8 @@ class Sequence:
         self.preempted_s: list[float] = []
         self.drafts: dict[str, DraftCount] = {}
         """By proposer."""
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        """Those that have come, of the prompt tokens from the second one on."""
         self.block_table: list[int] = []
         """The block of token t is `block_table[t // block_size]`. Empty while the sequence does not run."""
         self.num_null_blocks = 0
@@ -236,10 +248,10 @@ class Sequence:
         """The hash of the block that it waits for another sequence to compute; empty if it waits for none."""
         self.text: object = None
         """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
-        self.stop: str | None = None
-        """The stop string that ended it, if one did."""
         self.guide: Guide | None = None
         """Its place in its grammar, from its first choice on; it has taken all output tokens."""
+        self.stop: str | None = None
+        """The stop string that ended it, if one did."""
         self.scheduled_s = -1.0
         self.first_token_s = -1.0
         self.finish_reason: FinishReason | None = None
@@ -251,6 +263,19 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the log probabilities of its prompt are wanted: other choices have the same prompt."""
+        return self.request.sampling.num_prompt_logprobs is not None and self.index == 0
+
+    @property
+    def num_reusable(self) -> int:
+        """Known tokens whose KV is enough: not the last one, whose logits choose the next, nor those to be scored."""
+        num_known = len(self.token_ids) - 1
+        if not self.is_scored or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1:
+            return num_known
+        return len(self.prompt_logprobs)
 
     @property
     def num_remaining(self) -> int:

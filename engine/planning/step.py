@@ -32,6 +32,14 @@ class Chunk:
     def __post_init__(self) -> None:
         self.incarnation = self.sequence.num_preemptions
 
+    @property
+    def scored(self) -> range:
+        """Positions of the prompt tokens that its logits give the wanted probabilities of: each follows one of its."""
+        sequence = self.sequence
+        if not sequence.is_scored:
+            return range(0)
+        return range(self.start + 1, min(self.start + self.num_tokens + 1, sequence.num_prompt_tokens))
+
 
 @dataclass(frozen=True, slots=True)
 class Masks:
@@ -73,9 +81,13 @@ class Sampled:
 
 @dataclass(slots=True)
 class StepResult:
-    """`sampled[i]` belongs to the i-th chunk of the plan that samples."""
+    """What a step brought.
+
+    `sampled[i]` belongs to the i-th chunk of the plan that samples, `scored[i]` to the i-th one that scores tokens.
+    """
 
     sampled: list[Sampled]
+    scored: ListLike[list[TokenLogprobs]] = ()
 
 
 class DeviceError(RuntimeError):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.drafting import Drafting, note_drafts
-from engine.planning.request import FinishReason, Output, Request, Sequence
+from engine.planning.request import FinishReason, Output, Request, Sequence, TokenLogprobs
 from engine.planning.sequence_store import SequenceStore
 from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepResult
 from engine.planning.step_limit import StepLimit
@@ -70,10 +70,12 @@ class StepResults(SequenceStore):
         self._step_limit.note_fitted()
         outputs: list[Output] = []
         work: list[tuple[Request, int, int]] = []
-        sampled = iter(result.sampled)
+        sampled, scored = iter(result.sampled), iter(result.scored)
         for chunk in plan.chunks:
             sequence, start, num_tokens = chunk.sequence, chunk.start, chunk.num_tokens
             brought = next(sampled) if chunk.samples else None
+            if result.scored and chunk.scored:
+                _keep_scores(chunk, next(scored))
             if sequence.finish_reason is not None:  # it ended while this step was in flight
                 continue
             if chunk.incarnation == sequence.num_preemptions:  # else the blocks written are no longer its own
@@ -105,7 +107,8 @@ class StepResults(SequenceStore):
         error = sampled.error if sequence.guide is None else sequence.guide.error or sampled.error
         if error is not None:
             return [self._finish(sequence, FinishReason.FAILED, error, now)]
-        if sequence.first_token_s < 0:
+        is_first = sequence.first_token_s < 0
+        if is_first:
             sequence.first_token_s = now
         outputs: list[Output] = []
         try:
@@ -114,6 +117,8 @@ class StepResults(SequenceStore):
             log.exception("the text of %r failed; it ends with an error", sequence)
             error = "the output could not be decoded"
             return [*outputs, self._finish(sequence, FinishReason.FAILED, error, now)]
+        if is_first and sequence.is_scored:
+            outputs[0].prompt_logprobs = sequence.prompt_logprobs
         if chunk.drafts:
             self._keep_accepted(chunk, len(outputs))
         if reason is not None:
@@ -125,6 +130,9 @@ class StepResults(SequenceStore):
         known, max_len, request = sequence.token_ids, sequence.max_len, sequence.request
         logprobs = sampled.logprobs
         guide, is_complete = sequence.guide, False
+        if not request.sampling.max_tokens:
+            outputs.append(Output(request.request_id, sequence.index))
+            return FinishReason.LENGTH
         for number, token_id in enumerate(sampled.token_ids):
             known.append(token_id)
             if guide is not None:
@@ -162,3 +170,9 @@ class StepResults(SequenceStore):
 
     def _has_seat(self) -> bool:
         return len(self.running) < self.limits.max_num_seqs
+
+
+def _keep_scores(chunk: Chunk, scored: list[TokenLogprobs]) -> None:
+    """Adds to what is known of the prompt; after a preemption, a chunk brings some of it again."""
+    known = chunk.sequence.prompt_logprobs
+    known += scored[len(known) + 1 - chunk.scored.start :]

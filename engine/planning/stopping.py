@@ -67,14 +67,15 @@ def stop_strings(strings: tuple[str, ...]) -> StopStrings:
 class TextStream:
     """The text of one sequence, watched for stop strings.
 
-    A stop string is found wherever token borders fall, and no part of it is ever shown: text that could still become
-    one is held back until it cannot.
+    A stop string is found wherever token borders fall, and no part of it is ever shown, unless it is `shows_stop`: text
+    that could still become one is held back until it cannot.
     """
 
-    __slots__ = ("_detokenizer", "_held", "_state", "_stops", "stop")
+    __slots__ = ("_detokenizer", "_held", "_shows_stop", "_state", "_stops", "stop")
 
-    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...]) -> None:
+    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], *, shows_stop: bool = False) -> None:
         self._detokenizer = detokenizer
+        self._shows_stop = shows_stop
         self._stops = stop_strings(stops) if any(stops) else None
         self._state = 0
         self._held = ""
@@ -106,7 +107,7 @@ class TextStream:
             if stops.found[state] and may_stop:
                 shown = end - stops.found[state]
                 self.stop, self._held = whole[shown:end], ""
-                return whole[:shown]
+                return whole[: end if self._shows_stop else shown]
             if stops.found[state]:
                 state = 0
         self._state = state
@@ -170,7 +171,9 @@ class TextSink:
         return sequence.text
 
     def _new_stream(self, request: Request) -> TextStream:
-        return TextStream(make_detokenizer(self._tokenizer), request.sampling.stop)
+        params = request.sampling
+        detokenizer = make_detokenizer(self._tokenizer, params.shown_special)
+        return TextStream(detokenizer, params.stop, shows_stop=params.shows_stop)
 
     def _ends(self, params: SamplingParams, token_id: int) -> bool:
         return token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos)

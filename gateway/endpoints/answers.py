@@ -106,6 +106,17 @@ class ChosenLogprob(TokenLogprob):
     top_logprobs: list[TokenLogprob]
 
 
+class PromptLogprob(TypedDict):
+    logprob: float
+    rank: int | None
+    """Among the most likely tokens; null for a token of the prompt that is none of them."""
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By place in the prompt, tokens by their ids; null for the first place."""
+
+
 class ChatLogprobs(TypedDict):
     content: list[ChosenLogprob]
     refusal: None
@@ -120,6 +131,7 @@ class ChatMessage(TypedDict):
 class ChatChoice(TypedDict):
     index: int
     message: ChatMessage
+    token_ids: NotRequired[list[int]]
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason
 
@@ -127,6 +139,8 @@ class ChatChoice(TypedDict):
 class ChatCompletion(Reply):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_logprobs: NotRequired[PromptLogprobs]
+    prompt_token_ids: NotRequired[list[int]]
     usage: Usage
     timings: Timings | None
 
@@ -139,6 +153,7 @@ class ChatDelta(TypedDict, total=False):
 class ChatChunkChoice(TypedDict):
     index: int
     delta: ChatDelta
+    token_ids: NotRequired[list[int]]
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
 
@@ -148,6 +163,7 @@ class ChatChunk(Reply):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
+    prompt_token_ids: NotRequired[list[int]]
     usage: NotRequired[Usage | None]
     timings: NotRequired[Timings]
 
@@ -159,22 +175,30 @@ class ChatDeleted(TypedDict):
 
 
 class TextLogprobs(TypedDict):
+    """Null for the first token of a prompt that is echoed."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
 class TextChoice(TypedDict):
     index: int
     text: str
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
     logprobs: TextLogprobs | None
     finish_reason: FinishReason | None
 
 
+class WholeTextChoice(TextChoice):
+    prompt_logprobs: NotRequired[PromptLogprobs]
+
+
 class TextCompletion(Reply):
     object: Literal["text_completion"]
-    choices: list[TextChoice]
+    choices: list[WholeTextChoice]
     usage: Usage
     timings: Timings
 
@@ -403,10 +427,6 @@ class OllamaShown(TypedDict):
     model_info: dict[str, str | int]
     capabilities: list[Literal["completion", "tools", "thinking"]]
     modified_at: str
-
-
-class OllamaVersion(TypedDict):
-    version: str
 
 
 # Responses and conversations
@@ -643,6 +663,14 @@ class Health(TypedDict):
 
 class Readiness(TypedDict):
     status: Literal["ready", "draining", "loading", "stalled", "failed"]
+
+
+class Load(TypedDict):
+    server_load: int
+
+
+class Version(TypedDict):
+    version: str
 
 
 class LaneStatus(TypedDict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
+from collections.abc import Sequence
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
@@ -14,7 +15,7 @@ from starlette.routing import Route
 from gateway.access.idempotency import idempotency_key, not_here
 from gateway.access.keys import Client
 from gateway.endpoints.attached import Attached, position_asked
-from gateway.endpoints.intake import Batch, Intake, route
+from gateway.endpoints.intake import Batch, Intake, route, truncated
 from gateway.endpoints.replies import Reply
 from gateway.http.errors import invalid
 from gateway.service import Service
@@ -23,8 +24,7 @@ from gateway.sessions.recordings.recording import Recording
 from gateway.wire.frames import Json, StreamWriter
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_completion
-from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape
-from gateway.wire.structured import answer_form, form_of
+from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape, Told
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's older endpoint gives a request that does not say."""
@@ -56,9 +56,18 @@ class CompletionsApi:
         if key is not None or (body.stream_options and body.stream_options.resumable):
             return await self._record(client, batch, body, key)
         self._intake.check_room(batch)
-        prompt = await self._intake.encode_chat(body.messages)
-        shape = ChatShape(self._service.tokenizer, batch.num_logprobs or 0)
+        prompt = await self._prompt(body)
+        shape = ChatShape(self._service.tokenizer, _told(body, batch.num_logprobs))
         return await self._reply(client, batch, [prompt], shape, "chatcmpl")
+
+    async def _prompt(self, body: ChatBody) -> list[int]:
+        continues = bool(body.continue_final_message)
+        prompt = await self._intake.encode_chat(
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt is not False and not continues,
+            continues=continues,
+        )
+        return truncated(prompt, body)
 
     async def complete(self, http: HttpRequest) -> Response:
         arrival_s = self._service.clock()
@@ -69,40 +78,73 @@ class CompletionsApi:
         if idempotency_key(http) is not None:
             raise invalid("'Idempotency-Key' is not supported on this endpoint.", "Idempotency-Key")
         self._intake.check_model(body.model)
-        form = form_of(body, self._service.options.limits, answer_form(body.response_format))
         lane = lane_of(body.service_tier, client.tenant)
         self._service.dispatch.check_room(lane, client.tenant.name)
         prompts = await self._intake.encode_prompts(body)
         batch = Batch(
             body=body,
             prompt_field="prompt",
-            asked=MaxTokens("max_tokens", body.max_tokens or self._default_completion(prompts)),
+            asked=MaxTokens(
+                "max_tokens",
+                self._default_completion(prompts) if body.max_tokens is None else body.max_tokens,
+            ),
             num_logprobs=body.logprobs,
+            num_prompt_logprobs=_num_prompt_logprobs(body),
             num_choices=len(prompts) * (body.n or 1),
             tenant=client.tenant,
             lane=lane,
             arrival_s=arrival_s,
-            grammar=await self._intake.grammar(client.tenant, form),
+            grammar=await self._intake.grammar(client.tenant, self._intake.form(body)),
         )
-        shape = CompletionShape(self._service.tokenizer, body.logprobs or 0)
-        return await self._reply(client, batch, prompts, shape, "cmpl")
+        shape = CompletionShape(self._service.tokenizer, _told(body, body.logprobs))
+        echoes = self._texts(body, prompts) if body.echo else ()
+        return await self._reply(client, batch, prompts, shape, "cmpl", echoes)
+
+    def _texts(self, body: CompletionBody, prompts: list[list[int]]) -> list[str]:
+        """What each prompt says: as it was sent, or spelt out."""
+        sent = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        decode = partial(self._service.tokenizer.decode, skip_special=False)
+        return [
+            text if isinstance(text, str) else decode(prompt)
+            for text, prompt in zip(sent, prompts, strict=False)
+        ]
 
     def _default_completion(self, prompts: list[list[int]]) -> int:
         left = self._service.dispatch.context_length - max(map(len, prompts))
         return max(1, min(DEFAULT_COMPLETION_TOKENS, left))
 
     async def _reply(
-        self, client: Client, batch: Batch, prompts: list[list[int]], shape: Shape, prefix: str
+        self,
+        client: Client,
+        batch: Batch,
+        prompts: list[list[int]],
+        shape: Shape,
+        prefix: str,
+        echoes: Sequence[str] = (),
     ) -> Reply:
         head = _head(batch, f"{prefix}-{secrets.token_hex(16)}")
-        writer = StreamWriter(shape, head, include_usage=_wants_usage(batch.body))
-        return Reply(self._service, await self._intake.job(client, batch, prompts, head.id, writer))
+        writer = StreamWriter(
+            shape,
+            head,
+            include_usage=_wants_usage(batch.body),
+            usage_so_far=_wants_usage_so_far(batch.body),
+        )
+        in_full = bool(batch.body.return_token_ids) or _wants_usage_so_far(batch.body)
+        job = await self._intake.job(client, batch, prompts, head.id, writer, echoes=echoes, in_full=in_full)
+        return Reply(self._service, job)
 
     # Replies that are recorded
 
     async def _record(self, client: Client, batch: Batch, body: ChatBody, key: str | None) -> Response:
-        if (body.n or 1) > 1 or body.logprobs:
-            field = "logprobs" if body.logprobs else "n"
+        unfit = {
+            "n": (body.n or 1) > 1,
+            "logprobs": body.logprobs,
+            "prompt_logprobs": body.prompt_logprobs is not None,
+            "return_token_ids": body.return_token_ids,
+            "stream_options.continuous_usage_stats": _wants_usage_so_far(body),
+        }
+        field = next((field for field, is_asked in unfit.items() if is_asked), None)
+        if field is not None:
             what = "'stream_options.resumable'" if key is None else "the header 'Idempotency-Key'"
             raise invalid(f"'{field}' cannot be used together with {what}.", field)
         recording_id, tenant = f"chatcmpl-{secrets.token_hex(16)}", client.tenant.name
@@ -115,7 +157,7 @@ class CompletionsApi:
 
     async def _start(self, client: Client, batch: Batch, body: ChatBody, recording_id: str) -> Recording:
         self._intake.check_room(batch)
-        prompt = await self._intake.encode_chat(body.messages)
+        prompt = await self._prompt(body)
         head = _head(batch, recording_id)
         request = self._intake.request(batch, prompt, recording_id)
         return await self._service.recordings.start(
@@ -163,5 +205,23 @@ def _head(batch: Batch, id: str) -> Head:
     return Head(id=id, created=int(time.time()), model=batch.body.model, service_tier=tier_of(batch.lane))
 
 
+def _num_prompt_logprobs(body: CompletionBody) -> int | None:
+    """An echo has the log probabilities of the prompt as the answer has its own."""
+    asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
+    return max((num for num in asked if num is not None), default=None)
+
+
+def _told(body: Sampled, num_logprobs: int | None) -> Told:
+    return Told(
+        num_top=num_logprobs or 0,
+        num_prompt_top=body.prompt_logprobs,
+        token_ids=bool(body.return_token_ids),
+    )
+
+
 def _wants_usage(body: Sampled) -> bool:
     return body.stream_options is not None and bool(body.stream_options.include_usage)
+
+
+def _wants_usage_so_far(body: Sampled) -> bool:
+    return _wants_usage(body) and bool(body.stream_options and body.stream_options.continuous_usage_stats)

@@ -26,7 +26,7 @@ from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import StoreUnavailable
-from gateway.wire.prompts import check_token_ids
+from gateway.wire.prompts import Tokenizer, check_token_ids
 from gateway.wire.sampling import MaxTokens, Room, context_exceeded, lane_of, sampling_params
 from gateway.wire.schemas import (
     Body,
@@ -60,6 +60,7 @@ class Batch:
     prompt_field: str
     asked: MaxTokens
     num_logprobs: int | None
+    num_prompt_logprobs: int | None = None
     num_choices: int
     """Of all its prompts together."""
     tenant: Tenant
@@ -76,6 +77,10 @@ class Job:
     writer: Writer
     requests: list[Request]
     stream: bool
+    echoes: Sequence[str] = ()
+    """The texts of the prompts, if choices begin with them."""
+    in_full: bool = False
+    """The reply tells more than texts; see Stream."""
     reservation: Reservation
 
 
@@ -124,8 +129,7 @@ class Intake:
         Raises:
             ApiError: 400; 404 for another model; 403 for a lane that is not allowed.
         """
-        limits = self._service.options.limits
-        check_chat(body, limits)
+        check_chat(body, self._service.options.limits)
         self.check_model(body.model)
         asked = (
             MaxTokens("max_completion_tokens", body.max_completion_tokens, may_be_fewer)
@@ -137,13 +141,12 @@ class Intake:
             prompt_field="messages",
             asked=asked,
             num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            num_prompt_logprobs=body.prompt_logprobs,
             num_choices=body.n or 1,
             tenant=client.tenant,
             lane=lane_of(body.service_tier, client.tenant),
             arrival_s=arrival_s,
-            grammar=await self.grammar(
-                client.tenant, form_of(body, limits, answer_form(body.response_format))
-            ),
+            grammar=await self.grammar(client.tenant, self.form(body)),
         )
 
     def check_room(self, batch: Batch) -> None:
@@ -151,15 +154,29 @@ class Intake:
         self._service.dispatch.check_room(batch.lane, batch.tenant.name)
 
     async def job(
-        self, client: Client, batch: Batch, prompts: list[list[int]], id: str, writer: Writer
+        self,
+        client: Client,
+        batch: Batch,
+        prompts: list[list[int]],
+        id: str,
+        writer: Writer,
+        *,
+        echoes: Sequence[str] = (),
+        in_full: bool = False,
     ) -> Job:
         """
         Raises:
             ApiError: 400, if a prompt does not fit; 429, if it is more than the client's quota has left.
         """
         requests = [self.request(batch, prompt, f"{id}-{number}") for number, prompt in enumerate(prompts)]
-        reservation = await self.reserve(client, requests)
-        return Job(writer=writer, requests=requests, stream=bool(batch.body.stream), reservation=reservation)
+        return Job(
+            writer=writer,
+            requests=requests,
+            stream=bool(batch.body.stream),
+            echoes=echoes,
+            in_full=in_full,
+            reservation=await self.reserve(client, requests),
+        )
 
     def request(self, batch: Batch, prompt: list[int], request_id: str) -> Request:
         # A tokenizer can know tokens that the model does not.
@@ -173,20 +190,27 @@ class Intake:
             arrival_s=batch.arrival_s,
             lane=batch.lane,
             tenant=batch.tenant.name,
-            salt=salt_of(batch.tenant, is_private=batch.body.store is False),
+            salt=salt_of(batch.tenant, is_private=batch.body.store is False, asked=batch.body.cache_salt),
         )
 
     def _sampling(self, batch: Batch, num_prompt_tokens: int) -> SamplingParams:
         room = Room(self._service.dispatch.context_length, num_prompt_tokens)
         max_tokens = room.output_tokens(batch.asked, batch.prompt_field)
+        self._check_prompt_logprobs(batch, num_prompt_tokens)
         return sampling_params(
             batch.body,
             self._service.options.defaults,
             max_tokens=self._bounded(batch, max_tokens),
             num_logprobs=batch.num_logprobs,
+            num_prompt_logprobs=batch.num_prompt_logprobs,
+            banned=banned_tokens(self._service.tokenizer, batch.body.bad_words or ()),
+            special_ids=self._service.tokenizer.special_ids,
             vocab_size=self._service.vocab_size,
             grammar=batch.grammar,
         )
+
+    def form(self, body: ChatBody | CompletionBody) -> Form | None:
+        return form_of(body, self._service.options.limits, answer_form(body.response_format))
 
     async def grammar(self, tenant: Tenant, form: Form | None) -> Grammar | None:
         """The grammar of an answer's form, compiled.
@@ -217,6 +241,15 @@ class Intake:
             )
             raise invalid(message, batch.asked.field)
         return min(max_tokens, most)
+
+    def _check_prompt_logprobs(self, batch: Batch, num_prompt_tokens: int) -> None:
+        """They come in one piece, streamed or not."""
+        if batch.num_prompt_logprobs is None:
+            return
+        at_once = self._service.options.limits.max_logprobs
+        if num_prompt_tokens * batch.num_choices * (1 + batch.num_prompt_logprobs) > at_once:
+            message = f"The prompts of a request may have at most {at_once} log probabilities. Ask for fewer."
+            raise invalid(message, batch.prompt_field)
 
     async def reserve(self, client: Client, requests: Sequence[Request]) -> Reservation:
         """Room for these requests in the quota of who sends them.
@@ -253,11 +286,16 @@ class Intake:
         except StoreUnavailable:
             raise unavailable("The store is not there.", "store_unavailable") from None
 
-    async def encode_chat(self, messages: list[Message], *, add_generation_prompt: bool = True) -> list[int]:
+    async def encode_chat(
+        self, messages: list[Message], *, add_generation_prompt: bool = True, continues: bool = False
+    ) -> list[int]:
+        """The tokens of a conversation; with `continues`, its last message has no end."""
         conversation = [as_dict(message) for message in messages]
         num_chars = sum(len(message["content"]) for message in conversation)
         self.check_length(num_chars, "messages")
-        encode = partial(self._service.prompts.chat, add_generation_prompt=add_generation_prompt)
+        encode = partial(
+            self._service.prompts.chat, add_generation_prompt=add_generation_prompt, continues=continues
+        )
         return await off_loop(
             num_chars + MESSAGE_CHARS * len(conversation), encode, conversation, threads=TOKENIZING
         )
@@ -269,9 +307,23 @@ class Intake:
             raise invalid(f"'prompt' must be 1 to {limits.max_prompts} prompts.", "prompt")
         if num_prompts * (body.n or 1) > limits.max_choices:
             raise invalid(f"'n' times the prompts must be at most {limits.max_choices}.", "n")
+        if body.suffix is not None and token_ids:
+            raise invalid("'suffix' needs a 'prompt' of text.", "suffix")
+        token_ids = [truncated(prompt, body) for prompt in token_ids]
         for prompt in token_ids:
             await off_loop(4 * len(prompt), self.check_prompt_ids, prompt)
-        return token_ids or [await self.encode_text(text, "prompt") for text in texts]
+        if body.suffix:
+            return [await self._encode_around(text, body.suffix) for text in texts]
+        add_special = body.add_special_tokens is not False
+        encoded = [await self.encode_text(text, "prompt", add_special=add_special) for text in texts]
+        return token_ids or [truncated(prompt, body) for prompt in encoded]
+
+    async def _encode_around(self, text: str, suffix: str) -> list[int]:
+        """The tokens that ask for what is between two texts."""
+        self.check_length(len(text) + len(suffix), "prompt")
+        return await off_loop(
+            len(text) + len(suffix), self._service.prompts.around, text, suffix, threads=TOKENIZING
+        )
 
     async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
         self.check_length(len(text), field)
@@ -295,12 +347,37 @@ class Intake:
             raise context_exceeded(context_length, f"{num_chars} characters", field)
 
 
-def salt_of(tenant: Tenant, *, is_private: bool = False) -> bytes:
+def salt_of(tenant: Tenant, *, is_private: bool = False, asked: str | None = None) -> bytes:
     """What a tenant's blocks are hashed with: nobody finds, or times, another's prompts.
 
-    Those of private prompts (`store: false`) are apart, for their tokens never leave the process.
+    Those of private prompts (`store: false`, or a salt that was `asked` for) are apart, for their tokens never leave
+    the process.
     """
+    if asked is not None:
+        return tenant.name.encode() + b"\0salt:" + asked.encode(errors="surrogatepass") + PRIVATE
     return tenant.name.encode() + (PRIVATE if is_private else b"")
+
+
+def truncated(prompt: list[int], body: Sampled) -> list[int]:
+    """The last tokens of a prompt, as many as the body asks for."""
+    return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
+
+
+def banned_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
+    """The tokens that these words are, at the start of a text and after a space.
+
+    Raises:
+        ApiError: 400 for a word that is several tokens.
+    """
+    banned: list[int] = []
+    for place, word in enumerate(words):
+        inside = tokenizer.encode(word)
+        if len(inside) != 1:
+            message = f"'{word}' is {len(inside)} tokens; only words of one token can be kept from an answer."
+            raise invalid(message, f"bad_words[{place}]")
+        after_space = tokenizer.encode(" " + word.lstrip())
+        banned += inside + (after_space if len(after_space) == 1 else [])
+    return banned
 
 
 def salts_of(tenant: Tenant) -> tuple[bytes, bytes]:

@@ -33,7 +33,8 @@ class Reply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         service = self._service
         connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
-        stream = Stream(self._job.requests, connection, streamed=self._job.stream)
+        job = self._job
+        stream = Stream(job.requests, connection, streamed=job.stream, echoes=job.echoes, in_full=job.in_full)
         stream.reservation = self._job.reservation
         service.dispatch.submit(stream)
         release = partial(service.dispatch.release, stream)

@@ -138,10 +138,12 @@ class StreamWriter:
 
     media_type = EVENT_STREAM
 
-    def __init__(self, shape: Shape, head: Head, *, include_usage: bool) -> None:
+    def __init__(self, shape: Shape, head: Head, *, include_usage: bool, usage_so_far: bool = False) -> None:
+        """`usage_so_far`: every chunk has it, not the last one alone."""
         self._shape = shape
         self._head = head
         self._include_usage = include_usage
+        self._usage_so_far = usage_so_far
         self._opening = _head_json(head, shape.chunk_object)
         self._usage = ',"usage":null' if include_usage else ""
         self._tail = self._tail_of("null", "")
@@ -149,6 +151,9 @@ class StreamWriter:
 
     def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
         frames, endings = [], []
+        if self._usage_so_far:
+            self._usage = f',"usage":{json.dumps(usage_of(generation).as_json())}'
+            self._tail = self._tail_of("null", "")
         for index, delta in deltas:
             frames.append(self.chunk(index, delta))
             if delta.finish_reason is not None:
@@ -174,9 +179,11 @@ class StreamWriter:
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         """The chunks that show what is new for one choice, without its end."""
-        if not delta.logprobs:
+        in_choice, beside = self._shape.token_ids(delta)
+        if not delta.logprobs and not in_choice:
             return self.text(index, delta.text)
-        return self._chunk(index, delta.text, self._shape.logprobs(index, delta))
+        logprobs = self._shape.logprobs(index, delta) if delta.logprobs else "null"
+        return self._chunk(index, delta.text, logprobs + in_choice, beside)
 
     def text(self, index: int, text: str) -> bytes:
         """The same for text alone; empty if there is nothing to show."""
@@ -184,10 +191,11 @@ class StreamWriter:
             return b"" if index in self._prefixes else self._open(index).encode("ascii")
         return self._chunk(index, text, "null")
 
-    def _chunk(self, index: int, text: str, logprobs: str) -> bytes:
+    def _chunk(self, index: int, text: str, logprobs: str, beside: str = "") -> bytes:
         opening = "" if index in self._prefixes else self._open(index)
         content = encode_basestring_ascii(text) + self._shape.after_text
-        chunk = f'{opening}{self._prefixes[index]}{content},"logprobs":{logprobs}{self._tail}'
+        tail = self._tail_of("null", beside) if beside else self._tail
+        chunk = f'{opening}{self._prefixes[index]}{content},"logprobs":{logprobs}{tail}'
         return chunk.encode("ascii")
 
     def finish(self, index: int, reason: FinishReason, timings: dict[str, object] | None) -> bytes:

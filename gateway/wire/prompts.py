@@ -26,6 +26,14 @@ _MARK, _REPLACEMENT = "\ufdd0", "\ufffd"
 _MARKED = re.compile(f"({_MARK}(?:[^{_MARK}]{_MARK})+)")
 
 
+_FIM = (
+    ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+    ("<fim_prefix>", "<fim_middle>", "<fim_suffix>"),
+    ("<｜fim▁begin｜>", "<｜fim▁end｜>", "<｜fim▁hole｜>"),
+)
+"""What stands before the text, before the middle and before what follows it, as families of models name it."""
+
+
 class Tokenizer(Protocol):
     """What the gateway needs of `engine.planning.tokenizer.Tokenizer`."""
 
@@ -56,9 +64,12 @@ class Prompts:
         self._template = None if source is None else _environment().from_string(source)
         self._knows_developers = source is not None and "developer" in source
         self._special = _any_of(_special_texts(tokenizer))
+        self._fim = next((found for names in _FIM if (found := _tokens_named(tokenizer, names))), None)
 
-    def chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """The tokens of a conversation.
+    def chat(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, continues: bool = False
+    ) -> list[int]:
+        """The tokens of a conversation; with `continues`, up to the end of what its last message says.
 
         Raises:
             ApiError: 400, if there is no template or it does not take these messages.
@@ -67,7 +78,23 @@ class Prompts:
             {key: self._role(value) if key == "role" else self._mark(value) for key, value in message.items()}
             for message in messages
         ]
-        return self._encode_rendered(self._render(marked, add_generation_prompt))
+        if not continues:
+            return self._encode_rendered(self._render(marked, add_generation_prompt))
+        return self._encode_rendered(_cut_after(self._render(marked, False), marked[-1]["content"]))
+
+    def around(self, text: str, suffix: str) -> list[int]:
+        """The tokens that ask for what is between two texts.
+
+        Raises:
+            ApiError: 400, if the tokenizer has no tokens for that.
+        """
+        if self._fim is None:
+            raise invalid(
+                "This model has no tokens for filling in the middle.", "suffix", "unsupported_value"
+            )
+        before_text, before_middle, before_suffix = self._fim
+        encode = self.tokenizer.encode
+        return [before_text, *encode(text), before_suffix, *encode(suffix), before_middle]
 
     def text(self, text: str, *, add_special: bool = True) -> list[int]:
         """The tokens of a plain prompt, with what the tokenizer itself puts around it."""
@@ -112,6 +139,36 @@ class Prompts:
             for part in filter(None, piece.split(_MARK)):
                 token_ids += self.tokenizer.encode(part, parse_special=True)
         return token_ids
+
+
+def _cut_after(rendered: str, said: str) -> str:
+    """A conversation as far as its last message says something, as transformers cuts it.
+
+    The spaces around it are kept where the template keeps them.
+
+    Raises:
+        ApiError: 400, if the template does not show the message as it is.
+    """
+    text = said.strip()
+    at = rendered.rfind(text)
+    if not text or at < 0:
+        message = (
+            "The last message cannot be continued: it is empty, or the model's chat template changes it."
+        )
+        raise invalid(message, "continue_final_message", "chat_template_error")
+    kept = said.lstrip()
+    end = at + len(kept if rendered.startswith(kept, at) else text)
+    return rendered[:end]
+
+
+def _tokens_named(tokenizer: Tokenizer, names: Sequence[str]) -> list[int] | None:
+    """The tokens that are spelt like this; None if one of them is no single token."""
+    encoded = [tokenizer.encode(name, parse_special=True) for name in names]
+    are_tokens = all(
+        len(ids) == 1 and tokenizer.token_bytes(ids[0]) == name.encode()
+        for ids, name in zip(encoded, names, strict=True)
+    )
+    return [ids[0] for ids in encoded] if are_tokens else None
 
 
 def _with_marks(found: re.Match[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NamedTuple, TypeVar
@@ -14,6 +15,8 @@ from gateway.wire.prompts import check_token_ids
 from gateway.wire.schemas import Sampled, as_strings
 from priority.lanes import Lane, Tenant
 
+_BAN = -1e30
+"""A bias that no logit makes up for."""
 _Number = TypeVar("_Number", int, float)
 
 
@@ -69,10 +72,17 @@ def sampling_params(
     *,
     max_tokens: int,
     num_logprobs: int | None,
+    num_prompt_logprobs: int | None,
+    banned: Iterable[int],
+    special_ids: frozenset[int],
     vocab_size: int,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
     """
+    Args:
+        banned: tokens that are never chosen.
+        special_ids: of the tokenizer.
+
     Raises:
         ApiError: 400 for token ids outside the vocabulary, or min_tokens that cannot be reached.
     """
@@ -89,15 +99,18 @@ def sampling_params(
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size) | dict.fromkeys(banned, _BAN),
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         stop=as_strings(body.stop),
+        shows_stop=bool(body.include_stop_str_in_output),
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
+        shown_special=special_ids if body.skip_special_tokens is False else frozenset(),
         num_logprobs=num_logprobs,
         grammar=grammar,
+        num_prompt_logprobs=num_prompt_logprobs,
     )
 
 

@@ -58,6 +58,7 @@ class StreamOptions(StrictBody):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None
     resumable: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Sampled(StrictBody):
@@ -71,6 +72,8 @@ class Sampled(StrictBody):
         "metadata": "max_metadata",
         "structured_outputs.choice": "max_grammar_choices",
         "guided_choice": "max_grammar_choices",
+        "prompt_logprobs": "max_top_logprobs",
+        "bad_words": "max_bad_words",
     }
 
     model: Annotated[str, Field(min_length=1)]
@@ -99,6 +102,15 @@ class Sampled(StrictBody):
     guided_regex: str | None = None
     guided_choice: Annotated[Many[str], Field(min_length=1)] | None = None
     guided_grammar: str | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
+    bad_words: Many[Annotated[str, Field(min_length=1)]] | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1, lt=_INT64)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    priority: Literal[0] | None = None
 
     # Accepted: they ask for nothing that could be seen in the answer.
     user: str | None = None
@@ -152,6 +164,7 @@ class ChatBody(Sampled):
             "audio",
             "function_call",
             "functions",
+            "allowed_token_ids",
             "moderation",
             "parallel_tool_calls",
             "prediction",
@@ -174,17 +187,23 @@ class ChatBody(Sampled):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     response_format: AnswerFormat | None = None
     modalities: Many[Literal["text"]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: Literal[False] | None = None
 
 
 class CompletionBody(Sampled):
     """`POST /v1/completions`."""
 
-    NOT_SUPPORTED = frozenset({"suffix"})
+    NOT_SUPPORTED = frozenset({"allowed_token_ids"})
     MOST: ClassVar[Mapping[str, str | int]] = {**Sampled.MOST, "logprobs": "max_top_logprobs"}
 
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0)] | None = None
-    echo: Literal[False] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
     best_of: Literal[1] | None = None
     response_format: AnswerFormat | None = None
 
@@ -222,7 +241,16 @@ Body = TypeVar("Body", bound=StrictBody)
 
 # Refused for their value, not for their type: clients are told that the feature is missing.
 _MISSING_FEATURES = frozenset(
-    {"echo", "best_of", "store", "response_format", "modalities", "include_obfuscation"}
+    {
+        "add_special_tokens",
+        "best_of",
+        "include_obfuscation",
+        "modalities",
+        "priority",
+        "response_format",
+        "spaces_between_special_tokens",
+        "store",
+    }
 )
 
 
@@ -309,12 +337,24 @@ def check_counts(body: Sampled, limits: Limits) -> None:
     _check_stop(body.stop, limits)
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise invalid("'prompt_logprobs' is not allowed when 'stream' is true.", "prompt_logprobs")
 
 
 def check_chat(body: ChatBody, limits: Limits) -> None:
     check_counts(body, limits)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise invalid(
+                "'continue_final_message' and 'add_generation_prompt' exclude each other.",
+                "continue_final_message",
+            )
+        if body.messages[-1].role != "assistant":
+            raise invalid(
+                "'continue_final_message' needs a last message of the assistant.", "continue_final_message"
+            )
     if None not in (body.max_tokens, body.max_completion_tokens):
         raise invalid("Give 'max_tokens' or 'max_completion_tokens', not both.", "max_tokens")
 
@@ -323,6 +363,10 @@ def check_completion(body: CompletionBody, limits: Limits) -> None:
     check_counts(body, limits)
     if body.stream_options is not None and body.stream_options.resumable:
         raise unsupported("stream_options.resumable")
+    if body.suffix and body.echo:
+        raise invalid("'echo' cannot be used together with 'suffix'.", "echo")
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("'max_tokens' may only be 0 when 'echo' is true.", "max_tokens")
 
 
 def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +30,21 @@ class Head:
     service_tier: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What a reply tells beside its texts."""
+
+    num_top: int = 0
+    """Most likely tokens where log probabilities were asked for."""
+    num_prompt_top: int | None = None
+    """The same of the prompt; None if nothing of it was asked for."""
+    token_ids: bool = False
+    """Those of the prompt and of each choice."""
+
+
+NOTHING = Told()
+
+
 class Shape(Protocol):
     """Where chat and text completions differ."""
 
@@ -41,6 +56,9 @@ class Shape(Protocol):
     empty_delta: str
 
     def logprobs(self, index: int, delta: Delta) -> str: ...
+
+    def token_ids(self, delta: Delta) -> tuple[str, str]:
+        """What a chunk says of them in its choice, and beside its choices."""
 
     def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
         """A reply in one piece; lists that may be large are iterators, for `gateway.wire.frames.json_pieces`."""
@@ -55,37 +73,52 @@ class ChatShape:
     after_text = "}"
     empty_delta = '"delta":{}'
 
-    def __init__(self, tokens: TokenText, num_top: int) -> None:
+    def __init__(self, tokens: TokenText, told: Told = NOTHING) -> None:
         self._tokens = tokens
-        self._num_top = num_top
+        self._told = told
 
     def logprobs(self, index: int, delta: Delta) -> str:  # noqa: ARG002
         return json.dumps(self._logprobs(delta), default=list)
 
     def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        return _body(head, "chat.completion", (self._choice(index, delta) for index, delta in deltas))
+        deltas = list(deltas)
+        first = deltas[0][1]
+        body = _body(head, "chat.completion", (self._choice(index, delta) for index, delta in deltas))
+        if self._told.num_prompt_top is not None:
+            body["prompt_logprobs"] = prompt_logprobs(self._tokens, first, self._told.num_prompt_top)
+        if self._told.token_ids:
+            body["prompt_token_ids"] = first.prompt_token_ids
+        return body
+
+    def token_ids(self, delta: Delta) -> tuple[str, str]:
+        if not self._told.token_ids:
+            return "", ""
+        prompt = delta.prompt_token_ids
+        return _member("token_ids", delta.token_ids), _member("prompt_token_ids", prompt) if prompt else ""
 
     def _choice(self, index: int, delta: Delta) -> dict[str, object]:
-        return {
+        choice: dict[str, object] = {
             "index": index,
             "message": {"role": "assistant", "content": delta.text, "refusal": None},
             "logprobs": self._logprobs(delta) if delta.logprobs else None,
             "finish_reason": delta.finish_reason,
         }
+        return choice | ({"token_ids": delta.token_ids} if self._told.token_ids else {})
 
     def _logprobs(self, delta: Delta) -> dict[str, object]:
         pairs = zip(delta.token_ids, delta.logprobs, strict=False)
-        return {"content": (self._token(token_id, logprobs) for token_id, logprobs in pairs), "refusal": None}
+        content = (self._token(token_id, found) for token_id, found in pairs if found is not None)
+        return {"content": content, "refusal": None}
 
     def _token(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, object]:
-        top = [self._entry(other, logprob) for other, logprob in logprobs.top[: self._num_top]]
+        top = [self._entry(other, logprob) for other, logprob in logprobs.top[: self._told.num_top]]
         return self._entry(token_id, logprobs.logprob) | {"top_logprobs": top}
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, object]:
         text = self._tokens.token_bytes(token_id)
         return {
             "token": text.decode(errors="replace"),
-            "logprob": max(logprob, _LOWEST_LOGPROB),
+            "logprob": _finite(logprob),
             "bytes": list(text),
         }
 
@@ -99,9 +132,9 @@ class CompletionShape:
     after_text = ""
     empty_delta = '"text":""'
 
-    def __init__(self, tokens: TokenText, num_top: int) -> None:
+    def __init__(self, tokens: TokenText, told: Told = NOTHING) -> None:
         self._tokens = tokens
-        self._num_top = num_top
+        self._told = told
         self._offsets: dict[int, int] = {}
         """Characters already spelt out, by choice."""
 
@@ -112,26 +145,41 @@ class CompletionShape:
         return _body(head, "text_completion", (self._choice(index, delta) for index, delta in deltas))
 
     def _choice(self, index: int, delta: Delta) -> dict[str, object]:
-        return {
+        choice: dict[str, object] = {
             "index": index,
             "text": delta.text,
             "logprobs": self._logprobs(index, delta) if delta.logprobs else None,
             "finish_reason": delta.finish_reason,
         }
+        if self._told.num_prompt_top is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self._tokens, delta, self._told.num_prompt_top)
+        if self._told.token_ids:
+            choice |= {"token_ids": delta.token_ids, "prompt_token_ids": delta.prompt_token_ids}
+        return choice
+
+    def token_ids(self, delta: Delta) -> tuple[str, str]:
+        if not self._told.token_ids:
+            return "", ""
+        prompt = delta.prompt_token_ids
+        in_choice = _member("token_ids", delta.token_ids)
+        return in_choice + (_member("prompt_token_ids", prompt) if prompt else ""), ""
 
     def _logprobs(self, index: int, delta: Delta) -> dict[str, object]:
-        tokens = [self._text(token_id) for token_id in delta.token_ids]
+        tokens = [
+            self._text(token_id)
+            for token_id in [*delta.prompt_token_ids, *delta.token_ids][-len(delta.logprobs) :]
+        ]
         return {
             "tokens": tokens,
-            "token_logprobs": [max(found.logprob, _LOWEST_LOGPROB) for found in delta.logprobs],
-            "top_logprobs": (self._top(found) for found in delta.logprobs),
+            "token_logprobs": [None if found is None else _finite(found.logprob) for found in delta.logprobs],
+            "top_logprobs": (None if found is None else self._top(found) for found in delta.logprobs),
             "text_offset": self._advance(index, tokens),
         }
 
     def _top(self, logprobs: TokenLogprobs) -> dict[str, float]:
         # Several tokens can look the same as text; the most likely one is shown.
-        worst_first = reversed(logprobs.top[: self._num_top])
-        return {self._text(token_id): max(logprob, _LOWEST_LOGPROB) for token_id, logprob in worst_first}
+        worst_first = reversed(logprobs.top[: self._told.num_top])
+        return {self._text(token_id): _finite(logprob) for token_id, logprob in worst_first}
 
     def _text(self, token_id: int) -> str:
         return self._tokens.token_bytes(token_id).decode(errors="replace")
@@ -144,6 +192,29 @@ class CompletionShape:
             offset += len(token)
         self._offsets[index] = offset
         return offsets
+
+
+def prompt_logprobs(tokens: TokenText, delta: Delta, num_top: int) -> Iterator[dict[str, object] | None]:
+    """vLLM's `prompt_logprobs`: by place in the prompt, the token there and the most likely ones; null at the first."""
+    yield None
+    for token_id, found in zip(delta.prompt_token_ids[1:], delta.prompt_logprobs or (), strict=True):
+        ranked = {other: (rank, logprob) for rank, (other, logprob) in enumerate(found.top[:num_top], 1)}
+        yield {
+            str(other): {
+                "logprob": _finite(logprob),
+                "rank": rank,
+                "decoded_token": tokens.token_bytes(other).decode(errors="replace"),
+            }
+            for other, (rank, logprob) in ({token_id: (None, found.logprob)} | ranked).items()
+        }
+
+
+def _member(name: str, token_ids: Sequence[int]) -> str:
+    return f',"{name}":{json.dumps(list(token_ids))}'
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
 def _body(head: Head, object_name: str, choices: Iterator[dict[str, object]]) -> dict[str, object]:

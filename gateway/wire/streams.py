@@ -6,7 +6,7 @@ bound it is cut off. All of this happens on the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
@@ -28,8 +28,12 @@ class Delta:
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    """Those that `logprobs` are of; nobody else asks."""
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    """Of these tokens. If the prompt is echoed, those of its tokens come before, None for the first one."""
+    prompt_token_ids: Sequence[int] = ()
+    """With the first delta of a choice, if something of its prompt was asked for."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """With it, if they were asked for: those of the prompt tokens from the second one on."""
     finish_reason: FinishReason | None = None
     stop: str | None = None
     """The stop string that ended it, if one did."""
@@ -37,8 +41,8 @@ class Delta:
     def add(self, output: Output) -> None:
         self.text += output.text
         self.finish_reason, self.stop = output.finish_reason, output.stop
+        self.token_ids += output.token_ids
         if output.logprobs:
-            self.token_ids += output.token_ids
             self.logprobs += output.logprobs
 
 
@@ -160,19 +164,49 @@ class Generation:
 class Stream(Generation):
     """A reply with one reader, over the connection that its request came by; it ends with it."""
 
-    def __init__(self, requests: list[Request], connection: Connection, *, streamed: bool) -> None:
+    def __init__(
+        self,
+        requests: list[Request],
+        connection: Connection,
+        *,
+        streamed: bool,
+        echoes: Sequence[str] = (),
+        in_full: bool = False,
+    ) -> None:
+        """
+        Args:
+            echoes: the texts of the requests' prompts, if choices begin with them.
+            in_full: the reader wants to know more than texts of each choice, of its prompt as well.
+        """
         super().__init__(requests)
         self.streamed = streamed
         self.connection = connection
         self.pass_on: Callable[[int, str], bool] = _keep_back
         """Sends the new text of a choice at once, if it can, so that the reader need not wake up for it."""
         self._first_choice = _first_choices(requests)
+        self._echoes = {request.request_id: text for request, text in zip(requests, echoes, strict=False)}
+        self._unbegun = {
+            self._first_choice[request.request_id] + index: request
+            for request in requests
+            if echoes or in_full or request.sampling.num_prompt_logprobs is not None
+            for index in range(request.n)
+        }
+        """Choices that begin with something of their prompt and have not begun."""
+        self._in_full = in_full
+        self._prompt_logprobs: dict[str, list[TokenLogprobs]] = {}
         self._pending: dict[int, Delta] = {}
         self._pending_bytes = 0
 
     def receive(self, output: Output) -> None:
         index = self._first_choice[output.request_id] + output.index
-        is_plain = output.finish_reason is None and not output.logprobs
+        if index in self._unbegun:
+            self._begin(index, output)
+        is_plain = (
+            output.finish_reason is None
+            and not output.logprobs
+            and not self._in_full
+            and index not in self._pending
+        )
         if is_plain and self.connection.waits and self.pass_on(index, output.text):
             return
         self._keep(index, output)
@@ -202,6 +236,18 @@ class Stream(Generation):
         """All that is new, by choice."""
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
         return pending.items()
+
+    def _begin(self, index: int, output: Output) -> None:
+        """Keeps what a choice begins with, before its first output. The first choice of a prompt brings it for all."""
+        request = self._unbegun.pop(index)
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[request.request_id] = output.prompt_logprobs
+        told = self._prompt_logprobs.get(request.request_id)
+        self._pending[index] = delta = Delta(prompt_token_ids=request.prompt_token_ids, prompt_logprobs=told)
+        if request.request_id in self._echoes:
+            delta.text = self._echoes[request.request_id]
+            if told is not None and request.sampling.num_logprobs is not None:
+                delta.logprobs += [None, *told]
 
     def _keep(self, index: int, output: Output) -> None:
         pending = self._pending.get(index)

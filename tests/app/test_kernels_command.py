@@ -9,7 +9,7 @@ import torch
 
 from app import cli, kernels
 from app.checkpoint import find_checkpoint
-from app.server import describe_failure
+from app.errors import describe_failure
 from engine.errors import InstructionSetError
 from engine.kernels.cpu import build
 from engine.kernels.cpu.build import NativeUnavailable

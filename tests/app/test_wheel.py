@@ -18,6 +18,7 @@ import pytest
 
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from app.bench.server_process import ServerProcess
+from penstock import isolation
 
 ROOT = Path(__file__).parents[2]
 NOT_INSTALLED = {"tests", "loadtests", "deploy"}
@@ -213,3 +214,55 @@ def test_the_processes_that_bench_starts_are_of_the_same_wheel(installed: Instal
     assert done.returncode == 0, done.stderr
     assert "llama-tiny, float32, 1" in done.stdout
     installed.assert_only_installed("penstock", "app.bench.runs", "app.server")
+
+
+PROGRAM = """
+import sys
+
+import app
+import penstock
+
+assert app.WHOSE == "mine"
+assert not {"torch", "pydantic", "rich"} & sys.modules.keys()
+
+from penstock import LLM
+
+import engine.parts
+
+with LLM(progress=False, num_blocks=64) as llm:
+    print(llm.generate("Once upon a", temperature=0, max_tokens=4)[0].text)
+
+import app.late
+
+assert engine.parts.WHOSE == app.late.WHOSE == "mine"
+assert {name for name in sys.modules if name.split(".")[0] in NAMES} == {"app", "app.late", "engine", "engine.parts"}
+home = sys.modules["penstock"].__path__[0]
+ours = {name: module for name, module in sys.modules.items() if name.startswith("penstock.lib.")}
+assert {"penstock.lib.app.offline", "penstock.lib.engine.execution.runner"} < ours.keys()
+assert all(module.__file__.startswith(home) for module in ours.values())
+assert home not in sys.path
+"""
+
+
+def test_it_is_a_library_in_a_program_that_has_packages_of_the_same_names(
+    installed: Installed, tmp_path: Path
+) -> None:
+    for name, module in (("app", "late"), ("engine", "parts")):
+        (tmp_path / name).mkdir()
+        for file in ("__init__.py", f"{module}.py"):
+            (tmp_path / name / file).write_text("WHOSE = 'mine'")
+    (tmp_path / "program.py").write_text(f"NAMES = {packages()}\n{PROGRAM}")
+    done = subprocess.run(
+        [str(installed.bin / "python"), str(tmp_path / "program.py")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == " time, in a\n"
+    installed.modules()  # forgotten: some are the program's own
+
+
+def test_all_packages_are_told_apart_from_those_of_others() -> None:
+    assert packages() == isolation.NAMES

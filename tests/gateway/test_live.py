@@ -94,6 +94,31 @@ def test_logprobs_add_up_to_the_text(api: openai.OpenAI, model: str) -> None:
         assert token.logprob <= 0
 
 
+@pytest.mark.parametrize("as_ids", [True, False], ids=["ids", "text"])
+def test_an_echo_scores_what_was_said_greedily(
+    api: openai.OpenAI, model: str, live_server: str, as_ids: bool
+) -> None:
+    """As lm-eval's `local-completions` asks for the likelihood of a continuation, and reads it."""
+    context = httpx.post(f"{live_server}/tokenize", json={"prompt": "Once upon a time"}).json()["tokens"]
+    said = api.completions.create(model=model, prompt=context, max_tokens=12, temperature=0, logprobs=1)
+    assert said.choices[0].logprobs is not None
+    expected = said.choices[0].logprobs.token_logprobs or []
+    whole = "Once upon a time" + said.choices[0].text
+    ids = httpx.post(f"{live_server}/tokenize", json={"prompt": whole}).json()["tokens"]
+    assert ids[: len(context)] == context
+    prompts: Any = [ids if as_ids else whole, ids[:-2] if as_ids else whole]
+    reply = api.completions.create(
+        model=model, prompt=prompts, temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
+    )
+    for choice, number in zip(reply.choices, (0, 2 if as_ids else 0), strict=True):
+        assert choice.logprobs is not None
+        logprobs = (choice.logprobs.token_logprobs or [])[len(context) : -1]
+        tops = (choice.logprobs.top_logprobs or [])[len(context) : -1]
+        assert logprobs == pytest.approx(expected[: len(expected) - number], abs=1e-4)
+        assert all(logprob == max(top.values()) for logprob, top in zip(logprobs, tops, strict=True))
+    assert whole in reply.choices[0].text
+
+
 def test_a_logit_bias_forces_a_token(api: openai.OpenAI, model: str, live_server: str) -> None:
     found = httpx.post(f"{live_server}/tokenize", json={"prompt": "a", "add_special_tokens": False}).json()
     token_id = found["tokens"][0]

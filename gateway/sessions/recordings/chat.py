@@ -36,7 +36,7 @@ class ChatFormat:
             model=recording.about["model"],
             service_tier=recording.about["service_tier"],
         )
-        self._shape = ChatShape(tokens, 0)
+        self._shape = ChatShape(tokens)
         self._include_usage: bool = recording.about["include_usage"]
         self._writer = StreamWriter(self._shape, self._head, include_usage=self._include_usage)
         self._role = self._writer.text(0, "")

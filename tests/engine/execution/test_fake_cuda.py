@@ -18,7 +18,7 @@ from engine.model.config import LoadOptions
 from engine.planning.step import OutOfMemory, Plan
 from tests.engine import needs
 from tests.engine.checkpoints import make_checkpoint
-from tests.engine.execution.test_steps import REQUESTS, SEATS, Party
+from tests.engine.execution.test_steps import REQUESTS, SEATS, Party, ask
 from tests.engine.fake_cuda import FakeCuda, HostWaits, Mixed, Raced, patched
 
 pytest.importorskip("triton", reason=needs.TRITON)
@@ -97,6 +97,15 @@ def test_no_launch_waits_for_the_device(
     assert (cuda.num_replays > 0) == cuda_graphs
     assert runner.num_copies
     assert {"rms_norm_kernel", "decode_attention_kernel", "prepare_kernel", "gather_kernel"} <= cuda.launched
+
+
+def test_scoring_a_prompt_waits_for_nothing(folder: Path, cuda: FakeCuda) -> None:
+    party = Party(Watched(folder, cuda), budget=11)
+    party.run(ask("scored", 40, num_prompt_logprobs=2), *REQUESTS, preempt_at=(2,))
+    assert cuda.num_replays
+    found = party.outputs["scored", 0][0].prompt_logprobs
+    assert found is not None
+    assert [len(at.top) for at in found] == [2] * 39
 
 
 def test_a_launch_that_is_tried_again_overwrites_nothing(folder: Path, cuda: FakeCuda) -> None:

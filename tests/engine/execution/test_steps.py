@@ -240,6 +240,29 @@ def test_log_probabilities_come_along(model: LoadedModel, folder: Path, expected
     assert all(output.logprobs is None for output in party.outputs["greedy", 0])
 
 
+@pytest.mark.parametrize("preempt_at", [(), (2, 3)])
+def test_a_prompt_is_scored_beside_steps_in_flight(
+    model: LoadedModel, expected: Party, preempt_at: tuple[int, ...]
+) -> None:
+    """What a step brings of a sequence that gave way meanwhile counts."""
+    request = ask("scored", 70, num_prompt_logprobs=2)
+    (alone,) = Party(device_runner(model, None, num_ahead=0)).run(request).outputs["scored", 0][:1]
+    device = RepeatingDevice()
+    party = Party(device_runner(model, device), budget=11)
+    party.run(request, *REQUESTS, preempt_at=preempt_at)
+    found = party.outputs["scored", 0][0].prompt_logprobs
+    assert party.scheduler.counters.num_preemptions == len(preempt_at)
+    assert device.replays
+    assert found is not None
+    assert alone.prompt_logprobs is not None
+    assert len(found) == 69
+    for mine, theirs in zip(found, alone.prompt_logprobs, strict=True):
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+    tokens = party.tokens()
+    assert all(tokens[key] == others for key, others in expected.tokens().items())
+
+
 def test_logits_that_are_not_finite_fail_their_sequence_alone(model: LoadedModel) -> None:
     """Its next step is in flight already, with no token to compute."""
     runner = device_runner(model, None)

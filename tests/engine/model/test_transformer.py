@@ -198,6 +198,8 @@ def test_only_the_rows_asked_for_come_back(case: Case) -> None:
     assert largest(case.decode(batch).cpu() - case.expected[[89, 3]]) <= case.error
     batch.sample_rows = int32([])
     assert case.decode(batch).shape == (0, 512)
+    batch.sample_rows = int32(list(reversed(range(NUM_TOKENS))))
+    assert largest(case.decode(batch).cpu() - case.expected.flip(0)) <= case.error
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -63,6 +63,22 @@ def first_to_end(text: str, stops: tuple[str, ...]) -> int | None:
     return end + length
 
 
+@settings(max_examples=30, deadline=None)
+@given(cut_texts(), stop_tuples)
+def test_a_stop_string_that_is_shown_is_the_end_of_the_text(
+    pieces: list[str], stops: tuple[str, ...]
+) -> None:
+    hidden, is_stopped = show(pieces, stops)
+    stream = TextStream(Pieces(pieces), stops, shows_stop=True)
+    shown = ""
+    for i in range(len(pieces)):
+        shown += stream.push(i)
+        if stream.stopped:
+            break
+    assert stream.stopped == is_stopped
+    assert shown + stream.flush() == hidden + (stream.stop or "")
+
+
 @settings(max_examples=70, deadline=None)
 @given(cut_texts(), stops)
 def test_one_stop_string_is_found_where_find_finds_it(pieces: list[str], stop: str) -> None:

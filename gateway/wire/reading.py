@@ -1,0 +1,188 @@
+"""How the text of a model's replies is understood: which format of calls it has, and which of reasoning."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, ReplyParser, TextDelta
+from gateway.wire.prompts import Tokenizer
+from gateway.wire.tools.coder import Qwen3Coder
+from gateway.wire.tools.json_calls import Hermes, LlamaJson, Mistral
+from gateway.wire.tools.pythonic import Pythonic
+from gateway.wire.tools.scanning import FormatParser, Malformed, Scanner, Steps, Tools
+
+AUTO, NONE = "auto", "none"
+_TAIL_TOKENS = 16
+"""Tokens at the end of a prompt among which a marker is looked for."""
+
+
+class Thinking(NamedTuple):
+    """What reasoning is written between."""
+
+    opening: str
+    closing: str
+
+
+TOOL_FORMATS: Mapping[str, type[FormatParser]] = {
+    "mistral": Mistral,
+    "qwen3_coder": Qwen3Coder,
+    "hermes": Hermes,
+    "llama_pythonic": Pythonic,
+    "llama3_json": LlamaJson,
+}
+_SIGNS_OF_TOOLS = (
+    ("[TOOL_CALLS]", "mistral"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("[func_name1(", "llama_pythonic"),
+    ("<|python_start|>", "llama_pythonic"),
+    ('{"name": function name, "parameters": ', "llama3_json"),
+    ("<|python_tag|>", "llama3_json"),
+)
+"""What a chat template has in it, and the format it speaks of; the first that is found decides."""
+
+REASONING_FORMATS = {
+    "think": Thinking("<think>", "</think>"),
+    "mistral": Thinking("[THINK]", "[/THINK]"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How one reply's text is understood. It is JSON: it goes into journals."""
+
+    tools: str | None = None
+    """The format of calls; None if there are none to make."""
+    schemas: Mapping[str, Any] = field(default_factory=dict)
+    """The JSON schema of its arguments, by the name of each tool."""
+    one_call: bool = False
+    """Calls after the first are left out."""
+    reasoning: str | None = None
+    """The format of reasoning; None if it is text like any other."""
+    is_open: bool = False
+    """The prompt ends within reasoning."""
+    shows_reasoning: bool = True
+
+    @property
+    def is_plain(self) -> bool:
+        """The text is the answer, as it is."""
+        return self.tools is None and self.reasoning is None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What must be seen in the text, whether or not it is a special token."""
+        calls = () if self.tools is None else TOOL_FORMATS[self.tools].markers
+        return (*calls, *(() if self.reasoning is None else REASONING_FORMATS[self.reasoning]))
+
+    def parser(self, reply_id: str, choice: int = 0) -> ReplyParser:
+        """For one choice of the reply with that id: calls have the same ids whenever its text is parsed."""
+        parser: ReplyParser = _Plain()
+        if self.tools is not None:
+            new_id = partial(_call_id, self.tools, f"{reply_id}/{choice}")
+            parser = TOOL_FORMATS[self.tools](Tools(self.schemas, new_id))
+        if self.reasoning is not None:
+            parser = _Reasoned(REASONING_FORMATS[self.reasoning], self.is_open, parser)
+        return _Filtered(self, parser) if self.one_call or not self.shows_reasoning else parser
+
+
+class Formats:
+    """Those of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, tools: str = AUTO, reasoning: str = AUTO) -> None:
+        """
+        Args:
+            tools: one of TOOL_FORMATS; NONE; or AUTO, what the chat template looks like.
+            reasoning: the same of REASONING_FORMATS.
+        """
+        template = tokenizer.chat_template or ""
+        self._tokenizer = tokenizer
+        self.tools = _chosen(tools, template, _SIGNS_OF_TOOLS)
+        closings = [(thinking.closing, name) for name, thinking in REASONING_FORMATS.items()]
+        self.reasoning = _chosen(reasoning, template, closings)
+
+    def is_open(self, prompt: Sequence[int]) -> bool:
+        """Whether a prompt ends within reasoning that it has begun."""
+        if self.reasoning is None:
+            return False
+        tail = self._tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False)
+        return tail.rstrip().endswith(REASONING_FORMATS[self.reasoning].opening)
+
+    def shown(self, reading: Reading) -> frozenset[int]:
+        """The special tokens that a reply's text must have in it."""
+        spelt = [self._tokenizer.encode(marker, parse_special=True) for marker in reading.markers]
+        return frozenset(ids[0] for ids in spelt if len(ids) == 1) & self._tokenizer.special_ids
+
+
+class _Plain:
+    """Everything is text."""
+
+    def feed(self, text: str) -> list[Piece]:
+        return [TextDelta(text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+class _Reasoned(Scanner):
+    """Reasoning at the beginning of a reply, and then the answer. Space around reasoning belongs to neither."""
+
+    def __init__(self, thinking: Thinking, is_open: bool, answer: ReplyParser) -> None:
+        super().__init__()
+        self._thinking = thinking
+        self._is_open = is_open
+        self._answer = answer
+
+    def parse(self) -> Steps:
+        if self._is_open or (yield from self._begins()):
+            yield from self.skip(self._thinking.opening)
+            yield from self.skip_space()
+            yield from self.said_until(self._thinking.closing, ReasoningDelta)
+            yield from self.skip_space()
+        while True:
+            self._pieces += self._answer.feed(self.consume(len(self._text)))
+            if self._ended:
+                break
+            yield
+        self._pieces += self._answer.finish()
+
+    def _begins(self) -> Generator[None, None, bool]:
+        try:
+            start = yield from self.past_space()
+        except Malformed:
+            return False
+        return (yield from self.ahead(self._thinking.opening, start))
+
+
+class _Filtered:
+    """Leaves out what the client does not want to see."""
+
+    def __init__(self, reading: Reading, parser: ReplyParser) -> None:
+        self._reading = reading
+        self._parser = parser
+
+    def feed(self, text: str) -> list[Piece]:
+        return list(filter(self._is_shown, self._parser.feed(text)))
+
+    def finish(self) -> list[Piece]:
+        return list(filter(self._is_shown, self._parser.finish()))
+
+    def _is_shown(self, piece: Piece) -> bool:
+        if isinstance(piece, CallBegun | ArgumentsDelta):
+            return not (self._reading.one_call and piece.index)
+        return self._reading.shows_reasoning or not isinstance(piece, ReasoningDelta)
+
+
+def _chosen(name: str, template: str, signs: Iterable[tuple[str, str]]) -> str | None:
+    if name == AUTO:
+        return next((format for sign, format in signs if sign in template), None)
+    return None if name == NONE else name
+
+
+def _call_id(format: str, choice: str, number: int) -> str:
+    """Mistral's templates take ids of nine letters and digits only."""
+    digest = sha256(f"{choice}/{number}".encode()).hexdigest()
+    return digest[:9] if format == "mistral" else f"call_{digest[:24]}"

@@ -1,0 +1,284 @@
+"""What the parsers of all formats share: text that comes in deltas, read as if all of it were there.
+
+A format is a generator that yields whenever it needs more text than there is. It looks ahead as far as it likes and
+consumes what it understood: text that turns out to be no call is still there to be said.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, TextDelta
+
+Steps = Generator[None, None, None]
+
+_PLAIN = re.compile(r'[^"{}\[\]<]*')
+_IN_STRING = re.compile(r'[^"\\]*')
+_SPACE = re.compile(r"\s*")
+
+
+class Malformed(Exception):
+    """What comes is not what the format says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The tools that a reply may call."""
+
+    schemas: Mapping[str, Any]
+    """The JSON schema of its arguments, by the name of the tool."""
+    new_id: Callable[[int], str]
+    """The id of a reply's call with that number, counted from 0."""
+
+
+class Scanner:
+    """A `gateway.wire.parsing.ReplyParser`; what a subclass adds is `parse`."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        """What was not consumed yet."""
+        self._opening = ""
+        """The marker that was found last, with the space before it."""
+        self._ended = False
+        self._pieces: list[Piece] = []
+        self._steps = self.parse()
+
+    def parse(self) -> Steps:
+        """Reads the whole reply."""
+        raise NotImplementedError
+
+    def feed(self, text: str) -> list[Piece]:
+        self._text += text
+        next(self._steps, None)
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        self._ended = True
+        return self.feed("")
+
+    # What comes out
+
+    def say(self, text: str, kind: type[TextDelta | ReasoningDelta] = TextDelta) -> None:
+        if text:
+            self._pieces.append(kind(text))
+
+    def say_opening(self) -> None:
+        """Says the marker after all: it opened nothing."""
+        self.say(self._opening)
+
+    # What goes in
+
+    def more(self) -> Steps:
+        """Waits for more text.
+
+        Raises:
+            Malformed: none comes.
+        """
+        if self._ended:
+            raise Malformed
+        yield
+
+    def consume(self, length: int) -> str:
+        taken, self._text = self._text[:length], self._text[length:]
+        return taken
+
+    def ahead(self, text: str, start: int = 0) -> Generator[None, None, bool]:
+        """Whether this text comes next, at `start`."""
+        while len(self._text) - start < len(text):
+            if self._ended or not text.startswith(self._text[start:]):
+                return False
+            yield
+        return self._text.startswith(text, start)
+
+    def past_space(self, start: int = 0) -> Generator[None, None, int]:
+        """The place of the first character, from `start` on, that is no space; Malformed if there is none."""
+        while (end := _end(_SPACE, self._text, start)) == len(self._text):
+            yield from self.more()
+        return end
+
+    def skip_space(self) -> Steps:
+        while True:
+            self._text = self._text.lstrip()
+            if self._text or self._ended:
+                return
+            yield
+
+    def skip(self, text: str) -> Steps:
+        """Passes over space and then this text, if it comes next."""
+        yield from self.skip_space()
+        if (yield from self.ahead(text)):
+            self.consume(len(text))
+
+    def said_until(
+        self, marker: str, kind: type[TextDelta | ReasoningDelta] = TextDelta
+    ) -> Generator[None, None, bool]:
+        """Says what comes before a marker, which is consumed. False: all was said, and there is none.
+
+        Space before a marker is not said: it is the format's.
+        """
+        while True:
+            before, found, after = self._text.partition(marker)
+            if found:
+                said = before.rstrip()
+                self.say(said, kind)
+                self._opening = before[len(said) :] + marker
+                self._text = after
+                return True
+            if self._ended:
+                self.say(self.consume(len(self._text)), kind)
+                return False
+            self.say(self.consume(len(self._text) - _num_held(self._text, marker)), kind)
+            yield
+
+    def said(self) -> Steps:
+        """Says all that comes."""
+        while not self._ended:
+            self.say(self.consume(len(self._text)))
+            yield
+        self.say(self.consume(len(self._text)))
+
+    def match(self, pattern: re.Pattern[str], start: int = 0) -> Generator[None, None, int]:
+        """The end of the longest text like this from `start` on; it is not empty, and something else follows it.
+
+        Raises:
+            Malformed: nothing like it comes.
+        """
+        while (end := _end(pattern, self._text, start)) == len(self._text):
+            yield from self.more()
+        if end == start:
+            raise Malformed
+        return end
+
+
+class FormatParser(Scanner):
+    """What all formats of calls have."""
+
+    markers: ClassVar[tuple[str, ...]]
+    """What the format is written with beside the calls; some vocabularies have special tokens for it."""
+
+    def __init__(self, tools: Tools) -> None:
+        super().__init__()
+        self._tools = tools
+        self._num_calls = 0
+
+    def begin(self, name: str) -> None:
+        self._pieces.append(CallBegun(self._num_calls, self._tools.new_id(self._num_calls), name))
+        self._num_calls += 1
+
+    def argue(self, text: str) -> None:
+        if text:
+            self._pieces.append(ArgumentsDelta(self._num_calls - 1, text))
+
+    def json_end(self, start: int) -> Generator[None, None, int]:
+        """The end of a JSON string, object or array that begins at `start`; Malformed if it has none."""
+        scan, end = JsonScan(), start
+        while True:
+            end = scan.advance(self._text, end)
+            if scan.done:
+                return end
+            yield from self.more()
+
+    def json_argue(self) -> Steps:
+        """Passes on the object that comes next as the arguments of the call that was begun last.
+
+        Raises:
+            Malformed: it broke off; what came of it is passed on.
+        """
+        scan = JsonScan()
+        while not scan.done:
+            try:
+                end = scan.advance(self._text, 0)
+            except Malformed:
+                self.argue(self.consume(scan.stopped_at))
+                raise
+            self.argue(self.consume(end))
+            if not scan.done:
+                yield from self.more()
+
+
+class JsonScan:
+    """Finds the end of a JSON value that is a string, an object or an array, as its text comes."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.stopped_at = 0
+        """Where the text stopped to be JSON."""
+        self._closing: list[str] = []
+        """The brackets that are open, as they close."""
+        self._in_string = False
+        self._escaped = False
+
+    def advance(self, text: str, start: int) -> int:
+        """The end of the value, or of the text if the value goes on.
+
+        Raises:
+            Malformed: brackets do not match, or something is there that JSON does not have.
+        """
+        i = start
+        while i < len(text) and not self.done:
+            i = self._string(text, i) if self._in_string else self._structure(text, i)
+        return i
+
+    def _string(self, text: str, i: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            return i + 1
+        i = _end(_IN_STRING, text, i)
+        if i == len(text):
+            return i
+        self._escaped = text[i] == "\\"
+        if not self._escaped:
+            self._in_string = False
+            self.done = not self._closing
+        return i + 1
+
+    def _structure(self, text: str, i: int) -> int:
+        i = _end(_PLAIN, text, i)
+        if i == len(text):
+            return i
+        character = text[i]
+        if character == '"':
+            self._in_string = True
+        elif character in "{[":
+            self._closing.append("}" if character == "{" else "]")
+        elif self._closing and character == self._closing[-1]:
+            self._closing.pop()
+            self.done = not self._closing
+        else:
+            self.stopped_at = i
+            raise Malformed
+        return i + 1
+
+
+def string_of(text: str) -> str:
+    """What a JSON string says; Malformed if it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        raise Malformed from None
+    if not isinstance(value, str):
+        raise Malformed
+    return value
+
+
+def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
+    """Of a match at `start` that may be empty."""
+    found = pattern.match(text, start)
+    return start if found is None else found.end()
+
+
+def _num_held(text: str, marker: str) -> int:
+    """Characters at the end of a text that are held back: a marker's beginning, and space."""
+    shown = text[: len(text) - num_begun(text, marker)].rstrip()
+    return len(text) - len(shown)
+
+
+def num_begun(text: str, marker: str) -> int:
+    """Characters at the end of a text that a marker begins with."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if marker.startswith(text[-n:])), 0)

@@ -1,0 +1,153 @@
+"""Log probabilities of prompts against transformers': in one piece, in chunks, after preemption, beside others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from tests.engine.checkpoints import make_checkpoint
+from tests.engine.driver import Driver
+from tests.engine.paper import drafting_always
+from tests.engine.test_drafts import Prophet
+
+PROMPT = tuple((37 * i + 11) % 390 for i in range(61))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def driver(folder: Path) -> Driver:
+    return Driver(folder, num_blocks=96, max_num_seqs=4)
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> Tensor:
+    """[tokens - 1, vocab]: what each token of the prompt says of the one after it."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([PROMPT])).logits[0, :-1]
+    return logits.log_softmax(-1)
+
+
+def scored(
+    name: str, prompt: tuple[int, ...] = PROMPT, num: int = 3, n: int = 1, max_tokens: int = 4
+) -> Request:
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, num_prompt_logprobs=num, num_logprobs=1
+    )
+    return Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, n=n)
+
+
+def found_of(driver: Driver, name: str, index: int = 0) -> list[TokenLogprobs]:
+    first, *others = driver.outputs[name, index]
+    assert all(output.prompt_logprobs is None for output in others)
+    assert first.prompt_logprobs is not None
+    return first.prompt_logprobs
+
+
+def check(found: list[TokenLogprobs], expected: Tensor, num: int = 3) -> None:
+    assert len(found) == len(expected)
+    for at, logprobs, token_id in zip(found, expected, PROMPT[1:], strict=False):
+        values, token_ids = logprobs.topk(num)
+        assert at.logprob == pytest.approx(logprobs[token_id].item(), abs=2e-4)
+        assert [token for token, _ in at.top] == token_ids.tolist()
+        assert [value for _, value in at.top] == pytest.approx(values.tolist(), abs=2e-4)
+
+
+@pytest.mark.parametrize("budget", [64, 7])
+def test_those_of_a_prompt_are_those_of_transformers(driver: Driver, expected: Tensor, budget: int) -> None:
+    driver.fresh(budget=budget)
+    driver.run(scored("r"))
+    check(found_of(driver, "r"), expected)
+
+
+def test_they_are_the_same_bits_in_any_chunks_and_company(driver: Driver) -> None:
+    if driver.runner.model.kernels.name != "native":
+        pytest.skip("needs a C++ compiler: plain torch does not promise the same bits in every batch")
+    driver.fresh()
+    driver.run(scored("r"))
+    alone = found_of(driver, "r")
+    driver.fresh(budget=23)
+    driver.run(scored("other", PROMPT[5:40], 1), scored("r"), scored("third", PROMPT[9:], 0))
+    assert found_of(driver, "r") == alone
+    assert {len(at.top) for at in found_of(driver, "other")} == {1}
+    assert {len(at.top) for at in found_of(driver, "third")} == {0}
+
+
+def test_a_cached_prefix_is_computed_again_for_them(driver: Driver, expected: Tensor) -> None:
+    driver.fresh()
+    driver.run(scored("first"))
+    driver.run(scored("second"))
+    check(found_of(driver, "second"), expected)
+    driver.run(Request(request_id="third", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=1)))
+    timings = [driver.outputs[name, 0][-1].timings for name in ("second", "third")]
+    assert [found.num_cached_tokens for found in timings if found is not None] == [0, 48]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_after_preemption_they_come_once(driver: Driver, expected: Tensor, prefix_cache: bool) -> None:
+    driver.fresh(budget=9, prefix_cache=prefix_cache)
+    scheduler = driver.scheduler
+
+    def preempt(step: int) -> None:
+        if step in (3, 6, 8) and scheduler.running:
+            scheduler.preempt(scheduler.running[0])
+
+    driver.run(scored("r"), before_step=preempt)
+    assert scheduler.counters.num_preemptions == 3
+    check(found_of(driver, "r"), expected)
+
+
+def test_choices_share_those_of_the_first(driver: Driver, expected: Tensor) -> None:
+    driver.fresh()
+    driver.run(scored("r", n=6))
+    check(found_of(driver, "r"), expected)
+    assert all(driver.outputs["r", index][0].prompt_logprobs is None for index in range(1, 6))
+    assert [len(driver.tokens("r", index)) for index in range(6)] == [4] * 6
+
+
+def test_they_come_beside_drafts_that_are_verified(driver: Driver, expected: Tensor) -> None:
+    plain = Request(
+        request_id="plain",
+        prompt_token_ids=(5, 6, 7) * 5,
+        sampling=SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+    )
+    driver.fresh(budget=16)
+    driver.run(plain)
+    alone = driver.tokens("plain")
+    driver.fresh(budget=16)
+    driver.scheduler.drafting = drafting_always(
+        Prophet({("plain", 0): alone, ("r", 0): []}, rightness=0.8), driver.facts.max_drafts
+    )
+    driver.run(plain, scored("r"))
+    timings = driver.outputs["plain", 0][-1].timings
+    assert timings is not None
+    assert timings.drafts["prophet"].num_drafted
+    assert driver.tokens("plain") == alone
+    check(found_of(driver, "r"), expected)
+
+
+def test_of_one_token_there_are_none(driver: Driver) -> None:
+    driver.fresh()
+    driver.run(scored("r", PROMPT[:1]))
+    assert found_of(driver, "r") == []
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_without_output_tokens_the_prompt_is_scored_and_that_is_all(
+    driver: Driver, expected: Tensor, n: int
+) -> None:
+    driver.fresh()
+    driver.run(scored("r", n=n, max_tokens=0))
+    check(found_of(driver, "r"), expected)
+    for index in range(n):
+        (only,) = driver.outputs["r", index]
+        assert (only.token_ids, only.finish_reason) == ([], FinishReason.LENGTH)

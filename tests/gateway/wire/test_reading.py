@@ -1,0 +1,83 @@
+"""Reasoning is told from the answer, and a model's formats are known by its chat template."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.wire.parsing import Answer, answer_of
+from gateway.wire.reading import Formats, Reading
+from tests.gateway.desk import make_tokenizer
+
+CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+
+# Format, whether the prompt opened it, text, reasoning, answer.
+CASES = [
+    ("think", False, "<think>\nHm. 1 < 2\n</think>\n\nYes.", "Hm. 1 < 2", "Yes."),
+    ("think", False, "\n<think></think>Yes.\n", "", "Yes.\n"),
+    ("think", False, "Yes, <think> is a tag.", "", "Yes, <think> is a tag."),
+    ("think", False, " Yes.", "", " Yes."),
+    ("think", False, "<thi", "", "<thi"),
+    ("think", False, "", "", ""),
+    ("think", False, "<think>Hm", "Hm", ""),
+    ("think", True, "Hm.\n</think>\nYes.", "Hm.", "Yes."),
+    ("think", True, "<think>\nHm.</think>Yes.", "Hm.", "Yes."),
+    ("think", True, "Hm. </thin", "Hm. </thin", ""),
+    ("mistral", False, "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+]
+
+
+@pytest.mark.parametrize(("format", "is_open", "text", "reasoning", "said"), CASES)
+def test_reasoning_stands_before_the_answer(
+    format: str, is_open: bool, text: str, reasoning: str, said: str
+) -> None:
+    reading = Reading(reasoning=format, is_open=is_open)
+    expected = Answer(said, reasoning)
+    assert answer_of(reading.parser("a"), text) == expected
+    parser, answer = reading.parser("a"), Answer()
+    for character in text:
+        answer.add(parser.feed(character))
+    answer.add(parser.finish())
+    assert answer == expected
+
+
+def test_a_call_can_follow_reasoning() -> None:
+    reading = Reading(reasoning="think", tools="hermes", is_open=True)
+    answer = answer_of(reading.parser("a"), f"A <tool_call>?\n</think>\n\n{CALL}")
+    assert (answer.reasoning, answer.text) == ("A <tool_call>?", "")
+    assert [call.name for call in answer.calls] == ["clock"]
+
+
+def test_what_the_client_does_not_want_to_see_is_left_out() -> None:
+    reading = Reading(reasoning="think", tools="hermes", one_call=True, shows_reasoning=False)
+    answer = answer_of(reading.parser("a"), f"<think>Hm.</think>So: {CALL}{CALL}")
+    assert (answer.reasoning, answer.text, len(answer.calls)) == ("", "So:", 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        ("{{ '<tool_call>' }}{{ x.split('</think>') }}", "hermes", "think"),
+        ("<tool_call><function=name>", "qwen3_coder", None),
+        ("[TOOL_CALLS][THINK][/THINK]", "mistral", "mistral"),
+        ('{"name": function name, "parameters": dictionary}', "llama3_json", None),
+        ("[func_name1(params)]", "llama_pythonic", None),
+        ("{{ messages }}", None, None),
+    ],
+)
+def test_the_template_tells_the_formats(template: str, tools: str | None, reasoning: str | None) -> None:
+    formats = Formats(make_tokenizer(template))
+    assert (formats.tools, formats.reasoning) == (tools, reasoning)
+    told = Formats(make_tokenizer(template), "mistral", "none")
+    assert (told.tools, told.reasoning) == ("mistral", None)
+
+
+def test_a_prompt_that_ends_within_reasoning_opens_it() -> None:
+    tokenizer = make_tokenizer("<think></think>")
+    formats = Formats(tokenizer)
+    for prompt, is_open in (
+        ("Hi<think>\n", True),
+        ("<think>\n\n</think>\n\n", False),
+        ("Hi", False),
+        ("", False),
+    ):
+        assert formats.is_open(tokenizer.encode(prompt)) is is_open

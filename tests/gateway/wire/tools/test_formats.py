@@ -1,0 +1,263 @@
+"""Each format of calls: what its texts come to, whole and in whatever pieces they come."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from typing import Any
+
+import pytest
+
+from gateway.wire.parsing import Answer, ReplyParser, answer_of
+from gateway.wire.reading import TOOL_FORMATS, Reading
+
+SCHEMAS = {
+    "clock": {"type": "object", "properties": {"zone": {"type": "string"}}},
+    "add": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer"},
+            "b": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+            "exact": {"type": "boolean"},
+            "tags": {"type": "array"},
+        },
+    },
+}
+
+Calls = list[tuple[str, Any]]
+
+# Format, text, what is said beside the calls, the calls.
+CASES: list[tuple[str, str, str, Calls]] = [
+    ("hermes", "Hello, world.\n", "Hello, world.\n", []),
+    (
+        "hermes",
+        '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>',
+        "",
+        [("clock", {"zone": "UTC"})],
+    ),
+    (
+        "hermes",
+        'Let me see.\n\n<tool_call>{"name": "clock", "arguments": {}}</tool_call>\n'
+        '<tool_call>\n{"arguments": {"a": 1, "b": [2, {"c": "}\\""}]}, "name": "add"}\n</tool_call>\n',
+        "Let me see.",
+        [("clock", {}), ("add", {"a": 1, "b": [2, {"c": '}"'}]})],
+    ),
+    ("hermes", '<tool_call>{"name": "clock"}</tool_call>', "", [("clock", {})]),
+    ("hermes", '<tool_call>{"name": "clock", "arguments": null}</tool_call>', "", [("clock", {})]),
+    (
+        "hermes",
+        '<tool_call>{"id": 7, "name": "clock", "arguments": "{\\"zone\\": \\"UTC\\"}"}</tool_call>',
+        "",
+        [("clock", {"zone": "UTC"})],
+    ),
+    (
+        "hermes",
+        '<tool_call>{"name": "clock", "arguments": {"zone": "a</tool_call>b"}, "id": "x", "n": 1}</tool_call> Done.',
+        "Done.",
+        [("clock", {"zone": "a</tool_call>b"})],
+    ),
+    ("hermes", "<tool_call>\nnot JSON\n</tool_call>", "<tool_call>\nnot JSON\n</tool_call>", []),
+    ("hermes", '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
+    ("hermes", '<tool_call>{"nam', '<tool_call>{"nam', []),
+    ("hermes", "a < b <tool", "a < b <tool", []),
+    # The last bracket is forgotten.
+    (
+        "hermes",
+        '<tool_call>{"name": "clock", "arguments": {"zone": "UTC"}\n</tool_call>',
+        "",
+        [("clock", {"zone": "UTC"})],
+    ),
+    ("llama3_json", "Hello.", "Hello.", []),
+    ("llama3_json", " ", " ", []),
+    (
+        "llama3_json",
+        '{"name": "clock", "parameters": {"zone": "UTC"}}',
+        "",
+        [("clock", {"zone": "UTC"})],
+    ),
+    (
+        "llama3_json",
+        '<|python_tag|>{"type": "function", "name": "clock", "parameters": {}}; '
+        '{"name": "add", "parameters": {"a": 1}}',
+        "",
+        [("clock", {}), ("add", {"a": 1})],
+    ),
+    ("llama3_json", '{"name": "Ada", "parameters": {}}', '{"name": "Ada", "parameters": {}}', []),
+    ("llama3_json", '{"answer": 42}', '{"answer": 42}', []),
+    ("llama3_json", "<|python_tag|>print(1)", "print(1)", []),
+    ("llama_pythonic", "[1, 2, 3]", "[1, 2, 3]", []),
+    ("llama_pythonic", "[nothing(a=1)]", "[nothing(a=1)]", []),
+    ("llama_pythonic", "[clock()]", "", [("clock", {})]),
+    (
+        "llama_pythonic",
+        "<|python_start|>[clock(zone='it\\'s, \"UTC\"'), add(a=-1, b=None, exact=True, tags=['x)', {'y': (1, 2.5)}])]"
+        "<|python_end|>",
+        "",
+        [
+            ("clock", {"zone": 'it\'s, "UTC"'}),
+            ("add", {"a": -1, "b": None, "exact": True, "tags": ["x)", {"y": [1, 2.5]}]}),
+        ],
+    ),
+    ("llama_pythonic", "[add(a=true, b=null)]", "", [("add", {"a": True, "b": None})]),
+    ("llama_pythonic", '[clock(zone="\\d")]', "", [("clock", {"zone": "\\d"})]),
+    ("llama_pythonic", "[clock(zone=now())]", "[clock(zone=now())]", []),
+    ("llama_pythonic", "[clock(zone=]})]", "[clock(zone=]})]", []),
+    (
+        "mistral",
+        'Sure.[TOOL_CALLS] [{"name": "clock", "arguments": {"zone": "UTC"}}, {"name": "add", "arguments": {"a": 1}}]',
+        "Sure.",
+        [("clock", {"zone": "UTC"}), ("add", {"a": 1})],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]clock[ARGS]{"zone": "UTC"}[TOOL_CALLS]add[CALL_ID]abcdefghi[ARGS]{"a": 1}',
+        "",
+        [("clock", {"zone": "UTC"}), ("add", {"a": 1})],
+    ),
+    ("mistral", '[TOOL_CALLS]clock{"zone": "UTC"}', "", [("clock", {"zone": "UTC"})]),
+    ("mistral", "[TOOL_CALLS] [1, 2]", "[TOOL_CALLS] [1, 2]", []),
+    ("mistral", "[TOOL", "[TOOL", []),
+    (
+        "qwen3_coder",
+        "I look.\n<tool_call>\n<function=clock>\n<parameter=zone>\nUTC\n</parameter>\n</function>\n</tool_call>",
+        "I look.",
+        [("clock", {"zone": "UTC"})],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2.5\n</parameter>\n"
+        "<parameter=exact>\nTrue\n</parameter>\n<parameter=tags>\n[\n1]\n</parameter>\n</function>\n</tool_call>\n",
+        "",
+        [("add", {"a": 1, "b": 2.5, "exact": True, "tags": [1]})],
+    ),
+    (
+        "qwen3_coder",
+        '<tool_call>\n<function=clock>\n<parameter=zone>\n\n a "b"\n\t<c>\n\n</parameter>\n</function>\n</tool_call>'
+        "<tool_call><function=clock></function></tool_call>",
+        "",
+        [("clock", {"zone": '\n a "b"\n\t<c>\n'}), ("clock", {})],
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=add><parameter=a>one<parameter=b>2</function></tool_call>",
+        "",
+        [("add", {"a": "one", "b": 2})],
+    ),
+    ("qwen3_coder", "<tool_call>hello</tool_call>", "<tool_call>hello</tool_call>", []),
+]
+
+
+def parser(format: str) -> ReplyParser:
+    return Reading(tools=format, schemas=SCHEMAS).parser("chatcmpl-1")
+
+
+def in_pieces(parser: ReplyParser, texts: list[str]) -> Answer:
+    answer = Answer()
+    for text in texts:
+        answer.add(parser.feed(text))
+    answer.add(parser.finish())
+    return answer
+
+
+@pytest.mark.parametrize(("format", "text", "said", "calls"), CASES)
+def test_a_text_comes_to_what_it_says(format: str, text: str, said: str, calls: Calls) -> None:
+    answer = answer_of(parser(format), text)
+    assert answer.text == said
+    assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == calls
+    assert len({call.id for call in answer.calls}) == len(calls)
+
+
+@pytest.mark.parametrize(("format", "text"), [case[:2] for case in CASES])
+def test_how_a_text_is_cut_changes_nothing(format: str, text: str) -> None:
+    whole = answer_of(parser(format), text)
+    assert in_pieces(parser(format), list(text)) == whole
+    rng = random.Random(text)
+    for _ in range(5):
+        cuts = sorted({0, len(text), *(rng.randrange(len(text) + 1) for _ in range(4))})
+        assert in_pieces(parser(format), [text[a:b] for a, b in itertools.pairwise(cuts)]) == whole
+
+
+@pytest.mark.parametrize(("format", "text"), [case[:2] for case in CASES])
+def test_a_text_may_end_anywhere(format: str, text: str) -> None:
+    """Nothing that was said or argued is taken back, and no text is lost that is no call's."""
+    for end in range(len(text)):
+        cut, stream = answer_of(parser(format), text[:end]), parser(format)
+        shown = Answer()
+        shown.add(stream.feed(text[:end]))
+        assert cut.text.startswith(shown.text)
+        assert [call.name for call in cut.calls][: len(shown.calls)] == [call.name for call in shown.calls]
+        if not cut.calls:
+            assert cut.text == text[:end].replace("<|python_tag|>", "")
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_arguments_come_as_they_are_written(format: str) -> None:
+    """Long before the call is complete."""
+    begun = {
+        "hermes": '<tool_call>{"name": "clock", "arguments": {"zone": "aaaaaaaa',
+        "llama3_json": '{"name": "clock", "parameters": {"zone": "aaaaaaaa',
+        "llama_pythonic": '[add(a=1, b="aaaaaaaa',
+        "mistral": '[TOOL_CALLS]clock[ARGS]{"zone": "aaaaaaaa',
+        "qwen3_coder": "<tool_call>\n<function=clock>\n<parameter=zone>\naaaaaaaa",
+    }
+    answer = Answer()
+    answer.add(parser(format).feed(begun[format]))
+    expected = '{"a": 1' if format == "llama_pythonic" else '{"zone": "aaaaaaaa'
+    assert answer.calls[0].arguments == expected
+
+
+def test_random_rubbish_is_never_too_much() -> None:
+    """Each way of cutting it gives the same, and no parser fails."""
+    rng = random.Random(16)
+    words = [
+        "<tool_call>",
+        "</tool_call>",
+        '{"name": "clock"',
+        ', "arguments": ',
+        "{",
+        "}",
+        "[",
+        "]",
+        '"',
+        "\\",
+        ":",
+    ]
+    words += [
+        "<|python_tag|>",
+        "<|python_start|>",
+        "clock(",
+        "zone=",
+        "'a'",
+        ")",
+        ",",
+        "[TOOL_CALLS]",
+        "[ARGS]",
+    ]
+    words += [
+        "<function=clock>",
+        "<parameter=zone>",
+        "</parameter>",
+        "</function>",
+        "\n",
+        " ",
+        "1",
+        "null",
+        ";",
+    ]
+    for format in TOOL_FORMATS:
+        for _ in range(300):
+            texts = rng.choices(words, k=rng.randrange(1, 25))
+            assert in_pieces(parser(format), texts) == answer_of(parser(format), "".join(texts)), texts
+
+
+def test_ids_are_the_same_for_the_same_reply_and_no_other() -> None:
+    text = '[TOOL_CALLS][{"name": "clock", "arguments": {}}]'
+    reading = Reading(tools="mistral", schemas=SCHEMAS)
+    ids = [
+        answer_of(reading.parser(*place), text).calls[0].id
+        for place in (("a", 0), ("a", 0), ("a", 1), ("b", 0))
+    ]
+    assert ids[0] == ids[1]
+    assert len(set(ids)) == 3
+    assert all(len(found) == 9 and found.isalnum() for found in ids)
