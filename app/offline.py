@@ -33,7 +33,7 @@ from engine.planning.request import FinishReason, Output, Request
 from engine.planning.step import StepReport
 from gateway.access.keys import OPEN_TENANT
 from gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
-from gateway.endpoints.intake import salt_of
+from gateway.endpoints.intake import banned_tokens, salt_of
 from gateway.http.errors import ApiError, invalid
 from gateway.http.limits import Limits
 from gateway.wire.prompts import Prompts, check_token_ids
@@ -313,6 +313,9 @@ class LLM:
             self._core.defaults,
             max_tokens=room.output_tokens(asked, name),
             num_logprobs=num_logprobs,
+            num_prompt_logprobs=None,
+            banned=banned_tokens(self._core.tokenizer, body.bad_words or ()),
+            special_ids=self._core.tokenizer.special_ids,
             vocab_size=self._vocab_size,
         )
         return Request(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 
+from engine.planning.block_map import BlockMap, block_map
 from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import PoolViolation
 from engine.planning.draft_model import DraftModel
@@ -167,6 +168,14 @@ class Engine:
             num_preemptions=scheduler.counters.num_preemptions,
             num_pool_violations=self._num_pool_violations,
         )
+
+    def block_map(self) -> BlockMap | None:
+        """The KV blocks as a picture, for any thread; None before the engine is READY."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return None
+        tables = scheduler.tables
+        return block_map(tables.pool.ref_counts, tables.findable)
 
     def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int:
         """The prompt tokens whose KV is likely to be cached: a guess from outside the step thread, never a promise."""

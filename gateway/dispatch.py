@@ -13,6 +13,7 @@ from math import isfinite
 from typing import Protocol
 
 from engine.engine import EngineState, EngineStats
+from engine.planning.block_map import BlockMap
 from engine.planning.request import FinishReason, Output, Request
 from engine.planning.step import StepReport
 from gateway.http.connections import Timeouts
@@ -43,6 +44,8 @@ class Engine(Protocol):
     def num_cached_tokens(self, token_ids: Sequence[int], salt: bytes) -> int: ...
 
     def stats(self) -> EngineStats: ...
+
+    def block_map(self) -> BlockMap | None: ...
 
 
 class Queue(Protocol):
@@ -200,7 +203,7 @@ class Dispatch:
     def _put(self, request: Request) -> Forecast | None:
         lane = Lane(request.lane)
         num_cached = 0
-        if request.sampling.num_prompt_logprobs is None:
+        if not request.reads_prompt:
             num_cached = self._engine.num_cached_tokens(request.prompt_token_ids, request.salt)
         with self._refusing(lane):
             forecast = self._queue.put(request, self._clock(), num_cached)

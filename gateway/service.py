@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import time
+from base64 import b64encode
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 
 from engine.engine import EngineState
@@ -27,6 +28,7 @@ from gateway.sessions.prefixes.tracker import PrefixTracker
 from gateway.sessions.prefixes.warming import Warming, WarmUp
 from gateway.sessions.recordings.registry import Recordings, Replayer
 from gateway.store.interface import Store
+from gateway.watch import StepWatch, Watches
 from gateway.wire.prompts import Prompts, Tokenizer
 from gateway.wire.sampling import SamplingDefaults
 from priority.lanes import Lane, Tenant
@@ -96,6 +98,7 @@ class Service:
         """Token ids are smaller than this."""
         self.store = store
         self.metrics.registry.register(StoreMetrics(store.stats))
+        self._watches = Watches()
         self.prefixes = PrefixTracker()
         self.locator = PrefixLocator(
             store.durable, options.replica, options.block_size, engine.num_cached_tokens
@@ -112,6 +115,7 @@ class Service:
         """What a step brought, or several steps while the event loop had no time."""
         for report in reports:
             self.prefixes.take(report.prefix_events)
+            self._watches.note(report)
         self.dispatch.deliver(*reports)
 
     # Watching over
@@ -144,11 +148,16 @@ class Service:
         while True:
             due = self.clock() + tick_s
             await asyncio.sleep(tick_s)
-            self.metrics.loop_lag.observe(max(0.0, self.clock() - due))
+            self.note_loop_lag(max(0.0, self.clock() - due))
             try:
                 self.tick(self.clock())
             except Exception:
                 log.exception("looking after the streams failed; going on")
+
+    def note_loop_lag(self, lag_s: float) -> None:
+        """How late the event loop ran a timer."""
+        self.metrics.loop_lag.observe(lag_s)
+        self._watches.note_lag(lag_s)
 
     def warm_up(self) -> None:
         """Begins to compute what the processes before this one had in their caches, while nobody needs the engine."""
@@ -226,6 +235,24 @@ class Service:
             "kv_cached_blocks": stats.num_cached_blocks,
         }
         return {"state": self.readiness, "streams": len(self.dispatch), "lanes": lanes, "engine": engine}
+
+    def watching(self) -> AbstractContextManager[StepWatch]:
+        """While this is entered, what `watched` tells is kept."""
+        return self._watches.watching(self.clock(), self.metrics.num_output_tokens)
+
+    def watched(self, watch: StepWatch) -> dict[str, object]:
+        """What the steps did since this was asked last."""
+        return watch.take(self.clock(), self.metrics.num_output_tokens)
+
+    def block_map(self) -> dict[str, object] | None:
+        """What `/v1/events` tells of the KV blocks; None before the engine is ready. The bytes are as base64."""
+        drawn = self._engine.block_map()
+        if drawn is None:
+            return None
+        values = ((name, getattr(drawn, name)) for name in drawn.__slots__)
+        return {
+            name: b64encode(value).decode() if isinstance(value, bytes) else value for name, value in values
+        }
 
     def render_metrics(self) -> bytes:
         """The metrics; what changes without a step is read now."""

@@ -1,6 +1,7 @@
 /** Reads an answer to screen readers by whole sentences, at a bearable pace. */
 
 import { RECONNECTING } from "./conversation.js";
+import { splitThinking } from "./thinking.js";
 
 const GAP_MS = 2000;
 const KEPT = 20;
@@ -20,7 +21,8 @@ export class Announcer {
 
   /** Announces what a growing answer gained, that it waits for its connection, and its end. */
   follow(message, ended, now = performance.now()) {
-    if (message !== this.#message || message.text.length < this.#spoken) {
+    const text = splitThinking(message.text).answer;
+    if (message !== this.#message || text.length < this.#spoken) {
       this.#message = message;
       this.#spoken = 0;
     }
@@ -28,8 +30,8 @@ export class Announcer {
     if (lost && !this.#lost) this.say(RECONNECTING);
     this.#lost = lost;
     if (!ended && now - this.#lastAt < GAP_MS) return;
-    const end = ended ? message.text.length : lastSentenceEnd(message.text, this.#spoken);
-    const news = message.text.slice(this.#spoken, end).replace(/[*_`#|]+/g, "").trim();
+    const end = ended ? text.length : lastSentenceEnd(text, this.#spoken);
+    const news = text.slice(this.#spoken, end).replace(/[*_`#|]+/g, "").trim();
     this.#spoken = end;
     if (news === "") return;
     this.#lastAt = now;

@@ -68,11 +68,11 @@ const STREAMED = { stream: true, stream_options: { include_usage: true, resumabl
  * @param {object} body  OpenAI's chat completion request
  * @param {{signal: AbortSignal, key: ?string, name: string}} options  the same name gets the same answer
  * @returns {AsyncGenerator<{id: ?string, number: ?number, text: string, finish: ?string,
- *   timings: ?object, usage: ?object}>}  id: the answer's; number: this piece's
+ *   timings: ?object, usage: ?object, raw: object}>}  id: the answer's; number: this piece's; raw: as it came
  * @throws {ApiError}
  */
 export async function* streamChat(body, { signal, key, name }) {
-  const headers = { "content-type": "application/json", "idempotency-key": name, ...authorization(key) };
+  const headers = { "content-type": "application/json", "idempotency-key": name, "x-request-id": name, ...authorization(key) };
   const content = JSON.stringify({ ...body, ...STREAMED });
   const response = await request(CHAT, { method: "POST", headers, body: content, signal });
   yield* readChunks(response, signal);
@@ -139,6 +139,7 @@ function readChunk(data, number) {
     finish: choice?.finish_reason ?? null,
     timings: chunk.timings ?? null,
     usage: chunk.usage ?? null,
+    raw: chunk,
   };
 }
 

@@ -3,14 +3,15 @@
 import {
   ask,
   askAgain,
-  dropFrom,
   historyBefore,
   isRunning,
   newConversation,
   runningIn,
   settle,
+  shownIn,
 } from "./conversation.js";
 import { runAnswer } from "./run.js";
+import { hasFollowers, newestEnd, siblingsOf } from "./tree.js";
 
 const MAX_AUTOMATIC_RETRIES = 3;
 const SAVE_EVERY_MS = 1000;
@@ -47,8 +48,9 @@ export class Chat {
     return this.#runs.has(this.current.id);
   }
 
-  get isStreaming() {
-    return this.conversations.some((each) => runningIn(each)?.state === "streaming");
+  /** The messages of the branch that is shown. */
+  get shown() {
+    return shownIn(this.current);
   }
 
   /** An answer that was being made when the page closed goes on. */
@@ -68,16 +70,16 @@ export class Chat {
     this.#view.showConversation(this.current);
   }
 
-  /** @param {?object} edited  the user's message that the text replaces, with all that followed it */
+  /** @param {?object} edited  the user's message that the text is another version of: a branch of its own */
   send(text, edited = null) {
     if (this.isBusy) return;
     const conversation = this.current;
-    if (edited !== null) dropFrom(conversation, edited);
-    const answer = ask(conversation, text);
+    const answer = edited === null ? ask(conversation, text) : ask(conversation, text, edited.parent);
     if (!this.conversations.includes(conversation)) this.conversations.push(conversation);
     this.#answer(conversation, answer);
   }
 
+  /** Another answer to the same question. */
   retry(answer) {
     this.#retries.delete(answer);
     this.#again(answer);
@@ -85,7 +87,7 @@ export class Chat {
 
   retryAutomatically(answer) {
     const done = this.#retries.get(answer) ?? 0;
-    if (done >= MAX_AUTOMATIC_RETRIES) {
+    if (done >= MAX_AUTOMATIC_RETRIES || hasFollowers(this.current.messages, answer)) {
       this.dropRetry(answer);
       return;
     }
@@ -96,6 +98,18 @@ export class Chat {
   dropRetry(answer) {
     answer.retryAt = null;
     this.#view.showMessage(answer);
+  }
+
+  /** Which of its siblings a message is: the place of its version, and all of them. */
+  versionsOf(message) {
+    const versions = siblingsOf(this.current.messages, message);
+    return { versions, at: versions.indexOf(message) };
+  }
+
+  /** Shows the branch of this message, down to what was said last there. */
+  choose(message) {
+    this.current.tip = newestEnd(this.current.messages, message).id;
+    this.#save(this.current);
   }
 
   stop() {
@@ -116,10 +130,18 @@ export class Chat {
     else this.#view.showList();
   }
 
+  /** Takes over conversations of another browser. */
+  add(conversations) {
+    const replaced = new Set(conversations.map(({ id }) => id));
+    const kept = this.conversations.filter(({ id }) => !replaced.has(id));
+    this.conversations = [...kept, ...conversations].sort((a, b) => b.updated - a.updated);
+    for (const each of conversations) this.#save(each);
+    this.open(this.current.id);
+  }
+
   #again(answer) {
     if (this.isBusy) return;
-    askAgain(this.current, answer);
-    this.#answer(this.current, answer);
+    this.#answer(this.current, askAgain(this.current, answer));
   }
 
   #answer(conversation, answer) {

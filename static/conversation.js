@@ -3,6 +3,7 @@
  *
  * @typedef {object} Message
  * @property {string} id
+ * @property {?string} parent  id of the message that it follows
  * @property {"user"|"assistant"} role
  * @property {string} text
  * @property {"waiting"|"streaming"|"reconnecting"|"done"|"stopped"|"failed"} state
@@ -10,6 +11,7 @@
  * @property {?number} retryAt  epoch in ms of the automatic retry, null when there is none
  * @property {?import("./stats.js").Stats} stats
  * @property {?Stream} stream  while it runs
+ * @property {?string} requestId  the x-request-id of an answer
  *
  * @typedef {object} Stream  where an answer comes from, for the next connection
  * @property {string} name  the page's for the request
@@ -21,8 +23,12 @@
  * @property {string} id
  * @property {string} title
  * @property {number} updated  epoch, ms
- * @property {Message[]} messages
+ * @property {Message[]} messages  all that were ever made, a tree (see tree.js)
+ * @property {?string} tip  id of the last message of the branch that is shown
  */
+
+import { splitThinking } from "./thinking.js";
+import { hasFollowers, pathTo } from "./tree.js";
 
 export const RECONNECTING = "Connection lost. Reconnecting…";
 const TITLE_LENGTH = 60;
@@ -30,13 +36,14 @@ const NAMED_MS = 600_000; // the server knows a request by its name for so long
 
 /** @returns {Conversation} */
 export function newConversation() {
-  return { id: newId(), title: "", updated: Date.now(), messages: [] };
+  return { id: newId(), title: "", updated: Date.now(), messages: [], tip: null };
 }
 
 /** @returns {Message} */
-export function newMessage(role, text) {
+export function newMessage(role, text, parent) {
   return {
     id: newId(),
+    parent,
     role,
     text,
     state: role === "user" ? "done" : "waiting",
@@ -44,29 +51,45 @@ export function newMessage(role, text) {
     retryAt: null,
     stats: null,
     stream: null,
+    requestId: null,
   };
 }
 
-/** Adds what the user said and the place for its answer, which it returns. */
-export function ask(conversation, text) {
+/**
+ * Adds what the user said and the place for its answer, which it returns.
+ * @param {?string} parent  id of the message that this follows: any, and so a new branch, or the last of this one
+ */
+export function ask(conversation, text, parent = conversation.tip) {
   if (conversation.title === "") conversation.title = titleFrom(text);
-  const answer = newMessage("assistant", "");
-  conversation.messages.push(newMessage("user", text), answer);
+  const question = newMessage("user", text, parent);
+  conversation.messages.push(question);
+  return addAnswer(conversation, question.id);
+}
+
+/**
+ * The place for another answer to the same question. One that failed, and that nothing follows, gives up its own.
+ * @returns {Message}
+ */
+export function askAgain(conversation, answer) {
+  const { messages } = conversation;
+  if (answer.state !== "failed" || hasFollowers(messages, answer)) return addAnswer(conversation, answer.parent);
+  Object.assign(answer, { ...newMessage("assistant", "", answer.parent), id: answer.id });
+  conversation.tip = answer.id;
   conversation.updated = Date.now();
   return answer;
 }
 
-/** Empties an answer, and drops what followed it, so that it can be made again. */
-export function askAgain(conversation, answer) {
-  dropFrom(conversation, answer);
+function addAnswer(conversation, parent) {
+  const answer = newMessage("assistant", "", parent);
   conversation.messages.push(answer);
-  Object.assign(answer, { ...newMessage("assistant", ""), id: answer.id });
+  conversation.tip = answer.id;
   conversation.updated = Date.now();
+  return answer;
 }
 
-/** Removes a message and everything after it. */
-export function dropFrom(conversation, message) {
-  conversation.messages.length = conversation.messages.indexOf(message);
+/** The branch that is shown. */
+export function shownIn({ messages, tip }) {
+  return pathTo(messages, tip);
 }
 
 /**
@@ -74,15 +97,26 @@ export function dropFrom(conversation, message) {
  * @returns {{role: string, content: string}[]}
  */
 export function historyBefore(conversation, answer, systemPrompt) {
-  const before = conversation.messages.slice(0, conversation.messages.indexOf(answer));
-  const said = before.filter((message) => message.text !== "");
-  const history = said.map(({ role, text }) => ({ role, content: text }));
+  const said = pathTo(conversation.messages, answer.parent).filter((message) => message.text !== "");
+  const history = said.map(({ role, text }) => ({ role, content: contentOf(role, text) }));
   return systemPrompt ? [{ role: "system", content: systemPrompt }, ...history] : history;
 }
 
-/** A stored conversation whose page was closed: an answer that ran goes on if it is known where. */
+/** What a model thought before it answered is not for the next turn: its makers train it without. */
+function contentOf(role, text) {
+  return role === "assistant" ? splitThinking(text).answer : text;
+}
+
+/**
+ * A stored conversation whose page was closed: an answer that ran goes on if it is known where. One that was stored
+ * without branches has one.
+ */
 export function settle(conversation, now) {
   const { messages, updated } = conversation;
+  if (conversation.tip === undefined) {
+    messages.forEach((message, at) => (message.parent = messages[at - 1]?.id ?? null));
+    conversation.tip = messages.at(-1)?.id ?? null;
+  }
   for (const message of messages) {
     message.stream ??= null;
     const known = message.stream !== null && (message.stream.id !== null || now - updated < NAMED_MS);
@@ -94,8 +128,7 @@ export function settle(conversation, now) {
 
 /** @returns {?Message} the answer that is being made */
 export function runningIn(conversation) {
-  const last = conversation.messages.at(-1);
-  return last !== undefined && isRunning(last) ? last : null;
+  return conversation.messages.find(isRunning) ?? null;
 }
 
 export function isRunning(message) {

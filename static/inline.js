@@ -1,16 +1,20 @@
 /**
- * Markdown inside a line of text: emphasis, code, links. Builds DOM nodes and never parses HTML, so
+ * Markdown inside a line of text: emphasis, code, links, formulas. Builds DOM nodes and never parses HTML, so
  * hostile text stays text. Linear in the length of the text: openers and closers meet on a stack.
  */
 
 import { el } from "./dom.js";
+import { formula } from "./math.js";
 
-const SPECIAL = /\\|`+|\*+|_+|~+|!?\[|\]|\n|<?https?:\/\//g;
+const SPECIAL = /\\|\$\$?|`+|\*+|_+|~+|!?\[|\]|\n|<?https?:\/\//g;
 const DESTINATION = /\(\s*([^\s()]{1,2000}(?:\([^\s()]{0,200}\)[^\s()]{0,200})?)(?:\s+"[^"]{0,200}")?\s*\)/y;
 const BARE_URL = /https?:\/\/[^\s<>"`]+/y;
 const PUNCTUATION = /[\p{P}\p{S}]/u;
 const ESCAPABLE = /[!-/:-@[-`{-~]/;
 const SPACE = /\s/;
+// Money is written with dollars, too: between two of them there must be something that formulas alone have.
+const FORMULA = /[\\^_=<>{}+*/|]|^[A-Za-z]'{0,2}$|^[A-Za-z]\(/;
+const MOST_TEX = 1000;
 const MAX_DEPTH = 12;
 
 /**
@@ -39,6 +43,7 @@ class InlineParser {
   #brackets = []; // indices of "[" that may yet begin a link
   #open = new Map(); // how many openers of a kind there are: spares looking for one in vain
   #lastFence = null; // length of a run of backticks -> where the last such run is
+  #marks = new Map(); // what ends a formula -> where it comes next
   #noUrlUntil = 0; // up to here stands what began like an address and is none
 
   constructor(text) {
@@ -63,6 +68,7 @@ class InlineParser {
   #special(found, start) {
     const first = found[0];
     if (first === "\\") this.#escape();
+    else if (first === "$") this.#dollars(found);
     else if (first === "`") this.#code(found, start);
     else if (first === "\n") this.#push(el("br"));
     else if (found.endsWith("[")) this.#openBracket(found);
@@ -81,9 +87,37 @@ class InlineParser {
 
   #escape() {
     const next = this.#text[this.#at] ?? "";
+    if (next === "(" || next === "[") {
+      const tex = this.#upTo(next === "(" ? "\\)" : "\\]", this.#at + 1);
+      if (tex !== null) return this.#formula(tex, this.#at + 1, 2);
+    }
     if (!ESCAPABLE.test(next)) return this.#literal("\\");
     this.#at += 1;
     return this.#literal(next);
+  }
+
+  #dollars(mark) {
+    const tex = this.#upTo(mark, this.#at);
+    const after = this.#text[this.#at + (tex?.length ?? 0) + mark.length] ?? "";
+    const isMoney = mark === "$" && (!FORMULA.test(tex) || /^\s|\s$|\n/.test(tex) || /\d/.test(after));
+    if (!tex || isMoney) return this.#literal(mark);
+    return this.#formula(tex, this.#at, mark.length);
+  }
+
+  #formula(tex, start, closing) {
+    this.#push(formula(tex.trim(), false));
+    this.#at = start + tex.length + closing;
+  }
+
+  /** The text from there to the mark, null if it does not come soon. */
+  #upTo(mark, start) {
+    let end = this.#marks.get(mark) ?? -1;
+    if (end !== Infinity && end < start) {
+      end = this.#text.indexOf(mark, start);
+      if (end === -1) end = Infinity; // looked for once
+      this.#marks.set(mark, end);
+    }
+    return end - start <= MOST_TEX ? this.#text.slice(start, end) : null;
   }
 
   #code(fence, start) {

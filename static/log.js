@@ -1,9 +1,11 @@
 /** The conversation on the page, and the rule for when it scrolls by itself. */
 
 import { isRunning } from "./conversation.js";
+import { tellAnswer } from "./hooks.js";
 import { AnswerView, QuestionView } from "./message.js";
 
 const TICK_MS = 500;
+const PER_FRAME = 8; // messages that are built at once: a long conversation comes into view without a stop
 const NEAR_END_PX = 24;
 
 export class Log {
@@ -13,13 +15,16 @@ export class Log {
   #actions;
   #views = new Map(); // message -> its view
   #changed = new Set(); // messages that the next frame brings up to date
+  #path = []; // the messages that are shown, in order
+  #missing = []; // those of them that the next frames build views for, in order
+  #fromEnd = true; // which of these come first
   #following = true; // the reader is at the end and wants to stay there
   #lastTop = 0;
 
   /**
    * @param {{scroller: Element, list: Element, jump: Element}} nodes
-   * @param {object} actions  by message: retry, retryAutomatically, dropRetry, edit; and
-   *   askForKey, newConversation
+   * @param {object} actions  by message: retry, retryAutomatically, dropRetry, edit, choose, and versionsOf, which
+   *   gives its siblings; and askForKey, newConversation
    */
   constructor({ scroller, list, jump }, actions) {
     this.#scroller = scroller;
@@ -34,12 +39,21 @@ export class Log {
     setInterval(() => this.#tick(), TICK_MS);
   }
 
-  /** Shows exactly these messages. Views of messages that stay are kept. */
-  show(messages) {
+  /**
+   * Shows exactly these messages. Views of messages that stay are kept; new ones come a few in a frame, from the end
+   * that the reader looks at.
+   * @param {?{message: object, step: number}} chosen  the version to stay at, and how it was reached; without one the
+   *   last message comes into view
+   */
+  show(messages, chosen = null) {
     const kept = new Set(messages);
     for (const [message, view] of this.#views) if (!kept.has(message)) this.#remove(message, view);
-    for (const message of messages) if (!this.#views.has(message)) this.#add(message);
-    this.follow();
+    for (const view of this.#views.values()) view.showVersions();
+    this.#path = messages;
+    this.#missing = messages.filter((message) => !this.#views.has(message));
+    this.#fromEnd = this.#following = chosen === null;
+    this.#buildSome();
+    if (chosen !== null) this.#views.get(chosen.message)?.focusVersions(chosen.step);
   }
 
   /** The first text and the end of an answer show at once, what is between at the next frame. */
@@ -55,10 +69,21 @@ export class Log {
     this.#keepEnd();
   }
 
+  #buildSome() {
+    const some = this.#fromEnd ? this.#missing.splice(-PER_FRAME) : this.#missing.splice(0, PER_FRAME);
+    for (const message of some.reverse()) this.#add(message);
+    if (this.#missing.length > 0) requestAnimationFrame(() => this.#buildSome());
+    else if (this.#left < 1) this.#following = true;
+    this.#keepEnd();
+  }
+
+  /** Puts it before the view of what follows it, which is there already or comes at the end. */
   #add(message) {
     const view = this.#viewOf(message);
+    const next = this.#views.get(this.#path[this.#path.indexOf(message) + 1]);
+    this.#list.insertBefore(view.element, next?.element ?? null);
     this.#views.set(message, view);
-    this.#list.append(view.element);
+    if (message.role === "assistant") tellAnswer(message, "shown");
   }
 
   #remove(message, view) {
@@ -69,10 +94,12 @@ export class Log {
   }
 
   #viewOf(message) {
-    const { retry, retryAutomatically, dropRetry, edit, ...others } = this.#actions;
-    if (message.role === "user") return new QuestionView(message, { onEdit: () => edit(message) });
+    const { retry, retryAutomatically, dropRetry, edit, choose, versionsOf, ...others } = this.#actions;
+    const versions = { versionsOf: () => versionsOf(message), choose };
+    if (message.role === "user") return new QuestionView(message, { edit: () => edit(message), ...versions });
     return new AnswerView(message, {
       ...others,
+      ...versions,
       retry: () => retry(message),
       retryAutomatically: () => retryAutomatically(message),
       dropRetry: () => dropRetry(message),
@@ -93,6 +120,12 @@ export class Log {
     for (const [message, view] of this.#views) if (isRunning(message)) view.showStats();
   }
 
+  /** How much there is below what is seen, in px. */
+  get #left() {
+    const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
+    return scrollHeight - scrollTop - clientHeight;
+  }
+
   #keepEnd() {
     if (this.#following) this.#scroller.scrollTop = this.#scroller.scrollHeight;
     this.#lastTop = this.#scroller.scrollTop;
@@ -101,10 +134,9 @@ export class Log {
 
   /** Scrolling up, away from the end, stops following; coming near the end takes it up again. */
   #noticeScroll() {
-    const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
-    const left = scrollHeight - scrollTop - clientHeight;
-    if (scrollTop < this.#lastTop) this.#following = left < 1; // shorter content ends at its end
-    else if (left < NEAR_END_PX) this.#following = true;
+    const { scrollTop } = this.#scroller;
+    if (scrollTop < this.#lastTop) this.#following = this.#left < 1; // shorter content ends at its end
+    else if (this.#left < NEAR_END_PX) this.#following = true;
     this.#lastTop = scrollTop;
     this.#jump.hidden = this.#following;
   }

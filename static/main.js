@@ -5,12 +5,16 @@ import { Announcer } from "./announcer.js";
 import { Chat } from "./chat.js";
 import { Composer } from "./composer.js";
 import { isRunning } from "./conversation.js";
+import { el } from "./dom.js";
 import { openConfirm, openKey, openSettings } from "./dialogs.js";
 import { Log } from "./log.js";
 import { loadKey, loadSettings, requestFields, saveKey, saveSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
 import { Status } from "./status.js";
 import { openStore } from "./store.js";
+import { exportName, exportText, newIn, readExport } from "./transfer.js";
+
+const REVOKE_AFTER_MS = 60_000;
 
 const byId = (id) => document.getElementById(id);
 const app = byId("app");
@@ -43,6 +47,8 @@ const log = new Log(
     retryAutomatically: (answer) => chat.retryAutomatically(answer),
     dropRetry: (answer) => chat.dropRetry(answer),
     edit: (message) => composer.edit(message),
+    versionsOf: (message) => chat.versionsOf(message),
+    choose: showVersion,
     askForKey,
     newConversation: startNew,
   },
@@ -52,6 +58,8 @@ const sidebar = new Sidebar(
   {
     nav: byId("sidebar"),
     list: byId("conversations"),
+    search: byId("search"),
+    found: byId("found"),
     toggle: byId("menu"),
     behind: byId("main"),
     shade: byId("shade"),
@@ -59,6 +67,7 @@ const sidebar = new Sidebar(
   {
     open: (conversation) => openConversation(conversation.id),
     rename: (conversation, title) => chat.rename(conversation, title),
+    save: (conversation) => saveFile([conversation]),
     remove: askToRemove,
   },
 );
@@ -70,11 +79,12 @@ const chat = new Chat(
 );
 
 function showConversation(conversation) {
-  const empty = conversation.messages.length === 0;
+  const messages = chat.shown;
+  const empty = messages.length === 0;
   app.classList.toggle("empty", empty);
   document.title = empty ? "Penstock" : `${conversation.title} · Penstock`;
   showAddress(empty ? "" : `#${conversation.id}`);
-  log.show(conversation.messages);
+  log.show(messages);
   showList();
 }
 
@@ -92,6 +102,11 @@ function showList() {
 
 function showUnkept() {
   byId("unkept").hidden = false;
+}
+
+function showVersion(message, step) {
+  chat.choose(message);
+  log.show(chat.shown, { message, step });
 }
 
 /** The address names the conversation: a reload and the Back button find it. */
@@ -125,11 +140,28 @@ function askToRemove(conversation) {
   openConfirm(byId("confirm"), `Delete “${conversation.title}”?`, () => chat.remove(conversation));
 }
 
+function saveFile(conversations) {
+  const url = URL.createObjectURL(new Blob([exportText(conversations)], { type: "application/json" }));
+  el("a", { href: url, download: exportName(conversations, Date.now()) }).click();
+  setTimeout(() => URL.revokeObjectURL(url), REVOKE_AFTER_MS);
+}
+
+async function openFile(file) {
+  byId("imported").textContent = await file
+    .text()
+    .then((text) => {
+      const added = newIn(readExport(text), chat.conversations);
+      chat.add(added);
+      return added.length === 0 ? "Everything in this file is here already." : `Imported ${added.length}.`;
+    })
+    .catch((fault) => fault.message);
+}
+
 function askForKey() {
   openKey(byId("key-dialog"), loadKey(), (key, remember) => {
     saveKey(key, remember);
     showModel().catch(() => {});
-    const last = chat.current.messages.at(-1);
+    const last = chat.shown.at(-1);
     if (last?.error?.status === 401) retry(last);
   });
 }
@@ -150,10 +182,16 @@ async function showModel() {
 byId("skip").addEventListener("click", () => byId("field").focus());
 byId("new").addEventListener("click", startNew);
 byId("settings").addEventListener("click", () => {
-  openSettings(byId("settings-dialog"), settings, (chosen) => {
+  openSettings(byId("settings-dialog"), settings, model, (chosen) => {
     settings = chosen;
     saveSettings(settings);
   });
+});
+byId("export").addEventListener("click", () => saveFile(chat.conversations));
+byId("import").addEventListener("click", () => byId("import-file").click());
+byId("import-file").addEventListener("change", ({ target }) => {
+  if (target.files.length > 0) openFile(target.files[0]);
+  target.value = ""; // the same file can be chosen again
 });
 byId("change-key").addEventListener("click", () => {
   byId("settings-dialog").close();
@@ -170,6 +208,9 @@ document.addEventListener("keydown", (event) => {
   } else if (event.code === "KeyO" && event.shiftKey && (event.ctrlKey || event.metaKey)) {
     event.preventDefault();
     startNew();
+  } else if (event.code === "KeyK" && !event.shiftKey && (event.ctrlKey || event.metaKey)) {
+    event.preventDefault();
+    sidebar.search();
   }
 });
 window.addEventListener("popstate", () => chat.open(location.hash.slice(1)));

@@ -1,11 +1,12 @@
 /**
- * Markdown as chat models write it: paragraphs, headings, lists, quotes, tables, code, rules.
+ * Markdown as chat models write it: paragraphs, headings, lists, quotes, tables, code, formulas, rules.
  * Raw HTML is text. A growing text is rendered block by block: what is finished stays untouched.
  */
 
-import { copyButton } from "./clipboard.js";
+import { codeFigure } from "./code.js";
 import { el } from "./dom.js";
 import { renderInline } from "./inline.js";
+import { formula } from "./math.js";
 
 // Patterns that fail do so in time linear in the line: none has two parts that could share what they match.
 const FENCE = /^ {0,3}(`{3,}|~{3,})/;
@@ -15,7 +16,13 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^(\s{0,8})([-*+]|\d{1,9}[.)])(?:\s+|$)/;
 const TABLE_RULE = /^ {0,3}[|:-][|:\s-]*$/;
 const RULE_CELL = /^:?-+:?$/;
+const MATH = /^ {0,3}(\$\$|\\\[)/;
+const MATH_END = { "$$": "$$", "\\[": "\\]" };
+const MAX_MATH_LINES = 60;
 const MAX_DEPTH = 6;
+const CHUNK_LINES = 40; // of code
+const MOST_PARTS = 8; // of a block, before it is settled in part
+const MOST_CHARS = 16_000; // that a frame takes of a text
 const MAX_COLUMNS = 100; // a row has a cell for every column, however short it is
 
 /** @param {string} text  @returns {DocumentFragment} */
@@ -23,27 +30,55 @@ export function renderMarkdown(text) {
   return renderBlocks(parseBlocks(text.split("\n")));
 }
 
-/** Shows a text that grows at its end, and renders again only what may still change. */
+/**
+ * Shows a text that grows at its end, and renders again only what may still change: the last block, and of a list, a
+ * table or code the last parts. So the work for a frame does not grow with the text.
+ */
 export class MarkdownView {
-  #text = "";
-  #settled = 0; // offset of the first block that may still change
-  #open = []; // the nodes from there on
+  #wanted = "";
+  #text = ""; // what is shown of it
+  #settled = 0; // offset of the first line that may still change
+  #open = []; // the nodes of the blocks from there on
+  #tail = null; // where the first of these was settled in part: see #splitOff
+  #isWaiting = false; // for the next frame
+  #mostParts;
 
-  /** @param {Element} element */
-  constructor(element) {
+  /** @param {Element} element  @param {number} mostParts  of a block, before it is settled in part */
+  constructor(element, mostParts = MOST_PARTS) {
     this.element = element;
+    this.#mostParts = mostParts;
   }
 
   update(text) {
-    if (text === this.#text) return;
     if (!text.startsWith(this.#text)) this.#clear();
+    this.#wanted = text;
+    if (!this.#isWaiting) this.#step();
+  }
+
+  /** Of a long text that comes at once a frame takes a part. */
+  #step() {
+    const end = this.#text.length + MOST_CHARS;
+    if (this.#wanted !== this.#text) this.#show(this.#wanted.slice(0, end));
+    if (end >= this.#wanted.length) return;
+    this.#isWaiting = true;
+    requestAnimationFrame(() => {
+      this.#isWaiting = false;
+      this.#step();
+    });
+  }
+
+  #show(text) {
     this.#text = text;
-    const lines = text.slice(this.#settled).split("\n");
+    const head = this.#tail?.head ?? [];
+    const lines = [...head, ...text.slice(this.#settled).split("\n")];
     const blocks = parseBlocks(lines);
+    if (blocks.length > 0) blocks[0].inside = this.#tail?.inside ?? null;
     const firstOpen = blocks.length - numOpen(blocks, lines);
     this.#grow(renderBlocks(blocks), firstOpen);
-    const settled = lines.slice(0, blocks[firstOpen]?.line ?? 0);
-    this.#settled += settled.reduce((sum, line) => sum + line.length + 1, 0);
+    if (firstOpen > 0) this.#tail = null;
+    const line = this.#splitOff(blocks[firstOpen], lines) ?? blocks[firstOpen]?.line ?? 0;
+    const settled = lines.slice(head.length, line);
+    this.#settled += settled.reduce((sum, each) => sum + each.length + 1, 0);
   }
 
   /** What is there becomes what is wanted, from the first open node on; the last of it stays open. */
@@ -51,16 +86,56 @@ export class MarkdownView {
     const nodes = [...wanted.childNodes];
     const kept = Math.min(nodes.length, this.#open.length);
     for (const node of this.#open.slice(kept)) node.remove();
-    for (let at = 0; at < kept; at += 1) nodes[at] = become(this.#open[at], nodes[at]);
+    for (let at = 0; at < kept; at += 1) {
+      nodes[at] = at === 0 && this.#tail ? this.#goOn(nodes[0]) : become(this.#open[at], nodes[at]);
+    }
     this.element.append(...nodes.slice(kept));
     this.#open = nodes.slice(firstOpen);
   }
 
+  /** The open parts of the block that was settled in part, from one that has these alone. */
+  #goOn(node) {
+    const { element, settled, skipped } = this.#tail;
+    becomeChildren(partsIn(element), settled, [...partsIn(node).childNodes].slice(skipped));
+    return element;
+  }
+
+  /**
+   * Settles a block of many parts up to its last ones. Lines that stand for all before them let the rest be read alone.
+   * @returns {?number} the line of the first part that stays open, null where the block is not split
+   */
+  #splitOff(block, lines) {
+    const { settled = 0, skipped = 0 } = this.#tail ?? {};
+    const parts = block?.parts?.slice(skipped) ?? [];
+    if (parts.length <= this.#mostParts) return null;
+    const [element] = this.#open;
+    const first = parts.length - 2; // the last part may turn out to belong to the one before it
+    const now = settled + first;
+    const inside = partsIn(element).children[now].inside ?? null;
+    const head = HEADS[block.kind](lines, block.line);
+    this.#tail = { element, head, inside, settled: now, skipped: block.kind === "list" ? 1 : 0 };
+    return parts[first];
+  }
+
   #clear() {
     this.element.replaceChildren();
+    this.#text = "";
     this.#settled = 0;
     this.#open = [];
+    this.#tail = null;
   }
+}
+
+/** By a block's kind: lines after which its further parts read as they would after all before them. */
+const HEADS = {
+  code: (lines, line) => [lines[line]],
+  table: (lines, line) => lines.slice(line, line + 2),
+  list: (lines, line) => [`${ITEM.exec(lines[line])[0].trimEnd()} x`], // an item in place of all before
+};
+
+/** The element whose children are the parts of a rendered list, table or block of code. */
+function partsIn(element) {
+  return element.matches("ul, ol") ? element : element.querySelector("tbody, code");
 }
 
 /**
@@ -78,13 +153,17 @@ function become(node, wanted) {
     node.replaceWith(wanted);
     return wanted;
   }
-  const there = [...node.childNodes];
-  const news = [...wanted.childNodes];
-  const kept = Math.min(there.length, news.length);
-  for (const child of there.slice(kept)) child.remove();
-  for (let at = 0; at < kept; at += 1) become(there[at], news[at]);
-  node.append(...news.slice(kept));
+  becomeChildren(node, 0, [...wanted.childNodes]);
   return node;
+}
+
+/** The children from a place on become those that are wanted. */
+function becomeChildren(node, from, wanted) {
+  const there = [...node.childNodes].slice(from);
+  const kept = Math.min(there.length, wanted.length);
+  for (const child of there.slice(kept)) child.remove();
+  for (let at = 0; at < kept; at += 1) become(there[at], wanted[at]);
+  node.append(...wanted.slice(kept));
 }
 
 function sameAttributes(one, other) {
@@ -104,7 +183,8 @@ function numOpen(blocks, lines) {
 
 /**
  * @param {string[]} lines
- * @returns {{kind: string, line: number}[]} blocks in order; line: the index of its first line
+ * @returns {{kind: string, line: number, parts?: number[]}[]} blocks in order; line: the index of its first line;
+ *   parts: those of its items, rows or chunks
  */
 function parseBlocks(lines, depth = 0) {
   const blocks = [];
@@ -125,6 +205,8 @@ function parseBlock(lines, line, depth) {
   const text = lines[line];
   const fence = fenceOf(text);
   if (fence) return code(lines, line, fence);
+  const formula = MATH.test(text) ? math(lines, line) : null;
+  if (formula) return formula;
   const found = HEADING.exec(text);
   if (found) {
     const heading = { kind: "heading", level: found[1].length, text: title(text.slice(found[0].length)) };
@@ -155,8 +237,32 @@ function code(lines, line, [opening, fence]) {
   const [language] = lines[line].slice(opening.length).trim().split(/\s/, 1);
   const closing = new RegExp(`^ {0,3}\\${fence[0]}{${fence.length},}\\s*$`);
   const end = endWhere(lines, line + 1, (text) => closing.test(text));
-  const body = lines.slice(line + 1, end).join("\n");
-  return { block: { kind: "code", language, text: body }, next: end + 1 };
+  const parts = [line + 1];
+  for (let at = line + 1 + CHUNK_LINES; at < end; at += CHUNK_LINES) parts.push(at);
+  const chunks = parts.map((from, at) => {
+    const text = lines.slice(from, parts[at + 1] ?? end).join("\n");
+    return at + 1 < parts.length ? `${text}\n` : text;
+  });
+  return { block: { kind: "code", language, chunks, parts }, next: end + 1 };
+}
+
+/** A formula on lines of its own; what has no end yet may still get one, unless a blank line comes first. */
+function math(lines, line) {
+  const [opening, mark] = MATH.exec(lines[line]);
+  const closing = MATH_END[mark];
+  const tex = [];
+  for (let at = line; at < lines.length && at - line < MAX_MATH_LINES; at += 1) {
+    const text = at === line ? lines[at].slice(opening.length) : lines[at];
+    const end = text.indexOf(closing);
+    if (end !== -1) {
+      if (text.slice(end + closing.length).trim() !== "") return null;
+      tex.push(text.slice(0, end));
+      return { block: { kind: "math", tex: tex.join("\n").trim() }, next: at + 1 };
+    }
+    if (at > line && text.trim() === "") return null;
+    tex.push(text);
+  }
+  return null;
 }
 
 function quote(lines, line, depth) {
@@ -169,13 +275,15 @@ function list(lines, line, depth) {
   const [, indent, marker] = ITEM.exec(lines[line]);
   const ordered = /\d/.test(marker);
   const items = [];
+  const parts = [];
   let next = line;
   while (isItem(lines[next], indent.length, ordered)) {
     const end = itemEnd(lines, next);
+    parts.push(next);
     items.push(parseBlocks(itemLines(lines.slice(next, end)), depth + 1));
     next = end;
   }
-  return { block: { kind: "list", ordered, start: parseInt(marker, 10), items }, next };
+  return { block: { kind: "list", ordered, start: parseInt(marker, 10), items, parts }, next };
 }
 
 function isItem(text, indent, ordered) {
@@ -220,7 +328,8 @@ function table(lines, line) {
   const end = endWhere(lines, line + 2, (text) => text.trim() === "" || !text.includes("|"));
   const align = cells(lines[line + 1]).map(alignment);
   const body = lines.slice(line + 2, end).map(cells);
-  return { block: { kind: "table", head: cells(lines[line]), align, body }, next: end };
+  const parts = body.map((_, at) => line + 2 + at);
+  return { block: { kind: "table", head: cells(lines[line]), align, body, parts }, next: end };
 }
 
 function cells(text) {
@@ -241,7 +350,7 @@ function paragraph(lines, line, depth) {
 }
 
 function startsBlock(lines, at) {
-  const starts = [HEADING, RULE, QUOTE, ITEM];
+  const starts = [HEADING, RULE, QUOTE, ITEM, MATH];
   if (fenceOf(lines[at]) || isTable(lines, at)) return true;
   return starts.some((pattern) => pattern.test(lines[at]));
 }
@@ -257,7 +366,8 @@ const RENDERERS = {
   heading: ({ level, text }) => el(`h${Math.min(6, level + 2)}`, {}, renderInline(text)),
   rule: () => el("hr"),
   quote: ({ blocks }) => el("blockquote", {}, renderBlocks(blocks)),
-  code: renderCode,
+  code: ({ language, chunks, inside }) => codeFigure(language, chunks, inside ?? null),
+  math: ({ tex }) => formula(tex, true),
   list: renderList,
   table: renderTable,
 };
@@ -266,15 +376,6 @@ function renderBlocks(blocks) {
   const fragment = document.createDocumentFragment();
   for (const block of blocks) fragment.append(RENDERERS[block.kind](block));
   return fragment;
-}
-
-function renderCode({ language, text }) {
-  const caption = el("figcaption", {}, el("span", {}, language || "code"));
-  const shown = el("code", {}, text);
-  caption.append(copyButton("Copy code", () => caption.nextElementSibling.textContent));
-  const label = language ? `Code, ${language}` : "Code";
-  const scroller = { tabindex: "0", role: "region", "aria-label": label };
-  return el("figure", { class: "code" }, caption, el("pre", scroller, shown));
 }
 
 function renderList({ ordered, start, items }) {

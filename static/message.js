@@ -6,21 +6,65 @@ import { el, iconButton } from "./dom.js";
 import { errorCard } from "./errors.js";
 import { MarkdownView } from "./markdown.js";
 import { duration, statsLine } from "./stats.js";
+import { splitThinking } from "./thinking.js";
 
 const ENDINGS = {
   stopped: { label: "stopped", hint: "This answer was stopped before its end" },
   length: { label: "cut at the token limit", hint: "finish_reason: length" },
 };
 
+/** Which of its versions a message is, and the way to the others. Hidden while there is one. */
+class VersionsView {
+  element = el("div", { class: "versions", role: "group", "aria-label": "Versions" });
+  #actions;
+  #buttons;
+  #place = el("span", {});
+
+  /** @param {{versionsOf: () => {versions: object[], at: number}, choose: (message: object, step: number) => void}} actions */
+  constructor(actions) {
+    this.#actions = actions;
+    this.#buttons = [
+      iconButton("left", "Previous version", () => this.#go(-1)),
+      iconButton("right", "Next version", () => this.#go(1)),
+    ];
+    this.element.append(this.#buttons[0], this.#place, this.#buttons[1]);
+    this.show();
+  }
+
+  show() {
+    const { versions, at } = this.#actions.versionsOf();
+    this.element.hidden = versions.length < 2;
+    this.#place.textContent = `${at + 1} of ${versions.length}`;
+    this.#buttons[0].disabled = at === 0;
+    this.#buttons[1].disabled = at === versions.length - 1;
+  }
+
+  /** The button that was pressed is gone with its version: the same one of this version takes the focus. */
+  focus(step) {
+    const [previous, next] = this.#buttons;
+    const wanted = step < 0 ? previous : next;
+    (wanted.disabled ? (step < 0 ? next : previous) : wanted).focus();
+  }
+
+  #go(step) {
+    const { versions, at } = this.#actions.versionsOf();
+    this.#actions.choose(versions[at + step], step);
+  }
+}
+
 /** What the user wrote, exactly as written. */
 export class QuestionView {
-  /** @param {{onEdit: () => void}} actions */
-  constructor(message, { onEdit }) {
+  #versions;
+
+  /** @param {object} actions  edit(), and those of VersionsView */
+  constructor(message, { edit, ...versions }) {
+    this.#versions = new VersionsView(versions);
     const actions = el(
       "div",
       { class: "actions" },
+      this.#versions.element,
       copyButton("Copy message", () => message.text),
-      iconButton("edit", "Edit message", onEdit),
+      iconButton("edit", "Edit message", edit),
     );
     const bubble = el("div", { class: "bubble" }, message.text);
     this.element = el("article", { class: "question", "aria-label": "You" }, bubble, actions);
@@ -28,7 +72,31 @@ export class QuestionView {
 
   update() {}
 
+  showVersions() {
+    this.#versions.show();
+  }
+
+  focusVersions(step) {
+    this.#versions.focus(step);
+  }
+
   dispose() {}
+}
+
+/** What a model thinks before it answers: folded away, for those who want to see it. */
+class ThinkingView {
+  #summary = el("summary", {});
+  #text = document.createTextNode("");
+  element = el("details", { class: "thinking", hidden: true }, this.#summary, el("div", {}, this.#text));
+
+  update(thinking, isThinking) {
+    this.element.hidden = thinking === "" && !isThinking;
+    const label = isThinking ? "Thinking…" : "Thoughts";
+    if (this.#summary.textContent !== label) this.#summary.textContent = label;
+    if (this.#text.data === thinking) return;
+    if (thinking.startsWith(this.#text.data)) this.#text.appendData(thinking.slice(this.#text.data.length));
+    else this.#text.data = thinking;
+  }
 }
 
 /** An answer: it waits, streams, ends, or fails. */
@@ -36,35 +104,40 @@ export class AnswerView {
   #message;
   #actions;
   #body;
+  #thinking = new ThinkingView();
   #text = el("div", { class: "text" });
   #markdown = new MarkdownView(this.#text);
   #pipe = el("div", { class: "pipe", "aria-hidden": "true" });
   #stats = el("p", { class: "stats" });
   #buttons;
+  #versions;
   #card = null;
   #shown = ""; // state and retryAt as the page shows them
   #waitingSince = performance.now();
 
-  /** @param {object} actions  those of errorCard, which call for a retry of this very answer */
+  /** @param {object} actions  those of errorCard, which call for a retry of this very answer, and of VersionsView */
   constructor(message, actions) {
     this.#message = message;
     this.#actions = actions;
-    this.#body = el("div", { class: "body" }, this.#text, this.#pipe);
+    this.#body = el("div", { class: "body" }, this.#thinking.element, this.#text, this.#pipe);
+    this.#versions = new VersionsView(actions);
     this.#buttons = el(
       "div",
       { class: "actions" },
-      copyButton("Copy answer", () => message.text),
+      copyButton("Copy answer", () => splitThinking(message.text).answer),
       iconButton("again", "Answer again", actions.retry),
     );
-    const foot = el("footer", {}, this.#stats, this.#buttons);
-    this.element = el("article", { class: "answer", "aria-label": "Answer" }, this.#body, foot);
+    const foot = el("footer", { class: "answer-meta" }, this.#stats, this.#versions.element, this.#buttons);
+    this.element = el("article", { id: `answer-${message.id}`, class: "answer", "aria-label": "Answer" }, this.#body, foot);
     this.update();
   }
 
   /** Brings the page up to the message's state. */
   update() {
     const { state, text, retryAt } = this.#message;
-    this.#markdown.update(text);
+    const { thinking, answer, isThinking } = splitThinking(text);
+    this.#thinking.update(thinking, isThinking && isRunning(this.#message));
+    this.#markdown.update(answer);
     if (this.#shown !== `${state} ${retryAt}`) this.#enter(state);
     this.#shown = `${state} ${retryAt}`;
     this.showStats();
@@ -75,6 +148,14 @@ export class AnswerView {
     const parts = this.#line();
     const spans = parts.map(({ label, hint }) => el("span", { title: hint }, label));
     this.#stats.replaceChildren(...spans);
+  }
+
+  showVersions() {
+    this.#versions.show();
+  }
+
+  focusVersions(step) {
+    this.#versions.focus(step);
   }
 
   dispose() {

@@ -2,6 +2,7 @@
 
 import { ApiError, discardChat, followChat, streamChat } from "./api.js";
 import { newId } from "./conversation.js";
+import { tellAnswer } from "./hooks.js";
 import { Pauses, isPassing, pause } from "./resume.js";
 import { Meter, newStats } from "./stats.js";
 
@@ -20,6 +21,7 @@ export async function runAnswer(message, prepare, { signal, key, onChange }) {
   try {
     if (message.stream === null) await open(message, prepare, signal);
     onChange(true);
+    tellAnswer(message, "asked");
     await read(message, { signal, key, onChange });
     message.state = "done";
   } catch (fault) {
@@ -29,12 +31,14 @@ export async function runAnswer(message, prepare, { signal, key, onChange }) {
   }
   message.stream = null;
   onChange();
+  tellAnswer(message, "end");
 }
 
 async function open(message, prepare, signal) {
   const body = await prepare();
   signal.throwIfAborted();
-  message.stream = { name: newId(), body, id: null, number: -1 };
+  message.requestId = newId();
+  message.stream = { name: message.requestId, body, id: null, number: -1 };
 }
 
 /** Until the answer's end, over as many connections as it takes. */
@@ -78,6 +82,7 @@ function take(message, chunk, meter, onChange) {
   message.text += chunk.text;
   message.state = message.text === "" ? "waiting" : "streaming";
   onChange(isFirst);
+  tellAnswer(message, "frame", chunk.raw);
 }
 
 function stop(message, key) {

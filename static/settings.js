@@ -10,7 +10,14 @@ export const DEFAULTS = {
   systemPrompt: "",
   temperature: null,
   topP: null,
+  topK: null,
+  minP: null,
+  presencePenalty: null,
+  frequencyPenalty: null,
+  repetitionPenalty: null,
   maxTokens: null,
+  seed: null,
+  stop: "",
   lane: "standard",
 };
 
@@ -27,10 +34,22 @@ export function saveSettings(settings) {
 }
 
 /** The fields of a chat completion request that follow from the settings. */
-export function requestFields({ temperature, topP, maxTokens, lane }) {
-  const chosen = { temperature, top_p: topP, max_tokens: maxTokens };
+export function requestFields(settings) {
+  const stops = settings.stop.split("\n").filter(Boolean);
+  const chosen = { ...numbersOf(settings), stop: stops.length > 0 ? stops : null };
   const set = Object.entries(chosen).filter(([, value]) => value !== null);
-  return { ...Object.fromEntries(set), service_tier: LANES[lane] ?? LANES.standard };
+  return { ...Object.fromEntries(set), service_tier: LANES[settings.lane] ?? LANES.standard };
+}
+
+/** The settings that are numbers, by their names in a request: topP is top_p. */
+function numbersOf(settings) {
+  const names = Object.keys(DEFAULTS).filter((name) => DEFAULTS[name] === null);
+  return Object.fromEntries(names.map((name) => [wireName(name), settings[name]]));
+}
+
+/** @param {string} name  a setting's  @returns {string} the same in a request and in a model's defaults */
+export function wireName(name) {
+  return name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
 }
 
 /** The API key, or null. */

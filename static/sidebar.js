@@ -1,27 +1,36 @@
-/** The list of conversations: open, rename, delete. On a narrow screen it is a drawer. */
+/** The list of conversations: find, open, rename, export, delete. On a narrow screen it is a drawer. */
 
 import { el, iconButton } from "./dom.js";
+import { ageOf, find } from "./search.js";
 
 const UNTITLED = "Untitled";
 
 export class Sidebar {
   #nav;
   #list;
+  #search;
+  #found;
   #toggle;
   #behind;
   #actions;
+  #shown = []; // what show() was last called with
 
   /**
-   * @param {{nav: Element, list: Element, toggle: Element, behind: Element, shade: Element}} nodes
-   *   behind: what an open drawer covers
-   * @param {object} actions  open(conversation), rename(conversation, title), remove(conversation)
+   * @param {{nav: Element, list: Element, search: Element, found: Element, toggle: Element, behind: Element,
+   *   shade: Element}} nodes  found: says how many conversations a search finds; behind: what an open drawer covers
+   * @param {object} actions  open(conversation), rename(conversation, title), save(conversation), to a file, and
+   *   remove(conversation)
    */
-  constructor({ nav, list, toggle, behind, shade }, actions) {
+  constructor({ nav, list, search, found, toggle, behind, shade }, actions) {
     this.#nav = nav;
     this.#list = list;
+    this.#search = search;
+    this.#found = found;
     this.#toggle = toggle;
     this.#behind = behind;
     this.#actions = actions;
+    search.addEventListener("input", () => this.#draw());
+    search.addEventListener("keydown", (event) => this.#searchKey(event));
     toggle.addEventListener("click", () => this.#openDrawer());
     shade.addEventListener("click", () => this.closeDrawer());
     nav.addEventListener("keydown", (event) => {
@@ -41,10 +50,45 @@ export class Sidebar {
    * @param {Set<string>} running  ids of conversations in which an answer is being made
    */
   show(conversations, currentId, running) {
-    const rows = conversations.map((each) =>
-      this.#row(each, { current: each.id === currentId, running: running.has(each.id) }),
-    );
-    this.#list.replaceChildren(...rows);
+    this.#shown = [conversations, currentId, running];
+    this.#draw();
+  }
+
+  /** Puts the cursor where one searches, on a narrow screen too. */
+  search() {
+    if (getComputedStyle(this.#toggle).display !== "none") this.#setDrawer(true);
+    this.#search.select();
+    this.#search.focus();
+  }
+
+  #draw() {
+    const [conversations, currentId, running] = this.#shown;
+    const query = this.#search.value.trim();
+    const found = query === "" ? conversations.map((conversation) => ({ conversation })) : find(conversations, query);
+    const now = Date.now();
+    const groups = Map.groupBy(found, ({ conversation }) => (query === "" ? ageOf(conversation.updated, now) : ""));
+    const nodes = [...groups].flatMap(([age, members]) => [
+      ...(age === "" ? [] : [el("li", { class: "age" }, age)]),
+      ...members.map(({ conversation, excerpt }) => {
+        const { id } = conversation;
+        return this.#row(conversation, { current: id === currentId, running: running.has(id), excerpt });
+      }),
+    ]);
+    this.#list.replaceChildren(...nodes);
+    this.#found.textContent = query === "" ? "" : foundText(found.length);
+  }
+
+  /** Enter opens the first that was found; Escape ends the search. */
+  #searchKey(event) {
+    if (event.isComposing) return;
+    if (event.key === "Enter") {
+      event.preventDefault();
+      this.#list.querySelector(".conversation")?.click();
+    } else if (event.key === "Escape" && this.#search.value !== "") {
+      event.stopPropagation();
+      this.#search.value = "";
+      this.#draw();
+    }
   }
 
   closeDrawer() {
@@ -64,7 +108,7 @@ export class Sidebar {
     this.#toggle.setAttribute("aria-expanded", String(open));
   }
 
-  #row(conversation, { current, running }) {
+  #row(conversation, { current, running, excerpt }) {
     const title = conversation.title || UNTITLED;
     const open = el(
       "button",
@@ -75,13 +119,18 @@ export class Sidebar {
         "aria-current": current ? "true" : null,
         onclick: () => this.#actions.open(conversation),
       },
-      title,
+      el("span", {}, title),
+      ...(excerpt ? [el("small", {}, excerpt)] : []),
     );
     const row = el("li", { "data-running": running }, open);
-    row.append(
+    const actions = el(
+      "div",
+      { class: "row-actions" },
       iconButton("edit", `Rename ${title}`, () => this.#rename(row, conversation)),
+      iconButton("export", `Export ${title}`, () => this.#actions.save(conversation)),
       iconButton("delete", `Delete ${title}`, () => this.#actions.remove(conversation)),
     );
+    row.append(actions);
     return row;
   }
 
@@ -106,4 +155,9 @@ export class Sidebar {
     field.select();
     field.focus();
   }
+}
+
+function foundText(number) {
+  if (number === 0) return "Nothing found";
+  return `${number} conversation${number === 1 ? "" : "s"}`;
 }

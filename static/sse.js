@@ -8,6 +8,7 @@ const LINE_END = /\r\n|\r|\n/g;
 /**
  * @typedef {object} ServerEvent
  * @property {string} data
+ * @property {?string} event  what kind it is, if it says so
  * @property {?string} id  the event's own; the last one is not inherited as by EventSource
  */
 
@@ -16,6 +17,7 @@ export class EventStreamParser {
   #line = ""; // the line that has not ended yet
   #data = []; // the data lines of the event that has not ended yet
   #id = null; // of that event
+  #event = null;
   #afterCarriageReturn = false; // a "\n" that opens the next piece belongs to the last line end
 
   /**
@@ -39,9 +41,9 @@ export class EventStreamParser {
 
   #endLine(line, events) {
     if (line === "") {
-      if (this.#data.length > 0) events.push({ data: this.#data.join("\n"), id: this.#id });
+      if (this.#data.length > 0) events.push({ data: this.#data.join("\n"), id: this.#id, event: this.#event });
       this.#data = [];
-      this.#id = null;
+      this.#id = this.#event = null;
       return;
     }
     const colon = line.indexOf(":");
@@ -49,6 +51,7 @@ export class EventStreamParser {
     const value = colon === -1 ? "" : valueAfter(line, colon);
     if (field === "data") this.#data.push(value);
     else if (field === "id") this.#id = value;
+    else if (field === "event") this.#event = value;
   }
 }
 

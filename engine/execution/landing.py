@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.execution.scoring import Scored
+from engine.execution.prompt_rows import Found
 from engine.planning.request import TokenLogprobs
 from engine.planning.step import DeviceError, Sampled, StepResult
 
@@ -45,11 +45,13 @@ class Landing:
     """What a step chose, on its way to the host behind the step."""
 
     def __init__(
-        self, device: torch.device, wanted: list[Wanted], chosen: Chosen, scored: Scored | None = None
+        self, device: torch.device, wanted: list[Wanted], chosen: Chosen, found: Found | None = None
     ) -> None:
         self._wanted = wanted
-        self._scored_chunks = () if scored is None else scored.chunks
-        self._scored_tensors = [] if scored is None else [_to_host(tensor) for tensor in scored.tensors]
+        if found is not None:
+            pooled = None if found.pooled is None else _to_host(found.pooled)
+            found = Found(found.scored, [_to_host(tensor) for tensor in found.scores], pooled)
+        self._found = found
         tensors = [chosen.token_ids] if wanted else []
         if any(row.num_logprobs is not None for row in wanted):
             tensors += [chosen.logprobs, *(chosen.top or ())]
@@ -65,19 +67,21 @@ class Landing:
                 self._event.synchronize()
             except torch.AcceleratorError as error:
                 raise DeviceError(str(error)) from error
-        scored = self._scored()
-        if not self._wanted:
-            return StepResult([], scored)
-        token_ids, *told = (tensor.tolist() for tensor in self._tensors)
-        return StepResult([_sampled(wanted, token_ids, told) for wanted in self._wanted], scored)
+        result = StepResult([])
+        if self._found is not None:
+            _add_found(result, self._found)
+        if self._wanted:
+            token_ids, *told = (tensor.tolist() for tensor in self._tensors)
+            result.sampled = [_sampled(wanted, token_ids, told) for wanted in self._wanted]
+        return result
 
-    def _scored(self) -> list[list[TokenLogprobs]]:
-        told = [tensor.tolist() for tensor in self._scored_tensors]
-        rows = iter(count())
-        return [
-            [_logprobs(row, num_top, told) for row in islice(rows, num)]
-            for num, num_top in self._scored_chunks
-        ]
+
+def _add_found(result: StepResult, found: Found) -> None:
+    told, rows = [tensor.tolist() for tensor in found.scores], count()
+    result.scored = [
+        [_logprobs(row, num_top, told) for row in islice(rows, num)] for num, num_top in found.scored
+    ]
+    result.pooled = [] if found.pooled is None else found.pooled.tolist()
 
 
 def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any]) -> Sampled:

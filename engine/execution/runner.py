@@ -31,7 +31,7 @@ from engine.execution.graphs import (
 )
 from engine.execution.landing import Chosen, Landing, Wanted
 from engine.execution.loader import LoadedModel
-from engine.execution.scoring import Scored, Scoring
+from engine.execution.prompt_rows import Found, PromptRows
 from engine.execution.seats import Placed, Seats, StepShape
 from engine.execution.verification import Verification
 from engine.model.weights import Progress
@@ -142,8 +142,8 @@ class Steps:
         """See `planning.step.Runner`."""
         with self.faults(plan):
             shape = StepShape.of(plan)
-            scoring = Scoring.of(plan, self._num_logits) if not shape.is_decode else None
-            captured = self.passes.covering(shape) if scoring is None else None
+            prompts = PromptRows.of(plan, self._num_logits)
+            captured = self.passes.covering(shape) if prompts is None else None
             verification = Verification(plan) if any(chunk.drafts for chunk in plan.chunks) else None
             placed = self.seats.place(plan, captured or shape)
             if placed.copies is not None:
@@ -151,12 +151,12 @@ class Steps:
                 if self.model.draft is not None:
                     self.model.draft.copy_blocks(*placed.copies)
                 plan.copies = []
-            scored = None
+            found = None
             if captured is None:
-                logits, numbers, scored = self._pass(plan, placed, verification, scoring)
+                logits, numbers, found = self._pass(plan, placed, verification, prompts)
             else:
                 logits, numbers = self._replay(captured, placed)
-            return LaunchedStep(self, plan, placed, captured, verification, logits, numbers, scored)
+            return LaunchedStep(self, plan, placed, captured, verification, logits, numbers, found)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
@@ -186,8 +186,8 @@ class Steps:
             raise
 
     def _pass(
-        self, plan: Plan, placed: Placed, verification: Verification | None, scoring: Scoring | None
-    ) -> tuple[Tensor, Tensor, Scored | None]:
+        self, plan: Plan, placed: Placed, verification: Verification | None, prompts: PromptRows | None
+    ) -> tuple[Tensor, Tensor, Found | None]:
         """Launches the pass kernel by kernel: logits [S, vocab], and the output tokens [S] that there are before.
 
         With drafts, the logits are those of all rows that may be sampled.
@@ -198,10 +198,10 @@ class Steps:
             inputs.batch.host_lengths = [(c.num_tokens, c.start + c.num_tokens) for c in plan.chunks]
         if verification is not None:
             inputs.batch.sample_rows = verification.rows
-        if scoring is None:
+        if prompts is None:
             return model.lm_head(model.decoder(inputs.batch)), inputs.numbers, None
-        hidden, scored = scoring.run(model.decoder, model.lm_head, inputs.batch)
-        return model.lm_head(hidden), inputs.numbers, scored
+        hidden, found = prompts.run(model.decoder, model.lm_head, inputs.batch)
+        return model.lm_head(hidden), inputs.numbers, found
 
     def _replay(self, shape: StepShape, placed: Placed) -> tuple[Tensor, Tensor]:
         buffers = self.buffers
@@ -297,7 +297,7 @@ class LaunchedStep:
         verification: Verification | None,
         logits: Tensor,
         numbers: Tensor,
-        scored: Scored | None,
+        found: Found | None,
     ) -> None:
         self.logits = logits
         """[S, vocab], or more rows as padding; with drafts, those of the verification."""
@@ -305,7 +305,7 @@ class LaunchedStep:
         self._captured = captured
         self._verification = verification
         self._numbers = numbers
-        self._scored = scored
+        self._found = found
         self._landing: Landing
 
     @torch.inference_mode()
@@ -318,7 +318,7 @@ class LaunchedStep:
                 steps.seats.note_launched(plan, placed.seats)
             else:
                 wanted, chosen = self._verify(self._verification, wanted)
-            self._landing = Landing(steps.model.device, wanted, chosen, self._scored)
+            self._landing = Landing(steps.model.device, wanted, chosen, self._found)
 
     def wait(self) -> StepResult:
         return self._landing.wait()

@@ -52,6 +52,8 @@ class BlockTables:
         self.prefix_cache = prefix_cache
         self.log = log
         self.index = PrefixIndex()
+        self.findable = bytearray(num_blocks)
+        """By block, 1 if the prefix index finds it: what `knows_block` says, for a look at all of them."""
         self.pool = BlockPool(num_blocks, on_reuse=self._drop)
         max_chunk = (num_blocks - 2) * block_size - window + 1
         # A window that is wider than the pool gives no block back before the pool is full.
@@ -228,7 +230,10 @@ class BlockTables:
         extend_hashes(hashes, sequence.token_ids, last, self.block_size, sequence.request.salt)
         for i in range(first, last):
             self.index.end(hashes[i], sequence)
-            if self.index.add(hashes[i], table[i]) and self.log is not None:
+            if not self.index.add(hashes[i], table[i]):
+                continue
+            self.findable[table[i]] = 1
+            if self.log is not None:
                 self.log.stored(hashes, sequence.token_ids, i, self.block_size, sequence.request.salt)
 
     def release(self, sequence: Sequence) -> None:
@@ -298,6 +303,7 @@ class BlockTables:
 
     def _drop(self, block: int) -> None:
         block_hash = self.index.drop(block)
+        self.findable[block] = 0
         if block_hash is not None and self.log is not None:
             self.log.add(Dropped(block_hash))
 

@@ -48,6 +48,15 @@ class SamplingParams:
     """What the answer has to match. The end of the sequence is allowed exactly where the grammar accepts."""
 
 
+class Pooling(StrEnum):
+    """Which hidden states, after the final norm, become the embedding of a prompt."""
+
+    LAST = "last"
+    FIRST = "first"
+    MEAN = "mean"
+    """The mean over all tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One request as it came in. It never changes."""
@@ -65,6 +74,13 @@ class Request:
     """Starts the hash chain of the prompt's blocks: requests with different salts never share a block."""
     output_token_ids: tuple[int, ...] = ()
     """Output tokens that are known already: the one choice continues after them, as it does after a preemption."""
+    pooling: Pooling | None = None
+    """How the embedding of the prompt is made; None if none is wanted."""
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether something is wanted of every token of the prompt, so that all are computed, whatever is cached."""
+        return self.sampling.num_prompt_logprobs is not None or self.pooling in (Pooling.FIRST, Pooling.MEAN)
 
 
 class FinishReason(StrEnum):
@@ -112,6 +128,10 @@ def _sums(one: list[int], other: list[int]) -> list[int]:
     return [a + b for a, b in zip_longest(one, other, fillvalue=0)]
 
 
+MAX_MARKS = 256
+"""Steps of one kind whose instants a sequence remembers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
     """Where the time of a finished sequence went, in seconds on the engine's clock."""
@@ -126,6 +146,12 @@ class Timings:
     num_output_tokens: int
     preempted_s: tuple[float, ...] = ()
     """When it gave way to others, each time."""
+    resumed_s: tuple[float, ...] = ()
+    """When it was scheduled again, each time."""
+    prefills: tuple[tuple[float, int], ...] = ()
+    """The first MAX_MARKS steps that computed prompt tokens: when each ended, and how many they were."""
+    draft_steps: tuple[tuple[float, int, int], ...] = ()
+    """The first MAX_MARKS steps with drafts: when each ended, how many drafts it had, and how many were right."""
     drafts: Mapping[str, DraftCount] = field(default_factory=dict)
     """By proposer."""
 
@@ -145,6 +171,9 @@ class Timings:
             num_cached_tokens=max(0, sequence.num_cached_tokens),
             num_output_tokens=sequence.num_output_tokens,
             preempted_s=tuple(sequence.preempted_s),
+            resumed_s=tuple(sequence.resumed_s),
+            prefills=tuple(sequence.prefills),
+            draft_steps=tuple(sequence.draft_steps),
             drafts=sequence.drafts,
         )
 
@@ -164,6 +193,8 @@ class Output:  # one for every token: keyword arguments would double the cost of
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     """With the first output of choice 0, if they are wanted: those of the prompt tokens from the second one on."""
+    embedding: list[float] | None = None
+    """With the first output, if it is wanted."""
     finish_reason: FinishReason | None = None
     error: str | None = None
     """Set with FinishReason.FAILED: what to tell the client."""
@@ -191,6 +222,7 @@ class Sequence:
         "awaited_hash",
         "block_hashes",
         "block_table",
+        "draft_steps",
         "drafts",
         "finish_reason",
         "first_token_s",
@@ -205,9 +237,12 @@ class Sequence:
         "num_preemptions",
         "num_prompt_tokens",
         "order",
+        "pooled",
         "preempted_s",
+        "prefills",
         "prompt_logprobs",
         "request",
+        "resumed_s",
         "scheduled_s",
         "stop",
         "text",
@@ -235,10 +270,15 @@ class Sequence:
         """Tokens of its first prefix hit; -1 until it is first scheduled."""
         self.num_preemptions = 0
         self.preempted_s: list[float] = []
+        self.resumed_s: list[float] = []
+        self.prefills: list[tuple[float, int]] = []
+        self.draft_steps: list[tuple[float, int, int]] = []
         self.drafts: dict[str, DraftCount] = {}
         """By proposer."""
         self.prompt_logprobs: list[TokenLogprobs] = []
         """Those that have come, of the prompt tokens from the second one on."""
+        self.pooled: list[float] = []
+        """The sum of the hidden states that have come and that are pooled."""
         self.block_table: list[int] = []
         """The block of token t is `block_table[t // block_size]`. Empty while the sequence does not run."""
         self.num_null_blocks = 0
@@ -256,6 +296,16 @@ class Sequence:
         self.first_token_s = -1.0
         self.finish_reason: FinishReason | None = None
 
+    def note_prefill(self, num_tokens: int, now: float) -> None:
+        """Remembers a step that computed prompt tokens."""
+        if len(self.prefills) < MAX_MARKS:
+            self.prefills.append((now, num_tokens))
+
+    def note_drafts(self, num_drafted: int, num_accepted: int, now: float) -> None:
+        """Remembers a step with drafts."""
+        if len(self.draft_steps) < MAX_MARKS:
+            self.draft_steps.append((now, num_drafted, num_accepted))
+
     @property
     def key(self) -> tuple[str, int]:
         return self.request.request_id, self.index
@@ -271,11 +321,11 @@ class Sequence:
 
     @property
     def num_reusable(self) -> int:
-        """Known tokens whose KV is enough: not the last one, whose logits choose the next, nor those to be scored."""
-        num_known = len(self.token_ids) - 1
-        if not self.is_scored or len(self.prompt_logprobs) >= self.num_prompt_tokens - 1:
+        """Known tokens whose KV is enough: not the last one, whose logits choose the next, nor those that are read."""
+        num_known, num_scored = len(self.token_ids) - 1, len(self.prompt_logprobs)
+        if self.index or not self.request.reads_prompt:
             return num_known
-        return len(self.prompt_logprobs)
+        return num_known if self.is_scored and num_scored == self.num_prompt_tokens - 1 else num_scored
 
     @property
     def num_remaining(self) -> int:

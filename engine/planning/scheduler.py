@@ -361,6 +361,8 @@ class Scheduler(StepResults):
             sequence.num_cached_tokens = sequence.num_computed
             self.counters.num_prefix_query_tokens += sequence.num_prompt_tokens
             self.counters.num_prefix_hit_tokens += sequence.num_computed
+        elif sequence.num_preemptions:
+            sequence.resumed_s.append(now)
         self._plan_chunk(plan, sequence, sequence.num_remaining)
 
 

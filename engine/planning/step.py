@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.planning.prefix_events import PrefixEvent
-from engine.planning.request import NO_LIMIT, DraftCount, Output, Request, Sequence, TokenLogprobs
+from engine.planning.request import NO_LIMIT, DraftCount, Output, Pooling, Request, Sequence, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -39,6 +39,16 @@ class Chunk:
         if not sequence.is_scored:
             return range(0)
         return range(self.start + 1, min(self.start + self.num_tokens + 1, sequence.num_prompt_tokens))
+
+    @property
+    def pooled(self) -> range:
+        """Positions of the prompt tokens whose hidden states it adds to an embedding."""
+        pooling, num_prompt = self.sequence.request.pooling, self.sequence.num_prompt_tokens
+        if pooling is None:
+            return range(0)
+        first = num_prompt - 1 if pooling is Pooling.LAST else 0
+        end = 1 if pooling is Pooling.FIRST else num_prompt
+        return range(max(first, self.start), min(end, self.start + self.num_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +93,13 @@ class Sampled:
 class StepResult:
     """What a step brought.
 
-    `sampled[i]` belongs to the i-th chunk of the plan that samples, `scored[i]` to the i-th one that scores tokens.
+    `sampled[i]` belongs to the i-th chunk of the plan that samples, `scored[i]` to the i-th one that scores tokens,
+    `pooled[i]` to the i-th one that pools hidden states: it is their sum.
     """
 
     sampled: list[Sampled]
     scored: ListLike[list[TokenLogprobs]] = ()
+    pooled: ListLike[list[float]] = ()
 
 
 class DeviceError(RuntimeError):

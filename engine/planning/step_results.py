@@ -8,7 +8,7 @@ from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.drafting import Drafting, note_drafts
-from engine.planning.request import FinishReason, Output, Request, Sequence, TokenLogprobs
+from engine.planning.request import FinishReason, Output, Pooling, Request, Sequence, TokenLogprobs
 from engine.planning.sequence_store import SequenceStore
 from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepResult
 from engine.planning.step_limit import StepLimit
@@ -70,22 +70,27 @@ class StepResults(SequenceStore):
         self._step_limit.note_fitted()
         outputs: list[Output] = []
         work: list[tuple[Request, int, int]] = []
-        sampled, scored = iter(result.sampled), iter(result.scored)
+        sampled, scored, pooled = iter(result.sampled), iter(result.scored), iter(result.pooled)
         for chunk in plan.chunks:
             sequence, start, num_tokens = chunk.sequence, chunk.start, chunk.num_tokens
             brought = next(sampled) if chunk.samples else None
             if result.scored and chunk.scored:
                 _keep_scores(chunk, next(scored))
+            if result.pooled and chunk.pooled:
+                _keep_pooled(chunk, next(pooled))
             if sequence.finish_reason is not None:  # it ended while this step was in flight
                 continue
             if chunk.incarnation == sequence.num_preemptions:  # else the blocks written are no longer its own
                 tables.commit(sequence, start + num_tokens - len(chunk.drafts))
-            num_prompt, num_output = sequence.num_prompt_tokens - start, 0
+            num_prompt = num_output = 0
+            if start < sequence.num_prompt_tokens:
+                num_prompt = min(num_tokens, sequence.num_prompt_tokens - start)
+                sequence.note_prefill(num_prompt, now)
             if brought is not None:
                 brought_outputs = self._apply(chunk, brought, now)
                 num_output = len(brought_outputs)
                 outputs += brought_outputs
-            work.append((sequence.request, min(num_prompt, num_tokens) if num_prompt > 0 else 0, num_output))
+            work.append((sequence.request, num_prompt, num_output))
         self.queue.charge(work, now)
         self._settle(now)
         return outputs
@@ -119,8 +124,11 @@ class StepResults(SequenceStore):
             return [*outputs, self._finish(sequence, FinishReason.FAILED, error, now)]
         if is_first and sequence.is_scored:
             outputs[0].prompt_logprobs = sequence.prompt_logprobs
+        if is_first and sequence.pooled:
+            num = sequence.num_prompt_tokens if sequence.request.pooling is Pooling.MEAN else 1
+            outputs[0].embedding = [value / num for value in sequence.pooled]
         if chunk.drafts:
-            self._keep_accepted(chunk, len(outputs))
+            self._keep_accepted(chunk, len(outputs), now)
         if reason is not None:
             self._finish(sequence, reason, None, now, outputs[-1])
         return outputs
@@ -147,13 +155,14 @@ class StepResults(SequenceStore):
                 return reason
         return None
 
-    def _keep_accepted(self, chunk: Chunk, num_brought: int) -> None:
+    def _keep_accepted(self, chunk: Chunk, num_brought: int, now: float) -> None:
         """Keeps the KV of the drafts that were right; that of the others is overwritten by the steps to come."""
         sequence = chunk.sequence
         if chunk.incarnation == sequence.num_preemptions:
             sequence.num_computed = chunk.start + num_brought
             self.tables.commit(sequence, sequence.num_computed)
         note_drafts(chunk, num_brought)
+        sequence.note_drafts(len(chunk.drafts), chunk.num_accepted, now)
 
     def _fork_if_due(self, parent: Sequence) -> None:
         """Starts the other choices of a request, which share its blocks, once its prompt is computed."""
@@ -176,3 +185,10 @@ def _keep_scores(chunk: Chunk, scored: list[TokenLogprobs]) -> None:
     """Adds to what is known of the prompt; after a preemption, a chunk brings some of it again."""
     known = chunk.sequence.prompt_logprobs
     known += scored[len(known) + 1 - chunk.scored.start :]
+
+
+def _keep_pooled(chunk: Chunk, pooled: list[float]) -> None:
+    """Adds to the sum; it begins anew if a sequence that gave way is computed again from its first token on."""
+    sequence = chunk.sequence
+    known = sequence.pooled if chunk.start else []
+    sequence.pooled = [a + b for a, b in zip(known, pooled, strict=True)] if known else pooled

@@ -71,6 +71,21 @@ class DraftTimings(TypedDict):
     accepted_by_position: list[int]
 
 
+class Timeline(TypedDict):
+    """When what happened to the choice that had the first token, in milliseconds since the request's arrival.
+
+    Each list has the first 256 entries.
+    """
+
+    prefills: list[tuple[float, int]]
+    """Steps that computed prompt tokens: the end, and how many they were."""
+    preempted_ms: list[float]
+    resumed_ms: list[float]
+    drafts: list[tuple[float, int, int]]
+    """Steps with drafts: the end, how many, and how many were right."""
+    ended_ms: float
+
+
 class Timings(TypedDict):
     """Where the time went: milliseconds and counts."""
 
@@ -84,6 +99,7 @@ class Timings(TypedDict):
     draft_tokens: int
     accepted_tokens: int
     drafts: dict[str, DraftTimings]
+    timeline: Timeline
     lane: Lane
 
 
@@ -597,6 +613,16 @@ class ConversationDeleted(TypedDict):
 # Models, tokens, prefixes
 
 
+class Defaults(TypedDict):
+    """What a request that does not say gets."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    repetition_penalty: float
+
+
 class Model(TypedDict):
     id: str
     object: Literal["model"]
@@ -604,6 +630,7 @@ class Model(TypedDict):
     owned_by: str
     root: str
     max_model_len: int
+    defaults: Defaults
 
 
 class Models(TypedDict):
@@ -698,6 +725,64 @@ class ServerStatus(TypedDict):
     streams: int
     lanes: dict[Lane, LaneStatus]
     engine: EngineStatus
+
+
+class Steps(TypedDict):
+    """Of the last steps, at most 256, each a place in every list."""
+
+    started_ms: list[float]
+    duration_ms: list[float]
+    prefill: list[int]
+    """Prompt tokens."""
+    decode: list[int]
+    """Sequences that went on."""
+    drafts: list[int]
+    """Guessed tokens beside those."""
+    accepted: list[int]
+    """The right ones."""
+
+
+class StepsStatus(TypedDict):
+    """Of the event `steps`: what happened since the one before. Instants are milliseconds since the events began."""
+
+    at_ms: float
+    num_steps: int
+    busy_ms: float
+    """That the steps took."""
+    loop_lag_ms: float
+    """How late the event loop ran a timer, at worst."""
+    output_tokens: int
+    prefill_tokens: int
+    decode_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    steps: Steps
+
+
+class BlocksStatus(TypedDict):
+    """Of the event `kv`, which comes when something has changed: the pool of KV blocks in at most 1,024 cells.
+
+    The strings are base64 with one byte for each cell.
+    """
+
+    num_blocks: int
+    blocks_per_cell: int
+    held: str
+    """The part of the cell that sequences hold, of 255; at least 1 if they hold any of it."""
+    shared: str
+    """The part of the cell that several sequences hold, likewise."""
+    cached: str
+    """The part of the cell that nobody holds and that a prompt may find again, likewise."""
+    holders: str
+    """The most sequences that hold one block of the cell."""
+    num_held: int
+    num_shared: int
+    num_cached: int
+    num_saved: int
+    """Blocks that would be taken beside those that are, if nothing were shared."""
 
 
 class QueueStatus(TypedDict):

@@ -7,6 +7,7 @@ Nothing is computed while nobody listens.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Iterator
 from itertools import islice
 
@@ -17,9 +18,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.routing import Route
 
 from gateway.endpoints.intake import Intake, route, salts_of
+from gateway.http.errors import invalid
 from gateway.service import Service
 
 EVERY_S = 0.5
+MAP_EVERY_S = 1.0
+MAP_PART = 0.002
+"""Of the time, at most, that is spent on drawing the KV blocks."""
+DETAILS = ("steps", "kv")
 MAX_HASHES = 1000
 """Of blocks in one event."""
 
@@ -35,21 +41,38 @@ class EventsApi:
         self._intake = intake
         self._status = b""
         self._status_s = float("-inf")
+        self._map = b""
+        self._map_due_s = float("-inf")
 
     def routes(self) -> list[Route]:
         return [route("/v1/events", GET=self.server), route("/v1/prefixes/events", GET=self.prefixes)]
 
     async def server(self, http: HttpRequest) -> EventSourceResponse:
-        """The state of the server; with `request_id`, the place in the queue of the caller's request of that name."""
-        request_id = http.query_params.get("request_id")
-        tenant = self._intake.client(http).tenant.name if request_id else ""
-        return _response(self._server_events(tenant, request_id))
+        """The state of the server.
 
-    async def _server_events(self, tenant: str, request_id: str | None) -> AsyncIterator[ServerSentEvent]:
-        async for _ in self._ticks():
-            yield _event("server", self._status_now())
-            if request_id and (found := self._service.dispatch.waiting(tenant, request_id)) is not None:
-                yield _event("request", orjson.dumps({"request_id": request_id, **found}))
+        With `request_id`, also the place in the queue of the caller's request of that name; with `detail`, also the
+        engine's steps and its KV blocks.
+        """
+        request_id = http.query_params.get("request_id")
+        details = _details(http.query_params.get("detail"))
+        tenant = self._intake.client(http).tenant.name if request_id or details else ""
+        return _response(self._server_events(tenant, request_id, details))
+
+    async def _server_events(
+        self, tenant: str, request_id: str | None, details: frozenset[str]
+    ) -> AsyncIterator[ServerSentEvent]:
+        service, told_map = self._service, b""
+        with contextlib.ExitStack() as stack:
+            watch = stack.enter_context(service.watching()) if "steps" in details else None
+            async for _ in self._ticks():
+                yield _event("server", self._status_now())
+                if request_id and (found := service.dispatch.waiting(tenant, request_id)) is not None:
+                    yield _event("request", orjson.dumps({"request_id": request_id, **found}))
+                if watch is not None:
+                    yield _event("steps", orjson.dumps(service.watched(watch)))
+                if "kv" in details and (drawn := self._map_now()) != told_map:
+                    yield _event("kv", drawn)
+                    told_map = drawn
 
     def _status_now(self) -> bytes:
         """Made once for all who listen."""
@@ -57,6 +80,16 @@ class EventsApi:
         if now - self._status_s >= EVERY_S / 2:
             self._status, self._status_s = orjson.dumps(self._service.status()), now
         return self._status
+
+    def _map_now(self) -> bytes:
+        """Drawn once for all who listen, and less often; empty before there is one."""
+        started_s = self._service.clock()
+        if started_s >= self._map_due_s:
+            drawn = self._service.block_map()
+            self._map = b"" if drawn is None else orjson.dumps(drawn)
+            took_s = self._service.clock() - started_s
+            self._map_due_s = started_s + max(MAP_EVERY_S - EVERY_S / 2, took_s / MAP_PART)
+        return self._map
 
     async def prefixes(self, http: HttpRequest) -> EventSourceResponse:
         """The blocks of the caller's that are cached, then those that come and go, by their hashes."""
@@ -76,6 +109,16 @@ class EventsApi:
             if self._service.dispatch.draining and not len(self._service.dispatch):
                 return
             await asyncio.sleep(EVERY_S)
+
+
+def _details(asked: str | None) -> frozenset[str]:
+    """Raises 400 if one of them is unknown."""
+    details = frozenset(asked.split(",")) if asked else frozenset[str]()
+    if not details <= set(DETAILS):
+        raise invalid(
+            f"detail must be a list of {' and '.join(DETAILS)}, with commas between them.", "detail"
+        )
+    return details
 
 
 def _response(events: AsyncIterator[ServerSentEvent]) -> EventSourceResponse:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
@@ -57,6 +59,7 @@ class Api:
             "owned_by": "penstock",
             "root": self._service.options.models[0],
             "max_model_len": self._service.dispatch.context_length,
+            "defaults": asdict(self._service.options.defaults),
         }
 
     async def tokenize(self, http: HttpRequest) -> Response:

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 from gateway.access.idempotency import MAX_KEY_CHARS
 from gateway.endpoints import answers
 from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
+from gateway.endpoints.events import DETAILS
 from gateway.http.refusals import OVERLOADED
 from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
@@ -47,6 +48,7 @@ class FollowHeaders(TypedDict, total=False):
 
 class EventsQuery(TypedDict, total=False):
     request_id: str
+    detail: Annotated[str, Field(pattern=f"^({'|'.join(DETAILS)})(,({'|'.join(DETAILS)}))*$")]
 
 
 class LocateQuery(TypedDict, total=False):
@@ -306,9 +308,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     },
     "/v1/events": {
         "GET": Operation(
-            summary="The state of the server, and of a request that waits",
+            summary="The state of the server; of a request that waits; in detail, of its steps and KV blocks",
             query=EventsQuery,
-            events={"server": answers.ServerStatus, "request": answers.QueueStatus},
+            events={
+                "server": answers.ServerStatus,
+                "request": answers.QueueStatus,
+                "steps": answers.StepsStatus,
+                "kv": answers.BlocksStatus,
+            },
         )
     },
     "/health": {

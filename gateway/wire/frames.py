@@ -15,7 +15,7 @@ from json.encoder import encode_basestring_ascii
 import orjson
 from starlette.responses import JSONResponse
 
-from engine.planning.request import DraftCount, FinishReason, Timings
+from engine.planning.request import MAX_MARKS, DraftCount, FinishReason, Timings
 from gateway.http.connections import EVENT_STREAM
 from gateway.http.errors import ApiError
 from gateway.wire.shapes import Head, Shape
@@ -109,7 +109,23 @@ def timings_json(
             }
             for name, count in sorted(drafts.items())
         },
+        "timeline": _timeline(first),
         "lane": lane.label,
+    }
+
+
+def _timeline(timings: Timings) -> dict[str, object]:
+    """When what happened to one choice, since its arrival; each list has a bounded part of all there was."""
+
+    def since(at_s: float) -> float:
+        return round(1000 * (at_s - timings.arrival_s), 1)
+
+    return {
+        "prefills": [(since(at_s), number) for at_s, number in timings.prefills],
+        "preempted_ms": [since(at_s) for at_s in timings.preempted_s[:MAX_MARKS]],
+        "resumed_ms": [since(at_s) for at_s in timings.resumed_s[:MAX_MARKS]],
+        "drafts": [(since(at_s), *numbers) for at_s, *numbers in timings.draft_steps],
+        "ended_ms": since(timings.finished_s),
     }
 
 

@@ -22,6 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from app.listen import bind
 from engine.engine import EngineState, EngineStats
+from engine.planning.block_map import BlockMap, block_map
 from engine.planning.grammars import Grammars
 from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
 from engine.planning.step import StepReport
@@ -87,6 +88,9 @@ class EngineDouble:
         self.last_progress_s = clock()
         self.max_sequence_tokens = 512
         self.cancelled: list[str] = []
+        self.ref_counts = [0] * 33
+        """By KV block; block 0 is none."""
+        self.findable = bytearray(33)
         self.on_wake: Callable[[], None] = lambda: None
 
     def wake(self) -> None:
@@ -100,6 +104,9 @@ class EngineDouble:
 
     def stats(self) -> EngineStats:
         return EngineStats(num_blocks=32)
+
+    def block_map(self) -> BlockMap | None:
+        return block_map(self.ref_counts, self.findable)
 
 
 class Desk:

@@ -40,6 +40,9 @@ TIMINGS = {
 }
 
 
+DEFAULTS = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
 class Gate:
     """Holds a stream until the test opens it; tells the test when the client went away meanwhile."""
 
@@ -216,7 +219,8 @@ class ScriptedServer:
         return StreamingResponse(tell(), media_type="text/event-stream")
 
     async def _models(self, request: Request) -> Response:
-        models = {"object": "list", "data": [{"id": self.model, "object": "model", "max_model_len": 512}]}
+        model = {"id": self.model, "object": "model", "max_model_len": 512, "defaults": DEFAULTS}
+        models = {"object": "list", "data": [model]}
         return self._refused_key(request) or JSONResponse(models)
 
     async def _chat(self, request: Request) -> Response:

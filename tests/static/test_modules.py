@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -189,10 +190,23 @@ RENDER = """
     const div = document.createElement("div");
     div.append(m.renderMarkdown(args[0]));
     for (const node of div.querySelectorAll("figcaption button")) node.remove();
+    for (const chunk of div.querySelectorAll("pre > code > span")) chunk.replaceWith(...chunk.childNodes);
+    for (const math of div.querySelectorAll(".math")) math.replaceChildren();
     return div.innerHTML;
 """
 LINK = ' target="_blank" rel="noopener noreferrer"'
 PRE = '<pre tabindex="0" role="region" aria-label="Code"><code>'
+
+
+def tex(text: str) -> str:
+    return f'<span class="math" data-tex="{text}"></span>'
+
+
+def tex_block(text: str) -> str:
+    attributes = 'tabindex="0" role="region" aria-label="Formula"'
+    return f'<div class="math block" {attributes} data-tex="{text}"></div>'
+
+
 MARKDOWN = [
     ("", ""),
     ("plain", "<p>plain</p>"),
@@ -242,6 +256,14 @@ MARKDOWN = [
         '<td class="align-center">1</td><td class="align-right"></td></tr></tbody></table></div>',
     ),
     ("<img src=x onerror=alert(1)>", "<p>&lt;img src=x onerror=alert(1)&gt;</p>"),
+    (r"\(a_1 * b*\) and $x^2$.", f"<p>{tex('a_1 * b*')} and {tex('x^2')}.</p>"),
+    ("$5 and $6, $ x$, $x $, $a$b", f"<p>$5 and $6, $ x$, $x $, {tex('a')}b</p>"),
+    (r"\(open and $open^2", "<p>(open and $open^2</p>"),
+    (r"a \[ x \] $$y$$", f"<p>a {tex('x')} {tex('y')}</p>"),
+    ("$$\nx_1\n+ y\n$$\nafter", tex_block("x_1\n+ y") + "<p>after</p>"),
+    ("text\n\\[ x \\]", "<p>text</p>" + tex_block("x")),
+    ("$$ x $$ is more", f"<p>{tex('x')} is more</p>"),
+    ("$$\nopen\n\nend", "<p>$$<br>open</p><p>end</p>"),
 ]
 
 
@@ -260,12 +282,16 @@ GROWING = (
 )
 
 
-def test_a_growing_text_looks_at_each_moment_as_if_rendered_at_once(call: Call) -> None:
+@pytest.mark.parametrize(("kind", "most_parts"), [("all", 8), ("many parts", 2)])
+def test_a_growing_text_looks_at_each_moment_as_if_rendered_at_once(
+    call: Call, kind: str, most_parts: int
+) -> None:
+    text = GROWING if kind == "all" else MANY_PARTS
     differing = call(
         "markdown.js",
         """
-        const [text] = args;
-        const grown = new m.MarkdownView(document.createElement("div"));
+        const [text, mostParts] = args;
+        const grown = new m.MarkdownView(document.createElement("div"), mostParts);
         const differing = [];
         for (let end = 1; end <= text.length; end += 1) {
             const whole = document.createElement("div");
@@ -275,9 +301,138 @@ def test_a_growing_text_looks_at_each_moment_as_if_rendered_at_once(call: Call) 
         }
         return differing.slice(0, 1);
     """,
-        GROWING,
+        text,
+        most_parts,
     )
     assert differing == []
+
+
+# Of every kind that is settled in part: with what may follow an item, a row, or a line of code.
+MANY_PARTS = (
+    "intro\n- a\n- b\n  more\n- c\nlazy\n- d\n\n  own\n- e\n  - f\n  - g\n- h\n-5 degrees\n- i\n***\n"
+    " 3. x\n4. y\n5. z\n  6. w\n7. v\n1.5 litres\n8. u\n- other\n\n"
+    "|a|b|\n|-|-|\n" + "|1|*2*|\n" * 6 + "3|4\nno row\n\n"
+    "```py\n" + 'x = """\n' + "line\n" * 90 + '"""\ny = 1\n' * 30 + "```\nend\n~~~\n" + "open\n" * 85
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "- an *item* of a list\n",
+        "|a|`row`|\n",
+        "const x = 'code';\n",
+        "a paragraph\n\n",
+        "1. one\n   - two\n",
+    ],
+    ids=["list", "table", "code", "paragraphs", "nested"],
+)
+def test_the_work_for_a_frame_does_not_grow_with_the_text(call: Call, line: str) -> None:
+    """20,000 tokens come in pieces as a stream brings them: what is built for one of them is what counts."""
+    opening = {"|": "|a|b|\n|-|-|\n", "c": "```js\n"}.get(line[0], "")
+    most, length = call(
+        "markdown.js",
+        """
+        const [opening, line, lines] = args;
+        const element = document.createElement("div");
+        const view = new m.MarkdownView(element);
+        let made = 0;
+        let most = 0;
+        const counted = (make) => function (...given) { made += 1; return make.apply(this, given); };
+        const own = { createElement: document.createElement, createTextNode: document.createTextNode };
+        for (const [name, make] of Object.entries(own)) document[name] = counted(make);
+        let text = opening;
+        for (let at = 0; at < lines; at += 5) {
+            text += line.repeat(5);
+            made = 0;
+            view.update(text);
+            most = Math.max(most, made);
+        }
+        Object.assign(document, own);
+        return [most, element.textContent.length];
+        """,
+        opening,
+        line,
+        4000,
+    )
+    assert most < 1000
+    assert length > 4000 * 3
+
+
+def test_a_long_text_that_comes_at_once_is_shown_over_some_frames(call: Call) -> None:
+    lengths = call(
+        "markdown.js",
+        """
+        const element = document.createElement("div");
+        const view = new m.MarkdownView(element);
+        const text = "some words\\n\\n".repeat(10_000);
+        view.update(text);
+        const lengths = [element.textContent.length];
+        for (let frame = 0; frame < 20; frame += 1) {
+            await new Promise(requestAnimationFrame);
+            lengths.push(element.textContent.length);
+        }
+        return lengths;
+        """,
+    )
+    assert lengths[0] < 16_000
+    assert max(later - earlier for earlier, later in pairwise(lengths)) < 16_000
+    assert lengths[-1] == 100_000
+
+
+PAINTED = """
+    const html = (nodes) => nodes.map((node) =>
+        typeof node === "string" ? node : `[${node.className.slice(3)}:${node.textContent}]`).join("");
+    const [language, first, second] = args;
+    const {nodes, inside} = m.highlight(first, language);
+    return html(nodes) + (second ? html(m.highlight(second, language, inside).nodes) : "");
+"""
+
+
+@pytest.mark.parametrize(
+    ("language", "parts", "painted"),
+    [
+        ("", ["def f"], "def f"),
+        ("brainfuck", ["+[-]"], "+[-]"),
+        ("Python", ["def f(x: Int): # no"], "[keyword:def] [call:f](x: [type:Int]): [comment:# no]"),
+        ("py", ['"a\\"b" + 1.5e3'], '[string:"a\\"b"] + [number:1.5e3]'),
+        ("py", ['x = """a\n', 'b""" if'], 'x = [string:"""a\n][string:b"""] [keyword:if]'),
+        ("js", ["/* a\n", "b */ `x`"], "[comment:/* a\n][comment:b */] [string:`x`]"),
+        ("js", ["/* a\n", "b"], "[comment:/* a\n][comment:b]"),
+        ("ts", ["const a = null // x"], "[keyword:const] a = [number:null] [comment:// x]"),
+        ("json", ['{"a": ["b", 1]}'], '{[keyword:"a"]: [[string:"b"], [number:1]]}'),
+        ("rust", ["<'a> 'x'"], "<'a> [string:'x']"),
+        ("sql", ["SELECT a -- b"], "[keyword:SELECT] a [comment:-- b]"),
+        ("bash", ["echo $A --x"], "[keyword:echo] [type:$A] [number:--x]"),
+        ("yaml", ["a: 1\n[b]"], "[keyword:a]: [number:1]\n[type:[b]]"),
+        ("css", [".a { b: 1px }"], "[type:.a] { [keyword:b]: [number:1px] }"),
+        ("html", ['<p id="a">'], '[keyword:<p] [call:id]=[string:"a"][keyword:>]'),
+        ("diff", ["-a\n+b"], "[removed:-a]\n[string:+b]"),
+    ],
+)
+def test_code_is_painted(call: Call, language: str, parts: list[str], painted: str) -> None:
+    assert call("highlight.js", PAINTED, language, *parts) == painted
+
+
+@pytest.mark.parametrize(
+    "piece", ['"', "'", "`", "/*", '"""', "\\", "$", "<", "a", "-", " ", '" ', "0", "#", "\n"]
+)
+def test_hostile_code_is_painted_in_no_time(call: Call, piece: str) -> None:
+    """As much as is painted at once, in every language."""
+    slowest = call(
+        "highlight.js",
+        """
+        const languages = "js py c java rust go sh rb sql json yaml css html diff".split(" ");
+        const times = languages.map((language) => {
+            const start = performance.now();
+            m.highlight(args[0], language);
+            return performance.now() - start;
+        });
+        return Math.max(...times);
+        """,
+        piece * (8000 // len(piece)),
+    )
+    assert slowest < 250  # 40 on a quiet machine
 
 
 def test_finished_blocks_are_not_touched_again(call: Call) -> None:
@@ -424,38 +579,94 @@ def test_what_the_server_is_told_of_a_conversation(call: Call) -> None:
         """
         const c = m.newConversation();
         const first = m.ask(c, "hi");
-        first.text = "hello";
+        first.text = "<think>They greet.</think>hello";
         const failed = m.ask(c, "and?");
         const last = m.ask(c, "well?");
-        return m.historyBefore(c, last, "be brief");
+        const other = m.ask(c, "how?", first.id);
+        return [last, other].map((answer) => m.historyBefore(c, answer, "be brief"));
     """,
     )
-    assert [(each["role"], each["content"]) for each in history] == [
-        ("system", "be brief"),
-        ("user", "hi"),
-        ("assistant", "hello"),
-        ("user", "and?"),
-        ("user", "well?"),
-    ]
+    said = [[(each["role"], each["content"]) for each in branch] for branch in history]
+    common = [("system", "be brief"), ("user", "hi"), ("assistant", "hello")]
+    assert said == [[*common, ("user", "and?"), ("user", "well?")], [*common, ("user", "how?")]]
 
 
-def test_asking_again_forgets_the_answer_and_what_followed(call: Call) -> None:
-    messages = call(
-        "conversation.js",
-        """
-        const c = m.newConversation();
-        const first = m.ask(c, "hi");
-        Object.assign(first, {text: "x", state: "failed", error: {kind: "lost"}, retryAt: 1});
-        m.ask(c, "more");
-        m.askAgain(c, first);
-        return c.messages;
-    """,
+ASK_AGAIN = """
+    const [error, followed] = args;
+    const c = m.newConversation();
+    const first = m.ask(c, "hi");
+    Object.assign(first, {text: "x", state: error ? "failed" : "done", error, retryAt: 1});
+    if (followed) m.ask(c, "more");
+    const again = m.askAgain(c, first);
+    return [c.messages.map((each) => [each.role, each.text, each.state]), m.shownIn(c).length, again.id === first.id,
+            again.error, again.retryAt, again.parent === first.parent];
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "followed", "in_its_place"),
+    [
+        ({"kind": "lost"}, False, True),
+        ({"kind": "lost"}, True, False),
+        (None, False, False),
+        (None, True, False),
+    ],
+)
+def test_asking_again_makes_another_version_and_only_a_failure_gives_up_its_place(
+    call: Call, error: Any, followed: bool, in_its_place: bool
+) -> None:
+    messages, shown, same, *cleared = call("conversation.js", ASK_AGAIN, error, followed)
+    assert (shown, same, cleared) == (2, in_its_place, [None, None, True])
+    assert messages[-1] == ["assistant", "", "waiting"]
+    kept = [["user", "hi", "done"]] + (
+        [] if in_its_place else [["assistant", "x", "failed" if error else "done"]]
     )
-    assert [(each["role"], each["text"], each["state"]) for each in messages] == [
-        ("user", "hi", "done"),
-        ("assistant", "", "waiting"),
-    ]
-    assert messages[1]["error"] is messages[1]["retryAt"] is None
+    assert messages[: len(kept)] == kept
+
+
+# A tree by its edges; each message was made after those to its left.
+TREE = [["a", None], ["b", "a"], ["c", "b"], ["d", "a"], ["e", "c"], ["f", "d"], ["g", "b"], ["h", None]]
+
+
+@pytest.mark.parametrize(
+    ("expression", "ids"),
+    [
+        ('m.pathTo(tree, "e")', "abce"),
+        ('m.pathTo(tree, "h")', "h"),
+        ("m.pathTo(tree, null)", ""),
+        ('m.pathTo(tree, "unknown")', ""),
+        ('m.pathTo([{id: "x", parent: "y"}, {id: "y", parent: "x"}], "x")', "yx"),
+        ("m.siblingsOf(tree, tree[3])", "bd"),
+        ("m.siblingsOf(tree, tree[0])", "ah"),
+        ("[m.newestEnd(tree, tree[0])]", "f"),
+        ("[m.newestEnd(tree, tree[1])]", "g"),
+        ("[m.newestEnd(tree, tree[2])]", "e"),
+        ("[m.newestEnd(tree, tree[7])]", "h"),
+        ("tree.filter((each) => m.hasFollowers(tree, each))", "abcd"),
+    ],
+)
+def test_a_tree_of_messages(call: Call, expression: str, ids: str) -> None:
+    body = f"const tree = args[0].map(([id, parent]) => ({{id, parent}})); return {expression}.map((each) => each.id);"
+    assert "".join(call("tree.js", body, TREE)) == ids
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "answer", "is_thinking"),
+    [
+        ("plain", "", "plain", False),
+        ("<think>", "", "", True),
+        ("<think>so", "so", "", True),
+        ("<think>\nso\n</think>\n\nyes", "so", "yes", False),
+        ("\n<think></think>yes", "", "yes", False),
+        ("the template opened it</think>yes", "the template opened it", "yes", False),
+        ("it says <think> in the middle", "", "it says <think> in the middle", False),
+    ],
+)
+def test_what_a_model_thinks_is_apart(
+    call: Call, text: str, thinking: str, answer: str, is_thinking: bool
+) -> None:
+    found = call("thinking.js", "return m.splitThinking(args[0]);", text)
+    assert found == {"thinking": thinking, "answer": answer, "isThinking": is_thinking}
 
 
 @pytest.mark.parametrize(
@@ -471,13 +682,139 @@ def test_asking_again_forgets_the_answer_and_what_followed(call: Call) -> None:
 def test_a_stored_answer_goes_on_if_it_is_known_where(
     call: Call, stream: Any, age_ms: int, state: str
 ) -> None:
-    message = {"state": "streaming", "retryAt": 1, "stream": stream}
+    message = {"id": "a", "state": "streaming", "retryAt": 1, "stream": stream}
     if stream == "missing":
         del message["stream"]
     conversation = {"updated": 1000, "messages": [message]}
     settled = call("conversation.js", "return m.settle(...args);", conversation, 1000 + age_ms)["messages"][0]
     assert (settled["state"], settled["retryAt"]) == (state, None)
     assert settled["stream"] == (None if stream == "missing" else stream)
+
+
+def test_what_was_stored_without_branches_has_one(call: Call) -> None:
+    messages = [{"id": id, "state": "done", "stream": None} for id in "abc"]
+    settled = call("conversation.js", "return m.settle(args[0], 0);", {"updated": 0, "messages": messages})
+    assert [each["parent"] for each in settled["messages"]] == [None, "a", "b"]
+    assert settled["tip"] == "c"
+
+
+TALK = """
+    const c = (id, title, ...texts) => ({id, title, updated: 0, messages: texts.map((text) => ({text}))});
+    const all = [c("1", "Dinner plans", "Soup?", "Yes, with leeks and a potato or two, and perhaps some cream"),
+        c("2", "Rivers", "the Leek flows"), c("3", "Nothing")];
+    return m.find(all, args[0]).map(({conversation, excerpt}) => [conversation.id, excerpt]);
+"""
+
+
+@pytest.mark.parametrize(
+    ("query", "found"),
+    [
+        ("dinner", [["1", None]]),
+        (
+            "LEEK",
+            [["1", "Yes, with leeks and a potato or two, and perhaps some cream"], ["2", "the Leek flows"]],
+        ),
+        ("potato leeks", [["1", "…leeks and a potato or two, and perhaps some cream"]]),
+        ("leek soup", []),
+        ("n", [["1", None], ["3", None]]),
+    ],
+)
+def test_conversations_are_found_by_their_words(call: Call, query: str, found: list[Any]) -> None:
+    assert call("search.js", TALK, query) == found
+
+
+def test_conversations_are_grouped_by_their_age(call: Call) -> None:
+    ages = call(
+        "search.js",
+        """
+        const at = (...time) => new Date(2026, 2, ...time).getTime();
+        return [[30, 0, 1], [29, 23, 59], [29, 0, 0], [28, 12], [23, 1], [22, 1], [1]]
+            .map((time) => m.ageOf(at(...time), at(30, 15)));
+    """,
+    )
+    assert ages == ["Today", *["Yesterday"] * 2, *["The last seven days"] * 2, *["Earlier"] * 2]
+
+
+# Files.
+
+A_FILE: dict[str, Any] = {
+    "format": "penstock.conversations",
+    "version": 1,
+    "conversations": [
+        {
+            "id": "c1",
+            "title": "Lanes",
+            "updated": 5,
+            "tip": "b",
+            "messages": [
+                {"id": "a", "parent": None, "role": "user", "text": "hi", "state": "done", "stats": None},
+                {
+                    "id": "b",
+                    "parent": "a",
+                    "role": "assistant",
+                    "text": "hello",
+                    "state": "streaming",
+                    "stats": {
+                        "tokens": 2,
+                        "ttftMs": "1",
+                        "finish": "stop",
+                        "timings": {"lane": "batch", "x": {}},
+                    },
+                },
+            ],
+        }
+    ],
+}
+
+
+def test_a_file_brings_back_what_was_exported(call: Call) -> None:
+    body = "const read = m.readExport(args[0]); return [read, m.readExport(m.exportText(read))];"
+    read, again = call("transfer.js", body, json.dumps(A_FILE))
+    assert read == again
+    answer = read[0]["messages"][1]
+    assert (answer["text"], answer["state"], read[0]["tip"]) == ("hello", "stopped", "b")
+    assert (answer["stats"]["tokens"], answer["stats"]["ttftMs"]) == (2, None)
+    assert answer["stats"]["timings"] == {"lane": "batch"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (["format"], "other", "no conversations of Penstock"),
+        (["conversations"], {}, "no conversations of Penstock"),
+        (["version"], 2, "a later version"),
+        (["conversations", 0], None, "Conversation 1 in this file is damaged"),
+        (["conversations", 0, "id"], "<b>", "damaged"),
+        (["conversations", 0, "updated"], "now", "damaged"),
+        (["conversations", 0, "messages"], [], "damaged"),
+        (["conversations", 0, "messages", 0, "parent"], "b", "damaged"),
+        (["conversations", 0, "messages", 1, "id"], "a", "damaged"),
+        (["conversations", 0, "messages", 1, "role"], "system", "damaged"),
+        (["conversations", 0, "messages", 1, "text"], 7, "damaged"),
+    ],
+)
+def test_a_damaged_file_is_refused(call: Call, path: list[Any], value: Any, said: str) -> None:
+    file = json.loads(json.dumps(A_FILE))
+    place = file
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    body = "try { m.readExport(args[0]); return null; } catch (fault) { return fault.message; }"
+    assert said in call("transfer.js", body, json.dumps(file))
+    assert "not JSON" in call("transfer.js", body, "{")
+
+
+def test_of_a_file_only_what_is_newer_is_taken(call: Call) -> None:
+    new = call(
+        "transfer.js",
+        """
+        const c = (id, updated, state = "done") => ({id, updated, messages: [{state}]});
+        const here = [c("same", 1), c("older", 1), c("newer", 9), c("running", 1, "streaming")];
+        return m.newIn([c("same", 1), c("older", 2), c("newer", 2), c("running", 2), c("new", 1)], here)
+            .map((each) => each.id);
+    """,
+    )
+    assert new == ["older", "new"]
 
 
 @pytest.mark.parametrize(
@@ -555,11 +892,22 @@ def test_durations(call: Call, ms: float, text: str) -> None:
 def test_empty_settings_leave_the_choice_to_the_server(call: Call) -> None:
     fields = "return m.requestFields({...m.DEFAULTS, ...args[0]});"
     assert call("settings.js", fields, {}) == {"service_tier": "default"}
-    chosen = {"temperature": 0, "topP": 0.9, "maxTokens": 7, "lane": "batch"}
+    chosen = {
+        "temperature": 0,
+        "topP": 0.9,
+        "maxTokens": 7,
+        "minP": 0.1,
+        "seed": 1,
+        "stop": "a\n\nb",
+        "lane": "batch",
+    }
     assert call("settings.js", fields, chosen) == {
         "temperature": 0,
         "top_p": 0.9,
         "max_tokens": 7,
+        "min_p": 0.1,
+        "seed": 1,
+        "stop": ["a", "b"],
         "service_tier": "flex",
     }
 
@@ -588,8 +936,8 @@ def test_sentences_are_announced_whole_and_at_a_bearable_pace(call: Call) -> Non
 
 
 def test_the_page_is_small_and_has_no_html_parsing() -> None:
-    files = list(STATIC.iterdir())
-    assert sum(file.stat().st_size for file in files) < 110_000
+    files = [file for file in STATIC.rglob("*") if file.is_file() and "vendor" not in file.parts]
+    assert sum(file.stat().st_size for file in files) < 150_000
     scripts = "".join(file.read_text() for file in files if file.suffix == ".js")
     for forbidden in (
         "innerHTML",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.execution.loader import load_model
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.kernels.kv_cache import QUANTIZED
 from engine.model.config import LoadOptions
+from engine.planning.request import Pooling
 from engine.planning.step import OutOfMemory, Plan
 from tests.engine import needs
 from tests.engine.checkpoints import make_checkpoint
@@ -99,9 +101,11 @@ def test_no_launch_waits_for_the_device(
     assert {"rms_norm_kernel", "decode_attention_kernel", "prepare_kernel", "gather_kernel"} <= cuda.launched
 
 
-def test_scoring_a_prompt_waits_for_nothing(folder: Path, cuda: FakeCuda) -> None:
+def test_reading_prompts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> None:
     party = Party(Watched(folder, cuda), budget=11)
-    party.run(ask("scored", 40, num_prompt_logprobs=2), *REQUESTS, preempt_at=(2,))
+    pooled = replace(ask("pooled", 30, max_tokens=0), pooling=Pooling.MEAN)
+    party.run(ask("scored", 40, num_prompt_logprobs=2), pooled, *REQUESTS, preempt_at=(2,))
+    assert party.outputs["pooled", 0][0].embedding
     assert cuda.num_replays
     found = party.outputs["scored", 0][0].prompt_logprobs
     assert found is not None

@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+from random import Random
 from threading import Lock
 
 import pytest
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import PoolViolation
-from engine.planning.request import FinishReason, Output, Request
+from engine.planning.drafting import Drafting
+from engine.planning.request import MAX_MARKS, FinishReason, Output, Request
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan
 from priority.queue import LaneQueue
-from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
+from tests.engine.paper import (
+    PaperProposer,
+    PaperRunner,
+    PaperSink,
+    drafting_always,
+    expected_output,
+    make_request,
+)
 
 
 class Bench:
     """A scheduler with its queue and a paper runner, stepped by hand."""
 
     def __init__(
-        self, *, num_blocks: int = 64, budget: int = 64, max_num_seqs: int = 8, max_model_len: int = 200
+        self,
+        *,
+        num_blocks: int = 64,
+        budget: int = 64,
+        max_num_seqs: int = 8,
+        max_model_len: int = 200,
+        drafting: Drafting | None = None,
     ) -> None:
         self.runner = PaperRunner(num_blocks, 4)
         self.queue = LaneQueue(Lock())
@@ -27,7 +42,7 @@ class Bench:
         limits = SchedulerLimits(
             max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=max_model_len
         )
-        self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits)
+        self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits, drafting)
         self.now = 0.0
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.last: dict[tuple[str, int], Output] = {}
@@ -182,6 +197,40 @@ def test_a_preempted_sequence_keeps_its_place_and_goes_on() -> None:
     assert [c.sequence.request.request_id for c in plan.chunks] == ["r1", "r0"]
     bench.finish()
     assert [bench.tokens[r.request_id, 0] for r in requests] == [expected_output(r, 0, 200) for r in requests]
+
+
+def test_a_sequence_remembers_when_its_prompt_was_computed_and_when_it_gave_way_and_went_on() -> None:
+    bench = Bench(budget=8, max_num_seqs=1)
+    bench.submit(make_request("r", list(range(20)), max_tokens=3))
+    for _ in range(3):
+        bench.step()
+    bench.scheduler.preempt(bench.scheduler.running[0])
+    bench.finish()
+    timings = bench.last["r", 0].timings
+    assert timings is not None
+    # Its blocks are found again, but the tokens of the last one are computed once more.
+    assert timings.prefills[:3] == ((1.0, 8), (2.0, 8), (3.0, 4))
+    assert (timings.preempted_s, timings.resumed_s) == ((3.0,), (4.0,))
+    assert timings.draft_steps == ()
+
+
+def test_a_sequence_remembers_its_first_steps_with_drafts() -> None:
+    bench = Bench(
+        drafting=drafting_always(PaperProposer(Random(1), 0.5), 4), max_model_len=2000, num_blocks=600
+    )
+    bench.submit(make_request("short", [1, 2, 3], max_tokens=40), make_request("long", [4], max_tokens=1500))
+    bench.finish()
+    short, long = (bench.last[name, 0].timings for name in ("short", "long"))
+    assert short is not None
+    assert long is not None
+    (count,) = short.drafts.values()
+    assert [sum(numbers) for numbers in zip(*short.draft_steps, strict=True)][1:] == [
+        count.num_drafted,
+        count.num_accepted,
+    ]
+    assert 0 < count.num_accepted < count.num_drafted
+    assert len(long.draft_steps) == MAX_MARKS
+    assert [at_s for at_s, *_ in long.draft_steps] == sorted({at_s for at_s, *_ in long.draft_steps})
 
 
 def test_a_sequence_ends_when_the_pool_can_hold_no_more_of_it() -> None:

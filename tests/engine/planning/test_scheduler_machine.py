@@ -222,6 +222,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.check()
             self.room_is_bounded_by_the_window()
+            tables = self.tables
+            assert [*tables.findable] == [*map(tables.index.knows_block, range(tables.pool.num_blocks))]
             assert len(self.scheduler.running) <= self.scheduler.limits.max_num_seqs
 
     def room_is_bounded_by_the_window(self) -> None:

@@ -55,6 +55,13 @@ async def test_a_whole_answer_has_openais_shape() -> None:
         "draft_tokens": 0,
         "drafts": {},
         "accepted_tokens": 0,
+        "timeline": {
+            "prefills": [],
+            "preempted_ms": [50.0],
+            "resumed_ms": [],
+            "drafts": [],
+            "ended_ms": 70.0,
+        },
         "lane": "standard",
     }
 

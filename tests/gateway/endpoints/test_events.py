@@ -6,18 +6,23 @@ import asyncio
 import contextlib
 import json
 import time
+from base64 import b64decode
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
+from engine.planning.block_map import BlockMap
 from engine.planning.prefix_events import Dropped, Stored
+from engine.planning.request import DraftCount
+from engine.planning.step import StepReport
 from gateway.access.keys import digest_of
 from gateway.endpoints import events
 from gateway.service import ServiceOptions
+from gateway.watch import MAX_STEPS, StepWatch
 from priority.lanes import Lane, Tenant
-from tests.gateway.desk import MODEL, Desk, chat_body, serving
+from tests.gateway.desk import MODEL, Desk, chat_body, client, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -128,6 +133,122 @@ async def test_nothing_is_computed_for_nobody_and_once_for_many(monkeypatch: pyt
         desk.clock.now += 60
         await asyncio.sleep(5 * events.EVERY_S)
         assert made == 1
+
+
+async def test_the_steps_since_the_event_before_in_a_bounded_list() -> None:
+    desk = Desk()
+    async with serving(desk.app) as url, listening(url, "/v1/events?detail=steps") as found:
+        told = await first(found, "steps")
+        assert (told["num_steps"], told["at_ms"], told["steps"]["started_ms"]) == (0, 0.0, [])
+        desk.clock.now += 2
+        count = DraftCount([2, 1], [1, 0])
+        for i in range(MAX_STEPS + 1):
+            desk.deliver(
+                started_s=1000 + i / 1000,
+                duration_s=0.001,
+                num_prefill_tokens=5,
+                num_decode_tokens=3,
+                drafts={"lookup": count} if i == MAX_STEPS else {},
+                num_preemptions=1,
+                num_prefix_query_tokens=10,
+                num_prefix_hit_tokens=4,
+            )
+        desk.deliver(num_decode_tokens=0)  # a cancelled request, say: no step
+        desk.service.note_loop_lag(0.020)
+        desk.service.note_loop_lag(0.010)
+        while not (told := await first(found, "steps"))["num_steps"]:
+            pass
+        steps, num_steps = told.pop("steps"), MAX_STEPS + 1
+        assert told == {
+            "at_ms": 2000.0,
+            "num_steps": num_steps,
+            "busy_ms": num_steps * 1.0,
+            "loop_lag_ms": 20.0,
+            "output_tokens": 0,
+            "prefill_tokens": 5 * num_steps,
+            "decode_tokens": 3 * num_steps,
+            "draft_tokens": 3,
+            "accepted_tokens": 1,
+            "prefix_query_tokens": 10 * num_steps,
+            "prefix_hit_tokens": 4 * num_steps,
+            "preemptions": num_steps,
+        }
+        assert {name: len(values) for name, values in steps.items()} == dict.fromkeys(steps, MAX_STEPS)
+        last = {name: values[-1] for name, values in steps.items()}
+        assert last == {
+            "started_ms": float(MAX_STEPS),
+            "duration_ms": 1.0,
+            "prefill": 5,
+            "decode": 3,
+            "drafts": 3,
+            "accepted": 1,
+        }
+        told = await first(found, "steps")
+        assert (told["num_steps"], told["loop_lag_ms"]) == (0, 0.0)
+
+
+async def test_the_blocks_are_drawn_for_those_who_ask_when_they_have_changed() -> None:
+    desk = Desk()
+    desk.engine.ref_counts[1:4] = [1, 2, 3]
+    desk.engine.findable[3:5] = b"\1\1"
+    async with serving(desk.app) as url, listening(url, "/v1/events?detail=kv") as found:
+        told = await first(found, "kv")
+        cells = {name: b64decode(told[name])[:5] for name in ("held", "shared", "cached", "holders")}
+        assert cells == {
+            "held": b"\xff\xff\xff\0\0",
+            "shared": b"\0\xff\xff\0\0",
+            "cached": b"\0\0\0\xff\0",
+            "holders": b"\1\2\3\0\0",
+        }
+        assert (told["num_blocks"], told["blocks_per_cell"]) == (32, 1)
+        assert (told["num_shared"], told["num_saved"]) == (2, 3)
+        desk.clock.now += 60
+        assert [(await anext(found))[0] for _ in range(3)] == ["server"] * 3
+        desk.engine.ref_counts[1] = 0
+        desk.clock.now += 60
+        assert b64decode((await first(found, "kv"))["held"])[:2] == b"\0\xff"
+
+
+async def test_details_are_for_clients_with_a_key_and_known_by_name() -> None:
+    desk = Desk(ServiceOptions(models=(MODEL,), clients={digest_of("ann"): Tenant(name="ann")}))
+    async with client(desk.app) as http:
+        assert (await http.get("/v1/events?detail=kv")).status_code == 401
+        answer = await http.get("/v1/events?detail=kv,all", headers={"authorization": "Bearer ann"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "detail")
+
+
+async def test_no_step_is_noted_and_no_block_drawn_while_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk, drawn, noted = Desk(clock=time.monotonic), 0, 0
+    draw, note = desk.engine.block_map, StepWatch.note
+
+    def counted() -> BlockMap | None:
+        nonlocal drawn
+        drawn += 1
+        return draw()
+
+    def counted_note(watch: StepWatch, report: StepReport) -> None:
+        nonlocal noted
+        noted += 1
+        note(watch, report)
+
+    monkeypatch.setattr(desk.engine, "block_map", counted)
+    monkeypatch.setattr(StepWatch, "note", counted_note)
+    async with serving(desk.app) as url:
+        async with listening(url, "/v1/events") as found:
+            await first(found, "server")
+            desk.deliver(num_decode_tokens=1)
+            await first(found, "server")
+        assert (drawn, noted) == (0, 0)
+        async with listening(url, "/v1/events?detail=steps,kv") as found:
+            await first(found, "steps")
+            desk.deliver(num_decode_tokens=1)
+            await first(found, "kv")
+        assert (drawn, noted) == (1, 1)
+        async with asyncio.timeout(10):
+            while any("run_asgi" in repr(task) for task in asyncio.all_tasks()):
+                await asyncio.sleep(0)
+        desk.deliver(num_decode_tokens=1)
+        assert noted == 1
 
 
 async def test_a_drain_is_told_and_ends_the_events_after_the_token_streams() -> None:

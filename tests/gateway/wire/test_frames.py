@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.planning.request import DraftCount, FinishReason, Request, SamplingParams
+from engine.planning.request import MAX_MARKS, DraftCount, FinishReason, Request, SamplingParams
 from gateway.http.errors import ApiError
 from gateway.wire.frames import StreamWriter, Usage, error_frame, timings_json
 from gateway.wire.shapes import ChatShape, CompletionShape, Head, Told
@@ -108,6 +108,28 @@ def test_timings_of_several_choices_are_one() -> None:
     assert timings["predicted_ttft_ms"] == 250.0
     assert timings_json([single], usage, Lane.BATCH, 0.25)["tpot_ms"] is None
     json.dumps(timings)
+
+
+def test_the_timeline_is_of_the_first_choice_and_bounded() -> None:
+    request = _request()
+    early = make_timings(
+        request,
+        prefills=((10.02, 16), (10.03, 4)),
+        preempted_s=tuple(10.05 + i for i in range(MAX_MARKS + 9)),
+        resumed_s=(10.06,),
+        draft_steps=((10.065, 4, 2),),
+    )
+    late = make_timings(request, first_token_s=request.arrival_s + 0.5, prefills=((11.0, 1),))
+    usage = Usage(prompt_tokens=9, completion_tokens=7, cached_tokens=4)
+    timeline = json.loads(json.dumps(timings_json([late, early], usage, Lane.BATCH, None)["timeline"]))
+    assert len(timeline["preempted_ms"]) == MAX_MARKS
+    assert timeline | {"preempted_ms": timeline["preempted_ms"][:2]} == {
+        "prefills": [[20.0, 16], [30.0, 4]],
+        "preempted_ms": [50.0, 1050.0],
+        "resumed_ms": [60.0],
+        "drafts": [[65.0, 4, 2]],
+        "ended_ms": 70.0,
+    }
 
 
 def _request() -> Request:

@@ -1,15 +1,16 @@
-"""Log probabilities of prompts against transformers': in one piece, in chunks, after preemption, beside others."""
+"""Log probabilities of prompts, and embeddings, against transformers': in chunks, after preemption, beside others."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from engine.planning.request import FinishReason, Pooling, Request, SamplingParams, TokenLogprobs
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.paper import drafting_always
@@ -29,12 +30,16 @@ def driver(folder: Path) -> Driver:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> Tensor:
-    """[tokens - 1, vocab]: what each token of the prompt says of the one after it."""
+def oracle(folder: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
-        logits: Tensor = model(torch.tensor([PROMPT])).logits[0, :-1]
-    return logits.log_softmax(-1)
+        return model(torch.tensor([PROMPT]), output_hidden_states=True)
+
+
+@pytest.fixture(scope="module")
+def expected(oracle: Any) -> Any:
+    """[tokens - 1, vocab]: what each token of the prompt says of the one after it."""
+    return oracle.logits[0, :-1].log_softmax(-1)
 
 
 def scored(
@@ -151,3 +156,60 @@ def test_without_output_tokens_the_prompt_is_scored_and_that_is_all(
     for index in range(n):
         (only,) = driver.outputs["r", index]
         assert (only.token_ids, only.finish_reason) == ([], FinishReason.LENGTH)
+
+
+def pooled(pooling: Pooling, name: str = "r") -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=PROMPT,
+        sampling=SamplingParams(temperature=0.0, max_tokens=0),
+        pooling=pooling,
+    )
+
+
+def embedding_of(driver: Driver, name: str = "r") -> list[float]:
+    (only,) = driver.outputs[name, 0]
+    assert only.embedding is not None
+    assert only.finish_reason is FinishReason.LENGTH
+    return only.embedding
+
+
+@pytest.mark.parametrize("budget", [64, 7])
+@pytest.mark.parametrize("preempted", [False, True])
+@pytest.mark.parametrize("pooling", Pooling)
+def test_an_embedding_is_made_of_the_hidden_states_of_transformers(
+    driver: Driver, oracle: Any, pooling: Pooling, budget: int, preempted: bool
+) -> None:
+    driver.fresh(budget=budget)
+    driver.run(scored("before", max_tokens=1))  # whose blocks are cached
+
+    def preempt(step: int) -> None:
+        if preempted and step in (3, 5) and driver.scheduler.running:
+            driver.scheduler.preempt(driver.scheduler.running[0])
+
+    driver.run(pooled(pooling), scored("beside"), before_step=preempt)
+    hidden = oracle.hidden_states[-1][0]
+    expected = {Pooling.LAST: hidden[-1], Pooling.FIRST: hidden[0], Pooling.MEAN: hidden.mean(0)}[pooling]
+    assert embedding_of(driver) == pytest.approx(expected.tolist(), abs=2e-4)
+    timings = driver.outputs["r", 0][-1].timings
+    assert timings is not None
+    assert timings.num_cached_tokens == (48 if pooling is Pooling.LAST else 0)
+    check(found_of(driver, "beside"), oracle.logits[0, :-1].log_softmax(-1))
+
+
+def test_the_last_token_is_pooled_when_all_before_it_is_cached(driver: Driver) -> None:
+    """Its step has the shape of a decode, of which there may be a graph."""
+    driver.fresh()
+    prompt = PROMPT[:49]
+    first, second = (
+        Request(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling=SamplingParams(temperature=0.0, max_tokens=0),
+            pooling=Pooling.LAST,
+        )
+        for name in ("r", "again")
+    )
+    driver.run(first)
+    driver.run(second)
+    assert embedding_of(driver, "again") == pytest.approx(embedding_of(driver), abs=1e-5)

@@ -1,0 +1,97 @@
+"""What steps tell of prompts: the log probabilities of their tokens, and their hidden states pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from engine.kernels.batch import Batch
+from engine.planning.step import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was found of prompts, on the device."""
+
+    scored: ListLike[tuple[int, int]]
+    """By chunk that scores tokens: how many, and how many of the most likely ones are wanted at each."""
+    scores: ListLike[Tensor]
+    """[N] float32 log probabilities of the N tokens scored; if any are wanted, [N, k] ids and log probabilities of the
+    most likely ones. Empty if nothing is scored."""
+    pooled: Tensor | None
+    """[P, hidden] float32: by chunk that pools, the sum of its hidden states."""
+
+
+class PromptRows:
+    """The rows of one step that tell something of prompts: they score the tokens that follow them, or are pooled.
+
+    Logits are made of as many rows at a time as there is memory for, and what is wanted of them is taken at once.
+    """
+
+    def __init__(self, plan: Plan, num_logits: int) -> None:
+        self._num_logits = num_logits
+        self._scored: list[tuple[int, int]] = []
+        self._pooled: list[int] = []
+        """By chunk that pools, its rows."""
+        scoring, pooling, targets, first = list[int](), list[int](), list[int](), 0
+        for chunk in plan.chunks:
+            if scored := chunk.scored:
+                scoring += range(first, first + len(scored))
+                targets += chunk.sequence.token_ids[scored.start : scored.stop]
+                num_top = chunk.sequence.request.sampling.num_prompt_logprobs or 0
+                self._scored.append((len(scored), num_top))
+            if pooled := chunk.pooled:
+                pooling += range(first + pooled.start - chunk.start, first + pooled.stop - chunk.start)
+                self._pooled.append(len(pooled))
+            first += chunk.num_tokens
+        self._num_scored = len(scoring)
+        self._words = torch.tensor([*scoring, *pooling, *targets], dtype=torch.int32)
+
+    @classmethod
+    def of(cls, plan: Plan, num_logits: int) -> PromptRows | None:
+        """None if nothing of any prompt is wanted; `num_logits` are the rows of logits that there is memory for."""
+        in_prompts = (chunk for chunk in plan.chunks if chunk.start < chunk.sequence.num_prompt_tokens)
+        return cls(plan, num_logits) if any(chunk.scored or chunk.pooled for chunk in in_prompts) else None
+
+    def run(
+        self, decoder: Callable[[Batch], Tensor], lm_head: Callable[[Tensor], Tensor], batch: Batch
+    ) -> tuple[Tensor, Found]:
+        """Launches the pass: the hidden states of the batch's own sample rows, and what was found of prompts."""
+        words, num_own = self._words, batch.sample_rows.numel()
+        if batch.token_ids.device.type == "cuda":
+            words = words.pin_memory().to(batch.token_ids.device, non_blocking=True)
+        num_rows = words.numel() - self._num_scored
+        hidden = decoder(replace(batch, sample_rows=torch.cat((batch.sample_rows, words[:num_rows]))))
+        scoring, pooling = hidden[num_own:].split_with_sizes([self._num_scored, num_rows - self._num_scored])
+        scores = self._scores(lm_head, scoring, words[num_rows:].long())
+        return hidden[:num_own], Found(self._scored, scores, self._sums(pooling))
+
+    def _scores(self, lm_head: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor) -> list[Tensor]:
+        if not self._scored:
+            return []
+        num_top = max(num for _, num in self._scored)
+        parts, their_targets = (torch.split(rows, self._num_logits) for rows in (hidden, targets))
+        pieces = [
+            _logprobs(lm_head(part), wanted, num_top)
+            for part, wanted in zip(parts, their_targets, strict=True)
+        ]
+        return [torch.cat(found) for found in zip(*pieces, strict=True)]
+
+    def _sums(self, hidden: Tensor) -> Tensor | None:
+        if not self._pooled:
+            return None
+        return torch.stack([rows.float().sum(0) for rows in hidden.split_with_sizes(self._pooled)])
+
+
+def _logprobs(logits: Tensor, targets: Tensor, num_top: int) -> tuple[Tensor, ...]:
+    """The log probabilities [R] of the targets; with `num_top`, ids and log probabilities [R, k] of the best tokens."""
+    logprobs = logits.float().log_softmax(-1)
+    found = logprobs.gather(1, targets[:, None]).squeeze(1)
+    if not num_top:
+        return (found,)
+    values, token_ids = logprobs.topk(min(num_top, logprobs.shape[-1]))
+    return found, token_ids.to(torch.int32), values

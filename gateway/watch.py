@@ -1,0 +1,107 @@
+"""The engine's steps and the event loop's delays, for those who watch them; nothing is kept while nobody does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+
+from engine.planning.step import StepReport
+
+MAX_STEPS = 256
+"""Steps that one event shows: of more, the last ones."""
+_COLUMNS = ("started_ms", "duration_ms", "prefill", "decode", "drafts", "accepted")
+
+
+class StepWatch:
+    """What happened since one listener looked last."""
+
+    def __init__(self, now: float, num_output_tokens: int) -> None:
+        """`num_output_tokens` is the count, of all time, of tokens brought to clients."""
+        self._began_s = now
+        self._num_output_tokens = num_output_tokens
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps: deque[tuple[float, float, int, int, int, int]] = deque(maxlen=MAX_STEPS)
+        self._num_steps = 0
+        self._busy_s = self._lag_s = 0.0
+        self._num_prefill = self._num_decode = self._num_drafts = self._num_accepted = 0
+        self._num_looked_up = self._num_found = self._num_preemptions = 0
+
+    def note(self, report: StepReport) -> None:
+        num_drafts = num_accepted = 0
+        for count in report.drafts.values():
+            num_drafts += count.num_drafted
+            num_accepted += count.num_accepted
+        self._num_drafts += num_drafts
+        self._num_accepted += num_accepted
+        self._num_prefill += report.num_prefill_tokens
+        self._num_decode += report.num_decode_tokens
+        self._num_looked_up += report.num_prefix_query_tokens
+        self._num_found += report.num_prefix_hit_tokens
+        self._num_preemptions += report.num_preemptions
+        num_prefill, num_decode = report.num_prefill_tokens, report.num_decode_tokens
+        if num_prefill or num_decode:  # else it reports what happened between steps
+            self._num_steps += 1
+            self._busy_s += report.duration_s
+            timed = (report.started_s, report.duration_s)
+            self._steps.append((*timed, num_prefill, num_decode, num_drafts, num_accepted))
+
+    def note_lag(self, lag_s: float) -> None:
+        self._lag_s = max(self._lag_s, lag_s)
+
+    def take(self, now: float, num_output_tokens: int) -> dict[str, object]:
+        """The data of an event `steps`; what happens from here on is in the next one."""
+        rows = [
+            (_ms(started_s - self._began_s), _ms(duration_s), *numbers)
+            for started_s, duration_s, *numbers in self._steps
+        ]
+        told: dict[str, object] = {
+            "at_ms": _ms(now - self._began_s),
+            "num_steps": self._num_steps,
+            "busy_ms": _ms(self._busy_s),
+            "loop_lag_ms": _ms(self._lag_s),
+            "output_tokens": num_output_tokens - self._num_output_tokens,
+            "prefill_tokens": self._num_prefill,
+            "decode_tokens": self._num_decode,
+            "draft_tokens": self._num_drafts,
+            "accepted_tokens": self._num_accepted,
+            "prefix_query_tokens": self._num_looked_up,
+            "prefix_hit_tokens": self._num_found,
+            "preemptions": self._num_preemptions,
+            "steps": {name: [row[i] for row in rows] for i, name in enumerate(_COLUMNS)},
+        }
+        self._num_output_tokens = num_output_tokens
+        self._clear()
+        return told
+
+
+class Watches:
+    """All who watch."""
+
+    def __init__(self) -> None:
+        self._watches: dict[StepWatch, None] = {}
+
+    @contextlib.contextmanager
+    def watching(self, now: float, num_output_tokens: int) -> Iterator[StepWatch]:
+        watch = StepWatch(now, num_output_tokens)
+        self._watches[watch] = None
+        try:
+            yield watch
+        finally:
+            del self._watches[watch]
+
+    def note(self, report: StepReport) -> None:
+        """Called with every report."""
+        for watch in self._watches:
+            watch.note(report)
+
+    def note_lag(self, lag_s: float) -> None:
+        """How late the event loop ran a timer."""
+        for watch in self._watches:
+            watch.note_lag(lag_s)
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 2)

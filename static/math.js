@@ -1,0 +1,66 @@
+/**
+ * Formulas, written in TeX and shown as MathML. The library that does it is fetched when the first formula comes; until
+ * then, and where it finds a mistake, the TeX itself is shown.
+ */
+
+import { el } from "./dom.js";
+
+const LIBRARY = new URL("vendor/temml/", import.meta.url);
+const OPTIONS = { throwOnError: true, trust: false, maxSize: [20, 20], maxExpand: 200 };
+const KEPT = 500;
+
+let library = null; // Temml, once it is here
+let loading = null;
+const rendered = new Map(); // what formulas became, so that a growing text does not make them again
+
+/**
+ * @param {string} tex  without its delimiters
+ * @param {boolean} isBlock  it stands on lines of its own
+ */
+export function formula(tex, isBlock) {
+  const scroller = isBlock ? { tabindex: "0", role: "region", "aria-label": "Formula" } : {};
+  const look = isBlock ? "math block" : "math";
+  const element = el(isBlock ? "div" : "span", { class: look, ...scroller, "data-tex": tex }, el("code", {}, tex));
+  if (library === null) loading ??= load();
+  else fill(element);
+  return element;
+}
+
+function fill(element) {
+  const { tex } = element.dataset;
+  const isBlock = element.localName === "div";
+  const name = `${isBlock}${tex}`;
+  if (!rendered.has(name)) rendered.set(name, render(tex, isBlock));
+  if (rendered.size > KEPT) rendered.delete(rendered.keys().next().value);
+  element.replaceChildren(rendered.get(name)?.cloneNode(true) ?? el("code", {}, tex));
+}
+
+function render(tex, displayMode) {
+  try {
+    const tree = library.__renderToMathMLTree(tex, { ...OPTIONS, displayMode });
+    dropStyles(tree);
+    return tree.toNode();
+  } catch {
+    return null;
+  }
+}
+
+/** A style given as an attribute is refused by the page's policy, loudly; the library sets nearly all in another way. */
+function dropStyles(node) {
+  if (node.attributes) delete node.attributes.style;
+  for (const child of node.children ?? []) dropStyles(child);
+}
+
+async function load() {
+  const sheet = el("link", { rel: "stylesheet", href: new URL("Temml-Local.css", LIBRARY).href });
+  const script = el("script", { src: new URL("temml.min.js", LIBRARY).href });
+  const ready = new Promise((resolve, reject) => Object.assign(script, { onload: resolve, onerror: reject }));
+  document.head.append(sheet, script);
+  try {
+    await ready;
+  } catch {
+    return; // formulas stay what they are: TeX
+  }
+  library = globalThis.temml;
+  for (const element of document.querySelectorAll(".math")) fill(element);
+}

@@ -1,0 +1,18 @@
+/** Models that reason write it between tags before they answer; some templates already open the tag in the prompt. */
+
+const OPEN = "<think>";
+const CLOSE = "</think>";
+
+/**
+ * @param {string} text  of an answer, perhaps not at its end
+ * @returns {{thinking: string, answer: string, isThinking: boolean}}  isThinking: the reasoning goes on
+ */
+export function splitThinking(text) {
+  const opened = text.trimStart().startsWith(OPEN);
+  const start = opened ? text.indexOf(OPEN) + OPEN.length : 0;
+  const end = text.indexOf(CLOSE, start);
+  if (end === -1 && !opened) return { thinking: "", answer: text, isThinking: false };
+  if (end === -1) return { thinking: text.slice(start).trim(), answer: "", isThinking: true };
+  const answer = text.slice(end + CLOSE.length).trimStart();
+  return { thinking: text.slice(start, end).trim(), answer, isThinking: false };
+}

@@ -1,0 +1,138 @@
+/** A minute of one or more series: their values, a line or area for each, and the same as a table. */
+
+import { el } from "../dom.js";
+import { ago, number } from "./format.js";
+import { EVERY_MS, LENGTH, mean, tableRows } from "./history.js";
+import { areaPath, linePath, niceTop, stack, stretches } from "./shapes.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+const SIZE = { width: 240, height: 60 };
+
+/** @param {string} tag  @param {object} attributes  @param {...Element} children */
+export function svg(tag, attributes = {}, ...children) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
+}
+
+export class Chart {
+  #of;
+  #values;
+  #paths;
+  #top = el("span", { class: "chart-top" });
+  #cursor = svg("line", { class: "chart-cursor", y1: 0, y2: SIZE.height });
+  #picture;
+  #body = el("tbody");
+
+  /**
+   * @param {object} of
+   * @param {string} of.title
+   * @param {{label: string, color: string, area?: boolean}[]} of.series
+   * @param {boolean} [of.stacked]  each series stands on those before it
+   * @param {(value: ?number) => string} [of.format]
+   * @param {number} [of.least]  the least upper edge  @param {number} [of.most]  the only one
+   * @param {(index: ?number) => void} of.onCursor  a moment is pointed at
+   */
+  constructor(of) {
+    this.#of = { format: number, least: 1, ...of };
+    const { title, series, onCursor } = this.#of;
+    const many = series.length > 1;
+    this.#values = series.map(() => el("b", {}, "–"));
+    this.#paths = series.map(({ color, area }) => ({
+      area: area ? svg("path", { class: `area ${color}` }) : null,
+      line: svg("path", { class: `line ${color}` }),
+    }));
+    this.#picture = svg(
+      "svg",
+      { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, preserveAspectRatio: "none", role: "img", tabindex: 0 },
+      svg("path", { class: "grid", d: `M0 .5H${SIZE.width}M0 ${SIZE.height / 2}H${SIZE.width}` }),
+      ...this.#paths.flatMap(({ area, line }) => (area ? [area, line] : [line])).reverse(),
+      this.#cursor,
+    );
+    const shown = series.map(({ label, color }, i) =>
+      el("span", { class: "value" }, many ? el("i", { class: `swatch ${color}` }) : "", this.#values[i], many ? ` ${label}` : ""),
+    );
+    const heads = ["When", ...series.map(({ label }) => label)].map((text) => el("th", { scope: "col" }, text));
+    this.element = el(
+      "figure",
+      { class: "chart" },
+      el("figcaption", {}, title, this.#top),
+      el("div", { class: "values" }, ...shown),
+      this.#picture,
+      el(
+        "table",
+        { class: "table" },
+        el("caption", { class: "visually-hidden" }, `${title}: means of five seconds`),
+        el("thead", {}, el("tr", {}, ...heads)),
+        this.#body,
+      ),
+    );
+    this.#point(onCursor);
+  }
+
+  /**
+   * @param {(?number)[][]} series  in the order of `of.series`
+   * @param {?number} cursor  index of the moment whose values are shown; null: the newest
+   * @param {boolean} withTable
+   */
+  update(series, cursor, withTable) {
+    const { format, stacked, series: named, title } = this.#of;
+    this.#draw(stacked ? stack(series) : series);
+    const at = cursor ?? LENGTH - 1;
+    series.forEach((values, i) => (this.#values[i].textContent = format(values[at])));
+    this.#cursor.toggleAttribute("hidden", cursor === null);
+    const x = (at / (LENGTH - 1)) * SIZE.width;
+    this.#cursor.setAttribute("x1", x);
+    this.#cursor.setAttribute("x2", x);
+    const said = series.map((values, i) => `${named[i].label} ${format(values[at])}, mean ${format(mean(values))}`);
+    const when = ago(((LENGTH - 1 - at) * EVERY_MS) / 1000);
+    this.#picture.setAttribute("aria-label", `${title}, ${when}: ${said.join("; ")}`);
+    if (withTable) this.#fill(tableRows(series));
+  }
+
+  #draw(series) {
+    const { format, least, most } = this.#of;
+    const top = most ?? niceTop(Math.max(...series.flat().map((value) => value ?? 0)), least);
+    this.#top.textContent = format(top);
+    let below = null;
+    series.forEach((values, i) => {
+      const found = stretches(values, { ...SIZE, top });
+      const { area, line } = this.#paths[i];
+      line.setAttribute("d", linePath(found));
+      area?.setAttribute("d", areaPath(found, SIZE.height, this.#of.stacked ? below : null));
+      below = found;
+    });
+  }
+
+  #fill(rows) {
+    const { format } = this.#of;
+    this.#body.replaceChildren(
+      ...rows.map(({ secondsAgo, means }) =>
+        el(
+          "tr",
+          {},
+          el("th", { scope: "row" }, ago(secondsAgo)),
+          ...means.map((value) => el("td", {}, format(value))),
+        ),
+      ),
+    );
+  }
+
+  #point(onCursor) {
+    let at = null;
+    const move = (index) => onCursor((at = index === null ? null : Math.max(0, Math.min(LENGTH - 1, index))));
+    this.#picture.addEventListener("pointermove", ({ clientX }) => {
+      const { left, width } = this.#picture.getBoundingClientRect();
+      move(Math.round(((clientX - left) / width) * (LENGTH - 1)));
+    });
+    this.#picture.addEventListener("pointerleave", () => move(null));
+    this.#picture.addEventListener("blur", () => move(null));
+    this.#picture.addEventListener("keydown", (event) => {
+      const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
+      if (step === undefined) return;
+      event.preventDefault();
+      move((at ?? LENGTH - 1) + step);
+    });
+  }
+}

@@ -1,0 +1,35 @@
+/** Numbers as the window shows them. */
+
+export { duration } from "../stats.js";
+
+/** 0.4, 7.2, 38, 1,240 */
+export function number(value) {
+  if (value === null) return "–";
+  const digits = Math.abs(value) < 9.95 && !Number.isInteger(value) ? 1 : 0;
+  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
+export function percent(value) {
+  if (value === null) return "–";
+  return `${Math.floor(value * 1000 + 1e-6) === 1000 || value === 0 ? value * 100 : floored(value)} %`;
+}
+
+/** Never 100 % of what is not whole. */
+function floored(value) {
+  const shown = value * 100;
+  return shown < 99 ? Math.round(shown) : Math.floor(shown * 10) / 10;
+}
+
+export function count(value, noun) {
+  return `${number(value)} ${noun}${value === 1 ? "" : "s"}`;
+}
+
+/** 1st, 2nd, 3rd, 11th */
+export function ordinal(value) {
+  const teens = value % 100 > 10 && value % 100 < 14;
+  return `${value}${(!teens && ["th", "st", "nd", "rd"][value % 10]) || "th"}`;
+}
+
+export function ago(seconds) {
+  return seconds === 0 ? "now" : `${number(seconds)} s ago`;
+}

@@ -1,0 +1,55 @@
+/** Opens the window into the engine, and puts a timeline below every answer. */
+
+import { el } from "../dom.js";
+import { loadKey } from "../settings.js";
+import { svg } from "./chart.js";
+import { Answers } from "./answers.js";
+
+const app = document.getElementById("app");
+let view = null;
+
+const icon = svg(
+  "svg",
+  { class: "icon", viewBox: "0 0 24 24", "aria-hidden": "true" },
+  svg("path", { d: "M3 12h4l3-7 4 14 3-7h4" }),
+);
+const button = el(
+  "button",
+  { type: "button", "aria-pressed": "false", title: "A live view of the engine", onclick: () => toggle() },
+  icon,
+  "Engine",
+);
+
+async function toggle(open = !app.classList.contains("windowed")) {
+  if (open && view === null) {
+    const { WindowView } = await import("./view.js");
+    view = new WindowView(loadKey);
+    document.getElementById("main").append(view.element);
+  }
+  app.classList.toggle("windowed", open);
+  button.setAttribute("aria-pressed", String(open));
+  if (open) {
+    view.open();
+    document.getElementById("window-title").focus();
+  } else {
+    view.close();
+    button.focus();
+  }
+}
+
+document.getElementById("views").append(button);
+// A conversation that is opened is to be seen.
+document.getElementById("sidebar").addEventListener("click", ({ target }) => {
+  if (app.classList.contains("windowed") && target.closest("button")) toggle(false);
+});
+document.addEventListener(
+  "keydown",
+  (event) => {
+    if (event.key !== "Escape" || !app.classList.contains("windowed") || document.querySelector("dialog[open]")) return;
+    event.stopPropagation();
+    toggle(false);
+  },
+  { capture: true },
+);
+
+new Answers(loadKey).listen(document);

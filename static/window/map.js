@@ -1,0 +1,84 @@
+/** The KV blocks as a field of tanks: held water stands in them, cached content above it. */
+
+import { el } from "../dom.js";
+import { fit, levels, strength } from "./blocks.js";
+import { number, percent } from "./format.js";
+import { context, palette } from "./paint.js";
+
+const HEIGHT = 216;
+const KINDS = [
+  ["accent", "shared", "held by several sequences"],
+  ["water", "alone", "held by one"],
+  ["tint", "cached", "free, content cached"],
+  ["free", "free", "free"],
+];
+
+export class BlockField {
+  #blocks = null;
+  #canvas = el("canvas", { role: "img" });
+  #note = el("p", { class: "note" });
+  #cells = {};
+
+  constructor() {
+    const rows = KINDS.map(([color, name, label]) => {
+      this.#cells[name] = [el("td", {}, "–"), el("td", {}, "–")];
+      return el("tr", {}, el("th", { scope: "row" }, el("i", { class: `swatch ${color}` }), label), ...this.#cells[name]);
+    });
+    this.element = el(
+      "figure",
+      { class: "blocks" },
+      el("figcaption", {}, "KV cache, block by block"),
+      this.#canvas,
+      this.#note,
+      el(
+        "table",
+        {},
+        el("caption", { class: "visually-hidden" }, "KV blocks by what becomes of them"),
+        el("thead", { class: "visually-hidden" }, el("tr", {}, ...["", "Blocks", "Share"].map((text) => el("th", { scope: "col" }, text)))),
+        el("tbody", {}, ...rows),
+      ),
+    );
+  }
+
+  /** @param {object} blocks  decoded */
+  set(blocks) {
+    this.#blocks = blocks;
+  }
+
+  draw() {
+    if (this.#blocks === null) return;
+    const { held, holders, numBlocks, perCell, numbers, numSaved } = this.#blocks;
+    const { paint, width } = context(this.#canvas, HEIGHT);
+    const { side, columns } = fit(held.length, width, HEIGHT);
+    const colors = palette();
+    const size = side > 3 ? side - 1 : side;
+    for (let i = 0; i < held.length; i += 1) {
+      const [x, y] = [(i % columns) * side, Math.floor(i / columns) * side];
+      const stand = levels(this.#blocks, i, size);
+      const fill = (color, from, to, alpha = 1) => {
+        if (to <= from) return;
+        paint.globalAlpha = alpha;
+        paint.fillStyle = color;
+        paint.fillRect(x, y + size - to, size, to - from);
+      };
+      fill(colors.line, 0, size, 0.55);
+      fill(colors.water, stand.held, stand.cached, 0.35);
+      fill(colors.water, stand.shared, stand.held);
+      fill(colors.accent, 0, stand.shared, 0.6 + 0.4 * strength(holders[i]));
+    }
+    const each = perCell === 1 ? "Each cell is a block" : `Each cell is ${number(perCell)} blocks`;
+    const saved = numSaved > 0 ? ` Sharing saves ${number(numSaved)} blocks now.` : "";
+    this.#note.textContent = `${each}.${saved}`;
+    this.#tell(numBlocks, numbers);
+  }
+
+  #tell(numBlocks, numbers) {
+    for (const [, name] of KINDS) {
+      const [blocks, share] = this.#cells[name];
+      blocks.textContent = number(numbers[name]);
+      share.textContent = percent(numbers[name] / numBlocks);
+    }
+    const said = KINDS.map(([, name, label]) => `${number(numbers[name])} ${label}`);
+    this.#canvas.setAttribute("aria-label", `${number(numBlocks)} KV blocks: ${said.join(", ")}.`);
+  }
+}

@@ -1,0 +1,103 @@
+/** The last steps one by one: the prompt tokens of each above the line, its rows below, and how long it took. */
+
+import { el } from "../dom.js";
+import { duration, number } from "./format.js";
+import { niceTop } from "./shapes.js";
+import { context, palette } from "./paint.js";
+
+const HEIGHT = 216;
+const BAR = 5; // px a step, the space after it included
+const KEPT = 400;
+const COLUMNS = ["duration_ms", "prefill", "decode", "drafts", "accepted"];
+const LEGEND = [
+  ["accent", "prompt tokens"],
+  ["water", "sequences that go on"],
+  ["green", "drafts accepted"],
+  ["amber", "drafts rejected"],
+];
+
+/** The steps of an event, one object each. */
+export function rowsOf(steps) {
+  return steps.duration_ms.map((_, i) => Object.fromEntries(COLUMNS.map((name) => [name, steps[name][i]])));
+}
+
+/** What a set of steps did, as one sentence. */
+export function summary(rows) {
+  if (rows.length === 0) return "No step yet.";
+  const sum = (name) => rows.reduce((total, row) => total + row[name], 0);
+  const mean = (name) => number(sum(name) / rows.length);
+  return (
+    `The last ${rows.length} steps took ${duration(sum("duration_ms") / rows.length)} each and computed ` +
+    `${mean("prefill")} prompt tokens, ${mean("decode")} sequences and ${mean("drafts")} drafts, ` +
+    `of which ${mean("accepted")} were right.`
+  );
+}
+
+export class StepStrip {
+  #rows = [];
+  #canvas = el("canvas", { role: "img", height: HEIGHT });
+  #sentence = el("p", { class: "note" });
+
+  constructor() {
+    const legend = LEGEND.map(([color, label]) => el("span", {}, el("i", { class: `swatch ${color}` }), label));
+    this.element = el(
+      "figure",
+      { class: "steps" },
+      el("figcaption", {}, "Step by step"),
+      el("div", { class: "legend" }, ...legend),
+      this.#canvas,
+      this.#sentence,
+    );
+  }
+
+  add(steps) {
+    this.#rows = [...this.#rows, ...rowsOf(steps)].slice(-KEPT);
+  }
+
+  draw() {
+    const { paint, width } = context(this.#canvas, HEIGHT);
+    const rows = this.#rows.slice(-Math.floor(width / BAR));
+    this.#sentence.textContent = summary(rows);
+    this.#canvas.setAttribute("aria-label", this.#sentence.textContent);
+    const colors = palette();
+    const most = (pick, least) => niceTop(Math.max(0, ...rows.map(pick)), least);
+    const tops = {
+      prefill: most((row) => row.prefill, 8),
+      rows: most((row) => row.decode + row.drafts, 4),
+      ms: most((row) => row.duration_ms, 1),
+    };
+    const middle = 88;
+    const [up, down, last] = [middle - 14, 78, 34];
+    paint.fillStyle = colors.line;
+    paint.fillRect(0, middle, width, 1);
+    paint.fillRect(0, HEIGHT - 1, width, 1);
+    const start = width - rows.length * BAR;
+    rows.forEach((row, i) => {
+      const bar = (color, y, height) => {
+        if (height <= 0) return;
+        paint.fillStyle = color;
+        paint.fillRect(start + i * BAR, y, BAR - 1, Math.max(1, height));
+      };
+      const tall = (value, top, room) => Math.round((value / top) * room);
+      const prefill = tall(row.prefill, tops.prefill, up);
+      bar(colors.accent, middle - prefill, prefill);
+      let y = middle + 1;
+      for (const [color, value] of [
+        [colors.water, row.decode],
+        [colors.green, row.accepted],
+        [colors.amber, row.drafts - row.accepted],
+      ]) {
+        const height = value > 0 ? Math.max(1, tall(value, tops.rows, down)) : 0;
+        bar(color, y, height);
+        y += height;
+      }
+      const ms = tall(row.duration_ms, tops.ms, last);
+      bar(colors.muted, HEIGHT - 1 - ms, ms);
+    });
+    paint.fillStyle = colors.muted;
+    paint.font = `11px ${colors.font}`;
+    paint.fillText(`${number(tops.prefill)} prompt tokens`, 0, 10);
+    paint.fillText(`${number(tops.rows)} rows`, 0, middle + down + 4);
+    paint.fillText(`${duration(tops.ms)} a step`, 0, HEIGHT - last - 4);
+  }
+}

@@ -1,0 +1,191 @@
+/** The life of one answer as a strip of time, and as a table. */
+
+import { el } from "../dom.js";
+import { svg } from "./chart.js";
+import { count, duration, number, ordinal } from "./format.js";
+import { aligned, spansOf, thinned } from "./spans.js";
+
+const WIDTH = 1000;
+const TALL = 18;
+const TRACK = { y: 8, height: 10 }; // the drafts stand above it
+const MOST_TICKS = 400;
+const DRAW_MS = 250;
+
+const KINDS = {
+  queued: { label: "queued", color: "free" },
+  prefill: { label: "prompt computed", color: "accent" },
+  decode: { label: "tokens", color: "water" },
+  away: { label: "preempted", color: "red" },
+};
+
+export class Timeline {
+  /** When text came, performance.now(). */
+  ticks = [];
+  hasWaited = false;
+  #began = null;
+  #place = null;
+  #known = null;
+  #timer = null;
+  #line = el("span", {});
+  #strip = svg("svg", {
+    viewBox: `0 0 ${WIDTH} ${TALL}`,
+    preserveAspectRatio: "none",
+    "aria-hidden": "true",
+  });
+  #more = el("div", {});
+
+  constructor() {
+    this.element = el(
+      "details",
+      { class: "timeline", hidden: true },
+      el("summary", {}, this.#strip, this.#line),
+      this.#more,
+    );
+    this.element.addEventListener("toggle", () => this.#draw());
+  }
+
+  begin(at) {
+    this.#began ??= at;
+  }
+
+  /** @param {?object} place  the event `request` of the server; null: it waits there no more */
+  wait(place) {
+    this.hasWaited ||= place !== null;
+    this.#place = place;
+    this.#draw();
+  }
+
+  /** @param {object} detail  of the page's event (see hooks.js) */
+  update(detail) {
+    this.#known = detail;
+    const running = detail.state === "waiting" || detail.state === "streaming";
+    if (running && this.#timer === null) {
+      this.#timer = setTimeout(() => {
+        this.#timer = null;
+        this.#draw();
+      }, DRAW_MS);
+    } else if (!running) {
+      this.#draw();
+    }
+  }
+
+  #draw() {
+    const { timings, state } = this.#known ?? {};
+    if (timings?.timeline) this.#drawWhole(timings);
+    else if (this.#began !== null && (state === "waiting" || state === "streaming")) this.#drawSoFar();
+    else this.element.hidden = this.ticks.length === 0;
+  }
+
+  #drawSoFar() {
+    const now = performance.now();
+    const first = this.ticks[0] ?? now;
+    const waited = first - this.#began;
+    const spans = [{ kind: "queued", from: 0, to: waited }];
+    if (this.ticks.length > 0) spans.push({ kind: "decode", from: waited, to: now - this.#began });
+    this.#show(spans, aligned(this.ticks, waited), [], now - this.#began);
+    this.#line.textContent = this.ticks.length > 0 ? this.#pace(now) : this.#waitingLine();
+  }
+
+  #waitingLine() {
+    if (this.#place === null) return this.hasWaited ? "its turn has come" : "";
+    const { position, first_token_in_ms: left } = this.#place;
+    const place = position > 0 ? `${ordinal(position + 1)} in the queue` : "next in the queue";
+    return left === null ? place : `${place}, first token in about ${duration(left)}`;
+  }
+
+  #pace(now) {
+    const seconds = (now - this.ticks[0]) / 1000;
+    const pace = seconds > 0.3 ? `, ${number((this.ticks.length - 1) / seconds)} tokens/s` : "";
+    return `first token after ${duration(this.ticks[0] - this.#began)}${pace}`;
+  }
+
+  #drawWhole(timings) {
+    const { spans, end, drafts } = spansOf(timings);
+    this.#show(spans, aligned(this.ticks, timings.ttft_ms), drafts, end);
+    this.#line.textContent = sentence(timings, spans);
+    this.#line.className = "visually-hidden";
+    this.#more.replaceChildren();
+    if (this.element.open) this.#more.append(legend(spans, drafts), table(timings, spans, drafts));
+  }
+
+  #show(spans, ticks, drafts, end) {
+    this.element.hidden = false;
+    const scale = WIDTH / Math.max(end, 1);
+    const box = (kind, from, to, y, height) =>
+      svg("rect", { class: kind, x: from * scale, width: Math.max((to - from) * scale, 1), y, height });
+    const tick = (at, kind) =>
+      svg("line", { class: kind, x1: at * scale, x2: at * scale, y1: TRACK.y, y2: TRACK.y + TRACK.height });
+    const marks = thinned(ticks, MOST_TICKS).map((at) => tick(at, "tick"));
+    const cuts = spans.filter(({ kind, from }) => kind === "prefill" && from > 0).map(({ from }) => tick(from, "cut"));
+    const most = Math.max(1, ...drafts.map(({ drafted }) => drafted));
+    const wide = 3 / scale;
+    const guesses = drafts.flatMap(({ at, drafted, accepted }) => {
+      const unit = (TRACK.y - 1) / most;
+      const low = accepted * unit;
+      return [
+        box("accepted", at - wide / 2, at + wide / 2, TRACK.y - 1 - low, low),
+        box("rejected", at - wide / 2, at + wide / 2, TRACK.y - 1 - drafted * unit, drafted * unit - low),
+      ];
+    });
+    const bars = spans.map(({ kind, from, to }) => box(kind, from, to, TRACK.y, TRACK.height));
+    this.#strip.replaceChildren(...bars, ...cuts, ...marks, ...guesses);
+  }
+}
+
+/** The strip in words. */
+export function sentence(timings, spans) {
+  const { queue_ms, ttft_ms, predicted_ttft_ms, cached_tokens, prompt_tokens, draft_tokens, accepted_tokens } = timings;
+  const prefills = spans.filter(({ kind }) => kind === "prefill");
+  const predicted = predicted_ttft_ms > 0 ? `, predicted ${duration(predicted_ttft_ms)}` : "";
+  const parts = [
+    `queued ${duration(queue_ms)}`,
+    `${prompt_tokens - cached_tokens} of ${prompt_tokens} prompt tokens computed in ${count(prefills.length, "step")}`,
+    `first token after ${duration(ttft_ms)}${predicted}`,
+  ];
+  if (draft_tokens > 0) parts.push(`${accepted_tokens} of ${draft_tokens} drafts accepted`);
+  if (timings.preemptions > 0) parts.push(`preempted ${count(timings.preemptions, "time")}`);
+  return `Timeline: ${parts.join("; ")}.`;
+}
+
+function legend(spans, drafts) {
+  const shown = Object.entries(KINDS).filter(([kind]) => spans.some((span) => span.kind === kind));
+  const items = shown.map(([, { label, color }]) => [label, color]);
+  if (drafts.length > 0) items.push(["drafts accepted", "green"], ["drafts rejected", "amber"]);
+  return el(
+    "div",
+    { class: "legend" },
+    ...items.map(([label, color]) => el("span", {}, el("i", { class: `swatch ${color}` }), label)),
+  );
+}
+
+/** When, how long, what: in order. */
+export function rows(timings, spans, drafts) {
+  const found = spans.map(({ kind, from, to, tokens }) => {
+    const what = kind === "prefill" ? `${count(tokens, "prompt token")} computed` : KINDS[kind].label;
+    return { at: from, took: to - from, what };
+  });
+  found.push({ at: timings.ttft_ms, took: null, what: "first token" });
+  for (const { at, drafted, accepted } of drafts) {
+    found.push({ at, took: null, what: `${count(drafted, "draft")}, ${number(accepted)} accepted` });
+  }
+  return found.sort((one, other) => one.at - other.at);
+}
+
+function table(timings, spans, drafts) {
+  const cells = rows(timings, spans, drafts).map(({ at, took, what }) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, duration(at)),
+      el("td", {}, what),
+      el("td", {}, took === null ? "" : duration(took)),
+    ),
+  );
+  const heads = ["After", "What", "For"].map((text) => el("th", { scope: "col" }, text));
+  const head = el("thead", {}, el("tr", {}, ...heads));
+  return el(
+    "div",
+    { class: "scroll", tabindex: 0, role: "region", "aria-label": "Timeline as a table" },
+    el("table", {}, head, el("tbody", {}, ...cells)),
+  );
+}

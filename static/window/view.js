@@ -1,0 +1,173 @@
+/** The window: the engine at work, live, with a minute of what it did. */
+
+import { el } from "../dom.js";
+import { decodeBlocks } from "./blocks.js";
+import { Chart } from "./chart.js";
+import { Feed } from "./feed.js";
+import { count, duration, number, percent } from "./format.js";
+import { History, heldPart, perSecond, perStep, queued, trailingRatio } from "./history.js";
+import { Lanes } from "./lanes.js";
+import { BlockField } from "./map.js";
+import { StepStrip } from "./steps.js";
+
+const ms = (value) => (value === null ? "–" : duration(value));
+const one = (pick) => (history) => [history.series(pick)];
+const ratio = (part, whole) => (history) => [trailingRatio(history.samples, part, whole)];
+
+/** What the small charts show. */
+const CHARTS = [
+  {
+    title: "Tokens per second",
+    series: [{ label: "tokens per second", color: "water", area: true }],
+    values: one(perSecond("output_tokens")),
+    least: 10,
+  },
+  {
+    title: "Sequences",
+    series: [
+      { label: "running", color: "water", area: true },
+      { label: "waiting", color: "amber" },
+    ],
+    values: (history) => [history.series(({ server }) => server.engine.running), history.series(queued)],
+    least: 4,
+  },
+  {
+    title: "Tokens in a step",
+    series: [
+      { label: "prompt", color: "accent", area: true },
+      { label: "decode", color: "water", area: true },
+      { label: "drafts", color: "amber", area: true },
+    ],
+    stacked: true,
+    values: (history) =>
+      ["prefill_tokens", "decode_tokens", "draft_tokens"].map((name) => history.series(perStep(name))),
+    least: 4,
+  },
+  {
+    title: "Time of a step",
+    series: [{ label: "milliseconds", color: "accent" }],
+    values: one(perStep("busy_ms")),
+    format: ms,
+    least: 2,
+  },
+  {
+    title: "KV blocks in use",
+    series: [{ label: "in use", color: "water", area: true }],
+    values: one(heldPart),
+    format: percent,
+    most: 1,
+  },
+  {
+    title: "Prompt tokens found in the cache",
+    series: [{ label: "found, of ten seconds", color: "green", area: true }],
+    values: ratio("prefix_hit_tokens", "prefix_query_tokens"),
+    format: percent,
+    most: 1,
+  },
+  {
+    title: "Drafts accepted",
+    series: [{ label: "accepted, of ten seconds", color: "green", area: true }],
+    values: ratio("accepted_tokens", "draft_tokens"),
+    format: percent,
+    most: 1,
+  },
+  {
+    title: "Event-loop lag",
+    series: [{ label: "at worst", color: "amber" }],
+    values: one(({ steps }) => steps.loop_lag_ms),
+    format: ms,
+    least: 5,
+  },
+];
+export class WindowView {
+  #history = new History();
+  #server = null;
+  #lastMs = null;
+  #cursor = null;
+  #feed;
+  #line = el("p", { class: "note" });
+  #tables = el("button", { type: "button", class: "quiet", "aria-pressed": "false", onclick: () => this.#toggleTables() }, "As tables");
+  #charts;
+  #lanes = new Lanes();
+  #steps = new StepStrip();
+  #blocks = new BlockField();
+  #frame = 0;
+
+  /** @param {() => ?string} key  of the server */
+  constructor(key) {
+    const onCursor = (cursor) => {
+      this.#cursor = cursor;
+      this.#drawSoon();
+    };
+    this.#charts = CHARTS.map((of) => ({ chart: new Chart({ ...of, onCursor }), values: of.values }));
+    const part = (id, title, ...children) =>
+      el("section", { "aria-labelledby": id }, el("h3", { id, class: "part" }, title), ...children);
+    this.element = el(
+      "section",
+      { id: "window", "aria-labelledby": "window-title", hidden: true },
+      el("div", { class: "window-head" }, el("h2", { id: "window-title", tabindex: -1 }, "The engine, live"), this.#tables, this.#line),
+      part("window-lanes", "Lanes and their promises", this.#lanes.element),
+      part("window-minute", "The last minute", el("div", { class: "charts" }, ...this.#charts.map(({ chart }) => chart.element))),
+      part("window-now", "At this moment", el("div", { class: "pair" }, this.#steps.element, this.#blocks.element)),
+    );
+    this.#feed = new Feed(key, {
+      begin: () => (this.#lastMs = null),
+      event: (kind, data) => this.#take(kind, data),
+      lost: (message) => this.#say(message, "lost"),
+    });
+    new ResizeObserver(() => this.#drawSoon()).observe(this.element);
+  }
+
+  open() {
+    this.element.hidden = false;
+    this.#say("Listening …", "opening");
+    this.#feed.open();
+  }
+
+  close() {
+    this.element.hidden = true;
+    this.#feed.close();
+  }
+
+  #take(kind, data) {
+    if (kind === "server") this.#server = data;
+    else if (kind === "kv") this.#blocks.set(decodeBlocks(data));
+    else if (kind === "steps" && this.#server) this.#takeSteps(data);
+    this.#drawSoon();
+  }
+
+  #takeSteps(steps) {
+    const seconds = this.#lastMs === null ? 0 : (steps.at_ms - this.#lastMs) / 1000;
+    this.#lastMs = steps.at_ms;
+    this.#history.push({ seconds, server: this.#server, steps }, performance.now());
+    this.#steps.add(steps.steps);
+    const { state, streams, engine } = this.#server;
+    this.#say(`${state}: ${count(streams, "answer")} in the making, ${number(engine.steps)} steps so far`, state);
+  }
+
+  #say(text, state) {
+    this.#line.textContent = text;
+    this.element.dataset.state = state;
+  }
+
+  #toggleTables() {
+    const shown = this.element.classList.toggle("with-tables");
+    this.#tables.setAttribute("aria-pressed", String(shown));
+    this.#drawSoon();
+  }
+
+  #drawSoon() {
+    this.#frame ||= requestAnimationFrame(() => {
+      this.#frame = 0;
+      if (!this.element.hidden) this.#draw();
+    });
+  }
+
+  #draw() {
+    const withTables = this.element.classList.contains("with-tables");
+    for (const { chart, values } of this.#charts) chart.update(values(this.#history), this.#cursor, withTables);
+    this.#lanes.update(this.#history);
+    this.#steps.draw();
+    this.#blocks.draw();
+  }
+}
