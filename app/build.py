@@ -29,6 +29,7 @@ from engine.model.checkpoint import read_config, read_generation_defaults, read_
 from engine.model.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from engine.model.drafts import DraftSource, check_draft, shared_tokens
 from engine.model.eagle import check_eagle, is_eagle, read_eagle
+from engine.planning.embedding import Embedding, read_embedding
 from engine.planning.grammars import Grammars
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
@@ -63,6 +64,7 @@ class Core:
     grammars: Grammars
     config: ModelConfig
     defaults: SamplingDefaults
+    embedding: Embedding
     folder: Path
     """Of the checkpoint."""
 
@@ -150,6 +152,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         created=created(folder),
         block_size=load_options(settings).block_size,
         vocab_size=core.config.vocab_size,
+        embedding=core.embedding,
         defaults=core.defaults,
         clients=clients,
         promises={lane: policy.ttft_s for lane, policy in lanes.items() if isfinite(policy.ttft_s)},
@@ -159,6 +162,9 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         metrics_elsewhere=settings.metrics_port is not None,
         replica=replica,
         warm_up_tokens=settings.warm_up_tokens,
+        tool_parser=settings.tool_parser,
+        reasoning_parser=settings.reasoning_parser,
+        strict=settings.strict,
     )
     store = make_store(settings.redis_url, f"{service_options.models[0]}:{fingerprint(folder)}", replica)
     traces = _make_traces(settings.otlp_endpoint, service_options.models[0], replica)
@@ -199,7 +205,7 @@ def build_core(
     folder = find_checkpoint(settings.model)
     try:
         config, tokenizer = read_config(folder), read_tokenizer(folder)
-        defaults = _sampling_defaults(folder)
+        defaults, embedding = _sampling_defaults(folder), read_embedding(folder, config.hidden_size)
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
     options = load_options(settings)
@@ -217,7 +223,7 @@ def build_core(
         on_state=announce,
         grammars=grammars,
     )
-    return Core(engine, queue, tokenizer, sink, grammars, config, defaults, folder)
+    return Core(engine, queue, tokenizer, sink, grammars, config, defaults, embedding, folder)
 
 
 def _allowed_hosts(settings: Settings, is_open: bool) -> tuple[str, ...]:

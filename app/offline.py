@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import count
+from math import inf
 from queue import SimpleQueue
 from typing import Any, Self
 
@@ -29,6 +30,8 @@ from app.log import counter, silent
 from app.log import progress as progress_bar
 from app.settings import Settings, load_settings
 from engine.engine import EngineState
+from engine.planning.grammar import Grammar
+from engine.planning.grammars import GrammarError
 from engine.planning.request import FinishReason, Output, Request
 from engine.planning.step import StepReport
 from gateway.access.keys import OPEN_TENANT
@@ -36,17 +39,18 @@ from gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
 from gateway.endpoints.intake import banned_tokens, salt_of
 from gateway.http.errors import ApiError, invalid
 from gateway.http.limits import Limits
+from gateway.wire.conversation import as_dict
 from gateway.wire.prompts import Prompts, check_token_ids
 from gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
 from gateway.wire.schemas import (
     ChatBody,
     CompletionBody,
-    Sampled,
-    as_dict,
     check_chat,
     check_completion,
     read,
 )
+from gateway.wire.structured import answer_form, form_of
+from priority.lanes import DEFAULT_POLICIES
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -98,6 +102,13 @@ class Sampling(TypedDict, total=False):
     min_tokens: int
     ignore_eos: bool
     stop_token_ids: list[int]
+    bad_words: list[str]
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
+    response_format: Mapping[str, Any]
+    """What answers have to match: {"type": "json_object"}, or a json_schema."""
+    structured_outputs: Mapping[str, Any]
+    """The same in vLLM's words: json, regex, choice or grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +300,7 @@ class LLM:
             if len(token_ids) < len(body.prompt):
                 raise invalid("A prompt is a text or a list of token ids.", "prompt")
         room = self._engine.max_sequence_tokens - len(token_ids)
-        most = body.max_tokens or max(1, min(DEFAULT_COMPLETION_TOKENS, room))
+        most = max(1, min(DEFAULT_COMPLETION_TOKENS, room)) if body.max_tokens is None else body.max_tokens
         return self._request(body, token_ids, "prompt", MaxTokens("max_tokens", most), body.logprobs)
 
     def _of_conversation(self, messages: object, values: Mapping[str, Any]) -> Request:
@@ -301,22 +312,29 @@ class LLM:
         return self._request(body, token_ids, "messages", asked, num_logprobs)
 
     def _request(
-        self, body: Sampled, token_ids: list[int], name: str, asked: MaxTokens, num_logprobs: int | None
+        self,
+        body: ChatBody | CompletionBody,
+        token_ids: list[int],
+        name: str,
+        asked: MaxTokens,
+        num_logprobs: int | None,
     ) -> Request:
         """One without an id; `name` is what its prompt is called."""
         if not token_ids:
             raise invalid(f"'{name}' must not be empty.", name)
         check_token_ids(token_ids, self._vocab_size, name)
         room = Room(self._engine.max_sequence_tokens, len(token_ids))
+        tokenizer = self._core.tokenizer
         sampling = sampling_params(
             body,
             self._core.defaults,
             max_tokens=room.output_tokens(asked, name),
             num_logprobs=num_logprobs,
             num_prompt_logprobs=None,
-            banned=banned_tokens(self._core.tokenizer, body.bad_words or ()),
-            special_ids=self._core.tokenizer.special_ids,
+            banned=banned_tokens(tokenizer, body.bad_words or ()),
+            special_ids=tokenizer.special_ids,
             vocab_size=self._vocab_size,
+            grammar=self._grammar(body),
         )
         return Request(
             request_id="",
@@ -327,6 +345,16 @@ class LLM:
             tenant=OPEN_TENANT.name,
             salt=salt_of(OPEN_TENANT),
         )
+
+    def _grammar(self, body: ChatBody | CompletionBody) -> Grammar | None:
+        form = form_of(body, _LIMITS, answer_form(body.response_format))
+        if form is None:
+            return None
+        try:
+            self._core.grammars.compile(OPEN_TENANT.name, form.grammar)
+        except GrammarError as error:
+            raise invalid(f"Invalid '{form.field}': {error}.", form.field) from None
+        return form.grammar
 
     # From outputs to answers
 
@@ -471,10 +499,17 @@ class _Desk:
 
 
 def _settings(model: str | os.PathLike[str] | None, given: Mapping[str, object]) -> Settings:
+    """Lanes that nobody set promise nothing and hold nothing back: what counts here is when all is done."""
     known = Settings.model_fields.keys() - SERVER_ONLY
     for name in given.keys() - known:
         raise TypeError(f"an LLM has no setting {name!r}{_near(name, known)}")
-    return load_settings(given if model is None else {"model": os.fspath(model), **given})
+    settings = load_settings(given if model is None else {"model": os.fspath(model), **given})
+    lanes = {
+        f"lane_{lane.label}": replace(policy, ttft_s=inf, tpot_s=inf, kv_share=1.0)
+        for lane, policy in settings.lanes.items()
+        if policy == DEFAULT_POLICIES[lane]
+    }
+    return settings.model_copy(update=lanes)
 
 
 def _near(name: str, known: Iterable[str]) -> str:

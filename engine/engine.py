@@ -22,7 +22,7 @@ from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import PoolViolation
 from engine.planning.draft_model import DraftModel
 from engine.planning.drafting import Drafting
-from engine.planning.grammars import Grammars
+from engine.planning.grammars import ForcedTokens, Grammars
 from engine.planning.lookup import Lookup
 from engine.planning.prefix_events import PrefixLog
 from engine.planning.request import DraftCount, Output
@@ -229,7 +229,8 @@ class Engine:
         if not facts.max_drafts:
             return None
         model = None if facts.draft is None else DraftModel(facts.draft, self._clock)
-        return Drafting(Lookup(), facts.max_drafts, model, self._clock)
+        forced = None if self._grammars is None else ForcedTokens()
+        return Drafting(Lookup(), facts.max_drafts, model, self._clock, forced)
 
     def _turn(self, scheduler: Scheduler) -> None:
         """Launches a step and waits for the one before, or waits for work."""

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 from gateway.access import quotas
 from gateway.endpoints.completions import CompletionsApi
 from gateway.endpoints.conversations import ConversationsApi
+from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.events import EventsApi
 from gateway.endpoints.intake import Intake
 from gateway.endpoints.messages import MessagesApi
@@ -27,7 +28,7 @@ from gateway.endpoints.openapi import OpenApi
 from gateway.endpoints.operator import OperatorApi
 from gateway.endpoints.responses import ResponsesApi
 from gateway.http.connections import ServerSendMiddleware
-from gateway.http.correlation import RequestIdMiddleware
+from gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
 from gateway.http.errors import ApiError
 from gateway.http.hosts import HostMiddleware
 from gateway.http.limits import LimitsMiddleware
@@ -60,6 +61,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
     intake = Intake(service)
     routes = [
         *CompletionsApi(service, intake).routes(),
+        *EmbeddingsApi(service, intake).routes(),
         *ResponsesApi(service, intake).routes(),
         *ConversationsApi(service, intake).routes(),
         *MessagesApi(service, intake).routes(),
@@ -107,7 +109,14 @@ def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=_REQUEST_HEADERS,
-        expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms", *quotas.HEADERS],
+        expose_headers=[
+            "x-request-id",
+            "request-id",
+            "retry-after",
+            "retry-after-ms",
+            IGNORED_HEADER,
+            *quotas.HEADERS,
+        ],
     )
 
 

@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 
 from engine.engine import EngineState
+from engine.planning.embedding import Embedding
 from engine.planning.grammars import Grammars
 from engine.planning.step import StepReport
 from gateway.access.idempotency import Idempotency
@@ -30,6 +31,7 @@ from gateway.sessions.recordings.registry import Recordings, Replayer
 from gateway.store.interface import Store
 from gateway.watch import StepWatch, Watches
 from gateway.wire.prompts import Prompts, Tokenizer
+from gateway.wire.reading import AUTO, Formats
 from gateway.wire.sampling import SamplingDefaults
 from priority.lanes import Lane, Tenant
 
@@ -47,6 +49,8 @@ class ServiceOptions:
     block_size: int = 16
     vocab_size: int | None = None
     """Of the model; its tokenizer may have more or fewer."""
+    embedding: Embedding = field(default_factory=Embedding)
+    """How embeddings are made."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     limits: Limits = field(default_factory=Limits)
     timeouts: Timeouts = field(default_factory=Timeouts)
@@ -64,6 +68,11 @@ class ServiceOptions:
     """This process's name among those that share a store."""
     warm_up_tokens: int = 0
     """Most prompt tokens of a process before this one that are computed again."""
+    tool_parser: str = AUTO
+    """How the model calls tools; see `gateway.wire.reading.Formats`."""
+    reasoning_parser: str = AUTO
+    strict: bool = False
+    """Fields of which nothing comes are refused."""
 
 
 class Service:
@@ -90,6 +99,7 @@ class Service:
         self.options = options
         self.clock = clock
         self.prompts = Prompts(tokenizer)
+        self.formats = Formats(tokenizer, options.tool_parser, options.reasoning_parser)
         self.access = Access(options.clients)
         self.metrics = Metrics()
         if options.metrics_compat == "vllm":

@@ -5,7 +5,8 @@
 
 import { el } from "./dom.js";
 
-const LIBRARY = new URL("vendor/temml/", import.meta.url);
+const VENDOR = new URL("vendor/", import.meta.url);
+const SHEETS = ["temml/Temml-Local.css", "penstock-math/font.css"];
 const OPTIONS = { throwOnError: true, trust: false, maxSize: [20, 20], maxExpand: 200 };
 const KEPT = 500;
 
@@ -52,10 +53,10 @@ function dropStyles(node) {
 }
 
 async function load() {
-  const sheet = el("link", { rel: "stylesheet", href: new URL("Temml-Local.css", LIBRARY).href });
-  const script = el("script", { src: new URL("temml.min.js", LIBRARY).href });
+  const sheets = SHEETS.map((path) => el("link", { rel: "stylesheet", href: new URL(path, VENDOR).href }));
+  const script = el("script", { src: new URL("temml/temml.min.js", VENDOR).href });
   const ready = new Promise((resolve, reject) => Object.assign(script, { onload: resolve, onerror: reject }));
-  document.head.append(sheet, script);
+  document.head.append(...sheets, script);
   try {
     await ready;
   } catch {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.model.gguf.container import is_gguf
 from engine.model.gguf.tensors import GgufTensors
-from engine.model.safetensors import TensorEntry, TensorFiles
+from engine.model.safetensors import BareTensorFiles, TensorEntry, TensorFiles
 
 
 class Files(Protocol):
@@ -40,4 +40,7 @@ def open_files(path: Path) -> Files:
     Raises:
         CheckpointError: a file is missing, truncated, malformed or not supported.
     """
-    return GgufTensors(path) if is_gguf(path) else TensorFiles(path)
+    if is_gguf(path):
+        return GgufTensors(path)
+    files = TensorFiles(path)
+    return BareTensorFiles.of(files) or files

@@ -36,6 +36,7 @@ DTYPES = {
 }
 """The types that tensors may have, by their names in a safetensors header."""
 
+_MODEL, _OF_BARE_MODEL = "model.", "layers.0.input_layernorm.weight"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
 
@@ -96,6 +97,20 @@ class TensorFiles:
             with file.open("rb") as opened:
                 self._maps[file] = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[file]
+
+
+class BareTensorFiles(TensorFiles):
+    """Those of a model that was saved without an output head, and so without the "model." before all of its names."""
+
+    @classmethod
+    def of(cls, files: TensorFiles) -> BareTensorFiles | None:
+        """None if the files have the usual names."""
+        if _OF_BARE_MODEL not in files.entries:
+            return None
+        return cls(files.path, {_MODEL + name: entry for name, entry in files.entries.items()})
+
+    def own_name(self, name: str) -> str:
+        return name.removeprefix(_MODEL)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -3,7 +3,8 @@
 Every position is sampled as it would be without drafts: a token depends on its number, its logits and its request's
 seed alone. So drafts never change an answer, only how many of its tokens one step brings.
 
-Drafts come from up to two proposers: one that costs nothing, a lookup, and one that costs time, a draft model. Which of
+Drafts come from proposers: two cost nothing, a lookup and what a grammar forces, and one costs time, a draft model. A
+draft that the sequence's grammar rules out is no draft. Which of
 them drafts for a sequence, and how many tokens, is decided anew in every step, for all sequences together: what brings
 the most tokens a second, by how often each proposer was right for the sequence lately, by what steps of that size took,
 and by what the model takes. Under load, where each token of a step costs, the number of drafts fades to 0 by itself,
@@ -104,10 +105,12 @@ class Drafting:
         most: int,
         model: Proposer | None = None,
         clock: Callable[[], float] = lambda: 0.0,
+        forced: Proposer | None = None,
     ) -> None:
         """
         Args:
             lookup: proposes at no cost.
+            forced: does so, too, and knows better where it proposes anything.
             most: drafts of one sequence in a step.
             model: proposes at a cost.
             clock: seconds; without one, drafting seems to take no time.
@@ -115,7 +118,7 @@ class Drafting:
         self.most = most
         self.costs = StepCosts()
         self.failed: list[str] = []
-        self._lookup, self._model = lookup, model
+        self._lookup, self._model, self._forced = lookup, model, forced
         self._clock = clock
         self._rates = {proposer.name: _FIRST_RATE for proposer in self._proposers}
         """By proposer: the share of drafts that were right, of all sequences."""
@@ -172,7 +175,8 @@ class Drafting:
 
     @property
     def _proposers(self) -> list[Proposer]:
-        return [proposer for proposer in (self._lookup, self._model) if proposer is not None]
+        every = (self._lookup, self._forced, self._model)
+        return [proposer for proposer in every if proposer is not None]
 
     def _pace(self, num_sampling: int) -> Pace:
         key = num_sampling.bit_length()
@@ -225,8 +229,10 @@ class Drafting:
         return accumulate((min(1.0, rate * factor) for factor in self._factors[name][:num]), mul)
 
     def _look_up(self, guesses: list[_Guess]) -> None:
-        if self._lookup is not None:
-            self._ask(self._lookup, guesses, [guess.length for guess in guesses])
+        lengths = [guess.length for guess in guesses]
+        for proposer in (self._lookup, self._forced):
+            if proposer is not None:
+                self._ask(proposer, guesses, lengths)
 
     def _ask_model(self, guesses: list[_Guess], plan: Plan, num_sampling: int, tables: BlockTables) -> None:
         """Has the model draft for the sequences for which it is the better proposer, if that pays."""
@@ -279,7 +285,9 @@ class Drafting:
         except Exception:
             self._switch_off(proposer)
             return
-        for guess, drafts in zip(guesses, found, strict=True):
+        for guess, proposed in zip(guesses, found, strict=True):
+            guide = guess.chunk.sequence.guide
+            drafts = proposed if guide is None else guide.allowed(proposed)
             if drafts:
                 guess.drafts, guess.proposer = drafts, proposer.name
                 guess.record.proposed[proposer.name] = drafts
@@ -312,6 +320,8 @@ class Drafting:
         self.failed.append(proposer.name)
         if proposer is self._lookup:
             self._lookup = None
+        elif proposer is self._forced:
+            self._forced = None
         else:
             self._model = None
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+_MOST_CHARS = 300
+
 
 class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"
@@ -16,7 +18,10 @@ class GrammarKind(StrEnum):
     REGEX = "regex"
     """The text is a regular expression; the whole answer matches it."""
     LARK = "lark"
-    """The text is a Lark grammar in llguidance's dialect; the whole answer is derived from its rule `start`."""
+    """The text is a Lark grammar in llguidance's dialect; the whole answer is derived from its rule `start`.
+
+    Or it is one in GBNF, with a rule `root`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +72,9 @@ class Guide:
     def look(self) -> None:
         """Notes what went wrong in the matcher, if anything did."""
         if self.matcher.is_error():
-            self.error = f"the grammar could not be followed: {first_line(self.matcher.get_error())}"
+            self.error = f"the grammar could not be followed: {one_line(self.matcher.get_error())}"
 
 
-def first_line(text: str) -> str:
-    return text.strip().partition("\n")[0]
+def one_line(text: str) -> str:
+    """What llguidance says of a grammar, which may be of any length."""
+    return " ".join(text.replace("<non-verbose/>", "").split())[:_MOST_CHARS]

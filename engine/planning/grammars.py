@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
-from engine.planning.grammar import Grammar, GrammarKind, Guide, first_line
+from engine.planning.grammar import Grammar, GrammarKind, Guide, one_line
 from engine.planning.grammar_check import GrammarCheck, limits
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.planning.step import Masks, Plan
@@ -24,12 +24,17 @@ from engine.planning.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
+    from llguidance._lib import JsonCompileOptions
 
 _MOST_COMPILED = 256
 """Compiled grammars that are kept."""
 _CHECK = GrammarCheck()
-_WHITESPACE = r"\n?[ \t]{0,32}"
-"""Between the parts of a JSON text: as much as indented ones have, so that a model cannot go on with it for ever."""
+_JSON_STYLE: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""JSON texts are laid out as Python's json.dumps has it: free space is what small models never stop with."""
 
 
 class GrammarError(ValueError):
@@ -52,10 +57,10 @@ class Grammars:
             GrammarError: it is not a grammar, or too large a one.
         """
         if not self._knows(tenant, grammar) and (refusal := _CHECK.refusal(source_of(grammar))):
-            raise GrammarError(first_line(refusal))
+            raise GrammarError(one_line(refusal))
         matcher = self._matcher(tenant, grammar)
         if matcher.is_error():
-            raise GrammarError(first_line(matcher.get_error()))
+            raise GrammarError(one_line(matcher.get_error()))
 
     def start(self, request: Request, grammar: Grammar) -> Guide:
         """The guide of a request's sequence, after the output tokens that are known already."""
@@ -173,6 +178,24 @@ class Grammars:
         return LLExecutor()
 
 
+class ForcedTokens:
+    """Proposes what a grammar forces, the names of members say; see `planning.drafting.Proposer`."""
+
+    name = "grammar"
+
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
+        return [
+            [] if sequence.guide is None else sequence.guide.forced()[:length]
+            for sequence, length in zip(sequences, lengths, strict=True)
+        ]
+
+    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
+        return 0.0
+
+    def forget(self, sequence: Sequence) -> None:
+        """Nothing of a sequence is held."""
+
+
 class _Vocabulary:
     """A tokenizer as llguidance asks for one (its TokenizerWrapper)."""
 
@@ -196,11 +219,21 @@ def source_of(grammar: Grammar) -> str:
     if grammar.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(grammar.text)
     if grammar.kind is GrammarKind.LARK:
-        return LLMatcher.grammar_from_lark(grammar.text)
+        return LLMatcher.grammar_from_lark(_as_lark(grammar.text))
     try:
-        return LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_pattern": _WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(grammar.text, _JSON_STYLE)
     except ValueError:  # it is `true`, or no JSON
         return f'{{"grammars": [{{"json_schema": {grammar.text}}}]}}'
+
+
+def _as_lark(text: str) -> str:
+    """Text in GBNF, llama.cpp's notation, as Lark."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    try:
+        return str(any_to_lark(text))
+    except GbnfToLarkError:
+        return text
 
 
 def _without(mask: bytearray, token_ids: Iterable[int]) -> bytearray:

@@ -190,6 +190,25 @@ class ChatDeleted(TypedDict):
     deleted: Literal[True]
 
 
+class EmbeddingEntry(TypedDict):
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+    """Numbers, or float32 in little-endian order as base64."""
+
+
+class EmbeddingUsage(TypedDict):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(TypedDict):
+    object: Literal["list"]
+    data: list[EmbeddingEntry]
+    model: str
+    usage: EmbeddingUsage
+
+
 class TextLogprobs(TypedDict):
     """Null for the first token of a prompt that is echoed."""
 

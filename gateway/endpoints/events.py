@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import islice
 
@@ -83,12 +84,13 @@ class EventsApi:
 
     def _map_now(self) -> bytes:
         """Drawn once for all who listen, and less often; empty before there is one."""
-        started_s = self._service.clock()
-        if started_s >= self._map_due_s:
+        now = self._service.clock()
+        if now >= self._map_due_s:
+            began_s = time.thread_time()
             drawn = self._service.block_map()
             self._map = b"" if drawn is None else orjson.dumps(drawn)
-            took_s = self._service.clock() - started_s
-            self._map_due_s = started_s + max(MAP_EVERY_S - EVERY_S / 2, took_s / MAP_PART)
+            took_s = time.thread_time() - began_s
+            self._map_due_s = now + max(MAP_EVERY_S - EVERY_S / 2, took_s / MAP_PART)
         return self._map
 
     async def prefixes(self, http: HttpRequest) -> EventSourceResponse:

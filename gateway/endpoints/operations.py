@@ -16,6 +16,7 @@ from gateway.endpoints.events import DETAILS
 from gateway.http.refusals import OVERLOADED
 from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
+from gateway.wire.embeddings import EmbeddingsBody
 from gateway.wire.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from gateway.wire.schemas import (
     ChatBody,
@@ -138,6 +139,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             body=CompletionBody,
             answer=answers.TextCompletion,
             events={"": answers.TextChunk | answers.Error},
+            statuses=_WORK,
+        )
+    },
+    "/v1/embeddings": {
+        "POST": Operation(
+            summary="Turn texts into vectors",
+            body=EmbeddingsBody,
+            answer=answers.Embeddings,
             statuses=_WORK,
         )
     },

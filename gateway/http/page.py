@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import mimetypes
 from dataclasses import dataclass
 from hashlib import sha256
@@ -32,6 +33,7 @@ SECURITY_HEADERS = {
     "cross-origin-resource-policy": "same-origin",
 }
 
+_PACKED = (".js", ".css", ".html", ".svg", ".json")
 # Python's table knows these by whatever the system says; modules are refused under a wrong type.
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 
@@ -39,6 +41,8 @@ _TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".
 @dataclass(frozen=True, slots=True)
 class _File:
     body: bytes
+    packed: bytes | None
+    """The body for clients that take gzip; None for what is packed already."""
     media_type: str
     etag: str
 
@@ -66,10 +70,16 @@ class Page:
         headers = {**SECURITY_HEADERS, "etag": file.etag, "cache-control": "no-cache"}
         if file.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
+        if file.packed is not None:
+            headers["vary"] = "accept-encoding"
+            if "gzip" in request.headers.get("accept-encoding", ""):
+                headers["content-encoding"] = "gzip"
+                return Response(file.packed, headers=headers, media_type=file.media_type)
         return Response(file.body, headers=headers, media_type=file.media_type)
 
 
 def _read(path: Path) -> _File:
     body = path.read_bytes()
     guessed = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
-    return _File(body, _TYPES.get(path.suffix, guessed), f'"{sha256(body).hexdigest()[:32]}"')
+    packed = gzip.compress(body, mtime=0) if path.suffix in _PACKED else None
+    return _File(body, packed, _TYPES.get(path.suffix, guessed), f'W/"{sha256(body).hexdigest()[:32]}"')

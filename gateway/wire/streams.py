@@ -34,6 +34,8 @@ class Delta:
     """With the first delta of a choice, if something of its prompt was asked for."""
     prompt_logprobs: list[TokenLogprobs] | None = None
     """With it, if they were asked for: those of the prompt tokens from the second one on."""
+    embedding: list[float] | None = None
+    """Of its prompt, if it was asked for."""
     finish_reason: FinishReason | None = None
     stop: str | None = None
     """The stop string that ended it, if one did."""
@@ -42,6 +44,7 @@ class Delta:
         self.text += output.text
         self.finish_reason, self.stop = output.finish_reason, output.stop
         self.token_ids += output.token_ids
+        self.embedding = output.embedding
         if output.logprobs:
             self.logprobs += output.logprobs
 

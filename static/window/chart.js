@@ -1,20 +1,11 @@
 /** A minute of one or more series: their values, a line or area for each, and the same as a table. */
 
-import { el } from "../dom.js";
+import { el, svg } from "../dom.js";
 import { ago, number } from "./format.js";
 import { EVERY_MS, LENGTH, mean, tableRows } from "./history.js";
 import { areaPath, linePath, niceTop, stack, stretches } from "./shapes.js";
 
-const SVG = "http://www.w3.org/2000/svg";
 const SIZE = { width: 240, height: 60 };
-
-/** @param {string} tag  @param {object} attributes  @param {...Element} children */
-export function svg(tag, attributes = {}, ...children) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
 
 export class Chart {
   #of;
@@ -45,7 +36,7 @@ export class Chart {
     }));
     this.#picture = svg(
       "svg",
-      { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, preserveAspectRatio: "none", role: "img", tabindex: 0 },
+      { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, preserveAspectRatio: "none", role: "img", "aria-label": title, tabindex: 0 },
       svg("path", { class: "grid", d: `M0 .5H${SIZE.width}M0 ${SIZE.height / 2}H${SIZE.width}` }),
       ...this.#paths.flatMap(({ area, line }) => (area ? [area, line] : [line])).reverse(),
       this.#cursor,

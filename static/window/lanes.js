@@ -1,9 +1,8 @@
 /** The lanes and their promises: what is promised, what is predicted for who comes now, and what was kept. */
 
-import { el } from "../dom.js";
-import { count, duration, percent } from "./format.js";
+import { el, svg } from "../dom.js";
+import { duration, number, percent } from "./format.js";
 import { LENGTH } from "./history.js";
-import { svg } from "./chart.js";
 import { linePath, niceTop, stretches } from "./shapes.js";
 
 const SIZE = { width: 240, height: 36 };
@@ -32,25 +31,26 @@ class LaneCard {
     this.#name = name;
     const pair = (label, value) => el("div", {}, el("dt", {}, label), value);
     const { promised, predicted, attained, waiting } = this.#shown;
+    const picture = svg(
+      "svg",
+      { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, preserveAspectRatio: "none", "aria-hidden": "true" },
+      this.#promise,
+      this.#line,
+    );
     this.element = el(
       "section",
       { class: "lane", "aria-label": `${name} lane` },
-      el("h3", {}, name),
+      el("h4", {}, name),
+      picture,
       el(
         "dl",
         {},
-        pair("predicted first token", predicted),
+        pair("predicted", predicted),
         pair("promised", promised),
         pair("kept", attained),
-        pair("in the queue", waiting),
+        pair("queued", waiting),
       ),
       el("div", { class: "gauge", "aria-hidden": "true" }, this.#fill),
-      svg(
-        "svg",
-        { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, preserveAspectRatio: "none", "aria-hidden": "true" },
-        this.#promise,
-        this.#line,
-      ),
     );
   }
 
@@ -61,9 +61,9 @@ class LaneCard {
     const { forecast_ttft_ms: forecast, promised_ttft_ms: promised } = lane;
     this.element.dataset.standing = standing(lane);
     this.#show("predicted", forecast === null ? "–" : duration(forecast));
-    this.#show("promised", promised === null ? "nothing" : duration(promised));
+    this.#show("promised", promised === null ? "–" : duration(promised));
     this.#show("attained", lane.attainment === null ? "–" : percent(lane.attainment));
-    this.#show("waiting", count(lane.waiting, "request"));
+    this.#show("waiting", number(lane.waiting));
     this.#fill.style.width = `${Math.min(100, 100 * ((forecast ?? 0) / (promised ?? Infinity)))}%`;
     const forecasts = lanes.map((one) => one?.forecast_ttft_ms ?? null);
     const top = niceTop(Math.max(...forecasts.map((value) => value ?? 0)) * 1.1, 20);

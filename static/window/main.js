@@ -1,8 +1,7 @@
 /** Opens the window into the engine, and puts a timeline below every answer. */
 
-import { el } from "../dom.js";
+import { el, svg } from "../dom.js";
 import { loadKey } from "../settings.js";
-import { svg } from "./chart.js";
 import { Answers } from "./answers.js";
 
 const app = document.getElementById("app");
@@ -17,7 +16,7 @@ const button = el(
   "button",
   { type: "button", "aria-pressed": "false", title: "A live view of the engine", onclick: () => toggle() },
   icon,
-  "Engine",
+  el("span", {}, "Engine"),
 );
 
 async function toggle(open = !app.classList.contains("windowed")) {
@@ -45,8 +44,9 @@ document.getElementById("sidebar").addEventListener("click", ({ target }) => {
 document.addEventListener(
   "keydown",
   (event) => {
-    if (event.key !== "Escape" || !app.classList.contains("windowed") || document.querySelector("dialog[open]")) return;
-    event.stopPropagation();
+    if (event.key !== "Escape" || !app.classList.contains("windowed")) return;
+    if (document.querySelector("dialog[open]") || event.target.closest("#sidebar")) return;
+    event.stopPropagation(); // an Escape that closes the window stops no answer
     toggle(false);
   },
   { capture: true },

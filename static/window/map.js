@@ -5,9 +5,9 @@ import { fit, levels, strength } from "./blocks.js";
 import { number, percent } from "./format.js";
 import { context, palette } from "./paint.js";
 
-const HEIGHT = 216;
+const HEIGHT = 232;
 const KINDS = [
-  ["accent", "shared", "held by several sequences"],
+  ["deep", "shared", "held by several sequences"],
   ["water", "alone", "held by one"],
   ["tint", "cached", "free, content cached"],
   ["free", "free", "free"],
@@ -48,8 +48,9 @@ export class BlockField {
   draw() {
     if (this.#blocks === null) return;
     const { held, holders, numBlocks, perCell, numbers, numSaved } = this.#blocks;
-    const { paint, width } = context(this.#canvas, HEIGHT);
-    const { side, columns } = fit(held.length, width, HEIGHT);
+    const width = this.#canvas.clientWidth;
+    const { side, columns, rows } = fit(held.length, width, HEIGHT);
+    const paint = context(this.#canvas, width, rows * side);
     const colors = palette();
     const size = side > 3 ? side - 1 : side;
     for (let i = 0; i < held.length; i += 1) {
@@ -64,7 +65,7 @@ export class BlockField {
       fill(colors.line, 0, size, 0.55);
       fill(colors.water, stand.held, stand.cached, 0.35);
       fill(colors.water, stand.shared, stand.held);
-      fill(colors.accent, 0, stand.shared, 0.6 + 0.4 * strength(holders[i]));
+      fill(colors.deep, 0, stand.shared, 0.75 + 0.25 * strength(holders[i]));
     }
     const each = perCell === 1 ? "Each cell is a block" : `Each cell is ${number(perCell)} blocks`;
     const saved = numSaved > 0 ? ` Sharing saves ${number(numSaved)} blocks now.` : "";

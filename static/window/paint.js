@@ -1,6 +1,6 @@
 /** Canvases in the page's colours, sharp on every screen. */
 
-const NAMES = ["accent", "water", "green", "amber", "muted", "line", "tint", "sunken", "edge"];
+const NAMES = ["deep", "water", "leaf", "sun", "muted", "line"];
 
 /** The page's colours as they are now: light or dark. */
 export function palette() {
@@ -15,14 +15,13 @@ export function palette() {
   return colors;
 }
 
-/** A cleared canvas that is as wide as its place, in CSS pixels. */
-export function context(canvas, height) {
+/** A cleared canvas of its own width, in CSS pixels. */
+export function context(canvas, width, height) {
   const scale = window.devicePixelRatio || 1;
-  const width = canvas.parentElement.clientWidth;
   canvas.width = Math.round(width * scale);
   canvas.height = Math.round(height * scale);
   canvas.style.height = `${height}px`;
   const paint = canvas.getContext("2d");
   paint.scale(scale, scale);
-  return { paint, width };
+  return paint;
 }

@@ -1,10 +1,10 @@
 /** The geometry of charts. */
 
-/** @returns {number} the least of 1, 2, 5, 10, 20, … that is not below `most` and not below `least` */
+/** @returns {number} the least of 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 15, … that is not below `most` and not below `least` */
 export function niceTop(most, least = 1) {
   if (!(most > least)) return least;
   const power = 10 ** Math.floor(Math.log10(most));
-  return power * [1, 2, 5, 10].find((step) => step * power >= most * (1 - 1e-9));
+  return power * [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * power >= most * (1 - 1e-9));
 }
 
 /**

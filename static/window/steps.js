@@ -5,15 +5,15 @@ import { duration, number } from "./format.js";
 import { niceTop } from "./shapes.js";
 import { context, palette } from "./paint.js";
 
-const HEIGHT = 216;
+const HEIGHT = 232;
 const BAR = 5; // px a step, the space after it included
 const KEPT = 400;
 const COLUMNS = ["duration_ms", "prefill", "decode", "drafts", "accepted"];
 const LEGEND = [
-  ["accent", "prompt tokens"],
+  ["deep", "prompt tokens"],
   ["water", "sequences that go on"],
-  ["green", "drafts accepted"],
-  ["amber", "drafts rejected"],
+  ["leaf", "drafts accepted"],
+  ["sun", "drafts rejected"],
 ];
 
 /** The steps of an event, one object each. */
@@ -26,10 +26,10 @@ export function summary(rows) {
   if (rows.length === 0) return "No step yet.";
   const sum = (name) => rows.reduce((total, row) => total + row[name], 0);
   const mean = (name) => number(sum(name) / rows.length);
+  const drafts = sum("drafts") > 0 ? `; ${number(sum("accepted"))} of ${number(sum("drafts"))} drafts were right` : "";
   return (
-    `The last ${rows.length} steps took ${duration(sum("duration_ms") / rows.length)} each and computed ` +
-    `${mean("prefill")} prompt tokens, ${mean("decode")} sequences and ${mean("drafts")} drafts, ` +
-    `of which ${mean("accepted")} were right.`
+    `The last ${rows.length} steps took ${duration(sum("duration_ms") / rows.length)} each, with ` +
+    `${mean("decode")} sequences and ${mean("prefill")} prompt tokens${drafts}.`
   );
 }
 
@@ -55,7 +55,8 @@ export class StepStrip {
   }
 
   draw() {
-    const { paint, width } = context(this.#canvas, HEIGHT);
+    const width = this.#canvas.clientWidth;
+    const paint = context(this.#canvas, width, HEIGHT);
     const rows = this.#rows.slice(-Math.floor(width / BAR));
     this.#sentence.textContent = summary(rows);
     this.#canvas.setAttribute("aria-label", this.#sentence.textContent);
@@ -66,8 +67,8 @@ export class StepStrip {
       rows: most((row) => row.decode + row.drafts, 4),
       ms: most((row) => row.duration_ms, 1),
     };
-    const middle = 88;
-    const [up, down, last] = [middle - 14, 78, 34];
+    const middle = 84;
+    const [up, down, last] = [middle - 14, 74, 34];
     paint.fillStyle = colors.line;
     paint.fillRect(0, middle, width, 1);
     paint.fillRect(0, HEIGHT - 1, width, 1);
@@ -80,12 +81,12 @@ export class StepStrip {
       };
       const tall = (value, top, room) => Math.round((value / top) * room);
       const prefill = tall(row.prefill, tops.prefill, up);
-      bar(colors.accent, middle - prefill, prefill);
+      bar(colors.deep, middle - prefill, prefill);
       let y = middle + 1;
       for (const [color, value] of [
         [colors.water, row.decode],
-        [colors.green, row.accepted],
-        [colors.amber, row.drafts - row.accepted],
+        [colors.leaf, row.accepted],
+        [colors.sun, row.drafts - row.accepted],
       ]) {
         const height = value > 0 ? Math.max(1, tall(value, tops.rows, down)) : 0;
         bar(color, y, height);
@@ -97,7 +98,7 @@ export class StepStrip {
     paint.fillStyle = colors.muted;
     paint.font = `11px ${colors.font}`;
     paint.fillText(`${number(tops.prefill)} prompt tokens`, 0, 10);
-    paint.fillText(`${number(tops.rows)} rows`, 0, middle + down + 4);
-    paint.fillText(`${duration(tops.ms)} a step`, 0, HEIGHT - last - 4);
+    paint.fillText(`${number(tops.rows)} rows`, 0, middle + down + 13);
+    paint.fillText(`${duration(tops.ms)} a step`, 0, HEIGHT - last - 5);
   }
 }

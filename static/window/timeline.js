@@ -1,19 +1,18 @@
 /** The life of one answer as a strip of time, and as a table. */
 
-import { el } from "../dom.js";
-import { svg } from "./chart.js";
+import { el, svg } from "../dom.js";
 import { count, duration, number, ordinal } from "./format.js";
 import { aligned, spansOf, thinned } from "./spans.js";
 
 const WIDTH = 1000;
-const TALL = 18;
-const TRACK = { y: 8, height: 10 }; // the drafts stand above it
+const TALL = 26;
+const TRACK = { y: 13, height: 12 }; // the drafts stand above it
 const MOST_TICKS = 400;
 const DRAW_MS = 250;
 
 const KINDS = {
   queued: { label: "queued", color: "free" },
-  prefill: { label: "prompt computed", color: "accent" },
+  prefill: { label: "prompt computed", color: "deep" },
   decode: { label: "tokens", color: "water" },
   away: { label: "preempted", color: "red" },
 };
@@ -150,7 +149,7 @@ export function sentence(timings, spans) {
 function legend(spans, drafts) {
   const shown = Object.entries(KINDS).filter(([kind]) => spans.some((span) => span.kind === kind));
   const items = shown.map(([, { label, color }]) => [label, color]);
-  if (drafts.length > 0) items.push(["drafts accepted", "green"], ["drafts rejected", "amber"]);
+  if (drafts.length > 0) items.push(["drafts accepted", "leaf"], ["drafts rejected", "sun"]);
   return el(
     "div",
     { class: "legend" },
@@ -160,11 +159,11 @@ function legend(spans, drafts) {
 
 /** When, how long, what: in order. */
 export function rows(timings, spans, drafts) {
-  const found = spans.map(({ kind, from, to, tokens }) => {
+  const found = [{ at: timings.ttft_ms, took: null, what: "first token" }];
+  for (const { kind, from, to, tokens } of spans) {
     const what = kind === "prefill" ? `${count(tokens, "prompt token")} computed` : KINDS[kind].label;
-    return { at: from, took: to - from, what };
-  });
-  found.push({ at: timings.ttft_ms, took: null, what: "first token" });
+    found.push({ at: from, took: to - from, what });
+  }
   for (const { at, drafted, accepted } of drafts) {
     found.push({ at, took: null, what: `${count(drafted, "draft")}, ${number(accepted)} accepted` });
   }

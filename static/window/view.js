@@ -26,7 +26,7 @@ const CHARTS = [
     title: "Sequences",
     series: [
       { label: "running", color: "water", area: true },
-      { label: "waiting", color: "amber" },
+      { label: "waiting", color: "sun" },
     ],
     values: (history) => [history.series(({ server }) => server.engine.running), history.series(queued)],
     least: 4,
@@ -34,9 +34,9 @@ const CHARTS = [
   {
     title: "Tokens in a step",
     series: [
-      { label: "prompt", color: "accent", area: true },
+      { label: "prompt", color: "deep", area: true },
       { label: "decode", color: "water", area: true },
-      { label: "drafts", color: "amber", area: true },
+      { label: "drafts", color: "sun", area: true },
     ],
     stacked: true,
     values: (history) =>
@@ -45,7 +45,7 @@ const CHARTS = [
   },
   {
     title: "Time of a step",
-    series: [{ label: "milliseconds", color: "accent" }],
+    series: [{ label: "milliseconds", color: "deep" }],
     values: one(perStep("busy_ms")),
     format: ms,
     least: 2,
@@ -58,22 +58,22 @@ const CHARTS = [
     most: 1,
   },
   {
-    title: "Prompt tokens found in the cache",
-    series: [{ label: "found, of ten seconds", color: "green", area: true }],
+    title: "Prefix cache hits",
+    series: [{ label: "of ten seconds' prompt tokens", color: "leaf", area: true }],
     values: ratio("prefix_hit_tokens", "prefix_query_tokens"),
     format: percent,
     most: 1,
   },
   {
     title: "Drafts accepted",
-    series: [{ label: "accepted, of ten seconds", color: "green", area: true }],
+    series: [{ label: "of ten seconds' drafts", color: "leaf", area: true }],
     values: ratio("accepted_tokens", "draft_tokens"),
     format: percent,
     most: 1,
   },
   {
     title: "Event-loop lag",
-    series: [{ label: "at worst", color: "amber" }],
+    series: [{ label: "at worst", color: "sun" }],
     values: one(({ steps }) => steps.loop_lag_ms),
     format: ms,
     least: 5,
@@ -106,9 +106,9 @@ export class WindowView {
       "section",
       { id: "window", "aria-labelledby": "window-title", hidden: true },
       el("div", { class: "window-head" }, el("h2", { id: "window-title", tabindex: -1 }, "The engine, live"), this.#tables, this.#line),
-      part("window-lanes", "Lanes and their promises", this.#lanes.element),
-      part("window-minute", "The last minute", el("div", { class: "charts" }, ...this.#charts.map(({ chart }) => chart.element))),
+      part("window-lanes", "Promises: the time to the first token, lane by lane", this.#lanes.element),
       part("window-now", "At this moment", el("div", { class: "pair" }, this.#steps.element, this.#blocks.element)),
+      part("window-minute", "The last minute", el("div", { class: "charts" }, ...this.#charts.map(({ chart }) => chart.element))),
     );
     this.#feed = new Feed(key, {
       begin: () => (this.#lastMs = null),

@@ -11,15 +11,17 @@ import threading
 import urllib.request
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from app.checkpoint import DEMO_MODEL
-from app.offline import LLM, SERVER_ONLY, Answer, Sampling
+from app.offline import LLM, SERVER_ONLY, Answer, Sampling, _settings
 from app.settings import Settings
 from gateway.wire.schemas import ChatBody, CompletionBody
+from priority.lanes import Lane
 
 PROMPTS = ["Once upon a time", "The old bear", "Paris is", "What is a penstock?"]
 CONVERSATIONS = [
@@ -83,6 +85,22 @@ def test_log_probabilities_are_those_of_the_server(llm: LLM, live_server: str) -
         assert [other.token for other in found.top] == [other["token"] for other in wanted["top_logprobs"]]
     (plain,) = llm.chat(CONVERSATIONS[0], max_tokens=1)
     assert plain.choices[0].logprobs is None
+
+
+def test_answers_match_the_form_that_was_asked_for(llm: LLM) -> None:
+    words = ["yes", "no", "perhaps"]
+    answers = llm.generate(PROMPTS, structured_outputs={"choice": words}, seed=1)
+    assert {answer.text for answer in answers} <= set(words)
+    ages = {"type": "integer", "minimum": 0, "maximum": 120}
+    schema = {
+        "type": "object",
+        "properties": {"age": ages},
+        "required": ["age"],
+        "additionalProperties": False,
+    }
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    for answer in llm.chat(CONVERSATIONS, response_format=form, seed=1, max_tokens=200):
+        assert 0 <= json.loads(answer.text)["age"] <= 120
 
 
 def test_one_prompt_alone_is_a_list_of_one(llm: LLM) -> None:
@@ -202,6 +220,11 @@ def test_a_loop_that_is_gone_does_not_harm_the_engine(llm: LLM) -> None:
         (lambda llm: llm.chat([{"role": "wizard", "content": "x"}]), ValueError, "messages.0..role"),
         (lambda llm: llm.chat("Hello"), ValueError, "Invalid 'messages'"),
         (lambda llm: llm.chat(CONVERSATIONS[0], service_tier="best"), ValueError, "Invalid 'service_tier'"),
+        (
+            lambda llm: llm.generate("x", structured_outputs={"regex": "("}),
+            ValueError,
+            "Invalid 'structured_outputs.regex'",
+        ),
         (lambda llm: llm.stream("x", top_p=0), ValueError, "Invalid 'top_p'"),
     ],
 )
@@ -243,6 +266,14 @@ def test_a_model_that_cannot_be_loaded_is_said_in_one_line(tmp_path: Path) -> No
 def test_what_it_takes_are_settings_and_fields_that_there_are() -> None:
     assert Settings.model_fields.keys() > SERVER_ONLY
     assert Sampling.__optional_keys__ <= ChatBody.model_fields.keys() | CompletionBody.model_fields.keys()
+
+
+def test_lanes_promise_what_was_set_and_else_nothing() -> None:
+    lanes = _settings(None, {"lane_interactive": "tpot=0.05"}).lanes
+    assert (lanes[Lane.INTERACTIVE].tpot_s, lanes[Lane.INTERACTIVE].ttft_s) == (0.05, 1.0)
+    assert (lanes[Lane.STANDARD].tpot_s, lanes[Lane.STANDARD].ttft_s) == (inf, inf)
+    assert lanes[Lane.STANDARD].kv_share == lanes[Lane.BATCH].kv_share == 1
+    assert lanes[Lane.INTERACTIVE].weight > lanes[Lane.STANDARD].weight > lanes[Lane.BATCH].weight
 
 
 class Terminal(io.StringIO):

@@ -15,7 +15,7 @@ from engine.planning.block_tables import BlockTables
 from engine.planning.drafting import Drafting, Proposer
 from engine.planning.grammars import Grammars
 from engine.planning.request import FinishReason, Output, Request, Sequence
-from engine.planning.scheduler import Scheduler, SchedulerLimits
+from engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from engine.planning.step import Plan, StepResult
 from priority.queue import LaneQueue
 
@@ -28,7 +28,7 @@ class NoText:
 
 
 class Driver:
-    """A model with its scheduler."""
+    """A model with its scheduler. `sink` makes text of its tokens."""
 
     def __init__(
         self,
@@ -40,11 +40,13 @@ class Driver:
         num_blocks: int = 512,
         draft: DraftSource | None = None,
         grammars: Grammars | None = None,
+        sink: TokenSink | None = None,
     ) -> None:
         options = LoadOptions(device="cpu", dtype=dtype, num_blocks=num_blocks, max_batch_tokens=budget)
         self.runner = ModelRunner(lambda: load_model(folder, options, lambda _: None, lambda *_: None, draft))
         self.folder = folder
         self.grammars = grammars
+        self.sink = sink or NoText()
         self.facts = self.runner.load()
         self.budget = budget
         self.max_num_seqs = max_num_seqs
@@ -72,7 +74,7 @@ class Driver:
         )
         has_drafts = proposer is not None or model is not None
         drafting = Drafting(proposer, self.facts.max_drafts, model) if has_drafts else None
-        self.scheduler = Scheduler(self.queue, tables, NoText(), limits, drafting)
+        self.scheduler = Scheduler(self.queue, tables, self.sink, limits, drafting)
         self.outputs: dict[tuple[str, int], list[Output]] = {}
 
     def run(self, *requests: Request, before_step: Callable[[int], None] = lambda _: None) -> None:

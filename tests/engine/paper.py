@@ -262,9 +262,11 @@ class ReckonsNot(Drafting):
         return counts
 
 
-def drafting_always(proposer: Proposer | None, most: int, model: Proposer | None = None) -> Drafting:
+def drafting_always(
+    proposer: Proposer | None, most: int, model: Proposer | None = None, forced: Proposer | None = None
+) -> Drafting:
     """Drafts in every step, whether they pay or not."""
-    drafting = Drafting(proposer, most, model)
+    drafting = Drafting(proposer, most, model, forced=forced)
     for number in range(8):
         drafting._paces[number] = pace = Pace()
         pace.drafts, pace._left = True, 1 << 30

@@ -3,8 +3,9 @@
     .venv/bin/python -m tests.gateway.stream_cost [STREAMS] [TOKENS] [MICROSECONDS OF A STEP] [LISTENERS]
 
 A thread stands in for the step thread: one report per step, one token per stream in it. With steps that are shorter
-than the loop needs for their tokens (0, say), it says what a token costs that comes together with others. The readers
-are another process, so that their CPU does not count.
+than the loop needs for their tokens (0, say), it says what a token costs that comes together with others. Listeners
+look at the window: every detail of /v1/events, with as many KV blocks as the demo model has. Readers and listeners are
+other processes, so that their CPU does not count.
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def main(
 
 async def _measure(num_streams: int, num_tokens: int, step_s: float, num_listeners: int) -> float:
     desk = Desk(clock=time.monotonic)
+    desk.engine.ref_counts = [0, *[0, 0, 1, 0, 2, 0, 0, 0] * 4096]
+    desk.engine.findable = bytearray(b"\0" + b"\0\1" * 16384)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(512)
@@ -65,7 +68,9 @@ async def _measure(num_streams: int, num_tokens: int, step_s: float, num_listene
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve(sockets=[listener]))
-        listeners = _reading(port, num_listeners, "GET /v1/events HTTP/1.1\r\nhost: x\r\n\r\n")
+        listeners = _reading(
+            port, num_listeners, "GET /v1/events?detail=steps,kv HTTP/1.1\r\nhost: x\r\n\r\n"
+        )
         readers = _reading(port, num_streams, _http_request())
         requests = [await desk.taken() for _ in range(num_streams)]
         loop = asyncio.get_running_loop()

@@ -8,6 +8,7 @@ import socket
 from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from engine.engine import EngineState
 from gateway.http.connections import Timeouts
@@ -111,6 +112,22 @@ async def test_only_the_one_that_left_is_cancelled() -> None:
         desk.answer(second, "still here")
         assert b"still here" in await staying.reader.readuntil(b"[DONE]")
         staying.hang_up()
+
+
+@STREAMED
+async def test_nobody_waits_for_an_answer_whose_client_left(stream: bool) -> None:
+    desk, is_over = Desk(), asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await desk.app(scope, receive, send)
+        if scope["type"] == "http":
+            is_over.set()
+
+    async with serving(app) as url:
+        caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=stream))
+        await desk.queued()
+        caller.hang_up()
+        await asyncio.wait_for(is_over.wait(), 10)
 
 
 async def test_a_refused_body_leaves_none_of_its_prompts_behind() -> None:

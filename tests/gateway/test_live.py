@@ -7,12 +7,17 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
 import openai
 import pytest
+import torch
+import transformers
+from pydantic import BaseModel, Field
+
+from app.checkpoint import DEMO_MODEL
 
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story about a lighthouse."}]
 ENDLESS = {"ignore_eos": True}
@@ -55,6 +60,32 @@ def test_a_greedy_stream_says_what_a_greedy_answer_says(api: openai.OpenAI, mode
     timings = stream[-2].model_extra or {}
     assert timings["timings"]["ttft_ms"] > 0
     assert timings["timings"]["prompt_tokens"] == whole.usage.prompt_tokens
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+    lives: int = Field(ge=0, le=9)
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"]
+    good: bool
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=16)
+    mood: Literal["happy", "sad"]
+    pets: list[Cat | Dog] = Field(max_length=2)
+
+
+def test_an_answer_is_parsed_as_what_it_was_held_to(api: openai.OpenAI, model: str) -> None:
+    chat = api.chat.completions.parse(
+        model=model, messages=MESSAGES, response_format=Person, temperature=0, max_tokens=200
+    )
+    response = api.responses.parse(model=model, input=MESSAGES, text_format=Person, temperature=0)
+    assert chat.choices[0].finish_reason == "stop"
+    assert isinstance(chat.choices[0].message.parsed, Person)
+    assert response.output_parsed == chat.choices[0].message.parsed
 
 
 def test_a_seed_decides(api: openai.OpenAI, model: str) -> None:
@@ -117,6 +148,21 @@ def test_an_echo_scores_what_was_said_greedily(
         assert logprobs == pytest.approx(expected[: len(expected) - number], abs=1e-4)
         assert all(logprob == max(top.values()) for logprob, top in zip(logprobs, tops, strict=True))
     assert whole in reply.choices[0].text
+
+
+def test_embeddings_are_the_last_hidden_states_of_transformers(
+    api: openai.OpenAI, model: str, live_server: str
+) -> None:
+    texts = ["The cat sat by the fire.", "A storm came over the sea.", "Once upon a time " * 20]
+    reply = api.embeddings.create(model=model, input=texts)
+    oracle = transformers.AutoModel.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    for text, entry in zip(texts, reply.data, strict=True):
+        ids = httpx.post(f"{live_server}/tokenize", json={"prompt": text}).json()["tokens"]
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([ids])).last_hidden_state[0, -1]
+        found = torch.tensor(entry.embedding)
+        assert found.norm() == pytest.approx(1, abs=1e-5)
+        assert torch.cosine_similarity(found, expected, dim=0) > 0.999
 
 
 def test_a_logit_bias_forces_a_token(api: openai.OpenAI, model: str, live_server: str) -> None:

@@ -28,6 +28,7 @@ PHONE: dict[str, Any] = {
 FAILED_LOAD = "Failed to load resource"
 
 OpenPage = Callable[..., Page]
+Call = Callable[..., Any]
 
 
 # The package's, not the session's: while playwright's synchronous API is open, the main thread counts as
@@ -102,3 +103,25 @@ def open_page(browser: Browser, server: ScriptedServer) -> Iterator[OpenPage]:
 @pytest.fixture
 def page(open_page: OpenPage) -> Page:
     return open_page()
+
+
+@pytest.fixture(scope="package")
+def module_page(browser: Browser, scripted_server: ScriptedServer) -> Iterator[Page]:
+    page = browser.new_page()
+    page.goto(scripted_server.url)
+    yield page
+    page.context.close()
+
+
+@pytest.fixture
+def call(module_page: Page) -> Call:
+    """call("file.js", "expression in m and args", *args): m is the imported module."""
+
+    def call(module: str, expression: str, *args: Any) -> Any:
+        # A string would be compiled in the page, where the policy forbids it: playwright's own world may.
+        body = (
+            f"async ({{module, args}}) => {{ const m = await import(`/static/${{module}}`); {expression} }}"
+        )
+        return module_page.evaluate(body, {"module": module, "args": list(args)})
+
+    return call

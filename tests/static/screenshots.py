@@ -1,4 +1,4 @@
-"""Pictures of the page's main states: `python -m tests.static.screenshots [FOLDER]`, by default into docs/."""
+"""Pictures of the page: `python -m tests.static.screenshots` makes those in docs/, with a FOLDER one of every state."""
 
 import shutil
 import sys
@@ -12,7 +12,7 @@ from tests.static.conftest import FLAGS, PHONE
 from tests.static.scripted import Gate, Refusal, ScriptedServer, stream
 
 DOCS = Path(__file__).parents[2] / "docs"
-DESKTOP: dict[str, Any] = {"viewport": {"width": 1200, "height": 800}, "device_scale_factor": 1}
+DESKTOP: dict[str, Any] = {"viewport": {"width": 1180, "height": 760}, "device_scale_factor": 1}
 
 LANES = """Every request waits in a **lane**, and every lane has a promise:
 
@@ -133,13 +133,18 @@ STATES: list[Callable[[Page, ScriptedServer], None]] = [
     settings,
     conversations,
 ]
-PICTURES = [
-    *((f"page-{state.__name__}", state, DESKTOP, "light") for state in STATES),
-    *(
-        (f"page-{state.__name__}-dark", state, DESKTOP, "dark")
-        for state in (empty, chat, formulas, refused, settings)
-    ),
-    *((f"page-{state.__name__}-phone", state, PHONE, "light") for state in STATES),
+Picture = tuple[str, Callable[[Page, ScriptedServer], None], dict[str, Any]]
+LIGHT: dict[str, Any] = {**DESKTOP, "color_scheme": "light"}
+DARK: dict[str, Any] = {**DESKTOP, "color_scheme": "dark"}
+IN_DOCS: list[Picture] = [
+    ("page", chat, LIGHT),
+    ("page-dark", formulas, DARK),
+    ("page-phone", conversations, PHONE),
+]
+ALL: list[Picture] = [
+    (f"{state.__name__}-{look}", state, options)
+    for look, options in (("light", LIGHT), ("dark", DARK), ("phone", PHONE))
+    for state in STATES
 ]
 
 
@@ -156,15 +161,15 @@ def picture(browser: Browser, server: ScriptedServer, state: Callable[..., None]
     return bytes_
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, pictures: list[Picture]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     server = ScriptedServer()
     server.start()
     try:
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-            for name, state, options, scheme in PICTURES:
-                taken = picture(browser, server, state, color_scheme=scheme, **options)
+            for name, state, options in pictures:
+                taken = picture(browser, server, state, **options)
                 (folder / f"{name}.png").write_bytes(taken)
             browser.close()
     finally:
@@ -172,4 +177,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else DOCS)
+    if len(sys.argv) > 1:
+        main(Path(sys.argv[1]), ALL)
+    else:
+        main(DOCS, IN_DOCS)

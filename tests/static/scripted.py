@@ -36,6 +36,7 @@ TIMINGS = {
     "draft_tokens": 0,
     "drafts": {},
     "accepted_tokens": 0,
+    "timeline": {"prefills": [], "preempted_ms": [], "resumed_ms": [], "drafts": [], "ended_ms": 120.0},
     "lane": "interactive",
 }
 
@@ -92,10 +93,17 @@ class Stream:
     """It begins with an event without text, at once."""
     ends: bool = True
     finish: str = "stop"
+    timings: dict[str, Any] | None = None
 
 
-def stream(*pieces: Piece, opens: bool = True, ends: bool = True, finish: str = "stop") -> Stream:
-    return Stream(pieces, opens, ends, finish)
+def stream(
+    *pieces: Piece,
+    opens: bool = True,
+    ends: bool = True,
+    finish: str = "stop",
+    timings: dict[str, Any] | None = None,
+) -> Stream:
+    return Stream(pieces, opens, ends, finish, timings)
 
 
 def chunk(delta: dict[str, str], **extra: object) -> dict[str, Any]:
@@ -147,7 +155,7 @@ class Answer:
             yield chunk({"content": piece}) if isinstance(piece, str) else piece
         if self.stream.ends:
             count = sum(isinstance(piece, str) for piece in self.stream.pieces)
-            yield chunk({}, finish_reason=self.stream.finish, timings=TIMINGS)
+            yield chunk({}, finish_reason=self.stream.finish, timings=self.stream.timings or TIMINGS)
             yield {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": count}}
             yield DONE
 
@@ -192,6 +200,10 @@ class ScriptedServer:
         self.model = "penstock-demo"
         self.state = "ready"
         self.key: str | None = None
+        self.told: list[tuple[str, Any]] = []
+        """Events that whoever asks for a detail is told, or for a request's place, once each beside the state."""
+        self.watchers: set[Request] = set()
+        """Connections that ask for a detail or a place."""
         self.replies: deque[Refusal | Stream] = deque()
         self.requests: list[dict[str, Any]] = []
         self.refusals: deque[Refusal] = deque()
@@ -210,11 +222,23 @@ class ScriptedServer:
             return None
         return _refuse(Refusal(401, "Incorrect API key.", "invalid_api_key"))
 
-    async def _events(self, _: Request) -> Response:
+    async def _events(self, request: Request) -> Response:
+        is_watcher, watchers = bool(request.query_params), self.watchers
+
         async def tell() -> AsyncIterator[bytes]:
-            while True:
-                yield frame({"state": self.state})
-                await asyncio.sleep(0.05)
+            if is_watcher:
+                watchers.add(request)
+            num_told = 0
+            try:
+                while True:
+                    if not is_watcher:
+                        yield frame({"state": self.state})
+                    for kind, data in self.told[num_told:] if is_watcher else ():
+                        yield f"event: {kind}\n".encode() + frame(data)
+                        num_told += 1
+                    await asyncio.sleep(0.05)
+            finally:
+                watchers.discard(request)
 
         return StreamingResponse(tell(), media_type="text/event-stream")
 

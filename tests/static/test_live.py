@@ -25,3 +25,23 @@ def test_a_conversation_with_the_demo_model(browser: Browser, live_server: str) 
     expect(page.locator(".answer").last).to_have_attribute("data-state", "done", timeout=60_000)
     context.close()
     assert faults == []
+
+
+def test_the_window_under_a_small_load(browser: Browser, live_server: str) -> None:
+    context = browser.new_context()
+    page = context.new_page()
+    faults: list[str] = []
+    page.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.goto(live_server)
+    page.get_by_role("button", name="Engine").click()
+    expect(page.get_by_role("region", name="standard lane")).to_be_visible()
+    messages = [{"role": "user", "content": "Tell me a story about a brave knight"}]
+    body = {"model": "penstock-demo", "messages": messages, "max_tokens": 40, "seed": 1}
+    for _ in range(2):
+        assert page.request.post(f"{live_server}/v1/chat/completions", data=body).ok
+    expect(page.locator(".steps .note")).to_have_text(re.compile(r"The last \d+ steps took"))
+    cached = page.locator(".blocks tbody tr", has_text="free, content cached").locator("td").first
+    expect(cached).to_have_text(re.compile("[1-9]"))
+    context.close()
+    assert faults == []

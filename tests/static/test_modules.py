@@ -1,39 +1,15 @@
 """The page's pure modules, in the browser that they are written for."""
 
+import gzip
 import json
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Page
 
-from tests.static.scripted import STATIC, ScriptedServer
-
-Call = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def module_page(browser: Browser, scripted_server: ScriptedServer) -> Any:
-    page = browser.new_page()
-    page.goto(scripted_server.url)
-    yield page
-    page.context.close()
-
-
-@pytest.fixture
-def call(module_page: Page) -> Call:
-    """call("file.js", "expression in m and args", *args): m is the imported module."""
-
-    def call(module: str, expression: str, *args: Any) -> Any:
-        # A string would be compiled in the page, where the policy forbids it: playwright's own world may.
-        body = (
-            f"async ({{module, args}}) => {{ const m = await import(`/static/${{module}}`); {expression} }}"
-        )
-        return module_page.evaluate(body, {"module": module, "args": list(args)})
-
-    return call
-
+from tests.static.conftest import Call
+from tests.static.scripted import STATIC
 
 PARSED = [
     ("data: a\n\n", ["a"]),
@@ -937,7 +913,7 @@ def test_sentences_are_announced_whole_and_at_a_bearable_pace(call: Call) -> Non
 
 def test_the_page_is_small_and_has_no_html_parsing() -> None:
     files = [file for file in STATIC.rglob("*") if file.is_file() and "vendor" not in file.parts]
-    assert sum(file.stat().st_size for file in files) < 150_000
+    assert sum(len(gzip.compress(file.read_bytes())) for file in files) < 100_000  # as it is sent
     scripts = "".join(file.read_text() for file in files if file.suffix == ".js")
     for forbidden in (
         "innerHTML",

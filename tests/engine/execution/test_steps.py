@@ -31,7 +31,7 @@ from engine.model.config import LoadOptions
 from engine.planning.block_tables import BlockTables
 from engine.planning.request import Output, Request, SamplingParams, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import DeviceError, OutOfMemory, Plan, Runner, StepInFlight
+from engine.planning.step import DeviceError, Masks, OutOfMemory, Plan, Runner, StepInFlight
 from engine.sampling.reference import most_likely
 from priority.queue import LaneQueue
 from tests.engine.checkpoints import make_checkpoint
@@ -191,6 +191,35 @@ def test_graphs_and_a_step_ahead_change_no_answer(
         least = 3 if budget == 32 else 1
         assert len({number for number in device.replays if number <= num_passes}) > least
         assert len({number for number in device.replays if number > num_passes}) > least
+
+
+class LimitedParty(Party):
+    """Two of the requests may bring the first 64 tokens alone."""
+
+    limited = ("warm", "long")
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        first, num_rows = [], 0
+        for chunk in plan.chunks:
+            is_limited = chunk.samples and chunk.sequence.request.request_id in self.limited
+            first.append(num_rows if is_limited else -1)
+            num_rows += is_limited
+        if num_rows:
+            plan.masks = Masks(bytearray(b"\xff" * 8 * num_rows), 2, first)
+        return super().launch(plan)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_masks_limit_their_rows_and_no_others(model: LoadedModel, expected: Party, graphs: bool) -> None:
+    """The passes are replayed; the choice is made kernel by kernel where there are masks."""
+    plain = LimitedParty(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS).tokens()
+    found = LimitedParty(device_runner(model, RepeatingDevice() if graphs else None)).run(*REQUESTS).tokens()
+    assert found == plain
+    for (name, index), tokens in found.items():
+        if name in LimitedParty.limited:
+            assert max(tokens) < 64
+        else:
+            assert tokens == expected.tokens()[name, index]
 
 
 def test_every_step_up_to_the_largest_graph_is_replayed_whole(model: LoadedModel) -> None:

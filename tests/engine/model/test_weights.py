@@ -14,6 +14,7 @@ from engine.execution.loader import load_model
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear
 from engine.kernels.ops import reference_kernels
 from engine.model.config import LoadOptions
+from engine.model.files import open_files
 from engine.model.parameters import GatedMlp, LayerWeights, Weights
 from engine.model.parse import read_config
 from engine.model.safetensors import TensorFiles
@@ -288,3 +289,19 @@ def test_groups_that_do_not_divide_are_refused_before_anything_is_read(tmp_path:
     with pytest.raises(CheckpointError, match=r"--quantize int4: groups of 64 do not divide .* 112 inputs"):
         load(tmp_path, told, Quantization("int4", 64))
     assert told == []
+
+
+def test_a_model_without_an_output_head_is_found_by_its_bare_names(tmp_path: Path) -> None:
+    """As sentence-transformers saves embedding models."""
+    config = make_config("qwen3", tie_word_embeddings=True)
+    tensors = {
+        name.removeprefix("model."): tensor
+        for name, tensor in random_tensors(config, 0).items()
+        if name != "lm_head.weight"
+    }
+    save_tensors(tmp_path, tensors)
+    files = open_files(tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.equal(files.read(name), tensors["layers.1.mlp.down_proj.weight"])
+    assert files.own_name(name) == "layers.1.mlp.down_proj.weight"
+    assert all(name.startswith("model.") for name in files.entries)

@@ -40,7 +40,9 @@ def test_the_picture_says_what_a_plain_count_says(num_blocks: int, counts: list[
     assert drawn.num_blocks == num_blocks
     assert len(drawn.held) <= MAX_CELLS
     assert drawn.num_held == sum(count > 0 for count in ref_counts)
-    assert drawn.num_cached == sum(count == 0 and flag for count, flag in zip(ref_counts, findable, strict=True))
+    assert drawn.num_cached == sum(
+        count == 0 and flag for count, flag in zip(ref_counts, findable, strict=True)
+    )
     assert drawn.num_shared == sum(count > 1 for count in ref_counts)
     assert drawn.num_saved == sum(count - 1 for count in ref_counts if count)
 

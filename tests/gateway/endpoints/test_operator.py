@@ -259,6 +259,15 @@ async def test_the_page_is_served_under_a_strict_policy(folder: Path) -> None:
         assert (again.status_code, again.content) == (304, b"")
 
 
+async def test_the_page_is_packed_for_clients_that_take_it(folder: Path) -> None:
+    async with client(create_app(Desk().service, folder)) as http:
+        for encoding, packed in (("gzip, br", "gzip"), ("identity", None)):
+            reply = await http.get("/static/main.js", headers={"accept-encoding": encoding})
+            assert reply.headers.get("content-encoding") == packed
+            assert reply.headers["vary"] == "accept-encoding"
+            assert reply.text == (folder / "main.js").read_text()
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -21,6 +21,7 @@ from engine.planning.request import FinishReason
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
 from gateway.http.errors import ApiError
+from gateway.service import ServiceOptions
 from gateway.sessions.prefixes.sharing import PRIVATE, PrefixLocator, PrefixWriter, parse_token_ids
 from gateway.sessions.prefixes.tracker import MAX_RECENT, PASS_ON_S, PrefixTracker
 from gateway.sessions.prefixes.warming import WarmUp, choose_prefixes
@@ -28,6 +29,7 @@ from gateway.store.interface import PrefixChange, StoreUnavailable
 from priority.queue import LaneQueue
 from tests.engine.paper import PaperRunner, PaperSink, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
+from tests.gateway.desk import MODEL, Desk
 from tests.gateway.store.kept import KeptStore
 from tests.gateway.store.stores import OPENED, redis_store
 from tests.redis_server import RedisServer
@@ -572,6 +574,18 @@ async def test_a_prefix_that_fails_is_passed_over(caplog: pytest.LogCaptureFixtu
     await WarmUp(submit, lambda: True, block_size=BLOCK_SIZE, max_tokens=100).run(store, PrefixTracker())
     assert done == [list(range(50, 58))]
     assert "the model is another one" in caplog.text
+
+
+async def test_a_prefix_that_was_computed_again_is_no_longer_waited_for() -> None:
+    store = KeptStore()
+    await store.write_prefixes(changes_of((range(8), 2)))
+    desk = Desk(ServiceOptions(models=(MODEL,), block_size=BLOCK_SIZE, warm_up_tokens=100), store=store)
+    desk.service.warm_up()
+    request = await desk.taken()
+    assert request.prompt_token_ids == tuple(range(8))
+    assert len(desk.service.dispatch) == 1
+    desk.finish(request)
+    await desk.left()
 
 
 @pytest.mark.parametrize(("away", "max_tokens"), [(True, 100), (False, 0)])

@@ -13,7 +13,7 @@ from engine.planning.request import FinishReason, Request
 from gateway.http.errors import ApiError
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.recordings.registry import MAX_ATTEMPTS
-from gateway.store.interface import JournalChange, StoreUnavailable
+from gateway.store.interface import Journal, JournalChange, StoreUnavailable
 from tests.gateway.desk import Clock, Desk, make_timings, make_tokenizer
 from tests.gateway.sessions.recordings.paper import PaperReader, make_recording, make_request
 from tests.gateway.sessions.recordings.surviving import SurvivingStore
@@ -149,7 +149,7 @@ async def test_one_whose_end_alone_was_not_written_down_ends() -> None:
         await settled(again)
         assert again.finish_reason is FinishReason.STOP
         assert not any(desk.queue.depths().values())
-        assert again.text == TEXT
+        assert "".join(event.text for event in again.events) == TEXT
 
 
 async def test_one_that_the_server_could_not_finish_goes_on() -> None:
@@ -204,6 +204,30 @@ async def test_nobody_says_that_there_is_none_before_it_can_be_known() -> None:
             await find("ann", ID)
         store.loses_answers = False
         assert (await begun_again(desk)).request.output_token_ids == tuple(TOKENS[:4])
+
+
+class Leaving(SurvivingStore):
+    """Goes away after so many journals were read."""
+
+    num_reads_left = 1_000
+
+    async def read_journal(self, stream_id: str) -> Journal | None:
+        self.away = self.num_reads_left == 0
+        self.num_reads_left -= 1
+        return await super().read_journal(stream_id)
+
+
+async def test_one_that_was_taken_over_before_the_store_went_away_is_found() -> None:
+    store = Leaving(Clock())
+    async with serving(store) as desk:
+        await begun(desk)
+        await begun(desk, make_request("chatcmpl-" + "2" * 32, tenant="ann"))
+    store.orphan()
+    desk = Desk(store=store, clock=store.clock)
+    store.num_reads_left = 2  # to look for it, and to take it over; the other one is claimed with it
+    assert await desk.service.recordings.find("ann", ID) is not None
+    assert store.away
+    assert len(desk.service.recordings) == 1
 
 
 async def test_nobody_else_finds_it() -> None:
