@@ -494,10 +494,6 @@ class OllamaShown(TypedDict):
     modified_at: str
 
 
-class OllamaVersion(TypedDict):
-    version: str
-
-
 # Responses and conversations
 
 
@@ -813,6 +809,14 @@ class Health(TypedDict):
 
 class Readiness(TypedDict):
     status: Literal["ready", "draining", "loading", "stalled", "failed"]
+
+
+class Load(TypedDict):
+    server_load: int
+
+
+class Version(TypedDict):
+    version: str
 
 
 class LaneStatus(TypedDict):
