@@ -162,6 +162,9 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         metrics_elsewhere=settings.metrics_port is not None,
         replica=replica,
         warm_up_tokens=settings.warm_up_tokens,
+        tool_parser=settings.tool_parser,
+        reasoning_parser=settings.reasoning_parser,
+        strict=settings.strict,
     )
     store = make_store(settings.redis_url, f"{service_options.models[0]}:{fingerprint(folder)}", replica)
     traces = _make_traces(settings.otlp_endpoint, service_options.models[0], replica)

@@ -40,13 +40,13 @@ from gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
 from gateway.endpoints.intake import banned_tokens, salt_of
 from gateway.http.errors import ApiError, invalid
 from gateway.http.limits import Limits
+from gateway.wire.conversation import as_dict
 from gateway.wire.embeddings import EmbeddingsBody, shortened
 from gateway.wire.prompts import Prompts, check_token_ids
 from gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
 from gateway.wire.schemas import (
     ChatBody,
     CompletionBody,
-    as_dict,
     check_chat,
     check_completion,
     read,

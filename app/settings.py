@@ -114,6 +114,17 @@ class Settings(BaseSettings):
     served_model_name: str | None = None
     """Name that clients ask for; without it, the directory's name or the id."""
 
+    tool_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "llama_pythonic", "mistral", "qwen3_coder"
+    ] = "auto"
+    """How the model writes that it calls a tool; auto goes by its chat template, and with none there are no tools."""
+
+    reasoning_parser: Literal["auto", "none", "think", "mistral"] = "auto"
+    """How the model marks its reasoning; auto goes by its chat template, and with none it is part of the answer."""
+
+    strict: bool = False
+    """Refuse fields that could not change an answer and are not honoured; otherwise a reply's header names them."""
+
     host: str = "127.0.0.1"
     """Address to listen on."""
 

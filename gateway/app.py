@@ -28,7 +28,7 @@ from gateway.endpoints.openapi import OpenApi
 from gateway.endpoints.operator import OperatorApi
 from gateway.endpoints.responses import ResponsesApi
 from gateway.http.connections import ServerSendMiddleware
-from gateway.http.correlation import RequestIdMiddleware
+from gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
 from gateway.http.errors import ApiError
 from gateway.http.hosts import HostMiddleware
 from gateway.http.limits import LimitsMiddleware
@@ -109,7 +109,14 @@ def _with_origins(app: ASGIApp, origins: tuple[str, ...]) -> ASGIApp:
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=_REQUEST_HEADERS,
-        expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms", *quotas.HEADERS],
+        expose_headers=[
+            "x-request-id",
+            "request-id",
+            "retry-after",
+            "retry-after-ms",
+            IGNORED_HEADER,
+            *quotas.HEADERS,
+        ],
     )
 
 

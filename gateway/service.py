@@ -31,6 +31,7 @@ from gateway.sessions.recordings.registry import Recordings, Replayer
 from gateway.store.interface import Store
 from gateway.watch import StepWatch, Watches
 from gateway.wire.prompts import Prompts, Tokenizer
+from gateway.wire.reading import AUTO, Formats
 from gateway.wire.sampling import SamplingDefaults
 from priority.lanes import Lane, Tenant
 
@@ -67,6 +68,11 @@ class ServiceOptions:
     """This process's name among those that share a store."""
     warm_up_tokens: int = 0
     """Most prompt tokens of a process before this one that are computed again."""
+    tool_parser: str = AUTO
+    """How the model calls tools; see `gateway.wire.reading.Formats`."""
+    reasoning_parser: str = AUTO
+    strict: bool = False
+    """Fields of which nothing comes are refused."""
 
 
 class Service:
@@ -93,6 +99,7 @@ class Service:
         self.options = options
         self.clock = clock
         self.prompts = Prompts(tokenizer)
+        self.formats = Formats(tokenizer, options.tool_parser, options.reasoning_parser)
         self.access = Access(options.clients)
         self.metrics = Metrics()
         if options.metrics_compat == "vllm":

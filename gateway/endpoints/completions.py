@@ -19,8 +19,9 @@ from gateway.endpoints.intake import Batch, Intake, route, truncated
 from gateway.endpoints.replies import Reply
 from gateway.http.errors import invalid
 from gateway.service import Service
-from gateway.sessions.recordings.chat import KIND, ChatFormat, about
+from gateway.sessions.recordings.chat import KIND, ChatFormat, about, script
 from gateway.sessions.recordings.recording import Recording
+from gateway.wire.conversation import chat_tools
 from gateway.wire.frames import Json, StreamWriter
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_completion
@@ -38,6 +39,7 @@ class CompletionsApi:
     def __init__(self, service: Service, intake: Intake) -> None:
         self._service = service
         self._intake = intake
+        service.recordings.scripts[KIND] = script
 
     def routes(self) -> list[Route]:
         return [
@@ -56,18 +58,23 @@ class CompletionsApi:
         if key is not None or (body.stream_options and body.stream_options.resumable):
             return await self._record(client, batch, body, key)
         self._intake.check_room(batch)
-        prompt = await self._prompt(body)
+        prompt, batch = await self._prompt(batch, body)
         shape = ChatShape(self._service.tokenizer, _told(body, batch.num_logprobs))
         return await self._reply(client, batch, [prompt], shape, "chatcmpl")
 
-    async def _prompt(self, body: ChatBody) -> list[int]:
-        continues = bool(body.continue_final_message)
+    async def _prompt(self, batch: Batch, body: ChatBody) -> tuple[list[int], Batch]:
+        """The tokens of the conversation, and the batch with what its tools come to."""
+        use, continues = chat_tools(body), bool(body.continue_final_message)
         prompt = await self._intake.encode_chat(
             body.messages,
+            use,
+            self._intake.variables(body.chat_template_kwargs, body.reasoning_effort),
             add_generation_prompt=body.add_generation_prompt is not False and not continues,
             continues=continues,
         )
-        return truncated(prompt, body)
+        shows_reasoning = body.include_reasoning is not False
+        batch = await self._intake.with_tools(batch, prompt, use, shows_reasoning=shows_reasoning)
+        return truncated(prompt, body), batch
 
     async def complete(self, http: HttpRequest) -> Response:
         arrival_s = self._service.clock()
@@ -128,6 +135,7 @@ class CompletionsApi:
             head,
             include_usage=_wants_usage(batch.body),
             usage_so_far=_wants_usage_so_far(batch.body),
+            reading=batch.reading,
         )
         in_full = bool(batch.body.return_token_ids) or _wants_usage_so_far(batch.body)
         job = await self._intake.job(client, batch, prompts, head.id, writer, echoes=echoes, in_full=in_full)
@@ -157,13 +165,15 @@ class CompletionsApi:
 
     async def _start(self, client: Client, batch: Batch, body: ChatBody, recording_id: str) -> Recording:
         self._intake.check_room(batch)
-        prompt = await self._prompt(body)
+        prompt, batch = await self._prompt(batch, body)
         head = _head(batch, recording_id)
         request = self._intake.request(batch, prompt, recording_id)
         return await self._service.recordings.start(
             request,
             kind=KIND,
-            about=about(head, stream=bool(batch.body.stream), include_usage=_wants_usage(batch.body)),
+            about=about(
+                head, batch.reading, stream=bool(batch.body.stream), include_usage=_wants_usage(batch.body)
+            ),
             created=head.created,
             detachable=True,
             journalled=True,

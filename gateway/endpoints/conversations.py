@@ -18,7 +18,9 @@ from gateway.sessions import conversations
 from gateway.sessions.conversations import CONVERSATIONS, KIND, Conversation
 from gateway.sessions.responses.objects import Item, input_items, new_id, page
 from gateway.sessions.responses.schemas import (
-    InputMessage,
+    ITEM_PREFIXES,
+    InputItem,
+    InputItems,
     PageQuery,
     check_id,
     check_items,
@@ -27,7 +29,7 @@ from gateway.sessions.responses.schemas import (
 )
 from gateway.store.interface import Key
 from gateway.wire.frames import Json
-from gateway.wire.schemas import Many, StrictBody
+from gateway.wire.schemas import StrictBody
 
 MAX_ITEMS_A_CALL = 20
 MAX_LISTED_CONVERSATIONS = 10_000
@@ -35,6 +37,7 @@ MAX_LISTED_CONVERSATIONS = 10_000
 _MOST: dict[str, str | int] = {
     "items": MAX_ITEMS_A_CALL,
     "items[].content": "max_content_parts",
+    "items[].output": "max_content_parts",
     "metadata": "max_metadata",
 }
 
@@ -42,7 +45,7 @@ _MOST: dict[str, str | int] = {
 class CreateBody(StrictBody):
     MOST = _MOST
 
-    items: Many[InputMessage] | None = None
+    items: InputItems | None = None
     metadata: dict[str, str] | None = None
 
 
@@ -55,7 +58,7 @@ class UpdateBody(StrictBody):
 class AddBody(StrictBody):
     MOST = _MOST
 
-    items: Annotated[Many[InputMessage], Field(min_length=1)]
+    items: Annotated[InputItems, Field(min_length=1)]
 
 
 class ConversationsApi:
@@ -130,12 +133,12 @@ class ConversationsApi:
         return Json(page(items, PageQuery(order="asc")))
 
     async def show_item(self, http: HttpRequest) -> Response:
-        item_id = check_id("item_id", http.path_params["item_id"], "msg")
+        item_id = check_id("item_id", http.path_params["item_id"], *ITEM_PREFIXES)
         return Json((await self._find(http)).item(item_id))
 
     async def delete_item(self, http: HttpRequest) -> Response:
         key = self._key(http)
-        item_id = check_id("item_id", http.path_params["item_id"], "msg")
+        item_id = check_id("item_id", http.path_params["item_id"], *ITEM_PREFIXES)
 
         def edit(conversation: Conversation) -> None:
             conversation.items.remove(conversation.item(item_id))
@@ -145,9 +148,9 @@ class ConversationsApi:
     def _tenant(self, http: HttpRequest) -> str:
         return self._intake.client(http).tenant.name
 
-    def _items(self, messages: list[InputMessage]) -> list[Item]:
-        check_items(messages, "items")
-        return input_items(messages)
+    def _items(self, items: list[InputItem]) -> list[Item]:
+        check_items(items, "items")
+        return input_items(items)
 
     def _key(self, http: HttpRequest) -> Key:
         """Who asks, then for what: a stranger is told nothing about ids."""

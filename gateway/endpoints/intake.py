@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -19,15 +19,18 @@ from engine.planning.grammars import GrammarError
 from engine.planning.request import Request, SamplingParams
 from gateway.access.keys import Client
 from gateway.access.quotas import Reservation
-from gateway.http.errors import ApiError, invalid, model_not_found, not_found, unavailable
+from gateway.http.correlation import CORRELATION
+from gateway.http.errors import ApiError, invalid, model_not_found, not_found, unavailable, unsupported
 from gateway.http.limits import Limits, parse_object
 from gateway.http.off_loop import TOKENIZING, off_loop
 from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import StoreUnavailable
+from gateway.wire.conversation import as_dict, check_messages, num_chars_of
 from gateway.wire.embeddings import EmbeddingsBody
 from gateway.wire.prompts import Tokenizer, check_token_ids
+from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.sampling import MaxTokens, Room, context_exceeded, lane_of, sampling_params
 from gateway.wire.schemas import (
     Body,
@@ -36,11 +39,11 @@ from gateway.wire.schemas import (
     Message,
     Sampled,
     StrictBody,
-    as_dict,
     check_chat,
     read,
 )
 from gateway.wire.structured import Form, answer_form, form_of
+from gateway.wire.tools.use import NO_TOOLS, ToolUse
 from gateway.wire.writers import Writer
 from priority.lanes import Lane, Tenant
 
@@ -69,6 +72,8 @@ class Batch:
     arrival_s: float
     grammar: Grammar | None = None
     """What each answer has to match."""
+    reading: Reading = PLAIN
+    """How each answer is understood."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +117,8 @@ class Intake:
             )
         body, limits = await http.body(), self._service.options.limits
         return await off_loop(
-            len(body), lambda: understand(read(kind, parse_object(body, limits), limits), limits)
+            len(body),
+            lambda: understand(read(kind, parse_object(body, limits), limits, self.ignore), limits),
         )
 
     def check_model(self, name: str) -> None:
@@ -186,7 +192,9 @@ class Intake:
         return Request(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
-            sampling=self._sampling(batch, len(prompt)),
+            sampling=replace(
+                self._sampling(batch, len(prompt)), shown_special=self._service.formats.shown(batch.reading)
+            ),
             n=batch.body.n or 1,
             arrival_s=batch.arrival_s,
             lane=batch.lane,
@@ -228,6 +236,20 @@ class Intake:
         except GrammarError as error:
             raise invalid(f"Invalid '{form.field}': {error}.", form.field, "invalid_grammar") from None
         return form.grammar
+
+    async def with_tools(
+        self, batch: Batch, prompt: list[int], use: ToolUse, *, shows_reasoning: bool = True
+    ) -> Batch:
+        """The batch, whose answers to a prompt may have reasoning and calls of tools, or have to call one.
+
+        Raises:
+            ApiError: 400, if the model cannot, or cannot be held to the tools' schemas.
+        """
+        reading = self._service.formats.reading(prompt, use, shows_reasoning=shows_reasoning)
+        if not use.required:
+            return replace(batch, reading=reading)
+        form = Form("tools", self._service.formats.grammar(reading, use))
+        return replace(batch, reading=reading, grammar=await self.grammar(batch.tenant, form))
 
     def _bounded(self, batch: Batch, max_tokens: int) -> int:
         """The output tokens of each choice whose log probabilities can be kept until the reply is complete."""
@@ -288,18 +310,58 @@ class Intake:
             raise unavailable("The store is not there.", "store_unavailable") from None
 
     async def encode_chat(
-        self, messages: list[Message], *, add_generation_prompt: bool = True, continues: bool = False
+        self,
+        messages: list[Message],
+        use: ToolUse = NO_TOOLS,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continues: bool = False,
     ) -> list[int]:
         """The tokens of a conversation; with `continues`, its last message has no end."""
-        conversation = [as_dict(message) for message in messages]
-        num_chars = sum(len(message["content"]) for message in conversation)
+        check_messages(messages)
+        num_chars = num_chars_of(messages, use)
         self.check_length(num_chars, "messages")
-        encode = partial(
-            self._service.prompts.chat, add_generation_prompt=add_generation_prompt, continues=continues
-        )
-        return await off_loop(
-            num_chars + MESSAGE_CHARS * len(conversation), encode, conversation, threads=TOKENIZING
-        )
+
+        def encode() -> list[int]:
+            return self._service.prompts.chat(
+                [as_dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                continues=continues,
+                tools=use.tools,
+                variables=variables,
+            )
+
+        return await off_loop(num_chars + MESSAGE_CHARS * len(messages), encode, threads=TOKENIZING)
+
+    def variables(self, given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
+        """What the chat template is told beside messages and tools.
+
+        Raises:
+            ApiError: 400 for what is not the client's to tell.
+        """
+        variables, known = dict(given or {}), self._service.prompts.variables
+        self._service.prompts.check_variables(variables, "chat_template_kwargs")
+        if reasoning_effort is not None:
+            switches = [name for name in ("enable_thinking", "thinking") if name in known]
+            if "reasoning_effort" in known:
+                variables.setdefault("reasoning_effort", reasoning_effort)
+            elif reasoning_effort == "none" and switches:
+                variables = dict.fromkeys(switches, False) | variables
+            else:
+                self.ignore("reasoning_effort")
+        return variables
+
+    def ignore(self, field: str) -> None:
+        """Takes a field of which nothing comes; the reply's header names it.
+
+        Raises:
+            ApiError: 400, if the operator wants such fields refused.
+        """
+        if self._service.options.strict:
+            raise unsupported(field)
+        if (asked := CORRELATION.get()) is not None:
+            asked.ignored.append(field)
 
     async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
         texts, token_ids = await off_loop(4 * len(body.prompt), _split_prompt, body.prompt)

@@ -22,7 +22,7 @@ from gateway.endpoints.completions import CHAT_ID
 from gateway.endpoints.operations import OPERATIONS, Operation
 from gateway.http.limits import Limits
 from gateway.http.refusals import OVERLOADED
-from gateway.sessions.responses.schemas import id_pattern
+from gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
 from gateway.wire.schemas import steps_to
 
 JsonSchema = dict[str, Any]
@@ -147,7 +147,7 @@ def _identifiers(path: str) -> Iterator[JsonSchema]:
     patterns = {
         "id": CHAT_ID.pattern if path.startswith("/v1/chat") else id_pattern("resp"),
         "conversation_id": id_pattern("conv"),
-        "item_id": id_pattern("msg"),
+        "item_id": id_pattern(*ITEM_PREFIXES),
     }
     for name in re.findall(r"{(\w+)}", path):
         schema: JsonSchema = {"type": "string", **({"pattern": patterns[name]} if name in patterns else {})}

@@ -142,6 +142,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             statuses=_WORK,
         )
     },
+    "/v1/embeddings": {
+        "POST": Operation(
+            summary="Turn texts into vectors",
+            body=EmbeddingsBody,
+            answer=answers.Embeddings,
+            statuses=_WORK,
+        )
+    },
     "/v1/messages": {
         "POST": Operation(
             summary="Answer a conversation in Anthropic's format, streamed or whole",
@@ -159,14 +167,6 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             answer=answers.InputTokens,
             error=answers.AnthropicError,
             statuses=(404,),
-        )
-    },
-    "/v1/embeddings": {
-        "POST": Operation(
-            summary="Turn texts into vectors",
-            body=EmbeddingsBody,
-            answer=answers.Embeddings,
-            statuses=_WORK,
         )
     },
     "/v1/responses": {

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -30,8 +31,10 @@ from gateway.sessions.responses.objects import (
     deleted,
     input_items,
     new_id,
+    output_items,
     page,
     response,
+    response_tools,
 )
 from gateway.sessions.responses.records import KIND, Record
 from gateway.sessions.responses.schemas import (
@@ -44,11 +47,13 @@ from gateway.sessions.responses.schemas import (
     response_not_found,
     text_form,
 )
-from gateway.sessions.responses.threads import Message, Thread, extend
+from gateway.sessions.responses.script import script
+from gateway.sessions.responses.threads import Message, Thread, extend, num_chars
 from gateway.store.interface import Key, StoreUnavailable
 from gateway.wire.frames import Json
 from gateway.wire.sampling import MaxTokens, lane_of
 from gateway.wire.structured import form_of
+from gateway.wire.tools.use import ToolUse
 
 _APPEND_ATTEMPTS = 3
 
@@ -73,6 +78,7 @@ class ResponsesApi:
         self._intake = intake
         self._locks = ConversationLocks()
         service.recordings.on_end[KIND] = self.on_end
+        service.recordings.scripts[KIND] = script
 
     def routes(self) -> list[Route]:
         return [
@@ -129,14 +135,17 @@ class ResponsesApi:
             raise
 
     async def _submit(self, turn: _Turn, items: list[Item], thread: Thread) -> Recording:
-        body = turn.body
-        prompt = await self._prompt(thread, as_messages(items), body.instructions)
-        request = self._intake.request(turn.batch, prompt, turn.id)
+        body, use = turn.body, response_tools(turn.body)
+        effort = None if body.reasoning is None else body.reasoning.effort
+        variables = self._intake.variables(body.chat_template_kwargs, effort)
+        prompt = await self._prompt(thread, as_messages(items), body.instructions, use, variables)
+        batch = await self._intake.with_tools(turn.batch, prompt, use)
+        request = self._intake.request(batch, prompt, turn.id)
         outlives = bool(body.background) or turn.resumable
         return await self._service.recordings.start(
             request,
             kind=KIND,
-            about=about(body, turn.batch.lane, items, thread.messages),
+            about=about(body, batch.lane, items, thread.messages, batch.reading),
             created=int(time.time()),
             detachable=outlives,
             journalled=outlives,
@@ -164,25 +173,38 @@ class ResponsesApi:
         return thread
 
     async def _prompt(
-        self, thread: Thread, new_messages: Sequence[Message], instructions: str | None
+        self,
+        thread: Thread,
+        new_messages: Sequence[Message],
+        instructions: str | None,
+        use: ToolUse,
+        variables: Mapping[str, Any],
     ) -> list[int]:
-        contents = [message["content"] for message in (*thread.messages, *new_messages)]
-        num_chars = sum(map(len, contents)) + len(instructions or "")
-        self._intake.check_length(num_chars, "input")
+        messages = (*thread.messages, *new_messages)
+        num_said = sum(map(num_chars, messages)) + len(instructions or "") + use.num_chars
+        self._intake.check_length(num_said, "input")
 
         def encode() -> list[int]:
-            return extend(self._service.prompts, thread, new_messages, instructions=instructions)
+            return extend(
+                self._service.prompts,
+                thread,
+                new_messages,
+                instructions=instructions,
+                tools=use.tools,
+                variables=variables,
+            )
 
         try:
-            size = num_chars + MESSAGE_CHARS * len(contents) + len(thread.token_ids)
+            size = num_said + MESSAGE_CHARS * len(messages) + len(thread.token_ids)
             return await off_loop(size, encode, threads=TOKENIZING)
         except ApiError as error:
-            raise invalid(error.message, "input", error.code) from None
+            param = "input" if error.param == "messages" else error.param
+            raise invalid(error.message, param, error.code) from None
 
     def _reply(self, recording: Recording, body: ResponseBody) -> Response:
         if body.background and not body.stream:
             return Json(response(recording))
-        form = ResponseFormat(recording)
+        form = ResponseFormat()
         at_once = bool(body.background)
         return Attached(self._service, recording, form, streamed=bool(body.stream), at_once=at_once)
 
@@ -204,7 +226,7 @@ class ResponsesApi:
         if query.stream:
             recording = await self._visible(tenant, response_id)
             if recording is not None:
-                form = ResponseFormat(recording)
+                form = ResponseFormat()
                 after = -1 if query.starting_after is None else query.starting_after
                 return Attached(self._service, recording, form, after, at_once=True)
             if await self._record(tenant, response_id) is not None:
@@ -298,11 +320,11 @@ class ResponsesApi:
         conversation_id, thread = recording.about["conversation"], records.continued(recording)
         if conversation_id is None or thread is None:
             return
-        (item,) = response(recording)["output"]
+        output = output_items(recording)
         store, items = self._service.store, recording.about["input"]
         for attempt in range(_APPEND_ATTEMPTS):
             try:
-                await conversations.append(store, recording.tenant, conversation_id, items, item, thread)
+                await conversations.append(store, recording.tenant, conversation_id, items, output, thread)
                 return
             except StoreUnavailable:
                 if attempt == _APPEND_ATTEMPTS - 1:

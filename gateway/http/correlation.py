@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from starlette.datastructures import MutableHeaders
@@ -36,11 +36,15 @@ class Correlation:
     """W3C's trace context, as the client sent it."""
     trace_id: str = ""
     """Empty for a request that is not traced."""
+    ignored: list[str] = field(default_factory=list)
+    """Fields of its body that were taken and not honoured; the reply names them."""
 
     def __str__(self) -> str:
         """One short line: a path is quoted, so that no client writes lines of its own into the log."""
         return f"{self.method} {quote(self.path[:_MAX_PATH_CHARS], errors='replace')}"
 
+
+IGNORED_HEADER = "x-penstock-ignored"
 
 CORRELATION: ContextVar[Correlation | None] = ContextVar("CORRELATION", default=None)
 """The request that the running task answers; None outside requests."""
@@ -68,6 +72,8 @@ class RequestIdMiddleware:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
+                if request.ignored:
+                    headers[IGNORED_HEADER] = ", ".join(request.ignored)
                 if request.path.startswith(ANTHROPIC_PATH):
                     headers["request-id"] = request_id
             await send(message)

@@ -34,6 +34,10 @@ class Limits:
     """Of one object."""
     max_messages: int = 2048
     max_content_parts: int = 256
+    max_tools: int = 512
+    max_tool_calls: int = 128
+    """Of one message."""
+    max_template_variables: int = 32
     max_prompts: int = 64
     max_inputs: int = 1024
     """Texts of one request for embeddings."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from gateway.http.errors import invalid, not_found, unavailable
-from gateway.sessions.responses.objects import Item, JsonObject, as_messages
+from gateway.sessions.responses.objects import Item, JsonObject, as_messages, texts_of
 from gateway.sessions.responses.schemas import check_id
 from gateway.sessions.responses.threads import Thread
 from gateway.store.interface import Store, StoreUnavailable
@@ -41,7 +41,8 @@ class Conversation:
     @property
     def title(self) -> str:
         """What the client called it, or the first words that a user said."""
-        said = next((item for item in self.items if item["role"] == "user"), None)
+        users = (item for item in self.items if item["type"] == "message" and item["role"] == "user")
+        said = next(users, None)
         first = "" if said is None else as_messages([said])[0]["content"]
         return self.metadata.get("title") or _first_words(first)
 
@@ -102,7 +103,7 @@ async def append(
     tenant: str,
     conversation_id: str,
     input_items: Sequence[Item],
-    output_item: Item,
+    output_items: Sequence[Item],
     thread: Thread,
 ) -> None:
     """Adds a response to the conversation, if it is still there. The second time, nothing is changed.
@@ -116,9 +117,9 @@ async def append(
 
     def edit(conversation: Conversation) -> None:
         known = {item["id"] for item in conversation.items}
-        if output_item["id"] not in known:
+        if output_items[0]["id"] not in known:
             conversation.items += [item for item in input_items if item["id"] not in known]
-            conversation.items.append(output_item)
+            conversation.items += output_items
             conversation.token_ids = thread.token_ids
 
     await CONVERSATIONS.change(store, tenant, conversation_id, edit)
@@ -157,7 +158,7 @@ def found(conversation: Conversation | None, conversation_id: str) -> Conversati
 
 
 def _num_text_bytes(items: Sequence[Item]) -> int:
-    return sum(len(part["text"].encode()) for item in items for part in item["content"])
+    return sum(len(text.encode()) for item in items for text in texts_of(item))
 
 
 def _first_words(text: str) -> str:

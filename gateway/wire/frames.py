@@ -8,7 +8,7 @@ no character is ever cut in two.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from json.encoder import encode_basestring_ascii
 
@@ -18,7 +18,9 @@ from starlette.responses import JSONResponse
 from engine.planning.request import MAX_MARKS, DraftCount, FinishReason, Timings
 from gateway.http.connections import EVENT_STREAM
 from gateway.http.errors import ApiError
-from gateway.wire.shapes import Head, Shape
+from gateway.wire.parsing import CallBegun, Piece, ReplyParser, TextDelta
+from gateway.wire.reading import PLAIN, Reading
+from gateway.wire.shapes import Head, Shape, finish_reason
 from gateway.wire.streams import Delta, Generation
 from priority.lanes import Lane
 
@@ -154,16 +156,29 @@ class StreamWriter:
 
     media_type = EVENT_STREAM
 
-    def __init__(self, shape: Shape, head: Head, *, include_usage: bool, usage_so_far: bool = False) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        head: Head,
+        *,
+        include_usage: bool,
+        usage_so_far: bool = False,
+        reading: Reading = PLAIN,
+    ) -> None:
         """`usage_so_far`: every chunk has it, not the last one alone."""
         self._shape = shape
         self._head = head
+        self._reading = reading
+        self._parsers: dict[int, ReplyParser] = {}
+        self._callers: set[int] = set()
+        """Choices that have called a tool."""
         self._include_usage = include_usage
         self._usage_so_far = usage_so_far
         self._opening = _head_json(head, shape.chunk_object)
         self._usage = ',"usage":null' if include_usage else ""
         self._tail = self._tail_of("null", "")
-        self._prefixes: dict[int, str] = {}
+        self._starts: dict[int, str] = {}
+        """What the chunks of each choice begin with."""
 
     def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
         frames, endings = [], []
@@ -176,7 +191,8 @@ class StreamWriter:
                 endings.append((index, delta.finish_reason))
         for number, (index, reason) in enumerate(endings, start=1):
             is_last = generation.finished and number == len(endings)
-            frames.append(self.finish(index, reason, timings_of(generation) if is_last else None))
+            timings = timings_of(generation) if is_last else None
+            frames.append(self.finish(index, reason, timings, has_calls=index in self._callers))
         if generation.finished and generation.error is None:
             if self._include_usage:
                 frames.append(self.usage(usage_of(generation)))
@@ -190,45 +206,83 @@ class StreamWriter:
         return KEEPALIVE
 
     def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        body = self._shape.body(self._head, deltas)
+        body = self._shape.body(self._head, deltas, self._reading)
         return {**body, "usage": usage_of(generation).as_json(), "timings": timings_of(generation)}
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         """The chunks that show what is new for one choice, without its end."""
         in_choice, beside = self._shape.token_ids(delta)
-        if not delta.logprobs and not in_choice:
+        told = (self._shape.logprobs(index, delta) if delta.logprobs else "null") + in_choice
+        if not self._reading.is_plain:
+            pieces = self._parser(index).feed(delta.text)
+            if delta.finish_reason is not None:
+                pieces += self._parser(index).finish()
+            return self._pieces(index, pieces, told, beside)
+        if told == "null":
             return self.text(index, delta.text)
-        logprobs = self._shape.logprobs(index, delta) if delta.logprobs else "null"
-        return self._chunk(index, delta.text, logprobs + in_choice, beside)
+        return self._chunk(index, self._text_delta(delta.text), told, beside)
 
     def text(self, index: int, text: str) -> bytes:
         """The same for text alone; empty if there is nothing to show."""
-        if not text:
-            return b"" if index in self._prefixes else self._open(index).encode("ascii")
-        return self._chunk(index, text, "null")
+        if not self._reading.is_plain:
+            return self._pieces(index, self._parser(index).feed(text))
+        return self._chunk(index, self._text_delta(text)) if text else self._opened(index)
 
-    def _chunk(self, index: int, text: str, logprobs: str, beside: str = "") -> bytes:
-        opening = "" if index in self._prefixes else self._open(index)
-        content = encode_basestring_ascii(text) + self._shape.after_text
-        tail = self._tail_of("null", beside) if beside else self._tail
-        chunk = f'{opening}{self._prefixes[index]}{content},"logprobs":{logprobs}{tail}'
-        return chunk.encode("ascii")
+    def piece(self, index: int, piece: Piece) -> bytes:
+        """A piece of a choice that was understood elsewhere."""
+        if isinstance(piece, TextDelta):
+            return self._chunk(index, self._text_delta(piece.text))
+        return self._pieces(index, [piece])
 
-    def finish(self, index: int, reason: FinishReason, timings: dict[str, object] | None) -> bytes:
+    def _pieces(self, index: int, pieces: Sequence[Piece], told: str = "null", beside: str = "") -> bytes:
+        """A chunk for each; what is told of the tokens goes with the first, or alone."""
+        if not pieces:
+            bare = told == "null"
+            return self._opened(index) if bare else self._chunk(index, self._shape.empty_delta, told, beside)
+        if any(isinstance(piece, CallBegun) for piece in pieces):
+            self._callers.add(index)
+        first, *rest = [self._shape.piece(piece) for piece in pieces]
+        chunks = [self._chunk(index, first, told, beside), *(self._chunk(index, delta) for delta in rest)]
+        return b"".join(chunks)
+
+    def _text_delta(self, text: str) -> str:
+        return f"{self._shape.before_text}{encode_basestring_ascii(text)}{self._shape.after_text}"
+
+    def _chunk(self, index: int, delta: str, told: str = "null", beside: str = "") -> bytes:
+        """
+        Args:
+            told: log probabilities, and what else its choice says of its tokens.
+            beside: what is said beside the choices.
+        """
+        opening, tail = self._open(index), self._tail_of("null", beside) if beside else self._tail
+        return f'{opening}{self._starts[index]}{delta},"logprobs":{told}{tail}'.encode("ascii")
+
+    def _parser(self, index: int) -> ReplyParser:
+        if index not in self._parsers:
+            self._parsers[index] = self._reading.parser(self._head.id, index)
+        return self._parsers[index]
+
+    def finish(
+        self, index: int, reason: FinishReason, timings: dict[str, object] | None, *, has_calls: bool = False
+    ) -> bytes:
         """The last chunk of a choice; the last of the last choice carries the timings."""
         extra = f',"timings":{json.dumps(timings)}' if timings else ""
         start = f'{self._opening},"choices":[{{"index":{index},{self._shape.empty_delta}'
-        tail = self._tail_of(f'"{reason.value}"', extra)
+        tail = self._tail_of(f'"{finish_reason(reason, has_calls=has_calls)}"', extra)
         return f'{start},"logprobs":null{tail}'.encode("ascii")
 
     def usage(self, usage: Usage) -> bytes:
         body = f'{self._opening},"choices":[],"usage":{json.dumps(usage.as_json())}}}\n\n'
         return body.encode("ascii")
 
+    def _opened(self, index: int) -> bytes:
+        return self._open(index).encode("ascii")
+
     def _open(self, index: int) -> str:
-        """What comes before a choice's first text."""
-        start = f'{self._opening},"choices":[{{"index":{index},'
-        self._prefixes[index] = f"{start}{self._shape.before_text}"
+        """What comes before a choice's first chunk; empty if there was one."""
+        if index in self._starts:
+            return ""
+        start = self._starts[index] = f'{self._opening},"choices":[{{"index":{index},'
         if not self._shape.first_delta:
             return ""
         return f'{start}{self._shape.first_delta},"logprobs":null{self._tail}'

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn, Protocol
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -23,6 +24,7 @@ from gateway.http.errors import invalid
 
 # A noncharacter of Unicode: no text has a use for it, and where it comes in it is replaced.
 _MARK, _REPLACEMENT = "\ufdd0", "\ufffd"
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 _MARKED = re.compile(f"({_MARK}(?:[^{_MARK}]{_MARK})+)")
 
 
@@ -60,27 +62,50 @@ class Prompts:
             jinja2.TemplateSyntaxError: the checkpoint's template is broken.
         """
         self.tokenizer = tokenizer
-        source = tokenizer.chat_template
-        self._template = None if source is None else _environment().from_string(source)
+        source, environment = tokenizer.chat_template, _environment()
+        self._template = None if source is None else environment.from_string(source)
         self._knows_developers = source is not None and "developer" in source
+        self.variables = jinja2.meta.find_undeclared_variables(environment.parse(source or ""))
+        """What the template reads, messages and tools included."""
+        self._reserved = {*_OWN_VARIABLES, *environment.globals, *tokenizer.special_tokens}
         self._special = _any_of(_special_texts(tokenizer))
         self._fim = next((found for names in _FIM if (found := _tokens_named(tokenizer, names))), None)
 
     def chat(
-        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, continues: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continues: bool = False,
+        tools: Sequence[dict[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """The tokens of a conversation; with `continues`, up to the end of what its last message says.
 
+        Args:
+            tools: those that the model is told of.
+            variables: what else the template may read.
+
         Raises:
-            ApiError: 400, if there is no template or it does not take these messages.
+            ApiError: 400, if there is no template or it does not take these messages or tools.
         """
+        if tools and "tools" not in self.variables:
+            raise invalid("This model's chat template takes no tools.", "tools", "tools_not_supported")
         marked = [
             {key: self._role(value) if key == "role" else self._mark(value) for key, value in message.items()}
             for message in messages
         ]
+        context = {name: self._mark(value) for name, value in (variables or {}).items()}
+        context["tools"] = self._mark(list(tools)) or None
         if not continues:
-            return self._encode_rendered(self._render(marked, add_generation_prompt))
-        return self._encode_rendered(_cut_after(self._render(marked, False), marked[-1]["content"]))
+            return self._encode_rendered(self._render(marked, add_generation_prompt, context))
+        return self._encode_rendered(_cut_after(self._render(marked, False, context), marked[-1]["content"]))
+
+    def check_variables(self, variables: Mapping[str, Any], field: str) -> None:
+        """Raises 400 for a variable of the template that is not the client's to set."""
+        for name in variables:
+            if name in self._reserved:
+                raise invalid(f"'{field}' may not set '{name}'.", f"{field}.{name}")
 
     def around(self, text: str, suffix: str) -> list[int]:
         """The tokens that ask for what is between two texts.
@@ -100,15 +125,17 @@ class Prompts:
         """The tokens of a plain prompt, with what the tokenizer itself puts around it."""
         return self.tokenizer.encode(text, add_special=add_special)
 
-    def _render(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def _render(
+        self, messages: list[dict[str, Any]], add_generation_prompt: bool, context: dict[str, Any]
+    ) -> str:
         if self._template is None:
             message = "This model has no chat template; use /v1/completions."
             raise invalid(message, "messages", "no_chat_template")
         try:
             return self._template.render(
+                context,
                 messages=messages,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
                 documents=None,
                 **self.tokenizer.special_tokens,
             )
@@ -120,12 +147,18 @@ class Prompts:
         """OpenAI's newer name for "system", which most templates do not know."""
         return "system" if role == "developer" and not self._knows_developers else role
 
-    def _mark(self, text: str) -> str:
-        """Sets marks around and between the characters of every special token that is spelt out.
+    def _mark(self, value: Any) -> Any:
+        """Sets marks around and between the characters of every special token that a text of the value spells.
 
         Between them, too: a template that cuts the text would otherwise leave the token behind without its marks.
         """
-        return self._special.sub(_with_marks, text.replace(_MARK, _REPLACEMENT))
+        if isinstance(value, str):
+            return self._special.sub(_with_marks, value.replace(_MARK, _REPLACEMENT))
+        if isinstance(value, dict):
+            return {self._mark(name): self._mark(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [self._mark(item) for item in value]
+        return value
 
     def _encode_rendered(self, text: str) -> list[int]:
         if _MARK not in text:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
+from engine.planning.grammar import Grammar, GrammarKind
+from gateway.http.errors import invalid
 from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, ReplyParser, TextDelta
 from gateway.wire.prompts import Tokenizer
 from gateway.wire.tools.coder import Qwen3Coder
+from gateway.wire.tools.grammars import calls_grammar
 from gateway.wire.tools.json_calls import Hermes, LlamaJson, Mistral
 from gateway.wire.tools.pythonic import Pythonic
 from gateway.wire.tools.scanning import FormatParser, Malformed, Scanner, Steps, Tools
+from gateway.wire.tools.use import ToolUse
 
 AUTO, NONE = "auto", "none"
 _TAIL_TOKENS = 16
@@ -89,6 +94,9 @@ class Reading:
         return _Filtered(self, parser) if self.one_call or not self.shows_reasoning else parser
 
 
+PLAIN = Reading()
+
+
 class Formats:
     """Those of one model."""
 
@@ -104,6 +112,48 @@ class Formats:
         closings = [(thinking.closing, name) for name, thinking in REASONING_FORMATS.items()]
         self.reasoning = _chosen(reasoning, template, closings)
 
+    def reading(self, prompt: Sequence[int], use: ToolUse, *, shows_reasoning: bool = True) -> Reading:
+        """How the replies to a prompt are understood.
+
+        Raises:
+            ApiError: 400, if there are tools and nobody knows how the model calls them.
+        """
+        if use.tools and self.tools is None:
+            message = "How this model calls tools is not known; the server's --tool-parser says it."
+            raise invalid(message, "tools", "tools_not_supported")
+        return Reading(
+            tools=self.tools if use.tools else None,
+            schemas=use.schemas,
+            one_call=use.one_call,
+            reasoning=self.reasoning,
+            is_open=self.is_open(prompt),
+            shows_reasoning=shows_reasoning,
+        )
+
+    def grammar(self, reading: Reading, use: ToolUse) -> Grammar:
+        """What a reply that has to call a tool looks like."""
+        assert reading.tools is not None
+        text = calls_grammar(
+            reading.tools,
+            {name: schema for name, schema in use.schemas.items() if name in use.required},
+            self._spelt,
+            one_call=use.one_call,
+            thinking=None if reading.reasoning is None else REASONING_FORMATS[reading.reasoning],
+            is_open=reading.is_open,
+            newer="[ARGS]" in (self._tokenizer.chat_template or ""),
+        )
+        return Grammar(GrammarKind.LARK, text)
+
+    def _spelt(self, marker: str) -> str:
+        """As a grammar writes it: special tokens by their ids."""
+        special = self._special(marker)
+        return json.dumps(marker) if special is None else f"<[{special}]>"
+
+    def _special(self, marker: str) -> int | None:
+        """The special token that a marker is."""
+        ids = self._tokenizer.encode(marker, parse_special=True)
+        return ids[0] if len(ids) == 1 and ids[0] in self._tokenizer.special_ids else None
+
     def is_open(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends within reasoning that it has begun."""
         if self.reasoning is None:
@@ -113,8 +163,8 @@ class Formats:
 
     def shown(self, reading: Reading) -> frozenset[int]:
         """The special tokens that a reply's text must have in it."""
-        spelt = [self._tokenizer.encode(marker, parse_special=True) for marker in reading.markers]
-        return frozenset(ids[0] for ids in spelt if len(ids) == 1) & self._tokenizer.special_ids
+        found = map(self._special, reading.markers)
+        return frozenset(token_id for token_id in found if token_id is not None)
 
 
 class _Plain:

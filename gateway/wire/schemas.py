@@ -1,15 +1,15 @@
 """Request bodies: what clients may send, and the first thing that is wrong with what they did send.
 
-OpenAI's names and ranges, strictly typed. A field is either honoured, or known to be harmless, or refused by name:
-none is silently ignored.
+OpenAI's names and ranges, strictly typed. A field is either honoured, or known to be harmless and named in the reply's
+header, or refused by name: none is silently ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NotRequired, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, with_config
 from typing_extensions import TypedDict
 
 from gateway.http.errors import ApiError, invalid, unsupported
@@ -38,6 +38,8 @@ class StrictBody(BaseModel):
     """
     NOT_SUPPORTED: ClassVar[frozenset[str]] = frozenset()
     """Fields of OpenAI's that are refused by name unless they are null."""
+    IGNORED: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are taken although nothing comes of them: they could not change the answer."""
 
 
 Schema = dict[str, object] | bool
@@ -61,8 +63,40 @@ class StreamOptions(StrictBody):
     continuous_usage_stats: bool | None = None
 
 
+HINTS = frozenset(
+    {
+        "cache_control",
+        "cache_prompt",
+        "keep_alive",
+        "prediction",
+        "provider",
+        "request_id",
+        "return_progress",
+        "route",
+        "session_id",
+        "tags",
+        "timings_per_token",
+        "trace",
+        "trace_id",
+        "usage",
+        "verbosity",
+    }
+)
+"""What clients say to other servers about caches, routes, telemetry and speed; how long the answer should be is a hint
+to models that were trained to take it."""
+
+
 class Sampled(StrictBody):
     """What chat and text completions share: how tokens are chosen, and fields that change nothing here."""
+
+    IGNORED = HINTS | {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "store",
+        "user",
+    }
 
     MOST: ClassVar[Mapping[str, str | int]] = {
         "n": "max_choices",
@@ -82,7 +116,7 @@ class Sampled(StrictBody):
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
@@ -115,7 +149,7 @@ class Sampled(StrictBody):
     # Accepted: they ask for nothing that could be seen in the answer.
     user: str | None = None
     metadata: dict[str, str] | None = None
-    store: Literal[False] | None = None
+    store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -128,18 +162,100 @@ class ContentPart(TypedDict):
     text: str
 
 
+class FunctionCall(StrictBody):
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+
+
+class ToolCall(StrictBody):
+    """A call that an assistant made, as it was told to the client."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
 class Message(StrictBody):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Many[ContentPart]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Many[ContentPart] | None = None
     name: str | None = None
     refusal: None = None
     audio: None = None
     annotations: list[object] | None = None
-    tool_calls: None = None
-    function_call: None = None
+    tool_calls: Many[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Another name of the same."""
 
 
-_MOST_MESSAGES = {"messages": "max_messages", "messages[].content": "max_content_parts"}
+MOST_MESSAGES = {
+    "messages": "max_messages",
+    "messages[].content": "max_content_parts",
+    "messages[].tool_calls": "max_tool_calls",
+    "tools": "max_tools",
+    "chat_template_kwargs": "max_template_variables",
+}
+
+# Tools go to the chat template as they are, with what else is said of them.
+OPEN = ConfigDict(strict=True, extra="allow")
+
+ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_.:/-]{1,128}$")]
+
+
+@with_config(OPEN)
+class Function(TypedDict):
+    name: ToolName
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+@with_config(OPEN)
+class Tool(TypedDict):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(StrictBody):
+    name: str
+
+
+class NamedTool(StrictBody):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(StrictBody):
+    mode: Literal["auto", "required"]
+    tools: Many[NamedTool]
+
+
+class AllowedChoice(StrictBody):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def known_tools(tools: object) -> object:
+    """Clients are told which kind of tool it is that this server does not know."""
+    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise unsupported_value(f"tools[{i}].type", kind)
+    return tools
+
+
+class Chat(StrictBody):
+    """A conversation, and what its template is told beside it."""
+
+    MOST: ClassVar[Mapping[str, str | int]] = MOST_MESSAGES
+
+    messages: Annotated[Many[Message], Field(min_length=1)]
+    tools: Annotated[Many[Tool], BeforeValidator(known_tools)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Annotated[str, Field(max_length=32)] | None = None
 
 
 class JsonSchema(StrictBody):
@@ -156,7 +272,7 @@ class AnswerFormat(StrictBody):
     json_schema: JsonSchema | None = None
 
 
-class ChatBody(Sampled):
+class ChatBody(Chat, Sampled):
     """`POST /v1/chat/completions`."""
 
     NOT_SUPPORTED = frozenset(
@@ -166,22 +282,18 @@ class ChatBody(Sampled):
             "functions",
             "allowed_token_ids",
             "moderation",
-            "parallel_tool_calls",
-            "prediction",
-            "reasoning_effort",
-            "tool_choice",
-            "tools",
-            "verbosity",
             "web_search_options",
         }
     )
     MOST: ClassVar[Mapping[str, str | int]] = {
         **Sampled.MOST,
-        **_MOST_MESSAGES,
+        **Chat.MOST,
         "top_logprobs": "max_top_logprobs",
     }
 
-    messages: Annotated[Many[Message], Field(min_length=1)]
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
@@ -211,7 +323,7 @@ class CompletionBody(Sampled):
 class TokenizeBody(StrictBody):
     """`POST /tokenize`: a prompt or messages."""
 
-    MOST = _MOST_MESSAGES
+    MOST = MOST_MESSAGES
 
     model: str | None = None
     prompt: str | None = None
@@ -231,7 +343,7 @@ class DetokenizeBody(StrictBody):
 class LocateBody(StrictBody):
     """`/v1/prefixes/locate`: the prompt, as tokens or as messages."""
 
-    MOST = _MOST_MESSAGES
+    MOST = MOST_MESSAGES
 
     tokens: Many[Annotated[int, Field(ge=0)]] | None = None
     messages: Annotated[Many[Message], Field(min_length=1)] | None = None
@@ -249,17 +361,27 @@ _MISSING_FEATURES = frozenset(
         "priority",
         "response_format",
         "spaces_between_special_tokens",
-        "store",
     }
 )
 
 
-def read(kind: type[Body], values: Mapping[str, object], limits: Limits) -> Body:
+def read(
+    kind: type[Body],
+    values: Mapping[str, object],
+    limits: Limits,
+    ignore: Callable[[str], None] = lambda _: None,
+) -> Body:
     """A checked request body.
+
+    Args:
+        ignore: is told of each field that asks for something and of which nothing comes.
 
     Raises:
         ApiError: 400 that names the first field that is wrong.
     """
+    for name in sorted(kind.IGNORED & values.keys()):
+        if values[name]:
+            ignore(name)
     for name in sorted(kind.NOT_SUPPORTED & values.keys()):
         if values[name] is not None:
             raise unsupported(name)
@@ -267,7 +389,8 @@ def read(kind: type[Body], values: Mapping[str, object], limits: Limits) -> Body
         number = getattr(limits, most) if isinstance(most, str) else most
         for name, found in _at(values, steps_to(place)):
             _at_most(name, found, number)
-    return validated(kind, {name: value for name, value in values.items() if name not in kind.NOT_SUPPORTED})
+    unread = kind.NOT_SUPPORTED | (kind.IGNORED - kind.model_fields.keys())
+    return validated(kind, {name: value for name, value in values.items() if name not in unread})
 
 
 def validated(kind: type[Body], values: Mapping[str, object]) -> Body:
@@ -318,15 +441,10 @@ def _path(location: tuple[int | str, ...]) -> str:
     for number, part in enumerate(location):
         if isinstance(part, int):
             path += f"[{part}]"
-        elif number == 0 or (
-            not part.startswith(("list[", "dict[", "constrained", "function-"))
-            and part
-            not in (
-                "str",
-                "int",
-                "bool",
-                "none",
-            )
+        elif number == 0 or not (
+            part.startswith(("list[", "dict[", "literal[", "constrained", "function-"))
+            or part[:1].isupper()
+            or part in ("str", "int", "bool", "none")
         ):
             path += f".{part}" if path else part
     return path
@@ -377,6 +495,12 @@ def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
         raise invalid(f"A stop string may have at most {limits.max_stop_chars} characters.", "stop")
 
 
+def unsupported_value(param: str, value: object) -> ApiError:
+    shown = f" '{value}'" if isinstance(value, str) and len(value) <= 64 and value.isprintable() else ""
+    message = f"The value{shown} of '{param}' is not supported by this server."
+    return invalid(message, param, "unsupported_value")
+
+
 def _at_most(name: str, found: object, most: int) -> None:
     number = len(found) if isinstance(found, list | dict) else found
     if isinstance(number, int) and number > most:
@@ -385,10 +509,3 @@ def _at_most(name: str, found: object, most: int) -> None:
 
 def as_strings(stop: str | list[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def as_dict(message: Message) -> dict[str, Any]:
-    """A message as chat templates know it: parts of text are joined."""
-    content = message.content
-    text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-    return {"role": message.role, "content": text} | ({"name": message.name} if message.name else {})

@@ -5,9 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring_ascii
 from typing import Protocol
 
-from engine.planning.request import TokenLogprobs
+from engine.planning.request import FinishReason, TokenLogprobs
+from gateway.wire.parsing import (
+    Answer,
+    ArgumentsDelta,
+    Call,
+    Piece,
+    ReasoningDelta,
+    TextDelta,
+    answer_of,
+)
+from gateway.wire.reading import Reading
 from gateway.wire.streams import Delta
 
 _LOWEST_LOGPROB = -9999.0
@@ -55,12 +66,15 @@ class Shape(Protocol):
     after_text: str
     empty_delta: str
 
+    def piece(self, piece: Piece) -> str:
+        """The delta that brings a piece of a reply that is more than text."""
+
     def logprobs(self, index: int, delta: Delta) -> str: ...
 
     def token_ids(self, delta: Delta) -> tuple[str, str]:
         """What a chunk says of them in its choice, and beside its choices."""
 
-    def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+    def body(self, head: Head, deltas: Iterable[tuple[int, Delta]], reading: Reading) -> dict[str, object]:
         """A reply in one piece; lists that may be large are iterators, for `gateway.wire.frames.json_pieces`."""
 
 
@@ -77,18 +91,36 @@ class ChatShape:
         self._tokens = tokens
         self._told = told
 
+    def piece(self, piece: Piece) -> str:
+        if isinstance(piece, TextDelta):
+            return f'"delta":{{"content":{encode_basestring_ascii(piece.text)}}}'
+        if isinstance(piece, ReasoningDelta):
+            return f'"delta":{{"reasoning_content":{encode_basestring_ascii(piece.text)}}}'
+        if isinstance(piece, ArgumentsDelta):
+            arguments = encode_basestring_ascii(piece.text)
+            call = f'{{"index":{piece.index},"function":{{"arguments":{arguments}}}}}'
+        else:
+            call = json.dumps({"index": piece.index, **call_json(Call(piece.id, piece.name))})
+        return f'"delta":{{"tool_calls":[{call}]}}'
+
     def logprobs(self, index: int, delta: Delta) -> str:  # noqa: ARG002
         return json.dumps(self._logprobs(delta), default=list)
 
-    def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+    def body(self, head: Head, deltas: Iterable[tuple[int, Delta]], reading: Reading) -> dict[str, object]:
         deltas = list(deltas)
-        first = deltas[0][1]
-        body = _body(head, "chat.completion", (self._choice(index, delta) for index, delta in deltas))
+        choices = (
+            (index, delta, answer_of(reading.parser(head.id, index), delta.text)) for index, delta in deltas
+        )
+        body, first = self.whole(head, choices), deltas[0][1]
         if self._told.num_prompt_top is not None:
             body["prompt_logprobs"] = prompt_logprobs(self._tokens, first, self._told.num_prompt_top)
         if self._told.token_ids:
             body["prompt_token_ids"] = first.prompt_token_ids
         return body
+
+    def whole(self, head: Head, choices: Iterable[tuple[int, Delta, Answer]]) -> dict[str, object]:
+        """The same of choices whose texts are understood already, and of what is said in text alone."""
+        return _body(head, "chat.completion", (self._choice(*choice) for choice in choices))
 
     def token_ids(self, delta: Delta) -> tuple[str, str]:
         if not self._told.token_ids:
@@ -96,12 +128,12 @@ class ChatShape:
         prompt = delta.prompt_token_ids
         return _member("token_ids", delta.token_ids), _member("prompt_token_ids", prompt) if prompt else ""
 
-    def _choice(self, index: int, delta: Delta) -> dict[str, object]:
+    def _choice(self, index: int, delta: Delta, answer: Answer) -> dict[str, object]:
         choice: dict[str, object] = {
             "index": index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": _message(answer),
             "logprobs": self._logprobs(delta) if delta.logprobs else None,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": finish_reason(delta.finish_reason, has_calls=bool(answer.calls)),
         }
         return choice | ({"token_ids": delta.token_ids} if self._told.token_ids else {})
 
@@ -138,10 +170,18 @@ class CompletionShape:
         self._offsets: dict[int, int] = {}
         """Characters already spelt out, by choice."""
 
+    def piece(self, piece: Piece) -> str:
+        raise NotImplementedError("a text completion is text")
+
     def logprobs(self, index: int, delta: Delta) -> str:
         return json.dumps(self._logprobs(index, delta), default=list)
 
-    def body(self, head: Head, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+    def body(
+        self,
+        head: Head,
+        deltas: Iterable[tuple[int, Delta]],
+        reading: Reading,  # noqa: ARG002
+    ) -> dict[str, object]:
         return _body(head, "text_completion", (self._choice(index, delta) for index, delta in deltas))
 
     def _choice(self, index: int, delta: Delta) -> dict[str, object]:
@@ -215,6 +255,30 @@ def _member(name: str, token_ids: Sequence[int]) -> str:
 
 def _finite(logprob: float) -> float:
     return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
+
+
+def finish_reason(reason: FinishReason | None, *, has_calls: bool) -> str | None:
+    """As OpenAI names it."""
+    if reason is FinishReason.STOP and has_calls:
+        return "tool_calls"
+    return None if reason is None else reason.value
+
+
+def call_json(call: Call) -> dict[str, object]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _message(answer: Answer) -> dict[str, object]:
+    """Content is null if there is none beside something else."""
+    message: dict[str, object] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [call_json(call) for call in answer.calls]
+    if not answer.text and (answer.reasoning or answer.calls):
+        message["content"] = None
+    return message
 
 
 def _body(head: Head, object_name: str, choices: Iterator[dict[str, object]]) -> dict[str, object]:

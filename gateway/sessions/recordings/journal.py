@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from engine.planning.request import FinishReason, Request
 from gateway.http.errors import ApiError
-from gateway.sessions.recordings.recording import Recording
+from gateway.sessions.recordings.recording import Recording, Script
 from gateway.store.interface import Journal
 
 
@@ -56,7 +57,7 @@ def header_of(recording: Recording) -> bytes:
 def end_of(recording: Recording) -> bytes:
     error = recording.error
     end = _End(
-        reason=_reason(recording),
+        reason=recording.reason,
         error=None if error is None else json.loads(error.body())["error"] | {"status": error.status},
         timings=recording.timings_json,
         num_cached_tokens=recording.num_cached_tokens,
@@ -64,16 +65,15 @@ def end_of(recording: Recording) -> bytes:
     return end.model_dump_json().encode()
 
 
-def _reason(recording: Recording) -> FinishReason:
-    if recording.cancelled:
-        return FinishReason.CANCELLED
-    if recording.error is not None or recording.finish_reason is None:
-        return FinishReason.FAILED
-    return recording.finish_reason
+ScriptMaker = Callable[[str, dict[str, Any]], Script]
+"""Makes the script of the reply with that id, of what its format has to know."""
 
 
-def rebuild(journal: Journal, now: float) -> Recording:
+def rebuild(journal: Journal, now: float, scripts: Mapping[str, ScriptMaker]) -> Recording:
     """The recording as far as it was written down; its texts are not there yet.
+
+    Args:
+        scripts: by kind.
 
     Raises:
         CorruptJournal: if it cannot be read.
@@ -85,11 +85,14 @@ def rebuild(journal: Journal, now: float) -> Recording:
         raise CorruptJournal(f"{error.error_count()} fields are wrong") from None
     if header.request.request_id != journal.stream_id:
         raise CorruptJournal("it is another stream's")
+    if header.kind not in scripts:
+        raise CorruptJournal(f"nobody knows the kind {header.kind!r}")
     recording = Recording(
         replace(header.request, arrival_s=now, output_token_ids=journal.token_ids),
         kind=header.kind,
         about=header.about,
         created=header.created,
+        script=scripts[header.kind](header.request.request_id, header.about),
         detachable=header.detachable,
         journalled=True,
         max_detached_s=header.max_detached_s,

@@ -1,14 +1,14 @@
 """A recorded reply: its events have numbers, and any connection can follow it from any of them.
 
-The events are a pure function of the output tokens: some that open the reply, one for each token that brought text,
-some that close it. So a server that makes the same tokens again makes the same events under the same numbers, and
+The events are a pure function of the output tokens: some that open the reply, those that its texts come to, some that
+close it. So a server that makes the same tokens again makes the same events under the same numbers, and
 what has to be written down of a stream is its tokens.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -25,20 +25,30 @@ _EVENT_BYTES = 64
 """What an event takes beside its text."""
 
 
+class Script(Protocol):
+    """What the texts of one reply come to, whoever reads it: plain objects, of which its Format makes events."""
+
+    def feed(self, text: str) -> Sequence[object]: ...
+
+    def finish(self, reason: FinishReason) -> Sequence[object]:
+        """What is left to say when no more text comes."""
+
+
 class Format(Protocol):
     """The events of one kind of reply, on the wire."""
 
     num_opening: int
-    """Events before the first text; they have the numbers from 0 on."""
+    """Events before the first that a text came to; they have the numbers from 0 on."""
     tail: bytes
     """What ends every connection, without a number."""
 
     def opening(self, recording: Recording) -> list[bytes]: ...
 
-    def text(self, number: int, text: str) -> bytes: ...
+    def event(self, number: int, event: Any) -> bytes:
+        """One that the recording's Script made."""
 
     def closing(self, recording: Recording, first: int) -> list[bytes]:
-        """The events after the last text, numbered from `first`."""
+        """The events after those of the texts, numbered from `first`."""
 
     def fault(self, recording: Recording, error: ApiError, number: int) -> list[bytes]:
         """What is said instead of `closing` if the reply cannot be finished."""
@@ -59,13 +69,14 @@ class Recording(Generation):
         kind: str,
         about: dict[str, Any],
         created: int,
+        script: Script,
         detachable: bool,
         journalled: bool,
         max_detached_s: float | None = None,
     ) -> None:
         """
         Args:
-            kind: whose format it has, "chat" say.
+            kind: whose format and script it has, "chat" say.
             about: what that format has to know; JSON, for it goes into the journal.
             created: in seconds since 1970.
             detachable: it goes on when nobody reads it.
@@ -96,7 +107,12 @@ class Recording(Generation):
         self.on_news: Callable[[Recording], None] = _ignore
         """Called when there is something to write down."""
         self.num_dropped = 0
-        self._texts: deque[str] = deque()
+        self._script = script
+        self._events: deque[object] = deque()
+        self._sizes: deque[int] = deque()
+        """Bytes that each event takes, about."""
+        self._num_held = 0
+        """Characters that came since the last event."""
         self._num_bytes = 0
         self._readers: dict[Reader, None] = {}
 
@@ -122,9 +138,18 @@ class Recording(Generation):
         return self.journalled and self.error is not None and self.error.code in INTERRUPTED
 
     @property
-    def num_texts(self) -> int:
-        """Events with text that there were, forgotten ones included."""
-        return self.num_dropped + len(self._texts)
+    def reason(self) -> FinishReason:
+        """Why it ended, once it has."""
+        if self.cancelled:
+            return FinishReason.CANCELLED
+        if self.error is not None or self.finish_reason is None:
+            return FinishReason.FAILED
+        return self.finish_reason
+
+    @property
+    def num_events(self) -> int:
+        """Events that its texts came to, forgotten ones included."""
+        return self.num_dropped + len(self._events)
 
     @property
     def num_bytes(self) -> int:
@@ -132,30 +157,40 @@ class Recording(Generation):
         return self._num_bytes + 36 * (len(self.token_ids) + self.num_prompt_tokens)
 
     @property
-    def text(self) -> str:
-        """All of it so far.
+    def events(self) -> list[Any]:
+        """All that its texts came to so far.
 
         Raises:
-            ApiError: 410, if its beginning is forgotten.
+            ApiError: 410, if the beginning is forgotten.
         """
         if self.num_dropped:
             raise gone(f"The beginning of '{self.id}' is no longer kept.", "position_expired")
-        return "".join(self._texts)
+        return list(self._events)
 
-    @property
-    def texts(self) -> list[str]:
-        return list(self._texts)
-
-    def texts_from(self, number: int) -> list[str]:
-        """The texts from the `number`-th on, counted from 0, forgotten ones included."""
-        return list(islice(self._texts, max(0, number - self.num_dropped), None))
+    def events_from(self, number: int) -> list[Any]:
+        """Those from the `number`-th on, counted from 0, forgotten ones included."""
+        return list(islice(self._events, max(0, number - self.num_dropped), None))
 
     def add_text(self, text: str) -> None:
-        self._texts.append(text)
-        self._num_bytes += len(text) + _EVENT_BYTES
-        while self._num_bytes > MAX_TEXT_BYTES:
-            self._num_bytes -= len(self._texts.popleft()) + _EVENT_BYTES
-            self.num_dropped += 1
+        self._num_held += len(text)
+        self._add(self._script.feed(text))
+
+    def close(self) -> None:
+        """Adds what is left to say; no text comes any more."""
+        self._add(self._script.finish(self.reason))
+
+    def _add(self, events: Iterable[object]) -> None:
+        for event in events:
+            self._events.append(event)
+            self._sizes.append(self._num_held + _EVENT_BYTES)
+            self._num_bytes += self._sizes[-1]
+            self._num_held = 0
+            while self._num_bytes > MAX_TEXT_BYTES:
+                self._events.popleft()
+                self._num_bytes -= self._sizes.popleft()
+                self.num_dropped += 1
+            for reader in self._readers:
+                reader.tell(event)
 
     def replay(self, texts: Iterable[str], reason: FinishReason | None) -> None:
         """What its known tokens brought, and why they ended, if they did."""
@@ -173,8 +208,6 @@ class Recording(Generation):
         self.token_ids += output.token_ids
         if output.text:
             self.add_text(output.text)
-            for reader in self._readers:
-                reader.tell(output.text)
         self.finish_reason = output.finish_reason
         self.on_news(self)
 
@@ -240,12 +273,12 @@ class Reader:
         self._said_all = False
         self._check_position()
 
-    def tell(self, text: str) -> None:
-        """There is one more text; it is the recording's last."""
-        number = self._format.num_opening + self.recording.num_texts - 1
+    def tell(self, event: object) -> None:
+        """There is one more event; it is the recording's last."""
+        number = self._format.num_opening + self.recording.num_events - 1
         is_next = self.position == number - 1 and self.connection.waits
         if is_next and self.connection.is_writable():
-            self.connection.send_now(self._format.text(number, text))
+            self.connection.send_now(self._format.event(number, event))
             self.position = number
         else:
             self.connection.wake()
@@ -264,9 +297,9 @@ class Reader:
     def _has_news(self) -> bool:
         if self.recording.settled:
             return True
-        # How a reply opens is told with its first text, or when the client has waited for long enough.
+        # How a reply opens is told with its first token, or when the client has waited for long enough.
         is_open = self.recording.started or self.connection.committed
-        return is_open and self.position + 1 < self._format.num_opening + self.recording.num_texts
+        return is_open and self.position + 1 < self._format.num_opening + self.recording.num_events
 
     def take(self) -> list[bytes]:
         """The frames of all events that the client does not have."""
@@ -278,9 +311,9 @@ class Reader:
             frames += format.opening(recording)[self.position + 1 :]
             self.position = format.num_opening - 1
         self._check_position()
-        for text in recording.texts_from(self.position + 1 - format.num_opening):
+        for event in recording.events_from(self.position + 1 - format.num_opening):
             self.position += 1
-            frames.append(format.text(self.position, text))
+            frames.append(format.event(self.position, event))
         if recording.settled:
             frames += [*self._closing(), format.tail]
             self._said_all = True
@@ -292,7 +325,7 @@ class Reader:
         return [*self._format.fault(self.recording, error, self.position + 1), self._format.tail]
 
     def _closing(self) -> list[bytes]:
-        recording, first = self.recording, self._format.num_opening + self.recording.num_texts
+        recording, first = self.recording, self._format.num_opening + self.recording.num_events
         if recording.error is None:
             frames = self._format.closing(recording, first)
         else:

@@ -16,7 +16,7 @@ from gateway.dispatch import Dispatch
 from gateway.http.background import every, meanwhile
 from gateway.http.errors import ApiError, internal
 from gateway.http.off_loop import off_loop
-from gateway.sessions.recordings.journal import CorruptJournal, end_of, header_of, rebuild
+from gateway.sessions.recordings.journal import CorruptJournal, ScriptMaker, end_of, header_of, rebuild
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import Durable, Journal, JournalChange, Store, StoreUnavailable
 from gateway.wire.frames import timings_of
@@ -77,6 +77,8 @@ class Recordings:
         self.keeping = keeping or Keeping()
         self.on_end: dict[str, EndHook] = {}
         """By kind: what is to be done before the client is told that its reply is complete."""
+        self.scripts: dict[str, ScriptMaker] = {}
+        """By kind."""
         self.on_resume: Callable[[], None] = _nothing
         self._all: dict[str, Recording] = {}
         self._written: dict[str, int] = {}
@@ -118,6 +120,7 @@ class Recordings:
             kind=kind,
             about=about,
             created=created,
+            script=self.scripts[kind](request.request_id, about),
             detachable=detachable,
             journalled=journalled and self._journals is not None,
             max_detached_s=max_detached_s,
@@ -211,6 +214,8 @@ class Recordings:
         self._dirty[recording.id] = None
         if recording.ended and recording.ended_s is None:
             recording.ended_s = self._clock()
+            if not recording.is_interrupted:
+                recording.close()
             task = asyncio.get_running_loop().create_task(self._settle(recording))
             self._settling[recording.id] = task
             task.add_done_callback(lambda _: self._settling.pop(recording.id))
@@ -357,6 +362,7 @@ class Recordings:
         if recording is not None and recording.id not in self._all:
             recording.ended_s = self._clock()
             recording.settled = True
+            recording.close()
             self._all[recording.id] = recording
 
     async def _load(self, journal: Journal) -> Recording | None:
@@ -369,7 +375,7 @@ class Recordings:
             return None
 
     def _replayed(self, journal: Journal) -> Recording:
-        recording = rebuild(journal, self._clock())
+        recording = rebuild(journal, self._clock(), self.scripts)
         texts, reason = self._replayer.replay(
             recording.request, journal.token_ids, self._dispatch.context_length
         )

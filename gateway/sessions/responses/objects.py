@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NotRequired
+from dataclasses import asdict
+from typing import Annotated, Any, Literal, NotRequired
 
+from pydantic import Field
 from typing_extensions import TypedDict
 
 from engine.planning.request import FinishReason
 from gateway.http.errors import ApiError, invalid
 from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses.schemas import InputMessage, PageQuery, ResponseBody, TextConfig
+from gateway.sessions.responses.schemas import (
+    AllowedTools,
+    InputCall,
+    InputCallOutput,
+    InputItem,
+    InputMessage,
+    NamedTool,
+    PageQuery,
+    ResponseBody,
+    TextConfig,
+    TextPart,
+)
 from gateway.sessions.responses.threads import Message
+from gateway.wire.conversation import as_call
 from gateway.wire.frames import usage_of
+from gateway.wire.parsing import Call
+from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.sampling import tier_of
+from gateway.wire.schemas import StrictBody
+from gateway.wire.tools.use import ToolUse, tool_use
 from priority.lanes import Lane
 
 JsonObject = dict[str, Any]
+
+ITEM_DONE = "response.output_item.done"
 
 
 class Part(TypedDict):
@@ -29,14 +49,53 @@ class Part(TypedDict):
     logprobs: NotRequired[list[object]]
 
 
-class Item(TypedDict):
+class MessageItem(TypedDict):
     """A message, as the API lists it."""
 
     id: str
-    type: str
+    type: Literal["message"]
     status: str
     role: str
     content: list[Part]
+
+
+class CallItem(TypedDict):
+    """A call of a tool."""
+
+    id: str
+    type: Literal["function_call"]
+    status: str
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutputItem(TypedDict):
+    """What a tool came to."""
+
+    id: str
+    type: Literal["function_call_output"]
+    status: str
+    call_id: str
+    output: str
+
+
+class ReasoningPart(TypedDict):
+    type: str
+    text: str
+
+
+class ReasoningItem(TypedDict):
+    """What the model said to itself."""
+
+    id: str
+    type: Literal["reasoning"]
+    status: str
+    summary: list[ReasoningPart]
+    content: list[ReasoningPart]
+
+
+Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
 
 
 def new_id(prefix: str) -> str:
@@ -46,21 +105,36 @@ def new_id(prefix: str) -> str:
 # Items
 
 
-def input_items(body_input: str | list[InputMessage]) -> list[Item]:
-    """What a client sent, as the API lists it: every item has an id, every text is a part."""
+def input_items(body_input: str | Sequence[InputItem]) -> list[Item]:
+    """What a client sent, as the API lists it: every item has an id, every text of a message is a part."""
     if isinstance(body_input, str):
-        return [_item(new_id("msg"), "user", [body_input], "completed")]
-    return [
-        _item(item.id or new_id("msg"), item.role, _texts(item), item.status or "completed")
-        for item in body_input
-    ]
+        return [message_item(new_id("msg"), "user", [body_input], "completed")]
+    return list(map(_listed, body_input))
 
 
-def _texts(item: InputMessage) -> list[str]:
-    return [item.content] if isinstance(item.content, str) else [part["text"] for part in item.content]
+def _listed(item: InputItem) -> Item:
+    status = item.status or "completed"
+    if isinstance(item, InputMessage):
+        return message_item(item.id or new_id("msg"), item.role, _texts(item.content), status)
+    if isinstance(item, InputCall):
+        return call_item(item.id or new_id("fc"), Call(item.call_id, item.name, item.arguments), status)
+    if isinstance(item, InputCallOutput):
+        return {
+            "id": item.id or new_id("fco"),
+            "type": "function_call_output",
+            "status": status,
+            "call_id": item.call_id,
+            "output": "\n".join(_texts(item.output)),
+        }
+    texts = [part["text"] for part in item.content or ()]
+    return reasoning_item(item.id or new_id("rs"), texts, status)
 
 
-def _item(item_id: str, role: str, texts: Sequence[str], status: str) -> Item:
+def _texts(content: str | Sequence[TextPart]) -> list[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def message_item(item_id: str, role: str, texts: Sequence[str], status: str) -> MessageItem:
     part = text_part if role == "assistant" else _input_part
     return {
         "id": item_id,
@@ -71,21 +145,89 @@ def _item(item_id: str, role: str, texts: Sequence[str], status: str) -> Item:
     }
 
 
+def call_item(item_id: str, call: Call, status: str) -> CallItem:
+    return {
+        "id": item_id,
+        "type": "function_call",
+        "status": status,
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+    }
+
+
+def reasoning_item(item_id: str, texts: Sequence[str], status: str) -> ReasoningItem:
+    return {
+        "id": item_id,
+        "type": "reasoning",
+        "status": status,
+        "summary": [],
+        "content": [reasoning_part(text) for text in texts],
+    }
+
+
 def text_part(text: str) -> Part:
     """A part that the model said."""
     return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
+
+
+def reasoning_part(text: str) -> ReasoningPart:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _input_part(text: str) -> Part:
     return {"type": "input_text", "text": text}
 
 
+def texts_of(item: Item) -> list[str]:
+    """All that is said in it."""
+    if item["type"] == "function_call":
+        return [item["arguments"]]
+    if item["type"] == "function_call_output":
+        return [item["output"]]
+    return [part["text"] for part in item["content"]]
+
+
 def as_messages(items: Sequence[Item]) -> list[Message]:
-    """Items as chat templates know them: parts of text are joined."""
-    return [
-        {"role": item["role"], "content": "\n".join(part["text"] for part in item["content"])}
-        for item in items
+    """Items as chat templates know them: parts of text are joined, an assistant's message has reasoning and calls."""
+    messages: list[Message] = []
+    for item in items:
+        said = "\n".join(texts_of(item))
+        if item["type"] == "function_call_output":
+            messages.append({"role": "tool", "content": said, "tool_call_id": item["call_id"]})
+        elif item["type"] == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            call = as_call(item["call_id"], item["name"], item["arguments"])
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif item["type"] == "reasoning":
+            messages.append({"role": "assistant", "content": "", "reasoning_content": said})
+        elif item["role"] == "assistant" and messages and _only_reasons(messages[-1]):
+            messages[-1]["content"] = said
+        else:
+            messages.append({"role": item["role"], "content": said})
+    return messages
+
+
+def _only_reasons(message: Message) -> bool:
+    return "reasoning_content" in message and not message["content"] and "tool_calls" not in message
+
+
+def response_tools(body: ResponseBody) -> ToolUse:
+    """
+    Raises:
+        ApiError: 400, if the choice and the tools do not fit each other.
+    """
+    tools = [
+        {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
+        for tool in body.tools or ()
     ]
+    choice, one_call = body.tool_choice, body.parallel_tool_calls is False
+    if isinstance(choice, NamedTool):
+        return tool_use(tools, "required", [choice.name], one_call=True)
+    if isinstance(choice, AllowedTools):
+        return tool_use(tools, choice.mode, [tool.name for tool in choice.tools], one_call=one_call)
+    return tool_use(tools, choice or "auto", one_call=one_call)
 
 
 def page(items: Sequence[Mapping[str, Any]], query: PageQuery) -> JsonObject:
@@ -113,7 +255,9 @@ def page(items: Sequence[Mapping[str, Any]], query: PageQuery) -> JsonObject:
 # Responses
 
 
-def about(body: ResponseBody, lane: Lane, items: list[Item], history: Sequence[Message]) -> JsonObject:
+def about(
+    body: ResponseBody, lane: Lane, items: list[Item], history: Sequence[Message], reading: Reading = PLAIN
+) -> JsonObject:
     """What is written down with a recording, so that all of its objects can be made from it at any time.
 
     Args:
@@ -121,7 +265,7 @@ def about(body: ResponseBody, lane: Lane, items: list[Item], history: Sequence[M
         history: the messages before them, without the instructions of any turn.
     """
     return {
-        "item_id": new_id("msg"),
+        "reading": asdict(reading),
         "input": items,
         "history": list(history),
         "store": body.stored,
@@ -144,17 +288,27 @@ def _echo(body: ResponseBody, lane: Lane) -> JsonObject:
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None, "summary": None},
+        "reasoning": {
+            "effort": body.reasoning and body.reasoning.effort,
+            "summary": body.reasoning and body.reasoning.summary,
+        },
         "safety_identifier": body.safety_identifier,
         "service_tier": tier_of(lane),
         "store": body.stored,
+        "tool_choice": _plain(body.tool_choice) or "auto",
+        "tools": [_TOOL | tool for tool in body.tools or ()],
         "text": {"format": _format(body.text), "verbosity": "medium"},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": [],
         "top_logprobs": 0,
         "truncation": "disabled",
         "user": body.user,
     }
+
+
+_TOOL = {"description": None, "parameters": None, "strict": None}
+
+
+def _plain(choice: str | StrictBody | None) -> str | JsonObject | None:
+    return choice.model_dump() if isinstance(choice, StrictBody) else choice
 
 
 def _format(text: TextConfig | None) -> JsonObject:
@@ -197,7 +351,7 @@ def response(recording: Recording) -> JsonObject:
     found = beginning(recording, status)
     if status in ("queued", "in_progress"):
         return found
-    found["output"] = _output(recording, status)
+    found["output"] = output_items(recording)
     if status == "failed":
         return found | {"error": _error(recording.error)}
     found["usage"] = _usage(recording)
@@ -206,17 +360,9 @@ def response(recording: Recording) -> JsonObject:
     return found if recording.timings_json is None else found | {"timings": recording.timings_json}
 
 
-def output_item(recording: Recording, status: str, texts: Sequence[str]) -> Item:
-    """The one message of a response; it is complete only if the response is."""
-    item_status = status if status in ("in_progress", "completed") else "incomplete"
-    return _item(recording.about["item_id"], "assistant", texts, item_status)
-
-
-def _output(recording: Recording, status: str) -> list[Item]:
-    """Nothing, if it ended before its time and before anything was said."""
-    if not recording.num_texts and status in ("failed", "cancelled"):
-        return []
-    return [output_item(recording, status, [recording.text])]
+def output_items(recording: Recording) -> list[Item]:
+    """What came of it, once it has ended."""
+    return [event.fields["item"] for event in recording.events if event.kind == ITEM_DONE]
 
 
 def _error(error: ApiError | None) -> JsonObject:

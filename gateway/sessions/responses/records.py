@@ -6,8 +6,15 @@ from dataclasses import dataclass
 
 from gateway.http.errors import unavailable
 from gateway.sessions.recordings.recording import Recording
-from gateway.sessions.responses.objects import Item, JsonObject, as_messages, response, status_of
-from gateway.sessions.responses.threads import Thread
+from gateway.sessions.responses.objects import (
+    Item,
+    JsonObject,
+    as_messages,
+    output_items,
+    response,
+    status_of,
+)
+from gateway.sessions.responses.threads import Thread, num_chars
 from gateway.store.interface import Store, StoreUnavailable
 from gateway.store.packing import TOKEN_BYTES
 from gateway.store.records import Records
@@ -30,7 +37,7 @@ class Record:
 def _num_bytes(record: Record) -> int:
     """Its thread has all of its texts, and more."""
     thread = record.thread or Thread()
-    return TOKEN_BYTES * len(thread.token_ids) + sum(len(message["content"]) for message in thread.messages)
+    return TOKEN_BYTES * len(thread.token_ids) + sum(map(num_chars, thread.messages))
 
 
 RECORDS = Records(KIND, Record, KEPT_S, _num_bytes)
@@ -50,8 +57,8 @@ def continued(recording: Recording) -> Thread | None:
     if status_of(recording) not in ("completed", "incomplete"):
         return None
     messages = [*recording.about["history"], *as_messages(recording.about["input"])]
-    prompt = recording.request.prompt_token_ids
-    return Thread().answered(messages, prompt, recording.token_ids, recording.text)
+    answer = as_messages(output_items(recording))
+    return Thread((*messages, *answer), (*recording.request.prompt_token_ids, *recording.token_ids))
 
 
 async def keep(store: Store, recording: Recording) -> None:

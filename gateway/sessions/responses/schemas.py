@@ -5,14 +5,27 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Annotated, ClassVar, Literal, NotRequired
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, Field, with_config
+from pydantic import BeforeValidator, Discriminator, Field, Tag, with_config
 from typing_extensions import TypedDict
 
 from gateway.http.errors import ApiError, invalid, unsupported
 from gateway.http.limits import Limits
-from gateway.wire.schemas import STRICT, Many, Sampled, Schema, StrictBody, check_counts, validated
+from gateway.wire.schemas import (
+    HINTS,
+    OPEN,
+    STRICT,
+    Many,
+    Sampled,
+    Schema,
+    StrictBody,
+    ToolName,
+    check_counts,
+    known_tools,
+    unsupported_value,
+    validated,
+)
 from gateway.wire.structured import ANY_OBJECT, Form, missing, schema_grammar
 
 MAX_METADATA_KEY_CHARS = 64
@@ -36,19 +49,18 @@ Includable = Literal[
 ]
 
 
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+"""What the ids of each kind of item begin with."""
+ITEM_PREFIXES = tuple(_PREFIXES.values())
+
+
 def _known_items(items: object) -> object:
     """Clients are told which kind of item it is that this server does not know."""
     for i, item in enumerate(items if isinstance(items, list) else ()):
         kind = item.get("type") if isinstance(item, dict) else None
-        if isinstance(kind, str) and kind != "message":
-            raise _unsupported_value(f"input[{i}].type", kind)
+        if isinstance(kind, str) and kind not in _PREFIXES:
+            raise unsupported_value(f"input[{i}].type", kind)
     return items
-
-
-def _unsupported_value(param: str, value: object) -> ApiError:
-    shown = f" '{value}'" if isinstance(value, str) and len(value) <= 64 and value.isprintable() else ""
-    message = f"The value{shown} of '{param}' is not supported by this server."
-    return invalid(message, param, "unsupported_value")
 
 
 # There may be thousands of them: each is a plain dict.
@@ -70,6 +82,94 @@ class InputMessage(StrictBody):
     id: str | None = None
     status: ItemStatus | None = None
     phase: Literal["commentary", "final_answer"] | None = None
+
+
+class InputCall(StrictBody):
+    """A call of a tool that a response made, given back."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: ItemStatus | None = None
+
+
+class InputCallOutput(StrictBody):
+    """What a tool came to."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | Many[TextPart]
+    id: str | None = None
+    status: ItemStatus | None = None
+
+
+@with_config(STRICT)
+class SummaryText(TypedDict):
+    type: Literal["summary_text"]
+    text: str
+
+
+@with_config(STRICT)
+class ReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(StrictBody):
+    """What a response reasoned, given back."""
+
+    type: Literal["reasoning"]
+    summary: Many[SummaryText] = Field(default_factory=list)
+    content: Many[ReasoningText] | None = None
+    encrypted_content: str | None = None
+    id: str | None = None
+    status: ItemStatus | None = None
+
+
+def _kind(item: object) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return str(kind or "message")
+
+
+# The tags are capitalised: the path of a field does not show them.
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("Message")]
+    | Annotated[InputCall, Tag("Call")]
+    | Annotated[InputCallOutput, Tag("Output")]
+    | Annotated[InputReasoning, Tag("Reasoning")],
+    Discriminator(lambda item: _TAGS.get(_kind(item), "Message")),
+]
+_TAGS = {"function_call": "Call", "function_call_output": "Output", "reasoning": "Reasoning"}
+InputItems = Annotated[Many[InputItem], BeforeValidator(_known_items)]
+
+
+@with_config(OPEN)
+class FunctionTool(TypedDict):
+    type: Literal["function"]
+    name: ToolName
+    description: NotRequired[str | None]
+    parameters: NotRequired[dict[str, Any] | None]
+    strict: NotRequired[bool | None]
+
+
+class NamedTool(StrictBody):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(StrictBody):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Many[NamedTool]
+
+
+class ReasoningConfig(StrictBody):
+    effort: Annotated[str, Field(max_length=32)] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Taken: what is told is the reasoning itself."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class TextFormat(StrictBody):
@@ -108,22 +208,26 @@ class ResponseBody(Sampled):
             "n",
             "prompt",
             "prompt_cache_options",
-            "reasoning",
         }
     )
     MOST: ClassVar[Mapping[str, str | int]] = {
         **Sampled.MOST,
         "input": "max_messages",
         "input[].content": "max_content_parts",
+        "input[].output": "max_content_parts",
+        "input[].summary": "max_content_parts",
+        "tools": "max_tools",
+        "chat_template_kwargs": "max_template_variables",
     }
+    IGNORED = HINTS | {"prompt_cache_retention"}
 
-    input: Annotated[str | Annotated[Many[InputMessage], Field(min_length=1)], BeforeValidator(_known_items)]
+    input: str | Annotated[InputItems, Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     previous_response_id: str | None = None
     conversation: Annotated[str, BeforeValidator(_its_id)] | None = None
     background: bool | None = None
-    store: bool | None = None  # type: ignore[assignment]
+    store: bool | None = None
 
     # Kept with the response, which must be text that can be written down.
     metadata: dict[str, str] | None = None
@@ -136,8 +240,10 @@ class ResponseBody(Sampled):
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    tool_choice: object = None
-    tools: list[object] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedTools | None = None
+    tools: Annotated[Many[FunctionTool], BeforeValidator(known_tools)] | None = None
+    reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
 
@@ -158,14 +264,10 @@ def check_response(body: ResponseBody, limits: Limits) -> None:
 
 
 def _check_unsupported(body: ResponseBody) -> None:
-    if body.tools:
-        raise unsupported("tools")
     if body.top_logprobs:
         raise unsupported("top_logprobs")
-    if body.tool_choice not in (None, "auto", "none"):
-        raise _unsupported_value("tool_choice", body.tool_choice)
     if body.truncation == "auto":
-        raise _unsupported_value("truncation", body.truncation)
+        raise unsupported_value("truncation", body.truncation)
     if body.stream_options is not None and body.stream_options.include_usage is not None:
         raise unsupported("stream_options.include_usage")
 
@@ -211,14 +313,14 @@ def _check_state(body: ResponseBody) -> None:
         check_id("conversation", body.conversation, "conv")
 
 
-def check_items(items: list[InputMessage], field: str = "input") -> None:
+def check_items(items: list[InputItem], field: str = "input") -> None:
     """Raises 400 for parts that their role does not have, and for ids that are none or are there twice."""
     seen: set[str] = set()
     for i, item in enumerate(items):
-        if not isinstance(item.content, str):
+        if isinstance(item, InputMessage) and not isinstance(item.content, str):
             _check_parts(f"{field}[{i}].content", item.role, item.content)
         if item.id is not None:
-            check_id(f"{field}[{i}].id", item.id, "msg")
+            check_id(f"{field}[{i}].id", item.id, _PREFIXES[_kind(item)])
             if item.id in seen:
                 raise invalid(f"'{item.id}' is the id of another item, too.", f"{field}[{i}].id")
             seen.add(item.id)
@@ -231,18 +333,19 @@ def _check_parts(field: str, role: str, parts: list[TextPart]) -> None:
             raise invalid(message, f"{field}[{i}].type")
 
 
-def id_pattern(prefix: str) -> str:
-    """What this server's ids with that prefix look like."""
-    return f"^{prefix}_[A-Za-z0-9]{{1,64}}$"
+def id_pattern(*prefixes: str) -> str:
+    """What this server's ids with one of these prefixes look like."""
+    return f"^({'|'.join(prefixes)})_[A-Za-z0-9]{{1,64}}$"
 
 
-def check_id(param: str, value: str, prefix: str) -> str:
+def check_id(param: str, value: str, *prefixes: str) -> str:
     """
     Raises:
-        ApiError: 400, if it cannot be one of this server's ids with that prefix.
+        ApiError: 400, if it cannot be one of this server's ids with one of these prefixes.
     """
-    if not re.fullmatch(id_pattern(prefix), value):
-        raise invalid(f"Invalid '{param}': expected an id that begins with '{prefix}_'.", param)
+    if not re.fullmatch(id_pattern(*prefixes), value):
+        begins = " or ".join(f"'{prefix}_'" for prefix in prefixes)
+        raise invalid(f"Invalid '{param}': expected an id that begins with {begins}.", param)
     return value
 
 

@@ -7,14 +7,25 @@ prompt takes them over wherever they say what the chat template wants said there
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NotRequired
+
+import orjson
+from typing_extensions import TypedDict
 
 from gateway.store.packing import Tokens
 from gateway.wire.prompts import Prompts, Tokenizer
 
-Message = dict[str, str]
-"""As chat templates know it: role, content, maybe name."""
+
+class Message(TypedDict):
+    """As chat templates know it."""
+
+    role: str
+    content: str
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,31 +41,34 @@ class Thread:
     token_ids: Tokens = ()
     """Prompt and output of the last answer; empty if nothing was generated yet."""
 
-    def answered(
-        self,
-        messages: Sequence[Message],
-        prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int],
-        text: str,
-    ) -> Thread:
-        """The thread after `messages` were added and the model answered with `text`."""
-        answer = {"role": "assistant", "content": text}
-        return Thread((*self.messages, *messages, answer), (*prompt_token_ids, *output_token_ids))
+
+def num_chars(message: Message) -> int:
+    """About as many as its text takes."""
+    calls = len(orjson.dumps(message["tool_calls"])) if "tool_calls" in message else 0
+    return len(message["content"]) + len(message.get("reasoning_content", "")) + calls
 
 
 def extend(
-    prompts: Prompts, thread: Thread, new_messages: Sequence[Message], *, instructions: str | None = None
+    prompts: Prompts,
+    thread: Thread,
+    new_messages: Sequence[Message],
+    *,
+    instructions: str | None = None,
+    tools: Sequence[dict[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """The prompt for a thread and what is new, with as many of the thread's own tokens as possible.
 
     Args:
         instructions: a system message to go before all others, in this turn only.
+        tools: those that the model is told of.
+        variables: what else the chat template may read.
 
     Raises:
         ApiError: 400, if there is no chat template or it does not take these messages.
     """
-    head = [] if instructions is None else [{"role": "system", "content": instructions}]
-    wanted = prompts.chat([*head, *thread.messages, *new_messages])
+    head: list[Message] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    wanted = prompts.chat([*head, *thread.messages, *new_messages], tools=tools, variables=variables)
     # A thread can be older than the model that is served now.
     is_ours = max(thread.token_ids, default=0) < prompts.tokenizer.vocab_size
     return splice(prompts.tokenizer, list(thread.token_ids), wanted) if is_ours else wanted

@@ -10,6 +10,7 @@ from typing import Any
 from gateway.wire.tools.scanning import FormatParser, Malformed, Steps, num_begun, string_of
 
 _TYPES_OF_JSON = frozenset({"integer", "number", "boolean", "object", "array", "null"})
+_MOST_REFERENCES = 8
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _ENDS = ("</parameter>", "<parameter=", "</function>", "</tool_call>")
 
@@ -47,7 +48,7 @@ class Qwen3Coder(FormatParser):
                 key, end = yield from self._name(len("<parameter="))
                 self.consume(end)
                 self.argue(f"{opening}{encode_basestring(key)}: ")
-                yield from self._value(_schema_of(self._tools.schemas.get(name), key))
+                yield from self._value(property_schema(self._tools.schemas.get(name), key))
                 opening = ", "
         finally:
             self.argue("}" if opening == ", " else "{}")
@@ -70,7 +71,7 @@ class Qwen3Coder(FormatParser):
 
     def _value(self, schema: Any) -> Steps:
         """Passes on one argument, up to its end tag or what stands in its place."""
-        is_text = not _is_json(schema)
+        is_text = not is_json(schema)
         if (yield from self.ahead("\n")):
             self.consume(1)
         kept = ""
@@ -106,12 +107,24 @@ class Qwen3Coder(FormatParser):
         return end - (self._text[:end].endswith("\n")), False
 
 
-def _schema_of(schema: Any, key: str) -> Any:
+def property_schema(schema: Any, key: str) -> Any:
+    """What the schema of an object says of one of its members; references within it are followed."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
-    return properties.get(key) if isinstance(properties, dict) else None
+    found = properties.get(key) if isinstance(properties, dict) else None
+    for _ in range(_MOST_REFERENCES):
+        if not isinstance(found, dict) or "$ref" not in found:
+            break
+        found = _referred(schema, found["$ref"])
+    return found
 
 
-def _is_json(schema: Any) -> bool:
+def _referred(schema: Any, reference: object) -> Any:
+    for name in str(reference).removeprefix("#/").split("/"):
+        schema = schema.get(name) if isinstance(schema, dict) else None
+    return schema
+
+
+def is_json(schema: Any) -> bool:
     """Whether values of this schema are written as JSON; a string stands as it is."""
     kinds = _kinds(schema)
     return "string" not in kinds and not _TYPES_OF_JSON.isdisjoint(kinds)

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.wire.conversation import as_dict
 from gateway.wire.prompts import Prompts
-from gateway.wire.schemas import Message, as_dict
+from gateway.wire.schemas import Message
 from tests.gateway.desk import MODEL, SPECIAL, TEMPLATE, Desk, client, make_tokenizer
 
 TOKENIZER = make_tokenizer()

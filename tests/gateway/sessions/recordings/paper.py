@@ -6,8 +6,9 @@ from typing import Any, cast
 
 from engine.planning.request import FinishReason, Output, Request, SamplingParams
 from gateway.http.connections import Connection, Timeouts
-from gateway.sessions.recordings.chat import ChatFormat, about
+from gateway.sessions.recordings.chat import ChatFormat, about, script
 from gateway.sessions.recordings.recording import Reader, Recording
+from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.shapes import Head
 from tests.gateway.desk import make_timings, make_tokenizer
 
@@ -20,13 +21,17 @@ def make_request(request_id: str = "chatcmpl-1", **fields: Any) -> Request:
     )
 
 
-def make_recording(request: Request | None = None, *, include_usage: bool = False) -> Recording:
+def make_recording(
+    request: Request | None = None, *, include_usage: bool = False, reading: Reading = PLAIN
+) -> Recording:
     head = Head(id="chatcmpl-1", created=7, model="paper", service_tier="default")
+    known = about(head, reading, stream=True, include_usage=include_usage)
     return Recording(
         request or make_request(),
         kind="chat",
-        about=about(head, stream=True, include_usage=include_usage),
+        about=known,
         created=7,
+        script=script("chatcmpl-1", known),
         detachable=True,
         journalled=True,
         max_detached_s=60.0,
@@ -41,6 +46,7 @@ def end(recording: Recording) -> None:
     timings = make_timings(recording.request)
     last = Output(request_id=recording.id, index=0, finish_reason=FinishReason.STOP, timings=timings)
     recording.push(last)
+    recording.close()
     recording.settled = True
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.http.errors import ApiError
+from gateway.wire.parsing import TextDelta
 from tests.gateway.sessions.recordings.paper import PaperReader, bring, end, make_recording
 
 texts = st.lists(st.sampled_from(["", "a", "é", "\n", '"', "long " * 9]), max_size=12)
@@ -32,7 +33,7 @@ def test_every_reader_gets_every_event_after_its_position_once(
     readers: list[tuple[int, PaperReader]] = []
     for text in brought:
         if data.draw(st.booleans(), label="a reader comes"):
-            position = data.draw(st.integers(-1, recording.num_texts), label="position")
+            position = data.draw(st.integers(-1, recording.num_events), label="position")
             readers.append((position, PaperReader(recording, position)))
         for _, reader in readers:
             reader.connection.writable = data.draw(st.booleans(), label="writable")
@@ -62,6 +63,7 @@ def test_what_replaying_brings_is_what_was_said() -> None:
         bring(recording, text)
     end(recording)
     again.replay(["a", "", "b", ""], recording.finish_reason)
+    again.close()
     again.timings_json = recording.timings_json
     again.settled = True
     first, second = PaperReader(recording), PaperReader(again)
@@ -93,7 +95,8 @@ def test_what_is_forgotten_is_the_oldest(number: int, kept: int) -> None:
         recording = make_recording()
         for i in range(number):
             bring(recording, chr(97 + i))
-    assert recording.num_texts == number
+    assert recording.num_events == number
     assert recording.num_dropped == max(0, number - kept)
-    assert recording.texts == [chr(97 + i) for i in range(recording.num_dropped, number)]
-    assert recording.texts_from(number - 1)[-1:] == recording.texts[-1:]
+    kept_events = [TextDelta(chr(97 + i)) for i in range(recording.num_dropped, number)]
+    assert recording.events_from(0) == kept_events
+    assert recording.events_from(number - 1) == kept_events[-1:]

@@ -16,7 +16,9 @@ from gateway.sessions.responses.events import ResponseFormat
 from gateway.sessions.responses.objects import about, input_items
 from gateway.sessions.responses.records import KIND
 from gateway.sessions.responses.schemas import ResponseBody, check_response
+from gateway.sessions.responses.script import script
 from gateway.wire.frames import timings_of
+from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.schemas import read
 from priority.lanes import Lane
 from tests.gateway.desk import MODEL, make_timings
@@ -31,7 +33,7 @@ def body_of(body_input: Any = "Hi", **fields: Any) -> ResponseBody:
     return body
 
 
-def recording_of(body_input: Any = "Hi", **fields: Any) -> Recording:
+def recording_of(body_input: Any = "Hi", *, reading: Reading = PLAIN, **fields: Any) -> Recording:
     """A response that was just asked for. Call it on an event loop, or see that nothing ends it."""
     body = body_of(body_input, **fields)
     request = Request(
@@ -42,11 +44,13 @@ def recording_of(body_input: Any = "Hi", **fields: Any) -> Recording:
         lane=Lane.STANDARD,
         tenant="default",
     )
+    known = about(body, Lane.STANDARD, input_items(body.input), [], reading)
     return Recording(
         request,
         kind=KIND,
-        about=about(body, Lane.STANDARD, input_items(body.input), []),
+        about=known,
         created=1_700_000_000,
+        script=script(request.request_id, known),
         detachable=bool(body.background),
         journalled=bool(body.background),
     )
@@ -64,11 +68,14 @@ def finish(
     timings = make_timings(recording.request)
     recording.push(_output(recording, text, token_id, finish_reason=reason, timings=timings))
     recording.timings_json = timings_of(recording)
+    recording.close()
 
 
 def fail(recording: Recording, code: str = "internal_error", **fields: Any) -> ApiError:
     error = ApiError(500, "It broke.", type="server_error", code=code, **fields)
     recording.fail(error)
+    if not recording.is_interrupted:
+        recording.close()
     return error
 
 
@@ -83,9 +90,9 @@ def _output(recording: Recording, text: str, token_id: int, **fields: Any) -> Ou
 
 def frames_of(recording: Recording) -> list[bytes]:
     """All events of a response, as a client is sent them."""
-    form = ResponseFormat(recording)
-    texts = [form.text(form.num_opening + k, text) for k, text in enumerate(recording.texts)]
-    frames = [*form.opening(recording), *texts]
+    form = ResponseFormat()
+    events = [form.event(form.num_opening + k, event) for k, event in enumerate(recording.events)]
+    frames = [*form.opening(recording), *events]
     if recording.error is not None:
         return [*frames, *form.fault(recording, recording.error, len(frames))]
     return [*frames, *form.closing(recording, len(frames))]

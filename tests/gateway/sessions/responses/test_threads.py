@@ -16,7 +16,7 @@ import app.demo
 from engine.planning.detokenizer import make_detokenizer
 from engine.planning.tokenizer import Tokenizer
 from gateway.http.errors import ApiError
-from gateway.sessions.responses.threads import Thread, extend, splice
+from gateway.sessions.responses.threads import Message, Thread, extend, splice
 from gateway.wire.prompts import Prompts
 from tests.engine.checkpoints import byte_level_tokenizer, metaspace_tokenizer
 from tests.gateway import desk
@@ -105,15 +105,20 @@ def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 
 
-def user(content: str) -> dict[str, str]:
+def user(content: str) -> Message:
     return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> Message:
+    return {"role": "assistant", "content": content}
 
 
 def turn(prompts: Prompts, thread: Thread, said: str, output: list[int], text: str | None = None) -> Thread:
     """A question, and the answer that the model gives with these tokens."""
     tokenizer: Any = prompts.tokenizer
     prompt = extend(prompts, thread, [user(said)])
-    return thread.answered([user(said)], prompt, output, text_of(tokenizer, output) if text is None else text)
+    answer = assistant(text_of(tokenizer, output) if text is None else text)
+    return Thread((*thread.messages, user(said), answer), (*prompt, *output))
 
 
 def spelt(prompts: Prompts, text: str) -> list[int]:
@@ -176,8 +181,8 @@ def test_what_a_sentencepiece_model_says_without_a_leading_space() -> None:
 def test_instructions_that_stay_keep_everything_and_others_nothing() -> None:
     prompts = prompts_of("bytes", "headers")
     prompt = extend(prompts, Thread(), [user("Hi")], instructions="Be brief.")
-    thread = Thread().answered([user("Hi")], prompt, special(prompts, "a") + special(prompts, "<|eot|>"), "a")
-    assert thread.messages == (user("Hi"), {"role": "assistant", "content": "a"})
+    output = special(prompts, "a") + special(prompts, "<|eot|>")
+    thread = Thread((user("Hi"), assistant("a")), (*prompt, *output))
     same = extend(prompts, thread, [user("more")], instructions="Be brief.")
     assert same[: len(thread.token_ids)] == list(thread.token_ids)
     other = [{"role": "system", "content": "Be long."}, *thread.messages, user("more")]

@@ -9,7 +9,8 @@ import pytest
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody, as_chat
-from gateway.wire.schemas import as_dict, read
+from gateway.wire.conversation import as_dict
+from gateway.wire.schemas import read
 
 LIMITS = Limits()
 

@@ -1,0 +1,150 @@
+"""What the text of a response comes to: items, one after the other, and the events that begin, fill and end each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any
+
+from engine.planning.request import FinishReason
+from gateway.sessions.responses.objects import (
+    ITEM_DONE,
+    Item,
+    JsonObject,
+    call_item,
+    message_item,
+    reasoning_item,
+    reasoning_part,
+    text_part,
+)
+from gateway.wire.parsing import ArgumentsDelta, Call, CallBegun, Piece, ReplyParser, TextDelta
+from gateway.wire.reading import Reading
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+@dataclass(frozen=True, slots=True)
+class ItemEvent:
+    """How an item begins or ends; all that the event says but its number."""
+
+    kind: str
+    fields: JsonObject
+
+
+@dataclass(frozen=True, slots=True)
+class ItemDelta:
+    """More of an item."""
+
+    kind: str
+    before: str
+    """What is the same in all such events of the item, as it is sent."""
+    text: str
+
+
+@dataclass(slots=True)
+class _Open:
+    """The item that is being made."""
+
+    kind: str
+    place: JsonObject
+    """Its id, and where it stands."""
+    delta: tuple[str, str]
+    """The kind of its deltas, and what they begin with."""
+    call: Call
+    """Its call, if it is one."""
+    texts: list[str] = field(default_factory=list)
+
+    def item(self, status: str) -> Item:
+        """What it is by now; nothing yet, while it is in progress."""
+        item_id, texts = self.place["item_id"], ["".join(self.texts)] if status != "in_progress" else []
+        if self.kind == "function_call":
+            return call_item(item_id, Call(self.call.id, self.call.name, "".join(self.texts)), status)
+        if self.kind == "reasoning":
+            return reasoning_item(item_id, texts, status)
+        return message_item(item_id, "assistant", texts, status)
+
+    def part(self, text: str) -> Any:
+        return reasoning_part(text) if self.kind == "reasoning" else text_part(text)
+
+
+class ResponseScript:
+    """A `gateway.sessions.recordings.recording.Script`.
+
+    Ids follow from the response's own and the place of the item: whoever makes the items again makes the same.
+    """
+
+    def __init__(self, response_id: str, parser: ReplyParser) -> None:
+        self._response_id = response_id
+        self._parser = parser
+        self._num_items = 0
+        self._open: _Open | None = None
+
+    def feed(self, text: str) -> list[ItemEvent | ItemDelta]:
+        return list(self._events(self._parser.feed(text)))
+
+    def finish(self, reason: FinishReason) -> list[ItemEvent | ItemDelta]:
+        events = list(self._events(self._parser.finish()))
+        if not self._num_items and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            events += self._begin("message")
+        return [*events, *self._end("completed" if reason is FinishReason.STOP else "incomplete")]
+
+    def _events(self, pieces: Iterable[Piece]) -> Iterator[ItemEvent | ItemDelta]:
+        for piece in pieces:
+            if isinstance(piece, CallBegun):
+                yield from self._end("completed")
+                yield from self._begin("function_call", Call(piece.id, piece.name))
+                continue
+            if not isinstance(piece, ArgumentsDelta):
+                kind = "message" if isinstance(piece, TextDelta) else "reasoning"
+                if self._open is None or self._open.kind != kind:
+                    yield from self._end("completed")
+                    yield from self._begin(kind)
+            assert self._open is not None
+            self._open.texts.append(piece.text)
+            yield ItemDelta(*self._open.delta, piece.text)
+
+    def _begin(self, kind: str, call: Call | None = None) -> Iterator[ItemEvent]:
+        place: JsonObject = {"item_id": self._id(kind), "output_index": self._num_items}
+        if kind != "function_call":
+            place["content_index"] = 0
+        self._num_items += 1
+        self._open = opened = _Open(kind, place, _delta(kind, place), call or Call("", ""))
+        item = opened.item("in_progress")
+        yield ItemEvent("response.output_item.added", {"output_index": place["output_index"], "item": item})
+        if kind != "function_call":
+            yield ItemEvent("response.content_part.added", {**place, "part": opened.part("")})
+
+    def _end(self, status: str) -> Iterator[ItemEvent]:
+        ended, self._open = self._open, None
+        if ended is None:
+            return
+        text, place = "".join(ended.texts), ended.place
+        if ended.kind == "function_call":
+            yield ItemEvent("response.function_call_arguments.done", {**place, "arguments": text})
+        else:
+            if ended.kind == "reasoning":
+                yield ItemEvent("response.reasoning_text.done", {**place, "text": text})
+            else:
+                yield ItemEvent("response.output_text.done", {**place, "text": text, "logprobs": []})
+            yield ItemEvent("response.content_part.done", {**place, "part": ended.part(text)})
+        yield ItemEvent(ITEM_DONE, {"output_index": place["output_index"], "item": ended.item(status)})
+
+    def _id(self, kind: str) -> str:
+        digest = sha256(f"{self._response_id}/{self._num_items}".encode()).hexdigest()
+        return f"{_PREFIXES[kind]}_{digest[:48]}"
+
+
+def script(response_id: str, about: JsonObject) -> ResponseScript:
+    return ResponseScript(response_id, Reading(**about["reading"]).parser(response_id))
+
+
+def _delta(kind: str, place: JsonObject) -> tuple[str, str]:
+    name = {
+        "message": "response.output_text.delta",
+        "reasoning": "response.reasoning_text.delta",
+        "function_call": "response.function_call_arguments.delta",
+    }[kind]
+    fields = {"type": name, **place, **({"logprobs": []} if kind == "message" else {})}
+    return name, f'event: {name}\ndata: {json.dumps(fields, separators=(",", ":"))[:-1]},"delta":'

@@ -1,0 +1,95 @@
+"""Messages and tools of a chat, as chat templates know them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.http.errors import ApiError, invalid
+from gateway.http.limits import Limits, parse_object
+from gateway.wire.schemas import AllowedChoice, ChatBody, Message, NamedTool
+from gateway.wire.tools.use import ToolUse, tool_use
+
+_LIMITS = Limits()
+"""Of the JSON in arguments."""
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raises 400 for a message that lacks what its role must have."""
+    for i, message in enumerate(messages):
+        if message.content is None and message.role != "assistant":
+            raise _missing(f"messages[{i}].content")
+        if message.role == "tool" and message.tool_call_id is None:
+            raise _missing(f"messages[{i}].tool_call_id")
+        if message.role == "function" and message.name is None:
+            raise _missing(f"messages[{i}].name")
+
+
+def _missing(field: str) -> ApiError:
+    return invalid(f"You must provide the parameter '{field}'.", field, "missing_required_parameter")
+
+
+def as_dict(message: Message) -> dict[str, Any]:
+    """A message as chat templates know it: parts of text are joined, the arguments of calls are objects."""
+    role = "tool" if message.role == "function" else message.role
+    found: dict[str, Any] = {"role": role, "content": text_of(message)}
+    if message.name:
+        found["name"] = message.name
+    if message.tool_call_id is not None:
+        found["tool_call_id"] = message.tool_call_id
+    if reasoning := message.reasoning_content or message.reasoning:
+        found["reasoning_content"] = reasoning
+    calls = [
+        as_call(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
+    ]
+    if message.function_call is not None:
+        calls.append(as_call("", message.function_call.name, message.function_call.arguments))
+    return found | ({"tool_calls": calls} if calls else {})
+
+
+def text_of(message: Message) -> str:
+    content = message.content
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content)
+
+
+def as_call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    """A call of a tool as chat templates know it."""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": object_of(arguments)}}
+
+
+def object_of(arguments: str) -> dict[str, Any] | str:
+    """The object that arguments say; the text itself if it says none, for a model may have written that."""
+    if not arguments.strip():
+        return {}
+    try:
+        return parse_object(arguments.encode(), _LIMITS)
+    except ApiError:
+        return arguments
+
+
+def num_chars_of(messages: Sequence[Message], use: ToolUse) -> int:
+    """About as many as the template will read."""
+    return sum(map(_num_chars, messages)) + use.num_chars
+
+
+def _num_chars(message: Message) -> int:
+    calls = [call.function for call in message.tool_calls or ()]
+    texts = (text_of(message), message.reasoning_content or message.reasoning or "")
+    return sum(map(len, texts)) + sum(len(call.name) + len(call.arguments) for call in calls)
+
+
+def chat_tools(body: ChatBody) -> ToolUse:
+    """
+    Raises:
+        ApiError: 400, if the choice and the tools do not fit each other.
+    """
+    tools: list[dict[str, Any]] = [dict(tool) for tool in body.tools or ()]
+    choice, one_call = body.tool_choice, body.parallel_tool_calls is False
+    if isinstance(choice, NamedTool):
+        return tool_use(tools, "required", [choice.function.name], one_call=True)
+    if isinstance(choice, AllowedChoice):
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        return tool_use(tools, choice.allowed_tools.mode, names, one_call=one_call)
+    return tool_use(tools, choice or "auto", one_call=one_call)

@@ -1,0 +1,70 @@
+"""Which tools a reply may call, and which it has to."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import orjson
+
+from gateway.http.errors import invalid
+
+Mode = Literal["auto", "none", "required"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolUse:
+    """The tools of one request."""
+
+    tools: Sequence[dict[str, Any]] = ()
+    """Those that the model is told of, as chat templates know them: `{"type": "function", "function": {...}}`."""
+    required: frozenset[str] = frozenset()
+    """One of these has to be called; empty if the model is free."""
+    one_call: bool = False
+    """There is at most one call."""
+
+    @property
+    def schemas(self) -> dict[str, Any]:
+        """The JSON schema of its arguments, by the name of each tool."""
+        functions = [tool["function"] for tool in self.tools]
+        return {function["name"]: function.get("parameters") or {} for function in functions}
+
+    @property
+    def num_chars(self) -> int:
+        """About as many as the template will write of them."""
+        return len(orjson.dumps(self.tools)) if self.tools else 0
+
+
+NO_TOOLS = ToolUse()
+
+
+def tool_use(
+    tools: Sequence[dict[str, Any]],
+    mode: Mode = "auto",
+    names: Collection[str] | None = None,
+    *,
+    one_call: bool = False,
+) -> ToolUse:
+    """What a request asks for.
+
+    Args:
+        names: the only tools that may be called; with the mode "auto" the model is told of no others.
+
+    Raises:
+        ApiError: 400, if one of them is not there, or a name is there twice.
+    """
+    known = [tool["function"]["name"] for tool in tools]
+    if len(set(known)) < len(known):
+        raise invalid("Two of the 'tools' have the same name.", "tools")
+    unknown = next((name for name in names or () if name not in known), None)
+    if unknown is not None:
+        raise invalid(f"'tool_choice' names '{unknown}', which is not among the tools.", "tool_choice")
+    if mode == "required" and not known:
+        raise invalid("'tool_choice' asks for a call, but there are no tools.", "tool_choice")
+    if mode == "none":
+        return NO_TOOLS
+    if mode == "required":
+        return ToolUse(tools=tools, required=frozenset(known if names is None else names), one_call=one_call)
+    told = [tool for tool in tools if names is None or tool["function"]["name"] in names]
+    return ToolUse(tools=told, one_call=one_call)

@@ -1,0 +1,168 @@
+"""A reply that has to call a tool: what its grammar allows is what its parser reads, whatever else is tried."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+from gateway.wire.parsing import answer_of
+from gateway.wire.reading import REASONING_FORMATS, TOOL_FORMATS, Reading
+from gateway.wire.tools.grammars import calls_grammar
+
+SCHEMAS: dict[str, Any] = {
+    "clock": {
+        "type": "object",
+        "properties": {"zone": {"enum": ["UTC", "CET"]}},
+        "additionalProperties": False,
+    },
+    "add": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "minimum": 0, "maximum": 99},
+            "b": {"$ref": "#/$defs/small"},
+            "note": {"type": "string", "maxLength": 5},
+        },
+        "required": ["a", "b"],
+        "additionalProperties": False,
+        "$defs": {"small": {"type": "boolean"}},
+    },
+}
+SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
+EOS = 256
+END_OF_TEXT = b"\n</parameter>\n"
+"""Of an argument that is any text: by chance alone it would never end."""
+
+
+class Bytes:
+    """A token a byte, and the special ones."""
+
+    eos_token_id = EOS
+    bos_token_id = None
+    special_token_ids = list(range(256, 257 + len(SPECIAL)))  # noqa: RUF012
+    tokens = [bytes([i]) for i in range(256)] + [b"<eos>", *(text.encode() for text in SPECIAL)]
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return list(text if isinstance(text, bytes) else text.encode())
+
+
+TOKENIZER = LLTokenizer(TokenizerWrapper(Bytes()))
+
+
+def spell(marker: str) -> str:
+    return f"<[{257 + SPECIAL.index(marker)}]>" if marker in SPECIAL else json.dumps(marker)
+
+
+def matcher(format: str, **fields: Any) -> LLMatcher:
+    text = calls_grammar(format, SCHEMAS, spell, **{"one_call": True, **fields})
+    grammar = LLMatcher.grammar_from_lark(text)
+    assert LLMatcher.validate_grammar(grammar, TOKENIZER) == "", text
+    return LLMatcher(TOKENIZER, grammar)
+
+
+def tokens_of(text: str) -> list[int]:
+    for i, special in enumerate(SPECIAL):
+        text = text.replace(special, chr(0xE000 + i))
+    return [
+        token
+        for character in text
+        for token in (
+            [257 + ord(character) - 0xE000] if "\ue000" <= character < "\ue010" else character.encode()
+        )
+    ]
+
+
+def accepts(found: LLMatcher, text: str) -> bool:
+    tokens = tokens_of(text)
+    return (
+        found.validate_tokens(tokens) == len(tokens) and found.consume_tokens(tokens) and found.is_accepting()
+    )
+
+
+def anything(found: LLMatcher, rng: random.Random) -> str:
+    """A text that the grammar allows, a token at a time; it ends where it may."""
+    said = b""
+    while not found.is_accepting():
+        if rng.random() < 0.05 and found.validate_tokens(list(END_OF_TEXT)) == len(END_OF_TEXT):
+            assert found.consume_tokens(list(END_OF_TEXT))
+            said += END_OF_TEXT
+            continue
+        bits = found.compute_bitmask()
+        allowed = [i for i in range(len(Bytes.tokens)) if bits[i // 8] >> i % 8 & 1 and i != EOS]
+        # Printable letters are the likelier: no text is all control characters.
+        likely = [i for i in allowed if 32 <= i < 127] or allowed
+        token = rng.choice(
+            likely if rng.random() < 0.9 else [i for i in allowed if i < 128 or i > EOS] or allowed
+        )
+        assert found.consume_token(token)
+        said += Bytes.tokens[token]
+        assert len(said) < 4000
+    return said.decode(errors="replace")
+
+
+FRAMES = [(format, False) for format in TOOL_FORMATS] + [("mistral", True)]
+
+
+@pytest.mark.parametrize(("format", "newer"), FRAMES)
+def test_whatever_is_allowed_is_a_call_with_the_arguments_that_its_schema_wants(
+    format: str, newer: bool
+) -> None:
+    rng = random.Random(format)
+    for _ in range(12):
+        text = anything(matcher(format, newer=newer), rng)
+        answer = answer_of(Reading(tools=format, schemas=SCHEMAS).parser("a"), text)
+        assert answer.text == "", text
+        (call,) = answer.calls
+        arguments = json.loads(call.arguments)
+        properties, required = SCHEMAS[call.name]["properties"], set(SCHEMAS[call.name].get("required", ()))
+        assert required <= arguments.keys() <= properties.keys(), text
+        assert isinstance(arguments.get("a", 0), int)
+        assert isinstance(arguments.get("b", True), bool)
+        assert arguments.get("zone", "UTC") in ("UTC", "CET")
+
+
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": true}}\n</tool_call>',
+    "llama3_json": '{"name": "add", "parameters": {"a": 1, "b": true, "note": "x"}}',
+    "llama_pythonic": '[add(a=1, b=true, note="x")]',
+    "mistral": '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": true}}]',
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\ntrue\n</parameter>\n"
+    "<parameter=note>\na < b\n</parameter>\n</function>\n</tool_call>",
+}
+BETWEEN = {"hermes": "\n", "llama3_json": "; ", "qwen3_coder": "\n"}
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_models_write_as_they_were_taught_to(format: str) -> None:
+    text = WRITTEN[format]
+    assert accepts(matcher(format), text)
+    assert not accepts(matcher(format), f"Well: {text}")
+    assert not accepts(matcher(format), text.replace("1", '"one"'))
+    if format in BETWEEN:
+        twice = f"{text}{BETWEEN[format]}{text}"
+        assert accepts(matcher(format, one_call=False), twice)
+        assert not accepts(matcher(format), twice)
+
+
+def test_mistrals_newer_models_name_each_tool() -> None:
+    text = '[TOOL_CALLS]add[ARGS]{"a": 1, "b": true}'
+    assert accepts(matcher("mistral", newer=True), text)
+    assert accepts(matcher("mistral", newer=True, one_call=False), text + text)
+
+
+@pytest.mark.parametrize("name", REASONING_FORMATS)
+def test_reasoning_may_come_first(name: str) -> None:
+    opening, closing = thinking = REASONING_FORMATS[name]
+    call = WRITTEN["hermes"]
+    for is_open in (False, True):
+        begun = "" if is_open else opening
+        assert accepts(
+            matcher("hermes", thinking=thinking, is_open=is_open), f"{begun}Hm < {closing}\n\n{call}"
+        )
+        assert accepts(matcher("hermes", thinking=thinking, is_open=is_open), call) is not is_open
+        assert not accepts(
+            matcher("hermes", thinking=thinking, is_open=is_open), f"{begun}Hm {closing}Well. {call}"
+        )
