@@ -122,10 +122,6 @@ class ChatShape:
             body["prompt_token_ids"] = first.prompt_token_ids
         return body
 
-    def whole(self, head: Head, choices: Iterable[tuple[int, Delta, Answer]]) -> dict[str, object]:
-        """The same of choices whose texts are understood already, and of what is said in text alone."""
-        return _body(head, "chat.completion", (self._choice(*choice) for choice in choices))
-
     def token_ids(self, delta: Delta) -> tuple[str, str]:
         if not self._told.token_ids:
             return "", ""
