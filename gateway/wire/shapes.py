@@ -100,7 +100,8 @@ class ChatShape:
             arguments = encode_basestring_ascii(piece.text)
             call = f'{{"index":{piece.index},"function":{{"arguments":{arguments}}}}}'
         else:
-            call = json.dumps({"index": piece.index, **call_json(Call(piece.id, piece.name))})
+            begun = {"index": piece.index, **call_json(Call(piece.id, piece.name))}
+            call = json.dumps(begun, separators=(",", ":"))
         return f'"delta":{{"tool_calls":[{call}]}}'
 
     def logprobs(self, index: int, delta: Delta) -> str:  # noqa: ARG002
