@@ -201,6 +201,8 @@ class Engine:
 
     def _serve(self) -> None:
         self._facts = self._runner.load()
+        if self._grammars is not None:
+            self._grammars.prepare()
         self._scheduler = scheduler = self._new_scheduler()
         self._become(EngineState.READY)
         while not self._stopping.is_set():

@@ -3,13 +3,13 @@
 Every position is sampled as it would be without drafts: a token depends on its number, its logits and its request's
 seed alone. So drafts never change an answer, only how many of its tokens one step brings.
 
-Drafts come from proposers: two cost nothing, a lookup and what a grammar forces, and one costs time, a draft model. A
-draft that the sequence's grammar rules out is no draft. Which of
-them drafts for a sequence, and how many tokens, is decided anew in every step, for all sequences together: what brings
-the most tokens a second, by how often each proposer was right for the sequence lately, by what steps of that size took,
-and by what the model takes. Under load, where each token of a step costs, the number of drafts fades to 0 by itself,
-and the model is not run at all. And whether drafts pay is measured (`pace.py`): steps without them are taken now and
-then where they do, and steps with them where they do not.
+Drafts come from up to three proposers: two that cost nothing, a lookup and what a grammar forces, and one that costs
+time, a draft model. What the sequence's grammar rules out is never a draft. Which of them drafts for a sequence, and
+how many tokens, is decided anew in every step, for all sequences together: what brings the most tokens a second, by how
+often each proposer was right for the sequence lately, by what steps of that size took, and by what the model takes.
+Under load, where each token of a step costs, the number of drafts fades to 0 by itself, and the model is not run at
+all. And whether drafts pay is measured (`pace.py`): steps without them are taken now and then where they do, and steps
+with them where they do not.
 
 The choice follows DSpark's rule (most expected tokens for a step's time, over all sequences); see also Liu et al.,
 "Optimizing speculative decoding for serving large language models using goodput", 2024.

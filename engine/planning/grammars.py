@@ -50,6 +50,10 @@ class Grammars:
         self._compiled: OrderedDict[tuple[str, Grammar], LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
+    def prepare(self) -> None:
+        """Hands the vocabulary to llguidance, which takes up to seconds and holds the interpreter: before all work."""
+        _ = self._vocabulary
+
     def compile(self, tenant: str, grammar: Grammar) -> None:
         """Makes a grammar ready for this tenant's requests.
 

@@ -42,6 +42,9 @@ PERSON = {
 }
 
 
+Answers = dict[tuple[str, int], list[Any]]
+
+
 def of_schema(schema: object) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
 
@@ -146,7 +149,7 @@ MIXTURE = [
 ]
 
 
-def told(driver: Driver) -> dict[tuple[str, int], list[Any]]:
+def told(driver: Driver) -> Answers:
     return {
         key: [(output.token_ids, output.text, output.logprobs, output.finish_reason) for output in outputs]
         for key, outputs in driver.outputs.items()
@@ -154,9 +157,9 @@ def told(driver: Driver) -> dict[tuple[str, int], list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def alone(driver: Driver) -> dict[tuple[str, int], list[Any]]:
+def alone(driver: Driver) -> Answers:
     """The answers of the mixture, one after another."""
-    found: dict[tuple[str, int], list[Any]] = {}
+    found: Answers = {}
     for one in MIXTURE:
         driver.fresh()
         driver.run(one)
@@ -164,7 +167,7 @@ def alone(driver: Driver) -> dict[tuple[str, int], list[Any]]:
     return found
 
 
-def test_the_answers_match(alone: dict[tuple[str, int], list[Any]]) -> None:
+def test_the_answers_match(alone: Answers) -> None:
     for name, index in [("greedy", 0), ("hot", 0), ("hot", 1), ("penalised", 0)]:
         assert alone[name, index][-1][3] is FinishReason.STOP
         assert is_valid(PERSON, "".join(text for _, text, _, _ in alone[name, index]))
@@ -174,13 +177,13 @@ def test_the_answers_match(alone: dict[tuple[str, int], list[Any]]) -> None:
     assert not allowed, "log probabilities are those before any processing"
 
 
-def test_the_same_in_a_batch(driver: Driver, alone: dict[tuple[str, int], list[Any]]) -> None:
+def test_the_same_in_a_batch(driver: Driver, alone: Answers) -> None:
     driver.fresh(budget=16)
     driver.run(*MIXTURE)
     assert told(driver) == alone
 
 
-def test_the_same_after_preemption(driver: Driver, alone: dict[tuple[str, int], list[Any]]) -> None:
+def test_the_same_after_preemption(driver: Driver, alone: Answers) -> None:
     driver.fresh()
 
     def disturb(step: int) -> None:
@@ -197,7 +200,7 @@ class Wild:
 
     name = "wild"
 
-    def __init__(self, answers: dict[tuple[str, int], list[Any]]) -> None:
+    def __init__(self, answers: Answers) -> None:
         self._answers = {key: [ids[0] for ids, *_ in outputs] for key, outputs in answers.items()}
         self._pace = np.random.default_rng(1)
 
@@ -218,7 +221,7 @@ class Wild:
 
 
 @pytest.mark.parametrize("kind", ["wild", "forced", "lookup"])
-def test_the_same_with_drafts(driver: Driver, alone: dict[tuple[str, int], list[Any]], kind: str) -> None:
+def test_the_same_with_drafts(driver: Driver, alone: Answers, kind: str) -> None:
     driver.fresh()
     proposer = Wild(alone) if kind == "wild" else Lookup()
     forced = ForcedTokens() if kind == "forced" else None
@@ -233,7 +236,7 @@ def test_the_same_with_drafts(driver: Driver, alone: dict[tuple[str, int], list[
         assert sum(count["wild"].num_accepted for count in counts if "wild" in count) > 50
 
 
-def test_known_tokens_are_gone_on_from(driver: Driver, alone: dict[tuple[str, int], list[Any]]) -> None:
+def test_known_tokens_are_gone_on_from(driver: Driver, alone: Answers) -> None:
     whole = [ids[0] for ids, *_ in alone["greedy", 0]]
     for num_known in (1, len(whole) // 2, len(whole) - 1):
         driver.fresh()
@@ -242,9 +245,7 @@ def test_known_tokens_are_gone_on_from(driver: Driver, alone: dict[tuple[str, in
         assert ending(driver, "greedy") is FinishReason.STOP
 
 
-def test_a_complete_answer_that_is_gone_on_from_ends(
-    driver: Driver, alone: dict[tuple[str, int], list[Any]]
-) -> None:
+def test_a_complete_answer_that_is_gone_on_from_ends(driver: Driver, alone: Answers) -> None:
     whole = tuple(ids[0] for ids, *_ in alone["greedy", 0])
     driver.fresh()
     driver.run(request("greedy", PERSONS, temperature=0.0, output_token_ids=whole))
@@ -253,7 +254,7 @@ def test_a_complete_answer_that_is_gone_on_from_ends(
 
 MANY = Grammar(GrammarKind.REGEX, "a{1,9}")
 A = TOKENIZER.id_of("a")
-EAGER = {"temperature": 0.0, "logit_bias": {END: 100.0, A: 50.0}}
+EAGER: dict[str, Any] = {"temperature": 0.0, "logit_bias": {END: 100.0, A: 50.0}}
 """Ends as soon as it may, and else says one letter at a time."""
 
 
@@ -276,9 +277,19 @@ def test_the_end_is_held_back_as_long_as_something_else_may_follow(
     assert (text_of(driver, "r"), ending(driver, "r")) == (expected, FinishReason.STOP)
 
 
-def test_what_is_no_grammar_fails_its_request_alone(
-    driver: Driver, alone: dict[tuple[str, int], list[Any]]
-) -> None:
+def test_a_grammar_that_grows_too_large_fails_its_request_alone(driver: Driver, alone: Answers) -> None:
+    """After its first token, llguidance's limits end it: any of many members may follow."""
+    many = of_schema({"type": "object", "properties": {f"p{i}": {} for i in range(500)}})
+    driver.fresh()
+    driver.run(request("many", many), MIXTURE[0])
+    last = driver.outputs["many", 0][-1]
+    assert text_of(driver, "many") == "{"
+    assert last.finish_reason is FinishReason.FAILED
+    assert "items" in (last.error or "")
+    assert told(driver)["greedy", 0] == alone["greedy", 0]
+
+
+def test_what_is_no_grammar_fails_its_request_alone(driver: Driver, alone: Answers) -> None:
     driver.fresh()
     broken = [
         request("regex", Grammar(GrammarKind.REGEX, "(")),

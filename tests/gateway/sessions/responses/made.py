@@ -8,6 +8,7 @@ from typing import Any
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from engine.planning.grammar import Grammar, GrammarKind
 from engine.planning.request import FinishReason, Output, Request, SamplingParams
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
@@ -39,7 +40,7 @@ def recording_of(body_input: Any = "Hi", *, reading: Reading = PLAIN, **fields: 
     request = Request(
         request_id="resp_1a2b",
         prompt_token_ids=(3, 4, 5, 6),
-        sampling=SamplingParams(temperature=0.5, top_p=0.9),
+        sampling=SamplingParams(temperature=0.5, top_p=0.9, grammar=Grammar(GrammarKind.REGEX, "é.*")),
         arrival_s=10.0,
         lane=Lane.STANDARD,
         tenant="default",

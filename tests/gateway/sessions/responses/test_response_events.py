@@ -187,6 +187,7 @@ def test_a_restarted_server_tells_the_same(how: str, text: str) -> None:
         finish(recording, reason, texts[-1], token_ids[-1])
     journal = Journal(recording.id, header_of(recording), tuple(recording.token_ids), end_of(recording))
     rebuilt = rebuild(journal, 99.0, {KIND: script})
+    assert rebuilt.request.sampling == recording.request.sampling
     rebuilt.replay(*sink.replay(rebuilt.request, journal.token_ids, 10_000))
     rebuilt.close()
     assert status_of(rebuilt) == status_of(recording) == how
