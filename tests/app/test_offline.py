@@ -236,7 +236,7 @@ def test_a_loop_that_is_gone_does_not_harm_the_engine(llm: LLM) -> None:
         ),
         (lambda llm: llm.embed("x", dimensions=10**6), ValueError, "'dimensions' must be 1 to"),
         (lambda llm: llm.embed(["x", []]), ValueError, "number 1 of 2: 'input' must not be empty"),
-        (lambda llm: llm.stream("x", top_p=0), ValueError, "Invalid 'top_p'"),
+        (lambda llm: llm.stream("x", top_p=2), ValueError, "Invalid 'top_p'"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_generated(
