@@ -152,7 +152,6 @@ WRONG_COMPLETIONS = [
     ({"prompt": "x" * 600}, "prompt"),
     ({"prompt": ["x"] * 65}, "prompt"),
     ({"prompt": ["x"] * 64, "n": 3}, "n"),
-    ({"echo": True}, "echo"),
     ({"best_of": 2}, "best_of"),
     ({"suffix": "x"}, "suffix"),
     ({"logprobs": 21}, "logprobs"),
