@@ -355,7 +355,7 @@ class LLM:
             num_logprobs=num_logprobs,
             num_prompt_logprobs=None,
             banned=banned_tokens(tokenizer, body.bad_words or ()),
-            special_ids=tokenizer.special_ids,
+            shown_special=tokenizer.special_ids if body.skip_special_tokens is False else frozenset(),
             vocab_size=self._vocab_size,
             grammar=self._grammar(body),
         )

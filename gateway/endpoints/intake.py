@@ -188,13 +188,10 @@ class Intake:
         # A tokenizer can know tokens that the model does not.
         if max(prompt, default=0) >= self._service.vocab_size:
             raise invalid("The prompt has tokens that the model does not know.", batch.prompt_field)
-        sampling = self._sampling(batch, len(prompt))
         return Request(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
-            sampling=replace(
-                sampling, shown_special=sampling.shown_special | self._service.formats.shown(batch.reading)
-            ),
+            sampling=self._sampling(batch, len(prompt)),
             n=batch.body.n or 1,
             arrival_s=batch.arrival_s,
             lane=batch.lane,
@@ -206,6 +203,7 @@ class Intake:
         room = Room(self._service.dispatch.context_length, num_prompt_tokens)
         max_tokens = room.output_tokens(batch.asked, batch.prompt_field)
         self._check_prompt_logprobs(batch, num_prompt_tokens)
+        shows_all = batch.body.skip_special_tokens is False
         return sampling_params(
             batch.body,
             self._service.options.defaults,
@@ -213,7 +211,9 @@ class Intake:
             num_logprobs=batch.num_logprobs,
             num_prompt_logprobs=batch.num_prompt_logprobs,
             banned=banned_tokens(self._service.tokenizer, batch.body.bad_words or ()),
-            special_ids=self._service.tokenizer.special_ids,
+            shown_special=self._service.tokenizer.special_ids
+            if shows_all
+            else self._service.formats.shown(batch.reading),
             vocab_size=self._service.vocab_size,
             grammar=batch.grammar,
         )

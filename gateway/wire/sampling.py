@@ -77,14 +77,14 @@ def sampling_params(
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
     banned: Iterable[int],
-    special_ids: frozenset[int],
+    shown_special: frozenset[int],
     vocab_size: int,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
     """
     Args:
         banned: tokens that are never chosen.
-        special_ids: of the tokenizer.
+        shown_special: special tokens whose text is shown.
 
     Raises:
         ApiError: 400 for token ids outside the vocabulary, or min_tokens that cannot be reached.
@@ -110,7 +110,7 @@ def sampling_params(
         shows_stop=bool(body.include_stop_str_in_output),
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(body.ignore_eos),
-        shown_special=special_ids if body.skip_special_tokens is False else frozenset(),
+        shown_special=shown_special,
         num_logprobs=num_logprobs,
         grammar=grammar,
         num_prompt_logprobs=num_prompt_logprobs,

@@ -25,7 +25,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from engine.planning.request import FinishReason
+from engine.planning.request import FinishReason, Request
 from gateway.endpoints.events import EventsApi
 from tests.gateway.desk import MODEL, Desk, chat_body, logprobs, serving
 from tests.gateway.raw import PATIENCE_S
@@ -50,7 +50,8 @@ def answering_at_once() -> Iterator[str]:
         while (request := desk.queue.take(lambda _: True)) is not None:
             found = [logprobs((7, -0.5), (8, -1.0))] if request.sampling.num_logprobs is not None else []
             for index in range(request.n):
-                desk.bring(request, "a", index, logprobs=found)
+                first = _of_prompt(request) if index == 0 else {}
+                desk.bring(request, "a", index, logprobs=found, **first)
                 desk.finish(request, "b", index, FinishReason.STOP, logprobs=found)
 
     def wake() -> None:
@@ -59,6 +60,15 @@ def answering_at_once() -> Iterator[str]:
     desk.engine.on_wake = wake
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving(desk.app)) as url:
         yield url
+
+
+def _of_prompt(request: Request) -> dict[str, Any]:
+    """What the first output brings of its prompt, as far as it was asked for."""
+    is_scored = request.sampling.num_prompt_logprobs is not None
+    return {
+        "prompt_logprobs": [logprobs((7, -0.5))] * (len(request.prompt_token_ids) - 1) if is_scored else None,
+        "embedding": None if request.pooling is None else [0.5, -1.0],
+    }
 
 
 async def _two_ticks(_: EventsApi) -> AsyncIterator[None]:
