@@ -37,6 +37,7 @@ def turns(*messages: object, **fields: object) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in found]
 
 
+CLOCK = {"name": "clock", "input_schema": {"type": "object"}}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch=36ee5;"
 
@@ -80,6 +81,27 @@ def test_turns(messages: list[object], fields: dict[str, object], expected: list
         ({"stream": True}, "stream", True),
         ({"service_tier": "standard_only"}, "service_tier", "default"),
         ({"service_tier": "auto"}, "service_tier", "auto"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 9}},
+            "chat_template_kwargs",
+            {"enable_thinking": True, "thinking": True},
+        ),
+        (
+            {"thinking": {"type": "disabled"}},
+            "chat_template_kwargs",
+            {"enable_thinking": False, "thinking": False},
+        ),
+        ({"thinking": {"type": "adaptive"}}, "chat_template_kwargs", None),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "include_reasoning", False),
+        ({"output_config": {"effort": "max"}}, "reasoning_effort", "high"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "any"}}, "tool_choice", "required"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "none"}}, "tool_choice", "none"),
+        ({"tools": [CLOCK]}, "parallel_tool_calls", None),
+        (
+            {"tools": [CLOCK], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            "parallel_tool_calls",
+            False,
+        ),
         ({"speed": "fast", "service_tier": "auto"}, "service_tier", "fast"),
     ],
 )
@@ -109,6 +131,19 @@ def test_refusals_name_the_field(messages: list[object], fields: dict[str, objec
         chat_of(*messages, **fields)
     assert refused.value.status == 400
     assert message in refused.value.message
+
+
+def test_a_tool_that_is_named() -> None:
+    found = chat_of(user("Hi"), tools=[CLOCK], tool_choice={"type": "tool", "name": "clock"})
+    assert found.tool_choice.function.name == "clock"
+    assert found.tools == [
+        {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+    ]
+
+
+def test_a_result_that_is_an_error_says_so() -> None:
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": "no such zone", "is_error": True}
+    assert turns(user("Hi"), assistant("a"), user([result]))[-1] == ("tool", "Error: no such zone")
 
 
 def test_a_format_of_the_answer() -> None:

@@ -31,6 +31,9 @@ def chat_of(**fields: object) -> Any:
         ({"options": {"repeat_penalty": 1.5}}, "repetition_penalty", 1.5),
         ({"options": {"stop": "x"}}, "stop", "x"),
         ({"options": {"typical_p": 1.0, "tfs_z": 1, "mirostat": 0}}, "top_p", None),
+        ({"think": True}, "chat_template_kwargs", {"enable_thinking": True, "thinking": True}),
+        ({"think": False}, "chat_template_kwargs", {"enable_thinking": False, "thinking": False}),
+        ({"think": "low"}, "reasoning_effort", "low"),
         ({"format": "", "keep_alive": -1}, "response_format", None),
     ],
 )
