@@ -9,7 +9,7 @@ import pytest
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody, as_chat
-from gateway.wire.conversation import as_dict
+from gateway.wire.conversation import as_dict, thinking_switches
 from gateway.wire.schemas import read
 
 LIMITS = Limits()
@@ -84,12 +84,12 @@ def test_turns(messages: list[object], fields: dict[str, object], expected: list
         (
             {"thinking": {"type": "enabled", "budget_tokens": 9}},
             "chat_template_kwargs",
-            {"enable_thinking": True, "thinking": True},
+            thinking_switches(True),
         ),
         (
             {"thinking": {"type": "disabled"}},
             "chat_template_kwargs",
-            {"enable_thinking": False, "thinking": False},
+            thinking_switches(False),
         ),
         ({"thinking": {"type": "adaptive"}}, "chat_template_kwargs", None),
         ({"thinking": {"type": "adaptive", "display": "omitted"}}, "include_reasoning", False),
