@@ -282,9 +282,10 @@ class _Turn:
 
 def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_Turn]:
     """A message as turns of a chat: each result of a tool is one of its own."""
-    turn = _Turn(role)
+    turn, has_results = _Turn(role), False
     for block in blocks:
         if block["type"] == "tool_result":
+            has_results = True
             if not turn.is_empty:
                 yield turn
                 turn = _Turn(role)
@@ -296,7 +297,7 @@ def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_Turn]:
             turn.thoughts.append(block["thinking"])
         elif block["type"] == "text":
             turn.texts.append(block["text"])
-    if not (blocks and turn.is_empty):
+    if not (has_results and turn.is_empty):
         yield turn
 
 

@@ -64,6 +64,7 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch=
             {},
             [("user", "a"), ("system", "Now in French."), ("user", "b")],
         ),
+        ([user([{"type": "redacted_thinking", "data": "x"}])], {}, [("user", "")]),
         ([user("a"), assistant([]), user("b")], {}, [("user", "a"), ("assistant", ""), ("user", "b")]),
     ],
 )
