@@ -445,7 +445,7 @@ class OllamaText(OllamaEnding):
     model: Required[str]
     created_at: Required[str]
     response: Required[str]
-    thinking: str
+    thinking: NotRequired[str]
     done: Required[bool]
 
 

@@ -15,13 +15,12 @@ from starlette.routing import Route
 from gateway.access.idempotency import idempotency_key, not_here
 from gateway.access.keys import Client
 from gateway.endpoints.attached import Attached, position_asked
-from gateway.endpoints.intake import Batch, Intake, route, truncated
+from gateway.endpoints.intake import Batch, Intake, route
 from gateway.endpoints.replies import Reply
 from gateway.http.errors import invalid
 from gateway.service import Service
 from gateway.sessions.recordings.chat import KIND, ChatFormat, about, script
 from gateway.sessions.recordings.recording import Recording
-from gateway.wire.conversation import chat_tools
 from gateway.wire.frames import Json, StreamWriter
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_completion
@@ -58,22 +57,9 @@ class CompletionsApi:
         if key is not None or (body.stream_options and body.stream_options.resumable):
             return await self._record(client, batch, body, key)
         self._intake.check_room(batch)
-        prompt, batch = await self._prompt(batch, body)
+        prompt, batch = await self._intake.prompt(batch, body)
         shape = ChatShape(self._service.tokenizer, _told(body, batch.num_logprobs))
         return await self._reply(client, batch, [prompt], shape, "chatcmpl")
-
-    async def _prompt(self, batch: Batch, body: ChatBody) -> tuple[list[int], Batch]:
-        """The tokens of the conversation, and the batch with what its tools come to."""
-        use, continues = chat_tools(body), bool(body.continue_final_message)
-        prompt = await self._intake.encode_chat(
-            body.messages,
-            use,
-            self._intake.variables(body.chat_template_kwargs, body.reasoning_effort),
-            add_generation_prompt=body.add_generation_prompt is not False and not continues,
-            continues=continues,
-        )
-        prompt, shows_reasoning = truncated(prompt, body), body.include_reasoning is not False
-        return prompt, await self._intake.with_tools(batch, prompt, use, shows_reasoning=shows_reasoning)
 
     async def complete(self, http: HttpRequest) -> Response:
         arrival_s = self._service.clock()
@@ -164,7 +150,7 @@ class CompletionsApi:
 
     async def _start(self, client: Client, batch: Batch, body: ChatBody, recording_id: str) -> Recording:
         self._intake.check_room(batch)
-        prompt, batch = await self._prompt(batch, body)
+        prompt, batch = await self._intake.prompt(batch, body)
         head = _head(batch, recording_id)
         request = self._intake.request(batch, prompt, recording_id)
         return await self._service.recordings.start(

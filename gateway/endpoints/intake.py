@@ -27,7 +27,7 @@ from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import StoreUnavailable
-from gateway.wire.conversation import as_dict, check_messages, num_chars_of
+from gateway.wire.conversation import as_dict, chat_tools, check_messages, num_chars_of
 from gateway.wire.embeddings import EmbeddingsBody
 from gateway.wire.prompts import Tokenizer, check_token_ids
 from gateway.wire.reading import PLAIN, Reading
@@ -333,6 +333,24 @@ class Intake:
             )
 
         return await off_loop(num_chars + MESSAGE_CHARS * len(messages), encode, threads=TOKENIZING)
+
+    async def prompt(self, batch: Batch, body: ChatBody) -> tuple[list[int], Batch]:
+        """The tokens of a conversation, and the batch with what its tools come to."""
+        prompt, use = await self.conversation(body)
+        shows_reasoning = body.include_reasoning is not False
+        return prompt, await self.with_tools(batch, prompt, use, shows_reasoning=shows_reasoning)
+
+    async def conversation(self, body: ChatBody) -> tuple[list[int], ToolUse]:
+        """The tokens of a conversation, and the tools that are in it."""
+        use, continues = chat_tools(body), bool(body.continue_final_message)
+        prompt = await self.encode_chat(
+            body.messages,
+            use,
+            self.variables(body.chat_template_kwargs, body.reasoning_effort),
+            add_generation_prompt=body.add_generation_prompt is not False and not continues,
+            continues=continues,
+        )
+        return truncated(prompt, body), use
 
     def variables(self, given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
         """What the chat template is told beside messages and tools.

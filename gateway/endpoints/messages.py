@@ -39,7 +39,7 @@ class MessagesApi:
         body = await self._intake.read_as(http, MessagesBody, as_chat)
         batch = await self._intake.chat(client, body, arrival_s, may_be_fewer=True)
         self._intake.check_room(batch)
-        prompt = await self._intake.encode_chat(body.messages)
+        prompt, batch = await self._intake.prompt(batch, body)
         head = Head(
             id=f"msg_{secrets.token_hex(16)}",
             created=int(time.time()),
@@ -47,7 +47,7 @@ class MessagesApi:
             service_tier=tier_of(batch.lane),
         )
         assert body.max_tokens is not None
-        writer = MessageWriter(head, body.max_tokens)
+        writer = MessageWriter(head, body.max_tokens, batch.reading.parser_of(head.id))
         return Reply(self._service, await self._intake.job(client, batch, [prompt], head.id, writer))
 
     async def count(self, http: HttpRequest) -> Response:
@@ -55,4 +55,5 @@ class MessagesApi:
         self._intake.client(http)
         body = await self._intake.read_as(http, CountTokensBody, as_chat)
         self._intake.check_model(body.model)
-        return Json({"input_tokens": len(await self._intake.encode_chat(body.messages))})
+        prompt, _ = await self._intake.conversation(body)
+        return Json({"input_tokens": len(prompt)})

@@ -76,12 +76,12 @@ class OllamaApi:
         batch = await self._intake.chat(client, asked.chat, arrival_s, may_be_fewer=True)
         self._intake.check_room(batch)
         if asked.raw is None:
-            prompt = await self._intake.encode_chat(asked.chat.messages)
+            prompt, batch = await self._intake.prompt(batch, asked.chat)
         else:
             prompt = await self._intake.encode_text(asked.raw, "prompt")
         id, tier = secrets.token_hex(16), tier_of(batch.lane)
         head = Head(id=id, created=int(time.time()), model=asked.model, service_tier=tier)
-        writer = LineWriter(head, is_chat=is_chat)
+        writer = LineWriter(head, is_chat=is_chat, parser=batch.reading.parser_of(id))
         return Reply(self._service, await self._intake.job(client, batch, [prompt], id, writer))
 
     # The model
@@ -114,10 +114,15 @@ class OllamaApi:
                     "penstock.context_length": self._service.dispatch.context_length,
                     "penstock.vocab_size": self._service.vocab_size,
                 },
-                "capabilities": ["completion"],
+                "capabilities": self._capabilities(),
                 "modified_at": timestamp(self._service.options.created),
             }
         )
+
+    def _capabilities(self) -> list[str]:
+        formats = self._service.formats
+        able = {"completion": True, "tools": formats.tools, "thinking": formats.reasoning}
+        return [name for name, is_there in able.items() if is_there]
 
     async def version(self, _: HttpRequest) -> Response:
         return Json({"version": VERSION})

@@ -14,6 +14,11 @@ _LIMITS = Limits()
 """Of the JSON in arguments."""
 
 
+def thinking_switches(on: bool) -> dict[str, Any]:
+    """The variables by which chat templates turn reasoning on or off; one that has none of them takes no notice."""
+    return {"enable_thinking": on, "thinking": on}
+
+
 def check_messages(messages: Sequence[Message]) -> None:
     """Raises 400 for a message that lacks what its role must have."""
     for i, message in enumerate(messages):

@@ -83,6 +83,10 @@ class Reading:
         calls = () if self.tools is None else TOOL_FORMATS[self.tools].markers
         return (*calls, *(() if self.reasoning is None else REASONING_FORMATS[self.reasoning]))
 
+    def parser_of(self, reply_id: str) -> ReplyParser | None:
+        """The same for the only choice; None if there is nothing to be understood."""
+        return None if self.is_plain else self.parser(reply_id)
+
     def parser(self, reply_id: str, choice: int = 0) -> ReplyParser:
         """For one choice of the reply with that id: calls have the same ids whenever its text is parsed."""
         parser: ReplyParser = _Plain()

@@ -11,6 +11,7 @@ from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
 from gateway.http.limits import Limits
+from gateway.wire.conversation import thinking_switches
 from gateway.wire.schemas import STRICT, ChatBody, Many, StrictBody, read
 
 
@@ -108,11 +109,13 @@ class OutputConfig(StrictBody):
 class CountTokensBody(StrictBody):
     """`POST /v1/messages/count_tokens`: what becomes the prompt."""
 
+    IGNORED = frozenset({"context_management", "user_profile_id", "workspace_id"})
     MOST: ClassVar[Mapping[str, str | int]] = {
         "messages": "max_messages",
         "messages[].content": "max_content_parts",
         "messages[].content[].content": "max_content_parts",
         "system": "max_content_parts",
+        "tools": "max_tools",
     }
 
     model: Annotated[str, Field(min_length=1)]
@@ -123,17 +126,15 @@ class CountTokensBody(StrictBody):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
-    # Accepted: they ask for nothing that could be seen in the answer.
     cache_control: dict[str, object] | None = None
-    context_management: dict[str, object] | None = None
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
+    """Accepted: what is the same is found in the cache by itself."""
 
 
 class MessagesBody(CountTokensBody):
     """`POST /v1/messages`."""
 
     NOT_SUPPORTED = frozenset({"container", "mcp_servers"})
+    IGNORED = CountTokensBody.IGNORED | {"diagnostics", "inference_geo"}
     MOST: ClassVar[Mapping[str, str | int]] = {
         **CountTokensBody.MOST,
         "stop_sequences": "max_stop",
@@ -149,10 +150,8 @@ class MessagesBody(CountTokensBody):
     service_tier: Literal["auto", "standard_only"] | None = None
     speed: Literal["standard", "fast"] | None = None
 
-    # Accepted: they ask for nothing that could be seen in the answer.
     metadata: dict[str, str | None] | None = None
-    diagnostics: dict[str, object] | None = None
-    inference_geo: str | None = None
+    """Accepted: it is the client's own."""
 
 
 # What of it chat completions are asked
@@ -167,13 +166,13 @@ def as_chat(body: CountTokensBody, limits: Limits) -> ChatBody:
     Raises:
         ApiError: 400, for what chat completions do not take.
     """
-    values: dict[str, object] = {"model": body.model, "messages": _conversation(body)}
+    messages = _conversation(body)
+    values: dict[str, object] = {"model": body.model, "messages": messages}
+    if messages[-1]["role"] == "assistant":
+        values["continue_final_message"] = True
     if isinstance(body, MessagesBody):
         values |= _sampling(body)
-    if body.output_config is not None and body.output_config.format is not None:
-        schema = {"name": "format", "schema": body.output_config.format.schema_}
-        values["response_format"] = {"type": "json_schema", "json_schema": schema}
-    values |= _tools(body)
+    values |= _tools(body) | _thinking(body.thinking) | _output(body.output_config)
     return read(ChatBody, values, limits)
 
 
@@ -188,6 +187,26 @@ def _sampling(body: MessagesBody) -> dict[str, object]:
         "top_k": body.top_k,
         "service_tier": "fast" if body.speed == "fast" else tier,
     }
+
+
+def _thinking(thinking: Thinking | None) -> dict[str, object]:
+    """How long it may be is the model's own matter, and so is whether, where that is left to it."""
+    if thinking is None:
+        return {}
+    asked: dict[str, object] = {"include_reasoning": False} if thinking.display == "omitted" else {}
+    if thinking.type in ("enabled", "disabled"):
+        asked["chat_template_kwargs"] = thinking_switches(thinking.type == "enabled")
+    return asked
+
+
+def _output(config: OutputConfig | None) -> dict[str, object]:
+    asked: dict[str, object] = {}
+    if config is not None and config.effort is not None:
+        asked["reasoning_effort"] = "high" if config.effort in ("xhigh", "max") else config.effort
+    if config is not None and config.format is not None:
+        schema = {"name": "format", "schema": config.format.schema_}
+        asked["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return asked
 
 
 def _tools(body: CountTokensBody) -> dict[str, object]:
@@ -263,9 +282,10 @@ class _Turn:
 
 def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_Turn]:
     """A message as turns of a chat: each result of a tool is one of its own."""
-    turn = _Turn(role)
+    turn, has_results = _Turn(role), False
     for block in blocks:
         if block["type"] == "tool_result":
+            has_results = True
             if not turn.is_empty:
                 yield turn
                 turn = _Turn(role)
@@ -277,7 +297,7 @@ def _turns(role: str, blocks: Sequence[Block]) -> Iterator[_Turn]:
             turn.thoughts.append(block["thinking"])
         elif block["type"] == "text":
             turn.texts.append(block["text"])
-    if not (blocks and turn.is_empty):
+    if not (has_results and turn.is_empty):
         yield turn
 
 

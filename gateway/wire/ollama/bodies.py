@@ -10,6 +10,7 @@ import orjson
 from pydantic import Field
 
 from gateway.http.limits import Limits
+from gateway.wire.conversation import thinking_switches
 from gateway.wire.schemas import ChatBody, Many, StrictBody, read
 
 _Neutral = Annotated[float, Field(ge=1, le=1)]
@@ -64,6 +65,7 @@ class Asked(StrictBody):
     stream: bool | None = None
     """Unlike elsewhere, it is streamed unless it says no."""
     options: Options | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
     format: Literal["", "json"] | dict[str, object] | None = None
     logprobs: Literal[False] | None = None
     keep_alive: float | str | None = None
@@ -96,7 +98,12 @@ class OllamaMessage(StrictBody):
 class OllamaChatBody(Asked):
     """`POST /api/chat`."""
 
-    MOST: ClassVar[Mapping[str, str | int]] = {**Asked.MOST, "messages": "max_messages"}
+    MOST: ClassVar[Mapping[str, str | int]] = {
+        **Asked.MOST,
+        "messages": "max_messages",
+        "messages[].tool_calls": "max_tool_calls",
+        "tools": "max_tools",
+    }
 
     messages: Many[OllamaMessage] | None = None
     tools: Many[dict[str, object]] | None = None
@@ -173,9 +180,11 @@ def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **f
         "model": _plain(body.model),
         "messages": messages,
         "stream": body.stream is not False,
+        "continue_final_message": messages[-1]["role"] == "assistant" or None,
         "max_tokens": None if asked is None or asked < 0 else asked,
         "repetition_penalty": options.repeat_penalty,
         "response_format": _response_format(body.format),
+        **_thinking(body.think),
         **{name: getattr(options, name) for name in _SAME},
         **fields,
     }
@@ -184,6 +193,12 @@ def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **f
 
 _SAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
 """Options that have the same name elsewhere."""
+
+
+def _thinking(think: bool | str | None) -> dict[str, object]:
+    if isinstance(think, str):
+        return {"reasoning_effort": think}
+    return {} if think is None else {"chat_template_kwargs": thinking_switches(think)}
 
 
 def _response_format(format: str | dict[str, object] | None) -> dict[str, object] | None:

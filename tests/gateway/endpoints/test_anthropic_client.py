@@ -17,12 +17,13 @@ from gateway.http.connections import Timeouts
 from gateway.service import ServiceOptions
 from gateway.store.interface import Quota
 from priority.lanes import DEFAULT_POLICIES, Lane, Tenant
-from tests.gateway.desk import MODEL, Desk, client, serving
+from tests.gateway.desk import MODEL, Desk, client, make_tokenizer, serving
 
 pytestmark = pytest.mark.anyio
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 KEY = "a-key-of-16-chars"
+_CACHED: Any = {"cache_control": {"type": "ephemeral"}}
 
 
 @contextlib.asynccontextmanager
@@ -215,6 +216,93 @@ async def test_a_key_opens_in_anthropics_header() -> None:
         assert (await http.post(path, json=body, headers=key)).status_code == 200
         refused = await http.post(path, json=body)
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
+
+
+TOOL_TEMPLATE = (
+    "{%- if tools %}<tool_call>{{ tools | tojson }}{% endif %}"
+    "{%- for message in messages %}"
+    "{{- '<|' ~ message.role ~ '|>' ~ message.content }}"
+    "{%- for call in message.tool_calls %}{{ '[' ~ call.id ~ call.function.arguments.zone ~ ']' }}{% endfor %}"
+    "{{- message.tool_call_id }}{{ '<|end|>' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% if enable_thinking %}<think></think>{% endif %}{% endif %}"
+)
+CLOCK: Any = {
+    "name": "clock",
+    "description": "Says what time it is.",
+    "input_schema": {"type": "object", "properties": {"zone": {"type": "string"}}},
+    "cache_control": {"type": "ephemeral"},
+}
+CALL = '<tool_call>{"name": "clock", "arguments": {"zone": "UTC"}}</tool_call>'
+
+
+async def test_a_turn_of_claude_code() -> None:
+    """As it sends it: tools, the results of the last ones, thoughts, cache marks, and fields of its own."""
+    history: Any = [
+        {"role": "user", "content": [{"type": "text", "text": "What time is it?", **_CACHED}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "A clock.", "signature": ""},
+                {"type": "tool_use", "id": "call_1", "name": "clock", "input": {"zone": "UTC"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "call_1",
+                    "content": [{"type": "text", "text": "Noon."}],
+                },
+                {"type": "text", "text": "And now?"},
+            ],
+        },
+    ]
+    desk = Desk(tokenizer=make_tokenizer(TOOL_TEMPLATE))
+    async with connected(desk) as api:
+
+        async def read() -> Any:
+            async with api.messages.stream(
+                model=MODEL,
+                max_tokens=32_000,
+                system=[{"type": "text", "text": "Be brief.", **_CACHED}],
+                messages=history,
+                tools=[CLOCK],
+                thinking={"type": "enabled", "budget_tokens": 1024},
+                metadata={"user_id": "ann"},
+                extra_body={"context_management": {"edits": []}},
+            ) as stream:
+                return await stream.get_final_message()
+
+        asking = asyncio.ensure_future(read())
+        request = await desk.taken()
+        for text in ("<think>The clo", "ck again.</think>I look.", CALL[:30], CALL[30:]):
+            desk.bring(request, text)
+        desk.finish(request)
+        message = await asking
+    prompt = desk.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+    assert prompt.partition("<|system|>")[2] == (
+        "Be brief.<|end|><|user|>What time is it?<|end|><|assistant|>[call_1UTC]<|end|>"
+        "<|tool|>Noon.call_1<|end|><|user|>And now?<|end|><|assistant|><think></think>"
+    )
+    thought, said, called = message.content
+    assert (thought.type, thought.thinking) == ("thinking", "The clock again.")
+    assert (said.type, said.text) == ("text", "I look.")
+    assert (called.type, called.name, called.input) == ("tool_use", "clock", {"zone": "UTC"})
+    assert message.stop_reason == "tool_use"
+
+
+async def test_an_answer_that_was_begun_is_continued() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        begun: Any = [*HI, {"role": "assistant", "content": "Hel"}]
+        asking = asyncio.ensure_future(api.messages.create(model=MODEL, messages=begun, max_tokens=9))
+        request = await desk.taken()
+        desk.answer(request, "lo")
+        assert (await asking).content[0].text == "lo"
+    prompt = desk.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+    assert prompt.endswith("<|assistant|>Hel")
 
 
 async def test_an_error_in_a_stream_is_raised() -> None:

@@ -14,7 +14,8 @@ import pytest
 from engine.planning.request import FinishReason
 from gateway.http.connections import Timeouts
 from gateway.service import ServiceOptions
-from tests.gateway.desk import MODEL, Desk, client, serving
+from tests.gateway.desk import MODEL, Desk, client, make_tokenizer, serving
+from tests.gateway.endpoints.test_anthropic_client import CALL, TOOL_TEMPLATE
 
 pytestmark = pytest.mark.anyio
 
@@ -174,6 +175,34 @@ async def test_errors_are_the_clients_own() -> None:
         with pytest.raises(ollama.ResponseError, match="logits were not finite"):
             async for _ in stream:
                 pass
+
+
+async def test_tools_and_thoughts() -> None:
+    desk = Desk(tokenizer=make_tokenizer(TOOL_TEMPLATE))
+    function = {"name": "clock", "parameters": {"type": "object", "properties": {}}}
+    messages: Any = [
+        *HI,
+        {"role": "assistant", "tool_calls": [{"function": {"name": "clock", "arguments": {"zone": "UTC"}}}]},
+        {"role": "tool", "tool_name": "clock", "content": "Noon."},
+    ]
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(
+            api.chat(
+                model=MODEL, messages=messages, tools=[{"type": "function", "function": function}], think=True
+            )
+        )
+        request = await desk.taken()
+        desk.answer(request, "<think>Hm.</think>", "Well.", CALL)
+        message = (await asking).message
+        shown = await api.show(MODEL)
+    assert prompt_of(desk, request).partition("<|user|>")[2] == (
+        "Hi<|end|><|assistant|>[call_1_0UTC]<|end|><|tool|>Noon.call_1_0<|end|><|assistant|><think></think>"
+    )
+    assert (message.thinking, message.content) == ("Hm.", "Well.")
+    assert [(call.function.name, call.function.arguments) for call in message.tool_calls] == [
+        ("clock", {"zone": "UTC"})
+    ]
+    assert shown.capabilities == ["completion", "tools", "thinking"]
 
 
 async def test_the_model() -> None:

@@ -9,7 +9,7 @@ import pytest
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody, as_chat
-from gateway.wire.conversation import as_dict
+from gateway.wire.conversation import as_dict, thinking_switches
 from gateway.wire.schemas import read
 
 LIMITS = Limits()
@@ -37,6 +37,7 @@ def turns(*messages: object, **fields: object) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in found]
 
 
+CLOCK = {"name": "clock", "input_schema": {"type": "object"}}
 CACHED = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 BILLING = "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch=36ee5;"
 
@@ -63,6 +64,7 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.0; cc_entrypoint=cli; cch=
             {},
             [("user", "a"), ("system", "Now in French."), ("user", "b")],
         ),
+        ([user([{"type": "redacted_thinking", "data": "x"}])], {}, [("user", "")]),
         ([user("a"), assistant([]), user("b")], {}, [("user", "a"), ("assistant", ""), ("user", "b")]),
     ],
 )
@@ -80,6 +82,27 @@ def test_turns(messages: list[object], fields: dict[str, object], expected: list
         ({"stream": True}, "stream", True),
         ({"service_tier": "standard_only"}, "service_tier", "default"),
         ({"service_tier": "auto"}, "service_tier", "auto"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 9}},
+            "chat_template_kwargs",
+            thinking_switches(True),
+        ),
+        (
+            {"thinking": {"type": "disabled"}},
+            "chat_template_kwargs",
+            thinking_switches(False),
+        ),
+        ({"thinking": {"type": "adaptive"}}, "chat_template_kwargs", None),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "include_reasoning", False),
+        ({"output_config": {"effort": "max"}}, "reasoning_effort", "high"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "any"}}, "tool_choice", "required"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "none"}}, "tool_choice", "none"),
+        ({"tools": [CLOCK]}, "parallel_tool_calls", None),
+        (
+            {"tools": [CLOCK], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            "parallel_tool_calls",
+            False,
+        ),
         ({"speed": "fast", "service_tier": "auto"}, "service_tier", "fast"),
     ],
 )
@@ -109,6 +132,19 @@ def test_refusals_name_the_field(messages: list[object], fields: dict[str, objec
         chat_of(*messages, **fields)
     assert refused.value.status == 400
     assert message in refused.value.message
+
+
+def test_a_tool_that_is_named() -> None:
+    found = chat_of(user("Hi"), tools=[CLOCK], tool_choice={"type": "tool", "name": "clock"})
+    assert found.tool_choice.function.name == "clock"
+    assert found.tools == [
+        {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+    ]
+
+
+def test_a_result_that_is_an_error_says_so() -> None:
+    result = {"type": "tool_result", "tool_use_id": "call_1", "content": "no such zone", "is_error": True}
+    assert turns(user("Hi"), assistant("a"), user([result]))[-1] == ("tool", "Error: no such zone")
 
 
 def test_a_format_of_the_answer() -> None:

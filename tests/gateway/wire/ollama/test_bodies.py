@@ -8,6 +8,7 @@ import pytest
 
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
+from gateway.wire.conversation import thinking_switches
 from gateway.wire.ollama.bodies import OllamaChatBody, understand_chat
 from gateway.wire.schemas import read
 
@@ -31,6 +32,9 @@ def chat_of(**fields: object) -> Any:
         ({"options": {"repeat_penalty": 1.5}}, "repetition_penalty", 1.5),
         ({"options": {"stop": "x"}}, "stop", "x"),
         ({"options": {"typical_p": 1.0, "tfs_z": 1, "mirostat": 0}}, "top_p", None),
+        ({"think": True}, "chat_template_kwargs", thinking_switches(True)),
+        ({"think": False}, "chat_template_kwargs", thinking_switches(False)),
+        ({"think": "low"}, "reasoning_effort", "low"),
         ({"format": "", "keep_alive": -1}, "response_format", None),
     ],
 )
