@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import count
@@ -32,7 +33,7 @@ from app.settings import Settings, load_settings
 from engine.engine import EngineState
 from engine.planning.grammar import Grammar
 from engine.planning.grammars import GrammarError
-from engine.planning.request import FinishReason, Output, Request
+from engine.planning.request import FinishReason, Output, Request, SamplingParams
 from engine.planning.step import StepReport
 from gateway.access.keys import OPEN_TENANT
 from gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
@@ -40,6 +41,7 @@ from gateway.endpoints.intake import banned_tokens, salt_of
 from gateway.http.errors import ApiError, invalid
 from gateway.http.limits import Limits
 from gateway.wire.conversation import as_dict
+from gateway.wire.embeddings import EmbeddingsBody, shortened
 from gateway.wire.prompts import Prompts, check_token_ids
 from gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
 from gateway.wire.schemas import (
@@ -241,7 +243,7 @@ class LLM:
             TypeError, ValueError: an argument is wrong; nothing was generated.
             RuntimeError: the engine failed, or was closed.
         """
-        return self._answers(self._requests(self._of_prompt, _listed(prompts), sampling), progress)
+        return self._answers(self._requests(self._of_prompt, _listed(prompts), _checked(sampling)), progress)
 
     def chat(
         self,
@@ -254,8 +256,29 @@ class LLM:
 
         Without max_tokens an answer may fill the context. All else is as with `generate`.
         """
-        requests = self._requests(self._of_conversation, _listed(conversations), sampling)
+        requests = self._requests(self._of_conversation, _listed(conversations), _checked(sampling))
         return self._answers(requests, progress)
+
+    def embed(
+        self, texts: Prompt | Sequence[Prompt], *, dimensions: int | None = None, progress: bool | None = None
+    ) -> list[list[float]]:
+        """The embeddings of texts, or of token ids, made as the checkpoint's own files say.
+
+        Args:
+            dimensions: numbers of each; None is all of them.
+        """
+        embedding = self._core.embedding
+        if dimensions is not None and not 1 <= dimensions <= (embedding.size or dimensions):
+            raise ValueError(f"'dimensions' must be 1 to {embedding.size} for this model.")
+        requests = self._requests(self._of_input, _listed(texts), {})
+        embeddings: list[list[float]] = [[] for _ in requests]
+        with self._asked(requests) as call, self._shown(progress)("embedding", len(requests)) as update:
+            for num_done, (number, output) in enumerate(call, 1):
+                embeddings[number] = shortened(
+                    output.embedding or [], dimensions, is_normalised=embedding.is_normalised
+                )
+                update(num_done)
+        return embeddings
 
     def stream(
         self,
@@ -266,7 +289,7 @@ class LLM:
         listed = _listed(prompts)
         is_chat = any(isinstance(part, Mapping) for one in listed[:1] for part in one)
         read_one = self._of_conversation if is_chat else self._of_prompt
-        return Stream(self, self._requests(read_one, listed, sampling))
+        return Stream(self, self._requests(read_one, listed, _checked(sampling)))
 
     # From arguments to requests
 
@@ -274,17 +297,12 @@ class LLM:
         self,
         read_one: Callable[[Any, Mapping[str, Any]], Request],
         given: Sequence[Any],
-        sampling: Mapping[str, Any],
+        values: Mapping[str, Any],
     ) -> list[Request]:
-        for name in sampling.keys() - Sampling.__optional_keys__:
-            raise TypeError(f"unexpected keyword argument {name!r}{_near(name, Sampling.__optional_keys__)}")
-        values = {"model": "-", **sampling}
-        if isinstance(bias := sampling.get("logit_bias"), Mapping):
-            values["logit_bias"] = {str(token_id): number for token_id, number in bias.items()}
         requests = []
         for number, one in enumerate(given):
             try:
-                requests.append(read_one(one, values))
+                requests.append(read_one(one, {"model": "-", **values}))
             except ApiError as error:
                 place = f"number {number} of {len(given)}: " if len(given) > 1 else ""
                 raise ValueError(place + error.message) from None
@@ -293,15 +311,24 @@ class LLM:
     def _of_prompt(self, prompt: object, values: Mapping[str, Any]) -> Request:
         body = read(CompletionBody, {**values, "prompt": prompt}, _LIMITS)
         check_completion(body, _LIMITS)
-        if isinstance(body.prompt, str):
-            token_ids = self._prompts.text(body.prompt)
-        else:
-            token_ids = [token_id for token_id in body.prompt if isinstance(token_id, int)]
-            if len(token_ids) < len(body.prompt):
-                raise invalid("A prompt is a text or a list of token ids.", "prompt")
+        token_ids = self._token_ids(body.prompt, "prompt")
         room = self._engine.max_sequence_tokens - len(token_ids)
         most = max(1, min(DEFAULT_COMPLETION_TOKENS, room)) if body.max_tokens is None else body.max_tokens
         return self._request(body, token_ids, "prompt", MaxTokens("max_tokens", most), body.logprobs)
+
+    def _of_input(self, text: object, values: Mapping[str, Any]) -> Request:
+        body = read(EmbeddingsBody, {**values, "input": text}, _LIMITS)
+        token_ids = self._token_ids(body.input, "input")
+        self._check_room(token_ids, "input", MaxTokens("max_tokens", 0))
+        return Request(
+            request_id="",
+            prompt_token_ids=tuple(token_ids),
+            sampling=SamplingParams(temperature=0.0, max_tokens=0),
+            lane=lane_of(body.service_tier, OPEN_TENANT),
+            tenant=OPEN_TENANT.name,
+            salt=salt_of(OPEN_TENANT),
+            pooling=self._core.embedding.pooling,
+        )
 
     def _of_conversation(self, messages: object, values: Mapping[str, Any]) -> Request:
         body = read(ChatBody, {**values, "messages": messages}, _LIMITS)
@@ -320,15 +347,11 @@ class LLM:
         num_logprobs: int | None,
     ) -> Request:
         """One without an id; `name` is what its prompt is called."""
-        if not token_ids:
-            raise invalid(f"'{name}' must not be empty.", name)
-        check_token_ids(token_ids, self._vocab_size, name)
-        room = Room(self._engine.max_sequence_tokens, len(token_ids))
         tokenizer = self._core.tokenizer
         sampling = sampling_params(
             body,
             self._core.defaults,
-            max_tokens=room.output_tokens(asked, name),
+            max_tokens=self._check_room(token_ids, name, asked),
             num_logprobs=num_logprobs,
             num_prompt_logprobs=None,
             banned=banned_tokens(tokenizer, body.bad_words or ()),
@@ -346,6 +369,21 @@ class LLM:
             salt=salt_of(OPEN_TENANT),
         )
 
+    def _token_ids(self, prompt: str | Sequence[object], name: str) -> list[int]:
+        if isinstance(prompt, str):
+            return self._prompts.text(prompt)
+        token_ids = [token_id for token_id in prompt if isinstance(token_id, int)]
+        if len(token_ids) < len(prompt):
+            raise invalid("A prompt is a text or a list of token ids.", name)
+        return token_ids
+
+    def _check_room(self, token_ids: list[int], name: str, asked: MaxTokens) -> int:
+        """The most output tokens after a prompt; `name` is what it is called."""
+        if not token_ids:
+            raise invalid(f"'{name}' must not be empty.", name)
+        check_token_ids(token_ids, self._vocab_size, name)
+        return Room(self._engine.max_sequence_tokens, len(token_ids)).output_tokens(asked, name)
+
     def _grammar(self, body: ChatBody | CompletionBody) -> Grammar | None:
         form = form_of(body, _LIMITS, answer_form(body.response_format))
         if form is None:
@@ -362,8 +400,7 @@ class LLM:
         answers = [Answer(r.prompt_token_ids, [Choice() for _ in range(r.n)]) for r in requests]
         choices_left = [request.n for request in requests]
         num_done = 0
-        shown = counter if (self._progress if progress is None else progress) else silent
-        with self._asked(requests) as call, shown("generating", len(requests)) as update:
+        with self._asked(requests) as call, self._shown(progress)("generating", len(requests)) as update:
             for number, output in call:
                 answer = answers[number]
                 answer.choices[output.index].add(self._piece(number, output))
@@ -373,6 +410,11 @@ class LLM:
                     num_done += not choices_left[number]
                     update(num_done)
         return answers
+
+    def _shown(
+        self, progress: bool | None
+    ) -> Callable[[str, int], AbstractContextManager[Callable[[int], None]]]:
+        return counter if (self._progress if progress is None else progress) else silent
 
     def _piece(self, number: int, output: Output) -> Piece:
         logprobs = None
@@ -510,6 +552,16 @@ def _settings(model: str | os.PathLike[str] | None, given: Mapping[str, object])
         if policy == DEFAULT_POLICIES[lane]
     }
     return settings.model_copy(update=lanes)
+
+
+def _checked(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises TypeError for a name that there is not."""
+    for name in sampling.keys() - Sampling.__optional_keys__:
+        raise TypeError(f"unexpected keyword argument {name!r}{_near(name, Sampling.__optional_keys__)}")
+    bias = sampling.get("logit_bias")
+    if isinstance(bias, Mapping):
+        return {**sampling, "logit_bias": {str(token_id): number for token_id, number in bias.items()}}
+    return dict(sampling)
 
 
 def _near(name: str, known: Iterable[str]) -> str:

@@ -1,7 +1,7 @@
 /** Reads an answer to screen readers by whole sentences, at a bearable pace. */
 
 import { RECONNECTING } from "./conversation.js";
-import { splitThinking } from "./thinking.js";
+import { partsOf } from "./thinking.js";
 
 const GAP_MS = 2000;
 const KEPT = 20;
@@ -21,7 +21,7 @@ export class Announcer {
 
   /** Announces what a growing answer gained, that it waits for its connection, and its end. */
   follow(message, ended, now = performance.now()) {
-    const text = splitThinking(message.text).answer;
+    const text = partsOf(message).answer;
     if (message !== this.#message || text.length < this.#spoken) {
       this.#message = message;
       this.#spoken = 0;

@@ -67,7 +67,7 @@ const STREAMED = { stream: true, stream_options: { include_usage: true, resumabl
  * One streamed answer. It goes on without a reader for a while: discardChat ends it.
  * @param {object} body  OpenAI's chat completion request
  * @param {{signal: AbortSignal, key: ?string, name: string}} options  the same name gets the same answer
- * @returns {AsyncGenerator<{id: ?string, number: ?number, text: string, finish: ?string,
+ * @returns {AsyncGenerator<{id: ?string, number: ?number, text: string, thinking: string, finish: ?string,
  *   timings: ?object, usage: ?object, raw: object}>}  id: the answer's; number: this piece's; raw: as it came
  * @throws {ApiError}
  */
@@ -136,6 +136,7 @@ function readChunk(data, number) {
     id: chunk.id ?? null,
     number: number === null ? null : Number(number),
     text: choice?.delta?.content ?? "",
+    thinking: choice?.delta?.reasoning_content ?? "",
     finish: choice?.finish_reason ?? null,
     timings: chunk.timings ?? null,
     usage: chunk.usage ?? null,

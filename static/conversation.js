@@ -6,6 +6,7 @@
  * @property {?string} parent  id of the message that it follows
  * @property {"user"|"assistant"} role
  * @property {string} text
+ * @property {string} thinking  what the server told apart of an answer
  * @property {"waiting"|"streaming"|"reconnecting"|"done"|"stopped"|"failed"} state
  * @property {?{kind: string, message: string, status: number, code: ?string}} error  when failed
  * @property {?number} retryAt  epoch in ms of the automatic retry, null when there is none
@@ -27,7 +28,7 @@
  * @property {?string} tip  id of the last message of the branch that is shown
  */
 
-import { splitThinking } from "./thinking.js";
+import { partsOf } from "./thinking.js";
 import { hasFollowers, pathTo } from "./tree.js";
 
 export const RECONNECTING = "Connection lost. Reconnecting…";
@@ -46,6 +47,7 @@ export function newMessage(role, text, parent) {
     parent,
     role,
     text,
+    thinking: "",
     state: role === "user" ? "done" : "waiting",
     error: null,
     retryAt: null,
@@ -98,13 +100,13 @@ export function shownIn({ messages, tip }) {
  */
 export function historyBefore(conversation, answer, systemPrompt) {
   const said = pathTo(conversation.messages, answer.parent).filter((message) => message.text !== "");
-  const history = said.map(({ role, text }) => ({ role, content: contentOf(role, text) }));
+  const history = said.map((message) => ({ role: message.role, content: contentOf(message) }));
   return systemPrompt ? [{ role: "system", content: systemPrompt }, ...history] : history;
 }
 
 /** What a model thought before it answered is not for the next turn: its makers train it without. */
-function contentOf(role, text) {
-  return role === "assistant" ? splitThinking(text).answer : text;
+function contentOf(message) {
+  return message.role === "assistant" ? partsOf(message).answer : message.text;
 }
 
 /**
@@ -119,6 +121,7 @@ export function settle(conversation, now) {
   }
   for (const message of messages) {
     message.stream ??= null;
+    message.thinking ??= "";
     const known = message.stream !== null && (message.stream.id !== null || now - updated < NAMED_MS);
     if (isRunning(message) && !known) message.state = "stopped";
     message.retryAt = null;

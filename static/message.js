@@ -6,7 +6,7 @@ import { el, iconButton } from "./dom.js";
 import { errorCard } from "./errors.js";
 import { MarkdownView } from "./markdown.js";
 import { duration, statsLine } from "./stats.js";
-import { splitThinking } from "./thinking.js";
+import { partsOf } from "./thinking.js";
 
 const ENDINGS = {
   stopped: { label: "stopped", hint: "This answer was stopped before its end" },
@@ -124,7 +124,7 @@ export class AnswerView {
     this.#buttons = el(
       "div",
       { class: "actions" },
-      copyButton("Copy answer", () => splitThinking(message.text).answer),
+      copyButton("Copy answer", () => partsOf(message).answer),
       iconButton("again", "Answer again", actions.retry),
     );
     const foot = el("footer", { class: "answer-meta" }, this.#stats, this.#versions.element, this.#buttons);
@@ -134,8 +134,8 @@ export class AnswerView {
 
   /** Brings the page up to the message's state. */
   update() {
-    const { state, text, retryAt } = this.#message;
-    const { thinking, answer, isThinking } = splitThinking(text);
+    const { state, retryAt } = this.#message;
+    const { thinking, answer, isThinking } = partsOf(this.#message);
     this.#thinking.update(thinking, isThinking && isRunning(this.#message));
     this.#markdown.update(answer);
     if (this.#shown !== `${state} ${retryAt}`) this.#enter(state);

@@ -80,7 +80,8 @@ function take(message, chunk, meter, onChange) {
   Object.assign(stream, { id: chunk.id, number: chunk.number ?? stream.number, body: null });
   meter.take(chunk, Date.now());
   message.text += chunk.text;
-  message.state = message.text === "" ? "waiting" : "streaming";
+  message.thinking += chunk.thinking;
+  message.state = message.text === "" && message.thinking === "" ? "waiting" : "streaming";
   onChange(isFirst);
   tellAnswer(message, "frame", chunk.raw);
 }

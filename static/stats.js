@@ -26,9 +26,9 @@ export class Meter {
     this.stats = stats;
   }
 
-  /** @param {{text: string, finish: ?string, timings: ?object, usage: ?object}} event */
-  take({ text, finish, timings, usage }, now) {
-    if (text !== "") this.#countToken(now);
+  /** @param {{text: string, thinking: string, finish: ?string, timings: ?object, usage: ?object}} event */
+  take({ text, thinking, finish, timings, usage }, now) {
+    if (text !== "" || thinking !== "") this.#countToken(now);
     if (finish !== null) this.stats.finish = finish;
     if (timings !== null) this.#believe(timings);
     // Speculation and slow readers put several tokens into one piece: the server knows the count.

@@ -1,4 +1,7 @@
-/** Models that reason write it between tags before they answer; some templates already open the tag in the prompt. */
+/**
+ * What a model thinks before it answers. The server tells it apart where it knows the model's format; else it stands in
+ * the text, between tags, the first of which some templates already write into the prompt.
+ */
 
 const OPEN = "<think>";
 const CLOSE = "</think>";
@@ -15,4 +18,12 @@ export function splitThinking(text) {
   if (end === -1) return { thinking: text.slice(start).trim(), answer: "", isThinking: true };
   const answer = text.slice(end + CLOSE.length).trimStart();
   return { thinking: text.slice(start, end).trim(), answer, isThinking: false };
+}
+
+/**
+ * @param {import("./conversation.js").Message} message
+ * @returns {{thinking: string, answer: string, isThinking: boolean}} as splitThinking
+ */
+export function partsOf({ thinking, text }) {
+  return thinking ? { thinking, answer: text, isThinking: text === "" } : splitThinking(text);
 }

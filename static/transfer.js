@@ -15,8 +15,8 @@ export function exportText(conversations) {
   return JSON.stringify({ format: FORMAT, version: 1, conversations: kept }, null, 1);
 }
 
-function exported({ id, parent, role, text, state, stats }) {
-  return { id, parent, role, text, state: state === "done" ? "done" : "stopped", stats };
+function exported({ id, parent, role, text, thinking, state, stats }) {
+  return { id, parent, role, text, thinking, state: state === "done" ? "done" : "stopped", stats };
 }
 
 /** A name for the file that says what is in it. */
@@ -67,10 +67,11 @@ function readConversation(conversation, at) {
   return { id, title: titleFrom(String(title ?? "")), updated, tip: end, messages: read };
 }
 
-function readMessage({ id, parent, role, text, state, stats }) {
+function readMessage({ id, parent, role, text, thinking, state, stats }) {
   const ended = role === "user" || state === "done" ? "done" : "stopped";
   const none = { error: null, retryAt: null, stream: null, requestId: null };
-  return { id, parent, role, text, state: ended, stats: readStats(stats), ...none };
+  const thought = typeof thinking === "string" ? thinking : "";
+  return { id, parent, role, text, thinking: thought, state: ended, stats: readStats(stats), ...none };
 }
 
 /** Its figures, where they are figures. */

@@ -10,6 +10,7 @@ from typing_extensions import TypedDict
 from gateway.sessions.responses.schemas import ItemStatus
 
 FinishReason = Literal["stop", "length"]
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 Lane = Literal["interactive", "standard", "batch"]
 Tier = Literal["default", "flex", "priority"]
 Hash = Annotated[str, Field(pattern="^[0-9a-f]+$")]
@@ -138,10 +139,23 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class FunctionCall(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
 class ChatMessage(TypedDict):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -149,7 +163,7 @@ class ChatChoice(TypedDict):
     message: ChatMessage
     token_ids: NotRequired[list[int]]
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
 
 
 class ChatCompletion(Reply):
@@ -161,9 +175,25 @@ class ChatCompletion(Reply):
     timings: Timings | None
 
 
+class FunctionDelta(TypedDict):
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCallDelta(TypedDict):
+    """The first of a call has its id, its type and its name; the others have more of its arguments."""
+
+    index: int
+    id: NotRequired[str]
+    type: NotRequired[Literal["function"]]
+    function: FunctionDelta
+
+
 class ChatDelta(TypedDict, total=False):
     role: Literal["assistant"]
     content: str
+    reasoning_content: str
+    tool_calls: list[ToolCallDelta]
 
 
 class ChatChunkChoice(TypedDict):
@@ -171,7 +201,7 @@ class ChatChunkChoice(TypedDict):
     delta: ChatDelta
     token_ids: NotRequired[list[int]]
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
 
 
 class ChatChunk(Reply):
@@ -464,10 +494,6 @@ class OllamaShown(TypedDict):
     modified_at: str
 
 
-class OllamaVersion(TypedDict):
-    version: str
-
-
 # Responses and conversations
 
 
@@ -483,12 +509,45 @@ class OutputText(TypedDict):
     logprobs: list[Any]
 
 
-class Item(TypedDict):
+class MessageItem(TypedDict):
     id: str
     type: Literal["message"]
     status: ItemStatus
     role: Literal["user", "assistant", "system", "developer"]
     content: list[InputText | OutputText]
+
+
+class CallItem(TypedDict):
+    id: str
+    type: Literal["function_call"]
+    status: ItemStatus
+    call_id: str
+    name: str
+    arguments: str
+
+
+class CallOutputItem(TypedDict):
+    id: str
+    type: Literal["function_call_output"]
+    status: ItemStatus
+    call_id: str
+    output: str
+
+
+class ReasoningText(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(TypedDict):
+    id: str
+    type: Literal["reasoning"]
+    status: ItemStatus
+    summary: list[Any]
+    content: list[ReasoningText]
+
+
+Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
 
 
 class Page(TypedDict):
@@ -536,12 +595,12 @@ class Response(TypedDict):
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
-    reasoning: dict[Literal["effort", "summary"], None]
+    reasoning: dict[Literal["effort", "summary"], str | None]
     safety_identifier: str | None
     service_tier: Tier
     store: bool
     text: dict[str, Any]
-    tool_choice: Literal["auto", "none"]
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any]
     tools: list[Any]
     top_logprobs: int
     truncation: Literal["disabled"]
@@ -584,7 +643,7 @@ class PlaceEvent(TypedDict):
 
 class PartEvent(PlaceEvent):
     type: Literal["response.content_part.added", "response.content_part.done"]
-    part: OutputText
+    part: OutputText | ReasoningText
 
 
 class DeltaEvent(PlaceEvent):
@@ -599,6 +658,32 @@ class TextEvent(PlaceEvent):
     logprobs: list[Any]
 
 
+class ReasoningDeltaEvent(PlaceEvent):
+    type: Literal["response.reasoning_text.delta"]
+    delta: str
+
+
+class ReasoningTextEvent(PlaceEvent):
+    type: Literal["response.reasoning_text.done"]
+    text: str
+
+
+class CallEvent(TypedDict):
+    sequence_number: int
+    item_id: str
+    output_index: int
+
+
+class ArgumentsDeltaEvent(CallEvent):
+    type: Literal["response.function_call_arguments.delta"]
+    delta: str
+
+
+class ArgumentsEvent(CallEvent):
+    type: Literal["response.function_call_arguments.done"]
+    arguments: str
+
+
 class ErrorEvent(TypedDict):
     """This connection has failed; the response goes on elsewhere."""
 
@@ -609,7 +694,18 @@ class ErrorEvent(TypedDict):
     param: str | None
 
 
-RESPONSE_EVENTS = (ResponseEvent, ItemEvent, PartEvent, DeltaEvent, TextEvent, ErrorEvent)
+RESPONSE_EVENTS = (
+    ResponseEvent,
+    ItemEvent,
+    PartEvent,
+    DeltaEvent,
+    TextEvent,
+    ReasoningDeltaEvent,
+    ReasoningTextEvent,
+    ArgumentsDeltaEvent,
+    ArgumentsEvent,
+    ErrorEvent,
+)
 
 
 class Conversation(TypedDict):
@@ -713,6 +809,14 @@ class Health(TypedDict):
 
 class Readiness(TypedDict):
     status: Literal["ready", "draining", "loading", "stalled", "failed"]
+
+
+class Load(TypedDict):
+    server_load: int
+
+
+class Version(TypedDict):
+    version: str
 
 
 class LaneStatus(TypedDict):

@@ -72,9 +72,8 @@ class CompletionsApi:
             add_generation_prompt=body.add_generation_prompt is not False and not continues,
             continues=continues,
         )
-        shows_reasoning = body.include_reasoning is not False
-        batch = await self._intake.with_tools(batch, prompt, use, shows_reasoning=shows_reasoning)
-        return truncated(prompt, body), batch
+        prompt, shows_reasoning = truncated(prompt, body), body.include_reasoning is not False
+        return prompt, await self._intake.with_tools(batch, prompt, use, shows_reasoning=shows_reasoning)
 
     async def complete(self, http: HttpRequest) -> Response:
         arrival_s = self._service.clock()

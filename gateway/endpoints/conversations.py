@@ -20,7 +20,7 @@ from gateway.sessions.responses.objects import Item, input_items, new_id, page
 from gateway.sessions.responses.schemas import (
     ITEM_PREFIXES,
     InputItem,
-    InputItems,
+    Items,
     PageQuery,
     check_id,
     check_items,
@@ -45,7 +45,7 @@ _MOST: dict[str, str | int] = {
 class CreateBody(StrictBody):
     MOST = _MOST
 
-    items: InputItems | None = None
+    items: Items | None = None
     metadata: dict[str, str] | None = None
 
 
@@ -58,7 +58,7 @@ class UpdateBody(StrictBody):
 class AddBody(StrictBody):
     MOST = _MOST
 
-    items: Annotated[InputItems, Field(min_length=1)]
+    items: Annotated[Items, Field(min_length=1)]
 
 
 class ConversationsApi:

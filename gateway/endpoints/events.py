@@ -71,7 +71,7 @@ class EventsApi:
                     yield _event("request", orjson.dumps({"request_id": request_id, **found}))
                 if watch is not None:
                     yield _event("steps", orjson.dumps(service.watched(watch)))
-                if "kv" in details and (drawn := self._map_now()) != told_map:
+                if "kv" in details and (drawn := self._map_now()) not in (b"", told_map):
                     yield _event("kv", drawn)
                     told_map = drawn
 

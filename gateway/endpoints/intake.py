@@ -117,8 +117,7 @@ class Intake:
             )
         body, limits = await http.body(), self._service.options.limits
         return await off_loop(
-            len(body),
-            lambda: understand(read(kind, parse_object(body, limits), limits, self.ignore), limits),
+            len(body), lambda: understand(read(kind, parse_object(body, limits), limits, self.ignore), limits)
         )
 
     def check_model(self, name: str) -> None:
@@ -189,11 +188,12 @@ class Intake:
         # A tokenizer can know tokens that the model does not.
         if max(prompt, default=0) >= self._service.vocab_size:
             raise invalid("The prompt has tokens that the model does not know.", batch.prompt_field)
+        sampling = self._sampling(batch, len(prompt))
         return Request(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
             sampling=replace(
-                self._sampling(batch, len(prompt)), shown_special=self._service.formats.shown(batch.reading)
+                sampling, shown_special=sampling.shown_special | self._service.formats.shown(batch.reading)
             ),
             n=batch.body.n or 1,
             arrival_s=batch.arrival_s,

@@ -17,6 +17,7 @@ from gateway.sessions.prefixes.sharing import parse_token_ids
 from gateway.wire.frames import Json
 from gateway.wire.prompts import check_token_ids
 from gateway.wire.schemas import DetokenizeBody, LocateBody, TokenizeBody, read
+from gateway.wire.tools.use import tool_use
 
 _MOST_PREFIXES = 100
 
@@ -84,8 +85,10 @@ class Api:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
         if body.messages is not None:
+            use = tool_use([dict(tool) for tool in body.tools or ()])
+            variables = self._intake.variables(body.chat_template_kwargs, None)
             return await self._intake.encode_chat(
-                body.messages, add_generation_prompt=body.add_generation_prompt
+                body.messages, use, variables, add_generation_prompt=body.add_generation_prompt
             )
         if not body.prompt:
             return []

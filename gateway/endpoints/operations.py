@@ -280,7 +280,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
     "/api/version": {
         "GET": Operation(
             summary="The version of Ollama whose API this is",
-            answer=answers.OllamaVersion,
+            answer=answers.Version,
             error=answers.OllamaError,
             is_open=True,
         )
@@ -345,6 +345,8 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             is_open=True,
         )
     },
+    "/load": {"GET": Operation(summary="How many requests wait or run", answer=answers.Load, is_open=True)},
+    "/version": {"GET": Operation(summary="Penstock's version", answer=answers.Version, is_open=True)},
     "/metrics": {"GET": Operation(summary="For Prometheus", media_type="text/plain", is_open=True)},
     "/openapi.json": {"GET": Operation(summary="This document", answer=dict[str, Any], is_open=True)},
     "/": {"GET": Operation(summary="The chat page", media_type="text/html", is_open=True, cached=True)},

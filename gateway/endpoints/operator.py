@@ -1,8 +1,9 @@
-"""What the operator's own programs ask: `/health`, `/ready` and `/metrics`."""
+"""What the operator's own programs ask: `/health`, `/ready`, `/metrics`, `/load` and `/version`."""
 
 from __future__ import annotations
 
 from http import HTTPStatus
+from importlib.metadata import version
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.requests import Request as HttpRequest
@@ -24,6 +25,8 @@ class OperatorApi:
         return [
             Route("/health", self.health, methods=["GET"]),
             Route("/ready", self.ready, methods=["GET"]),
+            Route("/load", self.load, methods=["GET"]),
+            Route("/version", self.version, methods=["GET"]),
             *metrics,
         ]
 
@@ -38,6 +41,13 @@ class OperatorApi:
         readiness = self._service.readiness
         status = HTTPStatus.OK if readiness == "ready" else HTTPStatus.SERVICE_UNAVAILABLE
         return Json({"status": readiness}, status)
+
+    async def load(self, _: HttpRequest) -> Response:
+        """How many requests wait or run, as vLLM's routers ask for it."""
+        return Json({"server_load": len(self._service.dispatch)})
+
+    async def version(self, _: HttpRequest) -> Response:
+        return Json({"version": version("penstock")})
 
     async def metrics(self, _: HttpRequest) -> Response:
         return Response(self._service.render_metrics(), headers={"content-type": CONTENT_TYPE_LATEST})

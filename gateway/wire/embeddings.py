@@ -66,11 +66,17 @@ class EmbeddingWriter:
         raise NotImplementedError
 
     def _spelt(self, embedding: list[float]) -> list[float] | str:
-        values = embedding[: self._body.dimensions]
-        if self._is_normalised:
-            length = math.hypot(*values) or 1.0
-            values = [value / length for value in values]
+        values = shortened(embedding, self._body.dimensions, is_normalised=self._is_normalised)
         return as_base64(values) if self._body.encoding_format == "base64" else values
+
+
+def shortened(embedding: list[float], dimensions: int | None, *, is_normalised: bool) -> list[float]:
+    """Its first numbers, all of them without `dimensions`; then, if it is normalised, of length 1."""
+    values = embedding[:dimensions]
+    if not is_normalised:
+        return values
+    length = math.hypot(*values) or 1.0
+    return [value / length for value in values]
 
 
 def as_base64(values: Iterable[float]) -> str:

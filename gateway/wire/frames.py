@@ -212,15 +212,15 @@ class StreamWriter:
     def chunk(self, index: int, delta: Delta) -> bytes:
         """The chunks that show what is new for one choice, without its end."""
         in_choice, beside = self._shape.token_ids(delta)
-        told = (self._shape.logprobs(index, delta) if delta.logprobs else "null") + in_choice
+        known = (self._shape.logprobs(index, delta) if delta.logprobs else "null") + in_choice
         if not self._reading.is_plain:
             pieces = self._parser(index).feed(delta.text)
             if delta.finish_reason is not None:
                 pieces += self._parser(index).finish()
-            return self._pieces(index, pieces, told, beside)
-        if told == "null":
+            return self._pieces(index, pieces, known, beside)
+        if known == "null":
             return self.text(index, delta.text)
-        return self._chunk(index, self._text_delta(delta.text), told, beside)
+        return self._chunk(index, self._text_delta(delta.text), known, beside)
 
     def text(self, index: int, text: str) -> bytes:
         """The same for text alone; empty if there is nothing to show."""
@@ -234,28 +234,25 @@ class StreamWriter:
             return self._chunk(index, self._text_delta(piece.text))
         return self._pieces(index, [piece])
 
-    def _pieces(self, index: int, pieces: Sequence[Piece], told: str = "null", beside: str = "") -> bytes:
-        """A chunk for each; what is told of the tokens goes with the first, or alone."""
+    def _pieces(self, index: int, pieces: Sequence[Piece], known: str = "null", beside: str = "") -> bytes:
+        """A chunk for each; what is known of the tokens goes with the first, or alone."""
         if not pieces:
-            bare = told == "null"
-            return self._opened(index) if bare else self._chunk(index, self._shape.empty_delta, told, beside)
+            bare = known == "null"
+            return self._opened(index) if bare else self._chunk(index, self._shape.empty_delta, known, beside)
         if any(isinstance(piece, CallBegun) for piece in pieces):
             self._callers.add(index)
         first, *rest = [self._shape.piece(piece) for piece in pieces]
-        chunks = [self._chunk(index, first, told, beside), *(self._chunk(index, delta) for delta in rest)]
+        chunks = [self._chunk(index, first, known, beside), *(self._chunk(index, delta) for delta in rest)]
         return b"".join(chunks)
 
     def _text_delta(self, text: str) -> str:
         return f"{self._shape.before_text}{encode_basestring_ascii(text)}{self._shape.after_text}"
 
-    def _chunk(self, index: int, delta: str, told: str = "null", beside: str = "") -> bytes:
-        """
-        Args:
-            told: log probabilities, and what else its choice says of its tokens.
-            beside: what is said beside the choices.
-        """
-        opening, tail = self._open(index), self._tail_of("null", beside) if beside else self._tail
-        return f'{opening}{self._starts[index]}{delta},"logprobs":{told}{tail}'.encode("ascii")
+    def _chunk(self, index: int, delta: str, known: str = "null", beside: str = "") -> bytes:
+        """`known`: the log probabilities of its tokens, and what else its choice says of them."""
+        opening = self._open(index)
+        tail = self._tail_of("null", beside) if beside else self._tail
+        return f'{opening}{self._starts[index]}{delta},"logprobs":{known}{tail}'.encode("ascii")
 
     def _parser(self, index: int) -> ReplyParser:
         if index not in self._parsers:

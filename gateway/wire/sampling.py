@@ -15,11 +15,11 @@ from gateway.wire.prompts import check_token_ids
 from gateway.wire.schemas import Sampled, as_strings
 from priority.lanes import Lane, Tenant
 
-_BAN = -1e30
-"""A bias that no logit makes up for."""
 LEAST_TOP_P = 1e-6
 """What 0 means: the likeliest token alone."""
 
+_BAN = -1e30
+"""A bias that no logit makes up for."""
 _Number = TypeVar("_Number", int, float)
 
 

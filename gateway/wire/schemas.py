@@ -328,6 +328,8 @@ class TokenizeBody(StrictBody):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[Many[Message], Field(min_length=1)] | None = None
+    tools: Annotated[Many[Tool], BeforeValidator(known_tools)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None

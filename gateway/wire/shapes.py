@@ -100,27 +100,28 @@ class ChatShape:
             arguments = encode_basestring_ascii(piece.text)
             call = f'{{"index":{piece.index},"function":{{"arguments":{arguments}}}}}'
         else:
-            call = json.dumps({"index": piece.index, **call_json(Call(piece.id, piece.name))})
+            begun = {"index": piece.index, **call_json(Call(piece.id, piece.name))}
+            call = json.dumps(begun, separators=(",", ":"))
         return f'"delta":{{"tool_calls":[{call}]}}'
 
     def logprobs(self, index: int, delta: Delta) -> str:  # noqa: ARG002
         return json.dumps(self._logprobs(delta), default=list)
 
     def body(self, head: Head, deltas: Iterable[tuple[int, Delta]], reading: Reading) -> dict[str, object]:
-        deltas = list(deltas)
-        choices = (
+        choices = [
             (index, delta, answer_of(reading.parser(head.id, index), delta.text)) for index, delta in deltas
-        )
-        body, first = self.whole(head, choices), deltas[0][1]
+        ]
+        return self.whole(head, choices)
+
+    def whole(self, head: Head, choices: Sequence[tuple[int, Delta, Answer]]) -> dict[str, object]:
+        """The same of choices whose texts are understood already."""
+        _, first, _ = choices[0]
+        body = _body(head, "chat.completion", (self._choice(*choice) for choice in choices))
         if self._told.num_prompt_top is not None:
             body["prompt_logprobs"] = prompt_logprobs(self._tokens, first, self._told.num_prompt_top)
         if self._told.token_ids:
             body["prompt_token_ids"] = first.prompt_token_ids
         return body
-
-    def whole(self, head: Head, choices: Iterable[tuple[int, Delta, Answer]]) -> dict[str, object]:
-        """The same of choices whose texts are understood already, and of what is said in text alone."""
-        return _body(head, "chat.completion", (self._choice(*choice) for choice in choices))
 
     def token_ids(self, delta: Delta) -> tuple[str, str]:
         if not self._told.token_ids:
@@ -234,29 +235,6 @@ class CompletionShape:
         return offsets
 
 
-def prompt_logprobs(tokens: TokenText, delta: Delta, num_top: int) -> Iterator[dict[str, object] | None]:
-    """vLLM's `prompt_logprobs`: by place in the prompt, the token there and the most likely ones; null at the first."""
-    yield None
-    for token_id, found in zip(delta.prompt_token_ids[1:], delta.prompt_logprobs or (), strict=True):
-        ranked = {other: (rank, logprob) for rank, (other, logprob) in enumerate(found.top[:num_top], 1)}
-        yield {
-            str(other): {
-                "logprob": _finite(logprob),
-                "rank": rank,
-                "decoded_token": tokens.token_bytes(other).decode(errors="replace"),
-            }
-            for other, (rank, logprob) in ({token_id: (None, found.logprob)} | ranked).items()
-        }
-
-
-def _member(name: str, token_ids: Sequence[int]) -> str:
-    return f',"{name}":{json.dumps(list(token_ids))}'
-
-
-def _finite(logprob: float) -> float:
-    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
-
-
 def finish_reason(reason: FinishReason | None, *, has_calls: bool) -> str | None:
     """As OpenAI names it."""
     if reason is FinishReason.STOP and has_calls:
@@ -279,6 +257,29 @@ def _message(answer: Answer) -> dict[str, object]:
     if not answer.text and (answer.reasoning or answer.calls):
         message["content"] = None
     return message
+
+
+def prompt_logprobs(tokens: TokenText, delta: Delta, num_top: int) -> Iterator[dict[str, object] | None]:
+    """vLLM's `prompt_logprobs`: by place in the prompt, the token there and the most likely ones; null at the first."""
+    yield None
+    for token_id, found in zip(delta.prompt_token_ids[1:], delta.prompt_logprobs or (), strict=True):
+        ranked = {other: (rank, logprob) for rank, (other, logprob) in enumerate(found.top[:num_top], 1)}
+        yield {
+            str(other): {
+                "logprob": _finite(logprob),
+                "rank": rank,
+                "decoded_token": tokens.token_bytes(other).decode(errors="replace"),
+            }
+            for other, (rank, logprob) in ({token_id: (None, found.logprob)} | ranked).items()
+        }
+
+
+def _member(name: str, token_ids: Sequence[int]) -> str:
+    return f',"{name}":{json.dumps(list(token_ids))}'
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > _LOWEST_LOGPROB else _LOWEST_LOGPROB
 
 
 def _body(head: Head, object_name: str, choices: Iterator[dict[str, object]]) -> dict[str, object]:

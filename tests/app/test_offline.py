@@ -103,6 +103,15 @@ def test_answers_match_the_form_that_was_asked_for(llm: LLM) -> None:
         assert 0 <= json.loads(answer.text)["age"] <= 120
 
 
+@pytest.mark.parametrize("dimensions", [None, 16])
+def test_embeddings_are_those_of_the_server(llm: LLM, live_server: str, dimensions: int | None) -> None:
+    found = llm.embed(PROMPTS, dimensions=dimensions)
+    reply = post(live_server, "/v1/embeddings", input=PROMPTS, dimensions=dimensions)
+    for embedding, expected in zip(found, reply["data"], strict=True):
+        assert embedding == pytest.approx(expected["embedding"], abs=1e-6)
+    assert llm.embed(PROMPTS[0], dimensions=dimensions) == [pytest.approx(found[0], abs=1e-6)]
+
+
 def test_one_prompt_alone_is_a_list_of_one(llm: LLM) -> None:
     greedy: Sampling = {"temperature": 0, "max_tokens": 5}
     (text,) = llm.generate(PROMPTS[0], **greedy)
@@ -225,7 +234,9 @@ def test_a_loop_that_is_gone_does_not_harm_the_engine(llm: LLM) -> None:
             ValueError,
             "Invalid 'structured_outputs.regex'",
         ),
-        (lambda llm: llm.stream("x", top_p=0), ValueError, "Invalid 'top_p'"),
+        (lambda llm: llm.embed("x", dimensions=10**6), ValueError, "'dimensions' must be 1 to"),
+        (lambda llm: llm.embed(["x", []]), ValueError, "number 1 of 2: 'input' must not be empty"),
+        (lambda llm: llm.stream("x", top_p=2), ValueError, "Invalid 'top_p'"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_generated(

@@ -89,7 +89,7 @@ class EngineDouble:
         self.max_sequence_tokens = 512
         self.cancelled: list[str] = []
         self.ref_counts = [0] * 33
-        """By KV block; block 0 is none."""
+        """By KV block; block 0 is none. Without any there is no pool, for now."""
         self.findable = bytearray(33)
         self.on_wake: Callable[[], None] = lambda: None
 
@@ -106,7 +106,7 @@ class EngineDouble:
         return EngineStats(num_blocks=32)
 
     def block_map(self) -> BlockMap | None:
-        return block_map(self.ref_counts, self.findable)
+        return block_map(self.ref_counts, self.findable) if self.ref_counts else None
 
 
 class Desk:

@@ -137,7 +137,7 @@ Picture = tuple[str, Callable[[Page, ScriptedServer], None], dict[str, Any]]
 LIGHT: dict[str, Any] = {**DESKTOP, "color_scheme": "light"}
 DARK: dict[str, Any] = {**DESKTOP, "color_scheme": "dark"}
 IN_DOCS: list[Picture] = [
-    ("page", chat, LIGHT),
+    ("page", chat, {**LIGHT, "viewport": {"width": 1180, "height": 880}}),
     ("page-dark", formulas, DARK),
     ("page-phone", conversations, PHONE),
 ]

@@ -5,10 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.static.conftest import PHONE, OpenPage
-from tests.static.scripted import Gate, ScriptedServer, stream
+from tests.static.scripted import Gate, ScriptedServer, chunk, frame, stream
 from tests.static.test_page import assert_fits, expect_state, last_answer, say
 
 
@@ -215,20 +216,30 @@ def test_formulas_and_code_are_shown_as_such(page: Page, server: ScriptedServer)
     assert page.evaluate(loaded) == []  # who sees neither pays for neither
 
 
-def test_thoughts_are_folded_away_and_not_sent_again(page: Page, server: ScriptedServer) -> None:
+def thought(text: str) -> bytes:
+    return frame({"id": "chatcmpl-0", **chunk({"reasoning_content": text})})
+
+
+@pytest.mark.parametrize("told_apart", [True, False], ids=["by the server", "by tags"])
+def test_thoughts_are_folded_away_and_not_sent_again(
+    page: Page, server: ScriptedServer, told_apart: bool
+) -> None:
     gate = Gate()
-    server.script(
-        stream("<think>", "Seven eights ", gate, "are 56.\n</think>\n\n", "It is **56**."), stream("Yes.")
+    thoughts = (
+        (thought("Seven eights "), gate, thought("are 56."))
+        if told_apart
+        else ("<think>", "Seven eights ", gate, "are 56.\n</think>\n\n")
     )
+    server.script(stream(*thoughts, "It is **56**."), stream("Yes."))
     say(page, "7 times 8?")
     expect(page.locator("summary", has_text="Thinking…")).to_be_visible()
     gate.open()
     expect_state(page, "done")
     expect(last_answer(page).locator(".text")).to_have_text("It is 56.")
-    thoughts = last_answer(page).get_by_text("Seven eights are 56.")
-    expect(thoughts).to_be_hidden()
+    folded = last_answer(page).get_by_text("Seven eights are 56.")
+    expect(folded).to_be_hidden()
     page.get_by_text("Thoughts").click()
-    expect(thoughts).to_be_visible()
+    expect(folded).to_be_visible()
     expect(page.locator("#announcer")).to_have_text("It is 56.")
     say(page, "Sure?")
     expect_state(page, "done")

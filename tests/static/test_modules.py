@@ -827,7 +827,7 @@ def test_stores_keep_conversations_newest_first(call: Call, factory: str) -> Non
 
 
 def test_a_meter_counts_and_the_servers_figures_correct_it(call: Call) -> None:
-    event = {"text": "", "finish": None, "timings": None, "usage": None}
+    event = {"text": "", "thinking": "", "finish": None, "timings": None, "usage": None}
     events = [
         (150, {**event, "text": "a"}),
         (160, {**event, "text": "b"}),

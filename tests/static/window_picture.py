@@ -1,7 +1,7 @@
-"""Pictures of the window into the engine, under load: `python -m tests.static.window_picture [FOLDER]`.
+"""Pictures of the window into the engine, under load: `python -m tests.static.window_picture [FOLDER] [--all]`.
 
-Starts a server and a steady load, looks for a minute, and takes window.png, by default into docs/, and with `--all` the same in dark, on
-a phone and as tables, and an answer's timeline.
+Starts a server and a steady load, looks for a minute, and takes window.png, by default into docs/; with `--all` also
+the same in dark, on a phone and as tables, and an answer's timeline.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from tests.static.conftest import FLAGS, PHONE
 
 DOCS = Path(__file__).parents[2] / "docs"
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1200, "height": 1110}}
-MINUTE_MS = 60_000
-SERVE = ("--num-blocks", "961", "--max-batch-tokens", "256")
+SERVE = ("--num-blocks", "641", "--max-batch-tokens", "256")
 """So few blocks that the load fills a good part of the map."""
 CLIENTS = 28
 HEROES = ("knight", "fox", "baker", "robot", "sailor", "wizard")
-SYSTEM = "You are a friendly storyteller. " * 12
-"""The same for most requests: its blocks are shared."""
+TELLERS = ("You are a friendly storyteller. ", "You are a patient teacher. ", "You are a merry sailor. ")
+"""System prompts, many times over, that most requests have in common: their blocks are shared."""
 
 
 async def _client(http: httpx.AsyncClient, pace: random.Random) -> None:
     """Asks again and again, now and then without a pause for thought."""
     while True:
         question = f"Tell me a story about a brave {pace.choice(HEROES)} and {pace.randrange(100)} friends"
-        system = [{"role": "system", "content": SYSTEM}] if pace.random() < 0.8 else []
+        system = [{"role": "system", "content": pace.choice(TELLERS) * 20}] if pace.random() < 0.8 else []
         body = {
             "model": "penstock-demo",
             "messages": [*system, {"role": "user", "content": question}],
@@ -121,7 +120,7 @@ def main(folder: Path, look_ms: int, *, with_all: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.static.window_picture", description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=DOCS)
-    parser.add_argument("--seconds", type=int, default=MINUTE_MS // 1000, help="to look, before the picture")
+    parser.add_argument("--seconds", type=int, default=60, help="to look, before the picture")
     parser.add_argument(
         "--all", action="store_true", help="also in dark, on a phone, as tables, and an answer"
     )

@@ -54,13 +54,17 @@ _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "f
 ITEM_PREFIXES = tuple(_PREFIXES.values())
 
 
-def _known_items(items: object) -> object:
+def _known_items(field: str) -> BeforeValidator:
     """Clients are told which kind of item it is that this server does not know."""
-    for i, item in enumerate(items if isinstance(items, list) else ()):
-        kind = item.get("type") if isinstance(item, dict) else None
-        if isinstance(kind, str) and kind not in _PREFIXES:
-            raise unsupported_value(f"input[{i}].type", kind)
-    return items
+
+    def check(items: object) -> object:
+        for i, item in enumerate(items if isinstance(items, list) else ()):
+            kind = item.get("type") if isinstance(item, dict) else None
+            if isinstance(kind, str) and kind not in _PREFIXES:
+                raise unsupported_value(f"{field}[{i}].type", kind)
+        return items
+
+    return BeforeValidator(check)
 
 
 # There may be thousands of them: each is a plain dict.
@@ -142,7 +146,8 @@ InputItem = Annotated[
     Discriminator(lambda item: _TAGS.get(_kind(item), "Message")),
 ]
 _TAGS = {"function_call": "Call", "function_call_output": "Output", "reasoning": "Reasoning"}
-InputItems = Annotated[Many[InputItem], BeforeValidator(_known_items)]
+InputItems = Annotated[Many[InputItem], _known_items("input")]
+Items = Annotated[Many[InputItem], _known_items("items")]
 
 
 @with_config(OPEN)

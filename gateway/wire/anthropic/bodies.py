@@ -97,7 +97,7 @@ class Thinking(StrictBody):
 
 class OutputFormat(StrictBody):
     type: Literal["json_schema"]
-    json_schema: Annotated[dict[str, object], Field(alias="schema")]
+    schema_: Annotated[dict[str, object], Field(alias="schema")]
 
 
 class OutputConfig(StrictBody):
@@ -170,6 +170,9 @@ def as_chat(body: CountTokensBody, limits: Limits) -> ChatBody:
     values: dict[str, object] = {"model": body.model, "messages": _conversation(body)}
     if isinstance(body, MessagesBody):
         values |= _sampling(body)
+    if body.output_config is not None and body.output_config.format is not None:
+        schema = {"name": "format", "schema": body.output_config.format.schema_}
+        values["response_format"] = {"type": "json_schema", "json_schema": schema}
     values |= _tools(body)
     return read(ChatBody, values, limits)
 

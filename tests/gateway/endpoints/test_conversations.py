@@ -302,7 +302,8 @@ async def test_two_tenants_never_see_each_others() -> None:
         ({"items": [HI] * 21}, "items"),
         ({"items": [{"role": "tool", "content": "x"}]}, "items[0].role"),
         ({"items": [{"role": "user", "content": []}]}, "items[0].content"),
-        ({"items": [{"type": "function_call", "role": "user", "content": "x"}]}, "items[0].type"),
+        ({"items": [{"type": "computer_call", "role": "user", "content": "x"}]}, "items[0].type"),
+        ({"items": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "items[0].call_id"),
         ({"items": [{"role": "user", "content": "x", "id": "x"}]}, "items[0].id"),
         ({"items": "Hi"}, "items"),
         ({"metadata": {"x": 1}}, "metadata.x"),
@@ -441,19 +442,19 @@ async def test_a_day_after_it_was_last_used_it_is_forgotten() -> None:
 # What responses do with them
 
 ASKED, SAID = item("msg_1"), item("msg_2", "assistant", "Ho")
-ANSWERED = Thread().answered([{"role": "user", "content": "x"}], [1, 2], [3, 4], "Ho")
+ANSWERED = Thread(({"role": "user", "content": "x"}, {"role": "assistant", "content": "Ho"}), (1, 2, 3, 4))
 
 
 async def test_a_response_is_added_once() -> None:
     store = MemoryStore()
     await put(store)
-    await append(store, "default", UNKNOWN, [ASKED], SAID, ANSWERED)
+    await append(store, "default", UNKNOWN, [ASKED], [SAID], ANSWERED)
     found = await find(store, "default", UNKNOWN, "conversation")
     assert (found.items, found.thread()) == ([ASKED, SAID], ANSWERED)
-    later = Thread().answered([], [9], [9], "Ho")
-    await append(store, "default", UNKNOWN, [ASKED], SAID, later)
+    later = Thread(({"role": "assistant", "content": "Ho"},), (9, 9))
+    await append(store, "default", UNKNOWN, [ASKED], [SAID], later)
     assert await find(store, "default", UNKNOWN, "conversation") == found
-    await append(store, "default", UNKNOWN, [ASKED, item("msg_3")], item("msg_4", "assistant", "y"), later)
+    await append(store, "default", UNKNOWN, [ASKED, item("msg_3")], [item("msg_4", "assistant", "y")], later)
     again = await find(store, "default", UNKNOWN, "conversation")
     assert [one["id"] for one in again.items] == ["msg_1", "msg_2", "msg_3", "msg_4"]
     assert again.thread().token_ids == later.token_ids
@@ -461,14 +462,14 @@ async def test_a_response_is_added_once() -> None:
 
 async def test_a_response_does_not_bring_a_deleted_conversation_back() -> None:
     store = MemoryStore()
-    await append(store, "default", UNKNOWN, [ASKED], SAID, ANSWERED)
+    await append(store, "default", UNKNOWN, [ASKED], [SAID], ANSWERED)
     assert await CONVERSATIONS.get(store, "default", UNKNOWN) is None
 
 
 async def test_deleting_and_adding_items_leave_the_tokens_alone() -> None:
     place = Place()
     await put(place.store)
-    await append(place.store, "default", UNKNOWN, [ASKED], SAID, ANSWERED)
+    await append(place.store, "default", UNKNOWN, [ASKED], [SAID], ANSWERED)
     async with connected(place) as api:
         await api.items.create(UNKNOWN, items=[HI])
         await api.items.delete("msg_1", conversation_id=UNKNOWN)
@@ -485,7 +486,7 @@ async def test_changes_at_the_same_time_all_count() -> None:
         await asyncio.gather(
             *(http.post(f"/v1/conversations/{UNKNOWN}/items", json={"items": [HI]}) for _ in range(8)),
             *(
-                append(place.store, "default", UNKNOWN, [], item(f"msg_{i}", "assistant"), ANSWERED)
+                append(place.store, "default", UNKNOWN, [], [item(f"msg_{i}", "assistant")], ANSWERED)
                 for i in range(8)
             ),
         )
@@ -507,7 +508,7 @@ async def test_changes_by_two_replicas_at_the_same_time_all_count(monkeypatch: p
 
             async def add(number: int) -> None:
                 said = item(f"msg_{number}", "assistant")
-                await append(stores[number % 2], "default", UNKNOWN, [], said, ANSWERED)
+                await append(stores[number % 2], "default", UNKNOWN, [], [said], ANSWERED)
 
             await asyncio.gather(*(add(number) for number in range(12)))
             for store in stores:
@@ -519,12 +520,12 @@ async def test_what_cannot_be_read_can_be_tried_again() -> None:
     await put(place.store)
     place.store.away = True
     with pytest.raises(StoreUnavailable):
-        await append(place.store, "default", UNKNOWN, [ASKED], SAID, ANSWERED)
+        await append(place.store, "default", UNKNOWN, [ASKED], [SAID], ANSWERED)
     with pytest.raises(ApiError) as error:
         await find(place.store, "default", UNKNOWN, "conversation")
     assert error.value.status == 503
     place.store.away = False
-    await append(place.store, "default", UNKNOWN, [ASKED], SAID, ANSWERED)
+    await append(place.store, "default", UNKNOWN, [ASKED], [SAID], ANSWERED)
     assert len((await find(place.store, "default", UNKNOWN, "conversation")).items) == 2
 
 

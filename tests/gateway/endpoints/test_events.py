@@ -140,7 +140,6 @@ async def test_the_steps_since_the_event_before_in_a_bounded_list() -> None:
     async with serving(desk.app) as url, listening(url, "/v1/events?detail=steps") as found:
         told = await first(found, "steps")
         assert (told["num_steps"], told["at_ms"], told["steps"]["started_ms"]) == (0, 0.0, [])
-        desk.clock.now += 2
         count = DraftCount([2, 1], [1, 0])
         for i in range(MAX_STEPS + 1):
             desk.deliver(
@@ -160,7 +159,7 @@ async def test_the_steps_since_the_event_before_in_a_bounded_list() -> None:
             pass
         steps, num_steps = told.pop("steps"), MAX_STEPS + 1
         assert told == {
-            "at_ms": 2000.0,
+            "at_ms": 0.0,
             "num_steps": num_steps,
             "busy_ms": num_steps * 1.0,
             "loop_lag_ms": 20.0,
@@ -187,6 +186,13 @@ async def test_the_steps_since_the_event_before_in_a_bounded_list() -> None:
         assert (told["num_steps"], told["loop_lag_ms"]) == (0, 0.0)
 
 
+async def test_each_event_counts_from_the_one_before_and_its_times_from_the_first() -> None:
+    watch = StepWatch(now=5.0, num_output_tokens=7)
+    for now, num_output_tokens, at_ms, since in ((6.5, 10, 1500.0, 3), (7.0, 11, 2000.0, 1)):
+        told = watch.take(now, num_output_tokens)
+        assert (told["at_ms"], told["output_tokens"]) == (at_ms, since)
+
+
 async def test_the_blocks_are_drawn_for_those_who_ask_when_they_have_changed() -> None:
     desk = Desk()
     desk.engine.ref_counts[1:4] = [1, 2, 3]
@@ -204,7 +210,10 @@ async def test_the_blocks_are_drawn_for_those_who_ask_when_they_have_changed() -
         assert (told["num_shared"], told["num_saved"]) == (2, 3)
         desk.clock.now += 60
         assert [(await anext(found))[0] for _ in range(3)] == ["server"] * 3
-        desk.engine.ref_counts[1] = 0
+        counts, desk.engine.ref_counts = desk.engine.ref_counts, []
+        desk.clock.now += 60
+        assert [(await anext(found))[0] for _ in range(3)] == ["server"] * 3
+        desk.engine.ref_counts = [0, 0, *counts[2:]]
         desk.clock.now += 60
         assert b64decode((await first(found, "kv"))["held"])[:2] == b"\0\xff"
 

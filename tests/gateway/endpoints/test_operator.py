@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +78,27 @@ async def test_what_needs_a_key(method: str, path: str) -> None:
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/load", "/version"])
 async def test_what_needs_no_key(path: str) -> None:
     async with client(Desk(ServiceOptions(models=(MODEL,), clients=KEYS)).app) as http:
         assert (await http.get(path)).status_code == 200
         assert (await http.head(path)).content == b""
+
+
+async def test_load_is_what_waits_and_runs() -> None:
+    desk = Desk()
+    async with client(desk.app) as http:
+        asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
+        await desk.queued()
+        assert (await http.get("/load")).json() == {"server_load": 1}
+        desk.answer(await desk.taken(), "ok")
+        await asking
+        assert (await http.get("/load")).json() == {"server_load": 0}
+
+
+async def test_the_version_is_the_packages() -> None:
+    async with client(Desk().app) as http:
+        assert (await http.get("/version")).json() == {"version": metadata.version("penstock")}
 
 
 async def test_the_tenant_salts_the_prefix_cache() -> None:

@@ -121,7 +121,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "invalid_value",
     ),
     ({"stream_options": {}}, "stream_options", "invalid_value"),
-    ({"text": {"format": {"type": "json_object"}}}, "text.format.type", "invalid_value"),
+    ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_value"),
     ({"text": {"verbosity": "high"}}, "text.verbosity", "invalid_value"),
     ({"tool_choice": "often"}, "tool_choice", "invalid_value"),
     ({"tool_choice": {"type": "function", "nam": "f"}}, "tool_choice.name", "missing_required_parameter"),

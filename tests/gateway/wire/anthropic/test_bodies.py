@@ -111,6 +111,12 @@ def test_refusals_name_the_field(messages: list[object], fields: dict[str, objec
     assert message in refused.value.message
 
 
+def test_a_format_of_the_answer() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    found = chat_of(user("Hi"), output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert found.response_format.json_schema.schema_ == schema
+
+
 def test_counting_needs_no_number_of_tokens() -> None:
     body = read(CountTokensBody, {"model": "m", "messages": [user("Hi")]}, LIMITS)
     assert as_chat(body, LIMITS).max_tokens is None

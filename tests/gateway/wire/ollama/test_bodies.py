@@ -38,6 +38,12 @@ def test_fields(fields: dict[str, object], name: str, value: object) -> None:
     assert getattr(chat_of(**fields), name) == value
 
 
+def test_a_format_of_the_answer() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert chat_of(format=schema).response_format.json_schema.schema_ == schema
+    assert chat_of(format="json").response_format.type == "json_object"
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -1,0 +1,68 @@
+"""A reply whose pieces are the test's to choose."""
+
+from __future__ import annotations
+
+from engine.planning.request import FinishReason, Output, Request, SamplingParams
+from gateway.wire.parsing import Piece
+from gateway.wire.shapes import Head
+from gateway.wire.streams import Delta, Generation
+from gateway.wire.writers import Writer
+from tests.gateway.desk import make_timings
+
+HEAD = Head(id="id-1", created=7, model="m", service_tier="default")
+MAX_TOKENS = 16
+
+
+class Script:
+    """A parser that makes one piece of each character that it is fed."""
+
+    def __init__(self, *pieces: Piece) -> None:
+        self._pieces = list(pieces)
+
+    @property
+    def text(self) -> str:
+        return "x" * len(self._pieces)
+
+    def feed(self, text: str) -> list[Piece]:
+        fed, self._pieces = self._pieces[: len(text)], self._pieces[len(text) :]
+        return fed
+
+    def finish(self) -> list[Piece]:
+        return self._pieces
+
+
+class Ended(Generation):
+    """It came to its end."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            [
+                Request(
+                    request_id="r",
+                    prompt_token_ids=(1, 2, 3, 4, 5, 6),
+                    sampling=SamplingParams(max_tokens=MAX_TOKENS),
+                )
+            ]
+        )
+
+    def receive(self, output: Output) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+
+def ending(reason: FinishReason = FinishReason.STOP, stop: str | None = None) -> tuple[Ended, Delta]:
+    """A generation with its last delta, which has no text."""
+    generation = Ended()
+    timings = make_timings(generation.requests[0])
+    generation.push(Output("r", 0, [7], "", finish_reason=reason, timings=timings, stop=stop))
+    return generation, Delta(finish_reason=reason, stop=stop)
+
+
+def streamed(writer: Writer, text: str, reason: FinishReason = FinishReason.STOP) -> str:
+    """All that is said of a text that comes a character at a time."""
+    generation, last = ending(reason)
+    said = writer.news(Ended(), [])
+    said += b"".join(writer.text(0, character) for character in text)
+    return (said + writer.news(generation, [(0, last)])).decode("ascii")
