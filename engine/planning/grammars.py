@@ -60,11 +60,16 @@ class Grammars:
         Raises:
             GrammarError: it is not a grammar, or too large a one.
         """
-        if not self._knows(tenant, grammar) and (refusal := _CHECK.refusal(source_of(grammar))):
+        if not self.knows(tenant, grammar) and (refusal := _CHECK.refusal(source_of(grammar))):
             raise GrammarError(one_line(refusal))
         matcher = self._matcher(tenant, grammar)
         if matcher.is_error():
             raise GrammarError(one_line(matcher.get_error()))
+
+    def knows(self, tenant: str, grammar: Grammar) -> bool:
+        """Whether it is compiled."""
+        with self._lock:
+            return (tenant, grammar) in self._compiled
 
     def start(self, request: Request, grammar: Grammar) -> Guide:
         """The guide of a request's sequence, after the output tokens that are known already."""
@@ -150,10 +155,6 @@ class Grammars:
             if len(self._compiled) > _MOST_COMPILED:
                 self._compiled.popitem(last=False)
         return found
-
-    def _knows(self, tenant: str, grammar: Grammar) -> bool:
-        with self._lock:
-            return (tenant, grammar) in self._compiled
 
     def _compile(self, grammar: Grammar) -> LLMatcher:
         from llguidance import LLMatcher

@@ -229,10 +229,11 @@ class Intake:
         """
         if form is None:
             return None
+        grammars = self._service.grammars
+        if grammars.knows(tenant.name, form.grammar):
+            return form.grammar
         try:
-            await anyio.to_thread.run_sync(
-                self._service.grammars.compile, tenant.name, form.grammar, limiter=_COMPILING
-            )
+            await anyio.to_thread.run_sync(grammars.compile, tenant.name, form.grammar, limiter=_COMPILING)
         except GrammarError as error:
             raise invalid(f"Invalid '{form.field}': {error}.", form.field, "invalid_grammar") from None
         return form.grammar
