@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from app.settings import choices
 from gateway.wire.parsing import Answer, answer_of
-from gateway.wire.reading import Formats, Reading
+from gateway.wire.reading import REASONING_FORMATS, TOOL_FORMATS, Formats, Reading
 from tests.gateway.desk import make_tokenizer
 
 CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
@@ -81,3 +82,8 @@ def test_a_prompt_that_ends_within_reasoning_opens_it() -> None:
         ("", False),
     ):
         assert formats.is_open(tokenizer.encode(prompt)) is is_open
+
+
+def test_an_operator_can_name_every_format() -> None:
+    assert set(choices("tool_parser")) == {"auto", "none", *TOOL_FORMATS}
+    assert set(choices("reasoning_parser")) == {"auto", "none", *REASONING_FORMATS}
