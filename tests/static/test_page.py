@@ -454,13 +454,13 @@ def tab_to(page: Page, name: str, key: str) -> None:
 def test_the_tab_order_is_that_of_the_eye(page: Page) -> None:
     page.locator(".skip").focus()
     names = []
-    for _ in range(11):
+    for _ in range(12):
         page.keyboard.press("Tab")
         names.append(page.evaluate(FOCUSED))
-    assert names[:4] == ["New conversation", "Search conversations", "Export all", "Import"]
-    assert names[4].startswith("Colours")
-    assert names[5:7] == ["Settings", "Tell me a story about a brave knight"]
-    assert names[10] == "Message"
+    assert names[:5] == ["New conversation", "Search conversations", "Export all", "Import", "Engine"]
+    assert names[5].startswith("Colours")
+    assert names[6:8] == ["Settings", "Tell me a story about a brave knight"]
+    assert names[11] == "Message"
     page.locator(".skip").focus()
     page.keyboard.press("Enter")
     expect(page.locator("#field")).to_be_focused()
