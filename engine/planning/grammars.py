@@ -232,13 +232,19 @@ def source_of(grammar: Grammar) -> str:
 
 
 def _as_lark(text: str) -> str:
-    """Text in GBNF, llama.cpp's notation, as Lark."""
+    """Text in GBNF, llama.cpp's notation, as Lark.
+
+    Raises:
+        GrammarError: it is GBNF, and wrong.
+    """
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     try:
         return str(any_to_lark(text))
     except GbnfToLarkError:
         return text
+    except Exception as error:  # it raises what has no type of its own for a missing rule
+        raise GrammarError(one_line(str(error))) from None
 
 
 def _without(mask: bytearray, token_ids: Iterable[int]) -> bytearray:

@@ -96,7 +96,7 @@ def sampling_params(
     check_token_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
     return SamplingParams(
         temperature=_given(body.temperature, defaults.temperature),
-        top_p=max(_given(body.top_p, defaults.top_p), LEAST_TOP_P),
+        top_p=_given(body.top_p, defaults.top_p) or LEAST_TOP_P,
         top_k=max(0, _given(body.top_k, defaults.top_k)),
         min_p=_given(body.min_p, defaults.min_p),
         presence_penalty=body.presence_penalty or 0.0,

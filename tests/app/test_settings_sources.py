@@ -64,6 +64,9 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "log_format": ("json", "json", "json"),
     "otlp_endpoint": ("http://a:4318", "https://b", "http://c"),
     "access_log": ("true", "true", "true"),
+    "tool_parser": ("none", "hermes", "mistral"),
+    "reasoning_parser": ("none", "think", "mistral"),
+    "strict": ("true", "true", "true"),
 }
 
 

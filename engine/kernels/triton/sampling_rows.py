@@ -85,8 +85,10 @@ def store_processed_logits(
             tl.store(values_row + ids, _penalised(biased, codes, words), mask=ids < VOCAB)
             tl.debug_barrier()
         if MASKED:
-            word = tl.load(mask_row + ids // 32, mask=ids < VOCAB, other=0)
-            tl.store(values_row + ids, -INFINITY, mask=(ids < VOCAB) & (((word >> (ids % 32)) & 1) == 0))
+            word = tl.load(mask_row + (ids >> 5), mask=ids < VOCAB, other=0)
+            unmasked = tl.load(values_row + ids, mask=ids < VOCAB, other=0.0)
+            masked = tl.where(((word >> (ids & 31)) & 1) == 0, -INFINITY, unmasked)
+            tl.store(values_row + ids, masked, mask=ids < VOCAB)
             tl.debug_barrier()
 
 

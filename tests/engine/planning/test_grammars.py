@@ -61,6 +61,7 @@ def test_a_text_that_matches_is_followed_to_its_end(grammars: Grammars, grammar:
         (Grammar(REGEX, "(?=a)b"), "look-ahead"),
         (Grammar(LARK, "start: nothing"), "nothing"),
         (Grammar(LARK, 'root := "a"'), ""),
+        (Grammar(LARK, 'a ::= "b"'), "root"),
         (Grammar(SCHEMA, "false"), "Unsatisfiable"),
         (Grammar(SCHEMA, '{"type": "integer", "minimum": 3, "maximum": 2}'), "minimum"),
         (Grammar(SCHEMA, '{"not": {"type": "string"}}'), "not"),
