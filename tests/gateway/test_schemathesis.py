@@ -31,7 +31,7 @@ from tests.gateway.desk import MODEL, Desk, chat_body, logprobs, serving
 from tests.gateway.raw import PATIENCE_S
 
 NUM_EXAMPLES = 5000
-EACH = 84
+EACH = 86
 """Of the examples of an operation, those that are right and those that are wrong."""
 CHECKS = [
     not_a_server_error,
