@@ -7,7 +7,7 @@ from collections.abc import Generator
 from json.encoder import encode_basestring
 from typing import Any
 
-from gateway.wire.tools.scanning import FormatParser, Malformed, Steps, num_begun, string_of
+from gateway.wire.tools.scanning import TAGS, FormatParser, Malformed, Steps, num_begun, string_of
 
 _TYPES_OF_JSON = frozenset({"integer", "number", "boolean", "object", "array", "null"})
 _MOST_REFERENCES = 8
@@ -21,19 +21,10 @@ class Qwen3Coder(FormatParser):
     The tool's schema says which values are JSON; all others are strings, passed on as they come.
     """
 
-    markers = ("<tool_call>", "</tool_call>")
+    markers = TAGS
 
     def parse(self) -> Steps:
-        while (yield from self.said_until("<tool_call>")):
-            before = self._num_calls
-            try:
-                yield from self._call()
-            except Malformed:
-                if self._num_calls == before:
-                    self.say_opening()
-                    continue
-            yield from self.skip("</tool_call>")
-            yield from self.skip_space()
+        return self.tagged_calls(self._call)
 
     def _call(self) -> Steps:
         i = yield from self.past_space()

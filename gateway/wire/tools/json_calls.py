@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 
-from gateway.wire.tools.scanning import FormatParser, Malformed, Steps, string_of
+from gateway.wire.tools.scanning import TAGS, FormatParser, Malformed, Steps, string_of
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]+")
 _BARE = re.compile(r"[A-Za-z0-9+.-]+")
@@ -86,19 +86,10 @@ class JsonCalls(FormatParser):
 class Hermes(JsonCalls):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, of Hermes 2 Pro, Qwen 2.5 and 3 and their kin."""
 
-    markers = ("<tool_call>", "</tool_call>")
+    markers = TAGS
 
     def parse(self) -> Steps:
-        while (yield from self.said_until("<tool_call>")):
-            before = self._num_calls
-            try:
-                yield from self.call_object()
-            except Malformed:
-                if self._num_calls == before:
-                    self.say_opening()
-                    continue
-            yield from self.skip("</tool_call>")
-            yield from self.skip_space()
+        return self.tagged_calls(self.call_object)
 
 
 class LlamaJson(JsonCalls):

@@ -155,6 +155,9 @@ class Scanner:
         return end
 
 
+TAGS = ("<tool_call>", "</tool_call>")
+
+
 class FormatParser(Scanner):
     """What all formats of calls have."""
 
@@ -173,6 +176,20 @@ class FormatParser(Scanner):
     def argue(self, text: str) -> None:
         if text:
             self._pieces.append(ArgumentsDelta(self._num_calls - 1, text))
+
+    def tagged_calls(self, call: Callable[[], Steps]) -> Steps:
+        """Calls between TAGS, each read by `call`; what only begins like one is text."""
+        opening, closing = TAGS
+        while (yield from self.said_until(opening)):
+            before = self._num_calls
+            try:
+                yield from call()
+            except Malformed:
+                if self._num_calls == before:
+                    self.say_opening()
+                    continue
+            yield from self.skip(closing)
+            yield from self.skip_space()
 
     def json_end(self, start: int) -> Generator[None, None, int]:
         """The end of a JSON string, object or array that begins at `start`; Malformed if it has none."""
