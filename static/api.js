@@ -1,25 +1,8 @@
 /** The server's HTTP interface: which models, is it ready, and an answer's stream. */
 
+import { ApiError } from "./fault.js";
 import { readEvents } from "./sse.js";
-
-/**
- * Why a request gave no (whole) answer.
- * kind: "refused"     the server answered with an error status
- *       "failed"      the server reported an error inside the stream
- *       "lost"        the stream ended before the server said that it was done
- *       "unreachable" no connection
- *       "gone"        the server no longer has the rest
- */
-export class ApiError extends Error {
-  /** @param {{kind: string, message: string, status?: number, code?: ?string, retryAfterMs?: ?number}} fault */
-  constructor({ kind, message, status = 0, code = null, retryAfterMs = null }) {
-    super(message);
-    this.kind = kind;
-    this.status = status;
-    this.code = code;
-    this.retryAfterMs = retryAfterMs;
-  }
-}
+import { RESPONSES, WIRES } from "./wires.js";
 
 /**
  * How long the server asks to be left alone.
@@ -43,50 +26,47 @@ export async function servedModel(key) {
   return data?.[0] ?? null;
 }
 
-const STATES = ["ready", "loading", "draining", "stalled", "failed"];
-
 /**
- * What the server says of itself, for as long as it does: "ready", or why it is not.
- * @param {AbortSignal} signal
- * @returns {AsyncGenerator<string>}
- * @throws whatever fetch does, or the reader
- */
-export async function* serverStates(signal) {
-  const response = await fetch("v1/events", { cache: "no-store", signal });
-  if (!response.ok) return;
-  for await (const { data } of readEvents(response.body)) {
-    const { state } = JSON.parse(data);
-    yield STATES.includes(state) ? state : "not ready";
-  }
-}
-
-const CHAT = "v1/chat/completions";
-const STREAMED = { stream: true, stream_options: { include_usage: true, resumable: true } };
-
-/**
- * One streamed answer. It goes on without a reader for a while: discardChat ends it.
- * @param {object} body  OpenAI's chat completion request
- * @param {{signal: AbortSignal, key: ?string, name: string}} options  the same name gets the same answer
- * @returns {AsyncGenerator<{id: ?string, number: ?number, text: string, thinking: string, finish: ?string,
- *   timings: ?object, usage: ?object, raw: object}>}  id: the answer's; number: this piece's; raw: as it came
+ * What the server says of itself, for as long as it does.
+ * @param {string} query  of v1/events
+ * @param {{key?: ?string, signal: AbortSignal}} options
+ * @returns {AsyncGenerator<{kind: ?string, data: object}>}
  * @throws {ApiError}
  */
-export async function* streamChat(body, { signal, key, name }) {
-  const headers = { "content-type": "application/json", "idempotency-key": name, "x-request-id": name, ...authorization(key) };
-  const content = JSON.stringify({ ...body, ...STREAMED });
-  const response = await request(CHAT, { method: "POST", headers, body: content, signal });
-  yield* readChunks(response, signal);
+export async function* serverEvents(query, { key = null, signal }) {
+  const response = await request(`v1/events${query}`, { cache: "no-store", headers: authorization(key), signal });
+  for await (const { event, data } of readEvents(response.body)) yield { kind: event, data: JSON.parse(data) };
+}
+
+/**
+ * One streamed answer. It goes on without a reader for a while: discard() ends it.
+ * @param {{path: string, body: object, name: string}} stream  the same name gets the same answer
+ * @param {{signal: AbortSignal, key: ?string}} options
+ * @returns {AsyncGenerator<import("./wires.js").Piece>}
+ * @throws {ApiError}
+ */
+export async function* openAnswer({ path, body, name }, { signal, key }) {
+  const named = { "content-type": "application/json", "idempotency-key": name, "x-request-id": name };
+  const headers = { ...named, ...authorization(key) };
+  const response = await request(path, { method: "POST", headers, body: JSON.stringify(body), signal });
+  yield* readPieces(response, path, signal);
 }
 
 /** What comes after the piece of that number. */
-export async function* followChat(id, number, { signal, key }) {
-  const asked = request(`${CHAT}/${id}?starting_after=${number}`, { headers: authorization(key), signal });
-  yield* readChunks(await asked.catch(orGone), signal);
+export async function* followAnswer({ path, id, number }, { signal, key }) {
+  const query = `stream=true&starting_after=${number}`;
+  const response = await request(`${path}/${id}?${query}`, { headers: authorization(key), signal }).catch(orGone);
+  yield* readPieces(response, path, signal);
 }
 
-/** Ends an answer on the server, even while the page closes. */
-export async function discardChat(id, key) {
-  await request(`${CHAT}/${id}`, { method: "DELETE", headers: authorization(key), keepalive: true });
+/** Ends an answer on the server, and has it forgotten, even while the page closes. */
+export async function discard({ path, id }, key) {
+  await request(`${path}/${id}`, { method: "DELETE", headers: authorization(key), keepalive: true });
+}
+
+/** Has the server forget what it keeps of these answers, as far as it can be told. */
+export function forget(responseIds, key) {
+  for (const id of responseIds) discard({ path: RESPONSES, id }, key).catch(() => {}); // it is gone, or the server is
 }
 
 function orGone(fault) {
@@ -94,10 +74,12 @@ function orGone(fault) {
   throw new ApiError({ kind: "gone", message: "The server no longer has it. What came so far stays here." });
 }
 
-async function* readChunks(response, signal) {
+async function* readPieces(response, path, signal) {
   for await (const { data, id } of untilLost(readEvents(response.body), signal)) {
     if (data === "[DONE]") return;
-    yield readChunk(data, id);
+    const piece = readPiece(data, id === null ? null : Number(id), path);
+    yield piece;
+    if (piece.isLast) return;
   }
   throw new ApiError({ kind: "lost", message: "The connection ended before the answer did." });
 }
@@ -123,29 +105,14 @@ async function* untilLost(events, signal) {
   }
 }
 
-function readChunk(data, number) {
-  let chunk;
+function readPiece(data, number, path) {
+  let told;
   try {
-    chunk = JSON.parse(data);
+    told = JSON.parse(data);
   } catch {
     throw new ApiError({ kind: "failed", message: "The server sent something that is not JSON." });
   }
-  if (chunk.error) throw inStreamError(chunk.error);
-  const choice = chunk.choices?.[0];
-  return {
-    id: chunk.id ?? null,
-    number: number === null ? null : Number(number),
-    text: choice?.delta?.content ?? "",
-    thinking: choice?.delta?.reasoning_content ?? "",
-    finish: choice?.finish_reason ?? null,
-    timings: chunk.timings ?? null,
-    usage: chunk.usage ?? null,
-    raw: chunk,
-  };
-}
-
-function inStreamError({ message, code }) {
-  return new ApiError({ kind: "failed", message: String(message), code: code ?? null });
+  return WIRES[path].read(told, number);
 }
 
 async function refusal(response) {

@@ -1,17 +1,21 @@
 /** What the user can do: the conversations, and the answers being made in them. */
 
+import { forget } from "./api.js";
 import {
   ask,
   askAgain,
-  historyBefore,
   isRunning,
   newConversation,
   runningIn,
+  saidBefore,
   settle,
   shownIn,
+  takeOver,
 } from "./conversation.js";
 import { runAnswer } from "./run.js";
+import { Tabs } from "./tabs.js";
 import { hasFollowers, newestEnd, siblingsOf } from "./tree.js";
+import { CHAT, RESPONSES, WIRES } from "./wires.js";
 
 const MAX_AUTOMATIC_RETRIES = 3;
 const SAVE_EVERY_MS = 1000;
@@ -23,15 +27,18 @@ export class Chat {
   #view;
   #choices;
   #runs = new Map(); // conversation id -> AbortController of its answer
+  #made = new Set(); // answers that this tab makes; others that run are another's
+  #tabs = new Tabs((told) => this.#hear(told));
+  #loading = null;
   #retries = new WeakMap(); // answer -> automatic retries since the user last acted
-  #savedAt = 0;
+  #unsaved = new Set(); // conversations with news that are kept soon
 
   /**
    * @param {object} store  see store.js
-   * @param {object} view  showConversation(conversation), showMessage(message), showList(), and
+   * @param {object} view  showConversation(conversation), showMessage(message), showVersions(), showList(), and
    *   showUnkept(): the browser did not keep a change
-   * @param {{request: () => Promise<object>, systemPrompt: () => string, key: () => ?string}} choices  what
-   *   goes with each request, read when it is sent
+   * @param {{fields: () => Promise<object>, systemPrompt: () => string, isKept: () => boolean, key: () => ?string}}
+   *   choices  what goes with each request, read when it is sent; isKept: by the server, too
    */
   constructor(store, view, choices) {
     this.#store = store;
@@ -54,12 +61,14 @@ export class Chat {
   }
 
   /** An answer that was being made when the page closed goes on. */
-  async load() {
+  load() {
+    this.#loading = this.#load();
+    return this.#loading;
+  }
+
+  async #load() {
     this.conversations = (await this.#store.all()).map((each) => settle(each, Date.now()));
-    for (const conversation of this.conversations) {
-      const answer = runningIn(conversation);
-      if (answer !== null) this.#run(conversation, answer);
-    }
+    for (const conversation of this.conversations) this.#follow(conversation);
   }
 
   /** @param {?string} id  an unknown one opens an empty conversation */
@@ -122,10 +131,17 @@ export class Chat {
     this.#view.showList();
   }
 
+  /** Nothing of it is left, here and on the server. */
   remove(conversation) {
+    this.#drop(conversation);
+    this.#tabs.tell({ removed: conversation.id });
+    this.#store.delete(conversation.id).catch(() => this.#view.showUnkept());
+    forget(conversation.messages.map(({ responseId }) => responseId).filter(Boolean), this.#choices.key());
+  }
+
+  #drop(conversation) {
     this.#runs.get(conversation.id)?.abort();
     this.conversations = this.conversations.filter((each) => each !== conversation);
-    this.#store.delete(conversation.id).catch(() => this.#view.showUnkept());
     if (conversation === this.current) this.open(null);
     else this.#view.showList();
   }
@@ -145,22 +161,54 @@ export class Chat {
   }
 
   #answer(conversation, answer) {
-    this.conversations.sort((a, b) => b.updated - a.updated);
+    this.#sort();
     this.#run(conversation, answer);
     if (conversation === this.current) this.#view.showConversation(conversation);
-    this.#save(conversation);
   }
 
-  async #run(conversation, answer) {
+  #sort() {
+    this.conversations.sort((a, b) => b.updated - a.updated);
+  }
+
+  /** @param {() => Promise<void>} prepare  what comes first when no other tab makes the answer */
+  async #run(conversation, answer, prepare = async () => {}) {
     const controller = new AbortController();
+    const { signal } = controller;
     this.#runs.set(conversation.id, controller);
-    const { request, systemPrompt, key } = this.#choices;
-    const messages = historyBefore(conversation, answer, systemPrompt());
-    await runAnswer(answer, async () => ({ ...(await request()), messages }), {
-      signal: controller.signal,
+    await this.#tabs.alone(answer.id, signal, async () => {
+      if (!signal.aborted) await prepare();
+      if (isRunning(answer)) await this.#make(conversation, answer, signal);
+    });
+  }
+
+  /** An answer that is not made here is made by another tab, or by none: when that one is gone, it goes on here. */
+  #follow(conversation) {
+    const answer = runningIn(conversation);
+    if (answer === null || this.#runs.has(conversation.id)) return;
+    this.#run(conversation, answer, async () => {
+      const kept = await this.#store.get(conversation.id).catch(() => null);
+      if (kept) this.#takeOver(conversation, kept);
+    });
+  }
+
+  async #make(conversation, answer, signal) {
+    const { key } = this.#choices;
+    this.#made.add(answer);
+    this.#save(conversation); // other tabs hear of it when they cannot begin it any more
+    await runAnswer(answer, (isWhole) => this.#request(conversation, answer, isWhole), {
+      signal,
       key: key(),
       onChange: (urgent = false) => this.#changed(conversation, answer, urgent),
     });
+    this.#made.delete(answer);
+    await this.#save(conversation); // the next tab reads it as it ended
+  }
+
+  async #request(conversation, answer, isWhole) {
+    const { fields, isKept, systemPrompt } = this.#choices;
+    const path = isKept() ? RESPONSES : CHAT;
+    const said = saidBefore(conversation, answer, isWhole || path === CHAT);
+    return { path, body: WIRES[path].body(await fields(), said, systemPrompt()) };
   }
 
   #changed(conversation, answer, urgent) {
@@ -168,13 +216,58 @@ export class Chat {
     if (ended) this.#runs.delete(conversation.id);
     this.#view.showMessage(answer);
     if (ended) this.#view.showList();
-    if (ended || urgent || Date.now() - this.#savedAt > SAVE_EVERY_MS) this.#save(conversation);
+    else if (urgent) this.#save(conversation);
+    else this.#saveSoon(conversation);
+  }
+
+  /** What a stream brings is kept every second. */
+  #saveSoon(conversation) {
+    if (this.#unsaved.size === 0) setTimeout(() => this.#saveAll(), SAVE_EVERY_MS);
+    this.#unsaved.add(conversation);
+  }
+
+  #saveAll() {
+    for (const conversation of this.#unsaved) this.#save(conversation);
+    this.#unsaved.clear();
   }
 
   /** A deleted conversation stays deleted, even when its answer ends later. */
-  #save(conversation) {
+  async #save(conversation) {
     if (!this.conversations.includes(conversation)) return;
-    this.#savedAt = Date.now();
-    this.#store.put(conversation).catch(() => this.#view.showUnkept());
+    this.#tabs.tell({ changed: conversation });
+    await this.#store.put(conversation).catch(() => this.#view.showUnkept());
+  }
+
+  // What other tabs do.
+
+  async #hear({ changed, removed }) {
+    await this.#loading;
+    let known = this.conversations.find(({ id }) => id === (removed ?? changed.id));
+    if (removed !== undefined) {
+      if (known !== undefined) this.#drop(known);
+      return;
+    }
+    if (known === undefined) {
+      known = { ...changed, messages: [] };
+      this.conversations.push(known);
+    }
+    this.#takeOver(known, changed);
+    this.#sort();
+    this.#follow(known);
+    this.#view.showList();
+  }
+
+  #takeOver(conversation, theirs) {
+    const before = conversation.tip;
+    const changed = takeOver(conversation, theirs, (message) => this.#made.has(message));
+    const others = runningIn(conversation) === null ? this.#runs.get(conversation.id) : undefined;
+    if (others !== undefined) {
+      this.#runs.delete(conversation.id);
+      others.abort(); // nothing is left to wait for
+    }
+    for (const message of changed) this.#view.showMessage(message);
+    if (conversation !== this.current) return;
+    if (conversation.tip === before) this.#view.showVersions();
+    else this.#view.showConversation(conversation);
   }
 }

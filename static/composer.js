@@ -1,29 +1,18 @@
 /** Where the user writes. */
 
+import { byId } from "./dom.js";
+
 const coarsePointer = matchMedia("(pointer: coarse)");
+const [form, field, send, stop, note] = ["composer", "field", "send", "stop", "editing"].map(byId);
 
 export class Composer {
-  #form;
-  #field;
   #send;
-  #stop;
-  #note;
-  #actions;
   #busy = false;
   #edited = null; // the message whose new text is being written
 
-  /**
-   * @param {{form: Element, field: Element, send: Element, stop: Element, note: Element,
-   *   cancel: Element}} nodes
-   * @param {{send: (text: string, edited: ?object) => void, stop: () => void}} actions
-   */
-  constructor({ form, field, send, stop, note, cancel }, actions) {
-    this.#form = form;
-    this.#field = field;
-    this.#send = send;
-    this.#stop = stop;
-    this.#note = note;
-    this.#actions = actions;
+  /** @param {{send: (text: string, edited: ?object) => void, stop: () => void}} actions */
+  constructor(actions) {
+    this.#send = actions.send;
     form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.#submit();
@@ -31,7 +20,7 @@ export class Composer {
     field.addEventListener("input", () => this.#fit());
     field.addEventListener("keydown", (event) => this.#key(event));
     stop.addEventListener("click", () => actions.stop());
-    cancel.addEventListener("click", () => this.clear());
+    byId("cancel-edit").addEventListener("click", () => this.clear());
     field.enterKeyHint = coarsePointer.matches ? "enter" : "send";
     this.#fit();
   }
@@ -40,9 +29,9 @@ export class Composer {
   setBusy(busy) {
     this.#busy = busy;
     const focused = document.activeElement;
-    const swapped = focused === this.#stop || focused === this.#send;
-    this.#stop.hidden = !busy;
-    this.#send.hidden = busy;
+    const swapped = focused === stop || focused === send;
+    stop.hidden = !busy;
+    send.hidden = busy;
     this.#fit();
     if (swapped) this.focus();
   }
@@ -50,20 +39,20 @@ export class Composer {
   /** Writes a message anew. */
   edit(message) {
     this.#edited = message;
-    this.#note.hidden = false;
+    note.hidden = false;
     this.#write(message.text);
-    this.#field.focus();
+    field.focus();
   }
 
   clear() {
     this.#edited = null;
-    this.#note.hidden = true;
+    note.hidden = true;
     this.#write("");
   }
 
   /** Not on a touch screen, where focus would bring up the keyboard over the answer. */
   focus() {
-    if (!coarsePointer.matches) this.#field.focus();
+    if (!coarsePointer.matches) field.focus();
   }
 
   get isEditing() {
@@ -71,11 +60,11 @@ export class Composer {
   }
 
   #submit() {
-    const text = this.#field.value.trim();
+    const text = field.value.trim();
     if (text === "" || this.#busy) return;
     const edited = this.#edited;
     this.clear();
-    this.#actions.send(text, edited);
+    this.#send(text, edited);
   }
 
   /** An input method's Enter chooses a word (229 is what Safari sends then). */
@@ -83,18 +72,18 @@ export class Composer {
     const plainEnter = event.key === "Enter" && !event.shiftKey;
     if (!plainEnter || event.isComposing || event.keyCode === 229 || coarsePointer.matches) return;
     event.preventDefault();
-    this.#form.requestSubmit();
+    form.requestSubmit();
   }
 
   #write(text) {
-    this.#field.value = text;
+    field.value = text;
     this.#fit();
   }
 
   /** As high as its text; the style sheet sets the limit. */
   #fit() {
-    this.#field.style.height = "auto";
-    this.#field.style.height = `${this.#field.scrollHeight}px`;
-    this.#send.disabled = this.#field.value.trim() === "";
+    field.style.height = "auto";
+    field.style.height = `${field.scrollHeight}px`;
+    send.disabled = field.value.trim() === "";
   }
 }

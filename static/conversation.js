@@ -13,8 +13,10 @@
  * @property {?import("./stats.js").Stats} stats
  * @property {?Stream} stream  while it runs
  * @property {?string} requestId  the x-request-id of an answer
+ * @property {?string} responseId  under which the server keeps an answer and all that was said before it
  *
  * @typedef {object} Stream  where an answer comes from, for the next connection
+ * @property {string} path  that it was asked under, one of those in wires.js
  * @property {string} name  the page's for the request
  * @property {?object} body  the request, until the id is known
  * @property {?string} id  the server's for the answer
@@ -54,6 +56,7 @@ export function newMessage(role, text, parent) {
     stats: null,
     stream: null,
     requestId: null,
+    responseId: null,
   };
 }
 
@@ -95,13 +98,17 @@ export function shownIn({ messages, tip }) {
 }
 
 /**
- * What the server is sent for an answer: all that was said before it.
- * @returns {{role: string, content: string}[]}
+ * What the server is sent for an answer: all that was said before it, or what is new since the last response that it
+ * keeps.
+ * @param {boolean} isWhole  all of it
+ * @returns {{previous: ?string, messages: {role: string, content: string}[]}}
  */
-export function historyBefore(conversation, answer, systemPrompt) {
-  const said = pathTo(conversation.messages, answer.parent).filter((message) => message.text !== "");
-  const history = said.map((message) => ({ role: message.role, content: contentOf(message) }));
-  return systemPrompt ? [{ role: "system", content: systemPrompt }, ...history] : history;
+export function saidBefore(conversation, answer, isWhole) {
+  const path = pathTo(conversation.messages, answer.parent);
+  const last = isWhole ? -1 : path.findLastIndex(({ responseId }) => responseId);
+  const said = path.slice(last + 1).filter(({ text }) => text !== "");
+  const messages = said.map((message) => ({ role: message.role, content: contentOf(message) }));
+  return { previous: path[last]?.responseId ?? null, messages };
 }
 
 /** What a model thought before it answered is not for the next turn: its makers train it without. */
@@ -122,11 +129,35 @@ export function settle(conversation, now) {
   for (const message of messages) {
     message.stream ??= null;
     message.thinking ??= "";
+    message.responseId ??= null;
     const known = message.stream !== null && (message.stream.id !== null || now - updated < NAMED_MS);
     if (isRunning(message) && !known) message.state = "stopped";
     message.retryAt = null;
   }
   return conversation;
+}
+
+/**
+ * Takes over what another tab made of the same conversation. A reader stays on the branch that is shown here.
+ * @param {(message: Message) => boolean} isOurs  this tab makes it
+ * @returns {Message[]} those that were here and have changed
+ */
+export function takeOver(conversation, theirs, isOurs) {
+  const here = new Map(conversation.messages.map((each) => [each.id, each]));
+  const changed = [];
+  for (const each of theirs.messages) {
+    const message = { ...each, retryAt: null }; // that tab tries again, and this one does not
+    const own = here.get(message.id);
+    if (own === undefined) conversation.messages.push(message);
+    else if (!isOurs(own)) {
+      if (["text", "thinking", "state"].some((name) => own[name] !== message[name])) changed.push(own);
+      Object.assign(own, message);
+    }
+  }
+  const goesOn = pathTo(theirs.messages, theirs.tip).some(({ id }) => id === conversation.tip);
+  Object.assign(conversation, { title: theirs.title, updated: theirs.updated });
+  if (goesOn) conversation.tip = theirs.tip;
+  return changed;
 }
 
 /** @returns {?Message} the answer that is being made */

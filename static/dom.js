@@ -1,5 +1,7 @@
 /** Builds DOM nodes. Text becomes text nodes, always: nothing here parses HTML. */
 
+export const byId = (id) => document.getElementById(id);
+
 const SVG = "http://www.w3.org/2000/svg";
 
 /**
@@ -38,5 +40,22 @@ export function iconButton(name, label, onclick) {
     "button",
     { type: "button", class: "icon-button", "aria-label": label, title: label, onclick },
     icon(name),
+  );
+}
+
+/**
+ * A table: the first cell of a row is its head.
+ * @param {string} caption  for those who do not see it, perhaps empty
+ * @param {string[]} heads  @param {(Node|string)[][]} rows
+ */
+export function tableOf(caption, heads, rows) {
+  const row = ([first, ...others]) => el("tr", {}, el("th", { scope: "row" }, first), ...others.map((cell) => el("td", {}, cell)));
+  const head = el("tr", {}, ...heads.map((text) => el("th", { scope: "col" }, text)));
+  return el(
+    "table",
+    {},
+    ...(caption ? [el("caption", { class: "visually-hidden" }, caption)] : []),
+    el("thead", {}, head),
+    el("tbody", {}, ...rows.map(row)),
   );
 }

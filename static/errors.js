@@ -1,7 +1,6 @@
 /** The card that says why an answer did not come, and when to try again. */
 
 import { el, icon } from "./dom.js";
-import { duration } from "./stats.js";
 
 const TICK_MS = 250;
 
@@ -75,7 +74,7 @@ function countDown(node, deadline, onEnd) {
       onEnd();
       return;
     }
-    node.textContent = `Trying again in ${duration(Math.ceil(left / 1000) * 1000).replace(".0", "")}`;
+    node.textContent = `Trying again in ${Math.ceil(left / 1000)} s`;
   };
   const timer = setInterval(tick, TICK_MS);
   tick();

@@ -1,6 +1,7 @@
 /** The conversation on the page, and the rule for when it scrolls by itself. */
 
 import { isRunning } from "./conversation.js";
+import { byId } from "./dom.js";
 import { tellAnswer } from "./hooks.js";
 import { AnswerView, QuestionView } from "./message.js";
 
@@ -8,10 +9,9 @@ const TICK_MS = 500;
 const PER_FRAME = 8; // messages that are built at once: a long conversation comes into view without a stop
 const NEAR_END_PX = 24;
 
+const [scroller, list, jump] = ["scroller", "messages", "jump"].map(byId);
+
 export class Log {
-  #scroller;
-  #list;
-  #jump;
   #actions;
   #views = new Map(); // message -> its view
   #changed = new Set(); // messages that the next frame brings up to date
@@ -22,14 +22,10 @@ export class Log {
   #lastTop = 0;
 
   /**
-   * @param {{scroller: Element, list: Element, jump: Element}} nodes
    * @param {object} actions  by message: retry, retryAutomatically, dropRetry, edit, choose, and versionsOf, which
    *   gives its siblings; and askForKey, newConversation
    */
-  constructor({ scroller, list, jump }, actions) {
-    this.#scroller = scroller;
-    this.#list = list;
-    this.#jump = jump;
+  constructor(actions) {
     this.#actions = actions;
     scroller.addEventListener("scroll", () => this.#noticeScroll(), { passive: true });
     jump.addEventListener("click", () => this.follow());
@@ -48,12 +44,16 @@ export class Log {
   show(messages, chosen = null) {
     const kept = new Set(messages);
     for (const [message, view] of this.#views) if (!kept.has(message)) this.#remove(message, view);
-    for (const view of this.#views.values()) view.showVersions();
+    this.showVersions();
     this.#path = messages;
     this.#missing = messages.filter((message) => !this.#views.has(message));
     this.#fromEnd = this.#following = chosen === null;
     this.#buildSome();
     if (chosen !== null) this.#views.get(chosen.message)?.focusVersions(chosen.step);
+  }
+
+  showVersions() {
+    for (const view of this.#views.values()) view.showVersions();
   }
 
   /** The first text and the end of an answer show at once, what is between at the next frame. */
@@ -81,7 +81,7 @@ export class Log {
   #add(message) {
     const view = this.#viewOf(message);
     const next = this.#views.get(this.#path[this.#path.indexOf(message) + 1]);
-    this.#list.insertBefore(view.element, next?.element ?? null);
+    list.insertBefore(view.element, next?.element ?? null);
     this.#views.set(message, view);
     if (message.role === "assistant") tellAnswer(message, "shown");
   }
@@ -122,22 +122,22 @@ export class Log {
 
   /** How much there is below what is seen, in px. */
   get #left() {
-    const { scrollTop, scrollHeight, clientHeight } = this.#scroller;
+    const { scrollTop, scrollHeight, clientHeight } = scroller;
     return scrollHeight - scrollTop - clientHeight;
   }
 
   #keepEnd() {
-    if (this.#following) this.#scroller.scrollTop = this.#scroller.scrollHeight;
-    this.#lastTop = this.#scroller.scrollTop;
-    this.#jump.hidden = this.#following;
+    if (this.#following) scroller.scrollTop = scroller.scrollHeight;
+    this.#lastTop = scroller.scrollTop;
+    jump.hidden = this.#following;
   }
 
   /** Scrolling up, away from the end, stops following; coming near the end takes it up again. */
   #noticeScroll() {
-    const { scrollTop } = this.#scroller;
+    const { scrollTop } = scroller;
     if (scrollTop < this.#lastTop) this.#following = this.#left < 1; // shorter content ends at its end
     else if (this.#left < NEAR_END_PX) this.#following = true;
     this.#lastTop = scrollTop;
-    this.#jump.hidden = this.#following;
+    jump.hidden = this.#following;
   }
 }

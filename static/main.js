@@ -5,18 +5,17 @@ import { Announcer } from "./announcer.js";
 import { Chat } from "./chat.js";
 import { Composer } from "./composer.js";
 import { isRunning } from "./conversation.js";
-import { el } from "./dom.js";
+import { byId, el } from "./dom.js";
 import { openConfirm, openKey, openSettings } from "./dialogs.js";
 import { Log } from "./log.js";
 import { loadKey, loadSettings, requestFields, saveKey, saveSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
-import { Status } from "./status.js";
+import { statusOf } from "./status.js";
 import { openStore } from "./store.js";
 import { exportName, exportText, newIn, readExport } from "./transfer.js";
 
 const REVOKE_AFTER_MS = 60_000;
 
-const byId = (id) => document.getElementById(id);
 const app = byId("app");
 
 let model = null;
@@ -24,58 +23,33 @@ let settings = loadSettings();
 const store = await openStore();
 
 const announcer = new Announcer(byId("announcer"));
-const status = new Status(byId("status"), {
-  onReady: () => showModel().catch(() => {}), // the next request says what is wrong
+// What is wrong with the model the next request says.
+const status = statusOf(byId("status"), loadKey, () => showModel().catch(() => {}));
+
+const composer = new Composer({ send, stop: () => chat.stop() });
+
+const log = new Log({
+  retry,
+  retryAutomatically: (answer) => chat.retryAutomatically(answer),
+  dropRetry: (answer) => chat.dropRetry(answer),
+  edit: (message) => composer.edit(message),
+  versionsOf: (message) => chat.versionsOf(message),
+  choose: showVersion,
+  askForKey,
+  newConversation: startNew,
 });
 
-const composer = new Composer(
-  {
-    form: byId("composer"),
-    field: byId("field"),
-    send: byId("send"),
-    stop: byId("stop"),
-    note: byId("editing"),
-    cancel: byId("cancel-edit"),
-  },
-  { send, stop: () => chat.stop() },
-);
-
-const log = new Log(
-  { scroller: byId("scroller"), list: byId("messages"), jump: byId("jump") },
-  {
-    retry,
-    retryAutomatically: (answer) => chat.retryAutomatically(answer),
-    dropRetry: (answer) => chat.dropRetry(answer),
-    edit: (message) => composer.edit(message),
-    versionsOf: (message) => chat.versionsOf(message),
-    choose: showVersion,
-    askForKey,
-    newConversation: startNew,
-  },
-);
-
-const sidebar = new Sidebar(
-  {
-    nav: byId("sidebar"),
-    list: byId("conversations"),
-    search: byId("search"),
-    found: byId("found"),
-    toggle: byId("menu"),
-    behind: byId("main"),
-    shade: byId("shade"),
-  },
-  {
-    open: (conversation) => openConversation(conversation.id),
-    rename: (conversation, title) => chat.rename(conversation, title),
-    save: (conversation) => saveFile([conversation]),
-    remove: askToRemove,
-  },
-);
+const sidebar = new Sidebar({
+  open: (conversation) => openConversation(conversation.id),
+  rename: (conversation, title) => chat.rename(conversation, title),
+  save: (conversation) => saveFile([conversation]),
+  remove: askToRemove,
+});
 
 const chat = new Chat(
   store,
-  { showConversation, showMessage, showList, showUnkept },
-  { request: requestOptions, systemPrompt: () => settings.systemPrompt, key: loadKey },
+  { showConversation, showMessage, showVersions: () => log.showVersions(), showList, showUnkept },
+  { fields, systemPrompt: () => settings.systemPrompt, isKept: () => settings.kept === "server", key: loadKey },
 );
 
 function showConversation(conversation) {
@@ -92,7 +66,7 @@ function showMessage(message) {
   log.update(message);
   const shown = chat.current.messages.includes(message);
   if (shown) announcer.follow(message, !isRunning(message));
-  if (message.error?.kind === "unreachable" || message.state === "reconnecting") status.check();
+  if (message.error?.kind === "unreachable" || message.state === "reconnecting") status.open();
 }
 
 function showList() {
@@ -166,7 +140,7 @@ function askForKey() {
   });
 }
 
-async function requestOptions() {
+async function fields() {
   if (model === null) await showModel();
   return { model: model?.id ?? "", ...requestFields(settings) };
 }
@@ -220,4 +194,4 @@ await chat.load();
 chat.open(location.hash.slice(1));
 app.classList.remove("starting");
 composer.focus();
-status.watch();
+status.open();

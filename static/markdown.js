@@ -23,6 +23,9 @@ const MAX_DEPTH = 6;
 const CHUNK_LINES = 40; // of code
 const MOST_PARTS = 8; // of a block, before it is settled in part
 const MOST_CHARS = 16_000; // that a frame takes of a text
+const MOST_PARAGRAPH = 2_000; // characters of a paragraph: more go on in another one
+// Where a line is cut that is too long: best after a sentence, else after a word, else anywhere but inside a character.
+const CUTS = [/^.{1000,}[.!?]\s+(?=\p{L})/su, /^.{1000,}(?:[。！？]|\s(?=\p{L}))/su, /^.*[^\uD800-\uDBFF]|^.*/s];
 const MAX_COLUMNS = 100; // a row has a cell for every column, however short it is
 
 /** @param {string} text  @returns {DocumentFragment} */
@@ -78,7 +81,8 @@ export class MarkdownView {
     if (firstOpen > 0) this.#tail = null;
     const line = this.#splitOff(blocks[firstOpen], lines) ?? blocks[firstOpen]?.line ?? 0;
     const settled = lines.slice(head.length, line);
-    this.#settled += settled.reduce((sum, each) => sum + each.length + 1, 0);
+    const numGlued = blocks.slice(0, firstOpen).filter(({ isGlued }) => isGlued).length;
+    this.#settled += settled.reduce((sum, each) => sum + each.length + 1, -numGlued);
   }
 
   /** What is there becomes what is wanted, from the first open node on; the last of it stays open. */
@@ -183,8 +187,8 @@ function numOpen(blocks, lines) {
 
 /**
  * @param {string[]} lines
- * @returns {{kind: string, line: number, parts?: number[]}[]} blocks in order; line: the index of its first line;
- *   parts: those of its items, rows or chunks
+ * @returns {{kind: string, line: number, parts?: number[], isGlued?: boolean}[]} blocks in order; line: the index of
+ *   its first line; parts: those of its items, rows or chunks; isGlued: no line end follows, for a long line was cut
  */
 function parseBlocks(lines, depth = 0) {
   const blocks = [];
@@ -342,11 +346,29 @@ function alignment(rule) {
   return "left";
 }
 
+/** Ends at a blank line, where another block begins, and where it is long enough: then the rest is the next one. */
 function paragraph(lines, line, depth) {
-  const ends = (text, at) => text.trim() === "" || (depth < MAX_DEPTH && startsBlock(lines, at));
-  const end = endWhere(lines, line + 1, ends);
+  let length = 0;
+  let isGlued = false;
+  const goesOn = (at) => at < lines.length && lines[at].trim() !== "" && !(depth < MAX_DEPTH && startsBlock(lines, at));
+  let end = line;
+  do {
+    isGlued = cutLong(lines, end);
+    length += lines[end].length;
+    end += 1;
+  } while (!isGlued && length < MOST_PARAGRAPH && goesOn(end));
   const text = lines.slice(line, end).map((each) => each.trim()).join("\n");
-  return { block: { kind: "paragraph", text }, next: end };
+  return { block: { kind: "paragraph", text, isGlued }, next: end };
+}
+
+/** Makes two lines of one that is too long. @returns {boolean} it was */
+function cutLong(lines, at) {
+  const text = lines[at];
+  if (text.length <= MOST_PARAGRAPH) return false;
+  const start = text.slice(0, MOST_PARAGRAPH);
+  const [head] = CUTS.map((cut) => cut.exec(start)).find((found) => found !== null);
+  lines.splice(at, 1, head, text.slice(head.length));
+  return true;
 }
 
 function startsBlock(lines, at) {

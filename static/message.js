@@ -5,7 +5,7 @@ import { RECONNECTING, isRunning } from "./conversation.js";
 import { el, iconButton } from "./dom.js";
 import { errorCard } from "./errors.js";
 import { MarkdownView } from "./markdown.js";
-import { duration, statsLine } from "./stats.js";
+import { statsLine } from "./stats.js";
 import { partsOf } from "./thinking.js";
 
 const ENDINGS = {
@@ -184,8 +184,7 @@ export class AnswerView {
   #waitingLine() {
     const waited = performance.now() - this.#waitingSince;
     if (waited < 1000) return [];
-    const label = `waiting ${duration(Math.floor(waited / 1000) * 1000).replace(".0", "")}`;
-    return [{ label, hint: "For the first token" }];
+    return [{ label: `waiting ${Math.floor(waited / 1000)} s`, hint: "For the first token" }];
   }
 
   #ownLine() {

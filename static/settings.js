@@ -19,6 +19,7 @@ export const DEFAULTS = {
   seed: null,
   stop: "",
   lane: "standard",
+  kept: "server",
 };
 
 export function loadSettings() {

@@ -1,38 +1,28 @@
 /** The list of conversations: find, open, rename, export, delete. On a narrow screen it is a drawer. */
 
-import { el, iconButton } from "./dom.js";
+import { byId, el, iconButton } from "./dom.js";
+import { count } from "./format.js";
 import { ageOf, find } from "./search.js";
 
 const UNTITLED = "Untitled";
 
+const [nav, list, search, toggle] = ["sidebar", "conversations", "search", "menu"].map(byId);
+
 export class Sidebar {
-  #nav;
-  #list;
-  #search;
-  #found;
-  #toggle;
-  #behind;
   #actions;
   #shown = []; // what show() was last called with
+  #drawn = ""; // as much of it as the list shows
 
   /**
-   * @param {{nav: Element, list: Element, search: Element, found: Element, toggle: Element, behind: Element,
-   *   shade: Element}} nodes  found: says how many conversations a search finds; behind: what an open drawer covers
    * @param {object} actions  open(conversation), rename(conversation, title), save(conversation), to a file, and
    *   remove(conversation)
    */
-  constructor({ nav, list, search, found, toggle, behind, shade }, actions) {
-    this.#nav = nav;
-    this.#list = list;
-    this.#search = search;
-    this.#found = found;
-    this.#toggle = toggle;
-    this.#behind = behind;
+  constructor(actions) {
     this.#actions = actions;
     search.addEventListener("input", () => this.#draw());
     search.addEventListener("keydown", (event) => this.#searchKey(event));
     toggle.addEventListener("click", () => this.#openDrawer());
-    shade.addEventListener("click", () => this.closeDrawer());
+    byId("shade").addEventListener("click", () => this.closeDrawer());
     nav.addEventListener("keydown", (event) => {
       if (event.key !== "Escape" || !this.isOpen) return;
       event.stopPropagation(); // an Escape that closes the drawer stops no answer
@@ -41,7 +31,7 @@ export class Sidebar {
   }
 
   get isOpen() {
-    return this.#nav.classList.contains("open");
+    return nav.classList.contains("open");
   }
 
   /**
@@ -51,19 +41,22 @@ export class Sidebar {
    */
   show(conversations, currentId, running) {
     this.#shown = [conversations, currentId, running];
-    this.#draw();
+    const drawn = JSON.stringify([conversations.map(({ id, title }) => [id, title]), currentId, [...running]]);
+    if (drawn !== this.#drawn) this.#draw(); // a list that is made anew loses its focus
+    this.#drawn = drawn;
   }
 
   /** Puts the cursor where one searches, on a narrow screen too. */
   search() {
-    if (getComputedStyle(this.#toggle).display !== "none") this.#setDrawer(true);
-    this.#search.select();
-    this.#search.focus();
+    if (getComputedStyle(toggle).display !== "none") this.#setDrawer(true);
+    search.select();
+    search.focus();
   }
 
   #draw() {
+    if (list.querySelector(".rename")) return; // somebody writes in it
     const [conversations, currentId, running] = this.#shown;
-    const query = this.#search.value.trim();
+    const query = search.value.trim();
     const found = query === "" ? conversations.map((conversation) => ({ conversation })) : find(conversations, query);
     const now = Date.now();
     const groups = Map.groupBy(found, ({ conversation }) => (query === "" ? ageOf(conversation.updated, now) : ""));
@@ -74,8 +67,9 @@ export class Sidebar {
         return this.#row(conversation, { current: id === currentId, running: running.has(id), excerpt });
       }),
     ]);
-    this.#list.replaceChildren(...nodes);
-    this.#found.textContent = query === "" ? "" : foundText(found.length);
+    list.replaceChildren(...nodes);
+    const said = found.length === 0 ? "Nothing found" : count(found.length, "conversation");
+    byId("found").textContent = query === "" ? "" : said;
   }
 
   /** Enter opens the first that was found; Escape ends the search. */
@@ -83,10 +77,10 @@ export class Sidebar {
     if (event.isComposing) return;
     if (event.key === "Enter") {
       event.preventDefault();
-      this.#list.querySelector(".conversation")?.click();
-    } else if (event.key === "Escape" && this.#search.value !== "") {
+      list.querySelector(".conversation")?.click();
+    } else if (event.key === "Escape" && search.value !== "") {
       event.stopPropagation();
-      this.#search.value = "";
+      search.value = "";
       this.#draw();
     }
   }
@@ -94,18 +88,18 @@ export class Sidebar {
   closeDrawer() {
     if (!this.isOpen) return;
     this.#setDrawer(false);
-    this.#toggle.focus();
+    toggle.focus();
   }
 
   #openDrawer() {
     this.#setDrawer(true);
-    this.#nav.querySelector("button").focus();
+    nav.querySelector("button").focus();
   }
 
   #setDrawer(open) {
-    this.#nav.classList.toggle("open", open);
-    this.#behind.inert = open;
-    this.#toggle.setAttribute("aria-expanded", String(open));
+    nav.classList.toggle("open", open);
+    byId("main").inert = open;
+    toggle.setAttribute("aria-expanded", String(open));
   }
 
   #row(conversation, { current, running, excerpt }) {
@@ -142,7 +136,9 @@ export class Sidebar {
     const end = (title) => {
       if (!open) return;
       open = false;
+      field.remove();
       this.#actions.rename(conversation, title.trim() || conversation.title);
+      this.#draw();
     };
     field.addEventListener("blur", () => end(field.value));
     field.addEventListener("keydown", (event) => {
@@ -155,9 +151,4 @@ export class Sidebar {
     field.select();
     field.focus();
   }
-}
-
-function foundText(number) {
-  if (number === 0) return "Nothing found";
-  return `${number} conversation${number === 1 ? "" : "s"}`;
 }

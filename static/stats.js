@@ -11,6 +11,8 @@
  * @property {?object} timings  the server's
  */
 
+import { count, duration, number } from "./format.js";
+
 const SHORTEST_MS = 100; // a shorter stretch says nothing about speed
 
 /** @returns {Stats} of an answer that is asked for now */
@@ -26,13 +28,13 @@ export class Meter {
     this.stats = stats;
   }
 
-  /** @param {{text: string, thinking: string, finish: ?string, timings: ?object, usage: ?object}} event */
-  take({ text, thinking, finish, timings, usage }, now) {
+  /** @param {import("./wires.js").Piece} piece */
+  take({ text, thinking, finish, timings, tokens }, now) {
     if (text !== "" || thinking !== "") this.#countToken(now);
     if (finish !== null) this.stats.finish = finish;
     if (timings !== null) this.#believe(timings);
     // Speculation and slow readers put several tokens into one piece: the server knows the count.
-    if (usage !== null) this.stats.tokens = usage.completion_tokens;
+    if (tokens !== null) this.stats.tokens = tokens;
   }
 
   #countToken(now) {
@@ -63,7 +65,7 @@ export function statsLine(stats) {
 function measured({ tokens, ttftMs, tokensPerS }) {
   const parts = [{ label: count(tokens, "token"), hint: "Length of this answer" }];
   if (tokensPerS) {
-    parts.push({ label: `${rate(tokensPerS)} tokens/s`, hint: "Speed after the first token" });
+    parts.push({ label: `${number(tokensPerS)} tokens/s`, hint: "Speed after the first token" });
   }
   if (ttftMs !== null) {
     parts.push({
@@ -92,19 +94,4 @@ function reported(timings) {
   }
   if (preemptions > 0) add(count(preemptions, "preemption"), "Times this request made room for others");
   return parts;
-}
-
-/** 85 ms, 1.2 s, 48 s */
-export function duration(ms) {
-  if (ms < 9.95) return `${Number(ms.toFixed(1))} ms`;
-  if (ms < 999.5) return `${Math.round(ms)} ms`;
-  return ms < 9950 ? `${(ms / 1000).toFixed(1)} s` : `${Math.round(ms / 1000)} s`;
-}
-
-function rate(perSecond) {
-  return perSecond < 9.95 ? perSecond.toFixed(1) : String(Math.round(perSecond));
-}
-
-function count(number, noun) {
-  return `${number} ${noun}${number === 1 ? "" : "s"}`;
 }

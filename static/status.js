@@ -1,50 +1,20 @@
 /** The dot that says whether the server takes requests. */
 
-import { serverStates } from "./api.js";
+import { Live } from "./live.js";
 
-const AGAIN_MS = 3_000;
+const STATES = ["ready", "loading", "draining", "stalled", "failed", "unreachable"];
 
-/** Listens to the server while the page is seen. */
-export class Status {
-  #node;
-  #onReady;
-  #listening = new AbortController();
-
-  /**
-   * @param {Element} node  shows the state as its text and its data-state
-   * @param {{onReady: () => void}} options  onReady: the server became ready
-   */
-  constructor(node, { onReady }) {
-    this.#node = node;
-    this.#onReady = onReady;
-  }
-
-  watch() {
-    document.addEventListener("visibilitychange", () => this.check());
-    return this.check();
-  }
-
-  /** Listens anew. Browsers give a server few connections: a page that is not seen takes none. */
-  async check() {
-    this.#listening.abort();
-    const { signal } = (this.#listening = new AbortController());
-    while (!document.hidden && !signal.aborted) {
-      try {
-        for await (const state of serverStates(signal)) this.#show(state);
-      } catch {
-        // the connection is gone: said below
-      }
-      if (signal.aborted) return;
-      this.#show("unreachable");
-      await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
-    }
-  }
-
-  #show(state) {
-    const before = this.#node.dataset.state;
-    if (state === before) return;
-    this.#node.dataset.state = state;
-    this.#node.textContent = state;
-    if (state === "ready") this.#onReady();
-  }
+/**
+ * @param {Element} node  shows the state as its text and its data-state
+ * @param {() => void} onReady  the server became ready
+ * @returns {Live}  not open yet
+ */
+export function statusOf(node, key, onReady) {
+  const show = (state) => {
+    const shown = STATES.includes(state) ? state : "not ready";
+    if (shown === node.dataset.state) return;
+    node.dataset.state = node.textContent = shown;
+    if (shown === "ready") onReady();
+  };
+  return new Live("", key, { event: (_, { state }) => show(state), lost: () => show("unreachable") });
 }

@@ -4,7 +4,7 @@ const DATABASE = "penstock";
 const CONVERSATIONS = "conversations";
 
 /**
- * @returns {Promise<BrowserStore|MemoryStore>} both offer all(), put(conversation), delete(id),
+ * @returns {Promise<BrowserStore|MemoryStore>} both offer all(), get(id), put(conversation), delete(id),
  *   and say with `durable` whether a reload finds them again
  */
 export async function openStore(factory = globalThis.indexedDB) {
@@ -31,6 +31,10 @@ class BrowserStore {
     return newestFirst(await settled(this.#conversations("readonly").getAll()));
   }
 
+  get(id) {
+    return settled(this.#conversations("readonly").get(id));
+  }
+
   async put(conversation) {
     await settled(this.#conversations("readwrite").put(conversation));
   }
@@ -50,6 +54,10 @@ export class MemoryStore {
 
   async all() {
     return newestFirst([...this.#conversations.values()].map((each) => structuredClone(each)));
+  }
+
+  async get(id) {
+    return structuredClone(this.#conversations.get(id));
   }
 
   async put(conversation) {

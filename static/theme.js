@@ -2,45 +2,27 @@
 (() => {
   const NAME = "penstock.theme";
   const THEMES = ["system", "light", "dark"];
+  const { dataset } = document.documentElement;
 
-  function stored() {
+  /** A browser that keeps nothing throws: the choice lasts as long as the page. */
+  function tried(act) {
     try {
-      const theme = localStorage.getItem(NAME);
-      return THEMES.includes(theme) ? theme : "system";
+      return act();
     } catch {
-      return "system";
+      return null;
     }
   }
 
-  function keep(theme) {
-    try {
-      localStorage.setItem(NAME, theme);
-    } catch {
-      // A browser that keeps nothing: the choice lasts as long as the page.
-    }
-  }
-
-  function apply(theme) {
-    document.documentElement.dataset.theme = theme;
-  }
-
-  function showOn(button) {
-    const { theme } = document.documentElement.dataset;
-    const label = `Colours: ${theme}. Change`;
-    button.setAttribute("aria-label", label);
-    button.title = label;
-  }
-
-  apply(stored());
+  const kept = tried(() => localStorage.getItem(NAME));
+  dataset.theme = THEMES.includes(kept) ? kept : "system";
   document.addEventListener("DOMContentLoaded", () => {
     const button = document.getElementById("theme");
-    showOn(button);
+    const show = () => (button.ariaLabel = button.title = `Colours: ${dataset.theme}. Change`);
+    show();
     button.addEventListener("click", () => {
-      const { theme } = document.documentElement.dataset;
-      const next = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
-      apply(next);
-      keep(next);
-      showOn(button);
+      dataset.theme = THEMES[(THEMES.indexOf(dataset.theme) + 1) % THEMES.length];
+      tried(() => localStorage.setItem(NAME, dataset.theme));
+      show();
     });
   });
 })();

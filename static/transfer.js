@@ -69,7 +69,7 @@ function readConversation(conversation, at) {
 
 function readMessage({ id, parent, role, text, thinking, state, stats }) {
   const ended = role === "user" || state === "done" ? "done" : "stopped";
-  const none = { error: null, retryAt: null, stream: null, requestId: null };
+  const none = { error: null, retryAt: null, stream: null, requestId: null, responseId: null };
   const thought = typeof thinking === "string" ? thinking : "";
   return { id, parent, role, text, thinking: thought, state: ended, stats: readStats(stats), ...none };
 }

@@ -1,7 +1,7 @@
 /** Follows the answers of the page, each with a timeline in its footer. */
 
+import { serverEvents } from "../api.js";
 import { ANSWER } from "../hooks.js";
-import { serverEvents } from "./feed.js";
 import { Timeline } from "./timeline.js";
 
 const ASK_AFTER_MS = 250; // most answers have begun by then
@@ -24,19 +24,20 @@ export class Answers {
   }
 
   #take(detail) {
-    const { phase, id, at, frame } = detail;
+    const { phase, id, at } = detail;
     const timeline = this.#timelineOf(id);
     if (phase === "asked") {
       timeline.begin(at);
       this.#askForPlace(id, detail.requestId, timeline);
-    } else if (phase === "frame" && frame?.choices?.[0]?.delta?.content) {
+    } else if (phase === "piece" && detail.hasText) {
       this.#stopAsking(id);
       if (timeline.ticks.length < MOST_TICKS) timeline.ticks.push(at);
     } else if (phase === "end") {
       this.#stopAsking(id);
     }
     timeline.update(detail);
-    if (detail.element !== null && !detail.element.contains(timeline.element)) detail.element.append(timeline.element);
+    if (detail.element === null || detail.element.contains(timeline.element)) return;
+    detail.element.firstElementChild.after(timeline.element); // below the figures
   }
 
   #timelineOf(id) {
@@ -56,7 +57,7 @@ export class Answers {
     await new Promise((resolve) => setTimeout(resolve, ASK_AFTER_MS));
     if (signal.aborted) return;
     try {
-      const query = `request_id=${encodeURIComponent(requestId)}`;
+      const query = `?request_id=${encodeURIComponent(requestId)}`;
       for await (const { kind, data } of serverEvents(query, { key: this.#key(), signal })) {
         if (kind === "request") timeline.wait(data);
         else if (timeline.hasWaited && kind === "server") timeline.wait(null);

@@ -1,7 +1,7 @@
 /** A minute of one or more series: their values, a line or area for each, and the same as a table. */
 
-import { el, svg } from "../dom.js";
-import { ago, number } from "./format.js";
+import { el, svg, tableOf } from "../dom.js";
+import { ago, number } from "../format.js";
 import { EVERY_MS, LENGTH, mean, tableRows } from "./history.js";
 import { areaPath, linePath, niceTop, stack, stretches } from "./shapes.js";
 
@@ -14,7 +14,7 @@ export class Chart {
   #top = el("span", { class: "chart-top" });
   #cursor = svg("line", { class: "chart-cursor", y1: 0, y2: SIZE.height });
   #picture;
-  #body = el("tbody");
+  #table = el("table");
 
   /**
    * @param {object} of
@@ -44,20 +44,13 @@ export class Chart {
     const shown = series.map(({ label, color }, i) =>
       el("span", { class: "value" }, many ? el("i", { class: `swatch ${color}` }) : "", this.#values[i], many ? ` ${label}` : ""),
     );
-    const heads = ["When", ...series.map(({ label }) => label)].map((text) => el("th", { scope: "col" }, text));
     this.element = el(
       "figure",
       { class: "chart" },
       el("figcaption", {}, title, this.#top),
       el("div", { class: "values" }, ...shown),
       this.#picture,
-      el(
-        "table",
-        { class: "table" },
-        el("caption", { class: "visually-hidden" }, `${title}: means of five seconds`),
-        el("thead", {}, el("tr", {}, ...heads)),
-        this.#body,
-      ),
+      this.#table,
     );
     this.#point(onCursor);
   }
@@ -97,17 +90,12 @@ export class Chart {
   }
 
   #fill(rows) {
-    const { format } = this.#of;
-    this.#body.replaceChildren(
-      ...rows.map(({ secondsAgo, means }) =>
-        el(
-          "tr",
-          {},
-          el("th", { scope: "row" }, ago(secondsAgo)),
-          ...means.map((value) => el("td", {}, format(value))),
-        ),
-      ),
-    );
+    const { format, series, title } = this.#of;
+    const heads = ["When", ...series.map(({ label }) => label)];
+    const cells = rows.map(({ secondsAgo, means }) => [ago(secondsAgo), ...means.map(format)]);
+    const table = tableOf(`${title}: means of five seconds`, heads, cells);
+    this.#table.replaceWith(table);
+    this.#table = table;
   }
 
   #point(onCursor) {

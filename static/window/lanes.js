@@ -1,7 +1,7 @@
 /** The lanes and their promises: what is promised, what is predicted for who comes now, and what was kept. */
 
 import { el, svg } from "../dom.js";
-import { duration, number, percent } from "./format.js";
+import { duration, number, percent } from "../format.js";
 import { LENGTH } from "./history.js";
 import { linePath, niceTop, stretches } from "./shapes.js";
 

@@ -1,8 +1,8 @@
 /** The KV blocks as a field of tanks: held water stands in them, cached content above it. */
 
-import { el } from "../dom.js";
+import { el, tableOf } from "../dom.js";
 import { fit, levels, strength } from "./blocks.js";
-import { number, percent } from "./format.js";
+import { number, percent } from "../format.js";
 import { context, palette } from "./paint.js";
 
 const HEIGHT = 232;
@@ -21,8 +21,8 @@ export class BlockField {
 
   constructor() {
     const rows = KINDS.map(([color, name, label]) => {
-      this.#cells[name] = [el("td", {}, "–"), el("td", {}, "–")];
-      return el("tr", {}, el("th", { scope: "row" }, el("i", { class: `swatch ${color}` }), label), ...this.#cells[name]);
+      this.#cells[name] = [el("span", {}, "–"), el("span", {}, "–")];
+      return [el("span", {}, el("i", { class: `swatch ${color}` }), label), ...this.#cells[name]];
     });
     this.element = el(
       "figure",
@@ -30,13 +30,7 @@ export class BlockField {
       el("figcaption", {}, "KV cache, block by block"),
       this.#canvas,
       this.#note,
-      el(
-        "table",
-        {},
-        el("caption", { class: "visually-hidden" }, "KV blocks by what becomes of them"),
-        el("thead", { class: "visually-hidden" }, el("tr", {}, ...["", "Blocks", "Share"].map((text) => el("th", { scope: "col" }, text)))),
-        el("tbody", {}, ...rows),
-      ),
+      tableOf("KV blocks by what becomes of them", ["Kind", "Blocks", "Share"], rows),
     );
   }
 

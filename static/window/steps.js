@@ -1,7 +1,7 @@
 /** The last steps one by one: the prompt tokens of each above the line, its rows below, and how long it took. */
 
 import { el } from "../dom.js";
-import { duration, number } from "./format.js";
+import { duration, number } from "../format.js";
 import { niceTop } from "./shapes.js";
 import { context, palette } from "./paint.js";
 

@@ -1,7 +1,7 @@
 /** The life of one answer as a strip of time, and as a table. */
 
-import { el, svg } from "../dom.js";
-import { count, duration, number, ordinal } from "./format.js";
+import { el, svg, tableOf } from "../dom.js";
+import { count, duration, number, ordinal } from "../format.js";
 import { aligned, spansOf, thinned } from "./spans.js";
 
 const WIDTH = 1000;
@@ -82,7 +82,9 @@ export class Timeline {
     const spans = [{ kind: "queued", from: 0, to: waited }];
     if (this.ticks.length > 0) spans.push({ kind: "decode", from: waited, to: now - this.#began });
     this.#show(spans, aligned(this.ticks, waited), [], now - this.#began);
-    this.#line.textContent = this.ticks.length > 0 ? this.#pace(now) : this.#waitingLine();
+    // Once tokens come, the answer's own line has their figures.
+    const begun = this.ticks.length > 0;
+    this.#say(begun ? "Timeline: tokens come." : this.#waitingLine(), !begun);
   }
 
   #waitingLine() {
@@ -92,17 +94,15 @@ export class Timeline {
     return left === null ? place : `${place}, first token in about ${duration(left)}`;
   }
 
-  #pace(now) {
-    const seconds = (now - this.ticks[0]) / 1000;
-    const pace = seconds > 0.3 ? `, ${number((this.ticks.length - 1) / seconds)} tokens/s` : "";
-    return `first token after ${duration(this.ticks[0] - this.#began)}${pace}`;
+  #say(text, isSeen) {
+    this.#line.textContent = text;
+    this.#line.className = isSeen ? "" : "visually-hidden";
   }
 
   #drawWhole(timings) {
     const { spans, end, drafts } = spansOf(timings);
     this.#show(spans, aligned(this.ticks, timings.ttft_ms), drafts, end);
-    this.#line.textContent = sentence(timings, spans);
-    this.#line.className = "visually-hidden";
+    this.#say(sentence(timings, spans), false);
     this.#more.replaceChildren();
     if (this.element.open) this.#more.append(legend(spans, drafts), table(timings, spans, drafts));
   }
@@ -171,20 +171,11 @@ export function rows(timings, spans, drafts) {
 }
 
 function table(timings, spans, drafts) {
-  const cells = rows(timings, spans, drafts).map(({ at, took, what }) =>
-    el(
-      "tr",
-      {},
-      el("th", { scope: "row" }, duration(at)),
-      el("td", {}, what),
-      el("td", {}, took === null ? "" : duration(took)),
-    ),
-  );
-  const heads = ["After", "What", "For"].map((text) => el("th", { scope: "col" }, text));
-  const head = el("thead", {}, el("tr", {}, ...heads));
-  return el(
-    "div",
-    { class: "scroll", tabindex: 0, role: "region", "aria-label": "Timeline as a table" },
-    el("table", {}, head, el("tbody", {}, ...cells)),
-  );
+  const cells = rows(timings, spans, drafts).map(({ at, took, what }) => [
+    duration(at),
+    what,
+    took === null ? "" : duration(took),
+  ]);
+  const scroller = { class: "scroll", tabindex: 0, role: "region", "aria-label": "Timeline as a table" };
+  return el("div", scroller, tableOf("", ["After", "What", "For"], cells));
 }

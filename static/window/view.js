@@ -1,10 +1,10 @@
 /** The window: the engine at work, live, with a minute of what it did. */
 
 import { el } from "../dom.js";
+import { Live } from "../live.js";
 import { decodeBlocks } from "./blocks.js";
 import { Chart } from "./chart.js";
-import { Feed } from "./feed.js";
-import { count, duration, number, percent } from "./format.js";
+import { count, duration, number, percent } from "../format.js";
 import { History, heldPart, perSecond, perStep, queued, trailingRatio } from "./history.js";
 import { Lanes } from "./lanes.js";
 import { BlockField } from "./map.js";
@@ -84,7 +84,7 @@ export class WindowView {
   #server = null;
   #lastMs = null;
   #cursor = null;
-  #feed;
+  #live;
   #line = el("p", { class: "note" });
   #tables = el("button", { type: "button", class: "quiet", "aria-pressed": "false", onclick: () => this.#toggleTables() }, "As tables");
   #charts;
@@ -110,10 +110,10 @@ export class WindowView {
       part("window-now", "At this moment", el("div", { class: "pair" }, this.#steps.element, this.#blocks.element)),
       part("window-minute", "The last minute", el("div", { class: "charts" }, ...this.#charts.map(({ chart }) => chart.element))),
     );
-    this.#feed = new Feed(key, {
+    this.#live = new Live("?detail=steps,kv", key, {
       begin: () => (this.#lastMs = null),
       event: (kind, data) => this.#take(kind, data),
-      lost: (message) => this.#say(message, "lost"),
+      lost: ({ message }) => this.#say(message, "lost"),
     });
     new ResizeObserver(() => this.#drawSoon()).observe(this.element);
   }
@@ -121,12 +121,12 @@ export class WindowView {
   open() {
     this.element.hidden = false;
     this.#say("Listening …", "opening");
-    this.#feed.open();
+    this.#live.open();
   }
 
   close() {
     this.element.hidden = true;
-    this.#feed.close();
+    this.#live.close();
   }
 
   #take(kind, data) {

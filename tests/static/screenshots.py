@@ -1,5 +1,6 @@
 """Pictures of the page: `python -m tests.static.screenshots` makes those in docs/, with a FOLDER one of every state."""
 
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.static.conftest import FLAGS, PHONE
-from tests.static.scripted import Gate, Refusal, ScriptedServer, stream
+from tests.static.scripted import TIMINGS, Gate, Pause, Refusal, ScriptedServer, stream
 
 DOCS = Path(__file__).parents[2] / "docs"
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1180, "height": 760}, "device_scale_factor": 1}
@@ -51,6 +52,9 @@ STORY = (
 )
 
 
+TTFT_MS, PACE_S = TIMINGS["ttft_ms"], 0.008
+
+
 def say(page: Page, text: str) -> None:
     page.locator("#field").fill(text)
     page.locator("#send").click()
@@ -63,7 +67,12 @@ def wait_for(page: Page, state: str) -> None:
 def talk(page: Page, server: ScriptedServer, *turns: tuple[str, str]) -> None:
     """One conversation to its end."""
     for question, answer in turns:
-        server.script(stream(*answer.splitlines(keepends=True)))
+        words = re.findall(r"\S+\s*", answer)
+        pieces = [piece for word in words for piece in (Pause(PACE_S), word)]
+        ended_ms = TTFT_MS + 1000 * PACE_S * len(words)
+        timeline = TIMINGS["timeline"] | {"ended_ms": ended_ms}
+        timings = TIMINGS | {"tpot_ms": 1000 * PACE_S, "timeline": timeline}
+        server.script(stream(Pause(TTFT_MS / 1000), *pieces, timings=timings))
         say(page, question)
         wait_for(page, "done")
 

@@ -1,5 +1,7 @@
 """A server that says what a test tells it to say, when the test tells it to: a double for time and faults."""
 
+from __future__ import annotations
+
 import asyncio
 import json
 import socket
@@ -25,7 +27,7 @@ CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; manifest-src 'self'"
 )
-TIMINGS = {
+TIMINGS: dict[str, Any] = {
     "queue_ms": 3.2,
     "ttft_ms": 85.0,
     "tpot_ms": 20.0,
@@ -36,7 +38,13 @@ TIMINGS = {
     "draft_tokens": 0,
     "drafts": {},
     "accepted_tokens": 0,
-    "timeline": {"prefills": [], "preempted_ms": [], "resumed_ms": [], "drafts": [], "ended_ms": 120.0},
+    "timeline": {
+        "prefills": [[85.0, 24]],
+        "preempted_ms": [],
+        "resumed_ms": [],
+        "drafts": [],
+        "ended_ms": 120.0,
+    },
     "lane": "interactive",
 }
 
@@ -45,22 +53,17 @@ DEFAULTS = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.0, "repeti
 
 
 class Gate:
-    """Holds a stream until the test opens it; tells the test when the client went away meanwhile."""
+    """Holds a stream until the test opens it, or the page has the answer discarded."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
-        self.abandoned = threading.Event()
 
     def open(self) -> None:
         self._open.set()
 
-    async def wait(self) -> None:
-        try:
-            while not self._open.is_set():
-                await asyncio.sleep(0.005)
-        except asyncio.CancelledError:
-            self.abandoned.set()
-            raise
+    async def wait(self, answer: Answer) -> None:
+        while not (self._open.is_set() or answer.discarded):
+            await asyncio.sleep(0.005)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,23 @@ class Cut:
 
 
 CUT = Cut()
-Piece = str | bytes | Gate | Cut
+
+
+@dataclass(frozen=True)
+class Thought:
+    """What the model says to itself, told apart by the server."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Pause:
+    """For pictures: what comes as if a model made it."""
+
+    seconds: float
+
+
+Piece = str | bytes | Gate | Cut | Thought | Pause
 
 
 @dataclass(frozen=True)
@@ -106,17 +125,14 @@ def stream(
     return Stream(pieces, opens, ends, finish, timings)
 
 
-def chunk(delta: dict[str, str], **extra: object) -> dict[str, Any]:
-    choice = {"index": 0, "delta": delta, "finish_reason": extra.pop("finish_reason", None)}
-    return {"object": "chat.completion.chunk", "choices": [choice], "usage": None, **extra}
-
-
 def frame(content: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(content)}\n\n".encode()
 
 
 def error_frame(message: str, code: str | None = None) -> bytes:
-    return frame({"error": {"message": message, "type": "server_error", "param": None, "code": code}})
+    """Of both formats: a stream of chat completions has an object, one of responses an event."""
+    error = {"message": message, "type": "error", "param": None, "code": code}
+    return frame({"error": error, **error})
 
 
 DONE = b"data: [DONE]\n\n"
@@ -128,14 +144,27 @@ class Answer:
 
     id: str
     stream: Stream
+    said: list[dict[str, str]]
+    """Before it."""
     cuts: set[int] = field(default_factory=set)
     """Places of the cuts that were made: each is made once."""
+    discarded: bool = False
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        text = "".join(piece for piece in self.stream.pieces if isinstance(piece, str))
+        return [*self.said, {"role": "assistant", "content": text}]
 
     async def frames(self, after: int) -> AsyncIterator[bytes]:
         number = -1
         for place, piece in enumerate(self._all()):
             if isinstance(piece, Gate):
-                await piece.wait()
+                await piece.wait(self)
+                if self.discarded:
+                    yield error_frame("It was cancelled.", "cancelled")
+                    return
+            elif isinstance(piece, Pause):
+                await asyncio.sleep(piece.seconds)
             elif isinstance(piece, Cut):
                 if place not in self.cuts:
                     self.cuts.add(place)
@@ -146,22 +175,77 @@ class Answer:
             else:
                 number += 1
                 if number > after:
-                    yield b"id: %d\n%b" % (number, frame({"id": self.id, **piece}))
+                    yield self._numbered(number, piece)
 
-    def _all(self) -> Iterator[dict[str, Any] | bytes | Gate | Cut]:
-        if self.stream.opens:
-            yield chunk({"role": "assistant", "content": ""})
+    def _numbered(self, number: int, content: dict[str, Any]) -> bytes:
+        return frame(content | {"sequence_number": number})
+
+    def _all(self) -> Iterator[dict[str, Any] | bytes | Gate | Cut | Pause]:
+        """As a response's events."""
+        has_begun = self.stream.opens
+        if has_begun:
+            yield self._event("created", status="in_progress")
         for piece in self.stream.pieces:
-            yield chunk({"content": piece}) if isinstance(piece, str) else piece
+            if isinstance(piece, str):
+                if not has_begun:
+                    yield self._event("created", status="in_progress")
+                has_begun = True
+                yield {"type": "response.output_text.delta", "delta": piece}
+            elif isinstance(piece, Thought):
+                yield {"type": "response.reasoning_text.delta", "delta": piece.text}
+            else:
+                yield piece
         if self.stream.ends:
-            count = sum(isinstance(piece, str) for piece in self.stream.pieces)
-            yield chunk({}, finish_reason=self.stream.finish, timings=self.stream.timings or TIMINGS)
-            yield {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": count}}
+            is_whole = self.stream.finish == "stop"
+            yield self._event(
+                "completed" if is_whole else "incomplete",
+                status="completed" if is_whole else "incomplete",
+                incomplete_details=None if is_whole else {"reason": "max_output_tokens"},
+                timings=self.stream.timings or TIMINGS,
+                usage={"input_tokens": 40, "output_tokens": self._num_tokens},
+            )
+
+    def _event(self, kind: str, **response: object) -> dict[str, Any]:
+        return {"type": f"response.{kind}", "response": {"id": self.id, "error": None, **response}}
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(isinstance(piece, str) for piece in self.stream.pieces)
+
+
+class ChatAnswer(Answer):
+    """The same as the chunks of a chat completion."""
+
+    def _numbered(self, number: int, content: dict[str, Any]) -> bytes:
+        return b"id: %d\n%b" % (number, frame({"id": self.id, **content}))
+
+    def _all(self) -> Iterator[dict[str, Any] | bytes | Gate | Cut | Pause]:
+        if self.stream.opens:
+            yield self._chunk({"role": "assistant", "content": ""})
+        for piece in self.stream.pieces:
+            if isinstance(piece, str):
+                yield self._chunk({"content": piece})
+            elif isinstance(piece, Thought):
+                yield self._chunk({"reasoning_content": piece.text})
+            else:
+                yield piece
+        if self.stream.ends:
+            yield self._chunk({}, self.stream.finish, timings=self.stream.timings or TIMINGS)
+            yield {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": self._num_tokens}}
             yield DONE
+
+    def _chunk(
+        self, delta: dict[str, str], finish_reason: str | None = None, **extra: object
+    ) -> dict[str, Any]:
+        return {
+            "choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}],
+            "usage": None,
+            **extra,
+        }
 
 
 class ScriptedServer:
-    """Serves the page as the real server does; answers each chat request with the next reply in the script.
+    """Serves the page as the real server does; answers each request with the next reply in the script.
 
     What is lost of an answer can be followed, unless `refusals` says otherwise.
     """
@@ -176,9 +260,15 @@ class ScriptedServer:
                 Mount("/static", StaticFiles(directory=STATIC)),
                 Route("/v1/events", self._events),
                 Route("/v1/models", self._models),
-                Route("/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/v1/chat/completions/{id}", self._follow, methods=["GET"]),
-                Route("/v1/chat/completions/{id}", self._discard, methods=["DELETE"]),
+                *(
+                    Route(f"/v1/{path}{rest}", act, methods=[method])
+                    for path in ("responses", "chat/completions")
+                    for rest, method, act in (
+                        ("", "POST", self._answer),
+                        ("/{id}", "GET", self._follow),
+                        ("/{id}", "DELETE", self._discard),
+                    )
+                ),
             ],
             middleware=[Middleware(_ContentSecurityPolicy)],
         )
@@ -206,6 +296,7 @@ class ScriptedServer:
         """Connections that ask for a detail or a place."""
         self.replies: deque[Refusal | Stream] = deque()
         self.requests: list[dict[str, Any]] = []
+        """Their bodies; `messages` is all that was said, for a turn of a session, too."""
         self.refusals: deque[Refusal] = deque()
         """What the next attempts to follow an answer get."""
         self.followed: list[int] = []
@@ -247,18 +338,29 @@ class ScriptedServer:
         models = {"object": "list", "data": [model]}
         return self._refused_key(request) or JSONResponse(models)
 
-    async def _chat(self, request: Request) -> Response:
+    async def _answer(self, request: Request) -> Response:
         if refused := self._refused_key(request):
             return refused
-        self.requests.append(await request.json())
+        body, is_chat = await request.json(), request.url.path.endswith("/completions")
+        if not is_chat:
+            previous = self._answers.get(body.get("previous_response_id"))
+            if previous is None and "previous_response_id" in body:
+                return _refuse(Refusal(404, "Not found.", "previous_response_not_found"))
+            body["messages"] = [*(previous.messages if previous else ()), *body["input"]]
+        self.requests.append(body)
         name = request.headers["idempotency-key"]
         if name not in self._names:
             reply = self.replies.popleft()
             if isinstance(reply, Refusal):
                 return _refuse(reply)
-            self._names[name] = answer = Answer(f"chatcmpl-{len(self._answers)}", reply)
+            kind, prefix = (ChatAnswer, "chatcmpl-") if is_chat else (Answer, "resp_")
+            self._names[name] = answer = kind(f"{prefix}{len(self._names)}", reply, body["messages"])
             self._answers[answer.id] = answer
         return _streamed(self._names[name], -1)
+
+    def forget(self) -> None:
+        """As a server that was emptied."""
+        self._answers.clear()
 
     async def _follow(self, request: Request) -> Response:
         after = int(request.query_params["starting_after"])
@@ -269,7 +371,8 @@ class ScriptedServer:
         return _streamed(answer, after) if answer else _refuse(Refusal(404, "There is no such reply."))
 
     async def _discard(self, request: Request) -> Response:
-        self._answers.pop(request.path_params["id"], None)
+        if answer := self._answers.pop(request.path_params["id"], None):
+            answer.discarded = True
         self.discarded.put(request.path_params["id"])
         return JSONResponse({"deleted": True})
 

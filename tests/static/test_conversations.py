@@ -9,7 +9,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from tests.static.conftest import PHONE, OpenPage
-from tests.static.scripted import Gate, ScriptedServer, chunk, frame, stream
+from tests.static.scripted import Gate, ScriptedServer, Thought, stream
 from tests.static.test_page import assert_fits, expect_state, last_answer, say
 
 
@@ -216,17 +216,13 @@ def test_formulas_and_code_are_shown_as_such(page: Page, server: ScriptedServer)
     assert page.evaluate(loaded) == []  # who sees neither pays for neither
 
 
-def thought(text: str) -> bytes:
-    return frame({"id": "chatcmpl-0", **chunk({"reasoning_content": text})})
-
-
 @pytest.mark.parametrize("told_apart", [True, False], ids=["by the server", "by tags"])
 def test_thoughts_are_folded_away_and_not_sent_again(
     page: Page, server: ScriptedServer, told_apart: bool
 ) -> None:
     gate = Gate()
     thoughts = (
-        (thought("Seven eights "), gate, thought("are 56."))
+        (Thought("Seven eights "), gate, Thought("are 56."))
         if told_apart
         else ("<think>", "Seven eights ", gate, "are 56.\n</think>\n\n")
     )
@@ -312,17 +308,17 @@ def test_modules_can_follow_an_answer(page: Page, server: ScriptedServer) -> Non
             element: detail.element?.className ?? null}));
     }""")
     server.script(stream("One ", "two."))
-    with page.expect_request("**/v1/chat/completions") as asked:
+    with page.expect_request("**/v1/responses") as asked:
         say(page, "Count")
     expect_state(page, "done")
     told = page.evaluate("window.told")
     phases = [each["phase"] for each in told]
-    assert phases == ["shown", "asked", *["frame"] * 5, "end"]
+    assert phases == ["shown", "asked", *["piece"] * 4, "end"]
     assert {each["element"] for each in told} == {"answer-meta"}
     assert {each["requestId"] for each in told[1:]} == {asked.value.headers["x-request-id"]}
-    assert [each["tokens"] for each in told[2:]] == [0, 1, 2, 2, 2, 2]
+    assert [each["tokens"] for each in told[2:]] == [0, 1, 2, 2, 2]
+    assert [each["hasText"] for each in told[2:]] == [False, True, True, False, False]
     assert told[-1]["timings"]["lane"] == "interactive"
-    assert told[3]["frame"]["choices"][0]["delta"] == {"content": "One "}
 
 
 def test_everything_on_a_phone(open_page: OpenPage, server: ScriptedServer) -> None:

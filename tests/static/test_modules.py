@@ -258,18 +258,18 @@ GROWING = (
 )
 
 
-@pytest.mark.parametrize(("kind", "most_parts"), [("all", 8), ("many parts", 2)])
+@pytest.mark.parametrize(("kind", "most_parts"), [("all", 8), ("many parts", 2), ("long", 8)])
 def test_a_growing_text_looks_at_each_moment_as_if_rendered_at_once(
     call: Call, kind: str, most_parts: int
 ) -> None:
-    text = GROWING if kind == "all" else MANY_PARTS
+    text = {"all": GROWING, "many parts": MANY_PARTS, "long": LONG_PARAGRAPHS}[kind]
     differing = call(
         "markdown.js",
         """
         const [text, mostParts] = args;
         const grown = new m.MarkdownView(document.createElement("div"), mostParts);
         const differing = [];
-        for (let end = 1; end <= text.length; end += 1) {
+        for (let end = 1; end <= text.length; end += text.length < 9000 ? 1 : 19) {
             const whole = document.createElement("div");
             whole.append(m.renderMarkdown(text.slice(0, end)));
             grown.update(text.slice(0, end));
@@ -281,6 +281,13 @@ def test_a_growing_text_looks_at_each_moment_as_if_rendered_at_once(
         most_parts,
     )
     assert differing == []
+
+
+# With ends of sentences, with words alone, with neither, with characters of two code units, and of many lines.
+LONG_PARAGRAPHS = "\n\n".join(
+    piece * (2250 // len(piece)) + "*end* 1. x"
+    for piece in ("A *short* sentence. ", "word ", "x", "\N{GRINNING FACE}", "line\n")
+)
 
 
 # Of every kind that is settled in part: with what may follow an item, a row, or a line of code.
@@ -299,14 +306,17 @@ MANY_PARTS = (
         "|a|`row`|\n",
         "const x = 'code';\n",
         "a paragraph\n\n",
+        "a *long* `paragraph` without end, of 1 + 1 sentences. ",
+        "*verses*\n",
+        "没有空格的长段落，",
         "1. one\n   - two\n",
     ],
-    ids=["list", "table", "code", "paragraphs", "nested"],
+    ids=["list", "table", "code", "paragraphs", "a paragraph", "verses", "no spaces", "nested"],
 )
 def test_the_work_for_a_frame_does_not_grow_with_the_text(call: Call, line: str) -> None:
     """20,000 tokens come in pieces as a stream brings them: what is built for one of them is what counts."""
     opening = {"|": "|a|b|\n|-|-|\n", "c": "```js\n"}.get(line[0], "")
-    most, length = call(
+    most, longest, length = call(
         "markdown.js",
         """
         const [opening, line, lines] = args;
@@ -318,21 +328,24 @@ def test_the_work_for_a_frame_does_not_grow_with_the_text(call: Call, line: str)
         const own = { createElement: document.createElement, createTextNode: document.createTextNode };
         for (const [name, make] of Object.entries(own)) document[name] = counted(make);
         let text = opening;
+        let longest = 0; // text whose layout a change to it begins again
         for (let at = 0; at < lines; at += 5) {
             text += line.repeat(5);
             made = 0;
             view.update(text);
             most = Math.max(most, made);
+            longest = Math.max(longest, element.lastChild.localName === "p" ? element.lastChild.textContent.length : 0);
         }
         Object.assign(document, own);
-        return [most, element.textContent.length];
+        return [most, longest, element.textContent.length];
         """,
         opening,
         line,
-        4000,
+        2000,
     )
     assert most < 1000
-    assert length > 4000 * 3
+    assert longest <= 4000
+    assert length > 2000 * 3
 
 
 def test_a_long_text_that_comes_at_once_is_shown_over_some_frames(call: Call) -> None:
@@ -550,21 +563,49 @@ def _best_ms(call: Call, text: str) -> float:
 
 
 def test_what_the_server_is_told_of_a_conversation(call: Call) -> None:
-    history = call(
+    said = call(
         "conversation.js",
         """
         const c = m.newConversation();
         const first = m.ask(c, "hi");
-        first.text = "<think>They greet.</think>hello";
+        Object.assign(first, { text: "<think>They greet.</think>hello", responseId: args[0] });
         const failed = m.ask(c, "and?");
         const last = m.ask(c, "well?");
         const other = m.ask(c, "how?", first.id);
-        return [last, other].map((answer) => m.historyBefore(c, answer, "be brief"));
+        return [[last, true], [last, false], [other, true], [other, false]].map(([answer, isWhole]) => {
+            const { previous, messages } = m.saidBefore(c, answer, isWhole);
+            return [previous, ...messages.map(({ role, content }) => `${role}: ${content}`)];
+        });
     """,
+        "resp_1",
     )
-    said = [[(each["role"], each["content"]) for each in branch] for branch in history]
-    common = [("system", "be brief"), ("user", "hi"), ("assistant", "hello")]
-    assert said == [[*common, ("user", "and?"), ("user", "well?")], [*common, ("user", "how?")]]
+    common = [None, "user: hi", "assistant: hello"]
+    assert said == [
+        [*common, "user: and?", "user: well?"],
+        ["resp_1", "user: and?", "user: well?"],
+        [*common, "user: how?"],
+        ["resp_1", "user: how?"],
+    ]
+
+
+def test_what_another_tab_did_is_taken_over(call: Call) -> None:
+    """Both went on from "b": here with "d", which is being made, there with "e" and "f"."""
+    found = call(
+        "conversation.js",
+        """
+        const message = (id, parent, text, state = "done") => ({ id, parent, text, state, thinking: "", retryAt: 7 });
+        const before = [message("a", null, "?"), message("b", "a", "!", "streaming"), message("c", "b", "??")];
+        const here = { tip: args[0], title: "old", messages: [...before, message("d", "c", "own", "streaming")] };
+        const there = { tip: "f", title: "new", messages: [message("a", null, "?"), message("b", "a", "!!"),
+            message("c", "b", "??"), message("d", "c", "", "waiting"), message("e", "b", "x"),
+            message("f", "e", "y")] };
+        const changed = m.takeOver(here, there, ({ id }) => id === "d");
+        return [changed.map(({ id }) => id), here.messages.map(({ id, text }) => id + text), here.tip, here.title,
+            here.messages.at(-1).retryAt];
+    """,
+        "d",
+    )
+    assert found == [["b"], ["a?", "b!!", "c??", "down", "ex", "fy"], "d", "new", None]
 
 
 ASK_AGAIN = """
@@ -665,13 +706,6 @@ def test_a_stored_answer_goes_on_if_it_is_known_where(
     settled = call("conversation.js", "return m.settle(...args);", conversation, 1000 + age_ms)["messages"][0]
     assert (settled["state"], settled["retryAt"]) == (state, None)
     assert settled["stream"] == (None if stream == "missing" else stream)
-
-
-def test_what_was_stored_without_branches_has_one(call: Call) -> None:
-    messages = [{"id": id, "state": "done", "stream": None} for id in "abc"]
-    settled = call("conversation.js", "return m.settle(args[0], 0);", {"updated": 0, "messages": messages})
-    assert [each["parent"] for each in settled["messages"]] == [None, "a", "b"]
-    assert settled["tip"] == "c"
 
 
 TALK = """
@@ -827,13 +861,13 @@ def test_stores_keep_conversations_newest_first(call: Call, factory: str) -> Non
 
 
 def test_a_meter_counts_and_the_servers_figures_correct_it(call: Call) -> None:
-    event = {"text": "", "thinking": "", "finish": None, "timings": None, "usage": None}
+    event = {"text": "", "thinking": "", "finish": None, "timings": None, "tokens": None}
     events = [
         (150, {**event, "text": "a"}),
         (160, {**event, "text": "b"}),
         (350, {**event, "text": "c"}),
         (355, {**event, "finish": "length", "timings": {"tpot_ms": 50}}),
-        (360, {**event, "usage": {"completion_tokens": 5}}),
+        (360, {**event, "tokens": 5}),
     ]
     early, live, _, final = call(
         "stats.js",
@@ -862,7 +896,7 @@ def test_a_meter_counts_and_the_servers_figures_correct_it(call: Call) -> None:
     ],
 )
 def test_durations(call: Call, ms: float, text: str) -> None:
-    assert call("stats.js", "return m.duration(args[0]);", ms) == text
+    assert call("format.js", "return m.duration(args[0]);", ms) == text
 
 
 def test_empty_settings_leave_the_choice_to_the_server(call: Call) -> None:

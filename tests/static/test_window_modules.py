@@ -31,9 +31,7 @@ NUMBERS = [
 
 
 def test_numbers_are_written_as_people_read_them(call: Call) -> None:
-    found = call(
-        "window/format.js", "return args[0].map(([f, x]) => m[f](x));", [case[:2] for case in NUMBERS]
-    )
+    found = call("format.js", "return args[0].map(([f, x]) => m[f](x));", [case[:2] for case in NUMBERS])
     assert found == [case[2] for case in NUMBERS]
 
 

@@ -1,6 +1,11 @@
-/** Numbers as the window shows them. */
+/** Numbers as people read them. */
 
-export { duration } from "../stats.js";
+/** 85 ms, 1.2 s, 48 s */
+export function duration(ms) {
+  if (ms < 9.95) return `${Number(ms.toFixed(1))} ms`;
+  if (ms < 999.5) return `${Math.round(ms)} ms`;
+  return ms < 9950 ? `${(ms / 1000).toFixed(1)} s` : `${Math.round(ms / 1000)} s`;
+}
 
 /** 0.4, 7.2, 38, 1,240 */
 export function number(value) {

@@ -1,0 +1,17 @@
+/** What goes wrong between the page and the server. */
+
+/**
+ * Why a request gave no (whole) answer.
+ * kind: "refused"     the server answered with an error status
+ *       "failed"      the server reported an error inside the stream
+ *       "lost"        the stream ended before the server said that it was done
+ *       "unreachable" no connection
+ *       "gone"        the server no longer has the rest
+ */
+export class ApiError extends Error {
+  /** @param {{kind: string, message: string, status?: number, code?: ?string, retryAfterMs?: ?number}} fault */
+  constructor({ kind, message, status = 0, code = null, retryAfterMs = null }) {
+    super(message);
+    Object.assign(this, { kind, status, code, retryAfterMs });
+  }
+}
