@@ -18,6 +18,7 @@ from engine.planning.request import Sequence
 from engine.planning.step import UNLIMITED, Allowance, StepLoad
 from priority.lanes import Lane, LanePolicy
 from priority.rates import Rate
+from priority.room import Held
 from priority.shares import COST_PREFILL, virtual
 from priority.steptime import StepShape, StepTimeModel
 from priority.waiting import Account, LaneLine, Ticket
@@ -84,10 +85,10 @@ class Admission:
         self.running: list[Sequence] = []
         """Those of the scheduler, which changes them in its own thread."""
         self._load: StepLoad | None = None
-        self._last_step_s = 0.0
+        self.last_step_s = 0.0
         self.step_began_s = -inf
         """When the last step came back, which is when the one that runs began. On the simulator it may be to come."""
-        self._context_each = 0.0
+        self.context_each = 0.0
         """KV tokens of a running stream, as it was seen last."""
         self._rows_each, self._tokens_each = 1.0, 1.0
         """What a step computes for a running stream, drafts included, and the tokens that this brings: of late."""
@@ -101,10 +102,10 @@ class Admission:
         self._load = load
         shape = StepShape(load.num_prefill_tokens, load.num_decode_tokens, load.num_context_tokens)
         self.model.observe(shape, load.duration_s)
-        self._last_step_s = self.model.seconds(shape.num_prefill, shape.num_decode, shape.num_context)
+        self.last_step_s = self.model.seconds(shape.num_prefill, shape.num_decode, shape.num_context)
         num_streams = load.num_decode_tokens - load.num_drafts
         if num_streams and not shape.num_prefill:
-            self._context_each = shape.num_context / num_streams
+            self.context_each = shape.num_context / num_streams
             self._rows_each += _LEARNING * (1 + load.num_drafts / num_streams - self._rows_each)
             self._tokens_each += _LEARNING * (1 + load.num_accepted / num_streams - self._tokens_each)
 
@@ -179,17 +180,23 @@ class Admission:
         num_uncached: int,
         num_prompt: int,
         now: float,
+        *,
+        num_promised: int | None = None,
     ) -> Forecast | None:
-        """For a request that would be let in now; None while too little was measured."""
+        """For a request that would be let in now; None while too little was measured.
+
+        Args:
+            num_promised: prompt tokens for which it is allowed its time, if not those to compute.
+        """
         load = self._load
         if not self.model.is_known or load is None:
             return None
         lane = account.lane
         num_decode = sum(line.num_running for line in lanes.values())
-        num_context = int(self._context_each * num_decode)
+        num_context = int(self.context_each * num_decode)
         decodes = {line.lane: line.num_running for line in lanes.values() if line.num_running}
         lively = {line.lane for line in lanes.values() if line.is_lively(now)} | {lane.lane}
-        pace = self._pace(decodes, num_context, lively, load)
+        pace = self.pace(decodes, num_context, lively, load.max_batch_tokens)
         ahead = self._ahead(lanes, account, num_uncached)
         share = self._share(lanes, account, pace.tokens_per_second, now)
         mine = account.num_tokens + num_uncached
@@ -206,21 +213,22 @@ class Admission:
         left_s = self._left_s(now) if num_decode else 0.0
         raw_s = left_s + wait_s + self._wait_for_room(lanes, account, load, ahead + num_prompt, now)
         seconds = raw_s * _factor(account)
-        return Forecast(seconds, raw_s, self._allowed(lane, num_uncached, load))
+        num_promised = num_uncached if num_promised is None else num_promised
+        return Forecast(seconds, raw_s, self.allowed_s(lane.lane, num_promised, load.max_batch_tokens))
 
     def _left_s(self, now: float) -> float:
         """Seconds to the end of the step that runs, if it takes as long as the last one."""
         if now < self.step_began_s:
             return self.step_began_s - now
-        return max(0.0, self._last_step_s - (now - self.step_began_s))
+        return max(0.0, self.last_step_s - (now - self.step_began_s))
 
-    def _pace(
-        self, decodes: Mapping[Lane, int], num_context: int, lively: Iterable[Lane], load: StepLoad
+    def pace(
+        self, decodes: Mapping[Lane, int], num_context: int, lively: Iterable[Lane], max_batch_tokens: int
     ) -> Pace:
         """How prompts are computed beside these decodes."""
         running, allowance = sum(decodes.values()), self.allowance(decodes, num_context, lively)
         num_decode = min(running, allowance.num_decodes)
-        num_prefill = min(allowance.num_prefill, max(1, load.max_batch_tokens - num_decode))
+        num_prefill = min(allowance.num_prefill, max(1, max_batch_tokens - num_decode))
         fixed_s = self.model.seconds(0, num_decode, num_context * num_decode / max(1, running))
         return Pace(num_prefill, max(1e-6, fixed_s), self.model.coefficients[1])
 
@@ -305,32 +313,38 @@ class Admission:
         num_tokens: float,
         now: float,
     ) -> float:
-        """Seconds until there is KV and a seat, which lower lanes give way for as far as they do.
-
-        The rest comes from those who end: as fast as they did of late, or as those who run will.
-        """
+        """Seconds until there is KV and a seat, which lower lanes give way for as far as they do."""
         num_seats = self._seats_before(lanes, account) + 1
         missing_seats = num_seats - (load.max_num_seqs - load.num_running)
         missing_kv = num_tokens - load.num_free_tokens
         if missing_seats <= 0 and missing_kv <= 0:
             return 0.0
+        num_yielding = len(yielding(list(self.running), account.lane.lane))
+        return self.held(now).wait_s(
+            missing_kv, missing_seats, int(min(MAX_VICTIMS * num_seats, num_yielding))
+        )
+
+    def held(self, now: float) -> Held:
+        """By the running requests."""
         running = list(self.running)
-        num_victims = min(MAX_VICTIMS * num_seats, len(yielding(running, account.lane.lane)))
         num_held = sum(len(sequence.token_ids) for sequence in running)
         num_left = sum(sequence.max_len for sequence in running) - num_held
         step_s = self.model.seconds(0, len(running) * self._rows_each, num_held)
-        ends_s = step_s * num_left / max(1, len(running)) / self._tokens_each
-        missing_kv -= num_victims * num_held / max(1, len(running))
-        return max(
-            _over(missing_kv, self._freed.per_second(now), num_held, ends_s),
-            _over(missing_seats - num_victims, self.finish_rate(now), len(running), ends_s),
+        return Held(
+            num_running=len(running),
+            num_tokens=num_held,
+            ends_s=step_s * num_left / max(1, len(running)) / self._tokens_each,
+            finished_per_s=self.finish_rate(now),
+            freed_per_s=self._freed.per_second(now),
         )
 
-    def _allowed(self, lane: LaneLine, num_uncached: int, load: StepLoad) -> float:
-        if not isfinite(lane.policy.ttft_s):
+    def allowed_s(self, lane: Lane, num_uncached: int, max_batch_tokens: int) -> float:
+        """What the lane promises to a prompt of which so much is to be computed."""
+        ttft_s = self.policies[lane].ttft_s
+        if not isfinite(ttft_s):
             return inf
-        alone_s = self._pace({}, 0, [lane.lane], load).seconds_for(num_uncached, is_filled=False)
-        return max(lane.policy.ttft_s, ALONE_SLACK * alone_s)
+        alone_s = self.pace({}, 0, [lane], max_batch_tokens).seconds_for(num_uncached, is_filled=False)
+        return max(ttft_s, ALONE_SLACK * alone_s)
 
 
 def _due_before(account: Account, other: Account, num_tokens: float, floor: int) -> float:
@@ -354,9 +368,3 @@ def _closer(factor: float, ratio: float) -> float:
     """A stochastic estimate of the quantile: 19 steps down weigh as much as one up."""
     step = _LEARNING * (_QUANTILE if ratio > factor else _QUANTILE - 1.0)
     return min(max(factor + step, _FACTORS[0]), _FACTORS[1])
-
-
-def _over(missing: float, rate: float, held: int, ends_s: float) -> float:
-    """Seconds until what is missing was given back, at a rate, or by those who hold so much and end after so long."""
-    rate = max(rate, held / ends_s if ends_s > 0 else 0.0)
-    return missing / rate if missing > 0 and rate > 0 else 0.0

@@ -20,6 +20,7 @@ from engine.planning.request import Request, Sequence
 from engine.planning.step import Allowance, StepLoad
 from priority.admission import Admission, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from priority.routing.state import Load
 from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL, virtual
 from priority.steptime import StepTimeModel
 from priority.waiting import Account, LaneLine, Stage, Ticket, microseconds
@@ -96,7 +97,14 @@ class LaneQueue:
         with self._lock:
             line, ticket = self._ticket(request, now, num_cached)
             self._check_bounds(line, ticket, now)
-            forecast = self._check_promise(line, ticket, now)
+            num_prompt = len(request.prompt_token_ids)
+            forecast = self.admission.forecast(
+                self._lanes, ticket.account, ticket.num_uncached, num_prompt, now
+            )
+            waited_s = max(0.0, now - request.arrival_s)
+            if forecast is not None:
+                self._check_promise(line, forecast, waited_s)
+                ticket.forecast_s = waited_s + forecast.raw_s
             self._enter(line, ticket, now)
             return forecast
 
@@ -106,16 +114,23 @@ class LaneQueue:
             line, ticket = self._ticket(request, now, 0)
             self._enter(line, ticket, now)
 
-    def check_open(self, lane: Lane, tenant: str, now: float) -> None:
+    def check_open(self, lane: Lane, tenant: str, arrival_s: float, now: float, most_tokens: int) -> None:
         """Refuses what `put` would refuse whatever the prompt, before any work is spent on it.
 
+        Args:
+            most_tokens: the prompt has no more of them.
+
         Raises:
-            Refusal: the lane, or the tenant's part of it, is full.
+            Refusal: the lane, or the tenant's part of it, is full, or even a prompt of one token would come too late.
         """
         with self._lock:
             line = self._lanes[lane]
             account = line.accounts.get(tenant)
             self._check_places(line, len(account.tickets) if account else 0, now)
+            if account is not None and line.is_late:
+                forecast = self.admission.forecast(self._lanes, account, 1, 1, now, num_promised=most_tokens)
+                if forecast is not None:
+                    self._check_promise(line, forecast, max(0.0, now - arrival_s))
 
     def cancel(self, request_id: str) -> bool:
         """True if the request was still waiting here; then it is gone and the engine never sees it."""
@@ -181,6 +196,24 @@ class LaneQueue:
             for line in self._lanes.values():
                 for tenant, account in line.accounts.items():
                     account.share.weight = weights.get(tenant, 1)
+
+    def load(self, now: float, *, num_free_kv: int, is_draining: bool = False) -> Load:
+        """What a router has to know of this queue and its engine, of whose KV pool so many tokens are free."""
+        with self._lock:
+            admission = self.admission
+            alpha, beta, gamma, delta = (
+                admission.model.coefficients if admission.model.is_known else (0.0,) * 4
+            )
+            held = admission.held(now)
+            return Load(
+                lanes={lane: line.work(now) for lane, line in self._lanes.items()},
+                coefficients=(alpha, beta, gamma, delta),
+                num_free_kv=num_free_kv,
+                held=held,
+                context_each=admission.context_each,
+                step_s=admission.last_step_s if held.num_running else 0.0,
+                is_draining=is_draining,
+            )
 
     def step_model(self) -> dict[str, float]:
         """The fitted coefficients of the step time."""
@@ -319,22 +352,17 @@ class LaneQueue:
         rate = self.admission.finish_rate(now)
         return num_requests / rate if rate > 0 else _RETRY_S[1] if self._tickets else _RETRY_S[0]
 
-    def _check_promise(self, line: LaneLine, ticket: Ticket, now: float) -> Forecast | None:
-        num_prompt = len(ticket.request.prompt_token_ids)
-        forecast = self.admission.forecast(self._lanes, ticket.account, ticket.num_uncached, num_prompt, now)
-        if forecast is None:
-            return None
-        waited_s = max(0.0, now - ticket.request.arrival_s)
-        if self._promises and waited_s + forecast.seconds > forecast.allowed_s:
-            late_s = waited_s + forecast.seconds - forecast.allowed_s
+    def _check_promise(self, line: LaneLine, forecast: Forecast, waited_s: float) -> None:
+        """Refuses a request that would come too late."""
+        seconds = waited_s + forecast.seconds
+        line.is_late = self._promises and seconds > forecast.allowed_s
+        if line.is_late:
             raise Refusal(
                 "promise_out_of_reach",
-                f"the first token would take {waited_s + forecast.seconds:.2f} s; "
+                f"the first token would take {seconds:.2f} s; "
                 f"the {line.lane.label} lane promises {forecast.allowed_s:.2f} s",
-                late_s,
+                seconds - forecast.allowed_s,
             )
-        ticket.forecast_s = waited_s + forecast.raw_s
-        return forecast
 
     def _enter(self, line: LaneLine, ticket: Ticket, now: float) -> None:
         account = ticket.account

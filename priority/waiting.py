@@ -10,6 +10,7 @@ from math import inf
 from engine.planning.request import Request
 from priority.lanes import Lane, LanePolicy
 from priority.rates import Rate
+from priority.routing.state import LaneWork, with_largest
 from priority.shares import Share
 
 _LIVELY_S = 300.0
@@ -124,6 +125,8 @@ class LaneLine:
         self.num_running = 0
         self.entered_s = -inf
         """When a request last came."""
+        self.is_late = False
+        """The one that was looked at last was refused, for its first token would have come too late."""
         self.factor = 1.0
         """Where the factors of new tenants start."""
         self.last_clock = 0
@@ -137,6 +140,17 @@ class LaneLine:
     def is_lively(self, now: float) -> bool:
         """Requests came lately, and more are to be expected."""
         return now - self.entered_s < _LIVELY_S
+
+    def work(self, now: float) -> LaneWork:
+        """What a router has to know of it."""
+        return LaneWork(
+            queued=with_largest({tenant: account.num_tokens for tenant, account in self.active.items()}),
+            num_waiting=self.num_requests,
+            num_running=self.num_running,
+            num_prefill_left=self.num_prefill_left,
+            is_lively=self.is_lively(now),
+            factor=self.factor,
+        )
 
     def account(self, tenant: str, weight: int) -> Account:
         found = self.accounts.get(tenant)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -22,19 +22,24 @@ from app.simulate.inputs import (
     read_machine,
     read_traffic,
 )
+from app.simulate.replicas import DEFAULT_ROUTERS, Fleet, compare, draw_cells, print_cells
 from app.simulate.report import print_report
 from priority.lanes import Lane, LanePolicy
+from priority.simulator.cluster import ROUTERS, Wires
 from priority.simulator.run import POLICIES, Machine, Result, simulate
 from priority.simulator.summary import Summary, summarise
 from priority.simulator.trace import KINDS, SCENARIOS, write_trace
 from priority.steptime import NAMES
 
+_MOST_MACHINES = 1_000
+_MOST_PUSH_MS = 10_000
 _COST_HELP = ("a step", "a prompt token", "a decoded token", "a token of KV that is read")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_traffic(parser)
     _add_machine(parser)
+    _add_replicas(parser)
     parser.add_argument(
         "--policies",
         type=_policies,
@@ -42,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what to compare, of {','.join(POLICIES)} (all)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write promise.png and ttft.png there")
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="write promise.png and ttft.png there, or scale.png"
+    )
     parser.add_argument(
         "--capacity",
         action="store_true",
@@ -63,6 +70,8 @@ def run(options: argparse.Namespace) -> int:
     configure_log("info")
     _check(options)
     machine, lanes = read_machine(options), read_lanes(options)
+    if options.replicas is not None and options.scenario is None and options.trace is None:
+        options.scenario = "agents"
     traffic = read_traffic(options)
     check_can_run(traffic, machine, options)
     log.info("%s: %s requests, %.3g/s", traffic.name, f"{len(traffic.arrivals):,}", traffic.rate)
@@ -72,6 +81,8 @@ def run(options: argparse.Namespace) -> int:
     figures = _setup(traffic, machine, lanes)
     if options.capacity:
         figures["capacity"] = _capacity(options, traffic, machine, lanes)
+    elif options.replicas is not None:
+        figures["replicas"] = _replicas(options, traffic, machine, lanes)
     else:
         figures["policies"] = [asdict(summary) for summary in _compare(options, traffic, machine, lanes)]
     if options.json is not None:
@@ -112,6 +123,30 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tpot", type=_positive, metavar="S", help="interactive promise: each token (0.1)")
 
 
+def _add_replicas(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--replicas",
+        type=_machines,
+        metavar="N,M",
+        help="compare routers on so many replicas instead of policies; --rate is then that of one replica",
+    )
+    parser.add_argument(
+        "--router",
+        type=_routers,
+        metavar="NAME,NAME",
+        help=f"what to compare with --replicas, of {','.join(ROUTERS)} ({','.join(DEFAULT_ROUTERS)})",
+    )
+    parser.add_argument(
+        "--push-ms", type=_push_ms, metavar="MS", help="until a router has what a replica pushed (30)"
+    )
+    parser.add_argument(
+        "--transfer-gbps", type=_positive, metavar="N", help="gigabits a second of a link, for KV (100)"
+    )
+    parser.add_argument(
+        "--prefill-replicas", type=_count, metavar="N", help="that compute prompts, disaggregated (half)"
+    )
+
+
 def _check(options: argparse.Namespace) -> None:
     """What argparse cannot see: flags that need others, and folders that are not there."""
     for name in ("policies", "plots"):
@@ -120,8 +155,16 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("target", "machines"):
         if not options.capacity and getattr(options, name) is not None:
             raise OperatorError(f"--{name} only goes with --capacity")
+    for name in ("policies", "capacity"):
+        if options.replicas is not None and getattr(options, name):
+            raise OperatorError(f"--{name} does not go with --replicas")
+    for name in ("router", "push_ms", "transfer_gbps", "prefill_replicas"):
+        if options.replicas is None and getattr(options, name) is not None:
+            raise OperatorError(f"--{name.replace('_', '-')} only goes with --replicas")
     for flag, path in (("--json", options.json), ("--write-trace", options.write_trace)):
         check_output(flag, path)
+    if options.replicas is not None:
+        _fleet(options).check(is_asked=options.router is not None)
     if options.plots is not None:
         _check_plots(options.plots)
 
@@ -181,20 +224,65 @@ def _capacity(
     return {"target": target, "found": [asdict(one) for one in found]}
 
 
+def _replicas(
+    options: argparse.Namespace, traffic: Traffic, machine: Machine, lanes: dict[Lane, LanePolicy]
+) -> list[dict[str, Any]]:
+    fleet = _fleet(options)
+    # A trace keeps its pace unless another is asked for.
+    rate = float(DEFAULTS["rate"]) if options.rate is None and options.trace is None else options.rate
+    cells = compare(fleet, traffic, rate, machine, lanes)
+    print_cells(cells, lanes[Lane.INTERACTIVE])
+    if options.plots is not None:
+        log.info("wrote %s", draw_cells(options.plots, cells, traffic.name, lanes[Lane.INTERACTIVE]))
+    return [asdict(cell) for cell in cells]
+
+
+def _fleet(options: argparse.Namespace) -> Fleet:
+    wires = Wires()
+    if options.push_ms is not None:
+        wires = replace(wires, push_delay_s=options.push_ms / 1000)
+    if options.transfer_gbps is not None:
+        wires = replace(wires, transfer_gbps=options.transfer_gbps)
+    return Fleet(
+        numbers=options.replicas,
+        routers=options.router or DEFAULT_ROUTERS,
+        num_prefill=options.prefill_replicas,
+        wires=wires,
+    )
+
+
 def _finite(value: float) -> float | None:
     return value if isfinite(value) else None
 
 
 def _policies(text: str) -> list[str]:
+    return _names(text, POLICIES)
+
+
+def _routers(text: str) -> list[str]:
+    return _names(text, ROUTERS)
+
+
+def _names(text: str, known: Sequence[str]) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in POLICIES:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(POLICIES)}")
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
     return names
 
 
 def _machines(text: str) -> list[int]:
-    return sorted({_count(part) for part in text.split(",")})
+    numbers = sorted({_count(part) for part in text.split(",")})
+    if numbers[-1] > _MOST_MACHINES:
+        raise argparse.ArgumentTypeError(f"at most {_MOST_MACHINES:,}, not {numbers[-1]}")
+    return numbers
+
+
+def _push_ms(text: str) -> float:
+    number = _seconds(text)
+    if number > _MOST_PUSH_MS:
+        raise argparse.ArgumentTypeError(f"must be at most {_MOST_PUSH_MS:,}, not {text}")
+    return number
 
 
 def _count(text: str) -> int:

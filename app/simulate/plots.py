@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ OURS, OTHER, _REFUSED, _LATE = "#0072b2", "#9fa9b5", "#d9dfe6", "#f1f3f6"
 _COLOURS = {"fcfs": "#d55e00", "strict": "#cc79a7", "fair": "#009e73", "penstock": OURS}
 """Okabe and Ito's, which colour-blind people tell apart."""
 _MARKS = {"fcfs": "s", "strict": "^", "fair": "D", "penstock": "o"}
+_ROUTERS = {
+    "prefix": (OURS, "o"), "least": ("#009e73", "D"), "random": ("#d55e00", "s"),
+    "round-robin": ("#cc79a7", "^"), "disaggregated": ("#e69f00", "v"),
+}  # fmt: skip
 _WINDOWS = 48
 _LEAST_TTFT_S = 0.01
 
@@ -114,6 +118,37 @@ def _ttft(traffic: str, results: Sequence[Result], policy: LanePolicy) -> Figure
     )  # fmt: skip
     _label_ends(axes, ends)
     return figure
+
+
+def draw_routers(
+    path: Path, lines: Mapping[str, Sequence[tuple[int, Summary]]], traffic: str, policy: LanePolicy
+) -> Path:
+    """By number of replicas, what each router kept of the promises, and the goodput of a replica."""
+    figure = new_figure(
+        "Promises kept, and requests that kept them per replica, by router",
+        f"First token within {policy.ttft_s:g} s, then one every {policy.tpot_s * 1000:g} ms. Traffic: {traffic}.",
+    )
+    kept = figure.add_axes((0.07, 0.14, 0.32, 0.6))
+    good = figure.add_axes((0.47, 0.14, 0.32, 0.6))
+    for axes, title in ((kept, "kept, % of all offered"), (good, "goodput, requests/s of a replica")):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_title(title, fontsize=11, loc="left", color=INK)
+        axes.set_xlabel("replicas", fontsize=10, color=FAINT)
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+        axes.tick_params(which="both", colors=FAINT, labelsize=10, length=0)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.spines["bottom"].set_color(GRID)
+    for router, cells in lines.items():
+        colour, mark = _ROUTERS[router]
+        numbers = [number for number, _ in cells]
+        style: dict[str, Any] = {"color": colour, "marker": mark, "linewidth": 2, "markersize": 5}
+        kept.plot(numbers, [100 * (one.total.attainment or 0) for _, one in cells], label=router, **style)
+        good.plot(numbers, [one.goodput / number for number, one in cells], label=router, **style)
+    good.set_ylim(bottom=0)
+    good.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=10)
+    figure.savefig(path, dpi=DPI, facecolor="white")
+    return path
 
 
 def new_figure(title: str, subtitle: str) -> Figure:

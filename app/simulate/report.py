@@ -43,7 +43,7 @@ def print_report(summaries: Sequence[Summary], lanes: dict[Lane, LanePolicy]) ->
 
 def promise_text(policy: LanePolicy) -> str:
     """What the lane promises, in words."""
-    return f"Promise: first token within {_short(policy.ttft_s)} s, then one every {_short(policy.tpot_s, 1000)} ms"
+    return f"Promise: first token within {short(policy.ttft_s)} s, then one every {short(policy.tpot_s, 1000)} ms"
 
 
 def percent(value: float | None) -> str:
@@ -66,9 +66,9 @@ def _outcome(summary: Summary) -> list[str]:
         percent(one.attainment),
         percent(one.attainment_of_admitted),
         percent(one.refused / one.offered),
-        _short(one.ttft_s.p50),
-        _short(one.ttft_s.p99),
-        _short(one.tpot_s.p99, 1000),
+        short(one.ttft_s.p50),
+        short(one.ttft_s.p99),
+        short(one.tpot_s.p99, 1000),
     ]
 
 
@@ -88,8 +88,8 @@ def _groups(title: str, groups: Sequence[dict[str, Figures]], summaries: Sequenc
 
 
 def _group_row(one: Figures) -> list[str]:
-    times = [_short(value) for value in (one.ttft_s.p50, one.ttft_s.p90, one.ttft_s.p99)]
-    gaps = [_short(value, 1000) for value in (one.tpot_s.p50, one.tpot_s.p90, one.tpot_s.p99)]
+    times = [short(value) for value in (one.ttft_s.p50, one.ttft_s.p90, one.ttft_s.p99)]
+    gaps = [short(value, 1000) for value in (one.tpot_s.p50, one.tpot_s.p90, one.tpot_s.p99)]
     counts = [f"{one.offered:,}", f"{one.refused:,}"]
     return [*counts, percent(one.attainment), percent(one.attainment_of_admitted), *times, *gaps]
 
@@ -108,7 +108,7 @@ def _largest_tenants(summaries: Sequence[Summary]) -> list[str]:
     return sorted(largest)
 
 
-def _short(value: float | None, factor: float = 1.0) -> str:
+def short(value: float | None, factor: float = 1.0) -> str:
     """Three significant digits."""
     if value is None:
         return "-"

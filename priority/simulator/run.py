@@ -9,6 +9,7 @@ from math import inf, isfinite
 from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
+from engine.planning.prefix_events import PrefixLog
 from engine.planning.request import FinishReason, Output, Request, SamplingParams, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Chunk, Plan, RequestQueue, Sampled, StepLoad, StepResult
@@ -20,7 +21,7 @@ from priority.simulator.trace import BLOCK_TOKENS, Arrival
 from priority.steptime import StepTimeModel
 
 POLICIES = ("fcfs", "strict", "fair", "penstock")
-_BLOCK_SIZE = 16
+BLOCK_SIZE = 16
 _PROGRESS_EVERY = 100
 _LOOK_EVERY_S = 0.25
 """How often requests that waited too long are looked for, as on the server."""
@@ -59,6 +60,9 @@ class Served:
     @property
     def ttft_s(self) -> float | None:
         return None if self.first_token_s is None else self.first_token_s - self.arrival.at_s
+
+    def refuse(self, refusal: Refusal) -> None:
+        self.refused, self.retry_after_s = refusal.reason, refusal.retry_after_s
 
     @property
     def tpot_s(self) -> float:
@@ -130,19 +134,27 @@ def simulate(
         progress: told now and then how many requests have ended.
     """
     result = Result(policy, [Served(arrival) for arrival in arrivals], 0.0)
-    tally = _Tally(progress)
+    tally = Tally(progress)
     has_prefixes = any(arrival.hash_ids for arrival in arrivals)
     servers = [
-        _Server(
-            machine, make_queue(policy, machine, lanes, weights or {}), lanes, has_prefixes, result, tally
+        Server(
+            machine, make_queue(policy, machine, lanes, weights or {}), lanes, result, tally.add,
+            log=None, prefix_cache=has_prefixes,
         )
         for _ in range(num_machines)
-    ]
+    ]  # fmt: skip
     dealer = _Dealer(servers)
-    for number, arrival in enumerate(arrivals):
+    for number, served in enumerate(result.served):
+        arrival = served.arrival
         for server in servers:
             server.advance(arrival.at_s)
-        dealer.server_for(arrival).offer(number)
+        server, request = dealer.server_for(arrival), request_of(number, arrival)
+        cached = server.tables.num_cached_tokens(request.prompt_token_ids, b"") if arrival.hash_ids else 0
+        try:
+            server.offer(served, request, cached)
+        except Refusal as refusal:
+            served.refuse(refusal)
+            tally.add()
     for server in servers:
         server.advance(inf)
         server.note_charges()
@@ -150,20 +162,20 @@ def simulate(
     return result
 
 
-class _Tally:
+class Tally:
     """Counts the requests that have ended."""
 
     def __init__(self, progress: Callable[[int], None]) -> None:
         self.num_ended = 0
         self._progress = progress
 
-    def add(self) -> None:
+    def add(self, *_: object) -> None:
         self.num_ended += 1
         if self.num_ended % _PROGRESS_EVERY == 0:
             self._progress(self.num_ended)
 
 
-class _Server:
+class Server:
     """One machine with its own scheduler, queue and clock."""
 
     def __init__(
@@ -171,17 +183,20 @@ class _Server:
         machine: Machine,
         queue: SimulatedQueue,
         lanes: Mapping[Lane, LanePolicy],
-        has_prefixes: bool,
         result: Result,
-        tally: _Tally,
+        on_end: Callable[[str, Served], None],
+        *,
+        log: PrefixLog | None,
+        prefix_cache: bool = True,
     ) -> None:
+        """`on_end` is told of each request that was let in and is over: its id, and how it went."""
         self.machine = machine
         self.queue = queue
         self.result = result
-        self.tally = tally
+        self.on_end = on_end
         self.model = StepTimeModel(machine.coefficients, learns=False)
         self.tables = BlockTables(
-            machine.num_kv_tokens // _BLOCK_SIZE + 1, _BLOCK_SIZE, prefix_cache=has_prefixes
+            machine.num_kv_tokens // BLOCK_SIZE + 1, BLOCK_SIZE, prefix_cache=prefix_cache, log=log
         )
         shares = tuple(lanes[lane].kv_share for lane in Lane) if result.policy == "penstock" else ()
         self.limits = SchedulerLimits(
@@ -201,22 +216,17 @@ class _Server:
         self.num_prompt_open = 0
         """Prompt tokens let in whose request has no first token yet."""
 
-    def offer(self, number: int) -> None:
-        """A request comes; the clock stands at the end of the step in which it came, or at its time."""
-        served = self.result.served[number]
+    def offer(self, served: Served, request: Request, num_cached: int) -> None:
+        """A request comes; the clock stands at the end of the step in which it came, or at its time.
+
+        Raises:
+            Refusal: it is not let in.
+        """
         arrival = served.arrival
         if arrival.num_prompt + arrival.num_output > min(self.machine.max_model_len, self.tables.max_tokens):
-            self._refuse(served, "too_long")
-            return
-        request = _request(number, arrival)
-        cached = self.tables.num_cached_tokens(request.prompt_token_ids, b"") if arrival.hash_ids else 0
-        try:
-            # On the server the event loop decides when it comes, not when the step has ended.
-            forecast = self.queue.put(request, arrival.at_s, cached)
-        except Refusal as refusal:
-            served.retry_after_s = refusal.retry_after_s
-            self._refuse(served, refusal.reason)
-            return
+            raise Refusal("too_long", "more tokens than the machine holds", 0.0)
+        # On the server the event loop decides when it comes, not when the step has ended.
+        forecast = self.queue.put(request, arrival.at_s, num_cached)
         served.predicted_s = forecast.seconds if forecast else None
         self.open[request.request_id] = served
         self.num_prompt_open += arrival.num_prompt
@@ -239,6 +249,11 @@ class _Server:
         if until_s < inf:
             self.now = max(self.now, until_s)
 
+    @property
+    def is_calm(self) -> bool:
+        """Nobody waits, and all streams decode."""
+        return self._num_alike(list(self.scheduler.running)) > 0
+
     def note_charges(self) -> None:
         if isinstance(self.queue, LaneQueue):
             for tenant, cost in self.queue.tenants().items():
@@ -251,11 +266,8 @@ class _Server:
         for request in self.queue.expire(self.now):
             served = self.open.pop(request.request_id)
             self.num_prompt_open -= served.arrival.num_prompt
-            self._refuse(served, "queue_timeout")
-
-    def _refuse(self, served: Served, reason: str) -> None:
-        served.refused = reason
-        self.tally.add()
+            served.refused = "queue_timeout"
+            self.on_end(request.request_id, served)
 
     def _step(self, plan: Plan) -> None:
         num_decode = num_context = num_sampled = 0
@@ -306,7 +318,7 @@ class _Server:
             self.queue.depths().values()
         ):
             return 0
-        return max(0, self.tables.pool.num_free // len(running) - 1) * _BLOCK_SIZE
+        return max(0, self.tables.pool.num_free // len(running) - 1) * BLOCK_SIZE
 
     def _most_s(self, running: list[Sequence]) -> float:
         """In steps of up to this, the queue lets all streams decode."""
@@ -359,7 +371,7 @@ class _Server:
                 num_running=len(self.scheduler.running),
                 max_num_seqs=self.limits.max_num_seqs,
                 max_batch_tokens=self.limits.max_batch_tokens,
-                num_free_tokens=self.tables.pool.num_free * _BLOCK_SIZE,
+                num_free_tokens=self.tables.pool.num_free * BLOCK_SIZE,
                 num_kv_tokens=self.tables.max_tokens,
             )
         )
@@ -382,7 +394,7 @@ class _Server:
             served.num_preemptions = output.timings.num_preemptions
             served.num_cached = output.timings.num_cached_tokens
         del self.open[output.request_id]
-        self.tally.add()
+        self.on_end(output.request_id, served)
 
 
 class _Run:
@@ -405,11 +417,11 @@ class _Run:
 class _Dealer:
     """Deals requests out to equal machines."""
 
-    def __init__(self, servers: list[_Server]) -> None:
+    def __init__(self, servers: list[Server]) -> None:
         self._servers = servers
-        self._homes: dict[tuple[int, ...], _Server] = {}
+        self._homes: dict[tuple[int, ...], Server] = {}
 
-    def server_for(self, arrival: Arrival) -> _Server:
+    def server_for(self, arrival: Arrival) -> Server:
         if len(self._servers) == 1:
             return self._servers[0]
         if not arrival.hash_ids:
@@ -420,7 +432,7 @@ class _Dealer:
             self._homes[session] = self._least()
         return self._homes[session]
 
-    def _least(self) -> _Server:
+    def _least(self) -> Server:
         return min(self._servers, key=lambda server: (server.num_prompt_open, len(server.open)))
 
 
@@ -437,7 +449,7 @@ def _pop_ending(running: list[Sequence], num_steps: int) -> list[Sequence]:
     return sorted(ending, key=lambda sequence: sequence.order)
 
 
-def _request(number: int, arrival: Arrival) -> Request:
+def request_of(number: int, arrival: Arrival) -> Request:
     return Request(
         request_id=str(number),
         prompt_token_ids=_prompt(number, arrival),

@@ -68,6 +68,8 @@ class Summary:
     """Per second of `duration_s`."""
     tokens_per_s: float
     """The prompts of served requests included."""
+    hit_rate: float | None
+    """Of the prompt tokens of served requests, those found in the prefix cache."""
     busy_share: float
     """Part of the machines' time that was spent in steps."""
     num_steps: int
@@ -106,6 +108,7 @@ def summarise(
         batch_share=ratio(sum(map(work, by_lane.get(Lane.BATCH.label, []))), total.work),
         output_tokens_per_s=num_output / duration_s,
         tokens_per_s=(num_output + num_prompt) / duration_s,
+        hit_rate=ratio(sum(one.num_cached for one in served if one.first_token_s is not None), num_prompt),
         busy_share=result.busy_s / duration_s / num_machines,
         num_steps=result.num_steps,
         num_preemptions=result.num_preemptions,

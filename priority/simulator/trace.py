@@ -17,6 +17,7 @@ from priority.lanes import Lane
 BLOCK_TOKENS = 512
 """Tokens that one entry of `hash_ids` stands for, as Mooncake has it."""
 _WINDOW_S = 10.0
+_MOST_AGENT_TOKENS = 28_000
 _MOST = 1e15
 
 
@@ -130,6 +131,35 @@ def sessions(demand: Demand) -> list[Arrival]:
     return _merged(arrivals)
 
 
+def agents(demand: Demand) -> list[Arrival]:
+    """Agents at work, as in Mooncake's traces: long system prompts, many turns, each all of the last and something new.
+
+    50 system prompts of 1,024 to 4,096 tokens (by Zipf's law), five turns on average some five seconds apart, until
+    28,000 tokens.
+    """
+    rng = Random(f"{demand.seed}/agents")
+    kind, arrivals, next_id = KINDS[demand.kind], [], 1_000_000
+    for number, start_s in enumerate(_poisson(rng, demand.rate / 5, 0.0, demand.duration_s)):
+        system = _zipf(rng, 50)
+        hash_ids = [100 * system + i for i in range(2 + system % 7)]
+        at_s, num_prompt = start_s, len(hash_ids) * BLOCK_TOKENS
+        while at_s < demand.duration_s:
+            num_prompt += max(1, int(kind.prompt.draw(rng) * demand.scale))
+            if num_prompt > _MOST_AGENT_TOKENS:
+                break
+            num_ids = -(-num_prompt // BLOCK_TOKENS)
+            hash_ids += range(next_id, next_id + num_ids - len(hash_ids))
+            next_id += num_ids
+            num_output = max(1, int(kind.output.draw(rng) * demand.scale))
+            tenant = f"tenant-{number % 5}"
+            arrivals.append(Arrival(at_s, num_prompt, num_output, tenant=tenant, hash_ids=tuple(hash_ids)))
+            num_prompt += num_output
+            at_s += exp(rng.gauss(1.6, 0.6))
+            if rng.random() < 0.2:
+                break
+    return _merged(arrivals)
+
+
 def mixed(demand: Demand) -> list[Arrival]:
     """Seven tenths interactive, two standard, one batch; tenants by Zipf's law."""
     rng = Random(f"{demand.seed}/mixed")
@@ -148,6 +178,7 @@ SCENARIOS: dict[str, Callable[[Demand], list[Arrival]]] = {
     "batch-flood": batch_flood,
     "flash-crowd": flash_crowd,
     "sessions": sessions,
+    "agents": agents,
 }
 
 

@@ -358,7 +358,7 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(
 ) -> None:
     arrivals = SCENARIOS[scenario](Demand(8, 5, kind=kind))
     at_once = simulate(arrivals, machine, policy)
-    monkeypatch.setattr(simulator._Server, "_repeat", lambda *_: None)
+    monkeypatch.setattr(simulator.Server, "_repeat", lambda *_: None)
     assert simulate(arrivals, machine, policy) == at_once
 
 

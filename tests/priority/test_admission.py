@@ -334,6 +334,33 @@ def test_what_is_let_in_is_expected_in_time_and_what_is_refused_is_not(
     check_books(queue)
 
 
+@given(situations, weightings, st.sampled_from(Lane), st.data(), st.floats(0.0, 3.0))
+@few
+def test_once_somebody_was_too_late_those_who_would_be_too_whatever_they_ask_are_told_at_once(
+    others: list[Waiting], weights: dict[str, int], lane: Lane, data: st.DataObject, waited_s: float
+) -> None:
+    queue = situation(others, weights)
+    queue._promises = True
+    most_tokens = data.draw(st.integers(1, 5_000))
+    num_prompt, num_cached = data.draw(st.integers(1, most_tokens)), data.draw(st.integers(0, 5_000))
+    lines(queue)[lane].account("a", 1)
+    early_at_first = refusal_of(partial(queue.check_open, lane, "a", -waited_s, 0.0, most_tokens))
+    assert early_at_first is None, "nobody was refused before"
+    refusal_of(partial(queue.put, ask("first", 1, lane=lane, tenant="a", at_s=-waited_s), 0.0))
+    was_late = lines(queue)[lane].is_late
+    early = refusal_of(partial(queue.check_open, lane, "a", -waited_s, 0.0, most_tokens))
+    late = refusal_of(
+        partial(queue.put, ask("probe", num_prompt, lane=lane, tenant="a", at_s=-waited_s), 0.0, num_cached)
+    )
+    if early is not None:
+        assert was_late
+        assert late is not None
+        assert late.reason == early.reason == "promise_out_of_reach"
+        assert early.retry_after_s <= late.retry_after_s
+    elif was_late and num_prompt == most_tokens == 1:
+        assert late is None
+
+
 @given(num_prompt=st.integers(1, 400_000), lane=st.sampled_from(Lane))
 @few
 def test_an_empty_server_refuses_nobody(num_prompt: int, lane: Lane) -> None:
@@ -474,7 +501,7 @@ def test_the_early_check_refuses_only_what_would_be_refused(
             take(queue)
             continue
         is_known = tenant in lines(queue)[lane].accounts
-        early = refusal_of(partial(queue.check_open, lane, tenant, 0.0))
+        early = refusal_of(partial(queue.check_open, lane, tenant, 0.0, 0.0, size))
         request = ask(str(number), size, lane=lane, tenant=tenant)
         late = offer(queue, request, cached)
         if early is not None:

@@ -42,6 +42,16 @@ def slower(machine: Machine, factor: float) -> Machine:
     return replace(machine, coefficients={name: factor * c for name, c in machine.coefficients.items()})
 
 
+def check_whole(served: Served, result: Result) -> None:
+    """It got all its tokens, in time's order."""
+    assert served.num_tokens == served.arrival.num_output
+    assert served.first_token_s is not None
+    assert served.finished_s is not None
+    assert served.arrival.at_s < served.first_token_s <= served.finished_s <= result.duration_s
+    assert served.longest_gap_s <= served.finished_s - served.first_token_s + 1e-9
+    assert 0 <= served.num_cached < served.arrival.num_prompt
+
+
 def outcome(result: Result) -> list[tuple[object, ...]]:
     """All that came of each request, but not what it was."""
     return [astuple(served)[1:] for served in result.served]
@@ -65,12 +75,7 @@ def test_every_request_gets_all_its_tokens_or_a_reason(
             assert served.refused in ("too_long", "queue_timeout") or policy in ("fair", "penstock")
             assert served.retry_after_s == 0 or 1 <= served.retry_after_s <= 60
         else:
-            assert served.num_tokens == served.arrival.num_output
-            assert served.first_token_s is not None
-            assert served.finished_s is not None
-            assert served.arrival.at_s < served.first_token_s <= served.finished_s <= result.duration_s
-            assert served.longest_gap_s <= served.finished_s - served.first_token_s + 1e-9
-            assert 0 <= served.num_cached < served.arrival.num_prompt
+            check_whole(served, result)
     assert result.busy_s <= num_machines * result.duration_s + 1e-6
     assert (result.num_steps > 0) == any(served.num_tokens for served in result.served)
 
@@ -116,7 +121,7 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(
     """The shortcut over steps in which all streams just go on is only that: every figure is the same without it."""
     quick = simulate(trace, SMALL, policy, num_machines=num_machines)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("priority.simulator.run._Server._num_alike", lambda *_: 0)
+        patch.setattr("priority.simulator.run.Server._num_alike", lambda *_: 0)
         slow = simulate(trace, SMALL, policy, num_machines=num_machines)
     assert (quick.num_steps, quick.num_preemptions) == (slow.num_steps, slow.num_preemptions)
     assert quick.charged == slow.charged

@@ -1,0 +1,134 @@
+"""`penstock simulate --replicas`: routers compared, on numbers of replicas with as much traffic each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from app.bench.statistics import table
+from app.errors import OperatorError
+from app.log import counter, log
+from app.simulate.inputs import Traffic
+from app.simulate.report import percent, promise_text, short
+from priority.lanes import Lane, LanePolicy
+from priority.simulator.cluster import ROUTERS, Wires, simulate_cluster
+from priority.simulator.run import Machine
+from priority.simulator.summary import Summary, summarise
+
+DEFAULT_ROUTERS = ("prefix", "least", "random", "disaggregated")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One router on one number of replicas."""
+
+    num_replicas: int
+    router: str
+    num_prefill: int | None
+    """Replicas that compute prompts alone."""
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """What is compared."""
+
+    numbers: Sequence[int]
+    routers: Sequence[str]
+    num_prefill: int | None
+    """With `disaggregated`; half of the replicas, if not given."""
+    wires: Wires
+
+    def check(self, *, is_asked: bool) -> None:
+        """Raises OperatorError for replicas that cannot be divided; `is_asked` if the routers were named."""
+        if "disaggregated" not in self.routers:
+            if self.num_prefill is not None:
+                raise OperatorError("--prefill-replicas only goes with --router disaggregated")
+            return
+        if is_asked and min(self.numbers) < 2:
+            raise OperatorError("--router disaggregated needs at least 2 --replicas, one of each sort")
+        for number in self.numbers:
+            if self.num_prefill is not None and 1 < number <= self.num_prefill:
+                raise OperatorError(
+                    f"--prefill-replicas {self.num_prefill} leaves none of {number} --replicas for the other tokens"
+                )
+
+    def cells(self) -> list[tuple[int, str]]:
+        """Numbers and routers; a single replica cannot be disaggregated."""
+        return [
+            (number, router)
+            for number in self.numbers
+            for router in self.routers
+            if number > 1 or router != "disaggregated"
+        ]
+
+
+def compare(
+    fleet: Fleet, traffic: Traffic, rate: float | None, machine: Machine, lanes: Mapping[Lane, LanePolicy]
+) -> list[Cell]:
+    """Runs all cells; `rate` is that of a replica. Without it, all have the whole trace as it stands."""
+    cells = []
+    for number, router in fleet.cells():
+        arrivals = traffic.arrivals if rate is None else traffic.at_rate(rate * number)
+        num_prefill = None
+        if router == "disaggregated":
+            num_prefill = fleet.num_prefill or number // 2
+        with counter(f"{router}, {number}", len(arrivals)) as update:
+            result = simulate_cluster(
+                arrivals, machine, router, number, wires=fleet.wires, num_prefill=num_prefill, lanes=lanes,
+                progress=update,
+            )  # fmt: skip
+        summary = summarise(result, lanes, num_machines=number)
+        cells.append(Cell(num_replicas=number, router=router, num_prefill=num_prefill, summary=summary))
+        log.info("%s, %d: %s of the promises kept", router, number, percent(summary.total.attainment))
+    return cells
+
+
+def print_cells(cells: Sequence[Cell], policy: LanePolicy) -> None:
+    """`policy` is that of the interactive lane."""
+    head = [
+        "replicas",
+        "router",
+        "goodput/s",
+        "kept",
+        "admitted",
+        "refused",
+        "TTFT P50",
+        "P90 s",
+        "TPOT P99 ms",
+    ]
+    print(f"\n{table([*head, 'hits', 'Jain', 'busy'], [_row(cell) for cell in cells])}\n")
+    print(f"{promise_text(policy)}. All figures are of all lanes.")
+    print("hits: prompt tokens found in a prefix cache. busy: of the replicas' time, what steps took.")
+
+
+def draw_cells(folder: Path, cells: Sequence[Cell], traffic: str, policy: LanePolicy) -> Path:
+    """Writes scale.png."""
+    from app.simulate.plots import draw_routers
+
+    shown = [router for router in ROUTERS if any(cell.router == router for cell in cells)]
+    lines = {
+        router: [(cell.num_replicas, cell.summary) for cell in cells if cell.router == router]
+        for router in shown
+    }
+    return draw_routers(folder / "scale.png", lines, traffic, policy)
+
+
+def _row(cell: Cell) -> list[str]:
+    summary, total = cell.summary, cell.summary.total
+    router = cell.router if cell.num_prefill is None else f"{cell.router} {cell.num_prefill}"
+    return [
+        str(cell.num_replicas),
+        router,
+        f"{summary.goodput:.2f}",
+        percent(total.attainment),
+        percent(total.attainment_of_admitted),
+        percent(total.refused / total.offered),
+        short(total.ttft_s.p50),
+        short(total.ttft_s.p90),
+        short(total.tpot_s.p99, 1000),
+        percent(summary.hit_rate),
+        "-" if summary.jain is None else f"{summary.jain:.2f}",
+        percent(summary.busy_share),
+    ]

@@ -1,0 +1,119 @@
+"""Who holds which block: hashes to sets of replicas, in bounded memory.
+
+A set of replicas is an integer with a bit for each (its slot), so that sets are joined and narrowed in one operation.
+A replica that holds a block mostly holds those before it in the chain as well, for blocks are evicted from the ends
+of chains; so the longest prefix that somebody holds is found by bisection.
+
+Memory is bounded by keeping only a part of all hashes: those whose first byte is below a limit, which falls by one
+each time there are too many. The chain of a request is thinned by the same rule, so bisection still holds; hits are
+then known in coarser steps. Entries are in 256 dicts by first byte, each dropped, or swept of replicas that are gone,
+at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+DEFAULT_MAX_BLOCKS = 4_000_000
+_SHARDS = 256
+_MAX_EXPECTED = 1_000_000
+
+
+class BlockIndex:
+    """Hashes of blocks, and the slots of the replicas that hold them."""
+
+    def __init__(self, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
+        self.num_blocks = 0
+        """Different hashes."""
+        self.limit = _SHARDS
+        """First bytes of the hashes that are kept are below this."""
+        self._max_blocks = max_blocks
+        self._shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
+        self._expected: dict[bytes, int] = {}
+        """Blocks that a request will make resident, and the replica that it was sent to last."""
+
+    def add(self, hashes: Iterable[bytes], bit: int) -> None:
+        """Blocks became resident at the replica of this bit."""
+        shards, limit = self._shards, self.limit
+        for known in hashes:
+            first = known[0]
+            if first < limit:
+                shard = shards[first]
+                before = shard.get(known)
+                if before is None:
+                    shard[known] = bit
+                    self.num_blocks += 1
+                else:
+                    shard[known] = before | bit
+        while self.num_blocks > self._max_blocks:
+            self.limit -= 1
+            self.num_blocks -= len(shards[self.limit])
+            shards[self.limit] = {}
+
+    def remove(self, hashes: Iterable[bytes], bit: int) -> None:
+        """Blocks were evicted there. Those that are not known are no fault."""
+        for known in hashes:
+            shard = self._shards[known[0]]
+            left = shard.get(known, 0) & ~bit
+            if left:
+                shard[known] = left
+            elif shard.pop(known, None) is not None:
+                self.num_blocks -= 1
+
+    def expect(self, hashes: Iterable[bytes], bit: int) -> None:
+        """A request was sent there that will make these blocks resident. Past a bound nothing is expected."""
+        if len(self._expected) < _MAX_EXPECTED:
+            self._expected.update(dict.fromkeys(hashes, bit))
+
+    def expect_no_longer(self, hashes: Iterable[bytes], bit: int) -> None:
+        """It ended: what is resident was said by the replica."""
+        expected = self._expected
+        for known in hashes:
+            if expected.get(known) == bit:
+                del expected[known]
+
+    @property
+    def num_parts(self) -> int:
+        return _SHARDS
+
+    def sweep(self, number: int, bits: int) -> None:
+        """Takes these replicas out of one of the 256 parts."""
+        shard = self._shards[number]
+        kept = {known: left for known, held in shard.items() if (left := held & ~bits)}
+        self.num_blocks -= len(shard) - len(kept)
+        self._shards[number] = kept
+
+    def match(self, hashes: Sequence[bytes], among: int, most: int) -> list[tuple[int, int]]:
+        """Finds who holds the longest prefixes of a chain.
+
+        Args:
+            among: bits of the replicas that count.
+            most: different lengths to find.
+
+        Returns:
+            (number of blocks, bits of the replicas that hold so many and no more), the longest first.
+        """
+        limit = self.limit
+        places: Sequence[int] = range(len(hashes))
+        if limit < _SHARDS:
+            places = [i for i in places if hashes[i][0] < limit]
+        shards, expected = self._shards, self._expected
+        found: list[tuple[int, int]] = []
+        high = len(places)
+        while high and among and len(found) < most:
+            low = 0
+            while low < high:
+                middle = (low + high + 1) // 2
+                known = hashes[places[middle - 1]]
+                if shards[known[0]].get(known, 0) & among or expected.get(known, 0) & among:
+                    low = middle
+                else:
+                    high = middle - 1
+            if not low:
+                break
+            known = hashes[places[low - 1]]
+            holders = (shards[known[0]].get(known, 0) | expected.get(known, 0)) & among
+            found.append((places[low - 1] + 1, holders))
+            among &= ~holders
+            high = low
+        return found

@@ -1,0 +1,352 @@
+"""The choice of a replica: where a request is forecast to have its first token soonest.
+
+One unit for everything: the forecast counts the prompt tokens that the replica does not hold, what waits before them
+and the wait for KV and a seat, all in seconds; there are no weights. Within 5 %, the longest hit decides; if nobody
+holds anything, the replica that has gone longest without such a request. What is chosen is reserved at once, until
+the replica's own load counts it, so that a burst does not herd; its blocks are expected there, so that the next turn
+finds them. A hot prefix spreads by itself: once its home is later than a cold prefill elsewhere, the request goes
+elsewhere, and that is a home then, too. If everybody would be late, the request is refused here, with the least
+Retry-After.
+
+The choice is a function of what was pushed, what was sent, the request and the time: the same calls give the same
+choices. Only a few candidates are forecast: for each of the longest hits, and of the rest, those with the least load.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import islice
+from random import Random
+
+from priority.lanes import Lane
+from priority.queue import Refusal
+from priority.routing.index import DEFAULT_MAX_BLOCKS, BlockIndex
+from priority.routing.order import CLOSE, LoadOrder
+from priority.routing.replica import Replica, Reservation
+from priority.routing.state import Change, Snapshot, StateError
+
+STALE_S = 1.0
+"""A replica that has pushed nothing for so long is passed over."""
+LEASE_S = 10.0
+"""A reservation that nobody ended is given up so long after its forecast."""
+_SHORT_PROMPT = 64
+_LENGTHS = 3
+"""Different lengths of hits that are looked at."""
+_FEW = 2
+"""Replicas that are forecast for each of them, and of the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What the choice needs to know of a request."""
+
+    lane: Lane
+    tenant: str
+    num_prompt: int
+    hashes: Sequence[bytes] = ()
+    """Of its full blocks, by `prefix_index.extend_hashes` with the tenant's salt."""
+    waited_s: float = 0.0
+    """Since it came in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Where a request goes."""
+
+    replica: str
+    ticket: int
+    """Names the reservation: to be sent along, so that the replica can say when it counts the request."""
+    forecast_s: float
+    """Seconds to its first token."""
+    num_cached: int
+    """Prompt tokens that the replica is taken to hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    replica: Replica
+    num_cached: int
+    forecast_s: float
+
+
+class OutOfStep(StateError):
+    """A change that does not follow the one before: the stream has to be opened again for a new snapshot."""
+
+
+class Router:
+    """Keeps what the replicas push, and chooses by it. Times are in seconds, by one clock that never goes back."""
+
+    def __init__(self, *, stale_s: float = STALE_S, max_blocks: int = DEFAULT_MAX_BLOCKS) -> None:
+        """`max_blocks` bounds the index of prefixes: some 100 bytes each, and more for what several hold."""
+        self.index = BlockIndex(max_blocks)
+        self.replicas: dict[str, Replica] = {}
+        self._stale_s = stale_s
+        self._slots: list[Replica | None] = []
+        self._fresh: OrderedDict[str, Replica] = OrderedDict()
+        """Those that are not suspect, whose last push is the oldest first."""
+        self._usable = 0
+        """Bits of those that are fresh and not draining."""
+        self._had_cold = 0
+        """Bits of those that had a request without a hit in this round of all."""
+        self._num_cold = 0
+        self._orders: dict[Lane, LoadOrder] = {}
+        """Of the lanes that somebody asked for."""
+        self._tickets: dict[int, Reservation] = {}
+        self._num_tickets = 0
+        self._leases: list[tuple[float, int]] = []
+        """(end, ticket), a heap."""
+        self._gone = _Gone()
+
+    # What replicas push
+
+    def on_snapshot(self, snapshot: Snapshot, now: float) -> None:
+        """A stream was opened; whatever was known of this replica is forgotten.
+
+        Raises:
+            StateError: it serves another model, or in other blocks, than the others.
+        """
+        self.on_gone(snapshot.replica)
+        for other in self.replicas.values():
+            other.check_alike(snapshot)
+        slot = self._free_slot()
+        replica = Replica(snapshot, slot, now)
+        self._slots[slot] = self.replicas[replica.name] = replica
+        self.index.add(snapshot.blocks, replica.bit)
+        self._note_alive(replica, now)
+        self._rank(replica)
+
+    def on_change(self, name: str, change: Change, now: float) -> None:
+        """The next message of a stream.
+
+        Raises:
+            OutOfStep: one is missing, or the replica is not known; it has been forgotten.
+        """
+        replica = self.replicas.get(name)
+        if replica is None or change.epoch != replica.epoch or change.number != replica.number + 1:
+            self.on_gone(name)
+            raise OutOfStep(f"change {change.number} of replica {name} does not follow the message before it")
+        replica.number = change.number
+        for ticket in change.counted:
+            replica.count(ticket)
+        if change.load is not None:
+            replica.take(change.load)
+        self.index.remove(change.removed, replica.bit)
+        self.index.add(change.stored, replica.bit)
+        self._note_alive(replica, now)
+        if change.load is not None or change.counted:
+            self._rank(replica)
+        self._gone.sweep(self.index)
+
+    def on_gone(self, name: str) -> None:
+        """The stream of a replica broke: it is forgotten, and what was reserved there released."""
+        replica = self.replicas.pop(name, None)
+        if replica is None:
+            return
+        for ticket in list(replica.open):
+            self.note_done(ticket)
+        self._fresh.pop(name, None)
+        self._usable &= ~replica.bit
+        for order in self._orders.values():
+            order.drop(replica.bit)
+        self._slots[replica.slot] = None
+        self._gone.add(replica.bit)
+
+    # What is asked
+
+    def choose(self, ask: Ask, now: float, excluded: Iterable[str] = ()) -> Choice | Refusal:
+        """Chooses a replica and reserves the request's place there.
+
+        Args:
+            excluded: replicas that just refused this request, or died with it.
+
+        Returns:
+            A Refusal (to be raised) if there is no replica, or the first token would be later everywhere than its
+            lane promises.
+        """
+        self._expire(now)
+        usable = self._usable
+        for name in excluded:
+            if name in self.replicas:
+                usable &= ~self.replicas[name].bit
+        if not usable:
+            return Refusal("no_replica", "no replica is ready", 0.0)
+        found = self._pick(ask, usable)
+        return found if isinstance(found, Refusal) else self._reserve(ask, found, now)
+
+    def note_done(self, ticket: int) -> None:
+        """The request of this ticket ended, was refused or failed; told twice, or late, is no fault."""
+        reservation = self._tickets.pop(ticket, None)
+        if reservation is not None:
+            was_counted = reservation.is_counted
+            reservation.replica.release(ticket)
+            self.index.expect_no_longer(reservation.expected, reservation.replica.bit)
+            if not was_counted:
+                self._rank(reservation.replica)
+
+    @property
+    def num_reserved(self) -> int:
+        """Requests that were sent and are not known to be over."""
+        return len(self._tickets)
+
+    # The choice
+
+    def _pick(self, ask: Ask, usable: int) -> _Candidate | Refusal:
+        candidates = self._candidates(ask, usable)
+        in_time, least_late_s = [], float("inf")
+        for one in candidates:
+            num_uncached = ask.num_prompt - one.num_cached
+            margin_s = one.replica.margin_s(ask.lane, one.forecast_s, ask.waited_s, num_uncached)
+            if margin_s >= 0:
+                in_time.append(one)
+            least_late_s = min(least_late_s, -margin_s)
+        if not in_time:
+            message = f"the first token would come {least_late_s:.2f} s later than the {ask.lane.label} lane promises"
+            return Refusal("promise_out_of_reach", message, least_late_s)
+        close_s = CLOSE * min(one.forecast_s for one in in_time)
+        close = [one for one in in_time if one.forecast_s <= close_s]
+        if any(one.num_cached for one in close):
+            return max(close, key=lambda one: (one.num_cached, -one.forecast_s, -one.replica.slot))
+        return min(close, key=lambda one: (one.replica.last_cold, one.replica.slot))
+
+    def _candidates(self, ask: Ask, usable: int) -> list[_Candidate]:
+        candidates = []
+        for num_blocks, holders in self.index.match(ask.hashes, usable, _LENGTHS):
+            usable &= ~holders
+            candidates += self._least(ask, holders, num_blocks)
+        return candidates + self._least(ask, usable, 0)
+
+    def _least(self, ask: Ask, among: int, num_blocks: int) -> list[_Candidate]:
+        """Of these replicas, which all hold so many blocks, the few with the least load."""
+        order = self._orders.get(ask.lane) or self._new_order(ask.lane)
+        found = []
+        for slot in islice(order.least(among, self._had_cold), _FEW):
+            replica = self._slots[slot]
+            assert replica is not None
+            # The last token is computed in any case.
+            num_cached = min(num_blocks * replica.block_size, ask.num_prompt - 1)
+            num_uncached = ask.num_prompt - num_cached
+            forecast_s = replica.forecast_s(ask.lane, ask.tenant, num_uncached, ask.num_prompt)
+            found.append(_Candidate(replica, num_cached, forecast_s))
+        return found
+
+    def _reserve(self, ask: Ask, found: _Candidate, now: float) -> Choice:
+        replica = found.replica
+        self._num_tickets += 1
+        ticket = self._num_tickets
+        expected = ask.hashes[found.num_cached // replica.block_size :]
+        reservation = Reservation(replica, ask.lane, ask.tenant, ask.num_prompt - found.num_cached, expected)
+        self._tickets[ticket] = reservation
+        heappush(self._leases, (now + found.forecast_s + LEASE_S, ticket))
+        self.index.expect(expected, replica.bit)
+        replica.reserve(ticket, reservation)
+        if not found.num_cached:
+            self._note_cold(replica)
+        self._rank(replica)
+        return Choice(
+            replica=replica.name, ticket=ticket, forecast_s=found.forecast_s, num_cached=found.num_cached
+        )
+
+    def _note_cold(self, replica: Replica) -> None:
+        self._num_cold += 1
+        replica.last_cold = self._num_cold
+        self._had_cold |= replica.bit
+        if not self._usable & ~self._had_cold:
+            self._had_cold = replica.bit
+
+    # Keeping track
+
+    def _expire(self, now: float) -> None:
+        """Gives up leases that ran out, and passes over replicas that fell silent."""
+        while self._leases and self._leases[0][0] <= now:
+            self.note_done(heappop(self._leases)[1])
+        while self._fresh:
+            name, replica = next(iter(self._fresh.items()))
+            if now - replica.pushed_s <= self._stale_s:
+                break
+            del self._fresh[name]
+            self._usable &= ~replica.bit
+
+    def _note_alive(self, replica: Replica, now: float) -> None:
+        replica.pushed_s = now
+        self._fresh[replica.name] = replica
+        self._fresh.move_to_end(replica.name)
+        if replica.load.is_draining:
+            self._usable &= ~replica.bit
+        else:
+            self._usable |= replica.bit
+
+    def _rank(self, replica: Replica) -> None:
+        for lane, order in self._orders.items():
+            order.put(replica.bit, replica.forecast_s(lane, None, _SHORT_PROMPT, _SHORT_PROMPT))
+
+    def _new_order(self, lane: Lane) -> LoadOrder:
+        order = self._orders[lane] = LoadOrder()
+        for replica in self.replicas.values():
+            order.put(replica.bit, replica.forecast_s(lane, None, _SHORT_PROMPT, _SHORT_PROMPT))
+        return order
+
+    def _among(self, bits: int) -> list[Replica]:
+        return [replica for replica in self._slots if replica is not None and replica.bit & bits]
+
+    def _free_slot(self) -> int:
+        for slot, replica in enumerate(self._slots):
+            if replica is None and not self._gone.bits >> slot & 1:
+                return slot
+        self._slots.append(None)
+        return len(self._slots) - 1
+
+
+class _Gone:
+    """Bits of replicas that are gone and may still be in the index, which is swept of them part by part."""
+
+    def __init__(self) -> None:
+        self._swept = 0
+        """Those that the sweep that runs takes out."""
+        self._next = 0
+        """Those that came too late for it."""
+        self._part = 0
+
+    @property
+    def bits(self) -> int:
+        return self._swept | self._next
+
+    def add(self, bit: int) -> None:
+        self._next |= bit
+
+    def sweep(self, index: BlockIndex) -> None:
+        """One part."""
+        if not self._swept:
+            self._swept, self._next, self._part = self._next, 0, 0
+        if self._swept:
+            index.sweep(self._part, self._swept)
+            self._part += 1
+            if self._part == index.num_parts:
+                self._swept = 0
+
+
+class RandomRouter(Router):
+    """To compare with: any replica."""
+
+    def __init__(self, *, seed: int = 0, stale_s: float = STALE_S) -> None:
+        super().__init__(stale_s=stale_s)
+        self._random = Random(seed)
+
+    def _pick(self, ask: Ask, usable: int) -> _Candidate | Refusal:  # noqa: ARG002
+        return _Candidate(self._random.choice(self._among(usable)), 0, 0.0)
+
+
+class LeastRouter(Router):
+    """To compare with: the replica with the fewest requests."""
+
+    def _pick(self, ask: Ask, usable: int) -> _Candidate | Refusal:  # noqa: ARG002
+        return _Candidate(min(self._among(usable), key=lambda one: (one.num_requests, one.last_cold)), 0, 0.0)
+
+
+class RoundRobinRouter(Router):
+    """To compare with: one replica after another."""
+
+    def _pick(self, ask: Ask, usable: int) -> _Candidate | Refusal:  # noqa: ARG002
+        return _Candidate(min(self._among(usable), key=lambda one: one.last_cold), 0, 0.0)

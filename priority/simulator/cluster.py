@@ -1,0 +1,434 @@
+"""Several simulated servers behind the router that serves: the same choice, on pushes that arrive late.
+
+Each replica is the server of `run`, with its own queue, scheduler and clock. It pushes as a real one does: what
+changed, at most so often, and the router has it a delay later. A request that a replica refuses goes to the next best
+one, once.
+
+Disaggregated, some replicas compute prompts and the others the tokens after the first. The KV of a prompt goes from
+one to the other over the sender's link, one after another; the stream waits for it after its first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from math import inf, nextafter
+
+from engine.planning.prefix_events import Dropped, PrefixLog, Stored
+from engine.planning.prefix_index import block_hash, chain_start, extend_hashes
+from engine.planning.request import Request, SamplingParams, Sequence
+from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
+from priority.queue import LaneQueue, Refusal
+from priority.routing.router import Ask, LeastRouter, RandomRouter, RoundRobinRouter, Router
+from priority.routing.state import Change, Load, Snapshot
+from priority.simulator.run import (
+    BLOCK_SIZE,
+    Machine,
+    Result,
+    Served,
+    Server,
+    Tally,
+    make_queue,
+    request_of,
+)
+from priority.simulator.trace import BLOCK_TOKENS, Arrival
+
+ROUTERS = ("prefix", "least", "random", "round-robin", "disaggregated")
+_TOKEN = 1
+_LEAST_STEP_S = 1e-3
+_CALM = 8
+"""While all streams of a replica just go on, it pushes so many times less often: there is little to say."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wires:
+    """What lies between machines."""
+
+    push_every_s: float = 0.05
+    """A replica pushes at most so often."""
+    push_delay_s: float = 0.03
+    """Until the router has it."""
+    transfer_gbps: float = 100.0
+    """Of a replica's link, for KV, in gigabits per second."""
+    kv_bytes: int = 131_072
+    """Of a token. 32 layers of 8 heads of 128 in 16 bits have so many."""
+
+    def transfer_s(self, num_tokens: int) -> float:
+        return num_tokens * self.kv_bytes * 8 / (self.transfer_gbps * 1e9)
+
+
+def simulate_cluster(
+    arrivals: list[Arrival],
+    machine: Machine,
+    router: str,
+    num_replicas: int,
+    *,
+    wires: Wires = Wires(),
+    num_prefill: int | None = None,
+    lanes: Mapping[Lane, LanePolicy] = DEFAULT_POLICIES,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Result:
+    """Runs a trace to the end of its last request. Deterministic.
+
+    Args:
+        router: one of ROUTERS.
+        num_prefill: with `disaggregated`, replicas that compute prompts; half of them, if not given.
+        seed: of `random`.
+    """
+    result = Result(router, [Served(arrival) for arrival in arrivals], 0.0)
+    clock, tally = _Clock(), Tally(progress)
+    front: _Pool | _Disaggregated
+    if router == "disaggregated":
+        num_first = num_prefill or max(1, num_replicas // 2)
+        unpromised = {lane: replace(policy, ttft_s=inf) for lane, policy in lanes.items()}
+        first = _Pool(clock, machine, wires, lanes, result, Router(stale_s=inf), num_first, by_step=True)
+        rest = num_replicas - num_first
+        then = _Pool(clock, machine, wires, unpromised, result, LeastRouter(stale_s=inf), rest, adopts=True)
+        front = _Disaggregated(clock, wires, first, then, tally)
+    else:
+        front = _Pool(clock, machine, wires, lanes, result, _router(router, seed), num_replicas)
+        front.on_end = lambda *_: tally.add()
+    hashes = _Hashes()
+    for number, served in enumerate(result.served):
+        clock.run(served.arrival.at_s)
+        request = request_of(number, served.arrival)
+        try:
+            front.send(served, request, hashes.of(request, served.arrival), served.arrival.at_s)
+        except Refusal as refusal:
+            served.refuse(refusal)
+            tally.add()
+    clock.run(inf)
+    result.duration_s = clock.now
+    return result
+
+
+def _router(name: str, seed: int) -> Router:
+    if name == "random":
+        return RandomRouter(seed=seed, stale_s=inf)
+    kinds = {"prefix": Router, "least": LeastRouter, "round-robin": RoundRobinRouter}
+    return kinds[name](stale_s=inf)
+
+
+class _Clock:
+    """What happens when, in seconds; of what happens at once, what was told first is first."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._num_told = 0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+
+    def at(self, at_s: float, what: Callable[[], None]) -> None:
+        self._num_told += 1
+        heappush(self._events, (at_s, self._num_told, what))
+
+    def run(self, until_s: float) -> None:
+        while self._events and self._events[0][0] <= until_s:
+            at_s, _, what = heappop(self._events)
+            self.now = max(self.now, at_s)
+            what()
+
+
+class _Pool:
+    """Equal replicas behind one router."""
+
+    def __init__(
+        self,
+        clock: _Clock,
+        machine: Machine,
+        wires: Wires,
+        lanes: Mapping[Lane, LanePolicy],
+        result: Result,
+        router: Router,
+        num_replicas: int,
+        *,
+        by_step: bool = False,
+        adopts: bool = False,
+    ) -> None:
+        """
+        Args:
+            by_step: its servers' clocks never run ahead of the cluster's by more than a step, so that what follows
+                from the end of a request comes at its time.
+            adopts: the KV of its prompts comes from elsewhere.
+        """
+        self.clock = clock
+        self.wires = wires
+        self.router = router
+        self.by_step = by_step
+        self.on_end: Callable[[_Replica, str, Served], None] = lambda *_: None
+        self._adopts = adopts
+        self._replicas = {}
+        for number in range(num_replicas):
+            replica = self._replicas[f"replica-{number}"] = _Replica(
+                f"replica-{number}", self, machine, lanes, result
+            )
+            router.on_snapshot(replica.snapshot(), 0.0)
+
+    def send(self, served: Served, request: Request, hashes: list[bytes], now: float) -> None:
+        """To the replica of choice, and if that refuses to the next best.
+
+        Raises:
+            Refusal: nobody takes it.
+        """
+        ask = Ask(
+            lane=served.arrival.lane,
+            tenant=served.arrival.tenant,
+            num_prompt=served.arrival.num_prompt,
+            hashes=hashes,
+        )
+        refusal: Refusal | None = None
+        excluded: list[str] = []
+        while len(excluded) < 2:
+            found = self.router.choose(ask, now, excluded)
+            if isinstance(found, Refusal):
+                raise refusal or found
+            try:
+                self._replicas[found.replica].offer(served, request, hashes, found.ticket, now, self._adopts)
+                return
+            except Refusal as error:
+                self.router.note_done(found.ticket)
+                refusal = error
+                excluded.append(found.replica)
+        assert refusal is not None
+        raise refusal
+
+
+class _Replica:
+    """A server, and what it pushes."""
+
+    def __init__(
+        self, name: str, pool: _Pool, machine: Machine, lanes: Mapping[Lane, LanePolicy], result: Result
+    ) -> None:
+        self.name = name
+        self.link_free_s = 0.0
+        """When it has sent all KV that it was to send."""
+        self._pool = pool
+        self._log = PrefixLog()
+        self._queue = make_queue("penstock", machine, lanes, {})
+        assert isinstance(self._queue, LaneQueue)
+        self._lanes = lanes
+        self._server = Server(machine, self._queue, lanes, result, self._note_end, log=self._log)
+        self._number = 0
+        self._tickets: dict[str, int] = {}
+        self._counted: list[int] = []
+        self._over: list[int] = []
+        self._push_s = inf
+        """When it pushes next."""
+        self._is_stepping = False
+
+    def snapshot(self) -> Snapshot:
+        machine = self._server.machine
+        return Snapshot(
+            replica=self.name,
+            epoch="first",
+            model="simulated",
+            block_size=BLOCK_SIZE,
+            num_kv_tokens=machine.num_kv_tokens,
+            max_batch_tokens=machine.max_batch_tokens,
+            max_num_seqs=machine.max_num_seqs,
+            policies=self._lanes,
+            load=self._load(),
+        )
+
+    def offer(
+        self, served: Served, request: Request, hashes: list[bytes], ticket: int, now: float, adopts: bool
+    ) -> None:
+        """Raises Refusal."""
+        server, num_prompt = self._server, served.arrival.num_prompt
+        server.advance(now)
+        if adopts:
+            _adopt(server, request)
+        known = server.tables.index.match(hashes[: (num_prompt - 1) // BLOCK_SIZE])
+        self._tickets[request.request_id] = ticket
+        try:
+            server.offer(served, request, len(known) * BLOCK_SIZE)
+        except Refusal:
+            del self._tickets[request.request_id]
+            raise
+        self._counted.append(ticket)
+        self._push_at(now + self._pool.wires.push_every_s)
+        if self._pool.by_step and not self._is_stepping:
+            self._is_stepping = True
+            self._pool.clock.at(now, self._step)
+
+    def _note_end(self, request_id: str, served: Served) -> None:
+        self._over.append(self._tickets.pop(request_id))
+        self._pool.on_end(self, request_id, served)
+
+    def _step(self) -> None:
+        """One step, and the next when its time comes, until there is nothing to do."""
+        server, clock = self._server, self._pool.clock
+        server.advance(nextafter(max(server.now, clock.now), inf))
+        self._is_stepping = bool(server.open)
+        if self._is_stepping:
+            clock.at(max(server.now, clock.now + _LEAST_STEP_S), self._step)
+
+    def _push_at(self, at_s: float) -> None:
+        if at_s < self._push_s:
+            self._push_s = at_s
+            self._pool.clock.at(at_s, lambda: self._push(at_s))
+
+    def _push(self, at_s: float) -> None:
+        """Says what changed, and again later, until there is nothing to say."""
+        if at_s != self._push_s:
+            return  # it pushed sooner
+        self._push_s = inf
+        server, clock, wires = self._server, self._pool.clock, self._pool.wires
+        server.advance(clock.now)
+        stored, removed = _changes(self._log)
+        if not (server.open or self._counted or self._over or stored or removed):
+            return
+        self._number += 1
+        change = Change(
+            epoch="first",
+            number=self._number,
+            load=self._load(),
+            stored=stored,
+            removed=removed,
+            counted=self._counted,
+        )
+        over, self._counted, self._over = self._over, [], []
+        # The server's clock stands at the end of a step.
+        pushed_s = max(server.now, clock.now)
+        clock.at(pushed_s + wires.push_delay_s, lambda: self._arrive(change, over))
+        calm = _CALM if server.is_calm else 1
+        self._push_at(max(pushed_s, clock.now + calm * wires.push_every_s))
+
+    def _arrive(self, change: Change, over: list[int]) -> None:
+        router = self._pool.router
+        router.on_change(self.name, change, self._pool.clock.now)
+        for ticket in over:
+            router.note_done(ticket)
+
+    def _load(self) -> Load:
+        assert isinstance(self._queue, LaneQueue)
+        num_free = self._server.tables.pool.num_free
+        return self._queue.load(self._server.now, num_free_kv=num_free * BLOCK_SIZE)
+
+
+class _Disaggregated:
+    """Prompts at some replicas, the tokens after the first at others."""
+
+    def __init__(self, clock: _Clock, wires: Wires, first: _Pool, then: _Pool, tally: Tally) -> None:
+        self._clock = clock
+        self._wires = wires
+        self._first = first
+        self._then = then
+        self._tally = tally
+        self._open: dict[str, tuple[Served, Request, list[bytes]]] = {}
+        first.on_end = self._note_first
+        then.on_end = self._note_rest
+
+    def send(self, served: Served, request: Request, hashes: list[bytes], now: float) -> None:
+        """Raises Refusal."""
+        leg = Served(replace(served.arrival, num_output=1))
+        self._open[request.request_id] = served, request, hashes
+        try:
+            self._first.send(leg, replace(request, sampling=SamplingParams(max_tokens=1)), hashes, now)
+        except Refusal:
+            del self._open[request.request_id]
+            raise
+
+    def _note_first(self, replica: _Replica, request_id: str, leg: Served) -> None:
+        served = self._open[request_id][0]
+        served.predicted_s, served.num_cached = leg.predicted_s, leg.num_cached
+        _append(served, leg)
+        if leg.refused is not None or served.arrival.num_output == 1:
+            self._end(request_id)
+            return
+        assert leg.finished_s is not None
+        started_s = max(leg.finished_s, replica.link_free_s)
+        there_s = replica.link_free_s = started_s + self._wires.transfer_s(served.arrival.num_prompt)
+        self._clock.at(there_s, lambda: self._hand_over(request_id, there_s))
+
+    def _hand_over(self, request_id: str, now: float) -> None:
+        """The KV of the prompt has come; the first token goes with it."""
+        served, request, hashes = self._open[request_id]
+        arrival = served.arrival
+        leg = Served(
+            Arrival(now, arrival.num_prompt + 1, arrival.num_output - 1, arrival.lane, arrival.tenant)
+        )
+        rest = replace(
+            request,
+            prompt_token_ids=(*request.prompt_token_ids, _TOKEN),
+            sampling=SamplingParams(max_tokens=arrival.num_output - 1),
+            arrival_s=now,
+        )
+        try:
+            self._then.send(leg, rest, hashes, now)
+        except Refusal as refusal:
+            served.refuse(refusal)
+            self._end(request_id)
+
+    def _note_rest(self, _: _Replica, request_id: str, leg: Served) -> None:
+        _append(self._open[request_id][0], leg)
+        self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        del self._open[request_id]
+        self._tally.add()
+
+
+class _Hashes:
+    """The hash chains of prompts; what the trace says is shared is hashed once."""
+
+    def __init__(self) -> None:
+        self._of: dict[tuple[bytes, int], list[bytes]] = {}
+
+    def of(self, request: Request, arrival: Arrival) -> list[bytes]:
+        hashes: list[bytes] = []
+        parent = chain_start(request.salt)
+        for one in arrival.hash_ids[: arrival.num_prompt // BLOCK_TOKENS]:
+            known = self._of.get((parent, one))
+            if known is None:
+                known = self._of[parent, one] = _hashed(parent, one)
+            hashes += known
+            parent = known[-1]
+        tokens = request.prompt_token_ids
+        extend_hashes(hashes, tokens, len(tokens) // BLOCK_SIZE, BLOCK_SIZE, request.salt)
+        return hashes
+
+
+def _hashed(parent: bytes, block: int) -> list[bytes]:
+    hashes = []
+    for _ in range(BLOCK_TOKENS // BLOCK_SIZE):
+        parent = block_hash(parent, [block] * BLOCK_SIZE)
+        hashes.append(parent)
+    return hashes
+
+
+def _changes(log: PrefixLog) -> tuple[list[bytes], list[bytes]]:
+    """Hashes of the blocks that came and that went; one that did both is in that which it did last."""
+    resident: dict[bytes, bool] = {}
+    for event in log.drain():
+        if isinstance(event, Stored | Dropped):
+            resident[event.hash] = isinstance(event, Stored)
+    return [h for h, is_there in resident.items() if is_there], [
+        h for h, is_there in resident.items() if not is_there
+    ]
+
+
+def _adopt(server: Server, request: Request) -> None:
+    """Makes the KV of a prompt resident that was computed elsewhere, as far as there is room for it."""
+    tables, sequence = server.tables, Sequence(request)
+    prefix = tables.find_prefix(sequence)
+    if tables.num_free_needed(sequence, prefix) <= tables.pool.num_free:
+        tables.start(sequence, prefix)
+        tables.commit(sequence, len(request.prompt_token_ids))
+        tables.release(sequence)
+
+
+def _append(served: Served, leg: Served) -> None:
+    """What came of a part of a request, at the end of what came before."""
+    if leg.first_token_s is not None:
+        if served.first_token_s is None:
+            served.first_token_s = leg.first_token_s
+        else:
+            gap_s = leg.first_token_s - served.last_token_s
+            served.longest_gap_s = max(served.longest_gap_s, gap_s, leg.longest_gap_s)
+        served.last_token_s = leg.last_token_s
+    served.num_tokens += leg.num_tokens
+    served.num_preemptions += leg.num_preemptions
+    served.refused, served.retry_after_s = leg.refused, leg.retry_after_s
+    served.finished_s = leg.finished_s if served.num_tokens == served.arrival.num_output else None

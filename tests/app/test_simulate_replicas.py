@@ -1,0 +1,88 @@
+"""`penstock simulate --replicas`: routers compared, the picture, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from app.simulate.plots import SIZE
+from tests.app.test_simulate import GOOD_LINE, Simulate, penstock, png_size, refusal
+
+__all__ = ["penstock"]  # the fixture
+
+SMALL = ("--replicas", "1,2", "--rate", "3", "--duration", "10", "--scale", "0.2")
+
+
+def test_every_router_is_in_the_table_the_figures_and_the_picture(
+    penstock: Simulate, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "f.json"
+    assert penstock(*SMALL, "--json", path, "--plots", tmp_path, "--transfer-gbps", "50") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 110
+    rows = [line.split() for line in lines[3:10]]
+    expected = ["prefix", "least", "random", "prefix", "least", "random", "disaggregated"]
+    assert [row[1] for row in rows] == expected
+    assert [row[0] for row in rows] == ["1", "1", "1", "2", "2", "2", "2"]
+    cells = json.loads(path.read_text())["replicas"]
+    assert [(cell["num_replicas"], cell["router"]) for cell in cells][-2:] == [
+        (2, "random"),
+        (2, "disaggregated"),
+    ]
+    assert cells[-1]["num_prefill"] == 1
+    # As many requests for each replica, and a single one leaves no choice.
+    offered = [cell["summary"]["total"]["offered"] for cell in cells]
+    assert 1.3 * offered[0] < offered[-1]
+    assert cells[0]["summary"]["total"] == cells[1]["summary"]["total"]
+    assert 0 < cells[3]["summary"]["hit_rate"] < 1
+    assert png_size(tmp_path / "scale.png") == SIZE
+
+
+def test_a_trace_keeps_its_pace_unless_another_is_asked_for(penstock: Simulate, tmp_path: Path) -> None:
+    trace, path = tmp_path / "t.jsonl", tmp_path / "f.json"
+    trace.write_text("".join(GOOD_LINE.replace(": 0", f": {i * 1000}") for i in range(10)))
+    spans = []
+    for rate in ((), ("--rate", "5")):
+        arguments = ("--trace", trace, "--replicas", "2", "--router", "prefix,round-robin", "--push-ms", "0")
+        assert penstock(*arguments, *rate, "--json", path) == 0
+        cells = json.loads(path.read_text())["replicas"]
+        spans += [cell["summary"]["span_s"] for cell in cells]
+    assert spans == pytest.approx([9.0, 9.0, 1.0, 1.0])  # 5/s for each of two: a gap of 100 ms
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--replicas", "0"], "--replicas: must be at least 1"),
+        (["--replicas", "many"], "--replicas: 'many' is not a whole number"),
+        (["--replicas", "5000"], "--replicas: at most 1,000, not 5000"),
+        (
+            ["--replicas", "2", "--router", "lottery"],
+            "'lottery' is none of prefix, least, random, round-robin",
+        ),
+        (["--replicas", "1,2", "--router", "disaggregated"], "--router disaggregated needs at least 2"),
+        (
+            ["--replicas", "2,4", "--prefill-replicas", "2"],
+            "--prefill-replicas 2 leaves none of 2 --replicas",
+        ),
+        (
+            ["--replicas", "2", "--router", "least", "--prefill-replicas", "1"],
+            "only goes with --router disag",
+        ),
+        (["--replicas", "2", "--transfer-gbps", "0"], "--transfer-gbps: must be greater than 0"),
+        (["--replicas", "2", "--push-ms", "-1"], "--push-ms: must be 0 or more"),
+        (["--replicas", "2", "--push-ms", "20000"], "--push-ms: must be at most 10,000"),
+        (["--replicas", "2", "--policies", "fcfs"], "--policies does not go with --replicas"),
+        (["--replicas", "2", "--capacity"], "--capacity does not go with --replicas"),
+        (["--router", "prefix"], "--router only goes with --replicas"),
+        (["--push-ms", "20"], "--push-ms only goes with --replicas"),
+        (["--transfer-gbps", "20"], "--transfer-gbps only goes with --replicas"),
+        (["--prefill-replicas", "1"], "--prefill-replicas only goes with --replicas"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    penstock: Simulate, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str
+) -> None:
+    assert named in refusal(penstock, capsys, *arguments)

@@ -1,0 +1,155 @@
+"""What replicas push survives the wire, and what is malformed is refused by the name of its field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+
+from priority.lanes import Lane
+from priority.routing.state import (
+    MAX_TENANTS,
+    OTHERS,
+    LaneWork,
+    StateError,
+    parse_change,
+    parse_snapshot,
+    with_largest,
+)
+from tests.priority.routing.pushes import chain, change, load, snapshot
+
+BUSY = replace(
+    load(
+        {
+            Lane.STANDARD: LaneWork(
+                queued={"a": 5, "b": 7},
+                num_waiting=3,
+                num_running=2,
+                num_prefill_left=9,
+                is_lively=True,
+                factor=1.25,
+            )
+        },
+        num_running=4,
+        num_free_kv=1_000,
+    ),
+    context_each=12.5,
+    step_s=0.02,
+    is_draining=True,
+)
+SNAPSHOT = snapshot("a", BUSY, blocks=chain("x", 3))
+CHANGE = change("a", 7, BUSY, stored=chain("y", 2), removed=chain("x", 1), counted=[5])
+Wire = dict[str, Any]
+
+
+def sent(message: Wire) -> Wire:
+    """As it comes out at the other end."""
+    received: Wire = orjson.loads(orjson.dumps(message))
+    return received
+
+
+def test_what_is_sent_is_what_is_received() -> None:
+    received = parse_snapshot(sent(SNAPSHOT.as_wire()))
+    assert replace(received, policies={}) == replace(SNAPSHOT, policies={})
+    for lane, policy in SNAPSHOT.policies.items():
+        other = received.policies[lane]
+        assert (other.ttft_s, other.tpot_s, other.weight) == (policy.ttft_s, policy.tpot_s, policy.weight)
+    assert parse_change(sent(CHANGE.as_wire())) == CHANGE
+    alive = change("a", 8, stored=[], removed=[], counted=[])
+    assert parse_change(sent(alive.as_wire())) == alive
+
+
+def put(*path: str, value: object) -> Callable[[Wire], object]:
+    def edit(message: Wire) -> None:
+        for name in path[:-1]:
+            message = message[name]
+        message[path[-1]] = value
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        (lambda m: m.pop("epoch"), "snapshot.epoch is missing"),
+        (put("extra", value=1), "snapshot.extra is unknown"),
+        (put("replica", value=""), "snapshot.replica must be a text of 1 to 256 characters"),
+        (put("block_size", value=0), "snapshot.block_size must be a whole number of at least 1"),
+        (put("num_kv_tokens", value=2.0), "snapshot.num_kv_tokens must be a whole number"),
+        (put("max_num_seqs", value=True), "snapshot.max_num_seqs must be a whole number"),
+        (put("blocks", value="ab"), "snapshot.blocks must be up to"),
+        (put("blocks", value="zz" * 16), "snapshot.blocks must be hexadecimal"),
+        (put("blocks", value=" " * 32), "snapshot.blocks must be hexadecimal"),
+        (put("policies", value={}), "snapshot.policies must have all lanes and no other"),
+        (
+            put("policies", "batch", value={"ttft_s": 1}),
+            "snapshot.policies.batch must be an object of ttft_s",
+        ),
+        (
+            put("policies", "batch", "ttft_s", value=0),
+            "snapshot.policies.batch: ttft_s must be greater than 0",
+        ),
+        (
+            put("policies", "batch", "weight", value="1"),
+            "snapshot.policies.batch.weight must be a whole number",
+        ),
+        (put("load", value=None), "load must be an object"),
+        (put("load", "step_s", value=-1), "load.step_s must be a number of at least 0"),
+        (put("load", "is_draining", value=1), "load.is_draining must be true or false"),
+        (put("load", "coefficients", value=[1, 2, 3]), "load.coefficients must be 4 numbers"),
+        (put("load", "coefficients", value=[1, 2, 3, None]), "load.coefficients must be a number"),
+        (put("load", "held", "num_tokens", value=2**60), "load.held.num_tokens must be a whole number"),
+        (put("load", "lanes", "batch", "queued", value=[]), "load.lanes.batch.queued must be an object"),
+        (
+            put("load", "lanes", "batch", "queued", value={"t": -1}),
+            "load.lanes.batch.queued['t'] must be a whole number of at least 0",
+        ),
+        (
+            put("load", "lanes", "batch", "queued", value={str(i): 1 for i in range(MAX_TENANTS + 2)}),
+            "load.lanes.batch.queued must be an object of at most 65 tenants",
+        ),
+        (
+            put("load", "lanes", "batch", "queued", value={"t" * 300: 1}),
+            "load.lanes.batch.queued has a name of more than 256 characters",
+        ),
+    ],
+)
+def test_a_malformed_message_is_refused_by_field(edit: Callable[[Wire], object], complaint: str) -> None:
+    message = sent(SNAPSHOT.as_wire())
+    edit(message)
+    with pytest.raises(StateError) as raised:
+        parse_snapshot(message)
+    assert str(raised.value).startswith(complaint)
+
+
+@pytest.mark.parametrize("counted", [[-1], [1.5], ["1"], [True], 7, {}])
+def test_tickets_are_whole_numbers(counted: object) -> None:
+    message = CHANGE.as_wire() | {"counted": counted}
+    with pytest.raises(StateError, match=r"change\.counted must be"):
+        parse_change(message)
+
+
+@pytest.mark.parametrize("message", [None, [], "x", 1, {}])
+def test_what_is_no_message_is_refused(message: object) -> None:
+    for parse in (parse_snapshot, parse_change):
+        with pytest.raises(StateError):
+            parse(message)
+
+
+def test_numbers_that_json_can_hold_and_arithmetic_cannot_are_refused() -> None:
+    message = SNAPSHOT.as_wire()
+    put("load", "step_s", value=float("nan"))(message)
+    with pytest.raises(StateError, match=r"load\.step_s"):
+        parse_snapshot(message)
+
+
+def test_of_many_tenants_the_largest_are_told_apart() -> None:
+    queued = {f"tenant {i}": i for i in range(1, 101)}
+    kept = with_largest(queued)
+    assert len(kept) == MAX_TENANTS + 1
+    assert sum(kept.values()) == sum(queued.values())
+    assert min(tokens for tenant, tokens in kept.items() if tenant != OTHERS) == 37
+    assert with_largest({"a": 1}) == {"a": 1}

@@ -1,0 +1,114 @@
+"""Simulated servers behind a router: nothing is lost, one replica is one server, and prefixes find their home."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from priority.lanes import Lane
+from priority.simulator.cluster import ROUTERS, Wires, simulate_cluster
+from priority.simulator.run import Result, simulate
+from priority.simulator.summary import summarise
+from priority.simulator.trace import Arrival, Demand, agents
+from tests.priority.bench import roomy
+from tests.priority.test_simulator import MACHINE, SMALL, check_whole, outcome, traces
+
+REFUSALS = {"too_long", "promise_out_of_reach", "queue_full", "queue_timeout"}
+AGENTS = agents(Demand(8.0, 25.0, scale=0.3))
+SLOW = replace(MACHINE, coefficients={name: 4 * c for name, c in MACHINE.coefficients.items()})
+
+
+@given(
+    trace=traces,
+    router=st.sampled_from(ROUTERS),
+    num_replicas=st.integers(2, 4),
+    push_delay_s=st.sampled_from([0.0, 0.02, 1.0]),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_request_gets_all_its_tokens_or_a_reason(
+    trace: list[Arrival], router: str, num_replicas: int, push_delay_s: float
+) -> None:
+    wires = Wires(push_delay_s=push_delay_s, transfer_gbps=10.0)
+    result = simulate_cluster(trace, SMALL, router, num_replicas, wires=wires)
+    assert [served.arrival for served in result.served] == trace
+    for served in result.served:
+        if served.refused is not None:
+            assert served.refused in REFUSALS
+            assert served.finished_s is None
+        else:
+            check_whole(served, result)
+    assert result.busy_s <= num_replicas * result.duration_s + 1e-6
+
+
+@given(trace=traces, router=st.sampled_from(ROUTERS))
+@settings(max_examples=15, deadline=None)
+def test_the_same_trace_gives_the_same_run(trace: list[Arrival], router: str) -> None:
+    once, again = (simulate_cluster(trace, SMALL, router, 3) for _ in range(2))
+    assert outcome(once) == outcome(again)
+
+
+@given(trace=traces, router=st.sampled_from(ROUTERS[:-1]))
+@settings(max_examples=25, deadline=None)
+def test_one_replica_is_one_server(trace: list[Arrival], router: str) -> None:
+    """Where nobody is refused for being late, it makes no difference that there is a router."""
+    lanes = roomy()
+    alone = simulate(trace, SMALL, lanes=lanes)
+    routed = simulate_cluster(trace, SMALL, router, 1, lanes=lanes)
+    for a, b in zip(alone.served, routed.served, strict=True):
+        assert (a.refused, a.num_tokens) == (b.refused, b.num_tokens)
+        assert a.first_token_s == pytest.approx(b.first_token_s)
+        assert a.finished_s == pytest.approx(b.finished_s)
+
+
+def hits(result: Result) -> float:
+    rate = summarise(result).hit_rate
+    assert rate is not None
+    return rate
+
+
+def test_by_prefix_four_replicas_hit_nearly_as_often_as_one() -> None:
+    """And random ones do not; the first token comes sooner for it."""
+    one = simulate_cluster(AGENTS, MACHINE, "prefix", 1)
+    prefix, chance = (simulate_cluster(AGENTS, MACHINE, router, 4) for router in ("prefix", "random"))
+    assert hits(prefix) > 0.9 * hits(one)
+    assert hits(chance) < 0.75 * hits(one)
+    ttft_s = [summarise(result).total.ttft_s.p50 for result in (prefix, chance)]
+    assert ttft_s[0] is not None
+    assert ttft_s[1] is not None
+    assert ttft_s[0] < 0.75 * ttft_s[1]
+
+
+def test_a_slow_link_holds_up_the_second_token_and_nothing_before_it() -> None:
+    trace = [Arrival(float(i), 1_000, 20, Lane.STANDARD) for i in range(5)]
+    fast, slow = (
+        simulate_cluster(trace, MACHINE, "disaggregated", 2, wires=Wires(transfer_gbps=gbps))
+        for gbps in (1_000.0, 4.0)
+    )
+    transfer_s = Wires(transfer_gbps=4.0).transfer_s(1_000)
+    assert transfer_s == pytest.approx(0.262144)
+    for a, b in zip(fast.served, slow.served, strict=True):
+        assert a.first_token_s == pytest.approx(b.first_token_s)
+        assert b.longest_gap_s == pytest.approx(transfer_s, abs=0.02)
+        assert a.longest_gap_s < 0.02
+
+
+def test_a_link_carries_one_prompt_after_another() -> None:
+    """Two prompts whose step ends at once: the first waits for its own KV, the second for both."""
+    wires = Wires(transfer_gbps=4.0)
+    trace = [Arrival(0.0, 900, 20, Lane.STANDARD) for _ in range(2)]
+    result = simulate_cluster(trace, MACHINE, "disaggregated", 2, wires=wires)
+    gaps = sorted(served.longest_gap_s for served in result.served)
+    transfer_s = wires.transfer_s(900)
+    assert gaps == pytest.approx([transfer_s, 2 * transfer_s], abs=0.03)
+
+
+def test_apart_prompts_do_not_hold_up_running_streams() -> None:
+    """A stream's longest gap is that of a decode step, however long the prompts that others send."""
+    stream = Arrival(0.0, 16, 200, Lane.STANDARD)
+    prompts = [Arrival(0.1 + 0.3 * i, 4_000, 1, Lane.STANDARD) for i in range(10)]
+    apart = simulate_cluster([stream, *prompts], SLOW, "disaggregated", 2)
+    together = simulate_cluster([stream, *prompts], SLOW, "least", 1)
+    assert apart.served[0].longest_gap_s < 0.04 < together.served[0].longest_gap_s
