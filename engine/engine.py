@@ -3,8 +3,9 @@
 One thread owns everything that computes: it loads the model, plans, launches and commits, one step after another. Other
 threads put requests into the queue, call `wake`, and call `cancel`; what a step brought leaves in one StepReport.
 
-On a device that runs beside the host, a step is planned and launched before the one before it is waited for. The loop
-is the same without that: then each step has ended before the next is planned.
+On a device that runs beside the host, a step is planned and launched before the one before it is waited for, unless
+drafts pay: these follow tokens that the host has to know. The loop is the same without that: then each step has ended
+before the next is planned.
 """
 
 from __future__ import annotations
@@ -66,6 +67,9 @@ class EngineStats:
     num_steps: int = 0
     num_preemptions: int = 0
     num_pool_violations: int = 0
+    max_batch_tokens: int = 0
+    """Of one step, at most."""
+    max_num_seqs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +171,8 @@ class Engine:
             num_steps=self._num_steps,
             num_preemptions=scheduler.counters.num_preemptions,
             num_pool_violations=self._num_pool_violations,
+            max_batch_tokens=scheduler.limits.max_batch_tokens,
+            max_num_seqs=scheduler.limits.max_num_seqs,
         )
 
     def block_map(self) -> BlockMap | None:
@@ -207,8 +213,7 @@ class Engine:
         self._become(EngineState.READY)
         while not self._stopping.is_set():
             self._turn(scheduler)
-        while self._flights:
-            self._land(scheduler)
+        self._land_but(scheduler, 0)
         self._become(EngineState.STOPPED)
 
     def _new_scheduler(self) -> Scheduler:
@@ -232,20 +237,20 @@ class Engine:
             return None
         model = None if facts.draft is None else DraftModel(facts.draft, self._clock)
         forced = None if self._grammars is None else ForcedTokens()
-        return Drafting(Lookup(), facts.max_drafts, model, self._clock, forced)
+        return Drafting(Lookup(), facts.max_drafts, model, self._clock, forced, facts.max_rows)
 
     def _turn(self, scheduler: Scheduler) -> None:
         """Launches a step and waits for the one before, or waits for work."""
         self._awake.clear()
         started = self._clock()
         self._undelivered = self._cancel_asked(scheduler, started)
+        if self._flights and scheduler.awaits_tokens:
+            self._land_but(scheduler, 0)
         plan = scheduler.plan(started)
         self._forget_departed(scheduler)
         is_launched = bool(plan.chunks) and self._launch(scheduler, plan, started)
-        num_ahead = self._facts.num_ahead if is_launched else 0
         is_at_rest = not self._flights
-        while len(self._flights) > num_ahead:
-            self._land(scheduler)
+        self._land_but(scheduler, self._facts.num_ahead if is_launched and not plan.num_drafts else 0)
         if self._undelivered:
             self._report(scheduler, Plan(), started)
         self.last_progress_s = self._clock()
@@ -268,14 +273,16 @@ class Engine:
 
     def _limit(self, scheduler: Scheduler, plan: Plan) -> None:
         """Says which tokens a step may choose; where that depends on tokens in flight, these land first."""
-        constrained = [
-            c for c in plan.chunks if c.samples and c.sequence.request.sampling.grammar is not None
-        ]
+        constrained = [c for c in plan.chunks if c.samples and c.sequence.request.sampling.is_guided]
         if constrained and self._grammars is not None:
             if any(chunk.sequence.num_pending > 1 for chunk in constrained):
-                while self._flights:
-                    self._land(scheduler)
+                self._land_but(scheduler, 0)
             plan.masks = self._grammars.masks(plan)
+
+    def _land_but(self, scheduler: Scheduler, num_left: int) -> None:
+        """Waits for the steps in flight, but for the last so many of them."""
+        while len(self._flights) > num_left:
+            self._land(scheduler)
 
     def _land(self, scheduler: Scheduler) -> None:
         """Waits for the oldest step and commits it; a fault ends the sequences of this step, and no others."""
@@ -305,7 +312,7 @@ class Engine:
         """Delivers a report of the step that ended, with everything that was not delivered before."""
         now = self.last_progress_s = self._ended_s = self._clock()
         num_decode = sum(1 for c in plan.chunks if c.start >= c.sequence.num_prompt_tokens)
-        num_drafts = sum(len(c.drafts) for c in plan.chunks)
+        num_drafts = plan.num_drafts
         num_prefill = plan.num_tokens - num_decode - num_drafts
         if plan.chunks:
             self._queue.observe(self._load(scheduler, plan, num_prefill, now - started))
@@ -343,7 +350,7 @@ class Engine:
         return StepLoad(
             num_prefill_tokens=num_prefill,
             num_decode_tokens=plan.num_tokens - num_prefill,
-            num_drafts=sum(len(chunk.drafts) for chunk in plan.chunks),
+            num_drafts=plan.num_drafts,
             num_accepted=sum(chunk.num_accepted for chunk in plan.chunks),
             num_context_tokens=sum(chunk.start + chunk.num_tokens for chunk in plan.chunks),
             duration_s=duration_s,

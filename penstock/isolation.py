@@ -17,7 +17,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-NAMES = frozenset({"app", "gateway", "priority", "engine"})
+NAMES = frozenset({"app", "cluster", "gateway", "priority", "engine"})
 LIB = "penstock.lib"
 
 

@@ -8,7 +8,7 @@ graph for. A step that no graph covers is launched kernel by kernel.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -154,28 +154,32 @@ def decode_shapes(most: int) -> list[StepShape]:
     return [_decode(size, most) for size in sizes]
 
 
-def mixed_shapes(max_tokens: int, max_sequences: int, max_query_len: int = 1) -> list[StepShape]:
-    """Steps with prompts in them: 16, 24, 32, 48, 64, ... tokens of as many sequences as there may be.
-
-    With `max_query_len` above 1, also steps in which no sequence has more tokens than that: drafts that are verified.
-    """
+def mixed_shapes(max_tokens: int, max_sequences: int) -> list[StepShape]:
+    """Steps with prompts in them: 16, 24, 32, 48, 64, ... tokens of as many sequences as there may be."""
     most = min(max_tokens, MAX_GRAPH_TOKENS)
     powers = [1 << i for i in range(_SMALLEST_MIXED.bit_length() - 1, most.bit_length())]
     sizes = {size for power in powers for size in (power, power * 3 // 2) if size < most} | {most}
-    shapes = [_mixed(size, min(size, max_sequences), size, max_sequences) for size in sizes]
-    if max_query_len > 1:
-        shapes += [
-            _mixed(s.num_sequences * max_query_len, s.num_sequences, max_query_len, max_sequences)
-            for s in decode_shapes(min(max_sequences, max_tokens // max_query_len))
-        ]
-    return shapes
+    return [_mixed(size, min(size, max_sequences), size, max_sequences) for size in sizes]
 
 
-def choice_shapes(most: int) -> list[StepShape]:
-    """Powers of two of rows up to `most`, which is always one of them."""
+def verifying_shapes(max_rows: int, max_sequences: int, max_query_len: int) -> list[StepShape]:
+    """Steps with drafts and without prompts: powers of two of sequences with 2, 3, 5, 9, ... tokens each at most.
+
+    Every token may be sampled, and no shape has more of them than `max_rows`.
+    """
+    lengths = {min(1 + (1 << i), max_query_len) for i in range(max_query_len.bit_length())}
+    sizes = {_rows(size, max_sequences) for size in range(1, max_sequences + 1)}
     return [
-        StepShape(size, size, 1, True, size) for size in {_rows(size, most) for size in range(1, most + 1)}
+        StepShape(size * length, size, length, False, _rows(size * length, max_rows), verifies=True)
+        for length in {*lengths, max_query_len} - {1}
+        for size in sizes
+        if size * length <= max_rows
     ]
+
+
+def choice_shapes(passes: Iterable[StepShape]) -> list[StepShape]:
+    """The shapes in which the tokens of these passes are chosen: rows, whatever they are of."""
+    return [StepShape(rows, rows, 1, True, rows) for rows in {shape.num_rows for shape in passes}]
 
 
 def _decode(num_sequences: int, most: int) -> StepShape:
@@ -186,9 +190,9 @@ def _mixed(num_tokens: int, num_sequences: int, max_query_len: int, most: int) -
     return StepShape(num_tokens, num_sequences, max_query_len, False, _rows(num_sequences, most))
 
 
-def _rows(num_sequences: int, most: int) -> int:
-    """The rows of the graph that chooses the tokens of so many sequences."""
-    return min(1 << (num_sequences - 1).bit_length(), most)
+def _rows(num_tokens: int, most: int) -> int:
+    """The rows of the graph that chooses so many tokens: powers of two up to `most`, which is always one of them."""
+    return min(1 << (num_tokens - 1).bit_length(), most)
 
 
 def _fits(ladder: Ladder, device: Device, shape: StepShape) -> bool:

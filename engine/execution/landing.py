@@ -22,7 +22,8 @@ class Wanted:
     """What one chunk of a step is to bring."""
 
     rows: ListLike[int]
-    """The rows whose tokens it brings: one; after verified drafts, one for each token."""
+    """The rows whose tokens it brings: one; with drafts, one more for each, whose token counts if they are right."""
+    drafts: ListLike[int] = ()
     num_logprobs: int | None = None
     """The log probabilities that are wanted, as in SamplingParams."""
     refusal: str | None = None
@@ -90,13 +91,24 @@ def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any]) -> Sampled:
         token_ids: by row.
         told: by row, log probabilities [R], then the most likely tokens [R, k] and theirs; empty if no row wants any.
     """
-    brought = [token_ids[row] for row in wanted.rows]
+    rows = _right(wanted, token_ids) if wanted.drafts else wanted.rows
+    brought = [token_ids[row] for row in rows]
     if wanted.refusal is not None or brought[0] < 0:
         return Sampled([], error=wanted.refusal or NOT_FINITE)
     sampled = Sampled(brought)
     if wanted.num_logprobs is not None:
-        sampled.logprobs = [_logprobs(row, wanted.num_logprobs, told) for row in wanted.rows]
+        sampled.logprobs = [_logprobs(row, wanted.num_logprobs, told) for row in rows]
     return sampled
+
+
+def _right(wanted: Wanted, token_ids: list[int]) -> list[int]:
+    """The rows that have nothing but right drafts before them, up to one that has no token."""
+    rows = [wanted.rows[0]]
+    for row, draft in zip(wanted.rows[1:], wanted.drafts, strict=True):
+        if token_ids[rows[-1]] != draft or token_ids[row] < 0:
+            break
+        rows.append(row)
+    return rows
 
 
 def _logprobs(row: int, num: int, told: list[Any]) -> TokenLogprobs:

@@ -23,6 +23,7 @@ from engine.execution.memory import (
     plan_memory,
     weight_bytes,
 )
+from engine.execution.share import agreed, own_budget, own_device, own_options, ranked
 from engine.kernels.cpu.native import (
     NativeDecoder,
     NativeDraft,
@@ -33,6 +34,7 @@ from engine.kernels.cpu.native import (
 from engine.kernels.kv_cache import KVCache, KVShape
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
+from engine.kernels.ranks import Ranks
 from engine.kernels.select import check_native, native_kernels, select
 from engine.kernels.sequence_table import SequenceTable
 from engine.model.checkpoint import read_config
@@ -49,6 +51,8 @@ from engine.model.eagle_weights import (
 from engine.model.files import Files, open_files
 from engine.model.parameters import Weights
 from engine.model.quantize_cache import Checkpoint, quantized
+from engine.model.split import split_config
+from engine.model.split_files import SplitFiles
 from engine.model.transformer import ForwardPass, make_decoder, make_head
 from engine.model.weights import Progress, Recipe, check_tensors, load_weights, make_recipe
 from engine.sampling.reference import most_likely
@@ -88,6 +92,7 @@ def load_model(
     say: Callable[[str], None],
     progress: Progress,
     draft: DraftSource | None = None,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Loads the checkpoint in a folder.
 
@@ -95,7 +100,8 @@ def load_model(
         folder: a directory with config.json and safetensors files, or a GGUF file.
         say: is told lines for the operator: what memory the model takes, before it is taken; what could be faster.
         progress: is told bytes read and bytes in all.
-        draft: a draft model; it is loaded as the model is, if drafts can be verified here.
+        draft: a draft model; it is loaded as the model is.
+        ranks: those that run the model together, each of which loads its part of it; they have no draft model.
 
     Raises:
         CheckpointError: the checkpoint is missing, broken or not supported, has fewer positions than asked for, or
@@ -109,16 +115,21 @@ def load_model(
     check_tensors(config, files, recipe)
     max_model_len = _max_model_len(config, options)
     options = options.for_device(device.type)
+    if ranks is not None:
+        device, options = own_device(device, ranks), own_options(options, device, ranks)
+        whole, config = config, split_config(config, ranks.size)
+        files = SplitFiles(files, whole, config, ranks)
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
+    if ranks is not None:
+        kernels = ranked(kernels, ranks)
     kernels = replace(kernels, kv_dtype=choose_kv_dtype(options.kv_dtype, kernels.kv_dtype, device))
-    limits = budget(device, options)
+    limits = own_budget(budget(device, options), ranks)
     companion = None if draft is None else _open_companion(draft, config, kernels, options, say)
-    memory = plan_memory(
-        config, kernels, options, limits, recipe=recipe, draft=None if companion is None else companion.size
-    )
+    draft_size = None if companion is None else companion.size
+    memory = plan_memory(config, kernels, options, limits, recipe=recipe, draft=draft_size)
     say(_kernels_text(kernels))
     say(memory.text)
-    most = _most_tokens(memory)
+    most = agreed(_most_tokens(memory), ranks)
     max_model_len = min(max_model_len, max(most, MAX_WINDOWED_TOKENS) if config.context_window else most)
     source = Checkpoint(config, files, recipe)
     if options.keep_quantized:
@@ -126,8 +137,11 @@ def load_model(
     weights = load_weights(source.config, source.files, kernels, progress, source.recipe)
     table, sampler, buffers = _tables(config, kernels, options, max_model_len)
     if limits.card is not None:
-        memory = _measured_plan(config, recipe, weights, kernels, options, limits, max_model_len, say)
+        memory = _measured_plan(
+            config, recipe, weights, kernels, options, limits, draft_size, max_model_len, say
+        )
     shape = KVShape.of(config, options.block_size)
+    memory = replace(memory, num_blocks=agreed(memory.num_blocks, ranks))
     kv = KVCache(shape, memory.num_blocks, kernels.kv_dtype, device)
     decoder = make_decoder(config, weights, kernels, kv, max_model_len)
     return LoadedModel(
@@ -190,15 +204,22 @@ class _Draft:
         weights = load_weights(config, self.source.files, kernels, lambda *_: None, self.source.recipe)
         kv, longest = _kv_beside(target, config, kernels), _longest(target, self.options)
         decoder, lm_head = make_decoder(config, weights, kernels, kv, longest), weights.lm_head
-        assert kernels.team is not None
-        assert isinstance(decoder, NativeDecoder)
-        assert isinstance(lm_head, PackedLinear)
-        num_logits = lm_head.out_features
-        if self.tokens is None and num_logits == self.vocab:
+        native, translation = None, None
+        can_be_captured = kernels.is_static and self.options.cuda_graphs
+        if self.tokens is not None or config.vocab_size != self.vocab:
+            translation = Translation.of(self.tokens, self.vocab, config.vocab_size).to(kernels.device)
+        elif kernels.team is not None:
+            assert isinstance(decoder, NativeDecoder)
+            assert isinstance(lm_head, PackedLinear)
             native = NativeDraft(kernels.team, decoder, lm_head)
-            return LoadedDraft(decoder=decoder, lm_head=lm_head, kv=kv, native=native)
-        translation = Translation.of(self.tokens, self.vocab, num_logits)
-        return LoadedDraft(decoder=decoder, lm_head=lm_head, kv=kv, translation=translation)
+        return LoadedDraft(
+            decoder=decoder,
+            lm_head=lm_head,
+            kv=kv,
+            native=native,
+            translation=translation,
+            graph_dtype=kernels.activation_dtype if can_be_captured else None,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,19 +276,33 @@ def _open_companion(
     options: LoadOptions,
     say: Callable[[str], None],
 ) -> _Companion | None:
-    """A draft model or head in the types of the target's kernels, on their threads; None if no drafts can be verified.
+    """A draft model or head in the types of the target's kernels, on their device; None if it cannot draft there.
 
     Raises:
         CheckpointError: the draft is broken, or cannot be served as its target is.
     """
     if not options.max_drafts:
         return None
+    options = replace(options, quantize_group_size=None)
+    if not is_eagle(draft.folder):
+        return _open_draft(draft, target, kernels, options, say)
     if kernels.team is None:
-        say("the draft model is not used: drafts are verified by the native CPU kernels only")
+        say(
+            f"the head {draft.folder} is not used: only the native CPU kernels show what it reads of the model"
+        )
         return None
-    native = replace(native_kernels(kernels.team, kernels.embedding_dtype), kv_dtype=kernels.kv_dtype)
-    opened = _open_head if is_eagle(draft.folder) else _open_draft
-    return opened(draft, target, native, replace(options, quantize_group_size=None), say)
+    return _open_head(draft, target, _own_kernels(kernels, target, options, say), options, say)
+
+
+def _own_kernels(
+    target: Kernels, config: ModelConfig, options: LoadOptions, say: Callable[[str], None]
+) -> Kernels:
+    """Kernels of a draft, of another shape: in the types of its target's, on their device or their threads."""
+    if target.team is not None:
+        own = native_kernels(target.team, target.embedding_dtype)
+    else:
+        own = select(config, target.device, target.embedding_dtype, options, say)
+    return replace(own, kv_dtype=target.kv_dtype, choose=target.choose)
 
 
 def _open_draft(
@@ -280,13 +315,15 @@ def _open_draft(
     folder = draft.folder
     config = read_config(folder)
     check_draft(target, config, _max_model_len(target, options))
-    _check_native(config, options)
+    if kernels.team is not None:
+        _check_native(config, options)
     files, recipe = open_files(folder), make_recipe(config, options)
     check_tensors(config, files, recipe)
     tokens = draft.tokens
     some = "" if tokens is None else f"; it has {sum(i >= 0 for i in tokens.same)} of the model's tokens"
     say(f"the draft model is {folder}{some}")
-    return _Draft(Checkpoint(config, files, recipe), target.vocab_size, kernels, options, tokens)
+    own = _own_kernels(kernels, config, options, say)
+    return _Draft(Checkpoint(config, files, recipe), target.vocab_size, own, options, tokens)
 
 
 def _open_head(
@@ -344,7 +381,7 @@ def _tables(
     if not (kernels.is_static and options.cuda_graphs):
         return table, sampler, None
     dtype, most = kernels.activation_dtype, options.max_batch_tokens
-    return table, sampler, StepBuffers(num_slots, most, config.vocab_size, dtype, device)
+    return table, sampler, StepBuffers(options.max_rows, most, config.vocab_size, dtype, device)
 
 
 def _measured_plan(
@@ -354,6 +391,7 @@ def _measured_plan(
     kernels: Kernels,
     options: LoadOptions,
     limits: Budget,
+    draft: DraftSize | None,
     max_model_len: int,
     say: Callable[[str], None],
 ) -> MemoryPlan:
@@ -370,7 +408,7 @@ def _measured_plan(
 
     assert limits.card is not None
     measured = measure_steps(kernels.device, limits.card, steps)
-    memory = plan_memory(config, kernels, options, limits, measured, recipe)
+    memory = plan_memory(config, kernels, options, limits, measured, recipe, draft)
     for line in memory.table:
         say(line)
     return memory

@@ -282,7 +282,7 @@ def weight_bytes(
     norms = config.hidden_size + config.num_layers * sum(size for _, size in norm_shapes(config).values())
     head, embedding = head_spec(config, recipe), embedding_spec(config, recipe)
     is_packed = keeps_narrow and packs_embedding(config, recipe)
-    num_dense = config.vocab_size * config.hidden_size * dtype.itemsize
+    num_dense = config.vocab_rows * config.hidden_size * dtype.itemsize
     total = norms * dtype.itemsize + (packed(embedding) if is_packed else num_dense)
     if not (config.tie_word_embeddings and (is_packed or head.format == DENSE)):
         total += packed(head)
@@ -422,18 +422,19 @@ def card_budget(card: Card, utilization: float) -> Budget:
 def largest_batches(options: LoadOptions, max_model_len: int, block_size: int) -> Iterator[Batch]:
     """The steps that need the most memory beside the KV cache, all of it in block 0, which belongs to nobody.
 
-    As many tokens as a step may have: of as many sequences as there may be, each of which samples; and at the end of
-    one sequence as long as there may be, whose KV attention may have to gather (`kernels/gathered.py`).
+    As many tokens as a step may have: of as many sequences as there may be, with as many rows of logits; and at the end
+    of one sequence as long as there may be, whose KV attention may have to gather (`kernels/gathered.py`).
     """
     num_sequences = min(options.max_num_seqs, options.max_batch_tokens)
     each, more = divmod(options.max_batch_tokens, num_sequences)
     lengths = [min(each + (i < more), max_model_len) for i in range(num_sequences)]
-    for num_tokens, contexts in (
-        (lengths, lengths),
-        ([min(options.max_batch_tokens, max_model_len)], [max_model_len]),
+    for num_tokens, contexts, num_rows in (
+        (lengths, lengths, min(options.max_rows, sum(lengths))),
+        ([min(options.max_batch_tokens, max_model_len)], [max_model_len], 1),
     ):
         tables = torch.zeros((len(contexts), -(-max(contexts) // block_size)), dtype=torch.int32)
-        yield blank_batch(num_tokens, contexts, tables)
+        batch = blank_batch(num_tokens, contexts, tables)
+        yield replace(batch, sample_rows=torch.arange(num_rows, dtype=torch.int32))
 
 
 def measure_steps(device: torch.device, before: Card, steps: Callable[[], None]) -> Measured:
@@ -463,17 +464,17 @@ def measure_steps(device: torch.device, before: Card, steps: Callable[[], None])
 
 def _workspace_bytes(config: ModelConfig, options: LoadOptions) -> int:
     """Activations of the largest step and its logits, as if all were float32."""
-    rows = min(options.max_num_seqs, options.max_batch_tokens)
     per_token = (
         4 * config.hidden_size + 2 * (config.q_size + 2 * config.kv_size) + 3 * config.intermediate_size
     )
-    return 4 * (options.max_batch_tokens * per_token + 3 * rows * config.vocab_size)
+    return 4 * (options.max_batch_tokens * per_token + 3 * options.max_rows * config.vocab_size)
 
 
 def _graph_bytes(options: LoadOptions, workspace: int) -> int:
     """Graphs share the memory of the largest captured step, a part of the largest step's; each keeps its launches."""
     largest = min(1.0, 1024 / options.max_batch_tokens)
-    return int(workspace * largest) + (options.max_num_seqs // 8 + 64) * GRAPH_BYTES
+    num_graphs = options.max_num_seqs // 8 + 64 + 4 * options.max_drafts
+    return int(workspace * largest) + num_graphs * GRAPH_BYTES
 
 
 def _free_in_machine() -> int:

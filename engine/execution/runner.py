@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as ListLike
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -28,6 +27,7 @@ from engine.execution.graphs import (
     choice_shapes,
     decode_shapes,
     mixed_shapes,
+    verifying_shapes,
 )
 from engine.execution.landing import Chosen, Landing, Wanted
 from engine.execution.loader import LoadedModel
@@ -93,7 +93,8 @@ class ModelRunner:
             num_ahead=num_ahead,
             max_model_len=model.max_model_len,
             window=model.config.context_window,
-            max_drafts=self._steps.max_drafts,
+            max_drafts=model.options.max_drafts,
+            max_rows=model.options.max_rows,
             draft=self._steps.drafter,
         )
 
@@ -123,16 +124,13 @@ class Steps:
         )
         self._refused: dict[Sequence, str] = {}
         """Sequences whose parameters the sampler cannot serve, and why."""
-        self.max_drafts = model.options.max_drafts if model.kernels.team is not None else 0
-        """The native kernels compute a row as if it were alone, and the host sees at once what was sampled."""
-        self._num_logits = min(model.options.max_num_seqs, model.options.max_batch_tokens)
-        """Rows of logits that memory was kept for."""
         self.drafter = self._drafter()
         self.buffers = model.buffers
         self.passes, self.choices = self._ladders()
         self._warm_up()
         if device is not None and self.buffers is not None:
-            ladders = [self.passes, *self.choices.values()]
+            of_draft = [] if self.drafter is None else self.drafter.ladders
+            ladders = [self.passes, *self.choices.values(), *of_draft]
             with progress() as told:
                 num_graphs, num_bytes = capture_all(ladders, device, told)
             log.info("%s", model.memory.graphs_text(num_graphs, num_bytes, device.num_bytes_in_use()))
@@ -142,10 +140,10 @@ class Steps:
         """See `planning.step.Runner`."""
         with self.faults(plan):
             shape = StepShape.of(plan)
-            prompts = PromptRows.of(plan, self._num_logits)
+            prompts = PromptRows.of(plan, self.model.options.max_rows)
             captured = self.passes.covering(shape) if prompts is None else None
-            verification = Verification(plan) if any(chunk.drafts for chunk in plan.chunks) else None
             placed = self.seats.place(plan, captured or shape)
+            verification = self._verification(plan, placed, captured or shape) if shape.verifies else None
             if placed.copies is not None:
                 self.model.kv.copy_blocks(*placed.copies)
                 if self.model.draft is not None:
@@ -155,7 +153,7 @@ class Steps:
             if captured is None:
                 logits, numbers, found = self._pass(plan, placed, verification, prompts)
             else:
-                logits, numbers = self._replay(captured, placed)
+                logits, numbers = self._replay(captured, placed, verification)
             return LaunchedStep(self, plan, placed, captured, verification, logits, numbers, found)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
@@ -163,11 +161,16 @@ class Steps:
             self.seats.forget(sequence)
             self._refused.pop(sequence, None)
 
-    def wanted(self, plan: Plan) -> list[Wanted]:
+    def wanted(self, plan: Plan, verification: Verification | None) -> list[Wanted]:
         """What each chunk of a step is to bring; one that does not sample brings nothing."""
         return [
-            Wanted((row,), chunk.sequence.request.sampling.num_logprobs, self._refused.get(chunk.sequence))
-            for row, chunk in enumerate(plan.chunks)
+            Wanted(
+                (place,) if verification is None else verification.rows_of[place],
+                chunk.drafts,
+                chunk.sequence.request.sampling.num_logprobs,
+                self._refused.get(chunk.sequence),
+            )
+            for place, chunk in enumerate(plan.chunks)
             if chunk.samples
         ]
 
@@ -198,33 +201,42 @@ class Steps:
             inputs.batch.host_lengths = [(c.num_tokens, c.start + c.num_tokens) for c in plan.chunks]
         if verification is not None:
             inputs.batch.sample_rows = verification.rows
+        numbers = inputs.numbers if verification is None else verification.numbers
         if prompts is None:
-            return model.lm_head(model.decoder(inputs.batch)), inputs.numbers, None
+            return model.lm_head(model.decoder(inputs.batch)), numbers, None
         hidden, found = prompts.run(model.decoder, model.lm_head, inputs.batch)
-        return model.lm_head(hidden), inputs.numbers, found
+        return model.lm_head(hidden), numbers, found
 
-    def _replay(self, shape: StepShape, placed: Placed) -> tuple[Tensor, Tensor]:
+    def _verification(self, plan: Plan, placed: Placed, shape: StepShape) -> Verification:
+        slots = [seat.slot for seat in placed.seats]
+        return Verification(plan, slots, shape.num_rows, self.model.device)
+
+    def _replay(
+        self, shape: StepShape, placed: Placed, verification: Verification | None
+    ) -> tuple[Tensor, Tensor]:
         buffers = self.buffers
         assert buffers is not None
-        buffers.show(shape, placed)
+        buffers.show(shape, placed, verification)
         self.passes.run(shape)
         return buffers.logits[: shape.num_rows], buffers.numbers[: shape.num_rows]
 
     def _drafter(self) -> Drafter | None:
         model = self.model
-        if model.draft is None or not self.max_drafts:
+        if model.draft is None:
             return None
-        return Drafter(model.draft, model.sampler, self.seats.slot_of, model.options.max_batch_tokens)
+        options, max_len = model.options, model.max_model_len + model.options.max_drafts
+        return Drafter(model.draft, model.sampler, self.seats.slot_of, options.max_batch_tokens, max_len)
 
     def _ladders(self) -> tuple[Ladder, dict[Filters, Ladder]]:
         options, buffers = self.model.options, self.buffers
         if buffers is None:
             return Ladder(lambda _: None, ()), {}
         most = min(options.max_num_seqs, options.max_batch_tokens)
-        mixed = mixed_shapes(options.max_batch_tokens, most, options.max_query_len)
-        passes = Ladder(partial(self._captured_pass, buffers), [*decode_shapes(most), *mixed])
-        return passes, {
-            filters: Ladder(partial(self._captured_choice, buffers, filters), choice_shapes(most))
+        mixed = mixed_shapes(options.max_batch_tokens, most)
+        verifying = verifying_shapes(options.max_rows, most, options.max_query_len)
+        shapes = [*decode_shapes(most), *mixed, *verifying]
+        return Ladder(partial(self._captured_pass, buffers), shapes), {
+            filters: Ladder(partial(self._captured_choice, buffers, filters), choice_shapes(shapes))
             for filters in GRAPH_FILTERS
         }
 
@@ -236,8 +248,12 @@ class Steps:
         else:
             tokens = buffers.step_tokens(shape, model.table.max_blocks)
         inputs = model.kernels.gather(model.table, tokens)
-        buffers.numbers[: shape.num_sequences] = inputs.numbers
-        buffers.logits[: shape.num_sequences] = model.lm_head(model.decoder(inputs.batch))
+        if shape.verifies:
+            inputs.batch.sample_rows = buffers.sample_rows[: shape.num_rows]
+        else:
+            buffers.numbers[: shape.num_sequences] = inputs.numbers
+        logits = model.lm_head(model.decoder(inputs.batch))
+        buffers.logits[: len(logits)] = logits
 
     def _captured_choice(self, buffers: StepBuffers, filters: Filters, shape: StepShape) -> None:
         rows = slice(shape.num_rows)
@@ -266,8 +282,8 @@ class Steps:
         sequence.block_table = [0] * -(-len(prompt) // model.kv.block_size)
         chunks = [Chunk(sequence, 0, length, samples=False) for length in lengths]
         chunks.append(Chunk(sequence, len(prompt) - 1, 1, samples=True))
-        if self.max_drafts:
-            chunks.append(Chunk(sequence, 0, 3, samples=True, drafts=[0, 0]))
+        if model.options.max_rows > 1 and model.options.max_drafts:
+            chunks.append(Chunk(sequence, 0, 2, samples=True, drafts=[0]))
         for chunk in chunks:
             step = self.launch(Plan([chunk], num_tokens=chunk.num_tokens))
             step.choose()
@@ -312,29 +328,16 @@ class LaunchedStep:
     def choose(self) -> None:
         steps, plan, placed = self._steps, self._plan, self._placed
         with steps.faults(plan):
-            wanted = steps.wanted(plan)
-            if self._verification is None:
-                chosen = self._choose(wanted)
-                steps.seats.note_launched(plan, placed.seats)
-            else:
-                wanted, chosen = self._verify(self._verification, wanted)
+            wanted = steps.wanted(plan, self._verification)
+            chosen = self._choose(wanted)
+            steps.seats.note_launched(plan, placed.seats)
+            if self._verification is not None:
+                pairs = zip(placed.seats, plan.chunks, strict=True)
+                steps.seats.note_verified(seat for seat, chunk in pairs if chunk.drafts)
             self._landing = Landing(steps.model.device, wanted, chosen, self._found)
 
     def wait(self) -> StepResult:
         return self._landing.wait()
-
-    def _verify(self, verification: Verification, wanted: list[Wanted]) -> tuple[list[Wanted], Chosen]:
-        """Chooses the tokens of a step with drafts, and which of them count."""
-        steps, chunks, seats = self._steps, self._plan.chunks, self._placed.seats
-        top, filters = self._top(wanted, len(verification.rows)), self._filters()
-        slots = [seat.slot if chunk.samples else -1 for seat, chunk in zip(seats, chunks, strict=True)]
-        masks = self._masks(verification.order)
-        brought = verification.run(self.logits, slots, partial(steps.choose, filters=filters), masks)
-        steps.seats.note_launched(self._plan, seats)
-        steps.seats.note_verified(seat for seat, chunk in zip(seats, chunks, strict=True) if chunk.drafts)
-        rows = (rows for rows, chunk in zip(brought, chunks, strict=True) if chunk.samples)
-        found = [replace(one, rows=its_rows) for one, its_rows in zip(wanted, rows, strict=True)]
-        return found, Chosen(verification.token_ids, verification.logprobs, top)
 
     def _top(self, wanted: list[Wanted], num_rows: int) -> tuple[Tensor, Tensor] | None:
         """The most likely tokens of the rows, if somebody wants to know any."""
@@ -352,21 +355,36 @@ class LaunchedStep:
         )
 
     def _choose(self, wanted: list[Wanted]) -> Chosen:
-        steps, num = self._steps, len(self._plan.chunks)
+        """Chooses the tokens of the step's rows, those that follow wrong drafts included."""
+        verification = self._verification
+        order = (
+            [(i, 0) for i in range(len(self._plan.chunks))] if verification is None else verification.order
+        )
         # The most likely tokens first: that may find no memory, and what is chosen is counted once.
-        top, filters = self._top(wanted, num), self._filters()
-        masks = self._masks([(i, 0) for i in range(num)])
-        if self._captured is None or masks is not None:
-            if not wanted:
-                return Chosen(self._numbers, self._numbers)
-            slots = self._placed.sample_slots[:num]
-            found = steps.choose(self.logits[:num], slots, self._numbers[:num], masks, filters)
-            return Chosen(*found, top)
-        assert steps.buffers is not None
-        rows = self._captured.num_rows
-        shape = StepShape(rows, rows, 1, True, rows)
+        top, filters = self._top(wanted, len(order)), self._filters()
+        masks = self._masks(order)
+        if self._captured is not None and masks is None and not filters.sifted:
+            choose = partial(self._choose_by_graph, self._captured.num_rows, filters)
+        elif wanted:
+            choose = partial(self._choose_by_kernels, len(order), filters, masks)
+        else:
+            return Chosen(self._numbers, self._numbers)
+        found = choose(self._placed.sample_slots) if verification is None else verification.run(choose)
+        return Chosen(*found, top)
+
+    def _choose_by_kernels(
+        self, num_rows: int, filters: Filters, masks: Tensor | None, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rows = slice(num_rows)
+        return self._steps.choose(self.logits[rows], slots[rows], self._numbers[rows], masks, filters)
+
+    def _choose_by_graph(self, num_rows: int, filters: Filters, slots: Tensor) -> tuple[Tensor, Tensor]:
+        steps, buffers = self._steps, self._steps.buffers
+        assert buffers is not None
+        buffers.show_slots(slots)
+        shape = StepShape(num_rows, num_rows, 1, True, num_rows)
         steps.choices[Filters(filters.top_k, filters.top_p)].run(shape)
-        return Chosen(steps.buffers.token_ids[:num], steps.buffers.logprobs[:num], top)
+        return buffers.token_ids[:num_rows], buffers.logprobs[:num_rows]
 
 
 def _cuda_device(model: LoadedModel) -> Device | None:

@@ -33,18 +33,22 @@ class StepShape:
     is_decode: bool = False
     """Every sequence has one token, the one that it sampled last, and samples the next."""
     num_rows: int = 0
-    """Rows of logits that tokens are chosen from: one for each sequence, or more as padding."""
+    """Rows of logits that tokens are chosen from: one for each sequence and each draft, or more as padding."""
+    verifies: bool = False
+    """Some sequence has drafts."""
 
     @classmethod
     def of(cls, plan: Plan) -> StepShape:
         num = len(plan.chunks)
         if plan.num_tokens == num:
             return cls(num, num, 1, all(chunk.samples for chunk in plan.chunks), num)
-        return cls(plan.num_tokens, num, max([chunk.num_tokens for chunk in plan.chunks]), False, num)
+        longest, num_drafts = max([chunk.num_tokens for chunk in plan.chunks]), plan.num_drafts
+        return cls(plan.num_tokens, num, longest, False, num + num_drafts, num_drafts > 0)
 
     def covers(self, other: StepShape) -> bool:
         return (
             self.is_decode == other.is_decode
+            and self.verifies == other.verifies
             and self.num_tokens >= other.num_tokens
             and self.num_sequences >= other.num_sequences
             and self.max_query_len >= other.max_query_len

@@ -27,13 +27,7 @@ class Uploader:
 
     def send_parts(self, parts: Sequence[Sequence[int]]) -> list[Tensor]:
         """The arrays on the device, sent in one piece, each aligned."""
-        sizes = [len(part) for part in parts]
-        starts = part_starts(sizes)
-        words = np.zeros(starts[-1], np.int32)
-        for start, size, part in zip(starts, sizes, parts, strict=False):
-            words[start : start + size] = part
-        sent = self.send(words)
-        return [sent[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+        return _parts_of(self.send(_words_of(parts)), parts)
 
     def send(self, words: I32) -> Tensor:
         """The words on the device; called at most once for each step. On a CPU they are not copied."""
@@ -47,12 +41,35 @@ class Uploader:
         return buffer.to(self._device, non_blocking=True)
 
 
+def send_apart(parts: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """As `Uploader.send_parts`, any number of times in a step: torch keeps the pinned memory until it was read."""
+    words = torch.from_numpy(_words_of(parts))
+    if device.type == "cuda":
+        words = words.pin_memory()
+    return _parts_of(words.to(device, non_blocking=True), parts)
+
+
 def part_starts(sizes: Sequence[int]) -> list[int]:
     """Where aligned parts of these sizes start if they lie one after another, and where the last one ends."""
     starts = [0]
     for size in sizes:
         starts.append(starts[-1] + -(-size // _ALIGNMENT) * _ALIGNMENT)
     return starts
+
+
+def _words_of(parts: Sequence[Sequence[int]]) -> I32:
+    """The arrays in one piece, each aligned."""
+    starts = part_starts([len(part) for part in parts])
+    words = np.zeros(starts[-1], np.int32)
+    for start, part in zip(starts, parts, strict=False):
+        words[start : start + len(part)] = part
+    return words
+
+
+def _parts_of(words: Tensor, parts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The arrays that `_words_of` put together."""
+    starts = part_starts([len(part) for part in parts])
+    return [words[start : start + len(part)] for start, part in zip(starts, parts, strict=False)]
 
 
 def _pinned(num_words: int) -> Tensor:

@@ -18,6 +18,7 @@ from engine.kernels.cpu import native
 from engine.kernels.kv_cache import HasKV, KVShape
 from engine.kernels.linear import DenseLinear, IntegerLinear, Linear, LinearPacker
 from engine.kernels.packed import PACKED, UnpackedLinear, pack
+from engine.kernels.ranks import Ranks
 from engine.kernels.reference import TokenPlaces
 from engine.kernels.sequence_table import Gather
 from engine.quant.formats import Format, NamedTensors
@@ -54,6 +55,8 @@ class StepLimits(Protocol):
     def max_batch_tokens(self) -> int: ...
     @property
     def max_query_len(self) -> int: ...
+    @property
+    def max_rows(self) -> int: ...
     @property
     def max_model_len(self) -> int | None: ...
     @property
@@ -100,6 +103,8 @@ class Kernels:
     of them, whose rows are read as tokens need them."""
     is_static: bool = False
     """No operation looks at a batch on the host, so that a graph can hold a whole step."""
+    ranks: Ranks | None = None
+    """With whom this process runs the model; None if it runs it alone."""
     team: native.Team | None = None
     """If there is one, it runs whole passes of a decoder in place of the operations from `rms_norm` to `attention`."""
 

@@ -117,7 +117,7 @@ def triton_kernels(
         silu_mul=activation.silu_mul,
         attention=partial(attention.TritonAttention, workspace=workspace),
         gather=inputs.gather,
-        choose=sampling.TritonChoose(limits.max_num_seqs, model.vocab_size, device),
+        choose=sampling.TritonChoose(limits.max_rows, model.vocab_size, device),
         is_static=True,
     )
 

@@ -52,6 +52,8 @@ class ModelConfig:
     """The type that the checkpoint says it was saved in."""
     quantization: Fields | None = None
     """How its linear maps are quantized, as quantization_config says; None if they are not."""
+    num_ranks: int = 1
+    """The ranks that run the model together; with more than one, heads and intermediate_size are those of one rank."""
 
     @property
     def q_size(self) -> int:
@@ -60,6 +62,11 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def vocab_rows(self) -> int:
+        """The rows of embedding and output head that one rank has; the last one may have padding at the end."""
+        return -(-self.vocab_size // self.num_ranks)
 
     @property
     def context_window(self) -> int:
@@ -85,11 +92,17 @@ class GenerationDefaults:
 MAX_THREADS = 1024
 """The most threads that a model may compute with on a CPU."""
 
+MAX_RANKS = 64
+"""The most processes that a model may be run by."""
+
 QUANT_METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "bitsandbytes", "torchao")
 """What `quant_method` of a quantization_config may be."""
 
 MAX_DRAFTS = 8
 """The drafts of a sequence in a step: more are hardly ever all right."""
+
+_VERIFIED_ROWS = 128
+"""The rows of logits that there is room for where drafts are verified: more of them cost more than they bring."""
 
 GROUP_SIZES = (32, 64, 128)
 """The numbers of inputs of a quantized row that may share a scale, unless a whole row does."""
@@ -130,13 +143,24 @@ class LoadOptions:
     cuda_graphs: bool = True
     """Whether steps on a GPU are captured as CUDA graphs once and replayed."""
     max_drafts: int = MAX_DRAFTS
-    """The most drafts of each sequence in a step, where the kernels can verify any; 0 stands for none."""
-    max_query_len: int = 1
-    """The most tokens of each sequence in a captured step; more than 1 is for verifying drafts."""
+    """The most drafts of each sequence in a step; 0 stands for none."""
+    num_ranks: int = 1
+    """The processes that run the model together, each with a part of every layer."""
 
     def __post_init__(self) -> None:
         if self.num_threads is not None and not 1 <= self.num_threads <= MAX_THREADS:
             raise ValueError(f"num_threads must be between 1 and {MAX_THREADS}, not {self.num_threads}")
+
+    @property
+    def max_query_len(self) -> int:
+        """The most tokens of a sequence in a step that verifies drafts."""
+        return 1 + self.max_drafts
+
+    @property
+    def max_rows(self) -> int:
+        """The rows of logits of a step: one for each sequence that samples, and one more for each of its drafts."""
+        rows = max(self.max_num_seqs, _VERIFIED_ROWS) if self.max_drafts else self.max_num_seqs
+        return min(rows, self.max_batch_tokens)
 
     def for_device(self, kind: str) -> LoadOptions:
         """These options with `max_batch_tokens` set for the device, if it was left to it.

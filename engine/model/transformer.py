@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels.batch import Batch
@@ -14,6 +13,7 @@ from engine.kernels.cpu import native
 from engine.kernels.kv_cache import KVCache
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Attention, Kernels
+from engine.kernels.ranks import embed
 from engine.kernels.reference import TokenPlaces
 from engine.model.config import ModelConfig, RopeConfig
 from engine.model.eagle import EagleConfig
@@ -128,7 +128,7 @@ class Decoder:
         kernels, weights = self.kernels, self.weights
         step = _Step(batch, self)
         assert isinstance(weights.embedding, Tensor)
-        hidden = F.embedding(batch.token_ids, weights.embedding).to(kernels.activation_dtype)
+        hidden = embed(batch.token_ids, weights.embedding, kernels.ranks).to(kernels.activation_dtype)
         delta = None
         for i, layer in enumerate(weights.layers):
             hidden, normed = self._norm(hidden, delta, layer.input_norm)

@@ -14,6 +14,7 @@ from engine.errors import CheckpointError
 from engine.heap import trim_heap
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
+from engine.kernels.ranks import GatheredLinear, SummedLinear
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.dtype import choose_device, choose_quantization
 from engine.model.files import Files
@@ -85,6 +86,10 @@ class LinearSpec:
     """See LinearPacker."""
     quantized: Rounding | None = None
     """What it is quantized to as it is loaded, if it is."""
+    sums: bool = False
+    """Among ranks, each has some of its inputs, and the outputs are summed. Otherwise each has some of its outputs."""
+    gathers: int | None = None
+    """Among ranks, so many outputs are put together on each; None if each keeps its own."""
 
     @property
     def out_features(self) -> int:
@@ -146,11 +151,13 @@ def linear_specs(config: ModelConfig, layer: int = 0, recipe: Recipe = AS_IT_IS)
     hidden, inner, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
     attention, mlp = f"model.layers.{layer}.self_attn.", f"model.layers.{layer}.mlp."
 
-    def spec(names: dict[str, int], in_features: int, bias: bool, gated: bool = False) -> LinearSpec:
+    def spec(
+        names: dict[str, int], in_features: int, bias: bool, *, gated: bool = False, sums: bool = False
+    ) -> LinearSpec:
         parts = tuple(Part(name, rows, recipe.storages(name)) for name, rows in names.items())
         quantization = recipe.quantization
         quantized = None if quantization is None else quantization.layer_format(layer, in_features)
-        return LinearSpec(parts, in_features, bias, gated, quantized)
+        return LinearSpec(parts, in_features, bias, gated, quantized, sums)
 
     return {
         "qkv": spec(
@@ -158,11 +165,11 @@ def linear_specs(config: ModelConfig, layer: int = 0, recipe: Recipe = AS_IT_IS)
             hidden,
             config.qkv_bias,
         ),
-        "o": spec({f"{attention}o_proj": hidden}, q, config.o_bias),
+        "o": spec({f"{attention}o_proj": hidden}, q, config.o_bias, sums=True),
         "gate_up": spec(
             {f"{mlp}gate_proj": inner, f"{mlp}up_proj": inner}, hidden, config.mlp_bias, gated=True
         ),
-        "down": spec({f"{mlp}down_proj": hidden}, inner, config.mlp_bias),
+        "down": spec({f"{mlp}down_proj": hidden}, inner, config.mlp_bias, sums=True),
     }
 
 
@@ -171,13 +178,13 @@ def head_spec(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec:
     name = EMBEDDING if config.tie_word_embeddings else LM_HEAD
     quantization = recipe.quantization
     quantized = None if quantization is None else quantization.head_format(config.hidden_size)
-    part = Part(name, config.vocab_size, recipe.storages(name))
-    return LinearSpec((part,), config.hidden_size, quantized=quantized)
+    part = Part(name, config.vocab_rows, recipe.storages(name))
+    return LinearSpec((part,), config.hidden_size, quantized=quantized, gathers=config.vocab_size)
 
 
 def embedding_spec(config: ModelConfig, recipe: Recipe = AS_IT_IS) -> LinearSpec:
     """The embedding, as if it were a linear map: it can be stored like one."""
-    part = Part(EMBEDDING, config.vocab_size, recipe.storages(EMBEDDING))
+    part = Part(EMBEDDING, config.vocab_rows, recipe.storages(EMBEDDING))
     return LinearSpec((part,), config.hidden_size)
 
 
@@ -432,8 +439,13 @@ class Reader:
         return self.pack(spec, self.parts(spec), torch.cat(biases) if biases else None)
 
     def pack(self, spec: LinearSpec, tensors: NamedTensors, bias: Tensor | None = None) -> Linear:
-        """The linear map of tensors in the format that kernels are given."""
-        return self.kernels.linear(tensors, spec.format, bias, gated=spec.gated)
+        """The linear map of tensors in the format that kernels are given, with what ranks add to it."""
+        linear, ranks = self.kernels.linear(tensors, spec.format, bias, gated=spec.gated), self.kernels.ranks
+        if ranks is None:
+            return linear
+        if spec.gathers is not None:
+            return GatheredLinear(linear, ranks, spec.gathers)
+        return SummedLinear(linear, ranks) if spec.sums else linear
 
     def single(self, spec: LinearSpec) -> NamedTensors:
         """The tensors of its only part, which may be the memory of the mapped file."""

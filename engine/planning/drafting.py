@@ -27,7 +27,7 @@ from typing import Protocol
 
 from engine.planning.block_tables import BlockTables
 from engine.planning.pace import Pace
-from engine.planning.request import DraftCount, Sequence
+from engine.planning.request import NO_LIMIT, DraftCount, Sequence
 from engine.planning.step import Chunk, Plan
 from engine.planning.step_costs import StepCosts
 
@@ -106,6 +106,7 @@ class Drafting:
         model: Proposer | None = None,
         clock: Callable[[], float] = lambda: 0.0,
         forced: Proposer | None = None,
+        max_rows: int = NO_LIMIT,
     ) -> None:
         """
         Args:
@@ -114,8 +115,10 @@ class Drafting:
             most: drafts of one sequence in a step.
             model: proposes at a cost.
             clock: seconds; without one, drafting seems to take no time.
+            max_rows: chunks and drafts that a step with drafts may have.
         """
         self.most = most
+        self._max_rows = max_rows
         self.costs = StepCosts()
         self.failed: list[str] = []
         self._lookup, self._model, self._forced = lookup, model, forced
@@ -129,6 +132,18 @@ class Drafting:
         """By bit length of the number of sequences that sample."""
         self._num_idle_steps = 0
         """Steps since the model was asked last."""
+        self._num_sampling = 0
+        """Sequences that sample in the step that was planned last."""
+        self._is_measured = False
+        """Whether that step has nothing else."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step may have drafts, if it is like the last one.
+
+        Then the last one is to come back before it is planned: drafts follow tokens that the host knows.
+        """
+        return bool(self._proposers) and self._num_sampling > 0 and self._may_draft
 
     def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:
         """Adds drafts to a plan that is otherwise complete.
@@ -136,20 +151,22 @@ class Drafting:
         Args:
             num_tokens: the most that the whole step may have.
         """
-        if not self._proposers or plan.num_tokens >= num_tokens:
+        self._num_sampling = num_sampling = sum(chunk.samples for chunk in plan.chunks)
+        self._is_measured = num_sampling == plan.num_tokens
+        room = min(num_tokens - plan.num_tokens, self._max_rows - len(plan.chunks))
+        if not self._proposers or not num_sampling:
             return
-        num_sampling = sum(chunk.samples for chunk in plan.chunks)
         pace = self._pace(num_sampling)
-        is_measured = num_sampling == plan.num_tokens  # beside prompts a trial would say nothing
-        if not (pace.drafts if is_measured else pace.pays) or not self._may_pay(plan, num_sampling):
+        if pace.drafts and any(chunk.sequence.num_pending > 1 for chunk in plan.chunks):
+            return  # a step before it has not come back, and this one says nothing of a turn with drafts
+        plan.turn = pace.turn
+        if room <= 0 or not self._may_draft or not self._may_pay(plan, num_sampling):
             return
         started = self._clock()
         guesses = [guess for chunk in plan.chunks if (guess := self._guess(chunk)) is not None]
         self._look_up(guesses)
         self._ask_model(guesses, plan, num_sampling, tables)
-        for guess, count in zip(
-            guesses, self._counts(guesses, plan, num_sampling, num_tokens - plan.num_tokens), strict=True
-        ):
+        for guess, count in zip(guesses, self._counts(guesses, plan, num_sampling, room), strict=True):
             if count:
                 _add(plan, guess, count, tables)
         plan.drafting_s = self._clock() - started
@@ -157,9 +174,12 @@ class Drafting:
     def observe(self, plan: Plan, seconds: float) -> None:
         """Learns what a step took, and what it brought."""
         self.costs.observe(plan.num_tokens, seconds - plan.drafting_s)
-        if all(chunk.samples and chunk.num_tokens == 1 + len(chunk.drafts) for chunk in plan.chunks):
+        pace = self._pace(len(plan.chunks))
+        if plan.turn == pace.turn and all(
+            chunk.samples and chunk.num_tokens == 1 + len(chunk.drafts) for chunk in plan.chunks
+        ):
             num_accepted = sum(chunk.num_accepted for chunk in plan.chunks)
-            self._pace(len(plan.chunks)).observe(len(plan.chunks) + num_accepted, seconds)
+            pace.observe(len(plan.chunks) + num_accepted, seconds)
 
     def forget(self, sequences: Iterable[Sequence]) -> None:
         """Those of the sequences that ended are remembered no longer."""
@@ -177,6 +197,12 @@ class Drafting:
     def _proposers(self) -> list[Proposer]:
         every = (self._lookup, self._forced, self._model)
         return [proposer for proposer in every if proposer is not None]
+
+    @property
+    def _may_draft(self) -> bool:
+        """Whether steps like the one that was planned last may have drafts; beside prompts a trial says nothing."""
+        pace = self._pace(self._num_sampling)
+        return pace.drafts if self._is_measured else pace.pays
 
     def _pace(self, num_sampling: int) -> Pace:
         key = num_sampling.bit_length()

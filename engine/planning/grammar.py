@@ -1,10 +1,13 @@
-"""What a constrained answer has to match: a grammar, as a request brings it, and a sequence's place in it."""
+"""What a constrained answer has to match: a grammar, as a request brings it, and what may come next in a sequence."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING
+
+from engine.planning.bans import Bans
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -30,49 +33,66 @@ class Grammar:
 
     kind: GrammarKind
     text: str
+    answer: Grammar | None = None
+    """What `@answer` in a Lark grammar stands for."""
 
 
 class Guide:
-    """A sequence's place in its grammar.
+    """What may come next in a sequence: its place in its grammar, and what its request rules out.
 
     It is a function of the sequence's output tokens: a sequence that gave way keeps it, and one that goes on after
     known tokens finds it again.
 
     Attributes:
-        matcher: llguidance's.
+        matcher: llguidance's; None without a grammar.
+        bans: None if no token is ruled out.
+        before: the last tokens of the sequence, as many as the bans look at.
         error: why the grammar can be followed no further; empty while it can.
     """
 
-    __slots__ = ("error", "matcher")
+    __slots__ = ("bans", "before", "error", "matcher")
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher | None, bans: Bans | None = None) -> None:
         self.matcher = matcher
+        self.bans = bans
+        self.before = deque[int](maxlen=0 if bans is None else bans.reach)
         self.error = ""
         self.look()
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing but the end may follow."""
-        return not self.error and self.matcher.is_stopped()
+        return self.matcher is not None and not self.error and self.matcher.is_stopped()
 
     def advance(self, token_id: int) -> None:
         """Takes the next token of the sequence."""
-        if not self.error:
+        self.before.append(token_id)
+        if self.matcher is not None and not self.error:
             self.matcher.consume_token(token_id)
             self.look()
 
     def allowed(self, drafts: list[int]) -> list[int]:
-        """The drafts up to the first one that the grammar rules out."""
-        return drafts if self.error else drafts[: self.matcher.validate_tokens(drafts)]
+        """The drafts up to the first one that is ruled out."""
+        if self.matcher is not None and not self.error:
+            drafts = drafts[: self.matcher.validate_tokens(drafts)]
+        return drafts if self.bans is None else drafts[: self._num_kept(self.bans, drafts)]
 
     def forced(self) -> list[int]:
         """Tokens that spell what has to come next."""
-        return [] if self.error else self.matcher.compute_ff_tokens()
+        return [] if self.error or self.matcher is None else self.matcher.compute_ff_tokens()
 
     def look(self) -> None:
         """Notes what went wrong in the matcher, if anything did."""
-        if self.matcher.is_error():
+        if self.matcher is not None and self.matcher.is_error():
             self.error = f"the grammar could not be followed: {one_line(self.matcher.get_error())}"
+
+    def _num_kept(self, bans: Bans, drafts: list[int]) -> int:
+        before = list(self.before)
+        for number, draft in enumerate(drafts):
+            if not bans.may_follow(draft, before):
+                return number
+            before.append(draft)
+        return len(drafts)
 
 
 def one_line(text: str) -> str:

@@ -1,10 +1,11 @@
-"""Checks grammars in a process of its own, which can be ended.
+"""Checks grammars in processes of their own, which can be ended.
 
 llguidance bounds what most grammars cost, but not all: some intersections of regular expressions take for ever to
 compile, and what compiles in a thread can't be stopped. So every new grammar is compiled here first, and a text is
-written by it. The process has a bound on its memory, and is ended when a grammar takes too long.
+written by it. A process has a bound on its memory, and is ended when a grammar takes too long. There are a few, so that
+one slow grammar holds up no others.
 
-This file is also the program of that process: it imports nothing of this project.
+This file is also the program of these processes: it imports nothing of this project.
 """
 
 from __future__ import annotations
@@ -16,18 +17,22 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from selectors import EVENT_READ, DefaultSelector
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
+MOST_AT_ONCE = 4
+"""Processes."""
 _PATIENCE_S = 5.0
+_IDLE_S = 60.0
+_NICENESS = 5
+_TOO_COMPLEX = "it is too complex"
 _MEMORY_BYTES = 2 << 30
 _NUM_STEPS = 64
 _SLOW_S = 0.1
-"""No grammar that can be used takes so long over a token."""
+"""No grammar that can be used takes so much of a processor's time over a token."""
 
 
 def limits() -> LLParserLimits:
@@ -38,40 +43,88 @@ def limits() -> LLParserLimits:
 
 
 class GrammarCheck:
-    """The process. It is started with the first grammar and ends with this one; several threads may ask it."""
+    """The processes. One is started where none is free, and ends with this object, or when it had nothing to do."""
 
-    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(self, patience_s: float = _PATIENCE_S, idle_s: float = _IDLE_S) -> None:
         self._patience_s = patience_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object]
-        self._lock = threading.Lock()
+        self._idle_s = idle_s
+        self._places = threading.BoundedSemaphore(MOST_AT_ONCE)
+        self._free: list[_Process] = []
+        """Whichever was used last comes last, and is used next, so that those that are not needed become idle."""
 
     def refusal(self, source: str) -> str:
-        """Why a grammar, as llguidance reads it, can't be used; empty if it can."""
-        with self._lock:
-            if self._process is None:
-                self._process = _start()
-                self._end = weakref.finalize(self, _kill, self._process)
-            answer = _ask(self._process, source, self._patience_s)
-            if answer is None:
-                self._end()
-                self._process = None
-                return "it is too complex"
-            return answer
+        """Why a grammar, as llguidance reads it, can't be used; empty if it can. Several threads may ask."""
+        with self._places:
+            while True:
+                process = self._take()
+                try:
+                    answer = process.ask(source, self._patience_s)
+                except EOFError:
+                    if process.was_idle():
+                        continue
+                    return _TOO_COMPLEX
+                if answer is None:
+                    process.end()
+                    return _TOO_COMPLEX
+                self._free.append(process)
+                return answer
+
+    def _take(self) -> _Process:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return _Process(self, self._idle_s)
 
 
-def _start() -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-I", __file__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,  # what the terminal sends to the server is not for it
-    )
-    if _answer(process, 10 * _PATIENCE_S) is None:
-        _kill(process)
-        raise RuntimeError("the process that checks grammars did not start")
-    return process
+class _Process:
+    """One process; it ends with `owner`."""
+
+    def __init__(self, owner: GrammarCheck, idle_s: float) -> None:
+        self._popen = subprocess.Popen(
+            [sys.executable, "-I", __file__, str(idle_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # what the terminal sends to the server is not for it
+        )
+        self.end = weakref.finalize(owner, _kill, self._popen)
+        try:
+            has_started = self._answer(10 * _PATIENCE_S) is not None
+        except EOFError:
+            has_started = False
+        if not has_started:
+            self.end()
+            raise RuntimeError("the process that checks grammars did not start")
+
+    def ask(self, source: str, patience_s: float) -> str | None:
+        """What the process says of a grammar; None if it says nothing in time.
+
+        Raises:
+            EOFError: it has ended.
+        """
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.write(json.dumps(source).encode() + b"\n")
+            self._popen.stdin.flush()
+        except BrokenPipeError:
+            raise EOFError from None
+        return self._answer(patience_s)
+
+    def was_idle(self) -> bool:
+        """Whether it ended, as it has, because it had nothing to do."""
+        is_so = self._popen.wait() == 0
+        self.end()
+        return is_so
+
+    def _answer(self, patience_s: float) -> str | None:
+        assert self._popen.stdout is not None
+        with DefaultSelector() as selector:
+            selector.register(self._popen.stdout, EVENT_READ)
+            if not selector.select(patience_s):
+                return None
+        if not (line := self._popen.stdout.readline()):
+            raise EOFError
+        return str(json.loads(line))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -79,26 +132,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-def _ask(process: subprocess.Popen[bytes], source: str, patience_s: float) -> str | None:
-    """What the process says of a grammar; None if it says nothing in time, or has ended."""
-    assert process.stdin is not None
-    try:
-        process.stdin.write(json.dumps(source).encode() + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError:
-        return None
-    return _answer(process, patience_s)
-
-
-def _answer(process: subprocess.Popen[bytes], patience_s: float) -> str | None:
-    assert process.stdout is not None
-    with DefaultSelector() as selector:
-        selector.register(process.stdout, EVENT_READ)
-        line = process.stdout.readline() if selector.select(patience_s) else b""
-    return str(json.loads(line)) if line else None
-
-
-# The process
+# A process
 
 
 def _check(source: str) -> str:
@@ -110,24 +144,29 @@ def _check(source: str) -> str:
     for _ in range(_NUM_STEPS):
         if matcher.is_stopped():
             break
-        started = time.perf_counter()
+        started = time.process_time()
         mask = matcher.compute_bitmask()
         allowed = [i for i in range(8 * len(mask)) if mask[i // 8] >> i % 8 & 1]
         if allowed:
             matcher.consume_token(pace.choice(allowed))
-        slowest = max(slowest, time.perf_counter() - started)
+        slowest = max(slowest, time.process_time() - started)
     if matcher.is_error():
         return matcher.get_error() or "it can't be followed"
-    return "it is too complex" if slowest > _SLOW_S else ""
+    return _TOO_COMPLEX if slowest > _SLOW_S else ""
 
 
-def _serve() -> None:
+def _serve(idle_s: float) -> None:
+    """Answers what is asked, a line each, until nothing was for so long."""
+    import os
     import resource
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    os.nice(_NICENESS)
     _say(_check('start: "a"'))
-    for line in sys.stdin:
-        _say(_check(json.loads(line)))
+    with DefaultSelector() as selector:
+        selector.register(sys.stdin, EVENT_READ)
+        while selector.select(idle_s) and (line := sys.stdin.readline()):
+            _say(_check(json.loads(line)))
 
 
 def _say(text: str) -> None:
@@ -135,4 +174,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(float(sys.argv[1]))

@@ -1,25 +1,28 @@
-"""Grammars: compiled by llguidance, they say which tokens may come next.
+"""Masks: which tokens may come next, by grammars that llguidance compiled and by what requests rule out.
 
-For each row that is sampled there is a mask of the tokens that the grammar allows after those before, drafts included.
-The end of the sequence is among them exactly where the grammar accepts what there is.
+For each row that is sampled there is a mask of the tokens that are allowed after those before, drafts included. With a
+grammar, the end of the sequence is among them exactly where the grammar accepts what there is.
 
-`min_tokens` and `ignore_eos` hold the end back as long as something else may follow; they cannot hold up an answer that
-is complete.
+`min_tokens`, and with a grammar `ignore_eos`, hold the end back as long as something else may follow; they cannot hold
+up an answer that is complete.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
+from engine.planning.bans import Bans, bits_of, without
 from engine.planning.grammar import Grammar, GrammarKind, Guide, one_line
 from engine.planning.grammar_check import GrammarCheck, limits
 from engine.planning.request import Request, SamplingParams, Sequence
-from engine.planning.step import Masks, Plan
+from engine.planning.step import Chunk, Masks, Plan
 from engine.planning.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 
 _MOST_COMPILED = 256
 """Compiled grammars that are kept."""
+_NUM_THREADS = max(1, (os.cpu_count() or 1) * 4 // 5)
+"""Threads that llguidance may use for masks."""
 _CHECK = GrammarCheck()
 _JSON_STYLE: JsonCompileOptions = {
     "whitespace_flexible": False,
@@ -71,9 +76,14 @@ class Grammars:
         with self._lock:
             return (tenant, grammar) in self._compiled
 
-    def start(self, request: Request, grammar: Grammar) -> Guide:
+    def start(self, request: Request) -> Guide:
         """The guide of a request's sequence, after the output tokens that are known already."""
-        guide = Guide(self._matcher(request.tenant, grammar).deep_copy())
+        params, matcher, bans = request.sampling, None, None
+        if params.grammar is not None:
+            matcher = self._matcher(request.tenant, params.grammar).deep_copy()
+        if params.allowed_token_ids or params.bad_words:
+            bans = Bans(params.allowed_token_ids, params.bad_words)
+        guide = Guide(matcher, bans)
         for token_id in request.output_token_ids:
             guide.advance(token_id)
         return guide
@@ -84,7 +94,7 @@ class Grammars:
         All tokens before them have to be known.
         """
         first: list[int] = []
-        tasks: list[tuple[Guide, int, list[int]]] = []
+        guided: list[tuple[Guide, int, Chunk]] = []
         num_rows = 0
         for chunk in plan.chunks:
             guide = self._guide_of(chunk.sequence) if chunk.samples else None
@@ -92,54 +102,69 @@ class Grammars:
                 first.append(-1)
                 continue
             first.append(num_rows)
-            tasks.append((guide, num_rows, list(chunk.drafts)))
+            guided.append((guide, num_rows, chunk))
             num_rows += 1 + len(chunk.drafts)
-        if not tasks:
+        if not guided:
             return None
         masks = Masks(bytearray(4 * self._num_words * num_rows), self._num_words, first)
-        self._fill(masks, tasks, num_rows)
-        for chunk, row in zip(plan.chunks, first, strict=True):
-            if row >= 0:
-                self._hold_back_end(masks, row, 1 + len(chunk.drafts), chunk.sequence)
+        self._fill(masks, guided, num_rows)
+        for guide, row, chunk in guided:
+            self._rule_out(masks, guide, row, chunk)
         return masks
 
     def _guide_of(self, sequence: Sequence) -> Guide | None:
-        grammar = sequence.request.sampling.grammar
-        if sequence.guide is None and grammar is not None:
-            sequence.guide = self.start(sequence.request, grammar)
+        if sequence.guide is None and sequence.request.sampling.is_guided:
+            sequence.guide = self.start(sequence.request)
         return sequence.guide
 
-    def _fill(self, masks: Masks, tasks: list[tuple[Guide, int, list[int]]], num_rows: int) -> None:
-        """Has llguidance compute all rows at once, on threads of its own and without the interpreter's lock."""
-        place = ctypes.addressof((ctypes.c_char * len(masks.bits)).from_buffer(masks.bits))
-        plain = [(guide.matcher, row) for guide, row, drafts in tasks if not drafts]
-        drafted = [(guide.matcher, row, drafts) for guide, row, drafts in tasks if drafts]
-        if plain:
-            self._executor.unsafe_compute_mask_ptr(plain, place, 4 * masks.num_words, num_rows)
+    def _fill(self, masks: Masks, guided: list[tuple[Guide, int, Chunk]], num_rows: int) -> None:
+        """Has llguidance compute what grammars allow, without the interpreter's lock.
+
+        Its own threads do it all at once. Where there would be one of them, it would take the work away from the caches
+        of this one; then only rows with drafts are for it, which nothing else computes.
+        """
+        place, size = (
+            ctypes.addressof((ctypes.c_char * len(masks.bits)).from_buffer(masks.bits)),
+            4 * masks.num_words,
+        )
+        matched = [
+            (guide.matcher, row, chunk.drafts) for guide, row, chunk in guided if guide.matcher is not None
+        ]
+        plain = [(matcher, row) for matcher, row, drafts in matched if not drafts]
+        drafted = [(matcher, row, list(drafts)) for matcher, row, drafts in matched if drafts]
+        if _NUM_THREADS == 1:
+            for matcher, row in plain:
+                matcher.unsafe_compute_mask_ptr(place + row * size, size)
+        elif plain:
+            self._executor.unsafe_compute_mask_ptr(plain, place, size, num_rows)
         if drafted:
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(
-                drafted, place, 4 * masks.num_words, num_rows
-            )
-        for guide, _, _ in tasks:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, place, size, num_rows)
+        for guide, _, _ in guided:
             guide.look()
 
-    def _hold_back_end(self, masks: Masks, row: int, num_rows: int, sequence: Sequence) -> None:
-        """Takes tokens that would end the sequence too early out of the masks that allow others."""
+    def _rule_out(self, masks: Masks, guide: Guide, row: int, chunk: Chunk) -> None:
+        """Takes what the request rules out, and what would end its sequence too early, out of the rows of a chunk."""
+        sequence, bans = chunk.sequence, guide.bans
         params, number = sequence.request.sampling, sequence.num_output_tokens
-        if number >= params.min_tokens and not params.ignore_eos:
+        if bans is None and number >= params.min_tokens and not params.ignore_eos:
             return
-        size = 4 * masks.num_words
-        for place in range(row, row + num_rows):
-            ending = self._ending(params, number + place - row)
-            kept = _without(masks.bits[place * size : (place + 1) * size], ending)
-            if kept.strip(b"\0"):
-                masks.bits[place * size : (place + 1) * size] = kept
+        size, before = 4 * masks.num_words, [*guide.before, *chunk.drafts]
+        for num_drafts in range(1 + len(chunk.drafts)):
+            place = slice((row + num_drafts) * size, (row + num_drafts + 1) * size)
+            tokens = self._all if guide.matcher is None else int.from_bytes(masks.bits[place], "little")
+            if bans is not None:
+                tokens = bans.kept(tokens, before[: len(guide.before) + num_drafts])
+            tokens = without(tokens, bits_of(self._ending(params, number + num_drafts)))
+            masks.bits[place] = tokens.to_bytes(size, "little")
+            if not tokens and not num_drafts:
+                guide.error = guide.error or "no token is allowed by both the grammar and 'allowed_token_ids'"
 
     def _ending(self, params: SamplingParams, number: int) -> Iterable[int]:
         """Tokens that may not come after so many, as long as something else may."""
+        eos = self._eos_token_ids if params.grammar is not None or not params.ignore_eos else ()
         if number < params.min_tokens:
-            return params.stop_token_ids.union(self._eos_token_ids)
-        return self._eos_token_ids if params.ignore_eos else ()
+            return params.stop_token_ids.union(eos)
+        return eos if params.ignore_eos else ()
 
     def _matcher(self, tenant: str, grammar: Grammar) -> LLMatcher:
         """A compiled grammar, at its start; it is not to be moved on."""
@@ -173,6 +198,11 @@ class Grammars:
         return LLTokenizer(vocabulary, eos_token=list(self._eos_token_ids))
 
     @cached_property
+    def _all(self) -> int:
+        """The set of all tokens."""
+        return (1 << self._vocabulary.vocab_size) - 1
+
+    @cached_property
     def _num_words(self) -> int:
         return -(-self._vocabulary.vocab_size // 32)
 
@@ -180,7 +210,7 @@ class Grammars:
     def _executor(self) -> LLExecutor:
         from llguidance import LLExecutor
 
-        return LLExecutor()
+        return LLExecutor(_NUM_THREADS)
 
 
 class ForcedTokens:
@@ -223,12 +253,22 @@ def source_of(grammar: Grammar) -> str:
 
     if grammar.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.answer is not None:
+        return json.dumps({"grammars": [{"lark_grammar": grammar.text}, _named("answer", grammar.answer)]})
     if grammar.kind is GrammarKind.LARK:
         return LLMatcher.grammar_from_lark(_as_lark(grammar.text))
     try:
         return LLMatcher.grammar_from_json_schema(grammar.text, _JSON_STYLE)
     except ValueError:  # it is `true`, or no JSON
         return f'{{"grammars": [{{"json_schema": {grammar.text}}}]}}'
+
+
+def _named(name: str, grammar: Grammar) -> dict[str, object]:
+    """A grammar for others to refer to."""
+    source = source_of(grammar)
+    if grammar.kind is GrammarKind.LARK:
+        return {"name": name, "lark_grammar": source}
+    return {**json.loads(source)["grammars"][0], "name": name}
 
 
 def _as_lark(text: str) -> str:
@@ -245,10 +285,3 @@ def _as_lark(text: str) -> str:
         return text
     except Exception as error:  # it raises what has no type of its own for a missing rule
         raise GrammarError(one_line(str(error))) from None
-
-
-def _without(mask: bytearray, token_ids: Iterable[int]) -> bytearray:
-    for token_id in token_ids:
-        if token_id < 8 * len(mask):
-            mask[token_id // 8] &= ~(1 << token_id % 8)
-    return mask

@@ -20,7 +20,9 @@ class Pace:
     """Whether drafts make steps of about so many sequences bring more tokens a second, as measured in turns.
 
     Steps without drafts and steps with them take turns. What is measured is all that drafts cost: looking for them,
-    computing and verifying them. As long as they pay, the turns with them become longer, and else those without.
+    computing and verifying them; on a device, also that it waits for the host, which has to know what drafts follow,
+    where without drafts it is a step behind. As long as they pay, the turns with them become longer, and else those
+    without.
     """
 
     __slots__ = (
@@ -39,6 +41,7 @@ class Pace:
         "_shortest_rest",
         "_trial_steps",
         "drafts",
+        "turn",
     )
 
     def __init__(self, num_sequences: int = 1) -> None:
@@ -48,6 +51,8 @@ class Pace:
         self._shortest_rest, self._longest_rest = rest_factor * _SHORTEST_REST, rest_factor * _LONGEST_REST
         self.drafts = False
         """Whether the next step may have drafts."""
+        self.turn = 0
+        """Turns are numbered. A step that was planned in one and ends in the next says nothing of either."""
         self._left = 1
         """Trials of this turn."""
         self._kept = 1
@@ -61,7 +66,8 @@ class Pace:
         self._lost_s = 0.0
         """What the turn with drafts took longer than its tokens would have taken without."""
         self._is_first = False
-        """The next step is the first of a turn with drafts, in which proposers catch up: it says nothing of others."""
+        """The next step is the first of a turn, in which proposers catch up, or a device without drafts has nothing to
+        do while the host plans: it says nothing of others."""
         self._num_steps, self._num_tokens, self._seconds = 0, 0, 0.0
 
     @property
@@ -89,19 +95,23 @@ class Pace:
             self._plain_rate = (self._plain_rate + rate) / 2 if self._plain_rate else rate
             self._plain_s = taken_s
             if not self._left:
-                self._begin_turn()
+                self._begin_turn(drafts=True, num_trials=self._kept)
+                self._lost_s = 0.0
             return
         self._drafted_rate = (self._drafted_rate + rate) / 2 if self._drafted_rate else rate
         if self._drafted_rate < self._gain * self._plain_rate:
             self._rest()
         elif not self._left:
-            self.drafts, self._left, self._kept = False, 1, min(2 * self._kept, _LONGEST_KEPT)
+            self._begin_turn(drafts=False, num_trials=1)
+            self._kept = min(2 * self._kept, _LONGEST_KEPT)
 
-    def _begin_turn(self) -> None:
-        self.drafts, self._is_first, self._left, self._lost_s = True, True, self._kept, 0.0
+    def _begin_turn(self, *, drafts: bool, num_trials: int) -> None:
+        self.drafts, self._left = drafts, num_trials
+        self._is_first = True
+        self.turn += 1
 
     def _rest(self) -> None:
         """Goes without drafts for so long that what they lost is a small share of the time."""
         wanted = int(self._lost_s / (_LOSS * max(self._plain_s, 1e-9)))
-        self._left = min(max(wanted, self._shortest_rest), self._longest_rest)
-        self.drafts, self._kept, self._drafted_rate = False, 1, 0.0
+        self._begin_turn(drafts=False, num_trials=min(max(wanted, self._shortest_rest), self._longest_rest))
+        self._kept, self._drafted_rate = 1, 0.0

@@ -23,6 +23,10 @@ class SamplingParams:
     top_k: int = 0
     """0 is off."""
     min_p: float = 0.0
+    typical_p: float = 1.0
+    top_a: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -46,6 +50,15 @@ class SamplingParams:
     """The same of every prompt token but the first. All of the prompt is computed for it, whatever is cached."""
     grammar: Grammar | None = None
     """What the answer has to match. The end of the sequence is allowed exactly where the grammar accepts."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """The only tokens that may be chosen; empty if all may."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Runs of tokens that are kept out of the output: the last one of a run is banned where those before it stand."""
+
+    @property
+    def is_guided(self) -> bool:
+        """Whether masks say which tokens may be chosen."""
+        return self.grammar is not None or bool(self.allowed_token_ids or self.bad_words)
 
 
 class Pooling(StrEnum):
@@ -289,7 +302,7 @@ class Sequence:
         self.text: object = None
         """State of the text side (a stopping.TextStream); the scheduler never looks inside."""
         self.guide: Guide | None = None
-        """Its place in its grammar, from its first choice on; it has taken all output tokens."""
+        """What may come next, if it is guided, from its first choice on; it has taken all output tokens."""
         self.stop: str | None = None
         """The stop string that ended it, if one did."""
         self.scheduled_s = -1.0

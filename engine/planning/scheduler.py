@@ -66,6 +66,11 @@ class Scheduler(StepResults):
         """Tokens that a step may have at present: fewer for a while after one that the device had no room for."""
         return self._step_limit.num_tokens
 
+    @property
+    def awaits_tokens(self) -> bool:
+        """Whether the steps in flight are to come back before the next is planned: it may have drafts."""
+        return self.drafting is not None and self.drafting.is_due
+
     def plan(self, now: float) -> Plan:
         """Plans the next step and advances `num_computed` of its sequences; `commit` takes the result."""
         plan = Plan()

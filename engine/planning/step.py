@@ -76,6 +76,12 @@ class Plan:
     """The part of its time that went into making drafts."""
     masks: Masks | None = None
     """Limits the choice of its tokens; known when `StepInFlight.choose` is called."""
+    turn: int = -1
+    """The turn of its `Pace` that it was planned in; -1 if what it takes says nothing of that."""
+
+    @property
+    def num_drafts(self) -> int:
+        return sum(len(chunk.drafts) for chunk in self.chunks)
 
 
 @dataclass(slots=True)
@@ -182,7 +188,9 @@ class RunnerFacts:
     window: int = 0
     """If all layers have a sliding window, the longest of them in tokens; else 0."""
     max_drafts: int = 0
-    """Drafts that a chunk may have. With any, a row's logits must not depend on the rows around it, to the bit."""
+    """Drafts that a chunk may have."""
+    max_rows: int = NO_LIMIT
+    """Chunks and drafts that a step with drafts may have."""
     draft: DraftRunner | None = None
     """A model that makes drafts."""
 

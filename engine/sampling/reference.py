@@ -13,7 +13,7 @@ For one row of logits, in this order:
    that of the k-th most likely one. Top-p keeps, of what top-k kept, each level that less than top_p of the mass lies
    above; the mass of a token is exp(-depth / temperature) in units of 2^-34, cut to an integer, so that sums do not
    depend on their order. Top-k and top-p keep whole levels. Min-p keeps depths up to min_p_depth times the temperature,
-   whatever their levels.
+   whatever their levels. Rarer filters are masks: see `sieve.py`.
 6. Of the tokens kept, the one with the largest logit + temperature * noise is chosen, the lowest id where several are
    largest: the Gumbel-max trick (Gumbel, 1954; Maddison, Tarlow and Minka, "A* sampling", 2014) chooses each token with
    its probability. Temperature 0 is the argmax, and filters do not matter to it.
@@ -22,6 +22,8 @@ A row whose raw logits are not all finite, or that has every token banned, has n
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -50,7 +52,7 @@ def choose(
 
     Args:
         logits: [R, vocab] float32, float16 or bfloat16; they are not changed.
-        slots: [R] int32, -1 for padding; no slot twice.
+        slots: [R] int32, -1 for padding; a slot with penalties stands there once at most.
         numbers: [R] int32, the output tokens that each slot's sequence has already.
         masks: [R, ceil(vocab / 32)] int32: bit v % 32 of word v // 32 is set if token v may be chosen. None allows all.
 
@@ -59,18 +61,47 @@ def choose(
     """
     rows = _Rows(tables, slots, numbers)
     raw = logits.float()
-    processed = _masked(_penalised(_biased(raw, rows), rows), masks)
-    peaks = processed.amax(-1, keepdim=True)
+    values = processed(raw, tables, slots, numbers, masks)
+    peaks = values.amax(-1, keepdim=True)
     temperature = rows.column("temperature")[:, None]
     bits = hashes(noise_keys(rows.column("state"), numbers), raw.shape[-1])
-    scores = processed + temperature * gumbel(bits)
+    scores = values + temperature * gumbel(bits)
     if filters.top_k or filters.top_p:
-        scores = scores.masked_fill(~_kept(peaks - processed, rows, filters), -torch.inf)
+        scores = scores.masked_fill(~kept(peaks - values, rows.filters, filters), -torch.inf)
     chosen = scores.argmax(-1)
     usable = rows.present & raw.isfinite().all(-1) & (peaks.squeeze(-1) > -torch.inf)
     _count(chosen, usable, rows)
     logprobs = raw.log_softmax(-1).gather(1, chosen[:, None]).squeeze(1) if filters.logprobs else raw[:, 0]
     return torch.where(usable, chosen, -1).to(torch.int32), torch.where(usable, logprobs, torch.nan)
+
+
+def processed(
+    raw: Tensor, tables: SamplingTables, slots: Tensor, numbers: Tensor, masks: Tensor | None
+) -> Tensor:
+    """[R, vocab] the float32 logits after biases, penalties and masks; arguments as in `choose`."""
+    rows = _Rows(tables, slots, numbers)
+    return _masked(_penalised(_biased(raw, rows), rows), masks)
+
+
+def kept(depths: Tensor, columns: Mapping[str, Tensor], filters: Filters) -> Tensor:
+    """[R, vocab] bool: the tokens that top-k, top-p and min-p keep, by their depths below the most likely token.
+
+    Args:
+        columns: [R] temperature, top_k, top_p and min_p_depth, as in `tables.ROW`.
+    """
+    temperature = columns["temperature"][:, None]
+    temperature = torch.where(temperature > 0, temperature, 1.0)
+    levels = _levels(depths, temperature)
+    cuts = torch.full_like(levels[:, :1], LEVELS - 1)
+    if filters.top_k:
+        top_k = columns["top_k"].long()[:, None]
+        kth = levels.sort(-1).values.gather(1, top_k.clamp(1, levels.shape[-1]) - 1)
+        cuts = torch.where(top_k > 0, kth, cuts)
+    if filters.top_p:
+        top_p = columns["top_p"].double()[:, None]
+        nucleus = _nucleus(levels, depths / temperature, cuts, top_p)
+        cuts = torch.where(top_p < 1, torch.minimum(cuts, nucleus), cuts)
+    return (levels <= cuts) & (depths <= columns["min_p_depth"][:, None] * temperature)
 
 
 def most_likely(logits: Tensor, num: int) -> tuple[Tensor, Tensor]:
@@ -87,6 +118,11 @@ class _Rows:
         self.present = slots >= 0
         self.slots = slots.clamp(min=0).long()
         self.numbers = numbers
+
+    @property
+    def filters(self) -> dict[str, Tensor]:
+        """The columns that `kept` needs."""
+        return {name: self.column(name) for name in ("temperature", "top_k", "top_p", "min_p_depth")}
 
     def column(self, name: str) -> Tensor:
         return self.tables.column(name)[self.slots]
@@ -123,23 +159,6 @@ def _masked(values: Tensor, masks: Tensor | None) -> Tensor:
         return values
     bits = (masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
     return values.masked_fill(bits.flatten(1)[:, : values.shape[1]] == 0, -torch.inf)
-
-
-def _kept(depths: Tensor, rows: _Rows, filters: Filters) -> Tensor:
-    """[R, vocab] bool: the tokens that all filters keep, by their depths below the most likely token."""
-    temperature = rows.column("temperature")[:, None]
-    temperature = torch.where(temperature > 0, temperature, 1.0)
-    levels = _levels(depths, temperature)
-    cuts = torch.full_like(levels[:, :1], LEVELS - 1)
-    if filters.top_k:
-        top_k = rows.column("top_k").long()[:, None]
-        kth = levels.sort(-1).values.gather(1, top_k.clamp(1, levels.shape[-1]) - 1)
-        cuts = torch.where(top_k > 0, kth, cuts)
-    if filters.top_p:
-        top_p = rows.column("top_p").double()[:, None]
-        nucleus = _nucleus(levels, depths / temperature, cuts, top_p)
-        cuts = torch.where(top_p < 1, torch.minimum(cuts, nucleus), cuts)
-    return (levels <= cuts) & (depths <= rows.column("min_p_depth")[:, None] * temperature)
 
 
 def _levels(depths: Tensor, temperature: Tensor) -> Tensor:

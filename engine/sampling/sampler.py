@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.planning.request import SamplingParams, Sequence
 from engine.planning.step import Masks
 from engine.sampling.noise import split_mix
+from engine.sampling.sieve import Sieve
 from engine.sampling.tables import ROW, Choose, Filters, SamplingTables, num_words
 
 MAX_TOP_LOGPROBS = 20
@@ -47,6 +48,7 @@ class Sampler:
         self._max_biases = max_biases
         self._eos_token_ids = frozenset(eos_token_ids)
         self._choose = choose
+        self._sieve = Sieve(num_slots, device)
         self._filters: dict[int, Filters] = {}
         """What the sequence in each slot asks for."""
 
@@ -62,19 +64,24 @@ class Sampler:
             raise ValueError(f"{len(biases)} tokens with a bias or a ban; {self._max_biases} are the most")
         row = np.zeros(1, ROW)
         row["state"] = split_mix(params.seed, sequence.index)
-        row["temperature"], row["top_p"] = params.temperature, params.top_p
-        row["top_k"], row["min_tokens"] = min(params.top_k, self.vocab_size), params.min_tokens
+        row["temperature"], row["min_tokens"] = params.temperature, params.min_tokens
         with np.errstate(divide="ignore"):
-            row["min_p_depth"] = -np.log(np.float64(params.min_p))
+            min_p_depth = float(-np.log(np.float64(params.min_p)))
+        top_k = min(params.top_k, self.vocab_size)
+        sifted = self._sieve.assign(slot, params, top_k, min_p_depth)
+        row["top_k"], row["top_p"], row["min_p_depth"] = (
+            (0, 1.0, np.inf) if sifted else (top_k, params.top_p, min_p_depth)
+        )
         row["repetition"], row["presence"] = params.repetition_penalty, params.presence_penalty
         row["frequency"] = params.frequency_penalty
         row["num_biases"] = len(biases)
         row["counts_row"] = slot if has_penalties(params) else -1
-        is_drawn = params.temperature > 0
+        is_drawn = params.temperature > 0 and not sifted
         self._filters[slot] = Filters(
             top_k=is_drawn and 0 < params.top_k < self.vocab_size,
             top_p=is_drawn and (params.top_p < 1 or params.min_p > 0),
             logprobs=params.num_logprobs is not None,
+            sifted=sifted,
         )
         if has_penalties(params):
             self._count(slot, sequence)
@@ -93,12 +100,15 @@ class Sampler:
             top_k=any(filters.top_k for filters in asked),
             top_p=any(filters.top_p for filters in asked),
             logprobs=any(filters.logprobs for filters in asked),
+            sifted=any(filters.sifted for filters in asked),
         )
 
     def sample(
         self, logits: Tensor, slots: Tensor, numbers: Tensor, filters: Filters, masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Chooses a token for each row of logits; see `reference.choose`. `filters` are at least those of the slots."""
+        if filters.sifted:
+            masks = self._sieve.masks(logits, self.tables, slots, numbers, masks)
         return self._choose(logits, self.tables, slots, numbers, filters, masks)
 
     def masks(self, masks: Masks, order: ListLike[tuple[int, int]]) -> Tensor:
@@ -115,7 +125,7 @@ class Sampler:
     def _biases(self, params: SamplingParams) -> NDArray[np.int32]:
         """[n, 2] as in SamplingTables.biases."""
         ending = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | self._eos_token_ids
-        is_banned = params.min_tokens > 0 and params.grammar is None  # a grammar's masks hold the end back
+        is_banned = params.min_tokens > 0 and not params.is_guided  # masks hold the end back
         banned = ending if is_banned else frozenset()
         ids = sorted(i for i in banned | params.logit_bias.keys() if 0 <= i < self.vocab_size)
         entries = np.zeros((len(ids), 2), np.int32)

@@ -43,6 +43,8 @@ class Filters:
     """Some row has top-p or min-p."""
     logprobs: bool = True
     """Some row wants the log probability of its token; without it they may be anything."""
+    sifted: bool = False
+    """Some row has a filter of `sieve.py`."""
 
 
 GRAPH_FILTERS = tuple(Filters(top_k, top_p) for top_k, top_p in product((False, True), repeat=2))

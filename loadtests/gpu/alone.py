@@ -114,7 +114,10 @@ class Bench:
         folder = Path(job.model)
         config = read_config(folder)
         options = LoadOptions(
-            device=job.device, max_batch_tokens=job.max_batch_tokens, max_num_seqs=job.max_num_seqs
+            device=job.device,
+            max_batch_tokens=job.max_batch_tokens,
+            max_num_seqs=job.max_num_seqs,
+            max_drafts=0,
         )
         self.runner = _Timed(ModelRunner(lambda: load_model(folder, options, _say, lambda *_: None)))
         self.queue = LaneQueue(threading.Lock())

@@ -36,8 +36,10 @@ PARTS = (
     Part("llama-8b", "serving", 190, ("llama-8b",)),
     Part("qwen3-0.6b", "serving", 150, ("qwen3-0.6b",)),
     Part("quantized", "quantized", 150),
+    Part("drafts", "drafts", 170),
     Part("llama-8b-int4", "serving", 100, ("llama-8b-int4",)),
     Part("llama-8b-fp8", "serving", 100, ("llama-8b-fp8",), is_for_dry_runs=False),
+    Part("llama-8b-ranks", "ranks", 120, ("llama-8b",), is_for_dry_runs=False),
     Part("kernel-tests", "cuda_tests", 150, ("tests/engine/kernels/triton",), is_for_dry_runs=False),
 )
 """In order of what is wanted most; the last ones have what time the others leave."""

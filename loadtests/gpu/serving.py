@@ -111,7 +111,7 @@ class Bench:
         }
         if self.device == "cuda":
             flags["--dtype"] = "bfloat16"
-        return [str(part) for flag in flags.items() for part in flag]
+        return ["--no-speculation", *(str(part) for flag in flags.items() for part in flag)]
 
     def _tpot(self, server: ServerProcess) -> None:
         say(f"{self.name}: one stream")

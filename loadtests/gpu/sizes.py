@@ -132,6 +132,18 @@ QWEN3_06B = ModelShape(
     tied=True,
     max_length=40_960,
 )
+LLAMA_1B = ModelShape(
+    architecture="LlamaForCausalLM",
+    hidden=2048,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    intermediate=8192,
+    vocabulary=128_256,
+    tied=True,
+    max_length=65_536,
+)
 LLAMA_SMALL = ModelShape(
     architecture="LlamaForCausalLM",
     hidden=64,
@@ -201,6 +213,19 @@ class ServingSizes:
     max_num_seqs: int = 256
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSizes:
+    """Of the part `drafts`."""
+
+    streams: tuple[int, ...] = (1, 8, 32)
+    length: int = 4
+    """Drafts of each stream in every step."""
+    rightness: float = 0.8
+    """The share of drafts that are right, of those after right ones."""
+    num_tokens: int = 256
+    """Of each answer."""
+
+
 KERNELS = {
     "full": KernelSizes(),
     "quick": KernelSizes(
@@ -229,6 +254,14 @@ _QWEN3 = ServingSizes(requests=(500, 512, 128), clients=256, max_num_seqs=512)
 _SMALL = ServingSizes(
     tpot_tokens=32, rounds=1, host_streams=4, host_tokens=24, client_tokens=24, max_batch_tokens=128, max_num_seqs=16
 )  # fmt: skip
+
+
+def speculation(mode: str) -> tuple[ModelShape, ModelShape, DraftSizes]:
+    """A model, what drafts for it, and how much of them in a run of this mode."""
+    if mode == "dry":
+        return LLAMA_SMALL, replace(LLAMA_SMALL, num_layers=1), DraftSizes(streams=(1, 3), num_tokens=40)
+    sizes = DraftSizes()
+    return LLAMA_8B, LLAMA_1B, replace(sizes, num_tokens=128) if mode == "quick" else sizes
 
 
 def serving(name: str, mode: str) -> tuple[ModelShape, ServingSizes]:

@@ -9,14 +9,15 @@ from threading import Lock
 from engine.engine import launch_fitting
 from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
-from engine.model.config import LoadOptions
+from engine.model.config import MAX_DRAFTS, LoadOptions
 from engine.model.drafts import DraftSource
+from engine.parallel.leader import Followers, ParallelRunner
 from engine.planning.block_tables import BlockTables
 from engine.planning.drafting import Drafting, Proposer
 from engine.planning.grammars import Grammars
 from engine.planning.request import FinishReason, Output, Request, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
-from engine.planning.step import Plan, StepResult
+from engine.planning.step import Plan, Runner, StepResult
 from priority.queue import LaneQueue
 
 
@@ -41,13 +42,33 @@ class Driver:
         draft: DraftSource | None = None,
         grammars: Grammars | None = None,
         sink: TokenSink | None = None,
+        quantize: str | None = None,
+        followers: Followers | None = None,
     ) -> None:
-        options = LoadOptions(device="cpu", dtype=dtype, num_blocks=num_blocks, max_batch_tokens=budget)
-        self.runner = ModelRunner(lambda: load_model(folder, options, lambda _: None, lambda *_: None, draft))
+        """With `followers`, the model is on several ranks."""
+        options = LoadOptions(
+            device="cpu",
+            dtype=dtype,
+            num_blocks=num_blocks,
+            max_batch_tokens=budget,
+            quantize=quantize,
+            max_drafts=MAX_DRAFTS if followers is None else 0,
+        )
+
+        ranks = None if followers is None else followers.group
+        self.runner = ModelRunner(
+            lambda: load_model(folder, options, lambda _: None, lambda *_: None, draft, ranks)
+        )
+        self.runs: Runner = self.runner
+        """What runs the steps: the runner itself, or all ranks, of which it is the first."""
+        if followers is not None:
+            self.runs = ParallelRunner(
+                folder, options, start=lambda: followers, make_runner=lambda _: self.runner
+            )
         self.folder = folder
         self.grammars = grammars
         self.sink = sink or NoText()
-        self.facts = self.runner.load()
+        self.facts = self.runs.load()
         self.budget = budget
         self.max_num_seqs = max_num_seqs
         self.fresh()
@@ -90,16 +111,16 @@ class Driver:
 
     def step(self) -> Plan:
         plan = self.scheduler.plan(0.0)
-        self.runner.forget(self.scheduler.take_departed())
+        self.runs.forget(self.scheduler.take_departed())
         if self.grammars is not None:
             plan.masks = self.grammars.masks(plan)
-        result = launch_fitting(self.runner, self.scheduler, plan).wait() if plan.chunks else StepResult([])
+        result = launch_fitting(self.runs, self.scheduler, plan).wait() if plan.chunks else StepResult([])
         outputs = self.scheduler.commit(plan, result, 0.0)
         if (drafting := self.scheduler.drafting) is not None and plan.chunks:
             drafting.observe(plan, 1.0)
         for output in outputs:
             self.outputs.setdefault((output.request_id, output.index), []).append(output)
-        self.runner.forget(self.scheduler.take_departed())
+        self.runs.forget(self.scheduler.take_departed())
         return plan
 
     def tokens(self, name: str, index: int = 0) -> list[int]:

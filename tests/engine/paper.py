@@ -243,6 +243,10 @@ class ReckonsNot(Drafting):
         super().__init__(lookup, most, model)
         self._random = pace
 
+    @property
+    def is_due(self) -> bool:
+        return self._random.random() < 0.8
+
     def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:
         pace = self._pace(sum(chunk.samples for chunk in plan.chunks))
         pace.drafts, pace._drafted_rate = True, 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -11,12 +12,13 @@ from queue import SimpleQueue
 import pytest
 
 from engine.engine import Engine, EngineState
-from engine.planning.request import FinishReason, Output
+from engine.planning.drafting import Drafting
+from engine.planning.request import FinishReason, Output, Sequence
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import DeviceError, OutOfMemory, Plan, StepReport, StepResult
 from priority.queue import LaneQueue
 from tests.engine.late import LateRunner, LateStep
-from tests.engine.paper import PaperSink, expected_output, make_request
+from tests.engine.paper import PaperProposer, PaperSink, drafting_always, expected_output, make_request
 
 PATIENCE_S = 20.0
 
@@ -131,6 +133,47 @@ def test_the_next_step_is_launched_before_one_is_waited_for(house: House) -> Non
         (launch, 1), (launch, 2), (wait, 1), (launch, 3), (wait, 2), (launch, 4), (wait, 3), (wait, 4),
     ]  # fmt: skip
     assert house.runner.num_unknown == 3
+
+
+def test_while_drafts_may_be_had_a_step_is_waited_for_before_the_next_is_planned(house: House) -> None:
+    house.start()
+    scheduler = house.engine._scheduler
+    assert scheduler is not None
+    scheduler.drafting = drafting_always(PaperProposer(random.Random(0), 0.8), 3)
+    house.submit("r", [1, 2, 3], max_tokens=30)
+    house.assert_whole("r", [1, 2, 3], 30)
+    house.stop()
+    launch, wait, asked = "launch", "wait", house.runner.asked
+    assert asked[:4] == [(launch, 1), (launch, 2), (wait, 1), (wait, 2)], "the first one has a prompt"
+    numbers = range(3, len(asked) // 2 + 1)
+    assert asked[4:] == [(what, number) for number in numbers for what in (launch, wait)]
+    assert len(numbers) < 28
+    assert house.runner.num_unknown == 1
+
+
+def test_while_drafts_rest_a_step_is_in_flight_as_ever(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over turns of both kinds. Only the first step of a turn without drafts finds nothing before it in flight."""
+    monkeypatch.setattr("engine.planning.pace._TRIAL_STEPS", 4)
+    house.start()
+    scheduler = house.engine._scheduler
+    assert scheduler is not None
+    proposed: list[int] = []
+
+    class Wrong(PaperProposer):
+        def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
+            proposed.append(len(lengths))
+            return [[0] for _ in sequences]
+
+    scheduler.drafting = Drafting(Wrong(random.Random(0), 0.0), 3)
+    house.submit("r", [1, 2, 3], max_tokens=90)
+    house.assert_whole("r", [1, 2, 3], 90)
+    house.stop()
+    asked = house.runner.asked
+    num_alone = sum(before == ("launch", number) for before, (_, number) in pairwise(asked))
+    turns = scheduler.drafting._pace(1).turn
+    assert turns >= 2
+    assert proposed
+    assert num_alone <= len(proposed) + turns + 2
 
 
 def test_there_is_one_report_a_step_and_their_times_follow_one_another(house: House) -> None:

@@ -161,8 +161,8 @@ def test_others_are_cancelled(engine: RunningEngine, oracle: Oracle) -> None:
         {"cuda_graphs": False},
         {"overlap": False},
         {"cuda_graphs": False, "overlap": False},
-        {"max_query_len": 4},
-        {"max_query_len": 4, "cuda_graphs": False},
+        {"max_drafts": 0},
+        {"max_drafts": 0, "cuda_graphs": False},
     ],
 )
 def test_graphs_and_overlap_change_no_token(llama: Path, options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.execution.drafter import Drafter
 from engine.execution.graphs import CudaDevice
 from engine.execution.loader import load_model
 from engine.execution.runner import LaunchedStep, ModelRunner
 from engine.kernels.kv_cache import QUANTIZED
 from engine.model.config import LoadOptions
-from engine.planning.request import Pooling
+from engine.model.drafts import DraftSource
+from engine.planning.draft_model import DraftModel
+from engine.planning.request import Pooling, Sequence
 from engine.planning.step import OutOfMemory, Plan
 from tests.engine import needs
 from tests.engine.checkpoints import make_checkpoint
+from tests.engine.eagle_heads import make_eagle
 from tests.engine.execution.test_steps import REQUESTS, SEATS, Party, ask
 from tests.engine.fake_cuda import FakeCuda, HostWaits, Mixed, Raced, patched
+from tests.engine.paper import ReckonsNot
 
 pytest.importorskip("triton", reason=needs.TRITON)
 
@@ -40,7 +46,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 class Watched(ModelRunner):
     """A model on the device, whose launches may not wait."""
 
-    def __init__(self, folder: Path, cuda: FakeCuda, **options: Any) -> None:
+    def __init__(
+        self, folder: Path, cuda: FakeCuda, draft: DraftSource | None = None, **options: Any
+    ) -> None:
         wanted = LoadOptions(
             device="cuda",
             dtype="bfloat16",
@@ -50,7 +58,7 @@ class Watched(ModelRunner):
             **options,
         )
         self.said: list[str] = []
-        super().__init__(lambda: load_model(folder, wanted, self.said.append, lambda *_: None))
+        super().__init__(lambda: load_model(folder, wanted, self.said.append, lambda *_: None, draft))
         self._cuda = cuda
         self.num_copies = 0
         self.load()
@@ -78,27 +86,93 @@ def assert_complete(party: Party) -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "cuda_graphs", "max_query_len", "kv_dtype"),
+    ("budget", "cuda_graphs", "max_drafts", "kv_dtype"),
     [
-        (32, True, 1, "auto"),
-        (5, True, 1, "auto"),
-        (32, False, 1, "auto"),
-        (32, True, 4, "auto"),
-        (32, True, 1, "int8"),
-        (32, True, 1, "fp8"),
+        (32, True, 0, "auto"),
+        (5, True, 0, "auto"),
+        (32, False, 0, "auto"),
+        (32, True, 3, "auto"),
+        (32, False, 3, "auto"),
+        (32, True, 0, "int8"),
+        (32, True, 0, "fp8"),
     ],
 )
 def test_no_launch_waits_for_the_device(
-    folder: Path, cuda: FakeCuda, budget: int, cuda_graphs: bool, max_query_len: int, kv_dtype: str
+    folder: Path, cuda: FakeCuda, budget: int, cuda_graphs: bool, max_drafts: int, kv_dtype: str
 ) -> None:
     """Prompts in pieces, decodes, every kind of sampling, sequences that come and go, with a step in flight."""
-    runner = Watched(folder, cuda, cuda_graphs=cuda_graphs, max_query_len=max_query_len, kv_dtype=kv_dtype)
+    runner = Watched(folder, cuda, cuda_graphs=cuda_graphs, max_drafts=max_drafts, kv_dtype=kv_dtype)
     assert runner.model.kernels.name == "triton", runner.said
     assert runner.model.kv.data.dtype == QUANTIZED.get(kv_dtype, torch.bfloat16)
     assert_complete(Party(runner, budget=budget).run(*REQUESTS, preempt_at=(4, 9)))
     assert (cuda.num_replays > 0) == cuda_graphs
     assert runner.num_copies
     assert {"rms_norm_kernel", "decode_attention_kernel", "prepare_kernel", "gather_kernel"} <= cuda.launched
+
+
+class Zeros:
+    """What the device says, where no kernel ever runs, but for every third draft."""
+
+    name = "zeros"
+
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
+        return [
+            [i % 3 // 2 for i in range(len(sequence.token_ids), len(sequence.token_ids) + length)]
+            for sequence, length in zip(sequences, lengths, strict=True)
+        ]
+
+    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
+        return 0.0
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+def test_verifying_drafts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> None:
+    runner = Watched(folder, cuda, max_drafts=4)
+    verified = list[int]()
+
+    class Drafts(ReckonsNot):
+        def observe(self, plan: Plan, seconds: float) -> None:
+            super().observe(plan, seconds)
+            verified.extend(len(chunk.drafts) - chunk.num_accepted for chunk in plan.chunks if chunk.drafts)
+
+    drafting = Drafts(Zeros(), 4, None, random.Random(0))
+    assert_complete(Party(runner, budget=20, drafting=drafting).run(*REQUESTS, preempt_at=(4, 9)))
+    assert {0, 1} < set(verified), "right and wrong ones"
+
+
+def test_a_draft_model_waits_for_its_tokens_once_and_at_the_end(
+    folder: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is loaded as its target is, in the memory that was planned for it; its passes are Triton's."""
+    runner = Watched(folder, cuda, DraftSource(folder), max_drafts=4)
+    drafter, drafted = runner.steps.drafter, list[torch.Size]()
+    assert isinstance(drafter, Drafter)
+    assert runner.model.memory.draft > 0
+    write_on = drafter._write_on
+
+    def watched(*arguments: Any) -> Tensor:
+        with cuda.watching():
+            found = write_on(*arguments)
+        drafted.append(found.shape)
+        return found
+
+    monkeypatch.setattr(drafter, "_write_on", watched)
+    cuda.launched.clear()
+    model = DraftModel(drafter)
+    drafting = ReckonsNot(None, 4, model, random.Random(0))
+    assert_complete(Party(runner, budget=20, drafting=drafting).run(*REQUESTS, preempt_at=(4, 9)))
+    assert not drafting.failed
+    assert max(drafted) > (1, 1)
+    assert "decode_attention_kernel" in cuda.launched
+
+
+def test_a_head_is_not_used_on_a_gpu_and_a_line_says_so(folder: Path, cuda: FakeCuda, tmp_path: Path) -> None:
+    head = make_eagle(tmp_path)
+    runner = Watched(folder, cuda, DraftSource(head), cuda_graphs=False)
+    assert runner.steps.drafter is None
+    assert runner.load().max_drafts
+    assert any(f"the head {head} is not used" in line for line in runner.said)
 
 
 def test_reading_prompts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> None:

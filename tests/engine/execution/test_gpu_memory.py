@@ -192,7 +192,9 @@ def test_the_largest_steps_have_all_tokens_all_rows_and_the_longest_context(
     options = LoadOptions(max_batch_tokens=max_batch_tokens, max_num_seqs=max_num_seqs)
     many, long = largest_batches(options, max_model_len, 16)
     num_sequences = min(max_num_seqs, max_batch_tokens)
-    assert many.sample_rows.numel() == many.context_lens.numel() == num_sequences
+    assert many.context_lens.numel() == num_sequences
+    assert many.sample_rows.tolist() == [*range(min(options.max_rows, many.token_ids.numel()))]
+    assert long.sample_rows.numel() == 1
     assert many.token_ids.numel() == min(max_batch_tokens, num_sequences * max_model_len)
     assert long.context_lens.tolist() == [max_model_len]
     assert long.block_tables.shape == (1, -(-max_model_len // 16))
@@ -211,7 +213,6 @@ def check(batch: Batch) -> None:
     for i, context in enumerate(batch.context_lens.tolist()):
         positions = batch.positions[starts[i] : starts[i + 1]].tolist()
         assert positions == list(range(context - len(positions), context))
-        assert batch.sample_rows[i] == starts[i + 1] - 1
 
 
 def test_a_decoder_runs_them_in_the_one_block_that_belongs_to_nobody(tmp_path: Path) -> None:
@@ -222,7 +223,7 @@ def test_a_decoder_runs_them_in_the_one_block_that_belongs_to_nobody(tmp_path: P
     decoder = Decoder(config, weights, kernels, KVCache(shape, 1, torch.float32, CPU), 100)
     options = LoadOptions(max_batch_tokens=50, max_num_seqs=7)
     rows = [decoder(batch).shape[0] for batch in largest_batches(options, 100, 16)]
-    assert rows == [7, 1]
+    assert rows == [50, 1], "of logits, with drafts"
 
 
 class FakeCuda:

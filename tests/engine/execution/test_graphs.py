@@ -18,6 +18,7 @@ from engine.execution.graphs import (
     choice_shapes,
     decode_shapes,
     mixed_shapes,
+    verifying_shapes,
 )
 from engine.execution.seats import StepShape
 
@@ -78,8 +79,9 @@ def decode(num: int, most: int = 64) -> StepShape:
     return next(shape for shape in decode_shapes(most) if shape.num_sequences == num)
 
 
-def asked(num_tokens: int, num_sequences: int, max_query_len: int) -> StepShape:
-    return StepShape(num_tokens, num_sequences, max_query_len, False, num_sequences)
+def asked(num_tokens: int, num_sequences: int, max_query_len: int, num_drafts: int = 0) -> StepShape:
+    num_rows = num_sequences + num_drafts
+    return StepShape(num_tokens, num_sequences, max_query_len, False, num_rows, num_drafts > 0)
 
 
 def sizes(shapes: list[StepShape]) -> list[int]:
@@ -101,12 +103,17 @@ def test_mixed_sizes_grow_by_a_third_or_a_half_and_hold_all_sequences() -> None:
     assert [s.num_tokens for s in mixed_shapes(5, 6)] == [5]
 
 
-@given(st.integers(1, 300))
-def test_tokens_are_chosen_by_graphs_of_powers_of_two_rows(most: int) -> None:
-    rows = {shape.num_rows for shape in choice_shapes(most)}
-    assert rows == {1 << i for i in range(10) if 1 << i < most} | {most}
-    for shape in (*decode_shapes(most), *mixed_shapes(600, most, 4)):
+@given(st.integers(1, 300), st.integers(0, 200), st.integers(1, 9))
+def test_tokens_are_chosen_by_graphs_of_powers_of_two_rows(most: int, more: int, max_query_len: int) -> None:
+    passes = [*decode_shapes(most), *mixed_shapes(600, most)]
+    verifying = verifying_shapes(most + more, most, max_query_len)
+    rows = {shape.num_rows for shape in choice_shapes([*passes, *verifying])}
+    assert rows <= {1 << i for i in range(10)} | {most, most + more}
+    for shape in passes:
         assert shape.num_sequences <= shape.num_rows <= most
+        assert shape.num_rows in rows
+    for shape in verifying:
+        assert shape.num_tokens <= shape.num_rows <= most + more
         assert shape.num_rows in rows
 
 
@@ -133,7 +140,7 @@ def test_a_mixed_step_is_padded_in_tokens_and_in_sequences(
 ) -> None:
     num_sequences, max_query_len = min(num_sequences, num_tokens), min(max_query_len, num_tokens)
     device = PaperDevice()
-    ladder = Ladder(device.work, [*decode_shapes(64), *mixed_shapes(600, 64, 4)])
+    ladder = Ladder(device.work, [*decode_shapes(64), *mixed_shapes(600, 64), *verifying_shapes(128, 64, 4)])
     captured(device, ladder)
     found = ladder.covering(asked(num_tokens, num_sequences, max_query_len))
     if num_tokens > 600:
@@ -141,6 +148,7 @@ def test_a_mixed_step_is_padded_in_tokens_and_in_sequences(
         return
     assert found is not None
     assert not found.is_decode
+    assert not found.verifies
     assert found.num_tokens >= num_tokens
     assert found.num_sequences >= num_sequences
     assert found.max_query_len >= max_query_len
@@ -198,11 +206,20 @@ def test_a_shape_that_cannot_be_captured_runs_without_and_is_told_in_a_line(
 
 def test_steps_that_verify_drafts_have_graphs_of_their_own() -> None:
     device = PaperDevice()
-    ladder = Ladder(device.work, mixed_shapes(64, 4, max_query_len=4))
+    shapes = verifying_shapes(32, 6, 9)
+    ladder = Ladder(device.work, [*mixed_shapes(64, 6), *shapes])
     captured(device, ladder)
-    found = ladder.covering(asked(7, 3, 4))
-    assert found == StepShape(16, 4, 4, False, 4)
-    assert ladder.covering(asked(7, 3, 5)) == StepShape(16, 4, 16, False, 4)
+    assert sorted({(s.num_sequences, s.max_query_len) for s in shapes}) == [
+        *((1, length) for length in (2, 3, 5, 9)),
+        *((2, length) for length in (2, 3, 5, 9)),
+        *((4, length) for length in (2, 3, 5)),
+        *((6, length) for length in (2, 3, 5)),
+    ]
+    assert ladder.covering(asked(7, 3, 4, 4)) == StepShape(20, 4, 5, False, 32, verifies=True)
+    assert ladder.covering(asked(7, 3, 4)) == StepShape(16, 6, 16, False, 6)
+    assert ladder.covering(asked(40, 3, 9, 8)) is None, "a prompt is among them"
+    assert not verifying_shapes(32, 6, 1)
+    assert {s.max_query_len for s in verifying_shapes(128, 6, 7)} == {2, 3, 5, 7}
 
 
 def test_without_capturing_every_step_runs_without() -> None:
@@ -217,7 +234,10 @@ def test_without_capturing_every_step_runs_without() -> None:
 def test_where_memory_runs_out_half_is_tried_and_one_line_says_so(room: int) -> None:
     device = PaperDevice()
     device.room = room
-    passes, choices = Ladder(device.work, decode_shapes(128)), Ladder(device.work, choice_shapes(64))
+    passes, choices = (
+        Ladder(device.work, decode_shapes(128)),
+        Ladder(device.work, choice_shapes(decode_shapes(64))),
+    )
     with pytest.MonkeyPatch.context() as patch:
         warnings: list[tuple[object, ...]] = []
         patch.setattr(graphs.log, "warning", lambda *said: warnings.append(said))

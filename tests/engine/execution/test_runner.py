@@ -69,7 +69,12 @@ def test_a_closed_runner_has_no_model(driver: Driver) -> None:
 
 def test_on_a_cpu_a_step_has_ended_when_its_launch_returns(driver: Driver) -> None:
     assert driver.facts == RunnerFacts(
-        num_blocks=32, block_size=16, max_batch_tokens=64, max_model_len=512, max_drafts=MAX_DRAFTS
+        num_blocks=32,
+        block_size=16,
+        max_batch_tokens=64,
+        max_model_len=512,
+        max_drafts=MAX_DRAFTS,
+        max_rows=64,
     )
     with pytest.raises(RuntimeError, match="not loaded"):
         _ = ModelRunner(lambda: driver.runner.model).steps

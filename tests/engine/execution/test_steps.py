@@ -28,7 +28,9 @@ from engine.kernels.kv_cache import KVShape
 from engine.kernels.ops import Attention, Kernels, reference_kernels
 from engine.kernels.reference import PagedAttention
 from engine.model.config import LoadOptions
+from engine.model.transformer import ForwardPass
 from engine.planning.block_tables import BlockTables
+from engine.planning.drafting import Drafting
 from engine.planning.request import Output, Request, SamplingParams, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import DeviceError, Masks, OutOfMemory, Plan, Runner, StepInFlight
@@ -84,18 +86,19 @@ def model(folder: Path) -> Iterator[LoadedModel]:
         yield load_model(folder, options, lambda _: None, lambda *_: None)
 
 
+def padded(decoder: ForwardPass) -> ForwardPass:
+    """Plain attention supposes that every sequence has context; what it says of padding is for nobody."""
+    return lambda batch: decoder(replace(batch, context_lens=batch.context_lens.clamp(min=1)))
+
+
 def device_runner(
-    model: LoadedModel, device: RepeatingDevice | None, max_query_len: int = 1, num_ahead: int = 1
+    model: LoadedModel, device: RepeatingDevice | None, max_drafts: int = 0, num_ahead: int = 1
 ) -> ModelRunner:
     """With a step ahead, as on a GPU, and with graphs if there is a device that captures them."""
 
-    def decoder(batch: Batch) -> torch.Tensor:
-        """Plain attention supposes that every sequence has context; what it says of padding is for nobody."""
-        return model.decoder(replace(batch, context_lens=batch.context_lens.clamp(min=1)))
-
-    options = replace(model.options, max_query_len=max_query_len)
-    buffers = StepBuffers(SEATS, 32, model.config.vocab_size, torch.float32, model.device)
-    own = replace(model, options=options, decoder=decoder, buffers=buffers if device else None)
+    options = replace(model.options, max_drafts=max_drafts)
+    buffers = StepBuffers(options.max_rows, 32, model.config.vocab_size, torch.float32, model.device)
+    own = replace(model, options=options, decoder=padded(model.decoder), buffers=buffers if device else None)
     runner = ModelRunner(lambda: own, make_device=lambda _: device, num_ahead=num_ahead)
     runner.load()
     return runner
@@ -112,13 +115,15 @@ class Party:
         budget: int = 32,
         num_blocks: int = 60,
         block_size: int = 16,
+        drafting: Drafting | None = None,
+        prefix_cache: bool = True,
     ) -> None:
         self.runner = runner
         self.num_ahead = num_ahead
         self.queue = LaneQueue(Lock())
-        tables = BlockTables(num_blocks, block_size)
+        tables = BlockTables(num_blocks, block_size, prefix_cache=prefix_cache)
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=SEATS, max_model_len=200)
-        self.scheduler = Scheduler(self.queue, tables, NoText(), limits)
+        self.scheduler = Scheduler(self.queue, tables, NoText(), limits, drafting)
         self.flights: deque[tuple[Plan, StepInFlight]] = deque()
         self.outputs: dict[tuple[str, int], list[Output]] = {}
         self.num_steps = 0
@@ -135,15 +140,22 @@ class Party:
 
     def step(self) -> None:
         self.num_steps += 1
+        if self.flights and self.scheduler.awaits_tokens:
+            self.land(0)
         plan = self.scheduler.plan(0.0)
         self.runner.forget(self.scheduler.take_departed())
         if plan.chunks:
             self.flights.append((plan, self.launch(plan)))
-        while len(self.flights) > (self.num_ahead if plan.chunks else 0):
+        self.land(self.num_ahead if plan.chunks and not plan.num_drafts else 0)
+
+    def land(self, num_left: int) -> None:
+        while len(self.flights) > num_left:
             flown, step = self.flights.popleft()
             for output in self.scheduler.commit(flown, step.wait(), 0.0):
                 self.outputs.setdefault((output.request_id, output.index), []).append(output)
             self.runner.forget(self.scheduler.take_departed())
+            if self.scheduler.drafting is not None:
+                self.scheduler.drafting.observe(flown, 1.0)
 
     def launch(self, plan: Plan) -> StepInFlight:
         return launch_fitting(self.runner, self.scheduler, plan)
@@ -176,12 +188,12 @@ def expected(model: LoadedModel) -> Party:
 
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("budget", [32, 5])
-@pytest.mark.parametrize("max_query_len", [1, 4])
+@pytest.mark.parametrize("max_drafts", [0, 3])
 def test_graphs_and_a_step_ahead_change_no_answer(
-    model: LoadedModel, expected: Party, graphs: bool, budget: int, max_query_len: int
+    model: LoadedModel, expected: Party, graphs: bool, budget: int, max_drafts: int
 ) -> None:
     device = RepeatingDevice() if graphs else None
-    runner = device_runner(model, device, max_query_len)
+    runner = device_runner(model, device, max_drafts)
     party = Party(runner, budget=budget).run(*REQUESTS)
     assert party.tokens() == expected.tokens()
     if device is not None:

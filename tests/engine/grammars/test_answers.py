@@ -12,6 +12,7 @@ import torch
 
 from app.checkpoint import DEMO_MODEL
 from engine.model.checkpoint import read_config, read_tokenizer
+from engine.planning import grammars as module
 from engine.planning.grammar import Grammar, GrammarKind
 from engine.planning.grammars import ForcedTokens, Grammars
 from engine.planning.lookup import Lookup
@@ -144,6 +145,8 @@ MIXTURE = [
     request("hot", PERSONS, temperature=1.3, seed=4, n=2),
     request("filtered", WORDS, top_k=9, top_p=0.8, seed=5, num_logprobs=2),
     request("penalised", PERSONS, seed=6, presence_penalty=0.8, frequency_penalty=0.5),
+    request("sifted", WORDS, typical_p=0.9, top_k=30, xtc_probability=0.5, frequency_penalty=0.3, seed=9),
+    request("sifted again", None, 20, top_a=0.3, min_p=0.01, xtc_probability=0.7, seed=10, n=2),
     request("free", None, 20, seed=7),
     request("free again", None, 20, seed=8, n=2),
 ]
@@ -177,7 +180,11 @@ def test_the_answers_match(alone: Answers) -> None:
     assert not allowed, "log probabilities are those before any processing"
 
 
-def test_the_same_in_a_batch(driver: Driver, alone: Answers) -> None:
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_the_same_in_a_batch(
+    driver: Driver, alone: Answers, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_NUM_THREADS", num_threads)
     driver.fresh(budget=16)
     driver.run(*MIXTURE)
     assert told(driver) == alone

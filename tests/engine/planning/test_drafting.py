@@ -136,6 +136,42 @@ def test_beside_a_prompt_only_what_is_known_to_pay_is_drafted() -> None:
         drafting._pace(1)._drafted_rate = rate
         drafting.extend(plan, tables, 100)
         assert counts(plan) == expected
+        assert drafting.is_due == (rate > 0), "no step is waited for in vain"
+
+
+def test_rows_are_bounded_as_tokens_are() -> None:
+    tables = BlockTables(64, 4)
+    drafting = drafting_at({1: 1.0, 64: 1.0})
+    drafting._max_rows = 7
+    plan = step_of(running(tables, 3))
+    drafting.extend(plan, tables, 100)
+    assert sum(counts(plan)) == 4
+
+
+def test_nothing_follows_a_token_that_the_host_does_not_know() -> None:
+    tables = BlockTables(64, 4)
+    sequences = running(tables, 2)
+    plan = step_of(sequences)
+    sequences[1].num_pending = 2
+    drafting = drafting_at({1: 1.0, 64: 1.0})
+    drafting.extend(plan, tables, 100)
+    assert counts(plan) == [0, 0]
+    assert plan.turn != drafting._pace(2).turn
+
+
+def test_a_step_counts_in_the_turn_that_it_was_planned_in_and_in_no_other() -> None:
+    tables, drafting = BlockTables(64, 4), Drafting(Echo(), 3)
+    sequences, pace = running(tables, 1), drafting._pace(1)
+    plans = [step_of(sequences) for _ in range(3)]
+    for plan in plans:
+        drafting.extend(plan, tables, 100)
+    assert not drafting.is_due
+    for _ in range(_TRIAL_STEPS):
+        drafting.observe(plans[0], 1.0)
+    assert drafting.is_due
+    before = pace._lost_s
+    drafting.observe(plans[1], 1000.0)
+    assert (pace._lost_s, pace._is_first) == (before, True)
 
 
 @pytest.mark.parametrize("room", [1, 3, 8, 20])

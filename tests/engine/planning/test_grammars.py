@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -30,7 +33,7 @@ def guide(grammars: Grammars, grammar: Grammar, text: str = "") -> Guide:
         sampling=SamplingParams(grammar=grammar),
         output_token_ids=tuple(TOKENIZER.encode(text)),
     )
-    return grammars.start(request, grammar)
+    return grammars.start(request)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +45,11 @@ def guide(grammars: Grammars, grammar: Grammar, text: str = "") -> Guide:
         (Grammar(REGEX, "[é-ü]{3}|x"), "éñü"),
         (Grammar(LARK, 'start: "a\\n\\"" | /b+c/'), 'a\n"'),
         (Grammar(LARK, 'root ::= "a" [0-9] "b"?'), "a7b"),
+        (Grammar(LARK, 'start: "<" @answer', Grammar(REGEX, "[0-9]{2}")), "<17"),
+        (Grammar(LARK, 'start: "<" @answer', Grammar(LARK, 'start: "a" b\nb: "c"')), "<ac"),
+        (Grammar(LARK, 'start: "<" @answer', Grammar(LARK, 'root ::= "a" [0-9]')), "<a7"),
+        (Grammar(LARK, 'start: "<" @answer', Grammar(SCHEMA, '{"const": [1, 2]}')), "<[1, 2]"),
+        (Grammar(LARK, 'start: "<" @answer', Grammar(SCHEMA, "true")), '<{"a": 1}'),
     ],
 )
 def test_a_text_that_matches_is_followed_to_its_end(grammars: Grammars, grammar: Grammar, text: str) -> None:
@@ -85,14 +93,51 @@ def test_what_no_answer_can_be_held_to_is_refused(grammars: Grammars, grammar: G
     assert "\n" not in message
 
 
+PARTS = " & ".join(f"/.*a.{{{i}}}.*/" for i in range(5, 30))
+ENDLESS = source_of(Grammar(LARK, f"start: X\nX: {PARTS}"))
+
+
+def free_of(check: GrammarCheck) -> list[subprocess.Popen[bytes]]:
+    return [process._popen for process in check._free]
+
+
+def test_one_slow_grammar_holds_up_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    check, started, popen = GrammarCheck(patience_s=30.0), set[subprocess.Popen[bytes]](), subprocess.Popen
+
+    def noted(*args: Any, **fields: Any) -> subprocess.Popen[bytes]:
+        process = popen(*args, **fields)
+        started.add(process)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", noted)
+    assert check.refusal(source_of(Grammar(REGEX, "a"))) == ""
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(check.refusal, ENDLESS)
+        while free_of(check):
+            assert not slow.done()
+        quick = [check.refusal(source_of(Grammar(REGEX, text))) for text in ("a", "b", "(")]
+        assert not slow.done()
+        assert [bool(refusal) for refusal in quick] == [False, False, True]
+        for process in started - set(free_of(check)):
+            process.kill()
+        assert slow.result() == "it is too complex"
+
+
+def test_a_process_with_nothing_to_do_ends_and_another_takes_its_place() -> None:
+    check = GrammarCheck(idle_s=0.05)
+    assert check.refusal(source_of(Grammar(REGEX, "a"))) == ""
+    (process,) = free_of(check)
+    assert process.wait(30) == 0
+    assert check.refusal(source_of(Grammar(REGEX, "b"))) == ""
+    assert process not in free_of(check)
+
+
 def test_what_takes_too_long_to_compile_is_given_up() -> None:
     """And the next one is checked as if nothing had been."""
     check = GrammarCheck(patience_s=0.3)
     assert check.refusal(source_of(Grammar(REGEX, "a"))) == ""
-    parts = " & ".join(f"/.*a.{{{i}}}.*/" for i in range(5, 30))
-    endless = source_of(Grammar(LARK, f"start: X\nX: {parts}"))
     started = time.monotonic()
-    assert check.refusal(endless) == "it is too complex"
+    assert check.refusal(ENDLESS) == "it is too complex"
     assert time.monotonic() - started < 10
     check._patience_s = 30.0
     assert check.refusal(source_of(Grammar(REGEX, "b"))) == ""

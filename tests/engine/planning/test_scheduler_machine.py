@@ -140,6 +140,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def plan(self) -> Plan:
         self.now += 1.0
+        if self.flights and self.scheduler.awaits_tokens:
+            self.land(0)
         plan = self.scheduler.plan(self.now)
         assert plan.num_tokens == sum(chunk.num_tokens for chunk in plan.chunks) <= self.budget
         assert len({chunk.sequence.key for chunk in plan.chunks}) == len(plan.chunks)

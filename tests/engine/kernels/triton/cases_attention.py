@@ -158,6 +158,10 @@ _SHORT = _cases("llama-short", _HOPPER, num_tokens=100)
 _HALVED = _cases("llama-64", _HOPPER, head_dim=64)
 _ODD = _cases("phi-hopper", _HOPPER, group=1, num_kv_heads=32, head_dim=96, dtype=torch.float16)
 _EXACT_GEMMA = _cases("exact-256", _HOPPER, head_dim=256, group=2, dtype=torch.float32)
+_DRAFTS = {
+    architecture: _cases(f"llama-drafts-{architecture}", architecture, max_query_len=9)
+    for architecture in (_A100, _HOPPER, _BLACKWELL)
+}
 _QWEN = _cases("qwen-drafts", _A100, group=7, num_kv_heads=4, max_query_len=5)
 _GEMMA = {
     architecture: _cases(f"gemma-{architecture}", architecture, group=2, head_dim=256, windowed=True)
@@ -206,6 +210,7 @@ CASES = [
     *(cases["prefill"] for cases in _GEMMA.values()),
     _PHI["prefill"],
     _SMALL["decode"],
+    *(cases["decode"] for cases in _DRAFTS.values()),
     *(cases["decode"] for cases in _WIDE.values()),
     *(cases["decode"] for cases in _EXACT.values()),
     *(cases[kind] for cases in _QUANTIZED.values() for kind in ("decode", "prefill")),

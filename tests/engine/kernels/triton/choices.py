@@ -72,9 +72,8 @@ def _nearly_best(
     for share in (1 - SHARE, 1.0, 1 + SHARE):
         kept = torch.ones_like(allowed)
         if filters.top_k or filters.top_p:
-            kept = reference._kept(
-                depths, reference._Rows(_with_top_p(tables, share), slots, numbers), filters
-            )
+            columns = reference._Rows(_with_top_p(tables, share), slots, numbers).filters
+            kept = reference.kept(depths, columns, filters)
         lowest = (scores - error).masked_fill(~kept, -torch.inf).amax(-1, keepdim=True)
         allowed |= kept & (scores + error >= lowest)
     return allowed & (temperature > 0)

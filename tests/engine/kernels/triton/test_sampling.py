@@ -132,6 +132,23 @@ def test_same_tokens_as_plain_torch(device: torch.device, tile: int, num_example
     check()
 
 
+def test_one_sequence_may_have_many_rows(device: torch.device) -> None:
+    """As when drafts are verified, with numbers that follow one another."""
+    params: dict[str, Any] = {"temperature": 1.0, "top_k": 9, "top_p": 0.9, "seed": 3, "min_tokens": 2}
+    rows = [make_sequence(params, [], []), make_sequence({"temperature": 0.7, "seed": 4}, [], [])]
+    sampler = Sampler(2, VOCAB, (EOS,), device, TritonChoose(6, VOCAB, device, tile=64))
+    for slot, sequence in enumerate(rows):
+        sampler.assign(slot, sequence)
+    slots, numbers = [0, 0, 0, 1, 1, -1], [1, 2, 3, 0, 1, 0]
+    slots_of_rows, before = (
+        torch.tensor(values, dtype=torch.int32, device=device) for values in (slots, numbers)
+    )
+    logits = make_logits(1, 5, device).expand(6, VOCAB).contiguous()
+    found = checked_sample(sampler, logits, slots_of_rows, before, sampler.filters(slots))
+    assert min(found[:5]) >= 0 > found[5]
+    assert len(set(found[:3])) > 1, "the noise is another one for each number"
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     vocab=st.integers(1, 200),
@@ -204,7 +221,9 @@ def test_a_cut_is_neither_early_nor_late(device: torch.device, params: dict[str,
     probe = Sampler(1, vocab, (EOS,), torch.device("cpu"), reference.choose)
     probe.assign(0, make_sequence(params | {"temperature": 4.0}, [], []))
     slot = torch.zeros(1, dtype=torch.int32)
-    kept = reference._kept(logits.max() - logits, reference._Rows(probe.tables, slot, slot), Filters())[0]
+    kept = reference.kept(
+        logits.max() - logits, reference._Rows(probe.tables, slot, slot).filters, Filters()
+    )[0]
     order = logits[0].argsort(descending=True)
     last, following = order[int(kept.sum()) - 1], order[int(kept.sum())]
     states = torch.from_numpy(np.array([split_mix(s, 0) for s in range(num_seeds)], np.uint64).view(np.int64))

@@ -17,13 +17,16 @@ from engine.kernels.kv_cache import QUANTIZED
 from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.select import triton_kernels
 from engine.model.config import LoadOptions, ModelConfig
+from engine.planning.drafting import Drafting
+from engine.planning.request import Request
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.execution.test_steps import Party, RepeatingDevice, ask
+from tests.engine.execution.test_verified_steps import Drafts, Prophet
 
 NUM_SEQS, BUDGET = 2, 8
 CPU = torch.device("cpu")
 OPTIONS = LoadOptions(
-    dtype="float32", num_blocks=12, max_num_seqs=NUM_SEQS, max_batch_tokens=BUDGET, max_query_len=2
+    dtype="float32", num_blocks=12, max_num_seqs=NUM_SEQS, max_batch_tokens=BUDGET, max_drafts=1
 )
 REQUESTS = (
     ask("greedy", 10, max_tokens=7, temperature=0.0),
@@ -47,10 +50,15 @@ def load(
         return load_model(folder, options, lambda _: None, lambda *_: None)
 
 
-def party(make: Callable[[], LoadedModel], graphs: RepeatingDevice | None) -> Party:
+def party(
+    make: Callable[[], LoadedModel],
+    graphs: RepeatingDevice | None,
+    requests: tuple[Request, ...] = REQUESTS,
+    drafting: Drafting | None = None,
+) -> Party:
     runner = ModelRunner(make, make_device=lambda _: graphs, num_ahead=1)
     runner.load()
-    return Party(runner, budget=BUDGET, num_blocks=12).run(*REQUESTS)
+    return Party(runner, budget=BUDGET, num_blocks=12, drafting=drafting).run(*requests)
 
 
 def test_a_whole_step_says_what_plain_torch_says(folder: Path, device: torch.device) -> None:
@@ -62,6 +70,26 @@ def test_a_whole_step_says_what_plain_torch_says(folder: Path, device: torch.dev
     expected = party(lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32)), None)
     assert found.tokens() == expected.tokens()
     assert len(set(graphs.replays)) > 3
+
+
+def test_a_step_with_drafts_says_what_plain_torch_says_without(folder: Path, device: torch.device) -> None:
+    """Right drafts and wrong ones, with attention of two queries a sequence and rows that are sampled in rounds."""
+    requests = (
+        ask("greedy", 5, max_tokens=5, temperature=0.0),
+        ask("drawn", 2, max_tokens=5, seed=3, presence_penalty=1.0),
+    )
+    expected = party(
+        lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32)), None, requests
+    )
+    drafts = Drafts(Prophet(expected.tokens(), 0.7), 1)
+    found = party(
+        lambda: load(folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS)),
+        None,
+        requests,
+        drafts,
+    )
+    assert found.tokens() == expected.tokens()
+    assert min(drafts.count[True], drafts.count[False]) > 0
 
 
 def test_a_quantized_cache_says_what_plain_torch_reads_from_one(folder: Path, device: torch.device) -> None:

@@ -100,7 +100,7 @@ def padded(batch: Batch, num_rows: int, owned: bool) -> Batch:
 def test_a_step_out_of_the_table_is_what_the_host_would_have_made(name: str, device: torch.device) -> None:
     """A sequence with one token, one with three, and padding in sequences and in tokens, as in a graph."""
     checkpoint = Checkpoint(small(name), torch.float32)
-    options = LoadOptions(block_size=BLOCK_SIZE, max_num_seqs=4, max_query_len=3)
+    options = LoadOptions(block_size=BLOCK_SIZE, max_num_seqs=4, max_drafts=2)
     kernels = triton_kernels(checkpoint.config, device, torch.float32, options)
     decoder, reference = checkpoint.decoder(kernels), checkpoint.plain()
     decoder.kv.data.fill_(torch.nan)  # what nobody wrote must not matter

@@ -1,0 +1,73 @@
+"""What one of several ranks has of a machine and of a table of kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.execution.memory import Budget
+from engine.kernels.cpu.native import available_cores
+from engine.kernels.linear import Linear
+from engine.kernels.ops import Kernels
+from engine.kernels.ranks import Ranks
+from engine.model.config import LoadOptions
+from engine.quant.formats import Format, NamedTensors
+
+
+def agreed(number: int, ranks: Ranks | None) -> int:
+    """The least that any rank has."""
+    return number if ranks is None else ranks.least(number)
+
+
+def own_device(device: torch.device, ranks: Ranks) -> torch.device:
+    """A GPU for each rank; on a CPU all compute on the same one."""
+    if device.type != "cuda":
+        return device
+    torch.cuda.set_device(ranks.rank)
+    return torch.device("cuda", ranks.rank)
+
+
+def own_options(options: LoadOptions, device: torch.device, ranks: Ranks) -> LoadOptions:
+    """The options of one rank: its share of a CPU's threads. What it quantizes is its part, which is not kept."""
+    options = replace(options, keep_quantized=False)
+    if device.type != "cpu":
+        return options
+    num_threads = max(1, (options.num_threads or available_cores()) // ranks.size)
+    torch.set_num_threads(num_threads)
+    return replace(options, num_threads=num_threads)
+
+
+def own_budget(limits: Budget, ranks: Ranks | None) -> Budget:
+    """The budget of one rank: a GPU of its own, or its share of the machine's memory."""
+    if ranks is None or limits.card is not None:
+        return limits
+    cap = None if limits.cap is None else limits.cap // ranks.size
+    return replace(limits, available=limits.available // ranks.size, cap=cap)
+
+
+def ranked(kernels: Kernels, ranks: Ranks) -> Kernels:
+    """The kernels of one rank. Every rank chooses tokens, and rank 0's count.
+
+    The sums lie between a layer's linear maps, so that no native kernel has a whole pass, nor an activation in a map.
+    """
+
+    def linear(tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False) -> Linear:  # noqa: ARG001
+        return kernels.linear(tensors, format, bias)
+
+    def choose(*arguments: Any) -> tuple[Tensor, Tensor]:
+        token_ids, logprobs = kernels.choose(*arguments)
+        ranks.copy_first(token_ids)
+        return token_ids, logprobs
+
+    return replace(
+        kernels,
+        linear=linear,
+        choose=choose,
+        is_static=bool(ranks.least(int(kernels.is_static))),
+        keeps_narrow=False,
+        ranks=ranks,
+        team=None,
+    )

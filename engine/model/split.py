@@ -1,0 +1,67 @@
+"""How a model is shared out among the ranks that run it together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from engine.errors import CheckpointError
+from engine.model.config import ModelConfig
+from engine.model.gguf.container import is_gguf
+
+
+def split_config(config: ModelConfig, num_ranks: int) -> ModelConfig:
+    """The config of what one of the ranks has: it is a decoder with fewer heads and a narrower feed-forward part.
+
+    Where there are fewer key-value heads than ranks, several ranks have the same one. The vocabulary keeps its size;
+    see `ModelConfig.vocab_rows`.
+
+    Raises:
+        CheckpointError: the model cannot be shared out among so many.
+    """
+    asked = f"--tensor-parallel {num_ranks}"
+    if config.num_heads % num_ranks:
+        raise CheckpointError(
+            f"{asked}: the model has {config.num_heads} attention heads, which do not split"
+        )
+    if config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads:
+        raise CheckpointError(
+            f"{asked}: the model has {config.num_kv_heads} key-value heads, which do not split"
+        )
+    if config.intermediate_size % num_ranks:
+        raise CheckpointError(
+            f"{asked}: the model has an intermediate_size of {config.intermediate_size}, which does not split"
+        )
+    part = replace(
+        config,
+        num_heads=config.num_heads // num_ranks,
+        num_kv_heads=max(1, config.num_kv_heads // num_ranks),
+        intermediate_size=config.intermediate_size // num_ranks,
+        num_ranks=num_ranks,
+    )
+    if -(-config.vocab_size // part.vocab_rows) != num_ranks:
+        raise CheckpointError(
+            f"{asked}: the model has {config.vocab_size} tokens, which are too few to split"
+        )
+    return part
+
+
+def check_split(path: Path, config: ModelConfig, num_ranks: int) -> None:
+    """Checks that a checkpoint can be shared out among so many ranks.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    if num_ranks == 1:
+        return
+    if is_gguf(path):
+        raise CheckpointError(
+            f"--tensor-parallel {num_ranks}: a GGUF file is served by one process only: {path}"
+        )
+    if config.quantization is not None:
+        method = config.quantization.text("quant_method")
+        raise CheckpointError(
+            f"--tensor-parallel {num_ranks}: a checkpoint that is quantized ({method}) is served by one process only; "
+            "take one in floating point, and --quantize"
+        )
+    split_config(config, num_ranks)

@@ -1,0 +1,66 @@
+"""The tensors of a checkpoint as one of several ranks sees them: its part of each, which alone is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.kernels.ranks import Ranks
+from engine.model.config import ModelConfig
+from engine.model.files import Files
+from engine.model.safetensors import TensorEntry
+from engine.model.weights import expected_shapes, linear_specs
+
+
+class SplitFiles:
+    """The files of a checkpoint in floating point, whose tensors have the shapes of `part`, a split of `whole`.
+
+    An axis that is shorter in `part` is cut; where all pieces together are fewer than the ranks, several ranks have the
+    same one, and where they are longer than the axis, zeros follow. The biases that all ranks would add, rank 0 adds.
+    """
+
+    def __init__(self, files: Files, whole: ModelConfig, part: ModelConfig, ranks: Ranks) -> None:
+        self.config = files.config
+        self._files = files
+        self._ranks = ranks
+        self.entries: Mapping[str, TensorEntry] = {
+            name: _part_of(files.entries[name], shape) for name, shape in expected_shapes(part).items()
+        }
+        specs = (spec for layer in range(part.num_layers) for spec in linear_specs(part, layer).values())
+        self._summed = {f"{p.name}.bias" for spec in specs if spec.sums and spec.bias for p in spec.parts}
+        self._whole = expected_shapes(whole)
+
+    @property
+    def path(self) -> Path:
+        return self._files.path
+
+    def own_name(self, name: str) -> str:
+        return self._files.own_name(name)
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._files.read(name)
+        if name in self._summed and self._ranks.rank:
+            return tensor.new_zeros(tensor.shape)
+        for axis, size in enumerate(self.entries[name].shape):
+            tensor = self._cut(tensor, axis, size)
+        return tensor
+
+    def _cut(self, tensor: Tensor, axis: int, size: int) -> Tensor:
+        """The rank's piece of an axis; a view of the tensor, but for padding."""
+        length = tensor.shape[axis]
+        num_pieces = -(-length // size)
+        start = self._ranks.rank * num_pieces // self._ranks.size * size
+        piece = tensor.narrow(axis, start, min(size, length - start))
+        missing = size - piece.shape[axis]
+        return piece if not missing else F.pad(piece, (0, 0) * (tensor.dim() - 1 - axis) + (0, missing))
+
+
+def _part_of(entry: TensorEntry, shape: tuple[int, ...]) -> TensorEntry:
+    """The entry with another shape."""
+    item = entry.num_bytes // max(1, prod(entry.shape))
+    return replace(entry, shape=shape, num_bytes=prod(shape) * item)

@@ -1,0 +1,282 @@
+"""Rank 0: starts the other ranks, tells them what it does, and notices when one of them is gone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from engine.errors import CheckpointError, NotEnoughMemory
+from engine.kernels.ranks import Ranks
+from engine.model.config import LoadOptions
+from engine.model.dtype import choose_device
+from engine.parallel.group import Group
+from engine.parallel.messages import Choose, Load, Message, Narrator
+from engine.planning.request import Sequence
+from engine.planning.step import DeviceError, Plan, Runner, RunnerFacts, StepInFlight, StepResult
+
+_START = """\
+import sys
+sys.path[:] = {path!r}
+import penstock
+from importlib import import_module
+import_module({package!r} + ".lifeline").hold({descriptor})
+import_module({package!r} + ".follower").main({descriptor}, {rank}, {size}, {meeting!r}, {on_cuda})
+"""
+"""What a rank's process runs. Modules have the names that they have here, or messages could not be read."""
+
+_NEWS_S = 2.0
+"""So soon after a sum failed it is known which rank is gone."""
+_END_S = 5.0
+"""So soon after its socket was closed a rank has ended."""
+
+
+def start_ranks(options: LoadOptions, say: Callable[[str], None]) -> Followers:
+    """Starts the processes of all ranks but this one.
+
+    Raises:
+        CheckpointError: there are not enough GPUs.
+        DeviceError: one of them ended at once.
+    """
+    size, on_cuda = options.num_ranks, choose_device(options.device).type == "cuda"
+    if on_cuda and torch.cuda.device_count() < size:
+        raise CheckpointError(f"--tensor-parallel {size}: torch sees {torch.cuda.device_count()} GPUs")
+    followers = Followers(size, on_cuda=on_cuda)
+    pids = ", ".join(f"rank {rank} in process {pid}" for rank, pid in followers.pids.items())
+    over = "NCCL" if on_cuda else "gloo"
+    say(f"{size} ranks run the model together over {over}: rank 0 here, {pids}; memory is told of one")
+    try:
+        followers.join()
+    except BaseException:
+        followers.close()
+        raise
+    return followers
+
+
+class Followers:
+    """The ranks from 1 on, each a process at the other end of a socket.
+
+    A socket that is closed is how each side learns that the other is gone, whatever ended it.
+    """
+
+    def __init__(self, size: int, *, on_cuda: bool = False) -> None:
+        self._group: Group | None = None
+        self._size, self._on_cuda = size, on_cuda
+        self._folder = TemporaryDirectory(prefix="penstock-ranks-")
+        self._meeting = str(Path(self._folder.name) / "meeting")
+        self._sockets: dict[int, Connection[object, object]] = {}
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._loss = ""
+        self._has_loss = threading.Event()
+        self._is_closing = False
+        for rank in range(1, size):
+            self._start(rank)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes by rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
+
+    @property
+    def group(self) -> Group:
+        """All ranks, this one included; there once they have joined."""
+        if self._group is None:
+            raise RuntimeError("the ranks have not joined")
+        return self._group
+
+    def join(self) -> None:
+        """Makes the process group, once all ranks have come up.
+
+        Raises:
+            DeviceError: one ended before.
+        """
+        for rank in self._sockets:
+            self._receive(rank)
+        self._group = Group(0, self._size, Path(self._meeting), on_cuda=self._on_cuda)
+
+    def tell(self, message: Message) -> None:
+        """
+        Raises:
+            OSError: a rank is gone.
+        """
+        pickled = ForkingPickler.dumps(message)
+        for socket in self._sockets.values():
+            socket.send_bytes(pickled)
+
+    def wait_loaded(self) -> None:
+        """Waits until all have answered `Load`.
+
+        Raises:
+            CheckpointError, NotEnoughMemory: the first rank that could not load its part says why.
+            DeviceError: one is gone.
+        """
+        for rank in self._sockets:
+            answer = self._receive(rank)
+            if isinstance(answer, Exception):
+                raise type(answer)(f"rank {rank}: {answer}")
+
+    def check(self) -> None:
+        """
+        Raises:
+            DeviceError: a rank is gone.
+        """
+        if self._loss:
+            raise DeviceError(self._loss)
+
+    @contextmanager
+    def needed(self) -> Iterator[None]:
+        """What fails in here fails for good, for the ranks are no longer at the same place.
+
+        Raises:
+            DeviceError: something failed; the message says if a rank is gone.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._has_loss.wait(_NEWS_S)
+            raise DeviceError(self._loss or f"{type(error).__name__}: {error}") from error
+        self.check()
+
+    def close(self) -> None:
+        """Ends all ranks but this one."""
+        self._is_closing = True
+        for socket in self._sockets.values():
+            socket.close()
+        for process in self._processes.values():
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        if self._group is not None:
+            self._group.close()
+        self._folder.cleanup()
+
+    def _start(self, rank: int) -> None:
+        ours, theirs = Pipe()
+        program = _START.format(
+            path=sys.path,
+            package=__package__,
+            descriptor=theirs.fileno(),
+            rank=rank,
+            size=self._size,
+            meeting=self._meeting,
+            on_cuda=self._on_cuda,
+        )
+        # In a process group of its own: Ctrl-C is for rank 0, which drains.
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            process_group=0,
+        )
+        theirs.close()
+        self._sockets[rank], self._processes[rank] = ours, process
+        threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Waits for a rank's end, and ends what would wait for it on this one."""
+        status = process.wait()
+        if self._is_closing or self._loss:
+            return
+        how = signal.Signals(-status).name if status < 0 else f"status {status}"
+        self._loss = f"rank {rank} (process {process.pid}) ended with {how}"
+        self._has_loss.set()
+        if self._on_cuda and self._group is not None:
+            self._group.abort()  # gloo sees for itself that a socket is closed
+
+    def _receive(self, rank: int) -> object:
+        try:
+            return self._sockets[rank].recv()
+        except (EOFError, OSError) as error:
+            self._has_loss.wait(_NEWS_S)
+            raise DeviceError(self._loss or f"rank {rank} is gone") from error
+
+
+class ParallelRunner:
+    """Executes plans on all ranks, of which this process is rank 0; see `planning.step.Runner`.
+
+    Args:
+        start: starts the other ranks.
+        make_runner: makes the runner of this one.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: LoadOptions,
+        *,
+        start: Callable[[], Followers],
+        make_runner: Callable[[Ranks], Runner],
+    ) -> None:
+        self._load = Load(folder, options)
+        self._start = start
+        self._make_runner = make_runner
+        self._narrator = Narrator()
+        self._followers: Followers | None = None
+        self._own: Runner
+
+    @property
+    def followers(self) -> Followers:
+        if self._followers is None:
+            raise RuntimeError("the ranks have not been started")
+        return self._followers
+
+    def load(self) -> RunnerFacts:
+        self._followers = followers = self._start()
+        self._own = self._make_runner(followers.group)
+        followers.tell(self._load)
+        try:
+            facts = self._own.load()
+        except (CheckpointError, NotEnoughMemory):
+            raise
+        except Exception:
+            followers.wait_loaded()  # a rank that gave up is why, and says more
+            raise
+        followers.wait_loaded()
+        return facts
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        with self.followers.needed():
+            self.followers.tell(self._narrator.launch(plan))
+            return _Step(self.followers, plan, self._own.launch(plan))
+
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """An idle engine calls this, too, with nothing to forget: so it learns that a rank is gone."""
+        with self.followers.needed():
+            gone = list(sequences)
+            if gone:
+                self.followers.tell(self._narrator.forget(gone))
+                self._own.forget(gone)
+
+    def close(self) -> None:
+        if self._followers is not None:
+            self._own.close()
+            self._followers.close()
+
+
+class _Step:
+    """A step that all ranks have launched."""
+
+    def __init__(self, followers: Followers, plan: Plan, own: StepInFlight) -> None:
+        self._followers = followers
+        self._plan = plan
+        self._own = own
+
+    def choose(self) -> None:
+        with self._followers.needed():
+            self._followers.tell(Choose(self._plan.masks))
+            self._own.choose()
+
+    def wait(self) -> StepResult:
+        with self._followers.needed():
+            return self._own.wait()

@@ -1,0 +1,145 @@
+"""What rank 0 tells the others: the plans of its steps, told as changes to sequences that they know.
+
+Every rank runs the same steps of the same sequences. A sequence is told whole when a step first has it, its request
+included; from then on one array of 32-bit integers for each step has the tokens and blocks that are new.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as ListLike
+from dataclasses import dataclass, field
+from itertools import count, islice
+from pathlib import Path
+
+from engine.model.config import LoadOptions
+from engine.planning.request import Request, Sequence
+from engine.planning.step import Chunk, Masks, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load this checkpoint; answered with None once the model is warm, or with what is wrong with it."""
+
+    folder: Path
+    options: LoadOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """Launch a step."""
+
+    new: list[tuple[int, Request, int]]
+    """Of the sequences that no step had before, or not since they were forgotten: key, request, index."""
+    words: bytes
+    """int32: how many block copies, and these; then for each chunk, key, start, num_tokens, samples, and three lists,
+    each after its length: drafts, the tokens that are new, and the place in the block table from which on the blocks
+    after it are new."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choose:
+    """Choose the tokens of the step that was launched last."""
+
+    masks: Masks | None
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Forget sequences."""
+
+    keys: list[int]
+
+
+Message = Load | Launch | Choose | Forget
+
+
+@dataclass(slots=True)
+class _Told:
+    """What the other ranks know of a sequence."""
+
+    key: int
+    num_tokens: int
+    blocks: list[int] = field(default_factory=list)
+
+
+class Narrator:
+    """Makes messages of plans, on rank 0."""
+
+    def __init__(self) -> None:
+        self._told: dict[Sequence, _Told] = {}
+        self._keys = count()
+
+    def launch(self, plan: Plan) -> Launch:
+        new: list[tuple[int, Request, int]] = []
+        words = [len(plan.copies), *(block for copy in plan.copies for block in copy)]
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            told = self._told.get(sequence)
+            if told is None:
+                request, key = sequence.request, next(self._keys)
+                known = len(request.prompt_token_ids) + len(request.output_token_ids)
+                told = self._told[sequence] = _Told(key, known)
+                new.append((key, request, sequence.index))
+            words += (
+                told.key,
+                chunk.start,
+                chunk.num_tokens,
+                chunk.samples,
+                len(chunk.drafts),
+                *chunk.drafts,
+            )
+            tokens, blocks = sequence.token_ids[told.num_tokens :], sequence.block_table
+            words += (len(tokens), *tokens)
+            told.num_tokens += len(tokens)
+            first = _first_change(told.blocks, blocks)
+            words += (1 + len(blocks) - first, first, *blocks[first:])
+            told.blocks[first:] = blocks[first:]
+        return Launch(new, array("i", words).tobytes())
+
+    def forget(self, sequences: Iterable[Sequence]) -> Forget:
+        return Forget([self._told.pop(sequence).key for sequence in sequences if sequence in self._told])
+
+
+class Listener:
+    """Makes plans of messages, on the other ranks: their sequences have what a step reads of them, and no more."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[int, Sequence] = {}
+
+    def plan(self, message: Launch) -> Plan:
+        for key, request, index in message.new:
+            self._sequences[key] = Sequence(request, index)
+        words = array("i")
+        words.frombytes(message.words)
+        rest = iter(words)
+        copies = [(next(rest), next(rest)) for _ in range(next(rest))]
+        chunks = [self._chunk(key, rest) for key in rest]
+        return Plan(chunks, copies, sum(chunk.num_tokens for chunk in chunks))
+
+    def forgotten(self, message: Forget) -> list[Sequence]:
+        return [self._sequences.pop(key) for key in message.keys]
+
+    def _chunk(self, key: int, rest: Iterator[int]) -> Chunk:
+        sequence = self._sequences[key]
+        start, num_tokens, samples = islice(rest, 3)
+        drafts = _list(rest)
+        sequence.token_ids += _list(rest)
+        first, *blocks = _list(rest)
+        sequence.block_table[first:] = blocks
+        return Chunk(sequence, start, num_tokens, bool(samples), drafts)
+
+
+def _list(rest: Iterator[int]) -> list[int]:
+    return list(islice(rest, next(rest)))
+
+
+def _first_change(before: ListLike[int], now: ListLike[int]) -> int:
+    """The first place where two lists differ, or where the shorter one ends."""
+    if before == now:
+        return len(now)
+    common = min(len(before), len(now))
+    if before[:common] == now[:common]:
+        return common
+    return next(i for i, (a, b) in enumerate(zip(before, now, strict=False)) if a != b)

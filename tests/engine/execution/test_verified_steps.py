@@ -1,0 +1,298 @@
+"""Drafts on a device that runs beside the host, on a CPU: right and wrong ones change no answer, and graphs neither."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.execution import loader
+from engine.execution.loader import LoadedModel, load_model
+from engine.execution.runner import ModelRunner
+from engine.execution.seats import StepShape
+from engine.kernels.ops import reference_kernels
+from engine.model.config import LoadOptions
+from engine.model.drafts import DraftSource, SharedTokens
+from engine.planning.draft_model import DraftModel
+from engine.planning.drafting import Proposer
+from engine.planning.request import Sequence
+from engine.planning.step import Masks, Plan, StepInFlight
+from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.engine.execution.test_steps import SEATS, Party, RepeatingDevice, ask, device_runner, padded
+from tests.engine.paper import ReckonsNot
+from tests.engine.shaken import error_of
+
+Answers = dict[tuple[str, int], list[int]]
+Captured = tuple[ModelRunner, RepeatingDevice]
+"""A runner with graphs, and the device that replays them."""
+
+REQUESTS = (
+    ask("greedy", 21, max_tokens=16, temperature=0.0),
+    ask("warm", 9, n=3, max_tokens=12, seed=5, top_p=0.9),
+    ask("penalised", 17, max_tokens=14, seed=2, presence_penalty=1.0, repetition_penalty=1.3),
+    ask("greedy penalised", 5, max_tokens=14, temperature=0.0, frequency_penalty=0.8),
+    ask("banned", 3, seed=3, min_tokens=5, stop_token_ids=frozenset(range(40)), top_k=30),
+    ask("told", 12, max_tokens=12, seed=4, num_logprobs=3, min_p=0.01),
+    ask("long", 60, max_tokens=20, seed=6),
+    ask("again", 60, max_tokens=12, seed=7),
+)
+
+
+class Prophet:
+    """Knows the answers, and tells each token of them as it is with a probability of `rightness`."""
+
+    name = "prophet"
+
+    def __init__(self, answers: Answers, rightness: float) -> None:
+        self._answers, self._rightness, self._random = answers, rightness, random.Random(0)
+        self.is_broken = False
+
+    def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
+        if self.is_broken:
+            raise RuntimeError("broken")
+        return [self._propose(*pair) for pair in zip(sequences, lengths, strict=True)]
+
+    def _propose(self, sequence: Sequence, most: int) -> list[int]:
+        first = sequence.num_output_tokens
+        right = self._answers[sequence.key][first : first + most]
+        return [
+            token if self._random.random() < self._rightness else self._random.randrange(VOCAB_SIZE)
+            for token in right
+        ]
+
+    def seconds(self, sequences: list[Sequence], length: int) -> float:  # noqa: ARG002
+        return 0.0
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("model"))
+
+
+def load(folder: Path, draft: DraftSource | None = None) -> LoadedModel:
+    """On plain torch's kernels, which a device has where there are no others."""
+    options = LoadOptions(
+        device="cpu", dtype="float32", num_blocks=60, max_batch_tokens=48, max_num_seqs=SEATS
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loader, "select", lambda _, device, dtype, *__: reference_kernels(device, dtype))
+        return load_model(folder, options, lambda _: None, lambda *_: None, draft)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> LoadedModel:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def expected(model: LoadedModel) -> Party:
+    """Without drafts, one step after another."""
+    return Party(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS)
+
+
+@pytest.fixture(scope="module")
+def captured(model: LoadedModel) -> Captured:
+    device = RepeatingDevice()
+    return device_runner(model, device, max_drafts=5), device
+
+
+class Drafts(ReckonsNot):
+    """In most steps; what was verified is counted by whether it was right."""
+
+    def __init__(self, lookup: Proposer | None, most: int = 5, model: Proposer | None = None) -> None:
+        super().__init__(lookup, most, model, random.Random(1))
+        self.count = Counter[bool]()
+
+    def observe(self, plan: Plan, seconds: float) -> None:
+        super().observe(plan, seconds)
+        for chunk in plan.chunks:
+            self.count[True] += chunk.num_accepted
+            self.count[False] += len(chunk.drafts) - chunk.num_accepted
+
+
+@pytest.mark.parametrize(
+    ("rightness", "graphs", "how"),
+    [
+        (1.0, True, {}),
+        (0.7, True, {"num_blocks": 12}),
+        (0.7, False, {"budget": 9, "prefix_cache": False}),
+        (0.0, False, {}),
+    ],
+)
+def test_drafts_change_no_answer(
+    model: LoadedModel,
+    captured: Captured,
+    expected: Party,
+    rightness: float,
+    graphs: bool,
+    how: dict[str, Any],
+) -> None:
+    """All kinds of sampling at once, beside prompts in chunks, with sequences that give way, fork and share blocks."""
+    runner = captured[0] if graphs else device_runner(model, None, max_drafts=5)
+    drafts = Drafts(Prophet(expected.tokens(), rightness))
+    party = Party(runner, drafting=drafts, **how).run(*REQUESTS, preempt_at=(4, 9))
+    assert party.tokens() == expected.tokens()
+    assert bool(drafts.count[True]) == (rightness > 0)
+    assert bool(drafts.count[False]) == (rightness < 1)
+    assert party.scheduler.counters.num_preemptions >= 2
+
+
+def test_steps_with_drafts_are_replayed_whole(folder: Path, captured: Captured, expected: Party) -> None:
+    """Rows are padded to the next graph; each round of a sequence with penalties is a replay more."""
+    runner, device = captured
+    party = Party(runner, drafting=Drafts(Prophet(expected.tokens(), 0.8)))
+    launch, seen = party.launch, Counter[str]()
+
+    def noted(plan: Plan) -> StepInFlight:
+        shape, before = StepShape.of(plan), len(device.replays)
+        step = launch(plan)
+        num = len(device.replays) - before
+        has_prompts = any(chunk.num_tokens > 1 + len(chunk.drafts) for chunk in plan.chunks)
+        if shape.verifies and shape.num_rows <= 32 and not has_prompts:
+            is_penalised = any(c.drafts and "penal" in c.sequence.request.request_id for c in plan.chunks)
+            num_rounds = 1 + is_penalised * max(len(chunk.drafts) for chunk in plan.chunks)
+            assert num == 1 + num_rounds, "a pass, and a choice for each round"
+            seen["in rounds" if is_penalised else "at once"] += 1
+            found = runner.steps.passes.covering(shape)
+            assert found is not None
+            seen["padded"] += found.num_tokens > shape.num_tokens
+        return step
+
+    party.launch = noted  # type: ignore[method-assign]
+    assert party.run(*REQUESTS).tokens() == expected.tokens()
+    assert min(seen["in rounds"], seen["at once"], seen["padded"]) > 2
+    error = 2 * error_of(folder, list(range(1, 40)))
+    for output, other in zip(party.outputs["told", 0], expected.outputs["told", 0], strict=True):
+        assert output.logprobs is not None
+        assert other.logprobs is not None
+        (mine,), (theirs,) = output.logprobs, other.logprobs
+        assert mine.logprob == pytest.approx(theirs.logprob, abs=error)
+        assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
+
+
+class LimitedParty(Party):
+    """Two of the requests may bring the first 64 tokens alone."""
+
+    limited = ("penalised", "long")
+
+    def launch(self, plan: Plan) -> StepInFlight:
+        first, num_rows = [], 0
+        for chunk in plan.chunks:
+            is_limited = chunk.samples and chunk.sequence.request.request_id in self.limited
+            first.append(num_rows if is_limited else -1)
+            num_rows += is_limited * (1 + len(chunk.drafts))
+        if num_rows:
+            plan.masks = Masks(bytearray(b"\xff" * 8 * num_rows), 2, first)
+        return super().launch(plan)
+
+
+def test_masks_limit_the_rows_of_drafts(model: LoadedModel, captured: Captured) -> None:
+    plain = LimitedParty(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS).tokens()
+    drafts = Drafts(Prophet(plain, 0.8))
+    assert LimitedParty(captured[0], drafting=drafts).run(*REQUESTS).tokens() == plain
+    assert min(drafts.count.values()) > 5
+    assert max(plain["long", 0]) < 64
+
+
+def test_who_is_cancelled_leaves_the_others_alone(captured: Captured, expected: Party) -> None:
+    class Cancelling(Party):
+        def step(self) -> None:
+            if self.num_steps == 5:
+                assert self.scheduler.cancel("greedy", 0.0)
+            super().step()
+
+    drafts = Drafts(Prophet(expected.tokens(), 0.8))
+    found = Cancelling(captured[0], drafting=drafts).run(*REQUESTS).tokens()
+    assert 0 < len(found.pop(("greedy", 0))) < 16
+    assert found == {key: tokens for key, tokens in expected.tokens().items() if key != ("greedy", 0)}
+
+
+def test_a_proposer_that_fails_is_switched_off(captured: Captured, expected: Party) -> None:
+    prophet = Prophet(expected.tokens(), 0.8)
+
+    class Breaking(Party):
+        def step(self) -> None:
+            prophet.is_broken = self.num_steps > 6
+            super().step()
+
+    drafts = Drafts(prophet)
+    party = Breaking(captured[0], drafting=drafts).run(*REQUESTS)
+    assert party.tokens() == expected.tokens()
+    assert drafts.failed == ["prophet"]
+    assert drafts.count[True]
+
+
+def test_logits_after_a_draft_that_are_not_finite_bring_no_token(model: LoadedModel, expected: Party) -> None:
+    """The tokens before count, and the next step computes the row again."""
+    runner = device_runner(model, None, max_drafts=5)
+    party = Party(runner, drafting=Drafts(Prophet(expected.tokens(), 1.0)))
+    decoder, launch, broken = runner.model.decoder, party.launch, list[int]()
+
+    def noted(plan: Plan) -> StepInFlight:
+        if plan.num_drafts and len(plan.chunks[0].drafts) > 2 and not broken:
+            broken.append(plan.num_tokens)
+
+            def breaks(batch: Any) -> torch.Tensor:
+                object.__setattr__(runner.model, "decoder", decoder)
+                hidden = decoder(batch)
+                hidden[2] = torch.nan
+                return hidden
+
+            object.__setattr__(runner.model, "decoder", breaks)
+        return launch(plan)
+
+    party.launch = noted  # type: ignore[method-assign]
+    assert party.run(*REQUESTS).tokens() == expected.tokens()
+    assert broken
+
+
+# A draft model on the device
+
+
+@pytest.fixture(scope="module")
+def twin(folder: Path) -> Captured:
+    """A model that drafts for itself: all of its drafts are right, but for those whose rounding makes a difference."""
+    model = load(folder, DraftSource(folder))
+    assert model.draft is not None
+    decoder = padded(model.draft.decoder)
+    draft = replace(model.draft, decoder=decoder, graph_dtype=torch.float32)
+    device = RepeatingDevice()
+    return device_runner(replace(model, draft=draft), device, max_drafts=5), device
+
+
+def drafted(runner: ModelRunner, **how: Any) -> tuple[Party, Drafts]:
+    drafter = runner.steps.drafter
+    assert drafter is not None
+    drafts = Drafts(None, model=DraftModel(drafter))
+    return Party(runner, drafting=drafts, **how).run(*REQUESTS, preempt_at=(4, 9)), drafts
+
+
+@pytest.mark.parametrize("how", [{"num_blocks": 12}, {"prefix_cache": False, "budget": 16}])
+def test_a_model_agrees_with_itself(twin: Captured, expected: Party, how: dict[str, Any]) -> None:
+    """With penalties, too: what is drafted is not counted for those. Passes of few tokens are replayed."""
+    runner, device = twin
+    assert runner.steps.drafter is not None
+    (ladder,) = runner.steps.drafter.ladders
+    device.replays.clear()
+    party, drafts = drafted(runner, **how)
+    of_draft = [number for number in device.replays if number > device.num_recorded - len(ladder.graphs)]
+    assert len(set(of_draft)) > 2
+    assert party.tokens() == expected.tokens()
+    assert drafts.count[True] > 10
+    assert not drafts.count[False]
+
+
+def test_other_numbers_for_the_same_tokens(folder: Path, expected: Party) -> None:
+    """Read as another token each, what is drafted is wrong, and the answers are right."""
+    numbers = random.Random(1).sample(range(VOCAB_SIZE), VOCAB_SIZE)
+    runner = device_runner(load(folder, DraftSource(folder, SharedTokens(numbers, numbers))), None, 5)
+    party, drafts = drafted(runner)
+    assert party.tokens() == expected.tokens()
+    assert drafts.count[False] > drafts.count[True]

@@ -1,0 +1,124 @@
+"""Sharing a model out among ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.kernels.ranks import Ranks
+from engine.model.checkpoint import read_config
+from engine.model.files import open_files
+from engine.model.split import check_split, split_config
+from engine.model.split_files import SplitFiles
+from tests.engine.checkpoints import make_checkpoint
+
+BIASES: dict[str, Any] = {"attention_bias": True, "mlp_bias": True}
+
+
+@dataclass(frozen=True)
+class Place:
+    """All that reading has to know of a rank."""
+
+    rank: int
+    size: int
+
+
+def parts_of(folder: Path, size: int) -> list[dict[str, Tensor]]:
+    """The tensors of a checkpoint as each rank reads them."""
+    whole = read_config(folder)
+    part, found = split_config(whole, size), []
+    for rank in range(size):
+        files = SplitFiles(open_files(folder), whole, part, cast("Ranks", Place(rank, size)))
+        tensors = {name: files.read(name) for name in files.entries}
+        for name, entry in files.entries.items():
+            assert tensors[name].shape == entry.shape
+            assert tensors[name].nbytes == entry.num_bytes
+        found.append(tensors)
+    return found
+
+
+def whole_of(folder: Path) -> dict[str, Tensor]:
+    files = open_files(folder)
+    return {name: files.read(name) for name in files.entries}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_parts_are_the_whole(tmp_path: Path, size: int) -> None:
+    folder = make_checkpoint("llama", tmp_path, num_key_value_heads=4, **BIASES)
+    parts, whole = parts_of(folder, size), whole_of(folder)
+    layer = "model.layers.1."
+    outputs = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    for name in [f"{layer}{name}.{kind}" for name in outputs for kind in ("weight", "bias")]:
+        assert torch.equal(torch.cat([part[name] for part in parts]), whole[name])
+    for name in (f"{layer}self_attn.o_proj", f"{layer}mlp.down_proj"):
+        assert torch.equal(torch.cat([p[f"{name}.weight"] for p in parts], 1), whole[f"{name}.weight"])
+        assert torch.equal(parts[0][f"{name}.bias"], whole[f"{name}.bias"])
+        assert not any(part[f"{name}.bias"].any() for part in parts[1:])
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert torch.equal(torch.cat([part[name] for part in parts]), whole[name])
+    assert all(torch.equal(part["model.norm.weight"], whole["model.norm.weight"]) for part in parts)
+
+
+def test_fewer_kv_heads_than_ranks_are_read_by_several(tmp_path: Path) -> None:
+    folder = make_checkpoint("llama", tmp_path, num_key_value_heads=2)
+    parts, whole = parts_of(folder, 4), whole_of(folder)
+    for name in ("model.layers.0.self_attn.k_proj.weight", "model.layers.2.self_attn.v_proj.weight"):
+        heads = torch.split(whole[name], 16)
+        assert [torch.equal(p[name], heads[i]) for p, i in zip(parts, (0, 0, 1, 1), strict=True)] == [
+            True
+        ] * 4
+
+
+def test_a_vocabulary_that_does_not_split_is_padded(tmp_path: Path) -> None:
+    folder = make_checkpoint("qwen3", tmp_path, vocab_size=517)
+    name = "model.embed_tokens.weight"
+    rows = torch.cat([part[name] for part in parts_of(folder, 4)])
+    assert rows.shape == (520, 64)
+    assert torch.equal(rows[:517], whole_of(folder)[name])
+    assert not rows[517:].any()
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "fault"),
+    [
+        (3, {}, "the model has 4 attention heads, which do not split"),
+        (8, {}, "the model has 4 attention heads, which do not split"),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 3}, "the model has 3 key-value heads"),
+        (4, {"intermediate_size": 114}, "an intermediate_size of 114, which does not split"),
+        (2, {"quantization_config": {"quant_method": "gptq"}}, "quantized (gptq) is served by one process"),
+    ],
+)
+def test_what_does_not_split_is_refused(
+    tmp_path: Path, size: int, overrides: dict[str, Any], fault: str
+) -> None:
+    folder = make_checkpoint("llama", tmp_path, head_dim=16, **overrides)
+    with pytest.raises(CheckpointError) as refused:
+        check_split(folder, read_config(folder), size)
+    text = str(refused.value)
+    assert text.startswith(f"--tensor-parallel {size}: ")
+    assert fault in text
+    assert "\n" not in text
+
+
+def test_a_vocabulary_of_fewer_tokens_than_that_is_refused(tmp_path: Path) -> None:
+    config = read_config(make_checkpoint("llama", tmp_path, vocab_size=512))
+    tiny = replace(config, vocab_size=6)
+    with pytest.raises(CheckpointError, match="has 6 tokens, which are too few"):
+        split_config(tiny, 4)
+
+
+def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    config = read_config(make_checkpoint("llama", tmp_path))
+    with pytest.raises(CheckpointError, match="a GGUF file is served by one process only"):
+        check_split(tmp_path / "model.gguf", config, 2)
+
+
+def test_one_rank_is_no_split(tmp_path: Path) -> None:
+    config = read_config(make_checkpoint("llama", tmp_path))
+    check_split(tmp_path / "model.gguf", config, 1)

@@ -1,0 +1,87 @@
+"""Graphs hold what the ranks do together, on a CUDA device and among ranks that are not there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.execution.loader import load_model
+from engine.execution.runner import ModelRunner
+from engine.model.config import LoadOptions
+from tests.engine import needs
+from tests.engine.checkpoints import make_checkpoint
+from tests.engine.execution.test_steps import SEATS, Party, ask
+from tests.engine.fake_cuda import FakeCuda, patched
+
+pytest.importorskip("triton", reason=needs.TRITON)
+
+NUM_LAYERS = 2
+
+
+class FirstOfTwo:
+    """Rank 0, whose other rank has nothing: each call is an operation of the device, and counted."""
+
+    rank, size = 0, 2
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.captured: Counter[str] = Counter()
+        """Those that were asked for while a graph was recorded."""
+
+    def sum(self, x: Tensor) -> Tensor:
+        self._count("sum")
+        return x.add_(0)
+
+    def gather(self, x: Tensor) -> Tensor:
+        self._count("gather")
+        return torch.cat((x, x), dim=-1)
+
+    def copy_first(self, x: Tensor) -> None:
+        self._count("copy_first")
+        x.add_(0)
+
+    def least(self, number: int) -> int:
+        return number
+
+    def _count(self, name: str) -> None:
+        self.calls[name] += 1
+        if FakeCuda.active.recorded is not None:
+            self.captured[name] += 1
+
+
+def test_replayed_steps_ask_the_ranks_for_nothing_that_is_not_in_the_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint("qwen3", tmp_path, num_hidden_layers=NUM_LAYERS)
+    options = LoadOptions(
+        device="cuda",
+        dtype="bfloat16",
+        num_blocks=60,
+        max_batch_tokens=32,
+        max_num_seqs=SEATS,
+        max_drafts=0,
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    ranks = FirstOfTwo()
+    with patched(monkeypatch) as cuda:
+        runner = ModelRunner(
+            lambda: load_model(folder, options, lambda _: None, lambda *_: None, ranks=ranks)
+        )
+        runner.load()
+        num_passes = len(runner.steps.passes.graphs)
+        num_choices = sum(len(ladder.graphs) for ladder in runner.steps.choices.values())
+        assert ranks.captured == {
+            "sum": num_passes * (1 + 2 * NUM_LAYERS),  # the embedding, then attention and feed-forward part
+            "gather": num_passes,
+            "copy_first": num_choices,
+        }
+        assert num_passes == len(runner.steps.passes.shapes)
+        ranks.calls.clear()
+        party = Party(runner).run(ask("a", 20), ask("b", 9, n=2, temperature=0.8))
+        assert all(len(tokens) == 9 for tokens in party.tokens().values())
+        assert cuda.num_replays
+        assert not ranks.calls, "no step went beside the graphs"

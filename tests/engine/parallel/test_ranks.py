@@ -1,0 +1,172 @@
+"""Models on 2 and 4 ranks over gloo, against the same models in one process. The ranks are started once for each."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from engine.parallel.leader import Followers
+from engine.planning.request import Pooling, Request, SamplingParams
+from engine.planning.step import DeviceError
+from tests.engine.checkpoints import make_checkpoint
+from tests.engine.driver import Driver
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    # One key-value head, which all ranks have; biases, which one rank adds; a vocabulary that is padded.
+    "llama": (
+        "llama",
+        {"num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "vocab_size": 517},
+    ),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {"vocab_size": 515}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 4}),
+}
+
+
+class Pool:
+    """The ranks that the tests share: as many as the test before asked for, or they are started anew."""
+
+    def __init__(self) -> None:
+        self._size = 1
+        self._followers: Followers
+
+    def of(self, size: int) -> Followers:
+        if size != self._size:
+            self.close()
+            self._followers, self._size = Followers(size), size
+            self._followers.join()
+        return self._followers
+
+    def close(self) -> None:
+        if self._size > 1:
+            self._followers.close()
+            self._size = 1
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    ranks = Pool()
+    yield ranks
+    ranks.close()
+
+
+def checkpoint(name: str, folder: Path, **overrides: Any) -> Path:
+    family, own = MODELS[name]
+    return make_checkpoint(family, folder, **{"num_hidden_layers": 2, **own, **overrides})
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(3, 500), k=length))
+
+
+def ask(name: str, token_ids: tuple[int, ...], n: int = 1, **sampling: Any) -> Request:
+    params = SamplingParams(**{"max_tokens": 6, "seed": 7, **sampling})
+    return Request(request_id=name, prompt_token_ids=token_ids, sampling=params, n=n)
+
+
+SHARED = prompt(0, 40)
+REQUESTS = (
+    ask("greedy", SHARED + prompt(1, 9), temperature=0.0, num_logprobs=2),
+    ask("choices", SHARED + prompt(2, 3), n=3, temperature=1.3),
+    ask("filters", prompt(3, 33), top_p=0.8, top_k=40, min_p=0.01, num_prompt_logprobs=1),
+    ask("penalties", prompt(4, 5), repetition_penalty=1.3, presence_penalty=0.5, logit_bias={9: 4.0}),
+)
+
+
+def run(driver: Driver) -> dict[tuple[str, int], list[int]]:
+    """Prompts in pieces of at most 23 tokens, two preemptions, then the prompts again as prefix hits."""
+    driver.fresh(budget=23)
+
+    def preempt(step: int) -> None:
+        if step in (4, 7):
+            driver.scheduler.preempt(driver.scheduler.running[-1])
+
+    driver.run(*REQUESTS, before_step=preempt)
+    assert driver.scheduler.counters.num_preemptions == 2
+    driver.run(ask("again", SHARED + prompt(1, 9), temperature=0.0))
+    assert driver.scheduler.counters.num_prefix_hit_tokens >= 32
+    return {key: driver.tokens(*key) for key in driver.outputs}
+
+
+def scores(driver: Driver, name: str) -> list[float]:
+    """The log probabilities of a prompt's tokens."""
+    found = driver.outputs[name, 0][0].prompt_logprobs
+    assert found is not None
+    return [at.logprob for at in found]
+
+
+def compare(followers: Followers, name: str, folder: Path) -> None:
+    checkpoint(name, folder)
+    alone, together = Driver(folder, num_blocks=60), Driver(folder, num_blocks=60, followers=followers)
+    assert together.facts.num_blocks == 60
+    assert run(together) == run(alone)
+    assert scores(together, "filters") == pytest.approx(scores(alone, "filters"), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_choose_the_tokens_of_one_process(pool: Pool, name: str, tmp_path: Path) -> None:
+    compare(pool.of(2), name, tmp_path)
+
+
+def test_prompts_are_pooled(pool: Pool, tmp_path: Path) -> None:
+    folder = checkpoint("qwen2", tmp_path)
+    request = Request(
+        request_id="r",
+        prompt_token_ids=SHARED,
+        sampling=SamplingParams(max_tokens=0),
+        pooling=Pooling.MEAN,
+    )
+    found = []
+    for ranks in (None, pool.of(2)):
+        driver = Driver(folder, num_blocks=60, followers=ranks)
+        driver.run(request)
+        found.append(driver.outputs["r", 0][0].embedding)
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_what_is_quantized_in_parts_is_as_good(pool: Pool, tmp_path: Path, quantize: str) -> None:
+    """Inputs that are split are rounded in other groups, so that the numbers differ; they are as near to float32."""
+    folder = checkpoint("qwen3", tmp_path, hidden_size=128, intermediate_size=256, head_dim=32)
+
+    def found(**options: Any) -> list[float]:
+        driver = Driver(folder, num_blocks=60, **options)
+        driver.run(*(ask(f"{i}", prompt(20 + i, 60), num_prompt_logprobs=0, max_tokens=1) for i in range(4)))
+        return [score for i in range(4) for score in scores(driver, f"{i}")]
+
+    exact = found()
+    alone, together = found(quantize=quantize), found(quantize=quantize, followers=pool.of(2))
+
+    def error(numbers: list[float]) -> float:
+        return fmean(abs(a - b) for a, b in zip(numbers, exact, strict=True))
+
+    assert 0 < error(together) < 1.3 * error(alone)
+
+
+def test_four_ranks_choose_them_too(pool: Pool, tmp_path: Path) -> None:
+    compare(pool.of(4), "llama", tmp_path)
+
+
+def test_a_rank_that_is_killed_ends_the_steps_at_once(pool: Pool, tmp_path: Path) -> None:
+    """At some moment between two steps, or within one; and an idle engine is told, too."""
+    followers = pool.of(4)
+    driver = Driver(checkpoint("mistral", tmp_path), num_blocks=60, followers=followers)
+    driver.runs.forget([])
+    killer = threading.Timer(random.uniform(0, 0.2), os.kill, (followers.pids[2], signal.SIGKILL))
+
+    def kill(step: int) -> None:
+        if step == 2:
+            killer.start()
+
+    with pytest.raises(DeviceError, match=r"^rank \d \(process \d+\) ended with"):
+        driver.run(ask("long", SHARED, max_tokens=400), before_step=kill)
+    with pytest.raises(DeviceError, match=r"^rank \d \(process \d+\) ended with"):
+        driver.runs.forget([])
