@@ -16,10 +16,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gateway.access import quotas
+from gateway.endpoints.batches import BatchesApi, Handler
 from gateway.endpoints.completions import CompletionsApi
 from gateway.endpoints.conversations import ConversationsApi
 from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.events import EventsApi
+from gateway.endpoints.files import FilesApi
 from gateway.endpoints.intake import Intake
 from gateway.endpoints.messages import MessagesApi
 from gateway.endpoints.models import Api
@@ -27,6 +29,7 @@ from gateway.endpoints.ollama import OllamaApi
 from gateway.endpoints.openapi import OpenApi
 from gateway.endpoints.operator import OperatorApi
 from gateway.endpoints.responses import ResponsesApi
+from gateway.endpoints.state import StateApi
 from gateway.http.connections import ServerSendMiddleware
 from gateway.http.correlation import IGNORED_HEADER, RequestIdMiddleware
 from gateway.http.errors import ApiError
@@ -35,6 +38,8 @@ from gateway.http.limits import LimitsMiddleware
 from gateway.http.page import Page
 from gateway.http.refusals import answer_api_error, answer_disconnect, answer_fault, answer_http_error
 from gateway.service import Service
+from gateway.sessions.batches.batch import Endpoint
+from gateway.sessions.batches.files import Files
 from gateway.store.patience import PatienceMiddleware
 
 _REQUEST_HEADERS = [
@@ -53,21 +58,33 @@ _REQUEST_HEADERS = [
 
 
 def create_app(service: Service, static: Path | None = None) -> ASGIApp:
-    """The gateway of one service. Its lifespan runs `service.running()`.
+    """The gateway of one service. Its lifespan runs `service.running()`, and the batches.
 
     Args:
         static: folder of the chat page, served at `/` and `/static/`; without it there is none.
     """
-    intake = Intake(service)
+    intake, files = Intake(service), Files(service.store)
+    completions, embeddings = CompletionsApi(service, intake), EmbeddingsApi(service, intake)
+    responses = ResponsesApi(service, intake)
+    handlers: dict[Endpoint, Handler] = {
+        "/v1/chat/completions": completions.chat,
+        "/v1/completions": completions.complete,
+        "/v1/embeddings": embeddings.embed,
+        "/v1/responses": responses.create,
+    }
+    batches = BatchesApi(service, intake, files, handlers)
     routes = [
-        *CompletionsApi(service, intake).routes(),
-        *EmbeddingsApi(service, intake).routes(),
-        *ResponsesApi(service, intake).routes(),
+        *completions.routes(),
+        *embeddings.routes(),
+        *responses.routes(),
+        *FilesApi(service, intake, files).routes(),
+        *batches.routes(),
         *ConversationsApi(service, intake).routes(),
         *MessagesApi(service, intake).routes(),
-        *OllamaApi(service, intake).routes(),
+        *OllamaApi(service, intake, embeddings).routes(),
         *Api(service, intake).routes(),
         *EventsApi(service, intake).routes(),
+        *StateApi(service).routes(),
         *OperatorApi(service).routes(with_metrics=not service.options.metrics_elsewhere),
         *(_page_routes(static) if static else ()),
     ]
@@ -86,7 +103,7 @@ def create_app(service: Service, static: Path | None = None) -> ASGIApp:
             ClientDisconnect: answer_disconnect,
             Exception: answer_fault,
         },
-        lifespan=_lifespan(service),
+        lifespan=_lifespan(service, batches),
     )
     app.router.redirect_slashes = False
     return ServerSendMiddleware(_with_origins(RequestIdMiddleware(app), options.cors_origins))
@@ -125,10 +142,12 @@ def _page_routes(static: Path) -> list[Route]:
     return [Route("/", page.index), Route("/static/{path:path}", page.file)]
 
 
-def _lifespan(service: Service) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
+def _lifespan(
+    service: Service, batches: BatchesApi
+) -> Callable[[Starlette], AbstractAsyncContextManager[None]]:
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with service.running():
+        async with service.running(), batches.running():
             yield
 
     return lifespan

@@ -19,10 +19,12 @@ from engine.planning.step import StepReport
 from gateway.http.connections import Timeouts
 from gateway.http.errors import ApiError, internal, refused, unavailable
 from gateway.metrics import Metrics
+from gateway.tickets import Tickets
 from gateway.wire.streams import Generation, joined
 from priority.admission import Forecast
 from priority.lanes import Lane
 from priority.queue import Refusal
+from priority.routing.state import Load
 
 log = logging.getLogger("penstock.gateway")
 
@@ -55,7 +57,7 @@ class Queue(Protocol):
 
     def readmit(self, request: Request, now: float) -> None: ...
 
-    def check_open(self, lane: Lane, tenant: str, now: float) -> None: ...
+    def check_open(self, lane: Lane, tenant: str, arrival_s: float, now: float, most_tokens: int) -> None: ...
 
     def cancel(self, request_id: str) -> bool: ...
 
@@ -68,6 +70,8 @@ class Queue(Protocol):
     def forecasts(self, now: float) -> dict[Lane, float]: ...
 
     def step_model(self) -> dict[str, float]: ...
+
+    def load(self, now: float, *, num_free_kv: int, is_draining: bool = False) -> Load: ...
 
 
 class Tracing(Protocol):
@@ -95,6 +99,7 @@ class Dispatch:
         self._queue = queue
         self.draining = False
         """Nothing new is let in."""
+        self.tickets = Tickets()
         self._metrics = metrics
         self._clock = clock
         self._promises = promises
@@ -143,10 +148,10 @@ class Dispatch:
         if self._engine.state is not EngineState.READY:
             raise unavailable("The engine is not running.", "engine_failed")
 
-    def check_room(self, lane: Lane, tenant: str) -> None:
-        """Raises 429 or 503 if the lane is full, before any work is spent on the request."""
+    def check_room(self, lane: Lane, tenant: str, arrival_s: float, most_tokens: int) -> None:
+        """Raises 429 or 503 if no request of at most so many tokens is let in, before any work is spent on it."""
         with self._refusing(lane):
-            self._queue.check_open(lane, tenant, self._clock())
+            self._queue.check_open(lane, tenant, arrival_s, self._clock(), most_tokens)
 
     def submit(self, stream: Generation) -> None:
         """Queues all requests of a stream, or none.
@@ -167,6 +172,7 @@ class Dispatch:
             stream.error = error
             self.release(stream)
             raise
+        self.tickets.note_let_in()
         self._engine.wake()
 
     def resume(self, stream: Generation) -> None:

@@ -171,6 +171,7 @@ class Metrics:
         self.up = gauge("engine_up", "1 if the step loop makes progress.")
         self.pool_violations = gauge("pool_violations", "Times the KV pool had to start afresh.")
         self.recordings = gauge("recordings", "Replies that can be followed again.")
+        self.recording_bytes = gauge("recording_bytes", "Memory that these replies take, about.")
         self.resumes = counter("stream_resumes", "Replies taken over from a process that is gone.")
         self.follows = counter("stream_follows", "Connections that went on with a reply.")
         self.prefix_blocks = gauge("prefix_blocks", "Blocks whose prefix is known.")

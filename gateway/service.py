@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 
-from engine.engine import EngineState
+from engine.engine import EngineState, EngineStats
 from engine.planning.embedding import Embedding
 from engine.planning.grammars import Grammars
 from engine.planning.step import StepReport
@@ -24,6 +24,7 @@ from gateway.http.connections import Timeouts
 from gateway.http.descriptors import Descriptors
 from gateway.http.limits import Limits
 from gateway.metrics import Metrics, StoreMetrics
+from gateway.sessions.owners import tag_of
 from gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter
 from gateway.sessions.prefixes.tracker import PrefixTracker
 from gateway.sessions.prefixes.warming import Warming, WarmUp
@@ -33,7 +34,8 @@ from gateway.watch import StepWatch, Watches
 from gateway.wire.prompts import Prompts, Tokenizer
 from gateway.wire.reading import AUTO, Formats
 from gateway.wire.sampling import SamplingDefaults
-from priority.lanes import Lane, Tenant
+from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy, Tenant
+from priority.routing.state import Load
 
 log = logging.getLogger("penstock.gateway")
 
@@ -66,6 +68,12 @@ class ServiceOptions:
     """/metrics has a port of its own."""
     replica: str = "local"
     """This process's name among those that share a store."""
+    identity: str = ""
+    """What is served: model, checkpoint and version, the same for replicas that can stand in for each other."""
+    policies: Mapping[Lane, LanePolicy] = field(default_factory=lambda: DEFAULT_POLICIES)
+    """Of the queue."""
+    cluster_secret: str | None = None
+    """By which switches ask for this replica's state; without it, nobody can."""
     warm_up_tokens: int = 0
     """Most prompt tokens of a process before this one that are computed again."""
     tool_parser: str = AUTO
@@ -116,7 +124,10 @@ class Service:
         self.dispatch = Dispatch(engine, queue, self.metrics, clock, options.promises, traces)
         self.quotas = Quotas(store)
         self.idempotency = Idempotency(store)
+        self.tag = tag_of(options.replica)
+        """What the ids of recorded replies and conversations begin with."""
         self.recordings = Recordings(self.dispatch, store, sink, clock)
+        self.recordings.thoughts = self.formats.thoughts
         self.recordings.on_resume = self.metrics.resumes.inc
         self._descriptors = Descriptors()
         self._warm_up: asyncio.Task[None] | None = None
@@ -246,6 +257,14 @@ class Service:
         }
         return {"state": self.readiness, "streams": len(self.dispatch), "lanes": lanes, "engine": engine}
 
+    def engine_stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def load(self) -> Load:
+        """What a switch has to know of the work here."""
+        num_free_kv = self._engine.stats().num_free_blocks * self.options.block_size
+        return self._queue.load(self.clock(), num_free_kv=num_free_kv, is_draining=self.dispatch.draining)
+
     def watching(self) -> AbstractContextManager[StepWatch]:
         """While this is entered, what `watched` tells is kept."""
         return self._watches.watching(self.clock(), self.metrics.num_output_tokens)
@@ -268,6 +287,7 @@ class Service:
         """The metrics; what changes without a step is read now."""
         self.metrics.streams.set(len(self.dispatch))
         self.metrics.recordings.set(len(self.recordings))
+        self.metrics.recording_bytes.set(self.recordings.num_bytes)
         self.metrics.prefix_blocks.set(self.prefixes.num_tracked)
         self.metrics.prefix_depth.set(self.prefixes.deepest)
         self.metrics.up.set(self.readiness in ("ready", "draining"))

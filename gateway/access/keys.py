@@ -67,6 +67,19 @@ class Access:
         """The tenant of `client`; raises like it."""
         return self.client(authorization).tenant
 
+    def client_of(self, tenant: str) -> Client:
+        """A client of the tenant of that name, for work that goes on when its request is over.
+
+        Raises:
+            ApiError: 401, if no key of the tenant's is left.
+        """
+        if self._open:
+            return _OPEN_CLIENT
+        found = next((client for client in self._clients.values() if client.tenant.name == tenant), None)
+        if found is None:
+            raise unauthorized("The API key of this tenant is no longer known.")
+        return found
+
     def _find(self, digest: bytes) -> Client | None:
         """Looks at every key, so that the time it takes says nothing about which one was close."""
         found = None

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NotRequired, Required
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from gateway.sessions.batches.batch import Endpoint, Status
 from gateway.sessions.responses.schemas import ItemStatus
 
 FinishReason = Literal["stop", "length"]
@@ -58,11 +59,16 @@ class CachedTokens(TypedDict):
     cached_tokens: int
 
 
+class ReasoningTokens(TypedDict):
+    reasoning_tokens: int
+
+
 class Usage(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens
 
 
 class DraftTimings(TypedDict):
@@ -227,6 +233,17 @@ class EmbeddingEntry(TypedDict):
     """Numbers, or float32 in little-endian order as base64."""
 
 
+class ReadDocument(TypedDict):
+    text: str
+
+
+class RerankResult(TypedDict):
+    index: int
+    document: NotRequired[ReadDocument]
+    relevance_score: float
+    """The cosine of the angle between the embeddings of query and document."""
+
+
 class EmbeddingUsage(TypedDict):
     prompt_tokens: int
     total_tokens: int
@@ -237,6 +254,97 @@ class Embeddings(TypedDict):
     data: list[EmbeddingEntry]
     model: str
     usage: EmbeddingUsage
+
+
+class Reranked(TypedDict):
+    """The best first."""
+
+    id: str
+    model: str
+    usage: EmbeddingUsage
+    results: list[RerankResult]
+
+
+class Score(TypedDict):
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class Scores(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
+# Files and batches
+
+
+class File(TypedDict):
+    id: str
+    object: Literal["file"]
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: Literal["batch", "batch_output"]
+    status: Literal["processed"]
+
+
+class FileDeleted(TypedDict):
+    id: str
+    object: Literal["file"]
+    deleted: Literal[True]
+
+
+class BatchError(TypedDict):
+    code: str
+    message: str
+    param: str | None
+    line: int | None
+    """Of the input, from 1; null for what is wrong with all of it."""
+
+
+class BatchErrors(TypedDict):
+    object: Literal["list"]
+    data: list[BatchError]
+
+
+class RequestCounts(TypedDict):
+    total: int
+    completed: int
+    failed: int
+
+
+class Batch(TypedDict):
+    """The times are in seconds since 1970."""
+
+    id: str
+    object: Literal["batch"]
+    endpoint: Endpoint
+    errors: BatchErrors | None
+    input_file_id: str
+    completion_window: Literal["24h"]
+    status: Status
+    output_file_id: str | None
+    error_file_id: str | None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None
+    finalizing_at: int | None
+    completed_at: int | None
+    failed_at: int | None
+    expired_at: int | None
+    cancelling_at: int | None
+    cancelled_at: int | None
+    request_counts: RequestCounts
+    metadata: dict[str, str] | None
+
+
+# Text completions
 
 
 class TextLogprobs(TypedDict):
@@ -300,6 +408,10 @@ Content = TextContent | ThinkingContent | ToolUseContent
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
+class ThinkingTokens(TypedDict):
+    thinking_tokens: int
+
+
 class MessageUsage(TypedDict):
     """Tokens that were found in the cache are counted apart."""
 
@@ -307,6 +419,7 @@ class MessageUsage(TypedDict):
     cache_creation_input_tokens: int
     cache_read_input_tokens: int
     output_tokens: int
+    output_tokens_details: NotRequired[ThinkingTokens]
     service_tier: NotRequired[Literal["standard", "priority", "batch"]]
 
 
@@ -417,6 +530,20 @@ class OllamaEnding(TypedDict, total=False):
     timings: Timings
 
 
+class OllamaEmbeddings(TypedDict):
+    """Durations in nanoseconds; none without any input."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: NotRequired[int]
+    load_duration: NotRequired[int]
+    prompt_eval_count: NotRequired[int]
+
+
+class OllamaEmbedding(TypedDict):
+    embedding: list[float]
+
+
 class OllamaFunction(TypedDict):
     name: str
     arguments: Any
@@ -506,7 +633,7 @@ class OutputText(TypedDict):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[Any]
+    logprobs: list[ChosenLogprob]
 
 
 class MessageItem(TypedDict):
@@ -559,6 +686,14 @@ class Page(TypedDict):
 
 class ItemPage(Page):
     data: list[Item]
+
+
+class FilePage(Page):
+    data: list[File]
+
+
+class BatchPage(Page):
+    data: list[Batch]
 
 
 class ResponseUsage(TypedDict):
@@ -649,13 +784,13 @@ class PartEvent(PlaceEvent):
 class DeltaEvent(PlaceEvent):
     type: Literal["response.output_text.delta"]
     delta: str
-    logprobs: list[Any]
+    logprobs: list[ChosenLogprob]
 
 
 class TextEvent(PlaceEvent):
     type: Literal["response.output_text.done"]
     text: str
-    logprobs: list[Any]
+    logprobs: list[ChosenLogprob]
 
 
 class ReasoningDeltaEvent(PlaceEvent):

@@ -6,6 +6,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
@@ -19,12 +20,13 @@ from gateway.endpoints.intake import Batch, Intake, route
 from gateway.endpoints.replies import Reply
 from gateway.http.errors import invalid
 from gateway.service import Service
+from gateway.sessions.owners import owned_id
 from gateway.sessions.recordings.chat import KIND, ChatFormat, about, script
 from gateway.sessions.recordings.recording import Recording
 from gateway.wire.frames import Json, StreamWriter
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
 from gateway.wire.schemas import ChatBody, CompletionBody, Sampled, check_completion
-from gateway.wire.shapes import ChatShape, CompletionShape, Head, Shape, Told
+from gateway.wire.shapes import Best, ChatShape, CompletionShape, Head, Shape, Told
 
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's older endpoint gives a request that does not say."""
@@ -56,7 +58,7 @@ class CompletionsApi:
         key = idempotency_key(http)
         if key is not None or (body.stream_options and body.stream_options.resumable):
             return await self._record(client, batch, body, key)
-        self._intake.check_room(batch)
+        self._intake.check_room(batch, len(await http.body()))
         prompt, batch = await self._intake.prompt(batch, body)
         shape = ChatShape(self._service.tokenizer, _told(body, batch.num_logprobs))
         return await self._reply(client, batch, [prompt], shape, "chatcmpl")
@@ -71,8 +73,8 @@ class CompletionsApi:
             raise invalid("'Idempotency-Key' is not supported on this endpoint.", "Idempotency-Key")
         self._intake.check_model(body.model)
         lane = lane_of(body.service_tier, client.tenant)
-        self._service.dispatch.check_room(lane, client.tenant.name)
-        prompts = await self._intake.encode_prompts(body)
+        self._service.dispatch.check_room(lane, client.tenant.name, arrival_s, len(await http.body()))
+        prompts, best = await self._intake.prompting.encode_prompts(body), _best(body)
         batch = Batch(
             body=body,
             prompt_field="prompt",
@@ -80,15 +82,15 @@ class CompletionsApi:
                 "max_tokens",
                 self._default_completion(prompts) if body.max_tokens is None else body.max_tokens,
             ),
-            num_logprobs=body.logprobs,
+            num_logprobs=0 if body.logprobs is None and best is not None else body.logprobs,
             num_prompt_logprobs=_num_prompt_logprobs(body),
-            num_choices=len(prompts) * (body.n or 1),
+            num_choices=len(prompts) * body.num_generated,
             tenant=client.tenant,
             lane=lane,
             arrival_s=arrival_s,
             grammar=await self._intake.grammar(client.tenant, self._intake.form(body)),
         )
-        shape = CompletionShape(self._service.tokenizer, _told(body, body.logprobs))
+        shape = CompletionShape(self._service.tokenizer, replace(_told(body, body.logprobs), best=best))
         echoes = self._texts(body, prompts) if body.echo else ()
         return await self._reply(client, batch, prompts, shape, "cmpl", echoes)
 
@@ -140,7 +142,7 @@ class CompletionsApi:
         if field is not None:
             what = "'stream_options.resumable'" if key is None else "the header 'Idempotency-Key'"
             raise invalid(f"'{field}' cannot be used together with {what}.", field)
-        recording_id, tenant = f"chatcmpl-{secrets.token_hex(16)}", client.tenant.name
+        recording_id, tenant = owned_id("chatcmpl-", self._service.tag, 32), client.tenant.name
         start = partial(self._start, client, batch, body, recording_id)
         made = await self._service.idempotency.once(tenant, key, body, recording_id, start)
         recording = await self._intake.find_recording(tenant, made) if isinstance(made, str) else made
@@ -149,7 +151,7 @@ class CompletionsApi:
         return self._follow(recording, -1)
 
     async def _start(self, client: Client, batch: Batch, body: ChatBody, recording_id: str) -> Recording:
-        self._intake.check_room(batch)
+        self._intake.check_room(batch, self._service.dispatch.context_length)
         prompt, batch = await self._intake.prompt(batch, body)
         head = _head(batch, recording_id)
         request = self._intake.request(batch, prompt, recording_id)
@@ -204,6 +206,12 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
     """An echo has the log probabilities of the prompt as the answer has its own."""
     asked = [body.prompt_logprobs, body.logprobs if body.echo else None]
     return max((num for num in asked if num is not None), default=None)
+
+
+def _best(body: CompletionBody) -> Best | None:
+    """Which choices are shown; None if all are."""
+    num = body.n or 1
+    return Best(num, body.num_generated, body.logprobs is not None) if body.num_generated > num else None
 
 
 def _told(body: Sampled, num_logprobs: int | None) -> Told:

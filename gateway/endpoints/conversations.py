@@ -16,7 +16,8 @@ from gateway.endpoints.intake import Intake, route
 from gateway.service import Service
 from gateway.sessions import conversations
 from gateway.sessions.conversations import CONVERSATIONS, KIND, Conversation
-from gateway.sessions.responses.objects import Item, input_items, new_id, page
+from gateway.sessions.owners import owned_id
+from gateway.sessions.responses.objects import Item, input_items, page
 from gateway.sessions.responses.schemas import (
     ITEM_PREFIXES,
     InputItem,
@@ -81,7 +82,9 @@ class ConversationsApi:
         tenant = self._tenant(http)
         body = await self._intake.read(http, CreateBody)
         check_metadata(body.metadata)
-        conversation = Conversation(new_id("conv"), int(time.time()), body.metadata or {})
+        conversation = Conversation(
+            owned_id("conv_", self._service.tag, 48), int(time.time()), body.metadata or {}
+        )
         conversation.add(self._items(body.items or []), "items")
         await CONVERSATIONS.put(self._service.store, tenant, conversation.id, conversation)
         return Json(conversation.as_json())

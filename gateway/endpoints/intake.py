@@ -1,59 +1,55 @@
-"""What every endpoint that takes work in does: who is it, what is asked, which lane, which tokens."""
+"""What every endpoint that takes work in does: who is it, what is asked, which lane, how much."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
-import anyio
-import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.planning.bans import Words
 from engine.planning.grammar import Grammar
-from engine.planning.grammars import GrammarError
 from engine.planning.request import Request, SamplingParams
 from gateway.access.keys import Client
 from gateway.access.quotas import Reservation
+from gateway.endpoints.prompting import Prompting
 from gateway.http.correlation import CORRELATION
 from gateway.http.errors import ApiError, invalid, model_not_found, not_found, unavailable, unsupported
 from gateway.http.limits import Limits, parse_object
-from gateway.http.off_loop import TOKENIZING, off_loop
+from gateway.http.off_loop import off_loop
+from gateway.http.refusals import OLLAMA_PATH
 from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
-from gateway.sessions.recordings.recording import Recording
+from gateway.sessions.recordings.recording import MAX_TEXT_BYTES, Recording
 from gateway.store.interface import StoreUnavailable
-from gateway.wire.conversation import as_dict, chat_tools, check_messages, num_chars_of
-from gateway.wire.embeddings import EmbeddingsBody
-from gateway.wire.prompts import Tokenizer, check_token_ids
-from gateway.wire.reading import PLAIN, Reading
-from gateway.wire.sampling import MaxTokens, Room, context_exceeded, lane_of, sampling_params
+from gateway.wire.compiling import Compiling
+from gateway.wire.prompts import Tokenizer
+from gateway.wire.reading import PLAIN, Reading, Thoughts
+from gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
 from gateway.wire.schemas import (
     Body,
     ChatBody,
     CompletionBody,
-    Message,
     Sampled,
     StrictBody,
     check_chat,
     read,
 )
+from gateway.wire.streams import LOGPROB_BYTES
 from gateway.wire.structured import Form, answer_form, form_of
-from gateway.wire.tools.use import NO_TOOLS, ToolUse
+from gateway.wire.tools.use import ToolUse
 from gateway.wire.writers import Writer
 from priority.lanes import Lane, Tenant
 
 Read = TypeVar("Read", bound=StrictBody)
 Understood = TypeVar("Understood")
 
-_COMPILING = anyio.CapacityLimiter(1)
-"""Grammars are compiled one after another."""
-MESSAGE_CHARS = 100
-"""The work that a template has with one message, beside its text."""
+CLIENT = "penstock.client"
+"""In the scope of a request that the server itself sends for a client."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +66,8 @@ class Batch:
     tenant: Tenant
     lane: Lane
     arrival_s: float
+    is_recorded: bool = False
+    """The reply is kept as a whole even if it is streamed."""
     grammar: Grammar | None = None
     """What each answer has to match."""
     reading: Reading = PLAIN
@@ -88,6 +86,8 @@ class Job:
     in_full: bool = False
     """The reply tells more than texts; see Stream."""
     reservation: Reservation
+    thoughts: Thoughts | None = None
+    """Counts the reasoning in the answers."""
 
 
 class Intake:
@@ -95,9 +95,13 @@ class Intake:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self.prompting = Prompting(service, self.ignore)
+        self._compiling = Compiling(service.grammars)
 
     def client(self, http: HttpRequest) -> Client:
         """Raises 401 if keys are configured and the request has none of them."""
+        if CLIENT in http.scope:
+            return cast(Client, http.scope[CLIENT])
         return self._service.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
 
     async def read(self, http: HttpRequest, kind: type[Body]) -> Body:
@@ -107,14 +111,10 @@ class Intake:
         self, http: HttpRequest, kind: type[Read], understand: Callable[[Read, Limits], Understood]
     ) -> Understood:
         """What a body of another API's asks for."""
-        media_type = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if media_type != "application/json":
-            # Any page may send a browser's form or text to this machine without being asked; JSON it may not.
-            raise ApiError(
-                HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-                "The request must have the header 'Content-Type: application/json'.",
-                code="unsupported_media_type",
-            )
+        # Any page may send a browser's form or text to this machine without being asked; JSON it may not. Clients of
+        # Ollama often say nothing of what they send, or curl's default.
+        if not http.url.path.startswith(OLLAMA_PATH) or _is_of_a_page(http):
+            check_media_type(http, "application/json")
         body, limits = await http.body(), self._service.options.limits
         return await off_loop(
             len(body), lambda: understand(read(kind, parse_object(body, limits), limits, self.ignore), limits)
@@ -155,9 +155,9 @@ class Intake:
             grammar=await self.grammar(client.tenant, self.form(body)),
         )
 
-    def check_room(self, batch: Batch) -> None:
-        """Raises 429 or 503 if its lane is full; asked before a prompt is tokenised."""
-        self._service.dispatch.check_room(batch.lane, batch.tenant.name)
+    def check_room(self, batch: Batch, most_tokens: int) -> None:
+        """Raises 429 or 503 if no prompt of at most so many tokens, about, is let in; asked before it is tokenised."""
+        self._service.dispatch.check_room(batch.lane, batch.tenant.name, batch.arrival_s, most_tokens)
 
     async def job(
         self,
@@ -182,6 +182,7 @@ class Intake:
             echoes=echoes,
             in_full=in_full,
             reservation=await self.reserve(client, requests),
+            thoughts=self._service.formats.thoughts(batch.reading),
         )
 
     def request(self, batch: Batch, prompt: list[int], request_id: str) -> Request:
@@ -192,7 +193,7 @@ class Intake:
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
             sampling=self._sampling(batch, len(prompt)),
-            n=batch.body.n or 1,
+            n=batch.body.num_generated,
             arrival_s=batch.arrival_s,
             lane=batch.lane,
             tenant=batch.tenant.name,
@@ -210,7 +211,7 @@ class Intake:
             max_tokens=self._bounded(batch, max_tokens),
             num_logprobs=batch.num_logprobs,
             num_prompt_logprobs=batch.num_prompt_logprobs,
-            banned=banned_tokens(self._service.tokenizer, batch.body.bad_words or ()),
+            bad_words=bad_words_of(self._service.tokenizer, batch.body.bad_words or ()),
             shown_special=self._service.tokenizer.special_ids
             if shows_all
             else self._service.formats.shown(batch.reading),
@@ -225,17 +226,11 @@ class Intake:
         """The grammar of an answer's form, compiled.
 
         Raises:
-            ApiError: 400 that names the field, if it is none that an answer can be held to.
+            ApiError: see Compiling.
         """
         if form is None:
             return None
-        grammars = self._service.grammars
-        if grammars.knows(tenant.name, form.grammar):
-            return form.grammar
-        try:
-            await anyio.to_thread.run_sync(grammars.compile, tenant.name, form.grammar, limiter=_COMPILING)
-        except GrammarError as error:
-            raise invalid(f"Invalid '{form.field}': {error}.", form.field, "invalid_grammar") from None
+        await self._compiling.compile(tenant.name, form)
         return form.grammar
 
     async def with_tools(
@@ -243,25 +238,29 @@ class Intake:
     ) -> Batch:
         """The batch, whose answers to a prompt may have reasoning and calls of tools, or have to call one.
 
+        What an answer has to match holds for what follows the reasoning, where no tool is called.
+
         Raises:
             ApiError: 400, if the model cannot, or cannot be held to the tools' schemas.
         """
         reading = self._service.formats.reading(prompt, use, shows_reasoning=shows_reasoning)
-        if not use.required:
-            return replace(batch, reading=reading)
-        form = Form("tools", self._service.formats.grammar(reading, use))
+        grammar = self._service.formats.grammar(prompt, reading, use, batch.grammar)
+        form = None if grammar is None else Form("tools" if use.tools else "response_format", grammar)
         return replace(batch, reading=reading, grammar=await self.grammar(batch.tenant, form))
 
     def _bounded(self, batch: Batch, max_tokens: int) -> int:
         """The output tokens of each choice whose log probabilities can be kept until the reply is complete."""
-        if batch.num_logprobs is None or batch.body.stream:
+        if batch.num_logprobs is None or (batch.body.stream and not batch.is_recorded):
             return max_tokens
         at_once = self._service.options.limits.max_logprobs
+        if batch.is_recorded:
+            at_once = min(at_once, MAX_TEXT_BYTES // 2 // LOGPROB_BYTES)
         most = max(1, at_once // (batch.num_choices * (1 + batch.num_logprobs)))
         if batch.asked.number is not None and max_tokens > most:
+            what, way = ("that is kept", "") if batch.is_recorded else ("in one piece", ", or stream it")
             message = (
-                f"A reply in one piece may have at most {at_once} log probabilities: with these logprobs and choices, "
-                f"{batch.asked.field} may be at most {most}. Ask for fewer, or stream it."
+                f"A reply {what} may have at most {at_once} log probabilities: with these logprobs and choices, "
+                f"{batch.asked.field} may be at most {most}. Ask for fewer{way}."
             )
             raise invalid(message, batch.asked.field)
         return min(max_tokens, most)
@@ -310,66 +309,11 @@ class Intake:
         except StoreUnavailable:
             raise unavailable("The store is not there.", "store_unavailable") from None
 
-    async def encode_chat(
-        self,
-        messages: list[Message],
-        use: ToolUse = NO_TOOLS,
-        variables: Mapping[str, Any] | None = None,
-        *,
-        add_generation_prompt: bool = True,
-        continues: bool = False,
-    ) -> list[int]:
-        """The tokens of a conversation; with `continues`, its last message has no end."""
-        check_messages(messages)
-        num_chars = num_chars_of(messages, use)
-        self.check_length(num_chars, "messages")
-
-        def encode() -> list[int]:
-            return self._service.prompts.chat(
-                [as_dict(message) for message in messages],
-                add_generation_prompt=add_generation_prompt,
-                continues=continues,
-                tools=use.tools,
-                variables=variables,
-            )
-
-        return await off_loop(num_chars + MESSAGE_CHARS * len(messages), encode, threads=TOKENIZING)
-
     async def prompt(self, batch: Batch, body: ChatBody) -> tuple[list[int], Batch]:
         """The tokens of a conversation, and the batch with what its tools come to."""
-        prompt, use = await self.conversation(body)
+        prompt, use = await self.prompting.conversation(body)
         shows_reasoning = body.include_reasoning is not False
         return prompt, await self.with_tools(batch, prompt, use, shows_reasoning=shows_reasoning)
-
-    async def conversation(self, body: ChatBody) -> tuple[list[int], ToolUse]:
-        """The tokens of a conversation, and the tools that are in it."""
-        use, continues = chat_tools(body), bool(body.continue_final_message)
-        prompt = await self.encode_chat(
-            body.messages,
-            use,
-            self.variables(body.chat_template_kwargs, body.reasoning_effort),
-            add_generation_prompt=body.add_generation_prompt is not False and not continues,
-            continues=continues,
-        )
-        return truncated(prompt, body), use
-
-    def variables(self, given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
-        """What the chat template is told beside messages and tools.
-
-        Raises:
-            ApiError: 400 for what is not the client's to tell.
-        """
-        variables, known = dict(given or {}), self._service.prompts.variables
-        self._service.prompts.check_variables(variables, "chat_template_kwargs")
-        if reasoning_effort is not None:
-            switches = [name for name in ("enable_thinking", "thinking") if name in known]
-            if "reasoning_effort" in known:
-                variables.setdefault("reasoning_effort", reasoning_effort)
-            elif reasoning_effort == "none" and switches:
-                variables = dict.fromkeys(switches, False) | variables
-            else:
-                self.ignore("reasoning_effort")
-        return variables
 
     def ignore(self, field: str) -> None:
         """Takes a field of which nothing comes; the reply's header names it.
@@ -381,65 +325,6 @@ class Intake:
             raise unsupported(field)
         if (asked := CORRELATION.get()) is not None:
             asked.ignored.append(field)
-
-    async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
-        texts, token_ids = await off_loop(4 * len(body.prompt), _split_prompt, body.prompt)
-        limits, num_prompts = self._service.options.limits, len(texts) + len(token_ids)
-        if not num_prompts or num_prompts > limits.max_prompts:
-            raise invalid(f"'prompt' must be 1 to {limits.max_prompts} prompts.", "prompt")
-        if num_prompts * (body.n or 1) > limits.max_choices:
-            raise invalid(f"'n' times the prompts must be at most {limits.max_choices}.", "n")
-        if body.suffix is not None and token_ids:
-            raise invalid("'suffix' needs a 'prompt' of text.", "suffix")
-        token_ids = [truncated(prompt, body) for prompt in token_ids]
-        for prompt in token_ids:
-            await off_loop(4 * len(prompt), self.check_prompt_ids, prompt)
-        if body.suffix:
-            return [await self._encode_around(text, body.suffix) for text in texts]
-        add_special = body.add_special_tokens is not False
-        encoded = [await self.encode_text(text, "prompt", add_special=add_special) for text in texts]
-        return token_ids or [truncated(prompt, body) for prompt in encoded]
-
-    async def _encode_around(self, text: str, suffix: str) -> list[int]:
-        """The tokens that ask for what is between two texts."""
-        self.check_length(len(text) + len(suffix), "prompt")
-        return await off_loop(
-            len(text) + len(suffix), self._service.prompts.around, text, suffix, threads=TOKENIZING
-        )
-
-    async def encode_inputs(self, body: EmbeddingsBody) -> list[list[int]]:
-        texts, token_ids = await off_loop(4 * len(body.input), _split_prompt, body.input)
-        most, add_special = self._service.options.limits.max_inputs, body.add_special_tokens is not False
-        if not 1 <= len(texts) + len(token_ids) <= most:
-            raise invalid(f"'input' must be 1 to {most} texts.", "input")
-        prompts = token_ids or [
-            await self.encode_text(text, "input", add_special=add_special) for text in texts
-        ]
-        prompts = [truncated(prompt, body) for prompt in prompts]
-        for prompt in prompts:
-            await off_loop(4 * len(prompt), self.check_prompt_ids, prompt, "input")
-        return prompts
-
-    async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
-        self.check_length(len(text), field)
-        encode = partial(self._service.prompts.text, add_special=add_special)
-        token_ids = await off_loop(len(text), encode, text, threads=TOKENIZING)
-        if not token_ids:
-            raise invalid(f"'{field}' must not be empty.", field)
-        return token_ids
-
-    def check_prompt_ids(self, prompt: Sequence[int], field: str = "prompt") -> None:
-        if not prompt:
-            raise invalid(f"'{field}' must not have an empty list of tokens.", field)
-        if len(prompt) >= self._service.dispatch.context_length:
-            raise context_exceeded(self._service.dispatch.context_length, f"{len(prompt)} tokens", field)
-        check_token_ids(prompt, self._service.vocab_size, field)
-
-    def check_length(self, num_chars: int, field: str) -> None:
-        """Refuses what is too long whatever its tokens are, before it is tokenised."""
-        context_length = self._service.dispatch.context_length
-        if num_chars > context_length * self._service.options.limits.max_bytes_per_token:
-            raise context_exceeded(context_length, f"{num_chars} characters", field)
 
 
 def salt_of(tenant: Tenant, *, is_private: bool = False, asked: str | None = None) -> bytes:
@@ -453,26 +338,10 @@ def salt_of(tenant: Tenant, *, is_private: bool = False, asked: str | None = Non
     return tenant.name.encode() + (PRIVATE if is_private else b"")
 
 
-def truncated(prompt: list[int], body: Sampled | EmbeddingsBody) -> list[int]:
-    """The last tokens of a prompt, as many as the body asks for."""
-    return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
-
-
-def banned_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> list[int]:
-    """The tokens that these words are, at the start of a text and after a space.
-
-    Raises:
-        ApiError: 400 for a word that is several tokens.
-    """
-    banned: list[int] = []
-    for place, word in enumerate(words):
-        inside = tokenizer.encode(word)
-        if len(inside) != 1:
-            message = f"'{word}' is {len(inside)} tokens; only words of one token can be kept from an answer."
-            raise invalid(message, f"bad_words[{place}]")
-        after_space = tokenizer.encode(" " + word.lstrip())
-        banned += inside + (after_space if len(after_space) == 1 else [])
-    return banned
+def bad_words_of(tokenizer: Tokenizer, words: Sequence[str]) -> Words:
+    """The tokens that these words are, at the start of a text and after a space."""
+    texts = [text for word in words for text in (word, " " + word.lstrip())]
+    return tuple(dict.fromkeys(filter(None, (tuple(tokenizer.encode(text)) for text in texts))))
 
 
 def salts_of(tenant: Tenant) -> tuple[bytes, bytes]:
@@ -480,14 +349,16 @@ def salts_of(tenant: Tenant) -> tuple[bytes, bytes]:
     return salt_of(tenant), salt_of(tenant, is_private=True)
 
 
-def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[str], list[list[int]]]:
-    """The four forms of `prompt` as texts or as token ids."""
-    if isinstance(prompt, str):
-        return [prompt], []
-    if prompt and isinstance(prompt[0], int):
-        return [], [[token_id for token_id in prompt if isinstance(token_id, int)]]
-    texts = [text for text in prompt if isinstance(text, str)]
-    return texts, [token_ids for token_ids in prompt if isinstance(token_ids, list)]
+def check_media_type(http: HttpRequest, wanted: str) -> None:
+    """Raises 415 if the body is something else."""
+    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
+        message = f"The request must have the header 'Content-Type: {wanted}'."
+        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
+
+
+def _is_of_a_page(http: HttpRequest) -> bool:
+    """Whether a page may have sent it: browsers say where from."""
+    return "origin" in http.headers or "sec-fetch-site" in http.headers
 
 
 def route(path: str, **handlers: Callable[[HttpRequest], Awaitable[Response]]) -> Route:

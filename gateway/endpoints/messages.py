@@ -38,7 +38,7 @@ class MessagesApi:
         self._service.dispatch.check_open()
         body = await self._intake.read_as(http, MessagesBody, as_chat)
         batch = await self._intake.chat(client, body, arrival_s, may_be_fewer=True)
-        self._intake.check_room(batch)
+        self._intake.check_room(batch, len(await http.body()))
         prompt, batch = await self._intake.prompt(batch, body)
         head = Head(
             id=f"msg_{secrets.token_hex(16)}",
@@ -55,5 +55,5 @@ class MessagesApi:
         self._intake.client(http)
         body = await self._intake.read_as(http, CountTokensBody, as_chat)
         self._intake.check_model(body.model)
-        prompt, _ = await self._intake.conversation(body)
+        prompt, _ = await self._intake.prompting.conversation(body)
         return Json({"input_tokens": len(prompt)})

@@ -86,13 +86,15 @@ class Api:
             raise invalid("Give either 'prompt' or 'messages'.", "prompt")
         if body.messages is not None:
             use = tool_use([dict(tool) for tool in body.tools or ()])
-            variables = self._intake.variables(body.chat_template_kwargs, None)
-            return await self._intake.encode_chat(
+            variables = self._intake.prompting.variables(body.chat_template_kwargs, None)
+            return await self._intake.prompting.encode_chat(
                 body.messages, use, variables, add_generation_prompt=body.add_generation_prompt
             )
         if not body.prompt:
             return []
-        return await self._intake.encode_text(body.prompt, "prompt", add_special=body.add_special_tokens)
+        return await self._intake.prompting.encode_text(
+            body.prompt, "prompt", add_special=body.add_special_tokens
+        )
 
     async def detokenize(self, http: HttpRequest) -> Response:
         self._intake.client(http)
@@ -128,10 +130,10 @@ class Api:
         if (body.tokens is None) == (body.messages is None):
             raise invalid("Give either 'tokens' or 'messages'.", "tokens")
         if body.messages is not None:
-            token_ids = await self._intake.encode_chat(body.messages)
+            token_ids = await self._intake.prompting.encode_chat(body.messages)
         else:
             token_ids = body.tokens or []
-            self._intake.check_prompt_ids(token_ids, "tokens")
+            self._intake.prompting.check_prompt_ids(token_ids, "tokens")
         return Json(await self._service.locator.locate(salt_of(client.tenant), token_ids))
 
     async def _locate_body(self, http: HttpRequest) -> LocateBody:

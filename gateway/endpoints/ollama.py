@@ -11,23 +11,32 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
+from gateway.access.keys import Client
+from gateway.endpoints.embeddings import EmbeddingsApi
 from gateway.endpoints.intake import Intake, Read, route
 from gateway.endpoints.replies import Reply
 from gateway.http.limits import Limits
 from gateway.service import Service
+from gateway.wire.embeddings import Embedded
 from gateway.wire.frames import Json
 from gateway.wire.ollama.bodies import (
+    EmbeddingAsked,
     OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingBody,
     OllamaGenerateBody,
     OllamaShowBody,
     Understood,
     named,
     understand_chat,
+    understand_embed,
+    understand_embedding,
     understand_prompt,
 )
-from gateway.wire.ollama.lines import LineWriter, timestamp, unasked
+from gateway.wire.ollama.lines import EmbeddingWriter, EmbedWriter, LineWriter, timestamp, unasked
 from gateway.wire.sampling import tier_of
 from gateway.wire.shapes import Head
+from gateway.wire.writers import Writer
 
 VERSION = "0.12.6"
 """The version of Ollama whose API this is: clients ask for it, and do without what an older one lacks."""
@@ -38,14 +47,17 @@ _NEVER = "9999-12-31T23:59:59Z"
 class OllamaApi:
     """One service, for clients of Ollama."""
 
-    def __init__(self, service: Service, intake: Intake) -> None:
+    def __init__(self, service: Service, intake: Intake, embeddings: EmbeddingsApi) -> None:
         self._service = service
         self._intake = intake
+        self._embeddings = embeddings
 
     def routes(self) -> list[Route]:
         return [
             route("/api/chat", POST=self.chat),
             route("/api/generate", POST=self.generate),
+            route("/api/embed", POST=self.embed),
+            route("/api/embeddings", POST=self.embed_prompt),
             route("/api/tags", GET=self.list_models),
             route("/api/ps", GET=self.list_loaded),
             route("/api/show", POST=self.show),
@@ -74,15 +86,48 @@ class OllamaApi:
         if asked.chat is None:
             return Json(unasked(asked.model, int(time.time()), is_chat=is_chat))
         batch = await self._intake.chat(client, asked.chat, arrival_s, may_be_fewer=True)
-        self._intake.check_room(batch)
+        self._intake.check_room(batch, len(await http.body()))
         if asked.raw is None:
             prompt, batch = await self._intake.prompt(batch, asked.chat)
         else:
-            prompt = await self._intake.encode_text(asked.raw, "prompt")
+            prompt = await self._intake.prompting.encode_text(asked.raw, "prompt")
         id, tier = secrets.token_hex(16), tier_of(batch.lane)
         head = Head(id=id, created=int(time.time()), model=asked.model, service_tier=tier)
         writer = LineWriter(head, is_chat=is_chat, parser=batch.reading.parser_of(id))
         return Reply(self._service, await self._intake.job(client, batch, [prompt], id, writer))
+
+    async def embed(self, http: HttpRequest) -> Response:
+        arrival_s, client = self._embeddings.begin(http)
+        asked = await self._intake.read_as(http, OllamaEmbedBody, understand_embed)
+        self._embeddings.check_dimensions(asked.dimensions)
+        if not asked.texts:
+            self._intake.check_model(asked.model)
+            return Json({"model": asked.model, "embeddings": []})
+        return await self._embedded(http, client, asked, arrival_s, "input", EmbedWriter(asked))
+
+    async def embed_prompt(self, http: HttpRequest) -> Response:
+        arrival_s, client = self._embeddings.begin(http)
+        asked = await self._intake.read_as(http, OllamaEmbeddingBody, understand_embedding)
+        if not asked.texts:
+            self._intake.check_model(asked.model)
+            return Json({"embedding": []})
+        return await self._embedded(http, client, asked, arrival_s, "prompt", EmbeddingWriter())
+
+    async def _embedded(
+        self,
+        http: HttpRequest,
+        client: Client,
+        asked: EmbeddingAsked,
+        arrival_s: float,
+        field: str,
+        writer: Writer,
+    ) -> Response:
+        body = Embedded(model=asked.model)
+        lane = await self._embeddings.admit(http, client, body, arrival_s)
+        longest = self._service.dispatch.context_length - 1 if asked.truncates else None
+        prompts = await self._intake.prompting.encode_texts(asked.texts, field, body, longest=longest)
+        id = f"embd-{secrets.token_hex(16)}"
+        return await self._embeddings.reply(client, lane, prompts, arrival_s, id, writer)
 
     # The model
 

@@ -22,6 +22,8 @@ from gateway.endpoints.completions import CHAT_ID
 from gateway.endpoints.operations import OPERATIONS, Operation
 from gateway.http.limits import Limits
 from gateway.http.refusals import OVERLOADED
+from gateway.sessions.batches.batch import BATCH_ID
+from gateway.sessions.batches.files import FILE_ID
 from gateway.sessions.responses.schemas import ITEM_PREFIXES, id_pattern
 from gateway.wire.schemas import steps_to
 
@@ -137,7 +139,9 @@ def _describe(path: str, method: str, operation: Operation, schemas: _Schemas) -
     }
     found["parameters"] += _parameters("header", operation.headers, schemas)
     if operation.body is not None:
-        found["requestBody"] = {"required": True, "content": _json(schemas.of(operation.body))}
+        media_type = "multipart/form-data" if operation.is_form else "application/json"
+        content = {media_type: {"schema": schemas.of(operation.body)}}
+        found["requestBody"] = {"required": True, "content": content}
     if operation.is_open:
         found["security"] = []
     return found
@@ -147,6 +151,8 @@ def _identifiers(path: str) -> Iterator[JsonSchema]:
     patterns = {
         "id": CHAT_ID.pattern if path.startswith("/v1/chat") else id_pattern("resp"),
         "conversation_id": id_pattern("conv"),
+        "file_id": FILE_ID.pattern,
+        "batch_id": BATCH_ID.pattern,
         "item_id": id_pattern(*ITEM_PREFIXES),
     }
     for name in re.findall(r"{(\w+)}", path):

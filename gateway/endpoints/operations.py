@@ -11,13 +11,21 @@ from typing_extensions import TypedDict
 
 from gateway.access.idempotency import MAX_KEY_CHARS
 from gateway.endpoints import answers
+from gateway.endpoints.batches import BatchBody
 from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
 from gateway.endpoints.events import DETAILS
+from gateway.endpoints.files import FilesQuery, UploadForm
 from gateway.http.refusals import OVERLOADED
 from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
-from gateway.wire.embeddings import EmbeddingsBody
-from gateway.wire.ollama.bodies import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from gateway.wire.embeddings import EmbeddingsBody, RerankBody, ScoreBody
+from gateway.wire.ollama.bodies import (
+    OllamaChatBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingBody,
+    OllamaGenerateBody,
+    OllamaShowBody,
+)
 from gateway.wire.schemas import (
     ChatBody,
     CompletionBody,
@@ -52,6 +60,10 @@ class EventsQuery(TypedDict, total=False):
     detail: Annotated[str, Field(pattern=f"^({'|'.join(DETAILS)})(,({'|'.join(DETAILS)}))*$")]
 
 
+class StateQuery(TypedDict):
+    switch: Annotated[str, Field(pattern="^[0-9a-f]{1,64}$")]
+
+
 class LocateQuery(TypedDict, total=False):
     """One of them."""
 
@@ -65,6 +77,8 @@ class Operation:
 
     summary: str
     body: type[StrictBody] | None = None
+    is_form: bool = False
+    """The body is a form, and no JSON."""
     query: Any = None
     headers: Any = None
     answer: Any = None
@@ -109,6 +123,14 @@ def _by_type(*kinds: Any) -> dict[str, Any]:
 
 _RESPONSE_EVENTS = _by_type(*answers.RESPONSE_EVENTS)
 
+_RERANK = Operation(
+    summary="Order documents by how like a query they are",
+    body=RerankBody,
+    answer=answers.Reranked,
+    statuses=_WORK,
+)
+_SCORE = Operation(summary="How alike texts are", body=ScoreBody, answer=answers.Scores, statuses=_WORK)
+
 OPERATIONS: dict[str, dict[str, Operation]] = {
     "/v1/chat/completions": {
         "POST": Operation(
@@ -149,6 +171,47 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             answer=answers.Embeddings,
             statuses=_WORK,
         )
+    },
+    **{path: {"POST": _RERANK} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
+    **{path: {"POST": _SCORE} for path in ("/score", "/v1/score")},
+    "/v1/files": {
+        "GET": Operation(
+            summary="Files that were uploaded, and those that batches made",
+            query=FilesQuery,
+            answer=answers.FilePage,
+            statuses=(503,),
+        ),
+        "POST": Operation(
+            summary="Upload the input of a batch",
+            body=UploadForm,
+            is_form=True,
+            answer=answers.File,
+            statuses=(403, 503),
+        ),
+    },
+    "/v1/files/{file_id}": {
+        "GET": Operation(summary="One of them", answer=answers.File, statuses=(404, 503)),
+        "DELETE": Operation(summary="Forget a file", answer=answers.FileDeleted, statuses=(404, 503)),
+    },
+    "/v1/files/{file_id}/content": {
+        "GET": Operation(
+            summary="What is in it", media_type="application/octet-stream", statuses=(404, 410, 503)
+        )
+    },
+    "/v1/batches": {
+        "GET": Operation(summary="Batches", query=PageQuery, answer=answers.BatchPage, statuses=(503,)),
+        "POST": Operation(
+            summary="Run the requests in a file",
+            body=BatchBody,
+            answer=answers.Batch,
+            statuses=(404, 429, 503),
+        ),
+    },
+    "/v1/batches/{batch_id}": {
+        "GET": Operation(summary="One of them", answer=answers.Batch, statuses=(404, 503))
+    },
+    "/v1/batches/{batch_id}/cancel": {
+        "POST": Operation(summary="Stop a batch", answer=answers.Batch, statuses=(404, 503))
     },
     "/v1/messages": {
         "POST": Operation(
@@ -254,6 +317,24 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
             statuses=_WORK,
         )
     },
+    "/api/embed": {
+        "POST": Operation(
+            summary="Turn texts into vectors, for Ollama's clients",
+            body=OllamaEmbedBody,
+            answer=answers.OllamaEmbeddings,
+            error=answers.OllamaError,
+            statuses=_WORK,
+        )
+    },
+    "/api/embeddings": {
+        "POST": Operation(
+            summary="Turn a text into a vector, for Ollama's older clients",
+            body=OllamaEmbeddingBody,
+            answer=answers.OllamaEmbedding,
+            error=answers.OllamaError,
+            statuses=_WORK,
+        )
+    },
     "/api/tags": {
         "GET": Operation(
             summary="The names of the model, for Ollama's clients",
@@ -313,6 +394,14 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "GET": Operation(
             summary="Blocks as they are stored and removed",
             events={"stored": answers.Blocks, "removed": answers.Blocks},
+        )
+    },
+    "/internal/state": {
+        "GET": Operation(
+            summary="What a replica says of itself to its switches",
+            query=StateQuery,
+            lines=dict[str, Any],
+            statuses=(503,),
         )
     },
     "/v1/events": {

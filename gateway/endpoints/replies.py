@@ -12,10 +12,14 @@ from gateway.endpoints.intake import Job
 from gateway.http.background import meanwhile
 from gateway.http.connections import Connection
 from gateway.http.errors import log_fault
+from gateway.http.off_loop import off_loop
 from gateway.service import Service
 from gateway.wire.frames import json_pieces
 from gateway.wire.streams import Stream
 from gateway.wire.writers import Writer
+
+_NUMBER_BYTES = 8
+"""What is made of an embedding's number is as much work as reading so many bytes."""
 
 
 class Reply(Response):
@@ -35,7 +39,7 @@ class Reply(Response):
         connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
         job = self._job
         stream = Stream(job.requests, connection, streamed=job.stream, echoes=job.echoes, in_full=job.in_full)
-        stream.reservation = self._job.reservation
+        stream.reservation, stream.thoughts = job.reservation, job.thoughts
         service.dispatch.submit(stream)
         release = partial(service.dispatch.release, stream)
         async with meanwhile(connection.watch(receive, release)):
@@ -57,7 +61,8 @@ class Reply(Response):
         milliseconds = math.ceil((self._service.clock() - arrival_s) * 1000)
         headers = {**self._quota_headers, "openai-processing-ms": str(milliseconds)}
         deltas = sorted(stream.take(), key=lambda taken: taken[0])
-        body = self._job.writer.whole(stream, deltas)
+        size = _NUMBER_BYTES * sum(len(delta.embedding or ()) for _, delta in deltas)
+        body = await off_loop(size, self._job.writer.whole, stream, deltas)
         await stream.connection.send_whole(json_pieces(body), headers)
 
     async def _send_stream(self, stream: Stream) -> None:

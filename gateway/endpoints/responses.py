@@ -15,12 +15,14 @@ from starlette.routing import Route
 from gateway.access.idempotency import idempotency_key, not_here
 from gateway.access.keys import Client
 from gateway.endpoints.attached import Attached
-from gateway.endpoints.intake import MESSAGE_CHARS, Batch, Intake, route
+from gateway.endpoints.intake import Batch, Intake, route
+from gateway.endpoints.prompting import MESSAGE_CHARS
 from gateway.http.errors import ApiError, gone, invalid, unavailable
 from gateway.http.off_loop import TOKENIZING, off_loop
 from gateway.service import Service
 from gateway.sessions import conversations
 from gateway.sessions.conversations import ConversationLocks
+from gateway.sessions.owners import owned_id
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.responses import records
 from gateway.sessions.responses.events import ResponseFormat
@@ -30,7 +32,6 @@ from gateway.sessions.responses.objects import (
     as_messages,
     deleted,
     input_items,
-    new_id,
     output_items,
     page,
     response,
@@ -38,6 +39,7 @@ from gateway.sessions.responses.objects import (
 )
 from gateway.sessions.responses.records import KIND, Record
 from gateway.sessions.responses.schemas import (
+    LOGPROBS,
     ResponseBody,
     check_id,
     check_response,
@@ -78,7 +80,7 @@ class ResponsesApi:
         self._intake = intake
         self._locks = ConversationLocks()
         service.recordings.on_end[KIND] = self.on_end
-        service.recordings.scripts[KIND] = script
+        service.recordings.scripts[KIND] = partial(script, service.tokenizer)
 
     def routes(self) -> list[Route]:
         return [
@@ -102,7 +104,8 @@ class ResponsesApi:
             body=body,
             prompt_field="input",
             asked=MaxTokens("max_output_tokens", body.max_output_tokens),
-            num_logprobs=None,
+            num_logprobs=body.num_logprobs,
+            is_recorded=True,
             num_choices=1,
             tenant=client.tenant,
             lane=lane_of(body.service_tier, client.tenant),
@@ -111,13 +114,17 @@ class ResponsesApi:
         )
         key = idempotency_key(http)
         asked_to_resume = body.stream_options is not None and bool(body.stream_options.resumable)
-        turn = _Turn(client, batch, body, new_id("resp"), asked_to_resume or key is not None)
+        response_id = owned_id("resp_", self._service.tag, 48)
+        turn = _Turn(client, batch, body, response_id, asked_to_resume or key is not None)
+        if body.num_logprobs is not None and (turn.resumable or body.background):
+            # Journals, from which other processes go on, have tokens alone.
+            raise invalid(f"'{LOGPROBS}' needs a response that ends with its connection.", "include")
         tenant, start = client.tenant.name, partial(self._start, turn)
         made = await self._service.idempotency.once(tenant, key, body, turn.id, start)
         return await self._repeat(tenant, made, body) if isinstance(made, str) else self._reply(made, body)
 
     async def _start(self, turn: _Turn) -> Recording:
-        self._intake.check_room(turn.batch)
+        self._intake.check_room(turn.batch, self._service.dispatch.context_length)
         items = input_items(turn.body.input)
         tenant, conversation_id = turn.client.tenant.name, turn.body.conversation
         if conversation_id is None:
@@ -137,7 +144,7 @@ class ResponsesApi:
     async def _submit(self, turn: _Turn, items: list[Item], thread: Thread) -> Recording:
         body, use = turn.body, response_tools(turn.body)
         effort = None if body.reasoning is None else body.reasoning.effort
-        variables = self._intake.variables(body.chat_template_kwargs, effort)
+        variables = self._intake.prompting.variables(body.chat_template_kwargs, effort)
         prompt = await self._prompt(thread, as_messages(items), body.instructions, use, variables)
         batch = await self._intake.with_tools(turn.batch, prompt, use)
         request = self._intake.request(batch, prompt, turn.id)
@@ -182,7 +189,7 @@ class ResponsesApi:
     ) -> list[int]:
         messages = (*thread.messages, *new_messages)
         num_said = sum(map(num_chars, messages)) + len(instructions or "") + use.num_chars
-        self._intake.check_length(num_said, "input")
+        self._intake.prompting.check_length(num_said, "input")
 
         def encode() -> list[int]:
             return extend(

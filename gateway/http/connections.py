@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -103,9 +103,14 @@ class Connection:
         await self._start({**_STREAM_HEADERS, **headers})
 
     async def _start(self, headers: Mapping[str, str]) -> None:
+        await self.start(
+            200, [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        )
+
+    async def start(self, status: int, headers: Sequence[tuple[bytes, bytes]]) -> None:
+        """Sends the head of a reply."""
         self.committed = True
-        encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": 200, "headers": encoded})
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def send_whole(self, pieces: Iterable[bytes], headers: Mapping[str, str]) -> None:
         """Sends a reply's JSON with its length; if it is long, in pieces between which others have their turn."""
@@ -154,10 +159,14 @@ class Connection:
     def cut(self) -> None:
         """Ends the connection of a reader that does not read."""
         if not self.gone:
-            self.leave()
             self._on_cut()
-            if self._abort is not None:
-                self._abort()
+            self.abort()
+
+    def abort(self) -> None:
+        """Ends the connection in the midst of a reply."""
+        self.leave()
+        if self._abort is not None:
+            self._abort()
 
     def look_after(self, now: float, timeouts: Timeouts) -> None:
         """Cuts a reader that takes nothing, and notes when one is to be told that it is not forgotten."""

@@ -21,6 +21,7 @@ ANTHROPIC_PATH = "/v1/messages"
 _PROBES = ("/health", "/ready", "/metrics")
 """Asked for every few seconds: they are in the log of level debug alone."""
 _TRACE_HEADERS = (b"traceparent", b"tracestate")
+TICKET_HEADER = b"x-penstock-ticket"
 _VALID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
 _MAX_PATH_CHARS = 200
 
@@ -34,6 +35,8 @@ class Correlation:
     path: str
     trace_headers: Mapping[str, str]
     """W3C's trace context, as the client sent it."""
+    ticket: str = ""
+    """What a switch calls it, see `gateway.tickets`; empty if none sent it."""
     trace_id: str = ""
     """Empty for a request that is not traced."""
     ignored: list[str] = field(default_factory=list)
@@ -62,6 +65,7 @@ class RequestIdMiddleware:
             return
         request_id = _given(scope["headers"]) or f"req_{secrets.token_hex(12)}"
         request = Correlation(request_id, scope["method"], scope["path"], _trace_headers(scope["headers"]))
+        request.ticket = _ticket(scope["headers"])
         CORRELATION.set(request)
         began_s = time.perf_counter()
         answered, status = False, 0
@@ -123,6 +127,10 @@ def _given(headers: list[tuple[bytes, bytes]]) -> str | None:
         if name == b"x-request-id" and _VALID.fullmatch(value):
             return value.decode("ascii")
     return None
+
+
+def _ticket(headers: list[tuple[bytes, bytes]]) -> str:
+    return next((value.decode("latin-1") for name, value in headers if name == TICKET_HEADER), "")
 
 
 def _trace_headers(headers: list[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -48,6 +48,8 @@ class Limits:
     max_stop_token_ids: int = 64
     max_logit_bias: int = 1024
     max_bad_words: int = 64
+    max_bad_word_chars: int = 256
+    max_allowed_token_ids: int = 16_384
     max_metadata: int = 16
     max_grammar_bytes: int = 64 * 1024
     """Of a schema, regular expression or grammar that an answer has to match."""

@@ -28,7 +28,7 @@ class Key(NamedTuple):
     """What a record is found by. One tenant's keys never lead to another's records."""
 
     kind: str
-    """"response", "conversation", "idempotency"."""
+    """"response", "conversation", "file" and so on; the README beside this file has all of them."""
     tenant: str
     id: str
 

@@ -1,4 +1,4 @@
-"""`/v1/embeddings` on the wire."""
+"""`/v1/embeddings` on the wire, and what is made of embeddings: scores, and documents in their order."""
 
 from __future__ import annotations
 
@@ -7,51 +7,99 @@ import sys
 from array import array
 from base64 import b64encode
 from collections.abc import Iterable, Mapping
+from operator import mul
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, with_config
+from typing_extensions import TypedDict
 
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, invalid
 from gateway.wire.frames import usage_of
-from gateway.wire.schemas import Many, ServiceTier, StrictBody
+from gateway.wire.schemas import STRICT, Many, ServiceTier, StrictBody
 from gateway.wire.streams import Delta, Generation
 
 
-class EmbeddingsBody(StrictBody):
+class Embedded(StrictBody):
+    """What all bodies have in common whose texts are embedded."""
+
+    model: Annotated[str, Field(min_length=1)]
+    user: str | None = None
+    service_tier: ServiceTier | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
+
+
+class EmbeddingsBody(Embedded):
     """`POST /v1/embeddings`."""
 
     MOST: ClassVar[Mapping[str, str | int]] = {"dimensions": 2**20}
 
-    model: Annotated[str, Field(min_length=1)]
     input: str | Many[str] | Many[int] | Many[Many[int]]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    user: str | None = None
-    service_tier: ServiceTier | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = None
     add_special_tokens: bool | None = None
 
 
-class EmbeddingWriter:
-    """A reply of embeddings; a `gateway.wire.writers.Writer` of which no stream is asked."""
+@with_config(STRICT)
+class Document(TypedDict):
+    text: str
+
+
+class RerankBody(Embedded):
+    """`POST /rerank`, as Jina and Cohere have it."""
+
+    MOST: ClassVar[Mapping[str, str | int]] = {"documents": "max_inputs"}
+    NOT_SUPPORTED = frozenset({"max_chunks_per_doc", "max_tokens_per_doc", "rank_fields"})
+
+    query: str
+    documents: Annotated[Many[str | Document], Field(min_length=1)]
+    top_n: Annotated[int, Field(ge=1)] | None = None
+    return_documents: bool | None = None
+
+    @property
+    def texts(self) -> list[str]:
+        return [found if isinstance(found, str) else found["text"] for found in self.documents]
+
+
+class ScoreBody(Embedded):
+    """`POST /score`, as vLLM has it; `queries` and `documents` are other names of the two."""
+
+    MOST: ClassVar[Mapping[str, str | int]] = dict.fromkeys(
+        ("text_1", "text_2", "queries", "documents"), "max_inputs"
+    )
+
+    text_1: str | Annotated[Many[str], Field(min_length=1)] | None = None
+    text_2: str | Annotated[Many[str], Field(min_length=1)] | None = None
+    queries: str | Annotated[Many[str], Field(min_length=1)] | None = None
+    documents: str | Annotated[Many[str], Field(min_length=1)] | None = None
+
+    def sides(self) -> tuple[list[str], list[str]]:
+        """The texts to be compared: one with all others, or pair by pair.
+
+        Raises:
+            ApiError: 400, if it cannot be said which with which.
+        """
+        first = _one_of(self, "text_1", "queries")
+        second = _one_of(self, "text_2", "documents")
+        if len(first) not in (1, len(second)):
+            message = f"{len(first)} texts cannot be compared with {len(second)}: give one, or as many."
+            raise invalid(message, "text_1")
+        return first, second
+
+
+def _one_of(body: ScoreBody, *names: str) -> list[str]:
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    if not given:
+        raise invalid(f"You must provide the parameter '{names[0]}'.", names[0], "missing_required_parameter")
+    if len(given) > 1:
+        raise invalid(f"Give '{names[0]}' or '{names[1]}', not both.", names[1])
+    (value,) = given.values()
+    return [value] if isinstance(value, str) else list(value)
+
+
+class WholeWriter:
+    """A `gateway.wire.writers.Writer` of which no stream is asked."""
 
     media_type = "application/json"
-
-    def __init__(self, body: EmbeddingsBody, *, is_normalised: bool) -> None:
-        self._body = body
-        self._is_normalised = is_normalised
-
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        num_tokens = usage_of(generation).prompt_tokens
-        return {
-            "object": "list",
-            "data": (
-                {"object": "embedding", "index": index, "embedding": self._spelt(delta.embedding or [])}
-                for index, delta in deltas
-            ),
-            "model": self._body.model,
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
 
     def text(self, index: int, text: str) -> bytes:
         raise NotImplementedError
@@ -65,9 +113,82 @@ class EmbeddingWriter:
     def keepalive(self) -> bytes:
         raise NotImplementedError
 
+    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        raise NotImplementedError
+
+
+class EmbeddingWriter(WholeWriter):
+    """The embeddings themselves."""
+
+    def __init__(self, body: EmbeddingsBody, *, is_normalised: bool) -> None:
+        self._body = body
+        self._is_normalised = is_normalised
+
+    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        return {
+            "object": "list",
+            "data": (
+                {"object": "embedding", "index": index, "embedding": self._spelt(delta.embedding or [])}
+                for index, delta in deltas
+            ),
+            "model": self._body.model,
+            "usage": _usage(generation),
+        }
+
     def _spelt(self, embedding: list[float]) -> list[float] | str:
         values = shortened(embedding, self._body.dimensions, is_normalised=self._is_normalised)
         return as_base64(values) if self._body.encoding_format == "base64" else values
+
+
+class RerankWriter(WholeWriter):
+    """Documents, those first that are most like the query; its embedding is the first one."""
+
+    def __init__(self, id: str, body: RerankBody) -> None:
+        self._id = id
+        self._body = body
+
+    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        query, *documents = _embeddings(deltas)
+        scores = [likeness(query, document) for document in documents]
+        best_first = sorted(range(len(scores)), key=lambda index: -scores[index])
+        texts, shows_texts = self._body.texts, self._body.return_documents is not False
+        results = [
+            {"index": index}
+            | ({"document": {"text": texts[index]}} if shows_texts else {})
+            | {"relevance_score": scores[index]}
+            for index in best_first[: self._body.top_n]
+        ]
+        return {"id": self._id, "model": self._body.model, "usage": _usage(generation), "results": results}
+
+
+class ScoreWriter(WholeWriter):
+    """How alike texts are; the embeddings of the first side come before those of the second."""
+
+    def __init__(self, id: str, created: int, model: str, num_first: int) -> None:
+        self._head = {"id": id, "object": "list", "created": created, "model": model}
+        self._num_first = num_first
+
+    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        embeddings = _embeddings(deltas)
+        first, second = embeddings[: self._num_first], embeddings[self._num_first :]
+        scores = map(likeness, first * len(second) if len(first) == 1 else first, second)
+        data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+        return {**self._head, "data": data, "usage": _usage(generation)}
+
+
+def _embeddings(deltas: Iterable[tuple[int, Delta]]) -> list[list[float]]:
+    return [delta.embedding or [] for _, delta in deltas]
+
+
+def _usage(generation: Generation) -> dict[str, int]:
+    num_tokens = usage_of(generation).prompt_tokens
+    return {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+def likeness(one: list[float], other: list[float]) -> float:
+    """The cosine of the angle between two vectors; 0 if one of them has no direction."""
+    lengths = math.hypot(*one) * math.hypot(*other)
+    return max(-1.0, min(1.0, sum(map(mul, one, other)) / lengths)) if lengths else 0.0
 
 
 def shortened(embedding: list[float], dimensions: int | None, *, is_normalised: bool) -> list[float]:

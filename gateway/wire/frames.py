@@ -62,6 +62,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int = 0
+    """Of the completion."""
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -69,6 +71,7 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
@@ -77,6 +80,7 @@ def usage_of(generation: Generation) -> Usage:
         prompt_tokens=sum(len(request.prompt_token_ids) for request in generation.requests),
         completion_tokens=generation.num_output_tokens,
         cached_tokens=generation.num_cached_tokens,
+        reasoning_tokens=generation.num_reasoning_tokens,
     )
 
 

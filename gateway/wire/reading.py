@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -14,7 +14,7 @@ from gateway.http.errors import invalid
 from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, ReplyParser, TextDelta
 from gateway.wire.prompts import Tokenizer
 from gateway.wire.tools.coder import Qwen3Coder
-from gateway.wire.tools.grammars import calls_grammar
+from gateway.wire.tools.grammars import Beside, answer_grammar, calls_grammar
 from gateway.wire.tools.json_calls import Hermes, LlamaJson, Mistral
 from gateway.wire.tools.pythonic import Pythonic
 from gateway.wire.tools.scanning import FormatParser, Malformed, Scanner, Steps, Tools
@@ -134,19 +134,43 @@ class Formats:
             shows_reasoning=shows_reasoning,
         )
 
-    def grammar(self, reading: Reading, use: ToolUse) -> Grammar:
-        """What a reply that has to call a tool looks like."""
+    def grammar(
+        self, prompt: Sequence[int], reading: Reading, use: ToolUse, answer: Grammar | None
+    ) -> Grammar | None:
+        """What a reply looks like: reasoning, and then calls or an answer; None if it is free.
+
+        Args:
+            answer: what an answer has to match; a reply that has to call a tool has none.
+        """
+        thinking = None if reading.reasoning is None else REASONING_FORMATS[reading.reasoning]
+        if thinking is not None and self._tail(prompt).endswith(thinking.closing):
+            thinking = None
+        if use.required or (use.tools and (use.strict or answer is not None)):
+            return self._with_calls(reading, use, answer, thinking)
+        if answer is None or thinking is None:
+            return answer
+        text = answer_grammar(self._spelt, thinking, is_open=reading.is_open)
+        return Grammar(GrammarKind.LARK, text, answer)
+
+    def _with_calls(
+        self, reading: Reading, use: ToolUse, answer: Grammar | None, thinking: Thinking | None
+    ) -> Grammar:
         assert reading.tools is not None
+        may_answer = not use.required and answer is not None
+        beside = Beside.ANSWER if may_answer else Beside.NOTHING if use.required else Beside.TEXT
+        schemas = {n: schema for n, schema in use.schemas.items() if not use.required or n in use.required}
         text = calls_grammar(
             reading.tools,
-            {name: schema for name, schema in use.schemas.items() if name in use.required},
+            schemas,
             self._spelt,
             one_call=use.one_call,
-            thinking=None if reading.reasoning is None else REASONING_FORMATS[reading.reasoning],
+            thinking=thinking,
             is_open=reading.is_open,
             newer="[ARGS]" in (self._tokenizer.chat_template or ""),
+            beside=beside,
+            lenient=() if use.required else schemas.keys() - use.strict,
         )
-        return Grammar(GrammarKind.LARK, text)
+        return Grammar(GrammarKind.LARK, text, answer if may_answer else None)
 
     def _spelt(self, marker: str) -> str:
         """As a grammar writes it: special tokens by their ids."""
@@ -158,17 +182,71 @@ class Formats:
         ids = self._tokenizer.encode(marker, parse_special=True)
         return ids[0] if len(ids) == 1 and ids[0] in self._tokenizer.special_ids else None
 
+    def thoughts(self, reading: Reading) -> Thoughts | None:
+        """Counts the reasoning of one reply; None if none is told from its text."""
+        if reading.reasoning is None:
+            return None
+        return Thoughts(REASONING_FORMATS[reading.reasoning], reading.is_open, self._tokenizer.token_bytes)
+
     def is_open(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends within reasoning that it has begun."""
         if self.reasoning is None:
             return False
-        tail = self._tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False)
-        return tail.rstrip().endswith(REASONING_FORMATS[self.reasoning].opening)
+        return self._tail(prompt).endswith(REASONING_FORMATS[self.reasoning].opening)
+
+    def _tail(self, prompt: Sequence[int]) -> str:
+        """The end of a prompt's text, without space."""
+        return self._tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special=False).rstrip()
 
     def shown(self, reading: Reading) -> frozenset[int]:
         """The special tokens that a reply's text must have in it."""
         found = map(self._special, reading.markers)
         return frozenset(token_id for token_id in found if token_id is not None)
+
+
+class Thoughts:
+    """Counts the tokens of a reply's choices that are reasoning, its markers included: in each they come first."""
+
+    def __init__(self, thinking: Thinking, is_open: bool, token_bytes: Callable[[int], bytes]) -> None:
+        self._opening, self._closing = thinking.opening.encode(), thinking.closing.encode()
+        self._is_open = is_open
+        self._token_bytes = token_bytes
+        self._choices: dict[Hashable, _Begun | None] = {}
+        """None for a choice that reasons no more."""
+
+    def count(self, choice: Hashable, token_ids: Iterable[int]) -> int:
+        """How many more reasoning tokens a choice has with its next tokens."""
+        begun = self._choices.setdefault(choice, _Begun(self._is_open))
+        if begun is None:
+            return 0
+        number = 0
+        for token_id in token_ids:
+            begun.text += self._token_bytes(token_id)
+            begun.num_undecided += 1
+            if not begun.is_open:
+                said = begun.text.lstrip()
+                if said and not (said.startswith(self._opening) or self._opening.startswith(said)):
+                    self._choices[choice] = None
+                    return number
+                begun.is_open, begun.text = said.startswith(self._opening), said
+            if begun.is_open:
+                number += begun.num_undecided
+                begun.num_undecided = 0
+                if self._closing in begun.text:
+                    self._choices[choice] = None
+                    return number
+                begun.text = begun.text[1 - len(self._closing) :]
+        return number
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A choice that reasons, or may be about to."""
+
+    is_open: bool
+    text: bytes = b""
+    """As much of its end as may have to do with a marker."""
+    num_undecided: int = 0
 
 
 class _Plain:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import NamedTuple, TypeVar
 
+from engine.planning.bans import Words
 from engine.planning.grammar import Grammar
 from engine.planning.request import SamplingParams
 from gateway.http.errors import ApiError, invalid
@@ -18,8 +18,8 @@ from priority.lanes import Lane, Tenant
 LEAST_TOP_P = 1e-6
 """What 0 means: the likeliest token alone."""
 
-_BAN = -1e30
-"""A bias that no logit makes up for."""
+_XTC_THRESHOLD = 0.1
+"""llama.cpp's, for requests that do not say."""
 _Number = TypeVar("_Number", int, float)
 
 
@@ -76,14 +76,14 @@ def sampling_params(
     max_tokens: int,
     num_logprobs: int | None,
     num_prompt_logprobs: int | None,
-    banned: Iterable[int],
+    bad_words: Words,
     shown_special: frozenset[int],
     vocab_size: int,
     grammar: Grammar | None = None,
 ) -> SamplingParams:
     """
     Args:
-        banned: tokens that are never chosen.
+        bad_words: runs of tokens that are kept out of the output.
         shown_special: special tokens whose text is shown.
 
     Raises:
@@ -94,15 +94,21 @@ def sampling_params(
         raise invalid(f"'min_tokens' is greater than the {max_tokens} tokens there can be.", "min_tokens")
     stop_token_ids = frozenset(body.stop_token_ids or ())
     check_token_ids(list(stop_token_ids), vocab_size, "stop_token_ids")
+    allowed = sorted(set(body.allowed_token_ids or ()))
+    check_token_ids(allowed, vocab_size, "allowed_token_ids")
     return SamplingParams(
         temperature=_given(body.temperature, defaults.temperature),
         top_p=_given(body.top_p, defaults.top_p) or LEAST_TOP_P,
         top_k=max(0, _given(body.top_k, defaults.top_k)),
         min_p=_given(body.min_p, defaults.min_p),
+        typical_p=_given(body.typical_p, 1.0),
+        top_a=body.top_a or 0.0,
+        xtc_probability=body.xtc_probability or 0.0,
+        xtc_threshold=_given(body.xtc_threshold, _XTC_THRESHOLD),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
-        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size) | dict.fromkeys(banned, _BAN),
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
         seed=secrets.randbits(63) if body.seed is None else body.seed,
         max_tokens=max_tokens,
         min_tokens=min_tokens,
@@ -113,6 +119,8 @@ def sampling_params(
         shown_special=shown_special,
         num_logprobs=num_logprobs,
         grammar=grammar,
+        allowed_token_ids=tuple(allowed),
+        bad_words=bad_words,
         num_prompt_logprobs=num_prompt_logprobs,
     )
 

@@ -108,6 +108,7 @@ class Sampled(StrictBody):
         "guided_choice": "max_grammar_choices",
         "prompt_logprobs": "max_top_logprobs",
         "bad_words": "max_bad_words",
+        "allowed_token_ids": "max_allowed_token_ids",
     }
 
     model: Annotated[str, Field(min_length=1)]
@@ -127,6 +128,10 @@ class Sampled(StrictBody):
     # Not OpenAI's, but what clients of open models send.
     top_k: Annotated[int, Field(ge=-1, lt=_INT64)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_a: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_probability: Annotated[float, Field(ge=0, le=1)] | None = None
+    xtc_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
@@ -138,6 +143,7 @@ class Sampled(StrictBody):
     guided_grammar: str | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     bad_words: Many[Annotated[str, Field(min_length=1)]] | None = None
+    allowed_token_ids: Annotated[Many[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: Literal[True] | None = None
@@ -153,6 +159,11 @@ class Sampled(StrictBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+    @property
+    def num_generated(self) -> int:
+        """Choices that are made of each prompt; all of them are shown, but for those that are not among the best."""
+        return self.n or 1
 
 
 # There may be thousands of them: each is a plain dict.
@@ -280,7 +291,6 @@ class ChatBody(Chat, Sampled):
             "audio",
             "function_call",
             "functions",
-            "allowed_token_ids",
             "moderation",
             "web_search_options",
         }
@@ -307,8 +317,11 @@ class ChatBody(Chat, Sampled):
 class CompletionBody(Sampled):
     """`POST /v1/completions`."""
 
-    NOT_SUPPORTED = frozenset({"allowed_token_ids"})
-    MOST: ClassVar[Mapping[str, str | int]] = {**Sampled.MOST, "logprobs": "max_top_logprobs"}
+    MOST: ClassVar[Mapping[str, str | int]] = {
+        **Sampled.MOST,
+        "logprobs": "max_top_logprobs",
+        "best_of": "max_choices",
+    }
 
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -316,8 +329,12 @@ class CompletionBody(Sampled):
     echo: bool | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
-    best_of: Literal[1] | None = None
+    best_of: Annotated[int, Field(ge=1)] | None = None
     response_format: AnswerFormat | None = None
+
+    @property
+    def num_generated(self) -> int:
+        return self.best_of or self.n or 1
 
 
 class TokenizeBody(StrictBody):
@@ -357,7 +374,6 @@ Body = TypeVar("Body", bound=StrictBody)
 _MISSING_FEATURES = frozenset(
     {
         "add_special_tokens",
-        "best_of",
         "include_obfuscation",
         "modalities",
         "priority",
@@ -455,6 +471,7 @@ def _path(location: tuple[int | str, ...]) -> str:
 def check_counts(body: Sampled, limits: Limits) -> None:
     """Raises 400 for what is more than this server takes."""
     _check_stop(body.stop, limits)
+    _check_bad_words(body.bad_words, limits)
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
@@ -483,6 +500,12 @@ def check_completion(body: CompletionBody, limits: Limits) -> None:
     check_counts(body, limits)
     if body.stream_options is not None and body.stream_options.resumable:
         raise unsupported("stream_options.resumable")
+    if body.num_generated < (body.n or 1):
+        raise invalid("'best_of' must be at least 'n'.", "best_of")
+    if body.num_generated > (body.n or 1) and body.stream:
+        raise invalid(
+            "With 'best_of', 'stream' must be false: which are the best is known at the end.", "stream"
+        )
     if body.suffix and body.echo:
         raise invalid("'echo' cannot be used together with 'suffix'.", "echo")
     if body.max_tokens == 0 and not body.echo:
@@ -495,6 +518,12 @@ def _check_stop(stop: str | list[str] | None, limits: Limits) -> None:
         raise invalid("'stop' must not contain an empty string.", "stop")
     if any(len(string) > limits.max_stop_chars for string in strings):
         raise invalid(f"A stop string may have at most {limits.max_stop_chars} characters.", "stop")
+
+
+def _check_bad_words(words: list[str] | None, limits: Limits) -> None:
+    if any(len(word) > limits.max_bad_word_chars for word in words or ()):
+        message = f"A bad word may have at most {limits.max_bad_word_chars} characters."
+        raise invalid(message, "bad_words")
 
 
 def unsupported_value(param: str, value: object) -> ApiError:

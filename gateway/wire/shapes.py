@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json.encoder import encode_basestring_ascii
-from typing import Protocol
+from math import fsum
+from typing import NamedTuple, Protocol
 
 from engine.planning.request import FinishReason, TokenLogprobs
 from gateway.wire.parsing import (
@@ -41,6 +42,30 @@ class Head:
     service_tier: str
 
 
+class Best(NamedTuple):
+    """The choices that are shown of each prompt: those with the largest sums of log probabilities."""
+
+    num: int
+    of: int
+    with_logprobs: bool
+    """Whether these are shown, too."""
+
+    def chosen(self, deltas: Iterable[tuple[int, Delta]]) -> Iterator[tuple[int, Delta]]:
+        """The best of whole choices, the best one of each prompt first; of equals, the one with the lower number."""
+        ranked = sorted(
+            deltas, key=lambda numbered: (numbered[0] // self.of, -_sum(numbered[1]), numbered[0])
+        )
+        for place, (_, delta) in enumerate(ranked):
+            prompt, rank = divmod(place, self.of)
+            if rank < self.num:
+                yield prompt * self.num + rank, delta if self.with_logprobs else replace(delta, logprobs=[])
+
+
+def _sum(delta: Delta) -> float:
+    found = delta.logprobs[len(delta.logprobs) - len(delta.token_ids) :]
+    return fsum(_finite(one.logprob) for one in found if one is not None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """What a reply tells beside its texts."""
@@ -51,6 +76,8 @@ class Told:
     """The same of the prompt; None if nothing of it was asked for."""
     token_ids: bool = False
     """Those of the prompt and of each choice."""
+    best: Best | None = None
+    """Which choices are shown; None for all."""
 
 
 NOTHING = Told()
@@ -140,20 +167,13 @@ class ChatShape:
 
     def _logprobs(self, delta: Delta) -> dict[str, object]:
         pairs = zip(delta.token_ids, delta.logprobs, strict=False)
-        content = (self._token(token_id, found) for token_id, found in pairs if found is not None)
+        num_top = self._told.num_top
+        content = (
+            chosen_logprob(self._tokens, token_id, found, num_top)
+            for token_id, found in pairs
+            if found is not None
+        )
         return {"content": content, "refusal": None}
-
-    def _token(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, object]:
-        top = [self._entry(other, logprob) for other, logprob in logprobs.top[: self._told.num_top]]
-        return self._entry(token_id, logprobs.logprob) | {"top_logprobs": top}
-
-    def _entry(self, token_id: int, logprob: float) -> dict[str, object]:
-        text = self._tokens.token_bytes(token_id)
-        return {
-            "token": text.decode(errors="replace"),
-            "logprob": _finite(logprob),
-            "bytes": list(text),
-        }
 
 
 class CompletionShape:
@@ -183,7 +203,8 @@ class CompletionShape:
         deltas: Iterable[tuple[int, Delta]],
         reading: Reading,  # noqa: ARG002
     ) -> dict[str, object]:
-        return _body(head, "text_completion", (self._choice(index, delta) for index, delta in deltas))
+        shown = deltas if self._told.best is None else self._told.best.chosen(deltas)
+        return _body(head, "text_completion", (self._choice(index, delta) for index, delta in shown))
 
     def _choice(self, index: int, delta: Delta) -> dict[str, object]:
         choice: dict[str, object] = {
@@ -233,6 +254,19 @@ class CompletionShape:
             offset += len(token)
         self._offsets[index] = offset
         return offsets
+
+
+def chosen_logprob(
+    tokens: TokenText, token_id: int, logprobs: TokenLogprobs, num_top: int
+) -> dict[str, object]:
+    """OpenAI's entry for one token, with the most likely ones at its place."""
+    top = [_logprob(tokens, other, logprob) for other, logprob in logprobs.top[:num_top]]
+    return _logprob(tokens, token_id, logprobs.logprob) | {"top_logprobs": top}
+
+
+def _logprob(tokens: TokenText, token_id: int, logprob: float) -> dict[str, object]:
+    text = tokens.token_bytes(token_id)
+    return {"token": text.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(text)}
 
 
 def finish_reason(reason: FinishReason | None, *, has_calls: bool) -> str | None:

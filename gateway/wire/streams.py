@@ -14,11 +14,12 @@ from gateway.access.quotas import Reservation
 from gateway.http.connections import Connection, Timeouts
 from gateway.http.correlation import CORRELATION
 from gateway.http.errors import ApiError, internal
+from gateway.wire.reading import Thoughts
 from priority.admission import Forecast
 
 MAX_PENDING_BYTES = 1024 * 1024
 """A reader that leaves more than this lying is cut off."""
-_LOGPROB_BYTES = 100
+LOGPROB_BYTES = 100
 """What one log probability takes, about, here and on the wire."""
 
 
@@ -85,6 +86,9 @@ class Generation:
         """Of choices, in the order in which they ended."""
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.thoughts: Thoughts | None = None
+        """Counts the reasoning among the output tokens; None if there is none to tell from them."""
+        self.num_reasoning_tokens = 0
         self.predicted_ttft_s: float | None = None
         """From arrival, as it was forecast at admission; the last of several requests'."""
         self.left = False
@@ -125,6 +129,9 @@ class Generation:
             self._end_choice(output)
         if not self.left and self.error is None:
             self.num_output_tokens += len(output.token_ids)
+            if self.thoughts is not None:
+                choice = (output.request_id, output.index)
+                self.num_reasoning_tokens += self.thoughts.count(choice, output.token_ids)
             self.receive(output)
 
     def receive(self, output: Output) -> None:
@@ -259,7 +266,7 @@ class Stream(Generation):
         pending.add(output)
         self._pending_bytes += len(output.text)
         if output.logprobs:
-            self._pending_bytes += _LOGPROB_BYTES * sum(1 + len(found.top) for found in output.logprobs)
+            self._pending_bytes += LOGPROB_BYTES * sum(1 + len(found.top) for found in output.logprobs)
 
 
 def _keep_back(_index: int, _text: str) -> bool:

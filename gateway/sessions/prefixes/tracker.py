@@ -59,17 +59,22 @@ class HotPrefix:
 class BlockChanges:
     """Blocks that came and went since somebody last took them out."""
 
-    def __init__(self, salts: Collection[bytes]) -> None:
+    def __init__(self, salts: Collection[bytes] | None) -> None:
+        """Of these salts, or of all."""
         self._salts = salts
         self.stored: dict[bytes, None] = {}
         self.removed: dict[bytes, None] = {}
 
     def note(self, known: bytes, salt: bytes, *, resident: bool) -> None:
         """What came and went in between is no change."""
-        if salt in self._salts:
+        if self._salts is None or salt in self._salts:
             of, other = (self.stored, self.removed) if resident else (self.removed, self.stored)
             if other.pop(known, self) is self:
                 of[known] = None
+
+    def clear(self) -> None:
+        self.stored.clear()
+        self.removed.clear()
 
 
 class PrefixTracker:
@@ -95,8 +100,11 @@ class PrefixTracker:
         self._listeners: dict[BlockChanges, None] = {}
 
     @contextlib.contextmanager
-    def listening(self, salts: Collection[bytes]) -> Iterator[BlockChanges]:
-        """The blocks of these salts: first those that are there, then, while this is entered, what comes and goes."""
+    def listening(self, salts: Collection[bytes] | None) -> Iterator[BlockChanges]:
+        """The blocks of these salts, or of all.
+
+        First those that are there, then, while this is entered, what comes and goes.
+        """
         changes = BlockChanges(salts)
         for known, block in self._blocks.items():
             changes.note(known, block.salt, resident=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from engine.planning.request import FinishReason
+from engine.planning.request import FinishReason, TokenLogprobs
 from gateway.http.errors import ApiError
 from gateway.sessions.recordings.recording import Recording
 from gateway.wire.frames import DONE, StreamWriter, error_frame, usage_of
@@ -40,6 +41,9 @@ class ChatScript:
 
     def feed(self, text: str) -> list[Piece]:
         return self._parser.feed(text)
+
+    def note(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        raise NotImplementedError("none are asked for")
 
     def finish(self, _: FinishReason) -> list[Piece]:
         return self._parser.finish()

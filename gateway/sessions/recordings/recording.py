@@ -12,23 +12,28 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-from engine.planning.request import FinishReason, Output, Request
+from engine.planning.request import FinishReason, Output, Request, TokenLogprobs
 from gateway.http.connections import Connection, Timeouts
 from gateway.http.errors import ApiError, gone, log_fault
-from gateway.wire.streams import Generation
+from gateway.wire.streams import LOGPROB_BYTES, Generation
 
-MAX_TEXT_BYTES = 4 * 1024 * 1024
+MAX_TEXT_BYTES = 8 * 1024 * 1024
 """Of one recording; the oldest events beyond it are forgotten."""
 INTERRUPTED = frozenset({"server_shutting_down", "engine_failed"})
 """Errors that end what this process does for a reply, but not the reply: another process goes on with it."""
-_EVENT_BYTES = 64
+EVENT_BYTES = 160
 """What an event takes beside its text."""
+_OWN_BYTES = 6_000
+"""What a recording takes beside its events and tokens, its request and its script included."""
 
 
 class Script(Protocol):
     """What the texts of one reply come to, whoever reads it: plain objects, of which its Format makes events."""
 
     def feed(self, text: str) -> Sequence[object]: ...
+
+    def note(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        """Log probabilities of tokens that are no reasoning, if they were asked for, before their text is fed."""
 
     def finish(self, reason: FinishReason) -> Sequence[object]:
         """What is left to say when no more text comes."""
@@ -154,7 +159,7 @@ class Recording(Generation):
     @property
     def num_bytes(self) -> int:
         """Memory that it takes, about."""
-        return self._num_bytes + 36 * (len(self.token_ids) + self.num_prompt_tokens)
+        return _OWN_BYTES + self._num_bytes + 36 * (len(self.token_ids) + self.num_prompt_tokens)
 
     @property
     def events(self) -> list[Any]:
@@ -182,7 +187,7 @@ class Recording(Generation):
     def _add(self, events: Iterable[object]) -> None:
         for event in events:
             self._events.append(event)
-            self._sizes.append(self._num_held + _EVENT_BYTES)
+            self._sizes.append(self._num_held + EVENT_BYTES)
             self._num_bytes += self._sizes[-1]
             self._num_held = 0
             while self._num_bytes > MAX_TEXT_BYTES:
@@ -206,10 +211,19 @@ class Recording(Generation):
     def receive(self, output: Output) -> None:
         self.started = True
         self.token_ids += output.token_ids
+        if output.logprobs:
+            self._note_logprobs(output.token_ids, output.logprobs)
         if output.text:
             self.add_text(output.text)
         self.finish_reason = output.finish_reason
         self.on_news(self)
+
+    def _note_logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
+        """Of what is told to the user: reasoning comes before it."""
+        num_before = self.num_output_tokens - len(token_ids)
+        first = max(0, self.num_reasoning_tokens - num_before)
+        self._script.note(token_ids[first:], logprobs[first:])
+        self._num_held += LOGPROB_BYTES * sum(1 + len(found.top) for found in logprobs)
 
     def fail(self, error: ApiError) -> None:
         super().fail(error)

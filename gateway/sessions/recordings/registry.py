@@ -20,6 +20,7 @@ from gateway.sessions.recordings.journal import CorruptJournal, ScriptMaker, end
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import Durable, Journal, JournalChange, Store, StoreUnavailable
 from gateway.wire.frames import timings_of
+from gateway.wire.reading import Reading, Thoughts
 
 log = logging.getLogger("penstock.gateway")
 
@@ -79,6 +80,8 @@ class Recordings:
         """By kind: what is to be done before the client is told that its reply is complete."""
         self.scripts: dict[str, ScriptMaker] = {}
         """By kind."""
+        self.thoughts: Callable[[Reading], Thoughts | None] = _none
+        """Counts the reasoning of a reply that is read so."""
         self.on_resume: Callable[[], None] = _nothing
         self._all: dict[str, Recording] = {}
         self._written: dict[str, int] = {}
@@ -126,6 +129,7 @@ class Recordings:
             max_detached_s=max_detached_s,
         )
         recording.reservation = reservation
+        self._count_thoughts(recording)
         self._dispatch.submit(recording)
         self._enter(recording)
         await self._write([recording])
@@ -155,6 +159,11 @@ class Recordings:
         elif journal is not None:
             self._dispatch.check_open()
             await self._claim(journals)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that all of them take, about."""
+        return sum(recording.num_bytes for recording in self._all.values())
 
     def here(self, tenant: str, recording_id: str) -> Recording | None:
         """One of the tenant's own that this process has, whatever state the store is in."""
@@ -380,7 +389,19 @@ class Recordings:
             recording.request, journal.token_ids, self._dispatch.context_length
         )
         recording.replay(texts, reason)
+        self._count_thoughts(recording)
         return recording
+
+    def _count_thoughts(self, recording: Recording) -> None:
+        """Those of the tokens that it has, and from now on of those that come."""
+        recording.thoughts = thoughts = self.thoughts(Reading(**recording.about.get("reading", {})))
+        if thoughts is not None:
+            choice = (recording.id, 0)
+            recording.num_reasoning_tokens = thoughts.count(choice, recording.token_ids)
+
+
+def _none(_: Reading) -> None:
+    return None
 
 
 def _nothing() -> None:

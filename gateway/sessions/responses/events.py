@@ -34,7 +34,7 @@ class ResponseFormat:
     def event(self, number: int, event: ItemEvent | ItemDelta) -> bytes:
         if isinstance(event, ItemEvent):
             return _event(number, event.kind, **event.fields)
-        frame = f'{event.before}{encode_basestring_ascii(event.text)},"sequence_number":{number}}}\n\n'
+        frame = f'{event.before}{encode_basestring_ascii(event.text)}{event.after},"sequence_number":{number}}}\n\n'
         return frame.encode("ascii")
 
     def closing(self, recording: Recording, first: int) -> list[bytes]:

@@ -298,7 +298,7 @@ def _echo(body: ResponseBody, lane: Lane) -> JsonObject:
         "tool_choice": _plain(body.tool_choice) or "auto",
         "tools": [_TOOL | tool for tool in body.tools or ()],
         "text": {"format": _format(body.text), "verbosity": "medium"},
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
         "user": body.user,
     }
@@ -378,7 +378,7 @@ def _usage(recording: Recording) -> JsonObject:
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

@@ -37,12 +37,15 @@ _MAX_SEQUENCE_DIGITS = 18
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
+LOGPROBS = "message.output_text.logprobs"
+
 # What else could be included belongs to items that no reply of this server has.
 Includable = Literal[
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
     "message.input_image.image_url",
+    "message.output_text.logprobs",
     "reasoning.encrypted_content",
     "web_search_call.action.sources",
     "web_search_call.results",
@@ -253,6 +256,11 @@ class ResponseBody(Sampled):
     truncation: Literal["auto", "disabled"] | None = None
 
     @property
+    def num_logprobs(self) -> int | None:
+        """Most likely tokens that are told at each place; None if no log probabilities are."""
+        return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
+
+    @property
     def stored(self) -> bool:
         """The response can be asked for, and continued, after it has ended."""
         return self.store is not False
@@ -269,8 +277,8 @@ def check_response(body: ResponseBody, limits: Limits) -> None:
 
 
 def _check_unsupported(body: ResponseBody) -> None:
-    if body.top_logprobs:
-        raise unsupported("top_logprobs")
+    if body.top_logprobs and body.num_logprobs is None:
+        raise invalid(f"'top_logprobs' is only allowed when 'include' has '{LOGPROBS}'.", "top_logprobs")
     if body.truncation == "auto":
         raise unsupported_value("truncation", body.truncation)
     if body.stream_options is not None and body.stream_options.include_usage is not None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-from engine.planning.request import FinishReason
+from engine.planning.request import FinishReason, TokenLogprobs
 from gateway.sessions.responses.objects import (
     ITEM_DONE,
     Item,
@@ -21,6 +21,7 @@ from gateway.sessions.responses.objects import (
 )
 from gateway.wire.parsing import ArgumentsDelta, Call, CallBegun, Piece, ReplyParser, TextDelta
 from gateway.wire.reading import Reading
+from gateway.wire.shapes import TokenText, chosen_logprob
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
@@ -41,6 +42,8 @@ class ItemDelta:
     before: str
     """What is the same in all such events of the item, as it is sent."""
     text: str
+    after: str
+    """What follows the text: the log probabilities of its tokens, in a message."""
 
 
 @dataclass(slots=True)
@@ -55,6 +58,8 @@ class _Open:
     call: Call
     """Its call, if it is one."""
     texts: list[str] = field(default_factory=list)
+    logprobs: list[object] = field(default_factory=list)
+    """Of a message's tokens, if they were asked for."""
 
     def item(self, status: str) -> Item:
         """What it is by now; nothing yet, while it is in progress."""
@@ -63,10 +68,15 @@ class _Open:
             return call_item(item_id, Call(self.call.id, self.call.name, "".join(self.texts)), status)
         if self.kind == "reasoning":
             return reasoning_item(item_id, texts, status)
-        return message_item(item_id, "assistant", texts, status)
+        item = message_item(item_id, "assistant", texts, status)
+        for part in item["content"]:
+            part["logprobs"] = self.logprobs
+        return item
 
     def part(self, text: str) -> Any:
-        return reasoning_part(text) if self.kind == "reasoning" else text_part(text)
+        if self.kind == "reasoning":
+            return reasoning_part(text)
+        return {**text_part(text), "logprobs": list(self.logprobs)}
 
 
 class ResponseScript:
@@ -75,11 +85,20 @@ class ResponseScript:
     Ids follow from the response's own and the place of the item: whoever makes the items again makes the same.
     """
 
-    def __init__(self, response_id: str, parser: ReplyParser) -> None:
+    def __init__(self, response_id: str, parser: ReplyParser, tokens: TokenText, num_top: int = 0) -> None:
+        """`tokens` and `num_top` spell log probabilities, where they are asked for."""
         self._response_id = response_id
         self._parser = parser
+        self._tokens = tokens
+        self._num_top = num_top
+        self._noted: list[object] = []
+        """Log probabilities of tokens whose text was not told yet."""
         self._num_items = 0
         self._open: _Open | None = None
+
+    def note(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
+        for token_id, found in zip(token_ids, logprobs, strict=True):
+            self._noted.append(chosen_logprob(self._tokens, token_id, found, self._num_top))
 
     def feed(self, text: str) -> list[ItemEvent | ItemDelta]:
         return list(self._events(self._parser.feed(text)))
@@ -103,7 +122,15 @@ class ResponseScript:
                     yield from self._begin(kind)
             assert self._open is not None
             self._open.texts.append(piece.text)
-            yield ItemDelta(*self._open.delta, piece.text)
+            yield ItemDelta(*self._open.delta, piece.text, self._told_logprobs(self._open))
+
+    def _told_logprobs(self, item: _Open) -> str:
+        """Of the tokens up to here, as a member; those of calls are not told."""
+        noted, self._noted = self._noted, []
+        if item.kind != "message":
+            return ""
+        item.logprobs += noted
+        return f',"logprobs":{json.dumps(noted, separators=(",", ":"))}'
 
     def _begin(self, kind: str, call: Call | None = None) -> Iterator[ItemEvent]:
         place: JsonObject = {"item_id": self._id(kind), "output_index": self._num_items}
@@ -127,7 +154,9 @@ class ResponseScript:
             if ended.kind == "reasoning":
                 yield ItemEvent("response.reasoning_text.done", {**place, "text": text})
             else:
-                yield ItemEvent("response.output_text.done", {**place, "text": text, "logprobs": []})
+                yield ItemEvent(
+                    "response.output_text.done", {**place, "text": text, "logprobs": ended.logprobs}
+                )
             yield ItemEvent("response.content_part.done", {**place, "part": ended.part(text)})
         yield ItemEvent(ITEM_DONE, {"output_index": place["output_index"], "item": ended.item(status)})
 
@@ -136,8 +165,10 @@ class ResponseScript:
         return f"{_PREFIXES[kind]}_{digest[:48]}"
 
 
-def script(response_id: str, about: JsonObject) -> ResponseScript:
-    return ResponseScript(response_id, Reading(**about["reading"]).parser(response_id))
+def script(tokens: TokenText, response_id: str, about: JsonObject) -> ResponseScript:
+    """`tokens` spells log probabilities."""
+    parser = Reading(**about["reading"]).parser(response_id)
+    return ResponseScript(response_id, parser, tokens, about["echo"]["top_logprobs"])
 
 
 def _delta(kind: str, place: JsonObject) -> tuple[str, str]:
@@ -146,5 +177,5 @@ def _delta(kind: str, place: JsonObject) -> tuple[str, str]:
         "reasoning": "response.reasoning_text.delta",
         "function_call": "response.function_call_arguments.delta",
     }[kind]
-    fields = {"type": name, **place, **({"logprobs": []} if kind == "message" else {})}
+    fields = {"type": name, **place}
     return name, f'event: {name}\ndata: {json.dumps(fields, separators=(",", ":"))[:-1]},"delta":'

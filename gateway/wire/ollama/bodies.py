@@ -56,20 +56,25 @@ class Options(StrictBody):
     penalize_newline: Literal[True] | None = None
 
 
-class Asked(StrictBody):
-    """What chats and prompts have in common."""
+class OfModel(StrictBody):
+    """What all that the model does has in common."""
 
     MOST: ClassVar[Mapping[str, str | int]] = {"options.stop": "max_stop"}
 
     model: Annotated[str, Field(min_length=1)]
+    options: Options | None = None
+    keep_alive: float | str | None = None
+    """Accepted: the model stays."""
+
+
+class Asked(OfModel):
+    """What chats and prompts have in common."""
+
     stream: bool | None = None
     """Unlike elsewhere, it is streamed unless it says no."""
-    options: Options | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     format: Literal["", "json"] | dict[str, object] | None = None
     logprobs: Literal[False] | None = None
-    keep_alive: float | str | None = None
-    """Accepted: the model stays."""
 
 
 class OllamaCalledFunction(StrictBody):
@@ -120,6 +125,23 @@ class OllamaGenerateBody(Asked):
     """The prompt is not a turn of a conversation: it is taken as it is."""
 
 
+class OllamaEmbedBody(OfModel):
+    """`POST /api/embed`."""
+
+    MOST: ClassVar[Mapping[str, str | int]] = {**OfModel.MOST, "input": "max_inputs", "dimensions": 2**20}
+
+    input: str | Many[str] | None = None
+    truncate: bool | None = None
+    """What is too long loses its end, unless it says false."""
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class OllamaEmbeddingBody(OfModel):
+    """`POST /api/embeddings`, which older clients know."""
+
+    prompt: str | None = None
+
+
 class OllamaShowBody(StrictBody):
     """`POST /api/show`; `name` is what older clients call the model."""
 
@@ -166,6 +188,30 @@ def understand_prompt(body: OllamaGenerateBody, limits: Limits) -> Understood:
 def named(body: OllamaShowBody, _: Limits) -> str:
     """The model that is asked about."""
     return _plain(body.model or body.name or "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingAsked:
+    """What is to be embedded."""
+
+    model: str
+    texts: list[str]
+    dimensions: int | None = None
+    truncates: bool = True
+
+
+def understand_embed(body: OllamaEmbedBody, _: Limits) -> EmbeddingAsked:
+    given = body.input or []
+    return EmbeddingAsked(
+        model=_plain(body.model),
+        texts=[given] if isinstance(given, str) else given,
+        dimensions=body.dimensions,
+        truncates=body.truncate is not False,
+    )
+
+
+def understand_embedding(body: OllamaEmbeddingBody, _: Limits) -> EmbeddingAsked:
+    return EmbeddingAsked(model=_plain(body.model), texts=[body.prompt] if body.prompt else [])
 
 
 def _plain(model: str) -> str:

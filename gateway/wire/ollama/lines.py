@@ -11,7 +11,9 @@ import orjson
 
 from gateway.http.errors import ApiError
 from gateway.http.refusals import ollama_body
+from gateway.wire.embeddings import WholeWriter, shortened
 from gateway.wire.frames import timings_of, usage_of
+from gateway.wire.ollama.bodies import EmbeddingAsked
 from gateway.wire.parsing import (
     Answer,
     ArgumentsDelta,
@@ -112,6 +114,34 @@ class LineWriter:
         if answer.calls:
             said["tool_calls"] = [_call(call) for call in answer.calls]
         return {"message": said} if self._is_chat else said
+
+
+class EmbedWriter(WholeWriter):
+    """One reply to `/api/embed`: each embedding has a length of 1."""
+
+    def __init__(self, asked: EmbeddingAsked) -> None:
+        self._asked = asked
+
+    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        dimensions, timings = self._asked.dimensions, generation.timings
+        arrival_s = timings[0].arrival_s
+        return {
+            "model": self._asked.model,
+            "embeddings": [
+                shortened(delta.embedding or [], dimensions, is_normalised=True) for _, delta in deltas
+            ],
+            "total_duration": _ns(max(one.finished_s for one in timings) - arrival_s),
+            "load_duration": _ns(min(one.scheduled_s for one in timings) - arrival_s),
+            "prompt_eval_count": usage_of(generation).prompt_tokens,
+        }
+
+
+class EmbeddingWriter(WholeWriter):
+    """One reply to `/api/embeddings`: the embedding as the model has it."""
+
+    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:  # noqa: ARG002
+        ((_, delta),) = deltas
+        return {"embedding": delta.embedding or []}
 
 
 def unasked(model: str, created: int, *, is_chat: bool) -> dict[str, object]:

@@ -31,6 +31,12 @@ class ToolUse:
         return {function["name"]: function.get("parameters") or {} for function in functions}
 
     @property
+    def strict(self) -> frozenset[str]:
+        """Those whose arguments have to match their schemas."""
+        functions = [tool["function"] for tool in self.tools]
+        return frozenset(function["name"] for function in functions if function.get("strict"))
+
+    @property
     def num_chars(self) -> int:
         """About as many as the template will write of them."""
         return len(orjson.dumps(self.tools)) if self.tools else 0

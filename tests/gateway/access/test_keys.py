@@ -199,3 +199,12 @@ def test_what_else_a_refusal_says_stands_in_its_headers() -> None:
     headers = error.headers()
     assert headers["x-ratelimit-limit-requests"] == "60"
     assert 2_000 <= int(headers["retry-after-ms"]) <= 2_400
+
+
+def test_work_that_goes_on_is_its_tenants_for_as_long_as_it_has_a_key() -> None:
+    access = Access(KEYS)
+    assert access.client_of("bob").tenant == Tenant(name="bob")
+    access.replace({})
+    with pytest.raises(ApiError, match="no longer known"):
+        access.client_of("bob")
+    assert Access().client_of("default").tenant.name == "default"

@@ -43,6 +43,7 @@ async def test_a_whole_answer_has_openais_shape() -> None:
         "completion_tokens": 2,
         "total_tokens": 8,
         "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     assert body["timings"] == {
         "queue_ms": 10.0,

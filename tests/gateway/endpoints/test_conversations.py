@@ -41,6 +41,7 @@ from gateway.sessions.conversations import (
     append,
     find,
 )
+from gateway.sessions.owners import tag_of
 from gateway.sessions.responses.objects import Item, Part, input_items, text_part
 from gateway.sessions.responses.schemas import InputMessage
 from gateway.sessions.responses.threads import Thread
@@ -100,6 +101,8 @@ class Place:
             SimpleNamespace(
                 access=Access({digest_of(key): Tenant(name=key) for key in keys}),
                 store=self.store,
+                grammars=None,
+                tag=tag_of("paper"),
                 options=ServiceOptions(models=("paper",)),
             ),
         )

@@ -156,3 +156,33 @@ async def test_a_reply_that_can_be_fetched_again_has_no_prompt_logprobs() -> Non
         headers = {"idempotency-key": "k"}
         reply = await api.post("/v1/chat/completions", json=chat_body(prompt_logprobs=0), headers=headers)
     assert reply.json()["error"]["param"] == "prompt_logprobs"
+
+
+@pytest.mark.parametrize("echo", [True, False])
+@pytest.mark.parametrize("num_logprobs", [None, 0])
+async def test_the_best_choices_of_each_prompt_are_shown(num_logprobs: int | None, echo: bool) -> None:
+    """By the sum over what was generated, and the tokens of the others are counted, too."""
+    desk = Desk()
+    body = completion_body(["Hi", "Ho"], best_of=3, n=2, logprobs=num_logprobs, echo=echo)
+    asking = await asked(desk, "/v1/completions", body)
+    for _ in range(2):
+        request = await desk.taken()
+        assert (request.n, request.sampling.num_logprobs) == (3, 0)
+        told = [logprobs((1, -1.0))] * (len(request.prompt_token_ids) - 1)
+        asked_for = request.sampling.num_prompt_logprobs is not None
+        for index, first, second in [(0, -1.0, -1.0), (1, -0.1, -5.0), (2, -1.5, -0.2)]:
+            more = {"prompt_logprobs": told} if asked_for and not index else {}
+            desk.bring(request, f"{index}", index, token_ids=[70], logprobs=[logprobs((70, first))], **more)
+            desk.finish(request, "!", index, token_ids=[71], logprobs=[logprobs((71, second))])
+    reply = (await asking).json()
+    assert reply["usage"]["completion_tokens"] == 12
+    prompts = ["Hi", "Ho"] if echo else ["", ""]
+    expected = [f"{prompt}{index}!" for prompt in prompts for index in (2, 0)]
+    assert [choice["text"] for choice in reply["choices"]] == expected
+    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
+    assert [choice["logprobs"] is None for choice in reply["choices"]] == [num_logprobs is None] * 4
+    if num_logprobs is not None:
+        assert [sum(choice["logprobs"]["token_logprobs"][-2:]) for choice in reply["choices"]] == [
+            -1.7,
+            -2.0,
+        ] * 2

@@ -217,3 +217,72 @@ async def test_the_model() -> None:
     assert shown.modelinfo["penstock.context_length"] == 512
     async with client(desk.app) as http:
         assert (await http.get("/api/version")).json()["version"].count(".") == 2
+
+
+async def test_embeddings() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(
+            api.embed(model=f"{MODEL}:latest", input=["Hi", "there"], dimensions=2)
+        )
+        for request in (first := await desk.taken(), await desk.taken()):
+            vector = [3.0, 4.0, 9.0] if request is first else [0.0, 2.0, 0.0]
+            desk.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=vector)
+        reply = await asking
+        assert [list(one) for one in reply.embeddings] == [pytest.approx([0.6, 0.8]), [0.0, 1.0]]
+        assert (reply.model, reply.prompt_eval_count) == (MODEL, 3 + 6)
+        assert (reply.load_duration, reply.total_duration) == (10_000_000, 70_000_000)
+        older = asyncio.ensure_future(api.embeddings(model=MODEL, prompt="Hi"))
+        request = await desk.taken()
+        assert prompt_of(desk, request) == "<|bos|>Hi"
+        desk.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=[3.0, 4.0])
+        assert list((await older).embedding) == [3.0, 4.0], "as the model has it"
+        assert (await api.embed(model=MODEL, input=[])).embeddings == []
+        assert (await api.embeddings(model=MODEL)).embedding == []
+
+
+async def test_what_is_too_long_to_embed_loses_its_end() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        asking = asyncio.ensure_future(api.embed(model=MODEL, input="ab" * 100_000))
+        request = await desk.taken()
+        assert prompt_of(desk, request) == "<|bos|>" + "ab" * 255
+        desk.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=[1.0])
+        await asking
+        with pytest.raises(ollama.ResponseError, match="maximum context length"):
+            await api.embed(model=MODEL, input="ab" * 300, truncate=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        ("/api/embed", {"input": 1}, 400),
+        ("/api/embed", {"input": ["a", 1]}, 400),
+        ("/api/embed", {"input": ["a"] * 1025}, 400),
+        ("/api/embed", {"input": ["a", ""], "add": 1}, 400),
+        ("/api/embed", {"input": "a", "dimensions": 0}, 400),
+        ("/api/embed", {"input": "a", "model": "other"}, 404),
+        ("/api/embed", {"input": [], "model": "other"}, 404),
+        ("/api/embeddings", {"prompt": ["a"]}, 400),
+        ("/api/embeddings", {"prompt": "a", "think": True}, 400),
+        ("/api/embeddings", {"prompt": "a" * 5, "model": "other"}, 404),
+    ],
+)
+async def test_embeddings_that_are_refused(path: str, fields: dict[str, Any], status: int) -> None:
+    async with client(Desk().app) as http:
+        reply = await http.post(path, json={"model": MODEL, **fields})
+    assert reply.status_code == status
+    assert reply.json().keys() == {"error"}
+
+
+@pytest.mark.parametrize(
+    ("told", "status"), [({}, 200), ({"origin": "null"}, 415), ({"sec-fetch-site": "none"}, 415)]
+)
+async def test_a_program_need_not_say_that_it_sends_json_and_a_page_must(
+    told: dict[str, str], status: int
+) -> None:
+    content = json.dumps({"model": MODEL, "messages": []})
+    async with client(Desk().app) as http:
+        for media_type in ("application/x-www-form-urlencoded", ""):
+            headers = {"content-type": media_type, **told}
+            assert (await http.post("/api/chat", content=content, headers=headers)).status_code == status

@@ -54,6 +54,10 @@ async def requested(body: dict[str, Any], desk: Desk | None = None) -> Request:
 TOKENIZER = make_tokenizer()
 
 
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(TOKENIZER.encode(text))
+
+
 def spelt(request: Request) -> str:
     return TOKENIZER.decode(request.prompt_token_ids, skip_special=False)
 
@@ -92,7 +96,8 @@ async def test_a_last_message_is_continued(said: str) -> None:
         ({}, lambda s: not s.shows_stop and not s.shown_special and not s.logit_bias),
         ({"skip_special_tokens": False}, lambda s: s.shown_special == TOKENIZER.special_ids),
         ({"skip_special_tokens": True, "spaces_between_special_tokens": True}, lambda s: not s.shown_special),
-        ({"bad_words": ["x"]}, lambda s: s.logit_bias == {TOKENIZER.encode("x")[0]: -1e30}),
+        ({"bad_words": ["x", "ab"]}, lambda s: s.bad_words == tuple(map(ids_of, ("x", " x", "ab", " ab")))),
+        ({"allowed_token_ids": [9, 7, 9]}, lambda s: s.allowed_token_ids == (7, 9) and s.is_guided),
         ({"priority": 0}, lambda s: s.temperature == 1.0),
     ],
 )
@@ -179,13 +184,16 @@ LAST = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " "}
     ("body", "field"),
     [
         (chat_body(priority=1), "priority"),
-        (chat_body(allowed_token_ids=[1]), "allowed_token_ids"),
+        (chat_body(allowed_token_ids=[]), "allowed_token_ids"),
+        (chat_body(allowed_token_ids=[1 << 20]), "allowed_token_ids"),
+        (chat_body(allowed_token_ids=[1] * 16_385), "allowed_token_ids"),
         (chat_body(add_special_tokens=True), "add_special_tokens"),
         (chat_body(spaces_between_special_tokens=False), "spaces_between_special_tokens"),
         (chat_body(truncate_prompt_tokens=0), "truncate_prompt_tokens"),
         (chat_body(cache_salt=""), "cache_salt"),
         (chat_body(cache_salt="x" * 257), "cache_salt"),
-        (chat_body(bad_words=["x", "two"]), "bad_words[1]"),
+        (chat_body(bad_words=["x" * 257]), "bad_words"),
+        (chat_body(bad_words=[""]), "bad_words[0]"),
         (chat_body(bad_words=["x"] * 65), "bad_words"),
         (chat_body(continue_final_message=True), "continue_final_message"),
         ({**chat_body(continue_final_message=True), "messages": LAST}, "continue_final_message"),
@@ -196,7 +204,10 @@ LAST = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " "}
         (completion_body("a", suffix="z"), "suffix"),
         (completion_body([5], suffix="z"), "suffix"),
         (completion_body("a", suffix="z", echo=True), "echo"),
-        (completion_body("a", best_of=2), "best_of"),
+        (completion_body("a", best_of=2, n=3), "best_of"),
+        (completion_body("a", use_beam_search=True), "use_beam_search"),
+        (completion_body("a", dry_multiplier=0.8), "dry_multiplier"),
+        (completion_body("a", best_of=2, stream=True), "stream"),
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(body: dict[str, Any], field: str) -> None:

@@ -19,7 +19,7 @@ from tests.gateway.desk import MODEL, Desk, client
 @pytest.mark.anyio
 async def test_every_route_is_described(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text("")
-    desk = Desk()
+    desk = Desk(ServiceOptions(models=(MODEL,), cluster_secret="so that every route is there"))
     app: Any = create_app(desk.service, tmp_path)
     async with client(app) as http:
         described = (await http.get("/openapi.json")).json()["paths"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -252,6 +253,65 @@ async def test_what_the_choice_comes_to(fields: dict[str, Any], told: bool, gram
     assert bool(message.get("tool_calls")) is told
     if not told:
         assert message["content"] == "".join(SAID[3:])
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": ["yes", "no"]}}}
+STRICT_TOOL = {"type": "function", "function": {**FUNCTION, "strict": True}}
+CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "UTC"}}\n</tool_call>'
+WRONG_CALL = CALL.replace('"UTC"', "1")
+THOUGHT = "<think>Hm, <tool_call>.</think>\n"
+
+
+@pytest.mark.parametrize(
+    ("fields", "allowed", "ruled_out"),
+    [
+        (
+            {"response_format": FORMAT},
+            ['"yes"', f'{THOUGHT}"no"'],
+            ["yes", f"{THOUGHT}no", f"{THOUGHT}{CALL}"],
+        ),
+        (
+            {"response_format": FORMAT, "chat_template_kwargs": {"enable_thinking": False}},
+            ['"yes"'],
+            [f'{THOUGHT}"no"'],
+        ),
+        (
+            {"response_format": FORMAT, "tools": [TOOL]},
+            ['"yes"', f'{THOUGHT}"no"', CALL, THOUGHT + CALL, f"{CALL}\n{CALL}"],
+            ["yes", WRONG_CALL, f'"yes"{CALL}'],
+        ),
+        (
+            {"tools": [STRICT_TOOL]},
+            ["yes", CALL, f"{THOUGHT}I look. {CALL} Well."],
+            [WRONG_CALL, f"{THOUGHT}I look. {WRONG_CALL}"],
+        ),
+        (
+            {"response_format": FORMAT, "tools": [TOOL], "tool_choice": "required"},
+            [CALL],
+            ['"yes"', WRONG_CALL],
+        ),
+    ],
+    ids=["format", "format without thinking", "format and tools", "strict tool", "format and required tools"],
+)
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+async def test_what_is_asked_for_holds_for_what_follows_reasoning(
+    path: str, fields: dict[str, Any], allowed: list[str], ruled_out: list[str]
+) -> None:
+    here, body = desk(), chat_body(**fields)
+    if path == RESPONSES:
+        body |= {"input": "Hi"}
+        del body["messages"]
+        if "response_format" in body:
+            named = body.pop("response_format")
+            body["text"] = {"format": {"type": "json_schema", **named["json_schema"]}}
+        body |= {"tools": [{"type": "function", **tool["function"]} for tool in fields.get("tools", ())]}
+    _, request = await answered(here, body, "ok", path=path)
+    tokenizer = here.service.tokenizer
+    for text, is_allowed in [*((text, True) for text in allowed), *((text, False) for text in ruled_out)]:
+        known = replace(request, output_token_ids=tuple(tokenizer.encode(text)))
+        guide = here.service.grammars.start(known)
+        assert guide.matcher is not None
+        assert (not guide.error and guide.matcher.is_accepting()) is is_allowed, text
 
 
 NAMED = {"type": "function", "function": {"name": "now"}}

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from app.build import _allowed_hosts
+from app.build import allowed_hosts
 from app.settings import Settings
 from gateway.http.hosts import LOOPBACK_HOSTS
 from gateway.service import ServiceOptions
@@ -73,11 +73,11 @@ async def test_any_name_is_taken_where_the_operator_says_so(allowed: tuple[str, 
 
 def test_only_a_loopback_address_without_keys_is_guarded_by_default(tmp_path: object) -> None:
     keys = {"api_keys_file": f"{tmp_path}/keys"}
-    assert set(_allowed_hosts(Settings(), is_open=False)) == set(LOOPBACK_HOSTS)
-    assert _allowed_hosts(Settings(), is_open=True) == ()
-    assert _allowed_hosts(Settings.model_validate(keys), is_open=False) == ()
+    assert set(allowed_hosts(Settings(), is_open=False)) == set(LOOPBACK_HOSTS)
+    assert allowed_hosts(Settings(), is_open=True) == ()
+    assert allowed_hosts(Settings.model_validate(keys), is_open=False) == ()
     chosen = Settings.model_validate({"allowed_hosts": "a.example, b.example"})
-    assert _allowed_hosts(chosen, is_open=False) == ("a.example", "b.example")
+    assert allowed_hosts(chosen, is_open=False) == ("a.example", "b.example")
 
 
 @pytest.mark.parametrize("coding", ["gzip, chunked", "gzip", "identity", "chunked, chunked"])

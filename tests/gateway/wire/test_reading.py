@@ -41,6 +41,24 @@ def test_reasoning_stands_before_the_answer(
     assert answer == expected
 
 
+@pytest.mark.parametrize(("format", "is_open", "text"), [case[:3] for case in CASES])
+@pytest.mark.parametrize("step", [1, 3, 100])
+def test_the_tokens_of_reasoning_are_counted_with_its_markers(
+    format: str, is_open: bool, text: str, step: int
+) -> None:
+    opening, closing = REASONING_FORMATS[format]
+    before, marker, _ = text.partition(closing)
+    reasons = is_open or text.lstrip().startswith(opening)
+    tokenizer = make_tokenizer()
+    thoughts = Formats(tokenizer).thoughts(Reading(reasoning=format, is_open=is_open))
+    assert thoughts is not None
+    token_ids = tokenizer.encode(text)  # a token a byte
+    steps = [token_ids[start : start + step] for start in range(0, len(token_ids), step)]
+    for choice in range(2):
+        counted = sum(thoughts.count(choice, some) for some in steps)
+        assert counted == (len(before + marker) if reasons else 0)
+
+
 def test_a_call_can_follow_reasoning() -> None:
     reading = Reading(reasoning="think", tools="hermes", is_open=True)
     answer = answer_of(reading.parser("a"), f"A <tool_call>?\n</think>\n\n{CALL}")

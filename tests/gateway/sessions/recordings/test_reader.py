@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.http.errors import ApiError
+from gateway.sessions.recordings.recording import EVENT_BYTES
 from gateway.wire.parsing import TextDelta
 from tests.gateway.sessions.recordings.paper import PaperReader, bring, end, make_recording
 
@@ -73,7 +74,7 @@ def test_what_replaying_brings_is_what_was_said() -> None:
 
 
 def test_a_reader_that_falls_behind_what_is_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 200)
+    monkeypatch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 500)
     recording = make_recording()
     reader = PaperReader(recording)
     reader.connection.writable = False
@@ -91,7 +92,7 @@ def test_a_reader_that_falls_behind_what_is_kept_is_told(monkeypatch: pytest.Mon
 @given(st.integers(1, 30), st.integers(0, 20))
 def test_what_is_forgotten_is_the_oldest(number: int, kept: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 65 * kept)
+        patch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", (EVENT_BYTES + 1) * kept)
         recording = make_recording()
         for i in range(number):
             bring(recording, chr(97 + i))

@@ -76,7 +76,7 @@ async def test_those_that_ended_first_go_when_there_are_too_many_bytes() -> None
         recording.ended_s = desk.clock.now + (number + 1) % 4
         if number != 2:
             end(recording)
-    recordings.keeping = Keeping(max_bytes=2500)
+    recordings.keeping = Keeping(max_bytes=2 * kept[0].num_bytes + 1000)
     recordings.tick(desk.clock.now)
     here = [number for number, one in enumerate(kept) if recordings.here("", one.id) is one]
     assert here == [0, 1, 2]  # 3 ended first, and 2 has not ended

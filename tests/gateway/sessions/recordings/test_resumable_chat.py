@@ -181,7 +181,7 @@ async def test_what_has_ended_is_forgotten_after_a_while() -> None:
 
 
 async def test_a_beginning_that_is_forgotten_is_410(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 200)
+    monkeypatch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 500)
     desk = Desk()
     id, events = await finished(desk, ["a", "b", "c", "d", "e"])
     async with client(desk.app) as http:

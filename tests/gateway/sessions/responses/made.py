@@ -22,7 +22,7 @@ from gateway.wire.frames import timings_of
 from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.schemas import read
 from priority.lanes import Lane
-from tests.gateway.desk import MODEL, make_timings
+from tests.gateway.desk import MODEL, make_timings, make_tokenizer
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
@@ -51,7 +51,7 @@ def recording_of(body_input: Any = "Hi", *, reading: Reading = PLAIN, **fields: 
         kind=KIND,
         about=known,
         created=1_700_000_000,
-        script=script(request.request_id, known),
+        script=script(make_tokenizer(), request.request_id, known),
         detachable=bool(body.background),
         journalled=bool(body.background),
     )

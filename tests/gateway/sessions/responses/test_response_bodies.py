@@ -59,7 +59,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "previous_response_id", "invalid_value"),
     ({"conversation": {"id": "resp_1"}}, "conversation", "invalid_value"),
     ({"conversation": {"name": "conv_1"}}, "conversation", "invalid_value"),
-    ({"include": ["message.output_text.logprobs"]}, "include[0]", "invalid_value"),
     ({"input": []}, "input", "invalid_value"),
     ({"input": 7}, "input", "invalid_value"),
     ({"input": ["Hi"]}, "input[0]", "invalid_value"),
@@ -128,7 +127,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type", "unsupported_value"),
     ({"tools": [{"type": "function"}]}, "tools[0].name", "missing_required_parameter"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "invalid_value"),
-    ({"top_logprobs": 3}, "top_logprobs", "unsupported_parameter"),
+    ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
     ({"truncation": "auto"}, "truncation", "unsupported_value"),
 ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -186,7 +187,7 @@ def test_a_restarted_server_tells_the_same(how: str, text: str) -> None:
         assert reason is not None
         finish(recording, reason, texts[-1], token_ids[-1])
     journal = Journal(recording.id, header_of(recording), tuple(recording.token_ids), end_of(recording))
-    rebuilt = rebuild(journal, 99.0, {KIND: script})
+    rebuilt = rebuild(journal, 99.0, {KIND: partial(script, make_tokenizer())})
     assert rebuilt.request.sampling == recording.request.sampling
     rebuilt.replay(*sink.replay(rebuilt.request, journal.token_ids, 10_000))
     rebuilt.close()
@@ -333,7 +334,7 @@ def recording_of_first_frame() -> bytes:
 
 @given(ANYTHING)
 def test_any_text_survives_on_one_line(text: str) -> None:
-    event = ItemDelta("d", 'event: d\ndata: {"type":"d","delta":', text)
+    event = ItemDelta("d", 'event: d\ndata: {"type":"d","delta":', text, "")
     frame = ResponseFormat().event(9, event)
     # Also for clients that split lines at everything Python calls a line end.
     assert len(frame.decode("ascii").splitlines()) == 3

@@ -88,6 +88,7 @@ def test_the_same_in_one_piece() -> None:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 4,
         "output_tokens": 1,
+        "output_tokens_details": {"thinking_tokens": 0},
         "service_tier": "standard",
     }
 

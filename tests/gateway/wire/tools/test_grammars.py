@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
+from engine.planning.grammar import Grammar, GrammarKind
+from engine.planning.grammars import source_of
 from gateway.wire.parsing import answer_of
 from gateway.wire.reading import REASONING_FORMATS, TOOL_FORMATS, Reading
-from gateway.wire.tools.grammars import calls_grammar
+from gateway.wire.tools.grammars import Beside, calls_grammar
 
 SCHEMAS: dict[str, Any] = {
     "clock": {
@@ -166,3 +168,65 @@ def test_reasoning_may_come_first(name: str) -> None:
         assert not accepts(
             matcher("hermes", thinking=thinking, is_open=is_open), f"{begun}Hm {closing}Well. {call}"
         )
+
+
+@pytest.mark.parametrize(("format", "newer"), FRAMES)
+@pytest.mark.parametrize("thinking", [None, *REASONING_FORMATS.values()])
+def test_in_a_free_reply_what_is_opened_as_a_call_is_one(
+    format: str, newer: bool, thinking: tuple[str, str] | None
+) -> None:
+    call = '[TOOL_CALLS]add[ARGS]{"a": 1, "b": true}' if newer else WRITTEN[format]
+    fields = {"newer": newer, "thinking": thinking, "beside": Beside.TEXT, "one_call": False}
+    wrong = call.replace("true", "1")
+    texts = ["", "Hm, {[<", call]
+    refused = [wrong]
+    if format not in ("llama3_json", "llama_pythonic"):
+        texts += [f"Well. {call}", f"{call} So.\n{call}", f"A < b. {call}\nSo."]
+        refused += [f"Well. {wrong}", f"{call} So.\n{wrong}"]
+    thoughts = [""] if thinking is None else ["", f"{thinking[0]}Hm <tool_call> x{thinking[1]}\n"]
+    found = matcher(format, **fields)
+    for thought in thoughts:
+        for text in texts:
+            assert accepts(found.deep_copy(), thought + text), thought + text
+        for text in refused:
+            assert not accepts(found.deep_copy(), thought + text), thought + text
+    if thinking is not None:
+        found = matcher(format, **fields, is_open=True)
+        assert accepts(found.deep_copy(), f"Hm <tool_call> x{thinking[1]} {texts[1]}")
+        assert not accepts(found, f"Hm <tool_call> x{thinking[1]}{refused[0]}")
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+def test_a_lenient_tool_may_have_a_schema_that_nothing_can_be_held_to(format: str) -> None:
+    of_a = {"type": "integer", "not": {"const": 3}}
+    schemas = {"add": {"type": "object", "properties": {"a": of_a, "b": {"type": "boolean"}}}}
+    for lenient in (("add",), ()):
+        text = calls_grammar(format, schemas, spell, one_call=True, lenient=lenient)
+        why = LLMatcher.validate_grammar(LLMatcher.grammar_from_lark(text), TOKENIZER)
+        assert (why == "") is bool(lenient), why
+
+
+DEEP = {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]}
+
+
+@pytest.mark.parametrize("format", TOOL_FORMATS)
+@pytest.mark.parametrize("thought", ["", "<think>Hm <tool_call> x</think>\n"])
+@pytest.mark.parametrize(
+    ("kind", "text", "answer", "wrong"),
+    [
+        (GrammarKind.JSON_SCHEMA, json.dumps(DEEP), '{"deep": true}', '{"deep": 1}'),
+        (GrammarKind.JSON_SCHEMA, '{"maxProperties": 1, "type": "object"}', '{"name": "clock"}', "x"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "array"}', '["add"]', "[add(1)]"),
+        (GrammarKind.REGEX, "yes|no", "yes", "yes."),
+    ],
+)
+def test_a_reply_is_calls_or_the_answer_that_was_asked_for(
+    format: str, thought: str, kind: GrammarKind, text: str, answer: str, wrong: str
+) -> None:
+    thinking = ("<think>", "</think>") if thought else None
+    frame = calls_grammar(format, SCHEMAS, spell, one_call=True, thinking=thinking, beside=Beside.ANSWER)
+    found = LLMatcher(TOKENIZER, source_of(Grammar(GrammarKind.LARK, frame, Grammar(kind, text))))
+    for said in (answer, WRITTEN[format]):
+        assert accepts(found.deep_copy(), thought + said)
+    for said in (wrong, WRITTEN[format].replace("true", "1"), answer + WRITTEN[format]):
+        assert not accepts(found.deep_copy(), thought + said)

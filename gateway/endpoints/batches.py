@@ -1,0 +1,188 @@
+"""`/v1/batches`: the requests of a file, each sent to its endpoint by the server itself when there is room for it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
+from http import HTTPStatus
+from typing import Any, ClassVar, Literal
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message
+
+from gateway.endpoints.intake import CLIENT, Intake, route
+from gateway.http.connections import ServerSendMiddleware
+from gateway.http.correlation import CORRELATION, Correlation
+from gateway.http.errors import ApiError, internal, invalid, log_failed, log_fault
+from gateway.service import Service
+from gateway.sessions.batches.batch import BATCH_ID, BATCHES, KIND, Batch, Endpoint, new_batch_id
+from gateway.sessions.batches.files import Files, answering_unavailable, new_file_id
+from gateway.sessions.batches.running import Answer, Batches
+from gateway.sessions.responses.objects import page
+from gateway.sessions.responses.schemas import check_metadata, read_page_query
+from gateway.wire.frames import Json
+from gateway.wire.sampling import tier_of
+from gateway.wire.schemas import StrictBody
+from priority.lanes import Lane
+
+MAX_LISTED = 1000
+
+Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+
+class BatchBody(StrictBody):
+    """`POST /v1/batches`."""
+
+    MOST: ClassVar[Mapping[str, str | int]] = {"metadata": "max_metadata"}
+    NOT_SUPPORTED = frozenset({"output_expires_after"})
+
+    input_file_id: str
+    endpoint: Endpoint
+    completion_window: Literal["24h"]
+    metadata: dict[str, str] | None = None
+
+
+class BatchesApi:
+    """The batches of one service."""
+
+    def __init__(
+        self, service: Service, intake: Intake, files: Files, handlers: Mapping[Endpoint, Handler]
+    ) -> None:
+        """`handlers` are the endpoints that lines can be sent to."""
+        self._service = service
+        self._intake = intake
+        self._files = files
+        self._handlers = handlers
+        self._batches = Batches(
+            service.store,
+            service.dispatch,
+            service.options.limits,
+            files,
+            self._ask,
+            replica=service.options.replica,
+            model=service.options.models[0],
+        )
+
+    def routes(self) -> list[Route]:
+        return [
+            route("/v1/batches", GET=self.list_batches, POST=self.create),
+            route("/v1/batches/{batch_id}", GET=self.show),
+            route("/v1/batches/{batch_id}/cancel", POST=self.cancel),
+        ]
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """While this is entered, batches of processes that are gone are taken over."""
+        return self._batches.running()
+
+    async def create(self, http: HttpRequest) -> Response:
+        tenant = self._tenant(http)
+        body = await self._intake.read(http, BatchBody)
+        check_metadata(body.metadata)
+        file = await self._files.find(tenant, body.input_file_id, "input_file_id")
+        if file.purpose != "batch":
+            raise invalid("A batch reads a file whose purpose is 'batch'.", "input_file_id")
+        batch = Batch(
+            id=new_batch_id(),
+            endpoint=body.endpoint,
+            input_file_id=file.id,
+            output_file_id=new_file_id(),
+            error_file_id=new_file_id(),
+            created_at=int(time.time()),
+            metadata=body.metadata,
+        )
+        shown = batch.as_json()
+        await self._batches.create(tenant, batch)
+        return Json(shown)
+
+    async def list_batches(self, http: HttpRequest) -> Response:
+        tenant = self._tenant(http)
+        query, store = read_page_query(http.query_params), self._service.store
+        with answering_unavailable():
+            newest_first = await store.list(KIND, tenant, MAX_LISTED)
+            found = page([{"id": batch_id} for batch_id in reversed(newest_first)], query)
+            ids = [entry["id"] for entry in found["data"]]
+            read = await asyncio.gather(*(BATCHES.get(store, tenant, i, keep=False) for i in ids))
+        # The ids of the page stay, for the next one to go on after.
+        found["data"] = [batch.as_json() for batch in read if batch is not None]
+        return Json(found)
+
+    async def show(self, http: HttpRequest) -> Response:
+        tenant, batch_id = self._asked(http)
+        with answering_unavailable():
+            batch = await BATCHES.get(self._service.store, tenant, batch_id, keep=False)
+        return Json(_found(batch).as_json())
+
+    async def cancel(self, http: HttpRequest) -> Response:
+        """Once a batch has ended, this is as good as asking for it."""
+        tenant, batch_id = self._asked(http)
+        with answering_unavailable():
+            return Json(_found(await self._batches.cancel(tenant, batch_id)).as_json())
+
+    def _tenant(self, http: HttpRequest) -> str:
+        return self._intake.client(http).tenant.name
+
+    def _asked(self, http: HttpRequest) -> tuple[str, str]:
+        """Who asks, then for what: a stranger is told nothing about ids."""
+        tenant, batch_id = self._tenant(http), http.path_params["batch_id"]
+        if not BATCH_ID.fullmatch(batch_id):
+            raise _not_found()
+        return tenant, batch_id
+
+    # One line
+
+    async def _ask(self, tenant: str, endpoint: Endpoint, body: dict[str, Any]) -> Answer | None:
+        """A `gateway.sessions.batches.running.Ask`: what the endpoint answers to the same request over HTTP."""
+        asked = Correlation(f"req_{secrets.token_hex(12)}", "POST", endpoint, {})
+        CORRELATION.set(asked)
+        try:
+            status, answer = await self._call(tenant, endpoint, body)
+        except ApiError as error:
+            if self._service.dispatch.draining or error.code == "engine_failed":
+                return None
+            log_fault(error)
+            return Answer(error.status, asked.request_id, error.body(), error.retry_after_s)
+        except Exception as error:
+            log_failed(f"{type(error).__name__}: {error}", error)
+            return Answer(HTTPStatus.INTERNAL_SERVER_ERROR, asked.request_id, internal().body())
+        return Answer(status, asked.request_id, answer)
+
+    async def _call(self, tenant: str, endpoint: Endpoint, body: dict[str, Any]) -> tuple[int, bytes]:
+        content = orjson.dumps({**body, "service_tier": tier_of(Lane.BATCH)})
+        unread: list[Message] = [{"type": "http.request", "body": content, "more_body": False}]
+        sent: list[Message] = []
+
+        async def receive() -> Message:
+            if not unread:
+                await asyncio.Event().wait()  # this client never hangs up; its task is cancelled
+            return unread.pop()
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": endpoint,
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            CLIENT: self._service.access.client_of(tenant),
+        }
+        response = await self._handlers[endpoint](HttpRequest(scope, receive))
+        await ServerSendMiddleware(response)(scope, receive, send)
+        return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+
+def _found(batch: Batch | None) -> Batch:
+    if batch is None:
+        raise _not_found()
+    return batch
+
+
+def _not_found() -> ApiError:
+    return invalid("There is no batch of that id.", "id", "not_found", HTTPStatus.NOT_FOUND)

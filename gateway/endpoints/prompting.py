@@ -1,0 +1,176 @@
+"""Prompts: what a request says as tokens, bounded before any work and tokenised off the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from gateway.http.errors import invalid
+from gateway.http.off_loop import TOKENIZING, off_loop
+from gateway.service import Service
+from gateway.wire.conversation import as_dict, chat_tools, check_messages, num_chars_of
+from gateway.wire.embeddings import Embedded, EmbeddingsBody
+from gateway.wire.prompts import check_token_ids
+from gateway.wire.sampling import context_exceeded
+from gateway.wire.schemas import ChatBody, CompletionBody, Message, Sampled
+from gateway.wire.tools.use import NO_TOOLS, ToolUse
+
+MESSAGE_CHARS = 100
+"""The work that a template has with one message, beside its text."""
+
+
+class Prompting:
+    """For one service."""
+
+    def __init__(self, service: Service, ignore: Callable[[str], None]) -> None:
+        """`ignore` is told of each field of which nothing comes."""
+        self._service = service
+        self._ignore = ignore
+
+    async def encode_chat(
+        self,
+        messages: list[Message],
+        use: ToolUse = NO_TOOLS,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continues: bool = False,
+    ) -> list[int]:
+        """The tokens of a conversation; with `continues`, its last message has no end."""
+        check_messages(messages)
+        num_chars = num_chars_of(messages, use)
+        self.check_length(num_chars, "messages")
+
+        def encode() -> list[int]:
+            return self._service.prompts.chat(
+                [as_dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                continues=continues,
+                tools=use.tools,
+                variables=variables,
+            )
+
+        return await off_loop(num_chars + MESSAGE_CHARS * len(messages), encode, threads=TOKENIZING)
+
+    async def conversation(self, body: ChatBody) -> tuple[list[int], ToolUse]:
+        """The tokens of a conversation, and the tools that are in it."""
+        use, continues = chat_tools(body), bool(body.continue_final_message)
+        prompt = await self.encode_chat(
+            body.messages,
+            use,
+            self.variables(body.chat_template_kwargs, body.reasoning_effort),
+            add_generation_prompt=body.add_generation_prompt is not False and not continues,
+            continues=continues,
+        )
+        return truncated(prompt, body), use
+
+    def variables(self, given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any]:
+        """What the chat template is told beside messages and tools.
+
+        Raises:
+            ApiError: 400 for what is not the client's to tell.
+        """
+        variables, known = dict(given or {}), self._service.prompts.variables
+        self._service.prompts.check_variables(variables, "chat_template_kwargs")
+        if reasoning_effort is not None:
+            switches = [name for name in ("enable_thinking", "thinking") if name in known]
+            if "reasoning_effort" in known:
+                variables.setdefault("reasoning_effort", reasoning_effort)
+            elif reasoning_effort == "none" and switches:
+                variables = dict.fromkeys(switches, False) | variables
+            else:
+                self._ignore("reasoning_effort")
+        return variables
+
+    async def encode_prompts(self, body: CompletionBody) -> list[list[int]]:
+        texts, token_ids = await off_loop(4 * len(body.prompt), _split_prompt, body.prompt)
+        limits, num_prompts = self._service.options.limits, len(texts) + len(token_ids)
+        if not num_prompts or num_prompts > limits.max_prompts:
+            raise invalid(f"'prompt' must be 1 to {limits.max_prompts} prompts.", "prompt")
+        if num_prompts * body.num_generated > limits.max_choices:
+            name = "n" if body.best_of is None else "best_of"
+            raise invalid(f"'{name}' times the prompts must be at most {limits.max_choices}.", name)
+        if body.suffix is not None and token_ids:
+            raise invalid("'suffix' needs a 'prompt' of text.", "suffix")
+        token_ids = [truncated(prompt, body) for prompt in token_ids]
+        for prompt in token_ids:
+            await off_loop(4 * len(prompt), self.check_prompt_ids, prompt)
+        if body.suffix:
+            return [await self._encode_around(text, body.suffix) for text in texts]
+        add_special = body.add_special_tokens is not False
+        encoded = [await self.encode_text(text, "prompt", add_special=add_special) for text in texts]
+        return token_ids or [truncated(prompt, body) for prompt in encoded]
+
+    async def _encode_around(self, text: str, suffix: str) -> list[int]:
+        """The tokens that ask for what is between two texts."""
+        self.check_length(len(text) + len(suffix), "prompt")
+        return await off_loop(
+            len(text) + len(suffix), self._service.prompts.around, text, suffix, threads=TOKENIZING
+        )
+
+    async def encode_inputs(self, body: EmbeddingsBody) -> list[list[int]]:
+        texts, token_ids = await off_loop(4 * len(body.input), _split_prompt, body.input)
+        most, add_special = self._service.options.limits.max_inputs, body.add_special_tokens is not False
+        if not 1 <= len(texts) + len(token_ids) <= most:
+            raise invalid(f"'input' must be 1 to {most} texts.", "input")
+        if texts:
+            return await self.encode_texts(texts, "input", body, add_special=add_special)
+        return await self._checked(token_ids, "input", body)
+
+    async def encode_texts(
+        self,
+        texts: Sequence[str],
+        field: str,
+        body: Embedded,
+        *,
+        add_special: bool = True,
+        longest: int | None = None,
+    ) -> list[list[int]]:
+        """The tokens of texts that are to be embedded; of each at most the first `longest`, or else all."""
+        if longest is not None:
+            texts = [text[: longest * self._service.options.limits.max_bytes_per_token] for text in texts]
+        prompts = [(await self.encode_text(text, field, add_special=add_special))[:longest] for text in texts]
+        return await self._checked(prompts, field, body)
+
+    async def _checked(self, prompts: list[list[int]], field: str, body: Embedded) -> list[list[int]]:
+        prompts = [truncated(prompt, body) for prompt in prompts]
+        for prompt in prompts:
+            await off_loop(4 * len(prompt), self.check_prompt_ids, prompt, field)
+        return prompts
+
+    async def encode_text(self, text: str, field: str, *, add_special: bool = True) -> list[int]:
+        self.check_length(len(text), field)
+        encode = partial(self._service.prompts.text, add_special=add_special)
+        token_ids = await off_loop(len(text), encode, text, threads=TOKENIZING)
+        if not token_ids:
+            raise invalid(f"'{field}' must not be empty.", field)
+        return token_ids
+
+    def check_prompt_ids(self, prompt: Sequence[int], field: str = "prompt") -> None:
+        if not prompt:
+            raise invalid(f"'{field}' must not have an empty list of tokens.", field)
+        if len(prompt) >= self._service.dispatch.context_length:
+            raise context_exceeded(self._service.dispatch.context_length, f"{len(prompt)} tokens", field)
+        check_token_ids(prompt, self._service.vocab_size, field)
+
+    def check_length(self, num_chars: int, field: str) -> None:
+        """Refuses what is too long whatever its tokens are, before it is tokenised."""
+        context_length = self._service.dispatch.context_length
+        if num_chars > context_length * self._service.options.limits.max_bytes_per_token:
+            raise context_exceeded(context_length, f"{num_chars} characters", field)
+
+
+def truncated(prompt: list[int], body: Sampled | Embedded) -> list[int]:
+    """The last tokens of a prompt, as many as the body asks for."""
+    return prompt if body.truncate_prompt_tokens is None else prompt[-body.truncate_prompt_tokens :]
+
+
+def _split_prompt(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[list[str], list[list[int]]]:
+    """The four forms of `prompt` as texts or as token ids."""
+    if isinstance(prompt, str):
+        return [prompt], []
+    if prompt and isinstance(prompt[0], int):
+        return [], [[token_id for token_id in prompt if isinstance(token_id, int)]]
+    texts = [text for text in prompt if isinstance(text, str)]
+    return texts, [token_ids for token_ids in prompt if isinstance(token_ids, list)]

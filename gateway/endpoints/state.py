@@ -1,0 +1,117 @@
+"""`/internal/state`: what this replica says of itself to the switches in front of it.
+
+One JSON object a line: a snapshot, then changes (see `priority.routing.state`). Each switch holds one of these streams
+open. There is such a route only where the operator gave a secret, and only for those who know it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import secrets
+from collections.abc import AsyncIterator
+
+import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from gateway.endpoints.intake import route
+from gateway.http.errors import invalid, unauthorized
+from gateway.service import Service
+from gateway.sessions.prefixes.tracker import BlockChanges
+from priority.routing.state import Change, Load, Snapshot
+
+PATH = "/internal/state"
+SECRET_HEADER = "x-penstock-cluster"
+EVERY_S = 0.03
+"""How often changes are told while there is work."""
+IDLE_S = 0.25
+"""How often a replica without work says that it is there."""
+_SWITCH = re.compile(r"[0-9a-f]{1,64}")
+
+
+class StateApi:
+    """The state of one service."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._epoch = secrets.token_hex(8)
+        self._load: Load | None = None
+        self._load_s = float("-inf")
+
+    def routes(self) -> list[Route]:
+        return [route(PATH, GET=self.stream)] if self._service.options.cluster_secret else []
+
+    async def stream(self, http: HttpRequest) -> Response:
+        """A snapshot, then changes, to the end of the last token stream of a server that drains."""
+        given, secret = http.headers.get(SECRET_HEADER, ""), self._service.options.cluster_secret or ""
+        if not hmac.compare_digest(given.encode(), secret.encode()):
+            raise unauthorized(f"The header '{SECRET_HEADER}' must have the cluster's secret.")
+        switch = http.query_params.get("switch", "")
+        if not _SWITCH.fullmatch(switch):
+            raise invalid("'switch' must be up to 64 hexadecimal digits.", "switch")
+        self._service.dispatch.check_open()
+        return StreamingResponse(self._lines(switch), media_type="application/x-ndjson")
+
+    async def _lines(self, switch: str) -> AsyncIterator[bytes]:
+        service, number = self._service, 0
+        with service.prefixes.listening(None) as blocks, service.dispatch.tickets.listening(switch) as let_in:
+            yield _line(self._snapshot(blocks).as_wire())
+            told = self._load
+            while not (service.dispatch.draining and not len(service.dispatch)):
+                await self._news(told)
+                number += 1
+                load = self._load_now()
+                change = Change(
+                    epoch=self._epoch,
+                    number=number,
+                    load=None if load is told else load,
+                    stored=list(blocks.stored),
+                    removed=list(blocks.removed),
+                    counted=list(let_in),
+                )
+                told = load
+                blocks.clear()
+                let_in.clear()
+                yield _line(change.as_wire())
+
+    async def _news(self, told: Load | None) -> None:
+        """Returns when there is something to tell."""
+        service, waited_s = self._service, 0.0
+        while waited_s < IDLE_S:
+            await asyncio.sleep(EVERY_S)
+            waited_s += EVERY_S
+            is_draining = told is not None and told.is_draining
+            if len(service.dispatch) or service.dispatch.draining != is_draining:
+                return
+
+    def _load_now(self) -> Load:
+        """Looked at once for all switches."""
+        now = asyncio.get_running_loop().time()
+        if self._load is None or now - self._load_s >= EVERY_S / 2:
+            self._load, self._load_s = self._service.load(), now
+        return self._load
+
+    def _snapshot(self, blocks: BlockChanges) -> Snapshot:
+        service = self._service
+        stats, load = service.engine_stats(), self._load_now()
+        stored = list(blocks.stored)
+        blocks.clear()
+        return Snapshot(
+            replica=service.options.replica,
+            epoch=self._epoch,
+            model=service.options.identity,
+            block_size=service.options.block_size,
+            num_kv_tokens=stats.num_blocks * service.options.block_size,
+            max_batch_tokens=stats.max_batch_tokens,
+            max_num_seqs=stats.max_num_seqs,
+            policies=service.options.policies,
+            load=load,
+            blocks=stored,
+        )
+
+
+def _line(message: dict[str, object]) -> bytes:
+    return orjson.dumps(message) + b"\n"

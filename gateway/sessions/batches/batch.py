@@ -1,0 +1,242 @@
+"""One batch: its record, the lines of its input, and the two files that its results are written to."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Container
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from gateway.http.errors import ApiError, invalid
+from gateway.http.limits import Limits, parse_object
+from gateway.sessions.batches.files import KEPT_S, PART_BYTES, File, Files
+from gateway.store.records import Records
+
+KIND = "batch"
+WINDOW_S = 24 * 3600
+"""A batch that is not done by then ends as expired."""
+MAX_LINES = 10_000
+MAX_RESULT_BYTES = 16 * 1024 * 1024
+"""Of the results of one batch; with more it fails, and keeps what it has."""
+MAX_ERRORS = 50
+"""Lines that a failed batch names."""
+MAX_CUSTOM_ID_CHARS = 512
+
+BATCH_ID = re.compile(r"batch_[0-9a-f]{32}")
+
+Endpoint = Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+Status = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+_ENDED = frozenset({"failed", "completed", "expired", "cancelled"})
+_TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """What is wrong with the input, and in which line of it; counted from 1."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Batch:
+    """One record."""
+
+    id: str
+    endpoint: Endpoint
+    input_file_id: str
+    output_file_id: str
+    error_file_id: str
+    """Where results are written; the files can be found once there are some and the batch has ended."""
+    created_at: int
+    metadata: dict[str, str] | None = None
+    status: Status = "validating"
+    times: dict[str, int] = field(default_factory=dict)
+    """When it came to each status, in seconds since 1970."""
+    errors: list[LineError] = field(default_factory=list)
+    num_lines: int = 0
+    num_completed: int = 0
+    num_failed: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.status in _ENDED
+
+    @property
+    def expires_at(self) -> int:
+        return self.created_at + WINDOW_S
+
+    def become(self, status: Status) -> None:
+        self.status = status
+        self.times.setdefault(status, int(time.time()))
+
+    def as_json(self) -> dict[str, Any]:
+        """OpenAI's object."""
+        errors = [asdict(error) for error in self.errors]
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "errors": {"object": "list", "data": errors} if errors else None,
+            "input_file_id": self.input_file_id,
+            "completion_window": "24h",
+            "status": self.status,
+            "output_file_id": self.output_file_id if self.ended and self.num_completed else None,
+            "error_file_id": self.error_file_id if self.ended and self.num_failed else None,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            **{f"{status}_at": self.times.get(status) for status in _TIMES},
+            "request_counts": {
+                "total": self.num_lines,
+                "completed": self.num_completed,
+                "failed": self.num_failed,
+            },
+            "metadata": self.metadata,
+        }
+
+
+BATCHES = Records(KIND, Batch, KEPT_S, lambda batch: 128 * (1 + len(batch.errors)))
+
+
+def new_batch_id() -> str:
+    return f"batch_{secrets.token_hex(16)}"
+
+
+# The input
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One request; its body is parsed again when its turn comes."""
+
+    custom_id: str
+    text: bytes
+
+    @property
+    def body(self) -> dict[str, Any]:
+        body: dict[str, Any] = orjson.loads(self.text)["body"]
+        return body
+
+
+def read_lines(content: bytes, endpoint: str, limits: Limits) -> tuple[list[Line], list[LineError]]:
+    """The requests of an input file, and what is wrong with it; with anything wrong, none of them is run."""
+    lines: dict[str, Line] = {}
+    errors: list[LineError] = []
+    for number, text in enumerate(content.splitlines(), start=1):
+        if not text.strip():
+            continue
+        try:
+            line = _read_line(text, endpoint, limits, lines)
+            lines[line.custom_id] = line
+        except ApiError as error:
+            errors.append(LineError(error.code or "invalid_line", error.message, error.param, number))
+        if len(lines) > MAX_LINES:
+            return [], [LineError("too_many_lines", f"A batch may have at most {MAX_LINES} lines.")]
+        if len(errors) == MAX_ERRORS:
+            break
+    if not lines and not errors:
+        errors.append(LineError("empty_file", "The input file has no requests."))
+    return list(lines.values()), errors
+
+
+def _read_line(text: bytes, endpoint: str, limits: Limits, known: Container[str]) -> Line:
+    """
+    Args:
+        known: the `custom_id` of each line before.
+
+    Raises:
+        ApiError: it is no request, or none for this endpoint.
+    """
+    values = parse_object(text, limits)
+    custom_id, body = values.get("custom_id"), values.get("body")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID_CHARS:
+        message = f"'custom_id' must be a string of 1 to {MAX_CUSTOM_ID_CHARS} characters."
+        raise invalid(message, "custom_id", "invalid_custom_id")
+    if custom_id in known:
+        message = f"{custom_id!r} is the custom_id of another line, too."
+        raise invalid(message, "custom_id", "duplicate_custom_id")
+    if values.get("method") != "POST":
+        raise invalid("'method' must be 'POST'.", "method", "invalid_method")
+    if values.get("url") != endpoint:
+        raise invalid(f"'url' must be the batch's endpoint, '{endpoint}'.", "url", "invalid_url")
+    if not isinstance(body, dict):
+        raise invalid("'body' must be the JSON object of the request.", "body", "invalid_body")
+    for name in ("stream", "background"):
+        if body.get(name):
+            raise invalid(f"'{name}' cannot be asked for in a batch.", f"body.{name}", "invalid_body")
+    return Line(custom_id, text)
+
+
+# Results
+
+
+class Results:
+    """One file of results as it grows; the lines in it are those that are done, whatever becomes of this process."""
+
+    def __init__(self, files: Files, tenant: str, file_id: str) -> None:
+        self._files = files
+        self._tenant = tenant
+        self._file_id = file_id
+        self._num_parts = 0
+        """Those that no more is written to."""
+        self._tail = b""
+        self._is_written = True
+        self.num_bytes = 0
+        self.num_lines = 0
+
+    async def read(self) -> set[str]:
+        """Goes on after what a process before this one has written: the `custom_id` of each line."""
+        done: set[str] = set()
+        while (part := await self._files.part(self._tenant, self._file_id, self._num_parts)) is not None:
+            self._num_parts += 1
+            self.num_bytes += len(part)
+            done |= {orjson.loads(line)["custom_id"] for line in part.splitlines()}
+        self.num_lines = len(done)
+        return done
+
+    def add(self, line: bytes) -> None:
+        self._tail += line
+        self._is_written = False
+        self.num_bytes += len(line)
+        self.num_lines += 1
+
+    async def write(self) -> None:
+        """Writes down what is new; the last part grows until it is large."""
+        if self._is_written:
+            return
+        tail = self._tail
+        await self._files.put_part(self._tenant, self._file_id, self._num_parts, tail)
+        self._is_written = len(tail) == len(self._tail)
+        if self._is_written and len(tail) >= PART_BYTES:
+            self._num_parts += 1
+            self._tail = b""
+
+    async def close(self, filename: str) -> None:
+        """Makes a file of it, if there is anything in it."""
+        await self.write()
+        if not self.num_lines:
+            return
+        file = File(
+            id=self._file_id,
+            purpose="batch_output",
+            filename=filename,
+            created_at=int(time.time()),
+            num_bytes=self.num_bytes,
+            num_parts=self._num_parts + bool(self._tail),
+        )
+        await self._files.enter(self._tenant, file)

@@ -1,0 +1,423 @@
+"""Batches at work: each line through its endpoint, a bounded number at a time, until all of them are done.
+
+What is done is what its result is written down of. So a process that takes a batch over from one that is gone runs the
+other lines, and each line has one result, whatever was under way when the first one went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextvars import Context
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import orjson
+
+from gateway.dispatch import Dispatch
+from gateway.http.background import every, meanwhile
+from gateway.http.errors import ApiError, refused
+from gateway.http.limits import Limits
+from gateway.http.off_loop import off_loop
+from gateway.sessions.batches.batch import (
+    BATCHES,
+    MAX_RESULT_BYTES,
+    WINDOW_S,
+    Batch,
+    Endpoint,
+    Line,
+    LineError,
+    Results,
+    Status,
+    read_lines,
+)
+from gateway.sessions.batches.files import Files
+from gateway.store.interface import LEASE_S, Key, Store, StoreUnavailable
+from gateway.store.records import Records
+
+log = logging.getLogger("penstock.gateway")
+
+LINES_AT_ONCE = 16
+"""Of all batches of this process together."""
+MAX_AT_WORK = 8
+"""Batches of one tenant that this process works on."""
+MAX_UNFINISHED = 1000
+WRITE_S = 0.5
+"""How often results are written down, and how soon a batch that is to be cancelled is."""
+CLAIM_S = 2.0
+"""How often batches are looked for whose process is gone."""
+MAX_PAUSE_S = 60.0
+"""A line that there is no room for is tried again after no longer than this."""
+
+_EXPIRED = {
+    "code": "batch_expired",
+    "message": "This request could not be executed before the completion window expired.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of one line."""
+
+    status: int
+    request_id: str
+    body: bytes
+    """JSON."""
+    retry_after_s: float | None = None
+    """There was no room; it is worth trying again then."""
+
+
+class Ask(Protocol):
+    """Runs one request for a tenant, in the batch lane."""
+
+    async def __call__(self, tenant: str, endpoint: Endpoint, body: dict[str, Any]) -> Answer | None:
+        """None if this process takes no work any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """What other processes have to know of a batch that has not ended."""
+
+    tenant: str
+    model: str
+
+
+_UNFINISHED = Records("batch_unfinished", Unfinished, WINDOW_S + 3600.0, lambda _: 0)
+_OF_ALL = ""
+"""The tenant under which unfinished batches and their leases stand."""
+
+
+class Run:
+    """One batch in this process."""
+
+    def __init__(
+        self,
+        store: Store,
+        files: Files,
+        limits: Limits,
+        ask: Ask,
+        turns: asyncio.Semaphore,
+        holds: Callable[[], Awaitable[bool]],
+        tenant: str,
+        batch: Batch,
+    ) -> None:
+        """`holds` says whether the batch is still this process's."""
+        self._store = store
+        self._files = files
+        self._limits = limits
+        self._ask = ask
+        self._turns = turns
+        self._holds = holds
+        self._tenant = tenant
+        self._batch = batch
+        self._output = Results(files, tenant, batch.output_file_id)
+        self._errors = Results(files, tenant, batch.error_file_id)
+        self._undone: dict[str, Line] = {}
+        self._is_closed = False
+        """This process takes no work any more."""
+        self._is_lost = False
+        """Another process has it; what this one would write would be in its way."""
+
+    async def run(self) -> bool:
+        """True once the batch has ended; False if another process has to go on with it.
+
+        Raises:
+            StoreUnavailable: nobody can go on with it now.
+        """
+        lines, errors = await self._lines()
+        if errors:
+            await self.fail(errors)
+            return True
+        done = await self._output.read() | await self._errors.read()
+        self._undone = {line.custom_id: line for line in lines if line.custom_id not in done}
+        begun = await self._change(lambda batch: _begin(batch, len(lines)))
+        ending = "cancelled" if begun.status == "cancelling" else await self._work()
+        if ending is not None:
+            await self._end(ending)
+        return ending is not None
+
+    async def fail(self, errors: list[LineError]) -> None:
+        """Ends it for what is wrong with it as a whole; raises StoreUnavailable."""
+
+        def edit(batch: Batch) -> None:
+            batch.errors = errors
+            batch.become("failed")
+
+        await self._change(edit)
+
+    async def _lines(self) -> tuple[list[Line], list[LineError]]:
+        batch = self._batch
+        try:
+            file = await self._files.find(self._tenant, batch.input_file_id)
+            parts = [part async for part in self._files.content(self._tenant, file)]
+        except ApiError as error:
+            if error.retry_after_s is not None:
+                raise StoreUnavailable(error.message) from None
+            return [], [LineError("input_file_gone", error.message, "input_file_id")]
+        content = b"".join(parts)
+        return await off_loop(len(content), read_lines, content, batch.endpoint, self._limits)
+
+    async def _work(self) -> Status | None:
+        """Runs the lines; how the batch ends, or None if it does not end here."""
+        left = iter(list(self._undone.values()))
+        num_workers = min(LINES_AT_ONCE, len(self._undone))
+        workers = [asyncio.create_task(self._run_lines(left)) for _ in range(num_workers)]
+        try:
+            while True:
+                if workers:
+                    await asyncio.wait(workers, timeout=WRITE_S)
+                if (ending := await self._look()) is not None or self._is_lost:
+                    return ending
+                if all(worker.done() for worker in workers):
+                    for worker in workers:
+                        worker.result()
+                    return None if self._is_closed else "completed"
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            with contextlib.suppress(StoreUnavailable):
+                await self._write()
+
+    async def _look(self) -> Status | None:
+        """Writes down what is new; how the batch is to end, if it is."""
+        with contextlib.suppress(StoreUnavailable):  # later, then
+            holds, batch = await self._holds(), await self._change(self._count)
+            self._is_lost = not holds or batch.ended
+            if self._is_lost:
+                return None
+            await self._write()
+            if batch.status == "cancelling":
+                return "cancelled"
+        if self._is_full:
+            return "failed"
+        return "expired" if time.time() >= self._batch.expires_at else None
+
+    async def _run_lines(self, lines: Iterator[Line]) -> None:
+        for line in lines:
+            if self._is_closed or self._is_full:
+                return
+            answer = await self._answer(line)
+            if answer is None:
+                self._is_closed = True
+                return
+            results = self._output if answer.status == 200 else self._errors
+            results.add(_result(line, answer))
+            del self._undone[line.custom_id]
+
+    async def _answer(self, line: Line) -> Answer | None:
+        while True:
+            async with self._turns:
+                answer = await self._ask(self._tenant, self._batch.endpoint, line.body)
+            if answer is None or answer.retry_after_s is None:
+                return answer
+            await asyncio.sleep(min(answer.retry_after_s, MAX_PAUSE_S))
+
+    @property
+    def _is_full(self) -> bool:
+        return self._output.num_bytes + self._errors.num_bytes > MAX_RESULT_BYTES
+
+    async def _write(self) -> None:
+        if self._is_lost:
+            return
+        await self._output.write()
+        await self._errors.write()
+
+    async def _end(self, status: Status) -> None:
+        if status == "completed":
+            await self._change(lambda batch: batch.become("finalizing"))
+        if status == "expired":
+            for line in self._undone.values():
+                self._errors.add(_unanswered(line))
+        await self._output.close(f"{self._batch.id}_output.jsonl")
+        await self._errors.close(f"{self._batch.id}_error.jsonl")
+
+        def end(batch: Batch) -> None:
+            self._count(batch)
+            if status == "failed":
+                message = f"The results have more than {MAX_RESULT_BYTES} bytes."
+                batch.errors = [LineError("results_too_large", message)]
+            batch.become(status)
+
+        await self._change(end)
+
+    def _count(self, batch: Batch) -> None:
+        if not batch.ended:
+            batch.num_completed, batch.num_failed = self._output.num_lines, self._errors.num_lines
+
+    async def _change(self, edit: Callable[[Batch], None]) -> Batch:
+        """Raises StoreUnavailable if the record cannot be changed now, or is gone."""
+        changed = await BATCHES.change(self._store, self._tenant, self._batch.id, edit)
+        if changed is None:
+            raise StoreUnavailable(f"the batch {self._batch.id} is no longer kept")
+        return changed
+
+
+def _begin(batch: Batch, num_lines: int) -> None:
+    batch.num_lines = num_lines
+    if batch.status == "validating":
+        batch.become("in_progress")
+
+
+def _result(line: Line, answer: Answer) -> bytes:
+    response = b'{"status_code":%d,"request_id":%b,"body":%b}' % (
+        answer.status,
+        orjson.dumps(answer.request_id),
+        answer.body,
+    )
+    return _line(line, response, b"null")
+
+
+def _unanswered(line: Line) -> bytes:
+    return _line(line, b"null", orjson.dumps(_EXPIRED))
+
+
+def _line(line: Line, response: bytes, error: bytes) -> bytes:
+    id, custom_id = f"batch_req_{secrets.token_hex(16)}".encode(), orjson.dumps(line.custom_id)
+    return b'{"id":"%b","custom_id":%b,"response":%b,"error":%b}\n' % (id, custom_id, response, error)
+
+
+class Batches:
+    """Those that this process works on, and those that it may have to take over."""
+
+    def __init__(
+        self,
+        store: Store,
+        dispatch: Dispatch,
+        limits: Limits,
+        files: Files,
+        ask: Ask,
+        *,
+        replica: str,
+        model: str,
+    ) -> None:
+        """
+        Args:
+            replica: this process's name among those that share the store, the same after a restart.
+            model: what is served; batches of others are not taken over.
+        """
+        self._store = store
+        self._dispatch = dispatch
+        self._limits = limits
+        self._files = files
+        self._ask = ask
+        self._replica = replica.encode()
+        self._model = model
+        self._turns = asyncio.Semaphore(LINES_AT_ONCE)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tenants: dict[str, str] = {}
+        """Of the batches at work."""
+
+    async def create(self, tenant: str, batch: Batch) -> None:
+        """Begins to work on it.
+
+        Raises:
+            ApiError: 429, if the tenant has too many.
+        """
+        if list(self._tenants.values()).count(tenant) >= MAX_AT_WORK:
+            message = f"You have {MAX_AT_WORK} batches at work; wait for one to end."
+            raise refused(message, "too_many_batches", 30.0, tenant_limit=True)
+        self._tenants[batch.id] = tenant
+        try:
+            await BATCHES.put(self._store, tenant, batch.id, batch)
+            await self._store.put(_lease(batch.id), self._replica, LEASE_S)
+            await _UNFINISHED.put(self._store, _OF_ALL, batch.id, Unfinished(tenant, self._model))
+        except BaseException:
+            del self._tenants[batch.id]
+            raise
+        self._start(tenant, batch.id)
+
+    async def cancel(self, tenant: str, batch_id: str) -> Batch | None:
+        """The batch, which will be cancelled soon unless it has ended; None if there is none.
+
+        Raises:
+            StoreUnavailable: it cannot be changed now.
+        """
+
+        def edit(batch: Batch) -> None:
+            if not batch.ended:
+                batch.become("cancelling")
+
+        return await BATCHES.change(self._store, tenant, batch_id, edit)
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While this is entered, batches of processes that are gone are taken over; at its end, work stops."""
+        try:
+            if self._store.durable is None:
+                yield
+                return
+            async with meanwhile(every(CLAIM_S, self._claim, "taking over batches")):
+                yield
+        finally:
+            unfinished = dict(self._tasks)
+            for task in unfinished.values():
+                task.cancel()
+            await asyncio.gather(*unfinished.values(), return_exceptions=True)
+            for batch_id in unfinished:
+                with contextlib.suppress(StoreUnavailable):
+                    await self._store.delete(_lease(batch_id))
+
+    async def _claim(self) -> None:
+        if self._dispatch.draining:
+            return
+        with contextlib.suppress(StoreUnavailable):
+            for batch_id in await self._store.list(_UNFINISHED.kind, _OF_ALL, MAX_UNFINISHED):
+                if batch_id not in self._tenants:
+                    await self._take_over(batch_id)
+
+    async def _take_over(self, batch_id: str) -> None:
+        found = await _UNFINISHED.get(self._store, _OF_ALL, batch_id, keep=False)
+        if found is None or found.model != self._model:
+            return
+        holder = await self._store.add(_lease(batch_id), self._replica, LEASE_S)
+        if holder in (None, self._replica):
+            self._start(found.tenant, batch_id)
+
+    async def _holds(self, batch_id: str) -> bool:
+        """Renews the lease; False if another process has it, because this one seemed to be gone."""
+        lease = _lease(batch_id)
+        if await self._store.replace(lease, self._replica, self._replica, LEASE_S):
+            return True
+        return await self._store.add(lease, self._replica, LEASE_S) is None
+
+    def _start(self, tenant: str, batch_id: str) -> None:
+        """In a context of its own: the request that created it ends before it does."""
+        self._tenants[batch_id] = tenant
+        task = asyncio.get_running_loop().create_task(self._run(tenant, batch_id), context=Context())
+        self._tasks[batch_id] = task
+        task.add_done_callback(lambda _: self._leave(batch_id))
+
+    def _leave(self, batch_id: str) -> None:
+        del self._tasks[batch_id], self._tenants[batch_id]
+
+    async def _run(self, tenant: str, batch_id: str) -> None:
+        try:
+            batch = await BATCHES.get(self._store, tenant, batch_id, keep=False)
+            if batch is None or batch.ended or await self._has_run(tenant, batch):
+                await self._store.delete(Key(_UNFINISHED.kind, _OF_ALL, batch_id))
+                await self._store.delete(_lease(batch_id))
+        except StoreUnavailable as error:
+            log.warning("the batch %s waits for the store: %s", batch_id, error)
+
+    async def _has_run(self, tenant: str, batch: Batch) -> bool:
+        """Runs it here; False if another process has to go on with it."""
+        holds = partial(self._holds, batch.id)
+        run = Run(self._store, self._files, self._limits, self._ask, self._turns, holds, tenant, batch)
+        try:
+            return await run.run()
+        except StoreUnavailable:
+            raise
+        except Exception:
+            log.exception("the batch %s failed", batch.id)
+            await run.fail([LineError("internal_error", "The server could not run the batch.")])
+            return True
+
+
+def _lease(batch_id: str) -> Key:
+    return Key("batch_lease", _OF_ALL, batch_id)

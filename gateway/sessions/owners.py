@@ -1,0 +1,26 @@
+"""Ids of what one replica has: they begin with its tag, so that a switch knows whom to ask for them."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from hashlib import blake2b
+
+TAG_CHARS = 8
+_OWNED = re.compile(rf"(?:chatcmpl-|resp_|conv_)([0-9a-f]{{{TAG_CHARS}}})[0-9a-f]+")
+
+
+def tag_of(replica: str) -> str:
+    """The same for every process of this name."""
+    return blake2b(replica.encode(), digest_size=TAG_CHARS // 2).hexdigest()
+
+
+def owned_id(prefix: str, tag: str, num_chars: int) -> str:
+    """A new id: the prefix, then so many hexadecimal digits."""
+    return prefix + tag + secrets.token_hex((num_chars - TAG_CHARS) // 2)
+
+
+def tag_in(id: str) -> str | None:
+    """The tag of the replica that made this id; None if it is none of these ids."""
+    found = _OWNED.fullmatch(id)
+    return found and found[1]

@@ -1,0 +1,54 @@
+"""Compiling the grammars of requests: a few at a time, one of each tenant, so that slow ones hold up nobody else."""
+
+from __future__ import annotations
+
+import math
+from weakref import WeakValueDictionary
+
+import anyio
+import anyio.to_thread
+
+from engine.planning.grammar_check import MOST_AT_ONCE
+from engine.planning.grammars import GrammarError, Grammars
+from gateway.http.errors import invalid, refused
+from gateway.wire.structured import Form
+
+_PATIENCE_S = 10.0
+_RETRY_AFTER_S = 5.0
+
+
+class Compiling:
+    """For one service, on the event loop's thread."""
+
+    def __init__(self, grammars: Grammars, patience_s: float = _PATIENCE_S) -> None:
+        """No grammar waits for its turn for longer than `patience_s`."""
+        self._grammars = grammars
+        self._patience_s = patience_s
+        self._turns: WeakValueDictionary[str, anyio.Lock] = WeakValueDictionary()
+        """By tenant, as long as one of its grammars is compiled or waits."""
+        self._places = anyio.Semaphore(MOST_AT_ONCE)
+        self._threads = anyio.CapacityLimiter(MOST_AT_ONCE)
+
+    async def compile(self, tenant: str, form: Form) -> None:
+        """Has a grammar ready for this tenant's requests.
+
+        Raises:
+            ApiError: 400 that names the field, if it is none that an answer can be held to; 503, if too many wait.
+        """
+        if self._grammars.knows(tenant, form.grammar):
+            return
+        turn = self._turns.setdefault(tenant, anyio.Lock())
+        try:
+            with anyio.fail_after(self._patience_s) as waiting:
+                async with turn, self._places:
+                    waiting.deadline = math.inf
+                    await anyio.to_thread.run_sync(
+                        self._grammars.compile, tenant, form.grammar, limiter=self._threads
+                    )
+        except TimeoutError:
+            message = (
+                f"Too many new grammars are being compiled; that of '{form.field}' had to wait for too long."
+            )
+            raise refused(message, "grammars_busy", _RETRY_AFTER_S, tenant_limit=False) from None
+        except GrammarError as error:
+            raise invalid(f"Invalid '{form.field}': {error}.", form.field, "invalid_grammar") from None

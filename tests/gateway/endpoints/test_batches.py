@@ -1,0 +1,298 @@
+"""`/v1/files` and `/v1/batches` with OpenAI's own client: what a batch comes to, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from gateway.access.keys import Client, digest_of
+from gateway.http.limits import Limits
+from gateway.service import ServiceOptions
+from gateway.sessions.batches import batch as batches
+from gateway.sessions.batches import files, running
+from gateway.store.interface import Quota
+from priority.lanes import Tenant
+from tests.gateway.desk import MODEL, Desk, chat_body, client
+from tests.gateway.endpoints.test_openai_client import connected
+
+pytestmark = pytest.mark.anyio
+
+CHAT: Any = "/v1/chat/completions"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "WRITE_S", 0.01)
+
+
+def line(custom_id: object, text: str = "Hi", url: str = CHAT, **fields: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": chat_body(text, **fields)}
+
+
+def jsonl(*lines: object) -> bytes:
+    return b"".join(json.dumps(one).encode() + b"\n" for one in lines)
+
+
+async def begun(api: openai.AsyncOpenAI, *lines: object, endpoint: Any = CHAT) -> Any:
+    file = await api.files.create(file=("in.jsonl", jsonl(*lines)), purpose="batch")
+    return await api.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h")
+
+
+async def ended(api: openai.AsyncOpenAI, batch_id: str, *statuses: str) -> Any:
+    """The batch, once it has one of these statuses."""
+    while (batch := await api.batches.retrieve(batch_id)).status not in statuses:
+        assert batch.status in ("validating", "in_progress", "finalizing", "cancelling"), batch
+        await asyncio.sleep(0.01)
+    return batch
+
+
+async def results(api: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any]:
+    """By custom_id; none is there twice."""
+    assert file_id is not None
+    content = (await api.files.content(file_id)).text
+    lines = [json.loads(text) for text in content.splitlines()]
+    found = {one["custom_id"]: one for one in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+async def test_a_batch_from_upload_to_download() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        batch = await begun(api, line("a", "one"), line("b", "two", n=0), line("c", "three"))
+        assert (batch.status, batch.endpoint, batch.completion_window) == ("validating", CHAT, "24h")
+        for request in [await desk.taken(), await desk.taken()]:
+            assert request.lane == 2, "they are in nobody's way"
+            desk.answer(request, "yes")
+        batch = await ended(api, batch.id, "completed")
+        assert batch.request_counts is not None
+        assert batch.request_counts.to_dict() == {"total": 3, "completed": 2, "failed": 1}
+        assert batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+        output, errors = await results(api, batch.output_file_id), await results(api, batch.error_file_id)
+        assert output.keys() == {"a", "c"}
+        answer = output["a"]["response"]
+        assert (answer["status_code"], output["a"]["error"]) == (200, None)
+        assert answer["request_id"].startswith("req_")
+        assert answer["body"]["choices"][0]["message"]["content"] == "yes"
+        assert answer["body"]["service_tier"] == "flex"
+        assert errors["b"]["response"]["status_code"] == 400
+        assert errors["b"]["response"]["body"]["error"]["param"] == "n"
+        listed = [file async for file in await api.files.list()]
+        assert [file.purpose for file in listed] == ["batch_output", "batch_output", "batch"]
+        assert [one.id async for one in await api.batches.list()] == [batch.id]
+        for file in listed:
+            assert (await api.files.retrieve(file.id)).bytes == file.bytes > 0
+            assert (await api.files.delete(file.id)).deleted
+        with pytest.raises(openai.NotFoundError, match="No such File object"):
+            await api.files.content(batch.output_file_id)
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/embeddings", {"input": "Hi"}),
+    ],
+)
+async def test_the_other_endpoints(url: str, body: dict[str, Any]) -> None:
+    desk = Desk()
+    asked = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": MODEL, **body}}
+    async with connected(desk) as api:
+        batch = await begun(api, asked, endpoint=url)
+        request = await desk.taken()
+        desk.finish(request, "yes", embedding=[0.5] if request.pooling else None)
+        batch = await ended(api, batch.id, "completed")
+        answer = (await results(api, batch.output_file_id))["a"]["response"]["body"]
+    assert "yes" in json.dumps(answer) or answer["data"][0]["embedding"]
+
+
+async def test_a_batch_that_is_cancelled_keeps_what_it_has() -> None:
+    desk = Desk()
+    async with connected(desk) as api:
+        batch = await begun(api, line("a"), line("b"))
+        first, second = await desk.taken(), await desk.taken()
+        desk.answer(first, "yes")
+        assert (await api.batches.cancel(batch.id)).status == "cancelling"
+        batch = await ended(api, batch.id, "cancelled")
+        assert batch.request_counts is not None
+        assert (batch.request_counts.completed, batch.request_counts.total) == (1, 2)
+        assert len(await results(api, batch.output_file_id)) == 1
+        assert (await api.batches.cancel(batch.id)).status == "cancelled"
+    assert desk.engine.cancelled == [second.request_id]
+
+
+async def test_a_line_waits_for_its_tenants_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "MAX_PAUSE_S", 0.01)
+    key = digest_of("k")
+    quota = Quota(max_streams=1)
+    desk = Desk(ServiceOptions(models=(MODEL,), clients={key: Client(Tenant(name="t"), quota)}))
+    async with connected(desk, api_key="k") as api:
+        batch = await begun(api, line("a"), line("b"))
+        desk.answer(await desk.taken(), "yes")
+        desk.answer(await desk.taken(), "yes")  # it was refused until the first had ended
+        batch = await ended(api, batch.id, "completed")
+        assert len(await results(api, batch.output_file_id)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "errors"),
+    [
+        (b"", [("empty_file", None)]),
+        (b"\n \n", [("empty_file", None)]),
+        (b"{", [("invalid_json", 1)]),
+        (b"[]", [("invalid_json", 1)]),
+        (jsonl(line("a"), line("a")), [("duplicate_custom_id", 2)]),
+        (jsonl(line("")), [("invalid_custom_id", 1)]),
+        (jsonl(line([])), [("invalid_custom_id", 1)]),
+        (jsonl(line("a" * 513)), [("invalid_custom_id", 1)]),
+        (jsonl({**line("a"), "method": "GET"}), [("invalid_method", 1)]),
+        (jsonl(line("a"), line("b", url="/v1/models")), [("invalid_url", 2)]),
+        (jsonl({**line("a"), "body": []}), [("invalid_body", 1)]),
+        (jsonl(line("a", stream=True)), [("invalid_body", 1)]),
+        (jsonl(line("a", background=True)), [("invalid_body", 1)]),
+        (jsonl(*(line(str(i)) for i in range(4))), [("too_many_lines", None)]),
+        (b"{\n" * 60, [("invalid_json", i) for i in range(1, 51)]),
+    ],
+)
+def test_an_input_that_is_wrong_fails_before_any_line_is_run(
+    content: bytes, errors: list[tuple[str, int | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "MAX_LINES", 3)
+    found, told = batches.read_lines(content, CHAT, Limits())
+    assert [(error.code, error.line) for error in told] == errors
+    assert all(error.message for error in told)
+    assert not found or told
+
+
+async def test_a_batch_whose_input_is_wrong_says_where() -> None:
+    async with connected(Desk()) as api:
+        batch = await begun(api, line("a"), line("a"))
+        batch = await ended(api, batch.id, "failed")
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [(error.code, error.line) for error in batch.errors.data] == [("duplicate_custom_id", 2)]
+    assert (batch.output_file_id, batch.error_file_id) == (None, None)
+
+
+FORM = {"purpose": "batch"}
+UPLOAD = {"file": ("in.jsonl", b"{}")}
+UNKNOWN_FILE, UNKNOWN_BATCH = "file-" + 32 * "0", "batch_" + 32 * "0"
+
+BATCH = {"input_file_id": UNKNOWN_FILE, "endpoint": CHAT, "completion_window": "24h"}
+
+
+@pytest.mark.parametrize(
+    ("call", "status", "param"),
+    [
+        (("POST", "/v1/files", {"data": FORM}), 415, None),
+        (("POST", "/v1/files", {"json": {}}), 415, None),
+        (("POST", "/v1/files", {"files": UPLOAD}), 400, "purpose"),
+        (("POST", "/v1/files", {"files": UPLOAD, "data": {"purpose": "vision"}}), 400, "purpose"),
+        (("POST", "/v1/files", {"files": {"purpose": (None, "batch")}}), 400, "file"),
+        (("POST", "/v1/files", {"files": {"purpose": (None, "batch"), "file": (None, "x")}}), 400, "file"),
+        (("POST", "/v1/files", {"files": UPLOAD, "data": {**FORM, "x": "y"}}), 400, "x"),
+        (
+            ("POST", "/v1/files", {"files": UPLOAD, "data": {**FORM, "expires_after[anchor]": "created_at"}}),
+            400,
+            "expires_after[anchor]",
+        ),
+        (("POST", "/v1/files", {"files": [*UPLOAD.items(), *UPLOAD.items()], "data": FORM}), 400, None),
+        (("POST", "/v1/files", {"files": UPLOAD, "data": {**FORM, "x": "y" * 2000}}), 400, None),
+        (("POST", "/v1/files", {"files": UPLOAD, "data": {str(i): "" for i in range(9)}}), 400, None),
+        (
+            ("POST", "/v1/files", {"files": UPLOAD, "data": FORM, "headers": {"origin": "http://e"}}),
+            403,
+            None,
+        ),
+        (
+            ("POST", "/v1/files", {"content": b"x", "headers": {"content-type": "multipart/form-data"}}),
+            400,
+            None,
+        ),
+        (
+            (
+                "POST",
+                "/v1/files",
+                {"content": b"x", "headers": {"content-type": "multipart/form-data; boundary=b"}},
+            ),
+            400,
+            None,
+        ),
+        (
+            (
+                "POST",
+                "/v1/files",
+                {
+                    "content": b"",
+                    "headers": {"content-type": "multipart/form-data; boundary=b; charset=utf-7"},
+                },
+            ),
+            400,
+            None,
+        ),
+        (("GET", "/v1/files?limit=0", {}), 400, "limit"),
+        (("GET", "/v1/files?after=x", {}), 400, "after"),
+        (("GET", "/v1/files/x", {}), 404, "id"),
+        (("GET", f"/v1/files/{UNKNOWN_FILE}", {}), 404, "id"),
+        (("GET", f"/v1/files/{UNKNOWN_FILE}/content", {}), 404, "id"),
+        (("DELETE", f"/v1/files/{UNKNOWN_FILE}", {}), 404, "id"),
+        (("POST", "/v1/batches", {"json": {}}), 400, "input_file_id"),
+        (("POST", "/v1/batches", {"json": {**BATCH, "endpoint": "/v1/models"}}), 400, "endpoint"),
+        (("POST", "/v1/batches", {"json": {**BATCH, "completion_window": "1h"}}), 400, "completion_window"),
+        (("POST", "/v1/batches", {"json": {**BATCH, "metadata": {"k" * 65: "v"}}}), 400, "metadata"),
+        (("POST", "/v1/batches", {"json": BATCH}), 404, "input_file_id"),
+        (("POST", "/v1/batches", {"json": {"output_expires_after": {}}}), 400, "output_expires_after"),
+        (("GET", "/v1/batches/x", {}), 404, "id"),
+        (("GET", f"/v1/batches/{UNKNOWN_BATCH}", {}), 404, "id"),
+        (("POST", f"/v1/batches/{UNKNOWN_BATCH}/cancel", {}), 404, "id"),
+        (("GET", "/v1/batches?limit=101", {}), 400, "limit"),
+    ],
+)
+async def test_what_is_refused(call: tuple[str, str, dict[str, Any]], status: int, param: str | None) -> None:
+    method, path, asked = call
+    async with client(Desk().app) as http:
+        reply = await http.request(method, path, **asked)
+    assert reply.status_code == status, reply.text
+    assert reply.json()["error"]["param"] == param
+
+
+async def test_a_batch_needs_an_input_of_the_tenants_own() -> None:
+    clients = {digest_of(name): Tenant(name=name) for name in ("a", "b")}
+    desk = Desk(ServiceOptions(models=(MODEL,), clients=clients))
+    async with connected(desk, api_key="a") as api:
+        file = await api.files.create(file=("in.jsonl", jsonl(line("a"))), purpose="batch")
+        other = api.with_options(api_key="b")
+        with pytest.raises(openai.NotFoundError):
+            await other.files.content(file.id)
+        with pytest.raises(openai.NotFoundError):
+            await other.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        assert not [one async for one in await other.files.list()]
+
+
+async def test_what_a_tenant_may_keep_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_FILES", 2)
+    monkeypatch.setattr(files, "MAX_BYTES", 100)
+    async with connected(Desk()) as api:
+        with pytest.raises(openai.BadRequestError, match="at most 100 bytes"):
+            await api.files.create(file=("a", bytes(101)), purpose="batch")
+        for _ in range(2):
+            await api.files.create(file=("a", bytes(50)), purpose="batch")
+        with pytest.raises(openai.BadRequestError, match="You have 2 files"):
+            await api.files.create(file=("a", b""), purpose="batch")
+        monkeypatch.setattr(running, "MAX_AT_WORK", 0)
+        input_id = (await api.files.list()).data[0].id
+        with pytest.raises(openai.RateLimitError, match="batches at work"):
+            await api.batches.create(input_file_id=input_id, endpoint=CHAT, completion_window="24h")
+
+
+async def test_a_large_file_comes_back_as_it_was() -> None:
+    content = bytes(range(256)) * (files.PART_BYTES // 100)
+    async with connected(Desk()) as api:
+        file = await api.files.create(file=("a.bin", content), purpose="batch")
+        assert (file.bytes, file.filename) == (len(content), "a.bin")
+        assert (await api.files.content(file.id)).content == content

@@ -1,0 +1,111 @@
+"""What a reply tells of its tokens: how many were reasoning, and on `/v1/responses` how likely the others were."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.planning.request import FinishReason
+from tests.gateway.desk import MODEL, Desk, chat_body, client, events, logprobs, make_timings
+from tests.gateway.endpoints.test_tools import CHAT, RESPONSES, desk
+
+pytestmark = pytest.mark.anyio
+
+THOUGHT, SAID = "<think>Hm.</think>", "Yes."
+LOGPROBS = "message.output_text.logprobs"
+
+
+async def answered(here: Desk, path: str, body: dict[str, Any]) -> httpx.Response:
+    """Token by token, as an engine does: each is a character, and is half as likely as the one before."""
+    async with client(here.app) as http:
+        reply = asyncio.create_task(http.post(path, json={"model": MODEL, **body}))
+        request = await here.taken()
+        for place, token_id in enumerate(here.service.tokenizer.encode(THOUGHT + SAID)):
+            told = (
+                [logprobs((token_id, -float(place)), (7, -9.0))]
+                if request.sampling.num_logprobs is not None
+                else None
+            )
+            text = here.service.tokenizer.decode([token_id])
+            here.bring(request, text, token_ids=[token_id], logprobs=told)
+        here.deliver(
+            here.output(
+                request,
+                "",
+                token_ids=[],
+                finish_reason=FinishReason.STOP,
+                timings=make_timings(request),
+            )
+        )
+        return await reply
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "details", "field"),
+    [
+        (CHAT, chat_body(), "completion_tokens_details", "reasoning_tokens"),
+        (
+            CHAT,
+            chat_body(stream_options={"include_usage": True}),
+            "completion_tokens_details",
+            "reasoning_tokens",
+        ),
+        (
+            CHAT,
+            chat_body(stream_options={"include_usage": True, "resumable": True}),
+            "completion_tokens_details",
+            "reasoning_tokens",
+        ),
+        (RESPONSES, {"input": "Hi"}, "output_tokens_details", "reasoning_tokens"),
+        (RESPONSES, {"input": "Hi", "stream": True}, "output_tokens_details", "reasoning_tokens"),
+        ("/v1/messages", chat_body(max_tokens=99), "output_tokens_details", "thinking_tokens"),
+        ("/v1/messages", chat_body(max_tokens=99, stream=True), "output_tokens_details", "thinking_tokens"),
+    ],
+)
+async def test_reasoning_is_counted(path: str, body: dict[str, Any], details: str, field: str) -> None:
+    is_streamed = bool(body.get("stream") or body.get("stream_options"))
+    reply = await answered(desk(), path, {**body, "stream": is_streamed})
+    told = events(reply.text) if is_streamed else [reply.json()]
+    usages = [json.dumps(event) for event in told if details in json.dumps(event)]
+    assert f'"{details}": {{"{field}": {len(THOUGHT)}}}' in usages[-1]
+
+
+async def test_a_response_tells_how_likely_what_it_says_was() -> None:
+    asked = {"input": "Hi", "include": [LOGPROBS], "top_logprobs": 1}
+    whole = (await answered(desk(), RESPONSES, asked)).json()
+    told = whole["output"][1]["content"][0]["logprobs"]
+    assert [entry["token"] for entry in told] == list(SAID), "its reasoning is not told of"
+    assert [entry["logprob"] for entry in told] == [-float(len(THOUGHT) + i) for i in range(len(SAID))]
+    assert [len(entry["top_logprobs"]) for entry in told] == [1] * len(SAID)
+    assert (whole["top_logprobs"], told[0]["bytes"]) == (1, [ord(SAID[0])])
+
+    streamed = events((await answered(desk(), RESPONSES, {**asked, "stream": True})).text)
+    deltas = [event for event in streamed if event["type"] == "response.output_text.delta"]
+    assert [entry["token"] for event in deltas for entry in event["logprobs"]] == list(SAID)
+    assert [event["delta"] for event in deltas] == list(SAID)
+    (done,) = (event for event in streamed if event["type"] == "response.output_text.done")
+    assert done["logprobs"] == told
+    assert streamed[-1]["response"]["output"][1]["content"][0]["logprobs"] == told
+    plain = (await answered(desk(), RESPONSES, {"input": "Hi"})).json()
+    assert plain["output"][1]["content"][0]["logprobs"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True}, "include"),
+        ({"stream": True, "stream_options": {"resumable": True}}, "include"),
+        ({"top_logprobs": 20, "max_output_tokens": 3000}, "max_output_tokens"),
+    ],
+)
+async def test_log_probabilities_that_cannot_be_kept_are_refused(fields: dict[str, Any], param: str) -> None:
+    here = desk()
+    here.engine.max_sequence_tokens = 4096
+    async with client(here.app) as http:
+        asked = {"model": MODEL, "input": "Hi", "include": [LOGPROBS], **fields}
+        reply = await http.post(RESPONSES, json=asked)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)

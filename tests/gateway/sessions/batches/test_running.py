@@ -1,0 +1,282 @@
+"""Batches at work: what becomes of each line, whatever happens to the process that works on it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from gateway.http.limits import Limits
+from gateway.sessions.batches import batch as batch_module
+from gateway.sessions.batches import running
+from gateway.sessions.batches.batch import BATCHES, Batch, new_batch_id
+from gateway.sessions.batches.files import Files, new_file_id
+from gateway.sessions.batches.running import Answer, Batches
+from gateway.store.interface import Store, StoreUnavailable
+from gateway.store.memory import MemoryStore
+from tests.gateway.desk import Desk
+
+pytestmark = pytest.mark.anyio
+
+TENANT = "t"
+NUM_LINES = 40
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "WRITE_S", 0.001)
+
+
+class Cable:
+    """The way to a store; once it is cut, the process at this end is as good as killed."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.is_cut = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_cut:
+            raise StoreUnavailable
+        return getattr(self._store, name)
+
+
+class Process:
+    """One that shares a store with others, and answers each line as the test says."""
+
+    def __init__(
+        self, store: Any, answer: Callable[[str], Awaitable[Answer | None]], replica: str = "r"
+    ) -> None:
+        self.asked: Counter[str] = Counter()
+        self._answer = answer
+        self.files = Files(store)
+        self.batches = Batches(
+            store, Desk().service.dispatch, Limits(), self.files, self._ask, replica=replica, model="m"
+        )
+
+    async def _ask(self, tenant: str, endpoint: str, body: dict[str, Any]) -> Answer | None:
+        assert (tenant, endpoint) == (TENANT, "/v1/completions")
+        self.asked[body["prompt"]] += 1
+        return await self._answer(body["prompt"])
+
+
+async def right(name: str) -> Answer:
+    await asyncio.sleep(0)
+    return Answer(200, "req", b'{"said":"%b"}' % name.encode())
+
+
+async def started(process: Process, **fields: Any) -> str:
+    lines = (
+        {"custom_id": f"c{i}", "method": "POST", "url": "/v1/completions", "body": {"prompt": f"c{i}"}}
+        for i in range(NUM_LINES)
+    )
+    content = b"\n".join(json.dumps(line).encode() for line in lines)
+    file = await process.files.add(TENANT, "in", "batch", content)
+    values: dict[str, Any] = {
+        "created_at": int(time.time()),
+        "input_file_id": file.id,
+        "output_file_id": new_file_id(),
+        "error_file_id": new_file_id(),
+        **fields,
+    }
+    batch = Batch(
+        id=new_batch_id(),
+        endpoint="/v1/completions",
+        **values,
+    )
+    await process.batches.create(TENANT, batch)
+    return batch.id
+
+
+async def ended(store: Store, batch_id: str) -> Batch:
+    while True:
+        batch = await BATCHES.get(store, TENANT, batch_id)
+        assert batch is not None
+        if batch.ended:
+            return batch
+        await asyncio.sleep(0.001)
+
+
+async def results(process: Process, file_id: str) -> dict[str, Any]:
+    file = await process.files.find(TENANT, file_id)
+    content = b"".join([part async for part in process.files.content(TENANT, file)])
+    assert len(content) == file.num_bytes
+    lines = [json.loads(line) for line in content.splitlines()]
+    found = {line["custom_id"]: line for line in lines}
+    assert len(found) == len(lines), "a line has two results"
+    return found
+
+
+async def test_a_process_goes_on_with_what_another_left() -> None:
+    store = MemoryStore()
+    cable, written, output_id = Cable(store), set[str](), new_file_id()
+
+    async def cut_off(name: str) -> Answer:
+        if first.asked.total() == NUM_LINES // 2 and not cable.is_cut:
+            while not written:  # some results are written down, others are not
+                await asyncio.sleep(0.001)
+                found = await first.files.part(TENANT, output_id, 0)
+                written.update(json.loads(line)["custom_id"] for line in (found or b"").splitlines())
+            cable.is_cut = True
+        return await right(name)
+
+    first, second = Process(cable, cut_off), Process(store, right)
+    batch_id = await started(first, output_file_id=output_id)
+    while not cable.is_cut:
+        await asyncio.sleep(0.001)
+    await second.batches._claim()
+    batch = await ended(store, batch_id)
+    for task in list(first.batches._tasks.values()):
+        task.cancel()
+    assert (batch.status, batch.num_lines, batch.num_completed, batch.num_failed) == (
+        "completed",
+        NUM_LINES,
+        NUM_LINES,
+        0,
+    )
+    assert (await results(second, batch.output_file_id)).keys() == {f"c{i}" for i in range(NUM_LINES)}
+    assert 0 < len(written) < NUM_LINES
+    assert second.asked.keys() == {f"c{i}" for i in range(NUM_LINES)} - written
+    assert not await store.list("batch_unfinished", "", 9)
+
+
+async def test_a_batch_is_one_process_s_at_a_time() -> None:
+    store, held = MemoryStore(), asyncio.Event()
+
+    async def hold(name: str) -> Answer:
+        await held.wait()
+        return await right(name)
+
+    first, second = Process(store, hold), Process(store, right, "other")
+    batch_id = await started(first)
+    while not first.asked:
+        await asyncio.sleep(0)
+    await second.batches._claim()
+    assert not second.asked
+    await store.delete(running._lease(batch_id))  # as if it had not been renewed in time
+    await second.batches._claim()
+    while first.batches._tasks:
+        await asyncio.sleep(0.001)
+    held.set()
+    assert (await ended(store, batch_id)).num_completed == NUM_LINES
+
+
+async def test_a_batch_of_another_model_is_left_alone() -> None:
+    store = MemoryStore()
+    process, other = Process(store, right), Process(store, right)
+    other.batches._model = "another"
+    batch_id = await started(process)
+    async with process.batches.running():
+        pass  # it stops, and gives its lease back
+    await other.batches._claim()
+    assert not other.batches._tasks
+    await Process(store, right).batches._claim()
+    assert (await ended(store, batch_id)).status == "completed"
+
+
+async def test_what_is_not_done_in_time_is_said_to_be_expired() -> None:
+    store = MemoryStore()
+
+    async def slow(name: str) -> Answer:
+        if name != "c3":
+            await asyncio.Event().wait()
+        return await right(name)
+
+    process = Process(store, slow)
+    batch = await ended(
+        store, await started(process, created_at=int(time.time()) - batch_module.WINDOW_S + 1)
+    )
+    assert (batch.status, batch.num_completed, batch.num_failed) == ("expired", 1, NUM_LINES - 1)
+    errors = await results(process, batch.error_file_id)
+    assert "c3" not in errors
+    assert errors["c0"]["response"] is None
+    assert errors["c0"]["error"]["code"] == "batch_expired"
+
+
+async def test_results_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "MAX_RESULT_BYTES", 200)
+    store = MemoryStore()
+    process = Process(store, right)
+    batch = await ended(store, await started(process))
+    assert (batch.status, batch.errors[0].code) == ("failed", "results_too_large")
+    assert 1 <= batch.num_completed < NUM_LINES
+    assert len(await results(process, batch.output_file_id)) == batch.num_completed
+
+
+async def test_lines_take_turns_and_come_back_when_there_was_no_room() -> None:
+    store, at_once, most = MemoryStore(), 0, 0
+
+    async def busy(name: str) -> Answer:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        await asyncio.sleep(0)
+        at_once -= 1
+        is_first = process.asked[name] == 1
+        return Answer(503, "req", b"{}", 0.0) if is_first else await right(name)
+
+    process = Process(store, busy)
+    batch = await ended(store, await started(process))
+    assert (batch.num_completed, batch.num_failed) == (NUM_LINES, 0)
+    assert most == running.LINES_AT_ONCE
+    assert set(process.asked.values()) == {2}
+
+
+async def test_a_process_that_takes_no_work_any_more_leaves_it_to_another() -> None:
+    store = MemoryStore()
+
+    async def closing(_: str) -> None:
+        return None
+
+    process = Process(store, closing)
+    batch_id = await started(process)
+    while process.batches._tasks:
+        await asyncio.sleep(0.001)
+    batch = await BATCHES.get(store, TENANT, batch_id)
+    assert batch is not None
+    assert batch.status == "in_progress"
+    await Process(store, right).batches._claim()
+    assert (await ended(store, batch_id)).num_completed == NUM_LINES
+
+
+async def test_a_fault_ends_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+    store = MemoryStore()
+
+    async def broken(_: str) -> Answer:
+        raise ValueError("of the server's own")
+
+    batch = await ended(store, await started(Process(store, broken)))
+    assert (batch.status, batch.errors[0].code) == ("failed", "internal_error")
+    assert "of the server's own" in caplog.text
+
+
+async def test_a_batch_whose_input_is_gone_fails() -> None:
+    store = MemoryStore()
+    batch = await ended(store, await started(Process(store, right), input_file_id=new_file_id()))
+    assert (batch.status, batch.errors[0].code) == ("failed", "input_file_gone")
+
+
+async def test_a_batch_that_could_not_be_written_down_takes_nobodys_place() -> None:
+    store = MemoryStore()
+    cable = Cable(store)
+    process = Process(cable, right)
+    file = await process.files.add(TENANT, "in", "batch", b"")
+    cable.is_cut = True
+    for _ in range(running.MAX_AT_WORK):
+        batch = Batch(
+            id=new_batch_id(),
+            endpoint="/v1/completions",
+            created_at=int(time.time()),
+            input_file_id=file.id,
+            output_file_id=new_file_id(),
+            error_file_id=new_file_id(),
+        )
+        with pytest.raises(StoreUnavailable):
+            await process.batches.create(TENANT, batch)
+    cable.is_cut = False
+    async with asyncio.timeout(10):
+        assert (await ended(store, await started(process))).status == "completed"
