@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
+from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,11 +31,12 @@ from engine.model.checkpoint import read_config, read_generation_defaults, read_
 from engine.model.config import MAX_DRAFTS, LoadOptions, ModelConfig
 from engine.model.drafts import DraftSource, check_draft, shared_tokens
 from engine.model.eagle import check_eagle, is_eagle, read_eagle
+from engine.model.split import check_split
 from engine.planning.embedding import Embedding, read_embedding
 from engine.planning.grammars import Grammars
 from engine.planning.request import NO_LIMIT
 from engine.planning.scheduler import SchedulerLimits
-from engine.planning.step import StepReport
+from engine.planning.step import Runner, StepReport
 from engine.planning.stopping import TextSink
 from engine.planning.tokenizer import Tokenizer
 from gateway.app import create_app
@@ -44,7 +47,7 @@ from priority.lanes import Lane
 from priority.queue import LaneQueue
 
 if TYPE_CHECKING:
-    from engine.execution.runner import ModelRunner
+    from engine.kernels.ranks import Ranks
     from gateway.tracing import Traces
 
 PAGE = Path(__file__).parent.parent / "static"
@@ -147,8 +150,9 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
     outbox, lanes = Outbox(), settings.lanes
     core = build_core(settings, outbox.deliver, outbox.announce, weights_of(clients.values()))
     folder = core.folder
+    model = model_name(settings.model, settings.served_model_name)
     service_options = ServiceOptions(
-        models=(model_name(settings.model, settings.served_model_name),),
+        models=(model,),
         created=created(folder),
         block_size=load_options(settings).block_size,
         vocab_size=core.config.vocab_size,
@@ -157,17 +161,20 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         clients=clients,
         promises={lane: policy.ttft_s for lane, policy in lanes.items() if isfinite(policy.ttft_s)},
         cors_origins=settings.cors_origins,
-        allowed_hosts=_allowed_hosts(settings, is_open),
+        allowed_hosts=allowed_hosts(settings, is_open),
         metrics_compat=settings.metrics_compat,
         metrics_elsewhere=settings.metrics_port is not None,
         replica=replica,
+        identity=identity(model, folder),
+        policies=lanes,
+        cluster_secret=settings.cluster_secret,
         warm_up_tokens=settings.warm_up_tokens,
         tool_parser=settings.tool_parser,
         reasoning_parser=settings.reasoning_parser,
         strict=settings.strict,
     )
-    store = make_store(settings.redis_url, f"{service_options.models[0]}:{fingerprint(folder)}", replica)
-    traces = _make_traces(settings.otlp_endpoint, service_options.models[0], replica)
+    store = make_store(settings.redis_url, f"{model}:{fingerprint(folder)}", replica)
+    traces = _make_traces(settings.otlp_endpoint, model, replica)
     try:
         service = Service(
             core.engine,
@@ -205,6 +212,7 @@ def build_core(
     folder = find_checkpoint(settings.model)
     try:
         config, tokenizer = read_config(folder), read_tokenizer(folder)
+        check_split(folder, config, settings.tensor_parallel)
         defaults, embedding = _sampling_defaults(folder), read_embedding(folder, config.hidden_size)
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
@@ -226,7 +234,12 @@ def build_core(
     return Core(engine, queue, tokenizer, sink, grammars, config, defaults, embedding, folder)
 
 
-def _allowed_hosts(settings: Settings, is_open: bool) -> tuple[str, ...]:
+def identity(model: str, folder: Path) -> str:
+    """What replicas have in common that can stand in for each other."""
+    return f"{model} {fingerprint(folder)}, penstock {version('penstock')}"
+
+
+def allowed_hosts(settings: Settings, is_open: bool) -> tuple[str, ...]:
     """Without keys, what guards a server on a loopback address is that nobody else can reach it; a page could."""
     if settings.allowed_hosts or is_open or settings.api_keys_file is not None:
         return settings.allowed_hosts
@@ -239,6 +252,10 @@ def _find_draft(settings: Settings, config: ModelConfig, tokenizer: Tokenizer) -
     Raises:
         OperatorError: there is no such checkpoint, or its model cannot draft for the one that is served.
     """
+    if settings.tensor_parallel > 1:
+        if settings.draft not in (None, "none"):
+            raise OperatorError(f"--draft {settings.draft}: with --tensor-parallel there are no drafts")
+        return None
     folder = None if settings.no_speculation else find_draft(settings.draft, settings.model)
     if folder is None:
         return None
@@ -268,7 +285,8 @@ def load_options(settings: Settings) -> LoadOptions:
         kv_bytes=settings.kv_memory,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         cuda_graphs=not settings.no_cuda_graphs,
-        max_drafts=0 if settings.no_speculation else MAX_DRAFTS,
+        max_drafts=0 if settings.no_speculation or settings.tensor_parallel > 1 else MAX_DRAFTS,
+        num_ranks=settings.tensor_parallel,
     )
 
 
@@ -304,20 +322,18 @@ def _make_traces(endpoint: str | None, model: str, replica: str) -> Traces | Non
     return Traces(endpoint, model, replica, time.monotonic)
 
 
-def _make_runner(
-    folder: Path, options: LoadOptions, draft: DraftSource | None, show: Progress
-) -> ModelRunner:
+def _make_runner(folder: Path, options: LoadOptions, draft: DraftSource | None, show: Progress) -> Runner:
     """Called on the step thread: importing torch takes seconds, and belongs there."""
     log.info("loading torch")
     from engine.execution.loader import LoadedModel, load_model
     from engine.execution.runner import ModelRunner
 
-    def load() -> LoadedModel:
+    def load(ranks: Ranks | None = None) -> LoadedModel:
         log.info("loading %s", folder)
         title = "loading the weights" if options.quantize is None else "quantizing the weights"
         with show(title) as update:
             return load_model(
-                folder, options, log.info, lambda done, total: update(done / max(1, total)), draft
+                folder, options, log.info, lambda done, total: update(done / max(1, total)), draft, ranks
             )
 
     @contextmanager
@@ -325,4 +341,13 @@ def _make_runner(
         with show("capturing CUDA graphs") as update:
             yield lambda done, total: update(done / max(1, total))
 
-    return ModelRunner(load, progress=graphs)
+    if options.num_ranks == 1:
+        return ModelRunner(load, progress=graphs)
+    from engine.parallel.leader import ParallelRunner, start_ranks
+
+    return ParallelRunner(
+        folder,
+        options,
+        start=lambda: start_ranks(options, log.info),
+        make_runner=lambda ranks: ModelRunner(partial(load, ranks), progress=graphs),
+    )

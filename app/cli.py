@@ -1,11 +1,13 @@
-"""The command line: `penstock serve`, `quantize`, `key`, `doctor`, `kernels`, `bench` and `simulate`."""
+"""The command line: `penstock serve`, `switch`, `quantize`, `key`, `doctor`, `kernels`, `bench` and `simulate`."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Literal, NoReturn, get_args, get_origin
 
 from app.errors import OperatorError
@@ -30,7 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit status: 2 where the operator has to set something right."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read this has seen enough. What is left is not to be tried again when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OperatorError as error:
         message = " ".join(str(error).split())
         print(f"penstock: {message}", file=sys.stderr)
@@ -121,6 +129,23 @@ def _doctor(parser: _Parser, arguments: list[str]) -> int:
     return doctor.run(settings)
 
 
+def _switch(parser: _Parser, arguments: list[str]) -> int:
+    from app.settings import load_settings
+
+    parser.add_argument("REPLICA", nargs="*", help="where a replica listens: http://HOST:PORT")
+    parser.add_argument(
+        "--replicas-file", metavar="FILE", help="more of them, one a line; read again when it changes"
+    )
+    flags = _parse_settings(parser, arguments)
+    replicas, path = list(flags.pop("REPLICA", ())), flags.pop("replicas_file", None)
+    if not replicas and path is None:
+        parser.error("name the replicas, or give --replicas-file")
+    settings = load_settings(flags)
+    from app.switch import run
+
+    return run(replicas, Path(path) if path is not None else None, settings)
+
+
 def _bench(parser: _Parser, arguments: list[str]) -> int:
     from app.bench.command import add_arguments, run
     from app.kernels import check_level
@@ -200,6 +225,7 @@ def _choices(annotation: object) -> str | None:
 
 _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "serve": ("Serves a model over HTTP.", _serve),
+    "switch": ("Puts one address before several replicas, and chooses one for each request.", _switch),
     "quantize": ("Makes a checkpoint of 4 or 8 bits from one in floating point.", _quantize),
     "key": ("Makes an API key, and its line for the file of keys.", _key),
     "doctor": ("Says what this machine offers and what is missing, or what of a model fits.", _doctor),

@@ -37,8 +37,8 @@ from engine.planning.request import FinishReason, Output, Request, SamplingParam
 from engine.planning.step import StepReport
 from gateway.access.keys import OPEN_TENANT
 from gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
-from gateway.endpoints.intake import banned_tokens, salt_of
-from gateway.http.errors import ApiError, invalid
+from gateway.endpoints.intake import bad_words_of, salt_of
+from gateway.http.errors import ApiError, invalid, unsupported
 from gateway.http.limits import Limits
 from gateway.wire.conversation import as_dict
 from gateway.wire.embeddings import EmbeddingsBody, shortened
@@ -100,11 +100,16 @@ class Sampling(TypedDict, total=False):
     """The lane: priority, default or flex."""
     top_k: int
     min_p: float
+    typical_p: float
+    top_a: float
+    xtc_probability: float
+    xtc_threshold: float
     repetition_penalty: float
     min_tokens: int
     ignore_eos: bool
     stop_token_ids: list[int]
     bad_words: list[str]
+    allowed_token_ids: list[int]
     skip_special_tokens: bool
     include_stop_str_in_output: bool
     response_format: Mapping[str, Any]
@@ -311,6 +316,8 @@ class LLM:
     def _of_prompt(self, prompt: object, values: Mapping[str, Any]) -> Request:
         body = read(CompletionBody, {**values, "prompt": prompt}, _LIMITS)
         check_completion(body, _LIMITS)
+        if body.num_generated > (body.n or 1):
+            raise unsupported("best_of")
         token_ids = self._token_ids(body.prompt, "prompt")
         room = self._engine.max_sequence_tokens - len(token_ids)
         most = max(1, min(DEFAULT_COMPLETION_TOKENS, room)) if body.max_tokens is None else body.max_tokens
@@ -354,7 +361,7 @@ class LLM:
             max_tokens=self._check_room(token_ids, name, asked),
             num_logprobs=num_logprobs,
             num_prompt_logprobs=None,
-            banned=banned_tokens(tokenizer, body.bad_words or ()),
+            bad_words=bad_words_of(tokenizer, body.bad_words or ()),
             shown_special=tokenizer.special_ids if body.skip_special_tokens is False else frozenset(),
             vocab_size=self._vocab_size,
             grammar=self._grammar(body),

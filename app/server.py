@@ -16,23 +16,20 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import Literal, NoReturn
-
-import uvicorn
-from starlette.types import ASGIApp
+from collections.abc import AsyncIterator
+from typing import NoReturn
 
 from app.build import Parts, build
 from app.errors import OperatorError, describe_failure
 from app.keys import weights_of
 from app.listen import bind, is_loopback, port_of, url
 from app.log import configure_log, log
+from app.loop import Server, loop_factory, uvicorn_config
 from app.settings import Settings
 from engine.engine import EngineState
 from gateway.access.keys import Client
 from gateway.app import create_metrics_app
 from gateway.http.background import meanwhile
-from gateway.http.protocol import GatewayProtocol
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _STEP_THREAD_S = 5.0
@@ -57,22 +54,13 @@ def serve(settings: Settings) -> int:
     replica = settings.replica or f"{socket.gethostname()}:{port_of(listener)}"
     parts = build(settings, replica, is_open=not is_loopback(listener))
     process = _Process(settings, parts, listener, metrics_listener, started_s)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
         ended = runner.run(process.run())
     return process.finish(ended)
 
 
 def _exit_at_once(*_: object) -> NoReturn:
     raise SystemExit(0)
-
-
-def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
-    with contextlib.suppress(ImportError):
-        import uvloop
-
-        loop: type[asyncio.AbstractEventLoop] = uvloop.Loop
-        return loop
-    return None
 
 
 def _settle_interpreter() -> None:
@@ -82,14 +70,6 @@ def _settle_interpreter() -> None:
     gc.set_threshold(20_000, 50, 100)
     # The step thread plans in Python: the event loop need not wait 5 ms until it gets its turn.
     sys.setswitchinterval(0.0005)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: they would cut running streams."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class _Process:
@@ -109,7 +89,7 @@ class _Process:
         self.metrics_listener = metrics_listener
         self.started_s = started_s
         self.was_ready = False
-        self.server = _Server(_uvicorn_config(parts.app))
+        self.server = Server(uvicorn_config(parts.app))
         # That a model cannot be loaded is told once, by `finish`.
         logging.getLogger("penstock.engine").addFilter(lambda _: self.was_ready)
         self._drain: asyncio.Task[None] | None = None
@@ -144,7 +124,7 @@ class _Process:
         if self.metrics_listener is None:
             yield
             return
-        server = _Server(_uvicorn_config(create_metrics_app(self.parts.service), lifespan="off"))
+        server = Server(uvicorn_config(create_metrics_app(self.parts.service), lifespan="off"))
         task = asyncio.create_task(server.serve(sockets=[self.metrics_listener]))
         try:
             yield
@@ -204,17 +184,3 @@ class _Process:
             await self.parts.service.dispatch.drained(timeout_s)
         self.parts.service.dispatch.fail_all()
         self.server.should_exit = True
-
-
-def _uvicorn_config(app: ASGIApp, lifespan: Literal["on", "off"] = "on") -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=GatewayProtocol,
-        ws="none",
-        lifespan=lifespan,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        timeout_graceful_shutdown=5,
-    )

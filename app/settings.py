@@ -32,7 +32,7 @@ from pydantic_settings import (
 
 from app.errors import OperatorError
 from engine.kernels.cpu import levels, prebuilt
-from engine.model.config import GROUP_SIZES, MAX_THREADS
+from engine.model.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
 ENV_PREFIX = "PENSTOCK_"
@@ -161,6 +161,10 @@ class Settings(BaseSettings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs."""
 
+    tensor_parallel: int = Field(default=1, ge=1, le=MAX_RANKS)
+    """Processes that run the model together, each with a part of every layer: on that many GPUs, or one CPU. They have
+    no drafts."""
+
     threads: int | None = Field(default=None, ge=1)
     """Threads of the model on a CPU, at most four for each core; without it, one for each."""
 
@@ -210,6 +214,10 @@ class Settings(BaseSettings):
 
     replica: str | None = None
     """Name of this process among those that share a Redis; without it, the host's name and the port."""
+
+    cluster_secret: str | None = Field(default=None, min_length=16, json_schema_extra={"metavar": "SECRET"})
+    """What this replica and the switches in front of it know each other by, of at least 16 characters; best given as a
+    variable or in the --config file, for flags can be seen by all who are on the machine."""
 
     warm_up_tokens: int = Field(default=16_384, ge=0)
     """Most prompt tokens that a restarted server computes ahead, those used most; with 0, Redis is told of no prompt's

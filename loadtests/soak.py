@@ -7,7 +7,7 @@ again on the same port. What must hold, or the exit status is 1:
 - no request fails but those that were cut by a server that went down, and resumable ones not even then;
 - nonsense gets a 4xx (or a 503: without Redis nobody can say that an id is unknown);
 - when the clients are gone, nothing runs, waits or streams, every KV block is free, and connections are closed;
-- in the quiet second half memory, records apart, grows by no more than a twentieth.
+- in the quiet second half memory, replies and records that are kept apart, grows by no more than a twentieth.
 """
 
 from __future__ import annotations
@@ -103,10 +103,13 @@ class Ground:
 
     @property
     def memory_mib(self) -> float:
-        """Without the records, which stay here while Redis is gone, up to a bound of their own."""
+        """Without what has bounds of its own: replies that can be followed again, and records while Redis is gone."""
         lines = Path(f"/proc/{self.process.process.pid}/status").read_text(encoding="ascii").splitlines()
         resident_kib = next(float(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
-        return resident_kib / 1024 - self.metrics()["penstock_store_bytes"] / 2**20
+        found = self.metrics()
+        return (
+            resident_kib / 1024 - (found["penstock_store_bytes"] + found["penstock_recording_bytes"]) / 2**20
+        )
 
     @property
     def num_files(self) -> int:

@@ -12,9 +12,21 @@ from app.errors import OperatorError
 from app.outputs import check_output
 from app.settings import choices
 
-PARTS = ("generate", "http", "linear", "prefix", "loop", "plan", "promise", "drafts", "formats", "store")
-BY_DEFAULT = tuple(part for part in PARTS if part not in ("formats", "store"))
-"""What needs nothing beside this server, and little room on the disk."""
+PARTS = (
+    "generate",
+    "http",
+    "linear",
+    "prefix",
+    "loop",
+    "plan",
+    "promise",
+    "drafts",
+    "formats",
+    "store",
+    "routing",
+)
+BY_DEFAULT = tuple(part for part in PARTS if part not in ("formats", "store", "routing"))
+"""What needs nothing beside this server, little room on the disk, and no replicas."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parts,
         default=list(BY_DEFAULT),
         metavar="PART,PART",
-        help=f"of {','.join(PARTS)}; without them all but store (it needs redis-server) and formats (it writes 3 GB)",
+        help=f"of {','.join(PARTS)}; without them all but store (it needs redis-server), "
+        "formats (it writes 3 GB) and routing",
     )
     parser.add_argument(
         "--workload",

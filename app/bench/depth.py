@@ -22,7 +22,7 @@ from engine.model.config import MAX_DRAFTS, LoadOptions
 from engine.model.drafts import DraftSource
 from engine.planning.block_tables import BlockTables
 from engine.planning.draft_model import DraftModel
-from engine.planning.drafting import Drafting
+from engine.planning.drafting import Drafting, Proposer
 from engine.planning.request import DraftCount, Request, SamplingParams
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan
@@ -71,11 +71,15 @@ class Depth:
 
 
 class Always(Drafting):
-    """Has the model draft as many tokens in every step, whatever comes of it."""
+    """Has a proposer draft as many tokens in every step, whatever comes of it."""
 
-    def __init__(self, model: DraftModel, length: int) -> None:
-        super().__init__(None, length, model)
-        self._drafter = model
+    def __init__(self, proposer: Proposer, length: int) -> None:
+        super().__init__(None, length, proposer)
+        self._drafter = proposer
+
+    @property
+    def is_due(self) -> bool:
+        return True
 
     def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:  # noqa: ARG002
         chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]

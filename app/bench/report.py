@@ -36,6 +36,8 @@ def print_report(results: Row) -> None:
             f"host time of a step of {plan['sequences']} sequences: {number(plan['host_p50_ms'])} ms P50,"
             f" {number(plan['host_p99_ms'])} ms P99"
         )
+    if "routing" in results:
+        _print_routing(results["routing"])
     if "promise" in results:
         _print_promise(results["promise"])
     if "drafts" in results:
@@ -301,3 +303,14 @@ def _print_failures(results: Row) -> None:
     for name, row in rows:
         if row["failed"]:
             print(f"{name}: {row['failed']} of {row['requests']} requests failed: {row['first_error']}")
+
+
+def _print_routing(routing: dict[str, float]) -> None:
+    print(
+        f"a choice among {routing['replicas']:,} replicas, {routing['decisions']:,} requests of"
+        f" {routing['sessions']:,} sessions: {number(routing['choice_p50_us'])} us P50,"
+        f" {number(routing['choice_p90_us'])} us P90, {number(routing['choice_p99_us'])} us P99;"
+        f" {routing['hit_rate']:.0%} of the prompt tokens found\n"
+        f"a push: {number(routing['push_p50_us'])} us P50. A block that is known: {number(routing['block_bytes'])} B,"
+        f" held by all {number(routing['shared_block_bytes'])} B; {routing['blocks']:,} known at the end"
+    )

@@ -28,6 +28,7 @@ from app.bench.promise import SECONDS, PromiseBench
 from app.bench.reader import Answer
 from app.bench.redis_process import RedisProcess, find_redis
 from app.bench.report import print_parts, print_report, print_workloads
+from app.bench.routing import measure_routing
 from app.bench.server_process import ServerFailed, ServerProcess
 from app.bench.statistics import number, percentile, rate_until, summarise
 from app.bench.store import StoreBench
@@ -73,6 +74,10 @@ def run_parts(options: argparse.Namespace) -> Row:
     if "plan" in options.only:
         say("planning of 256 running sequences")
         results["plan"] = measure_planning(num_steps=50 if options.quick else 200)
+    if "routing" in options.only:
+        num_sessions = 20_000 if options.quick else 1_000_000
+        say(f"choices among 1,000 replicas for {num_sessions:,} sessions")
+        results["routing"] = measure_routing(num_sessions=num_sessions)
     if "promise" in options.only:
         results["promise"] = _promise(options.quick)
     if "drafts" in options.only:

@@ -15,6 +15,7 @@ from app.bench.arithmetic import read_arithmetic
 from app.bench.checkpoint import LLAMA_135M, LLAMA_TINY, ensure_checkpoint, letter_token_ids
 from app.bench.planning import measure_planning
 from app.bench.reader import Answer
+from app.bench.routing import measure_routing
 from app.bench.statistics import number, percentile, rate_until, summarise, table
 from app.bench.workloads import WORKLOADS, Interactive, Workload
 
@@ -131,6 +132,16 @@ def test_prompts_share_what_they_should_and_nothing_else() -> None:
 def test_planning_can_be_measured() -> None:
     figures = measure_planning(num_sequences=8, num_steps=4)
     assert 0 < figures["host_p50_ms"] <= figures["host_p99_ms"]
+
+
+def test_choices_among_replicas_can_be_measured() -> None:
+    figures = measure_routing(num_replicas=5, num_sessions=100, num_held=300, num_blocks=20_000)
+    assert 0 < figures["choice_p50_us"] <= figures["choice_p99_us"]
+    assert figures["decisions"] >= 100
+    assert 0.1 < figures["hit_rate"] < 1
+    assert figures["blocks"] <= 5 * 300
+    assert 60 < figures["block_bytes"] < 400
+    assert 60 < figures["shared_block_bytes"] < 400
 
 
 def test_the_checkpoint_is_one_that_transformers_reads(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def test_options_of_a_bench_are_lists_with_commas() -> None:
     assert (chosen.streams, chosen.dtype, chosen.only) == ([1, 8], ["float32"], ["http", "plan"])
     assert options("--workload", "W2,W4", "--workload", "W1").workload == ["W2", "W4", "W1"]
     assert options("--workload", "all").workload == ["W1", "W2", "W3", "W4", "W5"]
-    assert options().only == [part for part in command.PARTS if part not in ("formats", "store")]
+    assert options().only == [part for part in command.PARTS if part not in ("formats", "store", "routing")]
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -175,3 +177,17 @@ def test_help_names_every_setting_with_its_default() -> None:
 
 def test_the_version_is_the_package_s() -> None:
     assert penstock("--version").stdout == "penstock 0.1.0\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
+    """As with `penstock ... | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "wb") as nobody:
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock", "--version"],
+            stdout=nobody,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, b"")

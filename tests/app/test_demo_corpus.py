@@ -1,20 +1,24 @@
 """What the generated corpus promises."""
 
+import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
 
-from app.demo import facts, serving, stories
+from app.demo import answers, facts, serving, stories, tools
 from app.demo.asking import QUESTIONS, request, story_talk
-from app.demo.corpus import conversation, sample
+from app.demo.corpus import conversation, lesson, sample
 from app.demo.grammar import a, choose, fill, sentence_list
 from app.demo.moods import MOODS
 from app.demo.plots import PLOTS, Plot
 from app.demo.score import SEED
 from app.demo.stories import Spec, Tale, new_spec, new_tale, story
+from app.demo.tokenizer import CALL_END, CALL_START, RESULT_END, RESULT_START, TOOLS_INTRODUCTION, Message
 from app.demo.words import HE_NAMES, HEROES, SHE_NAMES
 
 MANY = range(400)
@@ -53,6 +57,71 @@ def test_nothing_is_left_unfinished() -> None:
             assert content.strip() == content
             assert content
             assert not UNFINISHED.search(content), content
+
+
+def lessons() -> Iterator[list[Message]]:
+    return (lesson(Random(seed), 500) for seed in MANY)
+
+
+def test_a_tool_is_asked_for_what_its_answer_tells() -> None:
+    """Each call with its result and the sentence that follows."""
+    names = Counter[str]()
+    for messages in lessons():
+        for (_, said), (_, result), (_, told) in zip(messages, messages[1:], messages[2:], strict=False):
+            if not said.startswith(CALL_START):
+                continue
+            asked = json.loads(said.removeprefix(CALL_START).removesuffix(CALL_END))
+            name, arguments = asked["name"], asked["arguments"]
+            names[name] += 1
+            assert f"\n{name}(" in messages[0][1]
+            value = result.removeprefix(RESULT_START).removesuffix(RESULT_END)
+            value = str(next(iter(json.loads(value).values()))) if value.startswith("{") else value
+            if name == "calculator":
+                assert told == f"{arguments['expression']} = {value}."
+                assert float(value) == pytest.approx(worked_out(arguments["expression"]), abs=1e-4)
+            else:
+                assert told == f"It is {value} in {arguments['city']}." if arguments else f"It is {value}."
+    assert min(names["calculator"], names["clock"]) > 100
+
+
+def worked_out(expression: str) -> float:
+    first, sign, second = expression.split()
+    a, b = int(first), int(second)
+    return {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else 0}[sign]
+
+
+def test_what_needs_no_tool_is_answered_without() -> None:
+    plain = [
+        (question, answer)
+        for messages in lessons()
+        if messages[0][0] == "system" and TOOLS_INTRODUCTION in messages[0][1]
+        for (role, question), (_, answer) in pairwise(messages)
+        if role == "user" and not question.startswith(RESULT_START) and not answer.startswith(CALL_START)
+    ]
+    assert len(plain) > 100
+    assert not any(re.search(r"time is it", question, re.IGNORECASE) for question, _ in plain)
+
+
+def test_json_has_the_members_that_were_asked_for_by_name() -> None:
+    by_name = 0
+    for seed in MANY:
+        (_, asked), (_, answer) = answers.json_exchange(Random(seed))
+        members = json.loads(answer)
+        assert json.dumps(members) == answer
+        if keys := re.search(r"as JSON with ([a-z, ]+)\.$", asked):
+            by_name += 1
+            assert re.split(", | and ", keys[1]) == list(members)
+    assert by_name > 100
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+def test_of_tools_and_people_the_score_asks_what_training_does_not(unseen: bool) -> None:
+    for rng in map(Random, MANY):
+        person = answers.new_person(rng, unseen)
+        assert answers.held_out(str(person["name"]), str(person["animal"])) == unseen
+        assert tools.held_out(*tools.wording_and_city(rng, unseen)) == unseen
+        first, sign, second = tools.calculation(rng, unseen)[1].split()
+        assert facts.held_out(int(first), sign, int(second)) == unseen
 
 
 def test_answers_start_with_a_capital_and_end_like_sentences() -> None:
@@ -195,11 +264,11 @@ def test_held_out_sums_are_never_asked() -> None:
 
 
 def test_every_serving_topic_has_an_answer_and_more() -> None:
-    for names, answers, more in serving.TOPICS:
+    for names, replies, more in serving.TOPICS:
         assert names
-        assert answers
+        assert replies
         assert more
-        assert all(text[0].isupper() and text.endswith(".") for text in answers + more)
+        assert all(text[0].isupper() and text.endswith(".") for text in replies + more)
 
 
 def test_grammar_settles_nested_choices() -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -13,15 +14,27 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import app.demo
+from app.demo import tools
 from app.demo.batches import batch
 from app.demo.corpus import sample
 from app.demo.head import HEAD, UNROLLED, loss_of, read_head, read_target
 from app.demo.score import Talker
-from app.demo.tokenizer import END, ROLES, SPECIAL_TOKENS, Message, encode_conversation, special_id
+from app.demo.tokenizer import (
+    END,
+    RESULT_END,
+    RESULT_START,
+    ROLES,
+    SPECIAL_TOKENS,
+    TOOLS_INTRODUCTION,
+    Message,
+    encode_conversation,
+    special_id,
+)
 from app.demo.train import MODEL
 from engine.model.checkpoint import read_config
 from engine.model.eagle import check_eagle, read_eagle
 from engine.planning.tokenizer import Tokenizer as ServedTokenizer
+from gateway.wire.prompts import Prompts
 
 HOME = Path(app.demo.__file__).parent
 FOLDERS = [HOME / "model", HOME / "draft"]
@@ -153,8 +166,58 @@ def test_the_template_trims_and_knows_developers(chat: PreTrainedTokenizerBase) 
 
 
 def test_the_template_refuses_other_roles(chat: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(Exception, match="no role tool"):
-        chat.apply_chat_template(turns([("tool", "42")]), tokenize=False)
+    with pytest.raises(Exception, match="no role function"):
+        chat.apply_chat_template(turns([("function", "42")]), tokenize=False)
+
+
+def function(name: str, *parameters: str, **more: object) -> dict[str, Any]:
+    properties = {parameter: {"type": "string"} for parameter in parameters}
+    return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}, **more}}
+
+
+OFFERED = [
+    function("calculator", "expression", description=" Works out a sum. "),
+    function("move", "from", "to"),
+    {"type": "function", "function": {"name": "clock"}},
+]
+CALLS = [
+    {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "calculator", "arguments": {"expression": "12 + 30"}},
+    },
+    {"id": "b", "type": "function", "function": {"name": "clock", "arguments": {}}},
+]
+CALLED: list[dict[str, Any]] = [
+    {"role": "user", "content": "Zoë: 12 + 30?"},
+    {"role": "assistant", "content": None, "tool_calls": CALLS[:1]},
+    {"role": "tool", "tool_call_id": "a", "content": "42\n"},
+    {"role": "assistant", "content": "And the time?", "tool_calls": CALLS},
+]
+SYSTEM = {"role": "system", "content": " Be kind. "}
+
+
+@pytest.mark.parametrize("system", [[], [SYSTEM], [{**SYSTEM, "role": "developer"}]], ids=str)
+def test_tools_and_calls_are_rendered_as_transformers_renders_them(
+    chat: PreTrainedTokenizerBase, system: list[dict[str, Any]]
+) -> None:
+    for messages in (system + CALLED[:1], system + CALLED):
+        text = chat.apply_chat_template(messages, tools=OFFERED, tokenize=False, add_generation_prompt=True)
+        assert Prompts(SERVED).chat(messages, tools=OFFERED) == chat(text, add_special_tokens=False).input_ids
+
+
+def test_the_template_writes_tools_and_calls_as_the_corpus_does(chat: PreTrainedTokenizerBase) -> None:
+    system, question, call, result = (
+        (
+            "system",
+            f"Be kind.\n\n{TOOLS_INTRODUCTION}\ncalculator(expression): Works out a sum.\nmove(from, to)\nclock()",
+        ),
+        ("user", "Zoë: 12 + 30?"),
+        ("assistant", tools.call("calculator", {"expression": "12 + 30"})),
+        ("user", f"{RESULT_START}42{RESULT_END}"),
+    )
+    rendered = chat.apply_chat_template([SYSTEM, *CALLED[:3]], tools=OFFERED, tokenize=False)
+    assert rendered == chat.apply_chat_template(turns([system, question, call, result]), tokenize=False)
 
 
 def test_transformers_computes_what_was_trained() -> None:

@@ -23,6 +23,7 @@ ANY_TEXT = {
     "cors_origins",
     "redis_url",
     "replica",
+    "cluster_secret",
 }
 """Settings of which any text may be a value."""
 
@@ -42,6 +43,7 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "no_quantize_cache": ("true", "true", "true"),
     "device": ("cpu", "cuda", "cpu"),
     "threads": ("1", "2", "3"),
+    "tensor_parallel": ("2", "3", "4"),
     "max_model_len": ("1", "2", "3"),
     "max_batch_tokens": ("1", "2", "3"),
     "max_num_seqs": ("1", "2", "3"),
@@ -52,6 +54,7 @@ VALUES: dict[str, tuple[str, str, str]] = {
     "kv_memory": ("1MiB", "2MiB", "3MiB"),
     "redis_url": ("redis://one", "redis://two/1", "unix:///three"),
     "replica": ("one", "two", "three"),
+    "cluster_secret": ("one-that-is-long-enough", "two-that-is-long-enough", "three-that-is-long-enough"),
     "warm_up_tokens": ("0", "1", "2"),
     "gpu_memory_utilization": ("0.5", "0.75", "1"),
     "no_cuda_graphs": ("true", "true", "true"),

@@ -102,22 +102,26 @@ class Follower:
 
 
 class Interrupted:
-    """Kills the server when all its clients know their ids, and have had so many more events together.
+    """Kills a server when all clients know their ids, and have had so many more events together.
 
     Redis must have heard of all of them: an id is given away before that while Redis does not answer in time.
     """
 
-    def __init__(self, server: ServerProcess, followers: list[Follower], after: int, journals: Redis) -> None:
-        self._server = server
+    def __init__(
+        self, victim: Callable[[], ServerProcess], followers: list[Follower], after: int, journals: Redis
+    ) -> None:
+        self.is_over = False
+        self._victim = victim
         self._followers = followers
         self._left = after
         self._journals = journals
 
     def count(self) -> None:
-        if self._server.process.poll() is None and all(follower.id for follower in self._followers):
+        if not self.is_over and all(follower.id for follower in self._followers):
             self._left -= 1
             if self._left < 0 and self._are_written():
-                self._server.process.kill()
+                self.is_over = True
+                self._victim().process.kill()
 
     def _are_written(self) -> bool:
         known = {key.rpartition(b":")[2].decode() for key in self._journals.scan_iter("*:journal:*", 1000)}
@@ -138,6 +142,7 @@ def client(url: str) -> httpx.AsyncClient:
 
 async def test_every_stream_goes_on_after_kill_9(redis_url: str) -> None:
     arguments = ["--redis-url", redis_url, "--replica", "the-one", "--warm-up-tokens", "0"]
+    batch_id = ""
     server = ServerProcess(arguments)
     journals = Redis.from_url(redis_url)
     try:
@@ -145,6 +150,7 @@ async def test_every_stream_goes_on_after_kill_9(redis_url: str) -> None:
         expected = await undisturbed(server.url)
         for repetition in range(10):
             server.wait_ready()
+            batch_id = batch_id or await batch_of(server.url)
             after = random.Random(repetition).randint(0, NUM_STREAMS * MAX_TOKENS * 3 // 4)
             followers = await asked_and_killed(server, after, journals)
             server = ServerProcess(arguments)
@@ -155,6 +161,7 @@ async def test_every_stream_goes_on_after_kill_9(redis_url: str) -> None:
                 assert follower.done
                 assert follower.numbers == list(range(len(follower.numbers)))
                 assert follower.text == expected[follower.seed]
+        assert await results_of(server.url, batch_id) == expected[::2]
     except AssertionError:
         print(server.log)
         raise
@@ -163,10 +170,49 @@ async def test_every_stream_goes_on_after_kill_9(redis_url: str) -> None:
         journals.close()
 
 
+async def batch_of(url: str) -> str:
+    """A batch that asks for what the followers of chat completions do."""
+    lines = [
+        {
+            "custom_id": str(seed),
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                name: value
+                for name, value in Follower(seed).body().items()
+                if name not in ("stream", "stream_options")
+            },
+        }
+        for seed in range(0, NUM_STREAMS, 2)
+    ]
+    content = "\n".join(map(json.dumps, lines))
+    async with client(url) as http:
+        upload = await http.post("/v1/files", data={"purpose": "batch"}, files={"file": content.encode()})
+        file = upload.json()
+        asked = {"input_file_id": file["id"], "endpoint": lines[0]["url"], "completion_window": "24h"}
+        return str((await http.post("/v1/batches", json=asked)).json()["id"])
+
+
+async def results_of(url: str, batch_id: str) -> list[str]:
+    """The texts of a batch's results, each there once, in the order of their seeds."""
+    async with client(url) as http:
+        while (batch := (await http.get(f"/v1/batches/{batch_id}")).json())["status"] != "completed":
+            await asyncio.sleep(0.1)
+        assert batch["request_counts"] == {
+            "total": NUM_STREAMS // 2,
+            "completed": NUM_STREAMS // 2,
+            "failed": 0,
+        }
+        output = (await http.get(f"/v1/files/{batch['output_file_id']}/content")).text
+    results = sorted(map(json.loads, output.splitlines()), key=lambda result: int(result["custom_id"]))
+    assert [int(result["custom_id"]) for result in results] == list(range(0, NUM_STREAMS, 2))
+    return [result["response"]["body"]["choices"][0]["message"]["content"] for result in results]
+
+
 async def asked_and_killed(server: ServerProcess, after: int, journals: Redis) -> list[Follower]:
     """Asks all at once, and kills the server when they have had `after` events together."""
     followers = [Follower(seed) for seed in range(NUM_STREAMS)]
-    interrupted = Interrupted(server, followers, after, journals)
+    interrupted = Interrupted(lambda: server, followers, after, journals)
     async with client(server.url) as http:
         asking = (follower.ask(http, interrupted.count) for follower in followers)
         results = await asyncio.gather(*asking, return_exceptions=True)

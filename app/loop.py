@@ -1,0 +1,44 @@
+"""The event loop and the HTTP server on it, the same for a replica and for a switch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Literal
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from gateway.http.protocol import GatewayProtocol
+
+
+def loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        loop: type[asyncio.AbstractEventLoop] = uvloop.Loop
+        return loop
+    return None
+
+
+class Server(uvicorn.Server):
+    """uvicorn without its signal handlers: they would cut running streams."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def uvicorn_config(app: ASGIApp, lifespan: Literal["on", "off"] = "on") -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=GatewayProtocol,
+        ws="none",
+        lifespan=lifespan,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=5,
+    )

@@ -1,0 +1,160 @@
+"""`penstock switch`: one address in front of several replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import TemplateSyntaxError
+
+from app.build import allowed_hosts, identity, load_options
+from app.checkpoint import find_checkpoint, model_name
+from app.errors import OperatorError
+from app.keys import KeyFile
+from app.listen import bind, is_loopback, url
+from app.log import configure_log, log
+from app.loop import Server, loop_factory, uvicorn_config
+from app.settings import Settings
+from cluster.members import Members, parse_address
+from cluster.switch import Switch, SwitchOptions
+from cluster.upstream import Address
+from engine.errors import CheckpointError
+from engine.model.checkpoint import read_tokenizer
+from gateway.http.background import meanwhile
+from gateway.wire.prompts import Prompts
+from priority.routing.router import Router
+
+_LOOK_AGAIN_S = 0.25
+
+
+class ReplicasFile:
+    """A file with the address of a replica on each line; blank lines and those with a # in front are passed over.
+
+    Put a new one in place in one go (`mv`), so that no half of it is read.
+    """
+
+    def __init__(self, named: Sequence[str], path: Path | None) -> None:
+        """`named` are replicas beside those of the file, if there is one."""
+        self._named = list(named)
+        self._path = path
+        self._read_last = ""
+
+    def read(self) -> list[Address]:
+        """
+        Raises:
+            OperatorError: the file cannot be read, or an address is none.
+        """
+        self._read_last = self._text()
+        lines = [line.strip() for line in self._read_last.splitlines()]
+        try:
+            return [
+                parse_address(line) for line in [*self._named, *lines] if line and not line.startswith("#")
+            ]
+        except ValueError as error:
+            raise OperatorError(str(error)) from None
+
+    def _text(self) -> str:
+        if self._path is None:
+            return ""
+        try:
+            return self._path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise OperatorError(f"--replicas-file {self._path}: {reason}") from None
+
+    async def watch(self, members: Members) -> None:
+        """Tells of the replicas whenever they changed, until cancelled; a broken file changes nothing."""
+        while self._path is not None:
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            try:
+                if self._text() != self._read_last:
+                    await members.set(self.read())
+            except OperatorError as error:
+                log.warning("%s; the replicas that were read before stay", error)
+
+
+def run(named: Sequence[str], replicas_file: Path | None, settings: Settings) -> int:
+    """Serves until a signal; the exit status.
+
+    Raises:
+        OperatorError: an address, a path, or the secret is wrong.
+    """
+    replicas = ReplicasFile(named, replicas_file)
+    addresses = replicas.read()
+    configure_log(settings.log_level, settings.log_format, access=settings.access_log)
+    started_s = time.monotonic()
+    listener = bind(settings.host, settings.port)
+    log.info("starting on %s", url(listener))
+    if not is_loopback(listener) and settings.api_keys_file is None:
+        log.warning("anybody who reaches %s can use these replicas; set --api-keys-file", settings.host)
+    keys = KeyFile(settings.api_keys_file) if settings.api_keys_file else None
+
+    async def serve() -> None:
+        switch = make_switch(settings, keys, is_open=not is_loopback(listener))
+        server = Server(uvicorn_config(switch.app(), lifespan="off"))
+        _drain_at_signals(switch, server, settings.drain_timeout)
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(switch.running(addresses))
+            await stack.enter_async_context(meanwhile(replicas.watch(switch.members)))
+            if keys is not None:
+                await stack.enter_async_context(meanwhile(keys.watch(switch.access.replace)))
+            log.info("ready in %.1f s: open %s", time.monotonic() - started_s, url(listener))
+            await server.serve(sockets=[listener])
+
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(serve())
+    return 0
+
+
+def make_switch(
+    settings: Settings, keys: KeyFile | None, *, is_open: bool, router: Router | None = None
+) -> Switch:
+    """A switch for replicas of these settings; `router` if another one than usual chooses.
+
+    Raises:
+        OperatorError: the checkpoint, the file of keys or the secret is wrong.
+    """
+    if settings.cluster_secret is None:
+        raise OperatorError(
+            "a switch and its replicas need the same PENSTOCK_CLUSTER_SECRET, of at least 16 characters"
+        )
+    folder = find_checkpoint(settings.model)
+    try:
+        prompts = Prompts(read_tokenizer(folder))
+    except CheckpointError as error:
+        raise OperatorError(str(error)) from None
+    except TemplateSyntaxError as error:
+        raise OperatorError(f"{folder}: the chat template is broken: {error}") from None
+    options = SwitchOptions(
+        secret=settings.cluster_secret,
+        identity=identity(model_name(settings.model, settings.served_model_name), folder),
+        block_size=load_options(settings).block_size,
+        clients=keys.read() if keys else {},
+        allowed_hosts=allowed_hosts(settings, is_open),
+    )
+    return Switch(options, prompts, router)
+
+
+def _drain_at_signals(switch: Switch, server: Server, timeout_s: float) -> None:
+    """At the first signal nothing new is taken in, and what is on its way goes on; at the second it ends at once."""
+    loop = asyncio.get_running_loop()
+    draining: list[asyncio.Task[None]] = []
+
+    async def drain() -> None:
+        switch.draining = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await switch.drained(timeout_s)
+        server.should_exit = True
+
+    def on_signal() -> None:
+        if draining:
+            draining[0].cancel()
+        else:
+            draining.append(loop.create_task(drain()))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)

@@ -1,0 +1,214 @@
+"""The replicas of a switch: a stream of each one's state is held open, and the router is told what comes.
+
+A stream that breaks makes its replica suspect at once: nothing new is sent there until another stream is open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
+from time import monotonic
+from urllib.parse import urlsplit
+
+import orjson
+
+from cluster.upstream import Address, Headers, connect, request_bytes
+from gateway.endpoints.state import PATH, SECRET_HEADER
+from gateway.http.background import end
+from gateway.sessions.owners import tag_of
+from priority.routing.router import Router
+from priority.routing.state import StateError, parse_change, parse_snapshot
+
+log = logging.getLogger("penstock.switch")
+
+AGAIN_S = 0.25
+"""After which a stream that broke is opened again."""
+SILENT_S = 5.0
+"""After which a stream that says nothing is given up."""
+MAX_LINE_BYTES = 256 * 1024 * 1024
+
+
+def parse_address(url: str) -> Address:
+    """The address in `http://HOST:PORT`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    if (
+        parts.scheme not in ("", "http")
+        or not parts.hostname
+        or parts.port is None
+        or parts.path not in ("", "/")
+    ):
+        raise ValueError(f"{url}: not like http://HOST:PORT")
+    return Address(parts.hostname, parts.port)
+
+
+@dataclass(slots=True)
+class Member:
+    """A replica whose state is known."""
+
+    name: str
+    tag: str
+    address: Address
+    is_draining: bool
+
+
+class Members:
+    """All replicas, known or not."""
+
+    def __init__(self, router: Router, switch: str, secret: str, identity: str, block_size: int) -> None:
+        """
+        Args:
+            switch: the name that tickets go by.
+            identity: what every replica has to serve.
+        """
+        self.known: dict[str, Member] = {}
+        """By name."""
+        self._router = router
+        self._switch = switch
+        self._secret = secret
+        self._identity = identity
+        self._block_size = block_size
+        self._tasks: dict[Address, asyncio.Task[None]] = {}
+        self._told: dict[Address, str] = {}
+        """The last line of the log about each."""
+
+    @contextlib.asynccontextmanager
+    async def running(self, addresses: Iterable[Address]) -> AsyncIterator[None]:
+        await self.set(addresses)
+        try:
+            yield
+        finally:
+            await self.set(())
+
+    async def set(self, addresses: Iterable[Address]) -> None:
+        """From now on there are these and no others."""
+        wanted = set(addresses)
+        for address in wanted - self._tasks.keys():
+            self._tasks[address] = asyncio.create_task(self._keep_listening(address))
+        for address in self._tasks.keys() - wanted:
+            await end(self._tasks.pop(address))
+
+    async def _keep_listening(self, address: Address) -> None:
+        while True:
+            stream = _StateStream(lambda line, stream: self._take(address, line, stream))
+            try:
+                reason = await self._listen(address, stream)
+            finally:
+                self._forget(stream.name)
+            self._tell(address, reason)
+            await asyncio.sleep(AGAIN_S)
+
+    async def _listen(self, address: Address, stream: _StateStream) -> str:
+        """Until the stream is over; the reason."""
+        headers: Headers = [(SECRET_HEADER.encode(), self._secret.encode())]
+        target = f"{PATH}?switch={self._switch}".encode()
+        try:
+            upstream = await connect(address, request_bytes("GET", target, address, headers, b""), stream)
+        except OSError:
+            return "nobody listens there"
+        try:
+            while not stream.over.is_set():
+                # Not `wait_for`: until Python 3.12 it forgets that it was cancelled if what it waits for has just come.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(SILENT_S):
+                        await stream.over.wait()
+                if asyncio.get_running_loop().time() - upstream.heard_s > SILENT_S:
+                    return "it says nothing any more"
+            return stream.reason
+        finally:
+            upstream.close()
+
+    def _take(self, address: Address, line: bytes, stream: _StateStream) -> None:
+        """One message of a stream; raises StateError."""
+        try:
+            message = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            raise StateError("what it says of itself is no JSON") from None
+        now = monotonic()
+        if not stream.name:
+            snapshot = parse_snapshot(message)
+            if snapshot.model != self._identity:
+                raise StateError(f"it serves {snapshot.model}, and this switch is for {self._identity}")
+            if snapshot.block_size != self._block_size:
+                raise StateError(f"its blocks have {snapshot.block_size} tokens, not {self._block_size}")
+            if snapshot.replica in self.known:
+                raise StateError(f"another replica is called {snapshot.replica}, too; set --replica")
+            self._router.on_snapshot(snapshot, now)
+            stream.name = name = snapshot.replica
+            is_draining = snapshot.load.is_draining
+            self.known[name] = Member(name, tag_of(name), address, is_draining)
+            self._tell(address, "")
+            return
+        change = parse_change(message)
+        self._router.on_change(stream.name, change, now)
+        if change.load is not None:
+            self.known[stream.name].is_draining = change.load.is_draining
+
+    def _forget(self, name: str) -> None:
+        if name:
+            self.known.pop(name, None)
+            self._router.on_gone(name)
+
+    def _tell(self, address: Address, reason: str) -> None:
+        """A line in the log where something changed."""
+        if self._told.get(address) != reason:
+            self._told[address] = reason
+            if reason:
+                log.warning("replica %s is left out: %s", address, reason)
+            else:
+                log.info("replica %s is there", address)
+
+
+class _StateStream:
+    """A stream of lines; a `cluster.upstream.Listener`."""
+
+    def __init__(self, on_line: Callable[[bytes, _StateStream], None]) -> None:
+        self.name = ""
+        """Of the replica, once it has said it."""
+        self.over = asyncio.Event()
+        self.reason = ""
+        self._on_line = on_line
+        self._status = 0
+        self._begun: list[bytes] = []
+        """Pieces of a line that has no end yet."""
+        self._num_begun = 0
+
+    def on_head(self, status: int, headers: Headers) -> None:  # noqa: ARG002
+        self._status = status
+
+    def on_body(self, body: bytes) -> None:
+        if self._status != 200 or self.over.is_set():
+            return
+        *lines, rest = body.split(b"\n")
+        for line in lines:
+            whole = b"".join([*self._begun, line])
+            self._begun, self._num_begun = [], 0
+            try:
+                self._on_line(whole, self)
+            except StateError as error:
+                self._end(str(error))
+                return
+        self._begun.append(rest)
+        self._num_begun += len(rest)
+        if self._num_begun > MAX_LINE_BYTES:
+            self._end("what it says of itself is too long")
+
+    def on_end(self, *, is_whole: bool) -> None:  # noqa: ARG002
+        reasons = {
+            0: "it hung up",
+            200: "it hung up",
+            401: "it does not take this switch's secret",
+            404: "it was started without a cluster secret",
+            503: "it is not ready",
+        }
+        self._end(reasons.get(self._status, f"it answers with status {self._status}"))
+
+    def _end(self, reason: str) -> None:
+        self.reason = self.reason or reason
+        self.over.set()

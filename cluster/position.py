@@ -1,0 +1,90 @@
+"""How far a client has come in a recorded reply, read off the events that pass, so that another replica can go on."""
+
+from __future__ import annotations
+
+import re
+
+from gateway.sessions.recordings.recording import INTERRUPTED
+from gateway.wire.frames import KEEPALIVE
+
+_CHAT_ID = re.compile(rb'"id":"(chatcmpl-[0-9a-f]{32})"')
+_RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[0-9a-f]{48})"')
+_FAULTS = (b'data: {"error"', b"event: error")
+_INTERRUPTIONS = tuple(code.encode() for code in INTERRUPTED)
+
+
+class Position:
+    """The last event of one stream that its client has. Only whole events are let through."""
+
+    def __init__(self, kind: str, id: str = "", number: int = -1) -> None:
+        """
+        Args:
+            kind: the path below which such replies are followed.
+            id: of the reply, if it is known.
+            number: of the last event that the client has.
+        """
+        self.id = id
+        self.number = number
+        self.is_interrupted = False
+        """The replica said that it does not finish the reply; another one will."""
+        self._kind = kind
+        self._is_chat = kind == "/v1/chat/completions"
+        self._held = b""
+
+    @property
+    def path(self) -> str:
+        """Where the rest is asked for."""
+        return f"{self._kind}/{self.id}?stream=true&starting_after={self.number}"
+
+    def feed(self, data: bytes) -> bytes:
+        """What of this, and of what came before, may go to the client."""
+        data = self._held + data
+        end = data.rfind(b"\n\n") + 2
+        if data == KEEPALIVE:
+            self._held = b""
+            return data
+        if end == 1:  # none ends here
+            self._held = data
+            return b""
+        events, self._held = data[:end], data[end:]
+        if any(code in events for code in _INTERRUPTIONS):
+            events = self._without_interruption(events)
+        self._note(events)
+        return events
+
+    def restart(self) -> None:
+        """What was begun by the connection that ended is dropped: another one sends it again, whole."""
+        self._held, self.is_interrupted = b"", False
+
+    def _note(self, events: bytes) -> None:
+        if not self.id:
+            found = (_CHAT_ID if self._is_chat else _RESPONSE_ID).search(events)
+            self.id = found[1].decode() if found else ""
+        # In text, quotes and ends of lines are escaped: what is looked for is never part of it.
+        found_last = (
+            _last(events, b"\nid: ", b"\n") if self._is_chat else _last(events, b'"sequence_number":', b"}")
+        )
+        if found_last is not None:
+            self.number = max(self.number, found_last)
+
+    def _without_interruption(self, events: bytes) -> bytes:
+        """Drops the event that says it, and what comes after."""
+        at = 0
+        for event in events.split(b"\n\n"):
+            lines = [line for line in event.split(b"\n") if not line.startswith(b":")]
+            if lines[0].startswith(_FAULTS) and any(code in event for code in _INTERRUPTIONS):
+                self.is_interrupted = True
+                return events[:at]
+            at += len(event) + 2
+        return events
+
+
+def _last(events: bytes, mark: bytes, end: bytes) -> int | None:
+    """The number that stands behind the last mark."""
+    events = b"\n" + events
+    at = events.rfind(mark)
+    if at < 0:
+        return None
+    start = at + len(mark)
+    number = events[start : events.find(end, start)]
+    return int(number) if number.isdigit() else None

@@ -1,0 +1,336 @@
+"""One request on its way through the switch: to a replica, and the reply back, from another one if the first dies.
+
+Bytes go from the replica's connection into the client's within the callback that brought them, as long as the client
+takes them; else the replica's connection is not read until it does. Nothing is kept of a reply but the number of its
+last event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Protocol
+
+import orjson
+
+from cluster.metrics import Metrics
+from cluster.position import Position
+from cluster.upstream import Address, Headers, Upstream, connect, request_bytes
+from gateway.http.connections import Connection, Timeouts
+from gateway.http.correlation import ANTHROPIC_PATH
+from gateway.http.errors import ApiError, unavailable
+from gateway.http.refusals import OLLAMA_PATH, OVERLOADED, anthropic_body, ollama_body
+from gateway.wire.frames import DONE, KEEPALIVE, error_frame
+
+MEND_S = 60.0
+"""For so long a replica is looked for that goes on with a stream."""
+_ASK_AGAIN_S = 0.25
+REPLICA_HEADER = b"x-penstock-replica"
+"""Says who answered; of a stream, who began it."""
+_REFUSALS = (int(HTTPStatus.SERVICE_UNAVAILABLE), OVERLOADED)
+_STREAMS = (b"text/event-stream", b"application/x-ndjson")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What a client asks, as it goes on to a replica."""
+
+    method: str
+    path: str
+    target: bytes
+    """With the query."""
+    headers: Headers
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A replica that was chosen for a request."""
+
+    replica: str
+    address: Address
+    headers: Headers = ()
+    """What else it is told."""
+    leave: Callable[[], None] = field(default=lambda: None)
+    """To be called when the request is over there."""
+
+
+class Guide(Protocol):
+    """Who knows the replicas."""
+
+    def choose(self, excluded: frozenset[str]) -> Place:
+        """Raises ApiError if there is none, or the request is refused."""
+
+    def has_others(self, excluded: frozenset[str]) -> bool:
+        """Whether there is a replica beside these."""
+
+    def is_lost(self, replica: str) -> bool:
+        """Whether it has stopped to say how it does."""
+
+    def owners(self, id: str) -> Iterator[Place]:
+        """Those who may have a reply, the likeliest first."""
+
+
+class Relay:
+    """One request and its reply; a `cluster.upstream.Listener`."""
+
+    def __init__(
+        self,
+        message: Message,
+        guide: Guide,
+        connection: Connection,
+        metrics: Metrics,
+        position: Position | None = None,
+    ) -> None:
+        """`position`: it is a stream that another replica can go on with."""
+        self.connection = connection
+        self._message = message
+        self._guide = guide
+        self._metrics = metrics
+        self._position = position
+        self._upstream: Upstream | None = None
+        self._replica = ""
+        self._status = 0
+        self._headers: Headers = ()
+        self._waiting = b""
+        """What came and did not go on yet."""
+        self._is_over = False
+        """The replica's connection ended."""
+        self._is_whole = False
+        self._is_stream = False
+        """What comes is a stream."""
+        self._streams = False
+        """The client was promised a stream."""
+        self._has_begun = False
+        """The client has something that another replica's reply would not go on from."""
+        self._is_mending = False
+
+    async def run(self) -> None:
+        """Returns when the client has its reply, or is gone.
+
+        Raises:
+            ApiError: it was refused, and the client has nothing yet.
+        """
+        excluded: frozenset[str] = frozenset()
+        was_refused = False
+        while not (self.connection.gone or self._has_begun):
+            place = self._next_place(excluded, was_refused=was_refused)
+            if place is None:
+                break
+            if excluded:
+                self._metrics.retries.inc()
+            excluded |= {place.replica}
+            passed_over = () if was_refused or not self._guide.has_others(excluded) else _REFUSALS
+            try:
+                if await self._ask(place, self._message, passed_over):
+                    return
+            finally:
+                place.leave()
+            was_refused = was_refused or self._status in _REFUSALS
+        await self._rescue()
+
+    async def run_by_id(self, id: str) -> None:
+        """Like `run`, of what only one replica has: they are asked one after another, the likeliest first."""
+        places = list(self._guide.owners(id))
+        if not places:
+            raise none_ready()
+        for i, place in enumerate(places):
+            passed_over = () if i == len(places) - 1 else (HTTPStatus.NOT_FOUND, *_REFUSALS)
+            if await self._ask(place, self._message, passed_over):
+                return
+            if self._has_begun or self.connection.gone:
+                break
+        await self._rescue()
+
+    def end(self) -> None:
+        """Hangs up at the replica's: the client is gone, or has everything."""
+        if self._upstream is not None:
+            self._upstream.close()
+            self._upstream = None
+
+    def look_after(self, now: float, timeouts: Timeouts, *, stall_s: float) -> None:
+        """Keeps a client that waits for another replica company, and gives a replica up that says nothing."""
+        self.connection.look_after(now, timeouts)
+        upstream = self._upstream
+        if upstream is None or self._waiting or now - upstream.heard_s <= stall_s:
+            return
+        # A stream is never silent for so long; who computes a whole reply may be.
+        if self._is_stream or self._guide.is_lost(self._replica):
+            upstream.close()
+            self.on_end(is_whole=False)
+
+    # As a Listener
+
+    def on_head(self, status: int, headers: Headers) -> None:
+        self._status, self._headers = status, headers
+        self._is_stream = any(
+            name == b"content-type" and value.startswith(_STREAMS) for name, value in headers
+        )
+        self.connection.wake()
+
+    def on_body(self, body: bytes) -> None:
+        if self._position is not None and self._is_stream:
+            body = self._position.feed(body)
+            if self._position.is_interrupted:
+                self._is_over = True
+                self.connection.wake()
+        if not body:
+            return
+        connection = self.connection
+        if not self._waiting and connection.waits and connection.is_writable():
+            connection.send_now(body)
+            self._note_sent(body)
+            return
+        self._waiting += body
+        if self._upstream is not None:
+            self._upstream.pause()
+        connection.wake()
+
+    def on_end(self, *, is_whole: bool) -> None:
+        self._is_over = True
+        self._is_whole = is_whole and not (self._position is not None and self._position.is_interrupted)
+        self.connection.wake()
+
+    # One replica
+
+    def _next_place(self, excluded: frozenset[str], *, was_refused: bool) -> Place | None:
+        """None if a reply that was begun cannot be refused any more."""
+        try:
+            return self._guide.choose(excluded)
+        except ApiError:
+            if self.connection.committed:
+                return None
+            if was_refused or not excluded:
+                raise
+            raise _lost() from None
+
+    async def _ask(self, place: Place, message: Message, passed_over: tuple[int, ...] = ()) -> bool:
+        """Passes the reply of one replica on; False if it did not come to its end there.
+
+        Args:
+            passed_over: statuses of replies of which nothing is passed on.
+        """
+        self._status, self._waiting = 0, b""
+        self._is_over = self._is_whole = self._is_stream = False
+        self._replica = place.replica
+        if self._position is not None:
+            self._position.restart()
+        headers = [*message.headers, *place.headers]
+        request = request_bytes(message.method, message.target, place.address, headers, message.body)
+        self._metrics.requests.labels(place.replica).inc()
+        try:
+            self._upstream = await connect(place.address, request, self, is_head=message.method == "HEAD")
+            if not await self._head() or self._status in passed_over:
+                return False
+            if not self.connection.committed:
+                # When the reply was sent is said by the server that sends it.
+                told = [header for header in self._headers if header[0] != b"date"]
+                await self.connection.start(
+                    self._status, [*told, (REPLICA_HEADER, place.replica.encode("latin-1", "replace"))]
+                )
+                self._streams = self._is_stream
+                self._has_begun = not self._is_stream
+            elif not self._is_stream:
+                return False
+            return await self._pass_on()
+        except OSError:
+            return False
+        finally:
+            self.end()
+
+    async def _head(self) -> bool:
+        """False if there will be none."""
+        while not self._status and not self._is_over and not self.connection.gone:
+            await self._sleep()
+        return self._status > 0 and not self.connection.gone
+
+    async def _pass_on(self) -> bool:
+        connection = self.connection
+        while not connection.gone:
+            body, self._waiting = self._waiting, b""
+            is_over, is_whole = self._is_over, self._is_whole
+            if body or is_whole:
+                await connection.send(body, more=not is_whole)
+                self._note_sent(body)
+            if self._waiting or self._is_over != is_over:  # it came meanwhile
+                continue
+            if is_over:
+                return is_whole
+            if self._upstream is not None:
+                self._upstream.resume()
+            await self._sleep()
+        return False
+
+    async def _sleep(self) -> None:
+        """Until there is news; who waits for another replica is told that he is not forgotten."""
+        connection = self.connection
+        await connection.sleep()
+        if connection.overdue:
+            connection.overdue = False
+            if self._is_mending:
+                await connection.send(KEEPALIVE, more=True)
+
+    def _note_sent(self, body: bytes) -> None:
+        """From a comment, any reply can go on."""
+        self._has_begun = self._has_begun or body not in (b"", KEEPALIVE)
+
+    # When it died
+
+    async def _rescue(self) -> None:
+        """The replica is gone, and the client has the beginning of its reply, or nothing."""
+        connection = self.connection
+        if not (connection.committed or connection.gone):
+            raise _lost()
+        position = self._position if self._streams else None
+        if position is not None and position.id and await self._mend(position):
+            self._metrics.mended.inc()
+            return
+        if connection.gone:
+            return
+        self._metrics.broken.inc()
+        if last := last_words(self._message.path) if self._streams else b"":
+            await connection.send(last, more=False)
+        else:
+            connection.abort()
+
+    async def _mend(self, position: Position) -> bool:
+        """Goes on with the stream at whichever replica takes it over, within the same reply."""
+        self._is_mending = True
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + MEND_S
+        headers = [header for header in self._message.headers if header[0] != b"content-type"]
+        while loop.time() < give_up_s and not self.connection.gone:
+            for place in self._guide.owners(position.id):
+                rest = Message("GET", position.path, position.path.encode(), headers, b"")
+                if await self._ask(place, rest):
+                    return True
+                if self.connection.gone:
+                    return False
+            loop.call_later(_ASK_AGAIN_S, self.connection.wake)
+            await self._sleep()
+        return False
+
+
+def last_words(path: str) -> bytes:
+    """What ends a stream whose replica died, as the API that was asked spells it; nothing if it has no words for it."""
+    error = _lost()
+    if path.startswith(OLLAMA_PATH):
+        return ollama_body(error) + b"\n"
+    if path.startswith(ANTHROPIC_PATH):
+        return b"event: error\ndata: " + anthropic_body(error) + b"\n\n"
+    if path.startswith("/v1/responses"):
+        told = {"code": error.code, "message": error.message, "param": error.param}
+        return (
+            b"event: error\ndata: " + orjson.dumps({"type": "error", **told, "sequence_number": 0}) + b"\n\n"
+        )
+    return error_frame(error) + DONE if "/completions" in path else b""
+
+
+def none_ready() -> ApiError:
+    return unavailable("No replica is ready.", "no_replica")
+
+
+def _lost() -> ApiError:
+    return unavailable("The replica that answered this request was lost.", "replica_lost")

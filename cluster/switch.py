@@ -1,0 +1,284 @@
+"""The switch: takes requests in, chooses a replica for each, and passes bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from http import HTTPStatus
+from time import monotonic, perf_counter
+from typing import Any
+
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.asks import Asks, owner_tag
+from cluster.members import Member, Members
+from cluster.metrics import Metrics
+from cluster.position import Position
+from cluster.relay import Message, Place, Relay, none_ready
+from cluster.upstream import Address, Headers, end_to_end
+from gateway.access.keys import Access, Client
+from gateway.endpoints.attached import position_asked
+from gateway.endpoints.state import SECRET_HEADER
+from gateway.http.background import every, meanwhile
+from gateway.http.connections import Connection, ServerSendMiddleware, Timeouts
+from gateway.http.correlation import CORRELATION, TICKET_HEADER, RequestIdMiddleware
+from gateway.http.errors import ApiError, not_found, refused, unavailable
+from gateway.http.hosts import HostMiddleware
+from gateway.http.limits import Limits, LimitsMiddleware, parse_object
+from gateway.http.off_loop import TOKENIZING, off_loop
+from gateway.http.refusals import answer_fault, refusal
+from gateway.sessions.owners import tag_in
+from gateway.wire.frames import Json
+from gateway.wire.prompts import Prompts
+from priority.lanes import Tenant
+from priority.queue import Refusal
+from priority.routing.router import Ask, Router
+
+STALL_S = 30.0
+"""A replica that says nothing for so long, not even that it is there, is given up."""
+_BY_ID = re.compile(r"(/v1/(?:chat/completions|responses|conversations|files|batches))/([^/]+)(?:/.*)?")
+_FOLLOWED = ("/v1/chat/completions", "/v1/responses")
+_NOT_PASSED_ON = frozenset(
+    (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER, SECRET_HEADER.encode())
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchOptions:
+    """What the operator sets."""
+
+    secret: str
+    identity: str
+    """What every replica has to serve."""
+    block_size: int
+    clients: Mapping[bytes, Client] = field(default_factory=dict)
+    """As the replicas have them."""
+    allowed_hosts: tuple[str, ...] = ()
+    limits: Limits = field(default_factory=Limits)
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+
+class Switch:
+    """One switch; an ASGI application by `app`."""
+
+    def __init__(self, options: SwitchOptions, prompts: Prompts, router: Router | None = None) -> None:
+        """`router` chooses; another one than usual is for comparing with."""
+        self.options = options
+        self.access = Access(options.clients)
+        self.metrics = Metrics()
+        self.draining = False
+        """Nothing new is taken in."""
+        self.router = router or Router()
+        name = secrets.token_hex(8)
+        self.members = Members(self.router, name, options.secret, options.identity, options.block_size)
+        self.name = name
+        self._asks = Asks(prompts, options.block_size, options.limits)
+        self._relays: dict[Relay, None] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._num_any = 0
+
+    def app(self) -> ASGIApp:
+        limited = LimitsMiddleware(self._answer, self.options.limits)
+        hosted = HostMiddleware(limited, self.options.allowed_hosts)
+        return ServerSendMiddleware(RequestIdMiddleware(hosted))
+
+    @contextlib.asynccontextmanager
+    async def running(self, addresses: Iterable[Address]) -> AsyncIterator[None]:
+        """While this is entered, replicas are listened to and clients looked after."""
+        tick = every(self.options.timeouts.tick_s, self._tick, "looking after the streams")
+        async with meanwhile(tick), self.members.running(addresses):
+            yield
+
+    async def drained(self, timeout_s: float) -> None:
+        """Returns when nothing is on its way any more, or after so long."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+
+    async def _tick(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for relay in list(self._relays):
+            relay.look_after(now, self.options.timeouts, stall_s=STALL_S)
+
+    # Requests
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        http = HttpRequest(scope, receive)
+        clock = asyncio.get_running_loop().time
+        connection = Connection(scope, send, clock, self.metrics.slow_readers.inc)
+        try:
+            own = self._own(scope["path"])
+            if own is not None:
+                await own(scope, receive, send)
+                return
+            await self._pass_on(http, connection, receive)
+        except ApiError as error:
+            if not connection.committed:
+                await refusal(error, scope["path"])(scope, receive, send)
+        except Exception as error:
+            if connection.committed:
+                connection.abort()
+                raise
+            await (await answer_fault(http, error))(scope, receive, send)
+
+    def _own(self, path: str) -> Response | None:
+        """The reply to what is asked of the switch itself."""
+        if path == "/health":
+            return Json({"status": "ok"})
+        if path == "/ready":
+            state = "draining" if self.draining else "ready" if self.members.known else "no replica is ready"
+            is_ready = state == "ready"
+            return Json({"status": state}, HTTPStatus.OK if is_ready else HTTPStatus.SERVICE_UNAVAILABLE)
+        if path == "/metrics":
+            self.metrics.streams.set(len(self._relays))
+            self.metrics.replicas.set(len(self.members.known))
+            return Response(self.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+        if path.startswith("/internal/"):
+            raise not_found(f"Unknown request URL: {path}.")
+        return None
+
+    async def _pass_on(self, http: HttpRequest, connection: Connection, receive: Receive) -> None:
+        if self.draining:
+            raise unavailable("The switch is shutting down.", "server_shutting_down", close=True)
+        body = await http.body()
+        message = _message(http, body)
+        by_id = _BY_ID.fullmatch(message.path)
+        ask, owner, position = None, None, None
+        if by_id is not None:
+            if http.method == "GET" and by_id[1] in _FOLLOWED:
+                position = Position(by_id[1], by_id[2], position_asked(http))
+        elif http.method == "POST" and self._asks.takes(message.path):
+            began_s = perf_counter()
+            client = self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
+            has_key = "idempotency-key" in http.headers
+            read = partial(self._read, message.path, body, client.tenant, has_key)
+            ask, owner, position = await off_loop(len(body), read, threads=TOKENIZING)
+            self.metrics.choice_seconds.observe(perf_counter() - began_s)
+        guide = _Guide(self, ask, owner)
+        relay = Relay(message, guide, connection, self.metrics, position)
+        with self._on_its_way(relay):
+            async with meanwhile(connection.watch(receive, relay.end)):
+                if by_id is not None:
+                    await relay.run_by_id(by_id[2])
+                else:
+                    await relay.run()
+
+    def _read(
+        self, path: str, body: bytes, tenant: Tenant, has_key: bool
+    ) -> tuple[Ask, str | None, Position | None]:
+        """What is to be known of a request, who has what it goes on from, and its position if it is recorded."""
+        try:
+            asked = parse_object(body, self.options.limits)
+        except ApiError:  # the replica will say so
+            asked = {}
+        ask = self._asks.read(path, asked, len(body), tenant)
+        is_recorded = path in _FOLLOWED and asked.get("stream") is True and (has_key or _outlives(asked))
+        return ask, owner_tag(asked), Position(path) if is_recorded else None
+
+    @contextlib.contextmanager
+    def _on_its_way(self, relay: Relay) -> Iterator[None]:
+        self._relays[relay] = None
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            relay.end()
+            del self._relays[relay]
+            if not self._relays:
+                self._empty.set()
+
+    def next_of(self, members: list[Member]) -> Member:
+        """One after another."""
+        self._num_any += 1
+        return members[self._num_any % len(members)]
+
+
+class _Guide:
+    """A `cluster.relay.Guide` for one request."""
+
+    def __init__(self, switch: Switch, ask: Ask | None, owner: str | None) -> None:
+        """
+        Args:
+            ask: what the model is asked; None for what any replica can answer as well as any other.
+            owner: the tag of a replica that is to be asked first.
+        """
+        self._switch = switch
+        self._ask = ask
+        self._owner = owner
+
+    def choose(self, excluded: frozenset[str]) -> Place:
+        if self._ask is None:
+            return self._any(excluded)
+        return self._by_forecast(self._ask, excluded)
+
+    def has_others(self, excluded: frozenset[str]) -> bool:
+        return any(not member.is_draining for member in self._beside(excluded))
+
+    def is_lost(self, replica: str) -> bool:
+        return replica not in self._switch.members.known
+
+    def owners(self, id: str) -> Iterator[Place]:
+        tag = tag_in(id)
+        known = self._switch.members.known.values()
+        return map(_place, sorted(known, key=lambda member: member.tag != tag))
+
+    def _any(self, excluded: frozenset[str]) -> Place:
+        beside = self._beside(excluded)
+        if not beside:
+            raise none_ready()
+        return _place(self._switch.next_of([one for one in beside if not one.is_draining] or beside))
+
+    def _by_forecast(self, ask: Ask, excluded: frozenset[str]) -> Place:
+        router, known = self._switch.router, self._switch.members.known
+        now = monotonic()
+        owner = next((name for name, member in known.items() if member.tag == self._owner), None)
+        found: Any = None
+        if owner is not None and owner not in excluded:
+            found = router.choose(ask, now, known.keys() - {owner})
+        if found is None or isinstance(found, Refusal):
+            found = router.choose(ask, now, excluded)
+        if isinstance(found, Refusal):
+            self._switch.metrics.refused.labels(found.reason).inc()
+            if found.reason == "no_replica":
+                raise none_ready()
+            raise refused(str(found), found.reason, found.retry_after_s, tenant_limit=found.tenant_limit)
+        self._switch.metrics.prompt_tokens.inc(ask.num_prompt)
+        self._switch.metrics.cached_tokens.inc(found.num_cached)
+        ticket = f"{self._switch.name}/{found.ticket}".encode()
+        leave = partial(router.note_done, found.ticket)
+        return Place(found.replica, known[found.replica].address, [(TICKET_HEADER, ticket)], leave)
+
+    def _beside(self, excluded: frozenset[str]) -> list[Member]:
+        return [member for name, member in self._switch.members.known.items() if name not in excluded]
+
+
+def _place(member: Member) -> Place:
+    return Place(member.name, member.address)
+
+
+def _message(http: HttpRequest, body: bytes) -> Message:
+    target = http.scope["raw_path"]
+    if query := http.scope["query_string"]:
+        target += b"?" + query
+    asked = CORRELATION.get()
+    headers: Headers = [
+        *(header for header in end_to_end(http.scope["headers"]) if header[0] not in _NOT_PASSED_ON),
+        (b"x-request-id", b"" if asked is None else asked.request_id.encode()),
+    ]
+    return Message(http.method, http.scope["path"], target, headers, body)
+
+
+def _outlives(body: Mapping[str, Any]) -> bool:
+    """Whether the reply goes on in another process if its own dies."""
+    options = body.get("stream_options")
+    return body.get("background") is True or (isinstance(options, dict) and options.get("resumable") is True)

@@ -1,0 +1,72 @@
+"""Two servers and a Redis behind a switch, and kill -9: nobody who reads a resumable stream notices."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from redis import Redis
+
+from app.bench.server_process import ServerProcess
+from app.settings import load_settings
+from app.switch import make_switch
+from cluster.upstream import Address
+from gateway.sessions.owners import tag_in, tag_of
+from tests.app.test_survival import NUM_STREAMS, Follower, Interrupted, client, undisturbed
+from tests.cluster.rig import serving
+from tests.redis_server import RedisServer
+
+pytestmark = pytest.mark.anyio
+
+SECRET = "a secret of the tests"
+START_S = 60
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture
+def redis_url() -> Iterator[str]:
+    with RedisServer() as redis:
+        yield redis.url
+
+
+async def test_no_client_notices_that_a_replica_was_killed(redis_url: str) -> None:
+    common = ["--redis-url", redis_url, "--warm-up-tokens", "0", "--threads", "1", "--cluster-secret", SECRET]
+    replicas = [ServerProcess([*common, "--replica", f"r{number}"]) for number in range(2)]
+    journals = Redis.from_url(redis_url)
+    switch = make_switch(load_settings({"cluster_secret": SECRET}), None, is_open=False)
+    try:
+        for server in replicas:
+            server.wait_ready()
+        addresses = [Address(server.host, server.port) for server in replicas]
+        async with switch.running(addresses), serving(switch.app()) as address, client(str(address)) as http:
+            async with asyncio.timeout(START_S):
+                while len(switch.members.known) < len(replicas):
+                    await asyncio.sleep(0.01)
+            expected = await undisturbed(str(address))
+            followers = [Follower(seed) for seed in range(NUM_STREAMS)]
+            busiest = partial(_busiest, replicas, followers)
+            interrupted = Interrupted(busiest, followers, 0, journals)
+            await asyncio.gather(*(follower.ask(http, interrupted.count) for follower in followers))
+        assert interrupted.is_over
+        assert switch.metrics.mended._value.get() > 0
+        for follower in followers:
+            assert follower.done
+            assert follower.numbers == list(range(len(follower.numbers)))
+            assert follower.text == expected[follower.seed]
+    finally:
+        for server in replicas:
+            server.stop()
+        journals.close()
+
+
+def _busiest(replicas: list[ServerProcess], followers: list[Follower]) -> ServerProcess:
+    """The one that has the most replies to end."""
+    left = Counter(tag_in(follower.id) for follower in followers if not follower.done)
+    return max(enumerate(replicas), key=lambda numbered: left[tag_of(f"r{numbered[0]}")])[1]

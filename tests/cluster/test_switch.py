@@ -1,0 +1,326 @@
+"""A switch before real gateways whose engines are in the test's hands: what they say, and who is chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from cluster import members
+from cluster.asks import Asks
+from cluster.switch import Switch, SwitchOptions
+from cluster.upstream import Address
+from engine.planning.prefix_events import Stored
+from engine.planning.prefix_index import extend_hashes
+from engine.planning.request import Request
+from gateway.access.keys import Client, digest_of
+from gateway.endpoints.state import PATH, SECRET_HEADER
+from gateway.http.limits import Limits
+from gateway.service import ServiceOptions
+from gateway.sessions.owners import tag_in, tag_of
+from gateway.wire.prompts import Prompts
+from priority.lanes import Lane, Tenant
+from priority.routing.router import Router
+from priority.routing.state import parse_change, parse_snapshot
+from tests.cluster.rig import PATIENCE_S, serving
+from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, make_tokenizer
+
+pytestmark = pytest.mark.anyio
+
+SECRET = "a secret of the tests"
+IDENTITY = "paper 1"
+MOST_BYTES = 50_000
+CHAT = "/v1/chat/completions"
+LONG = "A story about a fox that is long enough for many blocks. " * 4
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "AGAIN_S", 0.02)
+
+
+def make_desk(name: str, **options: Any) -> Desk:
+    given = {"models": (MODEL,), "replica": name, "identity": IDENTITY, "cluster_secret": SECRET, **options}
+    return Desk(ServiceOptions(**given))
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    """Returns when something that another task brings about has come."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not is_so():
+            await asyncio.sleep(0.005)
+
+
+class Cluster:
+    """Desks behind a switch, and a client of it."""
+
+    def __init__(self, switch: Switch, http: httpx.AsyncClient, desks: dict[str, Desk]) -> None:
+        self.switch = switch
+        self.http = http
+        self.desks = desks
+        self.addresses: dict[str, Address] = {}
+
+    async def chat(self, content: str = LONG) -> str:
+        """Who was chosen for a chat, and answered it."""
+        asking = asyncio.create_task(self.http.post(CHAT, json=chat_body(content, max_tokens=4)))
+        taking = {asyncio.create_task(desk.taken()): desk for desk in self.desks.values()}
+        (taken,), left = await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
+        for task in left:
+            task.cancel()
+        taking[taken].answer(taken.result(), "a", "b")
+        return (await asking).headers["x-penstock-replica"]
+
+
+@contextlib.asynccontextmanager
+async def cluster(*desks: Desk, ready: int | None = None) -> AsyncIterator[Cluster]:
+    switch = Switch(
+        SwitchOptions(
+            secret=SECRET, identity=IDENTITY, block_size=16, limits=Limits(max_body_bytes=MOST_BYTES)
+        ),
+        Prompts(make_tokenizer()),
+        Router(stale_s=PATIENCE_S),
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        found = Cluster(
+            switch, httpx.AsyncClient(timeout=PATIENCE_S), {d.service.options.replica: d for d in desks}
+        )
+        for desk in desks:
+            found.addresses[desk.service.options.replica] = await stack.enter_async_context(serving(desk.app))
+        await stack.enter_async_context(switch.running(found.addresses.values()))
+        address = await stack.enter_async_context(serving(switch.app()))
+        await until(lambda: len(switch.members.known) == (len(desks) if ready is None else ready))
+        found.http.base_url = httpx.URL(str(address))
+        await stack.enter_async_context(found.http)
+        yield found
+
+
+# What a replica says of itself
+
+
+async def test_state_is_for_those_who_know_the_secret_and_there_is_none_without_one() -> None:
+    with_secret, without = make_desk("a"), make_desk("b", cluster_secret=None)
+    async with client(with_secret.app) as http:
+        assert (await http.get(f"{PATH}?switch=ab")).status_code == 401
+        known = {SECRET_HEADER: SECRET}
+        assert (await http.get(f"{PATH}?switch=../x", headers=known)).status_code == 400
+        with_secret.service.begin_drain()
+        assert (await http.get(f"{PATH}?switch=ab", headers=known)).status_code == 503
+    async with client(without.app) as http:
+        assert (await http.get(f"{PATH}?switch=ab", headers={SECRET_HEADER: "None"})).status_code == 404
+
+
+async def test_a_snapshot_then_what_changes_and_the_tickets_of_this_switch_alone() -> None:
+    desk = make_desk("a")
+    desk.deliver(prefix_events=[stored(b"1" * 16)])
+    async with (
+        serving(desk.app) as address,
+        httpx.AsyncClient(base_url=str(address), timeout=PATIENCE_S) as http,
+    ):
+        known = {SECRET_HEADER: SECRET}
+        async with http.stream("GET", f"{PATH}?switch=ab", headers=known) as reply:
+            lines = reply.aiter_lines()
+            snapshot = parse_snapshot(json.loads(await anext(lines)))
+            assert (snapshot.replica, snapshot.model, snapshot.blocks) == ("a", IDENTITY, [b"1" * 16])
+            assert (snapshot.num_kv_tokens, snapshot.load.num_free_kv) == (512, 512)
+            desk.deliver(prefix_events=[stored(b"2" * 16)])
+            asking = []
+            for ticket in ("ab/7", "cd/8", "ab/x", "ab/" + "9" * 20):
+                headers = {"x-penstock-ticket": ticket}
+                asking.append(asyncio.create_task(http.post(CHAT, json=chat_body(), headers=headers)))
+            await desk.queued(4)
+            blocks: list[bytes] = []
+            tickets: list[int] = []
+            number = 0
+            while not (blocks and tickets):
+                change = parse_change(json.loads(await anext(lines)))
+                number += 1
+                assert (change.number, change.epoch) == (number, snapshot.epoch)
+                blocks += change.stored
+                tickets += change.counted
+                waiting = change.load and change.load.lanes[Lane.STANDARD].num_waiting
+            assert (blocks, tickets, waiting) == ([b"2" * 16], [7], 4)
+            for task in asking:
+                desk.answer(await desk.taken(), "a")
+                await task
+
+
+def stored(hash_: bytes) -> Stored:
+    return Stored(hash=hash_, parent=None, depth=1, token_ids=(1,) * 16, salt=b"default")
+
+
+# Who is chosen
+
+
+async def test_a_prompt_goes_to_who_holds_its_beginning_and_others_in_turn() -> None:
+    async with cluster(make_desk("a"), make_desk("b")) as found:
+        others = "Something else, and as long as many blocks are. " * 4
+        assert {await found.chat(LONG), await found.chat(others)} == {"a", "b"}
+        hashes = prompt_hashes(LONG)
+        found.desks["b"].deliver(prefix_events=[stored(known) for known in hashes])
+        await until(lambda: found.switch.router.index.num_blocks >= len(hashes))
+        assert await found.chat(LONG) == "b"
+        assert await found.chat(LONG + "And more.") == "b"
+        assert (await found.http.get("/metrics")).text.count("penstock_switch_cached_tokens_total") == 3
+
+
+def prompt_hashes(content: str) -> list[bytes]:
+    token_ids = Prompts(make_tokenizer()).chat(
+        [{"role": "user", "content": content}], add_generation_prompt=False
+    )
+    hashes: list[bytes] = []
+    extend_hashes(hashes, token_ids, len(token_ids) // 16, 16, b"default")
+    return hashes
+
+
+async def test_a_replica_that_is_gone_or_drains_is_passed_over_at_once_and_comes_back() -> None:
+    a, b = make_desk("a"), make_desk("b")
+    async with cluster(a, b) as found:
+        a.service.begin_drain()
+        for _ in range(2):  # before it was told, and after
+            assert await found.chat() == "b"
+        await until(lambda: "a" not in found.switch.members.known)
+        a.service.dispatch.draining = False
+        await until(lambda: "a" in found.switch.members.known)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"identity": "other 2"}, "it serves other 2, and this switch is for paper 1"),
+        ({"block_size": 32}, "its blocks have 32 tokens, not 16"),
+        ({"cluster_secret": "another secret than ours"}, "it does not take this switch's secret"),
+        ({"cluster_secret": None}, "it was started without a cluster secret"),
+        ({"replica": "a"}, "another replica is called a, too; set --replica"),
+    ],
+)
+async def test_who_cannot_stand_in_for_the_others_is_left_out_with_one_line(
+    options: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock.switch")
+    async with cluster(make_desk("a")) as found, serving(make_desk("b", **options).app) as odd:
+        await found.switch.members.set([found.addresses["a"], odd])
+        await until(lambda: [r for r in caplog.records if str(odd) in r.getMessage()])
+        await asyncio.sleep(0.1)  # it is asked again and again
+        lines = [record.getMessage() for record in caplog.records if str(odd) in record.getMessage()]
+        assert lines == [f"replica {odd} is left out: {says}"]
+        assert found.switch.members.known.keys() == {"a"}
+
+
+# What is asked
+
+
+async def test_ids_lead_to_who_has_what_they_name() -> None:
+    async with cluster(make_desk("a"), make_desk("b")) as found:
+        for _ in range(2):
+            made = (await found.http.post("/v1/conversations", json={})).json()["id"]
+            assert tag_in(made) in (tag_of("a"), tag_of("b"))
+            for _ in range(2):
+                shown = await found.http.get(f"/v1/conversations/{made}")
+                assert shown.status_code == 200
+            body = {"model": MODEL, "input": "Hi", "conversation": made}
+            asking = asyncio.create_task(found.http.post("/v1/responses", json=body))
+            owner = "a" if tag_in(made) == tag_of("a") else "b"
+            found.desks[owner].answer(await found.desks[owner].taken(), "yes")
+            assert (await asking).status_code == 200
+            assert (await found.http.delete(f"/v1/conversations/{made}")).status_code == 200
+        assert (await found.http.get("/v1/conversations/conv_0123")).status_code == 404
+
+
+async def test_the_rest_is_answered_by_any_replica_or_by_the_switch() -> None:
+    async with cluster(make_desk("a"), make_desk("b")) as found:
+        models = [await found.http.get("/v1/models") for _ in range(4)]
+        assert {reply.headers["x-penstock-replica"] for reply in models} == {"a", "b"}
+        assert models[0].json()["data"][0]["id"] == MODEL
+        assert (await found.http.get("/ready")).json() == {"status": "ready"}
+        assert (await found.http.get(f"{PATH}?switch=ab", headers={SECRET_HEADER: SECRET})).status_code == 404
+        named = await found.http.get("/v1/models", headers={"x-request-id": "mine"})
+        assert named.headers.get_list("x-request-id") == ["mine"]
+        assert (await found.http.head("/v1/models")).content == b""
+        wrong = await found.http.post(CHAT, json={"model": MODEL})
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages")
+        assert (
+            await found.http.post(CHAT, content=b"{", headers={"content-type": "application/json"})
+        ).status_code == 400
+        large = await found.http.post(CHAT, content=b"x" * (MOST_BYTES + 1))
+        assert large.status_code == 413
+        assert (await found.http.get("/v1/models", headers={"host": "evil.example"})).status_code == 200
+
+
+async def test_without_a_replica_it_says_so_and_when_it_drains_too() -> None:
+    async with cluster(make_desk("a", identity="other"), ready=0) as found:
+        for path in (CHAT, "/v1/messages", "/api/chat"):
+            reply = await found.http.post(path, json=chat_body())
+            assert reply.status_code == (529 if path == "/v1/messages" else 503)
+            assert "retry-after" in reply.headers
+        assert (await found.http.get("/ready")).status_code == 503
+        found.switch.draining = True
+        assert (await found.http.get("/v1/models")).json()["error"]["code"] == "server_shutting_down"
+
+
+# What is read of a request
+
+READ = [
+    (CHAT, chat_body(LONG)),
+    (CHAT, chat_body(LONG, service_tier="priority", cache_salt="own", store=False)),
+    (CHAT, chat_body(LONG, truncate_prompt_tokens=40)),
+    (
+        CHAT,
+        {
+            **chat_body(),
+            "messages": [{"role": "developer", "content": LONG}, {"role": "user", "content": "x"}],
+        },
+    ),
+    ("/v1/completions", completion_body(LONG, service_tier="flex")),
+    ("/v1/completions", completion_body([LONG, "other"])),
+    ("/v1/completions", completion_body([5] * 40)),
+    ("/v1/responses", {"model": MODEL, "input": LONG, "instructions": "Be kind."}),
+    (
+        "/v1/messages",
+        {"model": MODEL, "messages": [{"role": "user", "content": LONG}], "max_tokens": 3, "system": "x"},
+    ),
+    ("/api/chat", {"model": MODEL, "messages": [{"role": "user", "content": LONG}], "stream": False}),
+    ("/api/generate", {"model": MODEL, "prompt": LONG, "raw": True, "stream": False}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), READ)
+async def test_a_prompt_has_the_blocks_that_a_replica_makes_of_it(path: str, body: dict[str, Any]) -> None:
+    desk = make_desk("a")
+    async with client(desk.app) as http:
+        asking = asyncio.create_task(http.post(path, json=body))
+        request: Request = await desk.taken()
+        asking.cancel()
+    ask = Asks(Prompts(make_tokenizer()), 16, Limits()).read(path, body, 1, Tenant(name="default"))
+    hashes: list[bytes] = []
+    num_blocks = (len(request.prompt_token_ids) - 1) // 16
+    extend_hashes(hashes, request.prompt_token_ids, num_blocks, 16, request.salt)
+    assert num_blocks > 1
+    assert (ask.num_prompt, ask.lane, ask.tenant) == (
+        len(request.prompt_token_ids),
+        request.lane,
+        request.tenant,
+    )
+    assert ask.hashes == hashes
+
+
+async def test_keys_are_read_as_the_replicas_read_them() -> None:
+    clients = {digest_of("sk-alice"): Tenant(name="alice")}
+    async with cluster(make_desk("a", clients=clients)) as found:
+        found.switch.access.replace({digest: Client(tenant) for digest, tenant in clients.items()})
+        assert (await found.http.post(CHAT, json=chat_body())).status_code == 401
+        found.http.headers["authorization"] = "Bearer sk-alice"
+        asking = asyncio.create_task(found.http.post(CHAT, json=chat_body()))
+        request = await found.desks["a"].taken()
+        assert request.tenant == "alice"
+        found.desks["a"].answer(request, "x")
+        assert (await asking).status_code == 200
