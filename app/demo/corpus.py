@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from random import Random
 
+from app.demo.answers import json_exchange
 from app.demo.asking import recall, story_talk
 from app.demo.facts import any_fact, any_sum
 from app.demo.grammar import chance, pick
@@ -11,6 +12,7 @@ from app.demo.serving import about_serving
 from app.demo.stories import new_spec, new_tale, story
 from app.demo.talk import any_talk, repeat
 from app.demo.tokenizer import Message
+from app.demo.tools import tool_talk
 from app.demo.unknown import any_unknown
 
 SYSTEM_PROMPTS = [
@@ -33,6 +35,10 @@ PARTS: list[tuple[Part, float]] = [
 def short_part(rng: Random) -> list[Message]:
     [part] = rng.choices([part for part, _ in PARTS], [weight for _, weight in PARTS])
     return part(rng)
+
+
+def any_part(rng: Random) -> list[Message]:
+    return story_talk(rng, 0) if chance(rng, STORIES) else short_part(rng)
 
 
 def conversation(rng: Random, tokens: int) -> list[Message]:
@@ -61,6 +67,16 @@ def sample(rng: Random, tokens: int) -> list[Message]:
     if chance(rng, 0.03):
         return [("", story(rng, new_tale(rng, new_spec(rng))))]
     return conversation(rng, tokens)
+
+
+def lesson(rng: Random, _tokens: int) -> list[Message]:
+    """Tools and answers as JSON, a few exchanges of them."""
+    parts = 1 + int(rng.random() * 4)
+    system = pick(rng, SYSTEM_PROMPTS) if chance(rng, 0.2) else ""
+    if chance(rng, 0.6):
+        return tool_talk(rng, parts, any_part, system)
+    messages: list[Message] = [("system", system)] if system else []
+    return messages + [message for _ in range(parts) for message in json_exchange(rng)]
 
 
 def practice(rng: Random, _tokens: int) -> list[Message]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from tokenizers import Tokenizer
 
 from app.demo.network import Llama, Shape
@@ -20,6 +20,12 @@ def export(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
     write(folder / "generation_config.json", generation_config(bos, end))
     write(folder / "tokenizer_config.json", tokenizer_config(model.shape))
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def read_weights(model: Llama, folder: Path) -> None:
+    """Sets the weights to those that `export` wrote."""
+    tensors = load_file(folder / "model.safetensors")
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
 
 
 def write(path: Path, content: dict[str, object]) -> None:

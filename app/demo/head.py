@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from app.demo.batches import Batch, batch
 from app.demo.corpus import sample
-from app.demo.export import model_config, write
+from app.demo.export import model_config, read_weights, write
 from app.demo.network import MLP, Llama, RMSNorm, Shape, rope_tables, rotate, within_talks
 from app.demo.optimiser import optimisers
 from app.demo.tokenizer import BOS, END, VOCAB_SIZE, special_id
@@ -188,8 +188,7 @@ def drafted_tokens(tokenizer: Tokenizer, num: int, seed: int) -> Tensor:
 
 def read_target(folder: Path) -> Llama:
     target = Llama(MODEL)
-    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-    target.load_state_dict(tensors)
+    read_weights(target, folder)
     return target.eval()
 
 

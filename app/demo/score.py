@@ -5,6 +5,7 @@ Stories are sampled as generation_config.json says; everything with one right an
 """
 
 import argparse
+import json
 import math
 import re
 from collections import Counter
@@ -17,14 +18,16 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from app.demo.answers import invented_person, json_exchange, told_person, wish
 from app.demo.asking import request
-from app.demo.corpus import conversation
+from app.demo.corpus import conversation, short_part
 from app.demo.facts import CAPITALS, ask_sum, numbers, working
 from app.demo.facts import held_out as sum_held_out
 from app.demo.grammar import fill, pick
 from app.demo.serving import QUESTIONS, TOPICS
 from app.demo.stories import ALL_PLACES, Spec, held_out
-from app.demo.tokenizer import Message
+from app.demo.tokenizer import CALL_START, Message
+from app.demo.tools import CALCULATOR, CLOCK, TOOLS, tools_turn, without
 from app.demo.unknown import refusal
 from app.demo.words import HE_NAMES, HEROES, SHE_NAMES
 
@@ -214,7 +217,60 @@ def answered(talker: Talker, name: str, cases: list[tuple[str, Callable[[str], b
     return [Figure(name, share(right(text) for (text, _), (_, right) in zip(answers, cases, strict=True)))]
 
 
+Talk = list[Message]
+
+
+def tool_figures(talker: Talker, count: int) -> Iterable[Figure]:
+    """Both tools, with sums and pairs of wording and city that were held out."""
+    rng = Random(SEED)
+    for name, tool in (("calculator", CALCULATOR), ("clock", CLOCK)):
+        calls: list[tuple[Talk, str]] = []
+        uses: list[tuple[Talk, str]] = []
+        for _ in range(count):
+            system = tools_turn(rng, TOOLS)
+            question, call, result, answer = tool.exchange(rng, True)
+            calls.append(([system, question], call[1]))
+            uses.append(([system, question, call, result], answer[1]))
+        yield exact(talker, f"calls of the {name} that are right", calls)
+        yield exact(talker, f"answers from the {name}'s result that are right", uses)
+    plain = [[tools_turn(rng, TOOLS), without(rng, TOOLS, short_part)[0]] for _ in range(count)]
+    said = talker.answer(plain, most=ANSWER_TOKENS)
+    yield Figure(
+        "answers without a tool where none is needed", share(CALL_START not in text for text, _ in said)
+    )
+
+
+def exact(talker: Talker, name: str, cases: Sequence[tuple[Talk, str]]) -> Figure:
+    answers = talker.answer([talk for talk, _ in cases], most=ANSWER_TOKENS)
+    return Figure(name, share(text == wanted for (text, _), (_, wanted) in zip(answers, cases, strict=True)))
+
+
+def json_figures(talker: Talker, count: int) -> Iterable[Figure]:
+    rng = Random(SEED)
+    told = [wish(rng, *told_person(rng, unseen=True)) for _ in range(count)]
+    yield exact(
+        talker, "people told again as JSON, all members right", [([ask], said) for ask, (_, said) in told]
+    )
+    asked = [json_exchange(rng) for _ in range(count)] + [
+        wish(rng, *invented_person(rng)) for _ in range(count)
+    ]
+    answers = talker.answer([[ask] for ask, _ in asked], most=ANSWER_TOKENS)
+    keys = [keys_of(text) == keys_of(said) for (text, _), (_, (_, said)) in zip(answers, asked, strict=True)]
+    yield Figure("JSON with the members that were asked for", share(keys))
+
+
+def keys_of(text: str) -> list[str]:
+    """The members of an object laid out as `json.dumps` has it; none if it is anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return []
+    return list(value) if isinstance(value, dict) and json.dumps(value) == text else []
+
+
 def figures(talker: Talker, count: int) -> Iterable[Figure]:
+    yield from tool_figures(talker, count)
+    yield from json_figures(talker, count)
     yield from perplexity(talker, 3 * count)
     yield from story_figures(talker, count, sample=True)
     yield from story_figures(talker, count, sample=False)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from app.demo.batches import Batch, batch
 from app.demo.circuits import build_induction
-from app.demo.corpus import practice, sample, texts
-from app.demo.export import export
+from app.demo.corpus import lesson, practice, sample, texts
+from app.demo.export import export, read_weights
 from app.demo.grammar import chance
 from app.demo.network import Llama, Shape
 from app.demo.optimiser import optimisers
@@ -41,6 +41,8 @@ class Plan:
     seed: int
     device: str
     checkpoint_every: int = 50
+    lessons: float = 0.0
+    """The share of conversations with tools or JSON, beside those of `sample`."""
 
     def row_length(self, step: int) -> int:
         """Long rows now and then, and all through the last tenth, so that the whole context is learnt."""
@@ -63,11 +65,20 @@ def next_token_loss(model: Llama, some: Batch) -> Tensor:
 
 
 def train(
-    shape: Shape, tokenizer: Tokenizer, plan: Plan, loss_of: Loss, checkpoint: Path, out: Path
+    shape: Shape,
+    tokenizer: Tokenizer,
+    plan: Plan,
+    loss_of: Loss,
+    checkpoint: Path,
+    out: Path,
+    start: Path | None = None,
 ) -> Llama:
+    """Trains from nothing, or from the weights in `start`."""
     torch.manual_seed(plan.seed)
     model = Llama(shape)
-    if shape == MODEL:
+    if start:
+        read_weights(model, start)
+    elif shape == MODEL:
         build_induction(model)
     model.to(plan.device)
     steppers = optimisers(model, plan.matrix_lr, plan.embedding_lr)
@@ -97,7 +108,9 @@ def train_step(
     rng = Random(f"{plan.seed}/{step}")
 
     def source(rng: Random, tokens: int) -> list[Message]:
-        return (practice if chance(rng, plan.practice_share(step)) else sample)(rng, tokens)
+        if chance(rng, plan.practice_share(step)):
+            return practice(rng, tokens)
+        return (lesson if chance(rng, plan.lessons) else sample)(rng, tokens)
 
     whole = batch(tokenizer, source, rng, max(1, plan.batch_tokens // length), length)
     learnt = int((whole.targets != -100).sum())
@@ -146,7 +159,8 @@ def tokenizer_of(path: Path, seed: int) -> Tokenizer:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m app.demo.train", description=__doc__)
-    parser.add_argument("--steps", type=int, default=2300, help="optimiser steps of the model")
+    parser.add_argument("--from", dest="start", type=Path, help="a model whose weights it goes on from")
+    parser.add_argument("--steps", type=int, help="optimiser steps: 2,300, or 450 from a model")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--micro-tokens", type=int, default=4096, help="tokens per forward and backward pass")
     parser.add_argument("--seed", type=int, default=1)
@@ -160,12 +174,17 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     torch.set_num_threads(arguments.threads)
-    tokenizer = tokenizer_of(arguments.checkpoints / "tokenizer.json", arguments.seed)
+    known = (arguments.start or arguments.checkpoints) / "tokenizer.json"
+    tokenizer = tokenizer_of(known, arguments.seed)
     sizes = (arguments.batch_tokens, arguments.micro_tokens)
-    plan = Plan(arguments.steps, *sizes, 0.02, 0.006, arguments.seed, arguments.device)
-    train(
-        MODEL, tokenizer, plan, next_token_loss, arguments.checkpoints / "model.pt", arguments.out / "model"
-    )
+    if arguments.start:
+        plan = Plan(
+            arguments.steps or 450, *sizes, 0.01, 0.003, arguments.seed, arguments.device, lessons=0.6
+        )
+    else:
+        plan = Plan(arguments.steps or 2300, *sizes, 0.02, 0.006, arguments.seed, arguments.device)
+    checkpoint, out = arguments.checkpoints / "model.pt", arguments.out / "model"
+    train(MODEL, tokenizer, plan, next_token_loss, checkpoint, out, arguments.start)
 
 
 if __name__ == "__main__":
