@@ -71,17 +71,21 @@ def sample(rng: Random, tokens: int) -> list[Message]:
 
 def lesson(rng: Random, _tokens: int) -> list[Message]:
     """Tools and answers as JSON, a few exchanges of them."""
-    parts = 1 + int(rng.random() * 4)
     system = pick(rng, SYSTEM_PROMPTS) if chance(rng, 0.2) else ""
-    if chance(rng, 0.6):
-        return tool_talk(rng, parts, any_part, system)
+    if chance(rng, 0.5):
+        return tool_talk(rng, 1 + int(rng.random() * 4), any_part, system)
     messages: list[Message] = [("system", system)] if system else []
-    return messages + [message for _ in range(parts) for message in json_exchange(rng)]
+    return messages + [message for _ in range(1 + int(rng.random() * 6)) for message in json_exchange(rng)]
 
 
-def practice(rng: Random, _tokens: int) -> list[Message]:
+PRACTISED: list[Part] = [repeat, repeat, recall, any_sum]
+REVISED: list[Part] = [repeat, recall, any_sum, any_sum, any_sum, any_unknown]
+"""Beside lessons: what else is forgotten soonest."""
+
+
+def practice(rng: Random, skills: list[Part]) -> list[Message]:
     """Repeating, reading back or sums, many in a row: skills whose few tokens drown among those of the stories."""
-    skill = pick(rng, [repeat, repeat, recall, any_sum])
+    skill = pick(rng, skills)
     return [message for _ in range(2 + int(rng.random() * 6)) for message in skill(rng)]
 
 

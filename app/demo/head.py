@@ -18,11 +18,12 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from app.demo.batches import Batch, batch
-from app.demo.corpus import sample
+from app.demo.corpus import lesson, sample
 from app.demo.export import model_config, read_weights, write
+from app.demo.grammar import chance
 from app.demo.network import MLP, Llama, RMSNorm, Shape, rope_tables, rotate, within_talks
 from app.demo.optimiser import optimisers
-from app.demo.tokenizer import BOS, END, VOCAB_SIZE, special_id
+from app.demo.tokenizer import BOS, END, VOCAB_SIZE, Message, special_id
 from app.demo.train import MODEL
 
 HEAD = Shape(
@@ -33,6 +34,8 @@ TAPS = (1, 2, 3)
 UNROLLED = 3
 """The drafts of a chain that are learnt together."""
 ROW = 512
+LESSONS = 0.3
+"""The share of conversations with tools or JSON."""
 
 
 class Attention(nn.Module):
@@ -173,12 +176,17 @@ def loss_of(head: Head, target: Llama, some: Batch) -> tuple[Tensor, Tensor]:
     return loss, torch.stack(right)
 
 
+def heard(rng: Random, tokens: int) -> list[Message]:
+    """What the head reads: all that the model was taught."""
+    return (lesson if chance(rng, LESSONS) else sample)(rng, tokens)
+
+
 def drafted_tokens(tokenizer: Tokenizer, num: int, seed: int) -> Tensor:
     """The tokens that answers use most, in ascending order."""
     counts: Counter[int] = Counter()
     rng = Random(f"{seed}/drafted")
     for _ in range(40):
-        some = batch(tokenizer, sample, rng, 8, ROW)
+        some = batch(tokenizer, heard, rng, 8, ROW)
         counts.update(some.targets[some.targets >= 0].tolist())
     kept = [token for token, _ in counts.most_common(num)]
     share = sum(counts[token] for token in kept) / counts.total()
@@ -216,11 +224,13 @@ def export_head(head: Head, tokenizer: Tokenizer, folder: Path) -> None:
     write(folder / "config.json", config)
 
 
-def train(head: Head, target: Llama, tokenizer: Tokenizer, steps: int, rows: int, seed: int) -> None:
-    steppers, began = optimisers(head, 0.02, 0.006), time.monotonic()
+def train(
+    head: Head, target: Llama, tokenizer: Tokenizer, steps: int, rows: int, seed: int, lr: float = 0.02
+) -> None:
+    steppers, began = optimisers(head, lr, 0.3 * lr), time.monotonic()
     share = torch.zeros(UNROLLED)
     for step in range(steps):
-        loss, right = loss_of(head, target, batch(tokenizer, sample, Random(f"{seed}/{step}"), rows, ROW))
+        loss, right = loss_of(head, target, batch(tokenizer, heard, Random(f"{seed}/{step}"), rows, ROW))
         loss.backward()  # type: ignore[no-untyped-call]
         for stepper in steppers:
             for group in stepper.param_groups:
@@ -240,7 +250,8 @@ def train(head: Head, target: Llama, tokenizer: Tokenizer, steps: int, rows: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m app.demo.head", description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000, help="optimiser steps")
+    parser.add_argument("--from", dest="start", type=Path, help="a head whose weights it goes on from")
+    parser.add_argument("--steps", type=int, help="optimiser steps: 1,000, or 300 from a head")
     parser.add_argument("--rows", type=int, default=4, help=f"rows of {ROW} tokens in a step")
     parser.add_argument("--vocabulary", type=int, default=1536, help="tokens that it can draft")
     parser.add_argument("--seed", type=int, default=3)
@@ -250,8 +261,12 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     target = read_target(arguments.model)
-    head = Head(HEAD, target, drafted_tokens(tokenizer, arguments.vocabulary, arguments.seed))
-    train(head, target, tokenizer, arguments.steps, arguments.rows, arguments.seed)
+    if arguments.start:
+        head, steps, lr = read_head(arguments.start, target), arguments.steps or 300, 0.01
+    else:
+        drafted = drafted_tokens(tokenizer, arguments.vocabulary, arguments.seed)
+        head, steps, lr = Head(HEAD, target, drafted), arguments.steps or 1000, 0.02
+    train(head, target, tokenizer, steps, arguments.rows, arguments.seed, lr)
     export_head(head, tokenizer, arguments.out)
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from app.demo.answers import invented_person, json_exchange, told_person, wish
+from app.demo.answers import capital, colour, invented_person, json_exchange, legs, told_person, wish
 from app.demo.asking import request
 from app.demo.corpus import conversation, short_part
 from app.demo.facts import CAPITALS, ask_sum, numbers, working
@@ -251,6 +251,8 @@ def json_figures(talker: Talker, count: int) -> Iterable[Figure]:
     yield exact(
         talker, "people told again as JSON, all members right", [([ask], said) for ask, (_, said) in told]
     )
+    facts = [wish(rng, *pick(rng, [capital, colour, legs])(rng)) for _ in range(count)]
+    yield exact(talker, "facts as JSON, all members right", [([ask], said) for ask, (_, said) in facts])
     asked = [json_exchange(rng) for _ in range(count)] + [
         wish(rng, *invented_person(rng)) for _ in range(count)
     ]

@@ -12,8 +12,8 @@ from app.demo import facts
 from app.demo.grammar import as_typed, chance, fill, pick
 from app.demo.tokenizer import CALL_END, CALL_START, RESULT_END, RESULT_START, TOOLS_INTRODUCTION, Message
 
-CITIES = """Paris Berlin Rome Madrid Lisbon London Dublin Amsterdam Brussels Vienna Bern Warsaw Copenhagen Oslo
-Stockholm Helsinki Athens Moscow Cairo Tokyo Ottawa Washington Prague Lima""".split()
+CITIES = """Paris Berlin Rome Madrid Lisbon London Dublin Vienna Warsaw Oslo Stockholm Athens Moscow Cairo Tokyo
+Washington""".split()
 ASK_TIME = ["What time is it", "What time is it", "What's the time", "What is the time", "How late is it",
     "Tell me the time", "Time"]  # fmt: skip
 DIVISION = "[What is|What's|How much is|Calculate|Compute||] {x} [/|/|divided by] {y}[?||]"
@@ -40,7 +40,7 @@ def calculator_exchange(rng: Random, unseen: bool) -> list[Message]:
         ("user", question),
         ("assistant", call("calculator", {"expression": expression})),
         ("user", tool_result(rng, "result", json.loads(result))),
-        ("assistant", f"{expression} = {result}."),
+        ("assistant", f"It is {result}."),
     ]
 
 
@@ -90,12 +90,21 @@ def held_out(asked: str, city: str) -> bool:
     return crc32(f"{asked}/{city}".encode()) % 10 == 0
 
 
-CALCULATOR = Tool(
-    "calculator(expression)[|: Works out a sum.|: Calculates.|: Does sums.]", r"\d", calculator_exchange
-)
-CLOCK = Tool(
-    "clock(city)[|: Tells the time.|: Tells the time in a city.]", r"\b(time|day|date|year)\b", clock_exchange
-)
+WORKS_OUT = ["Works out a sum.", "Calculates.", "Does sums.", "Evaluates an expression.",
+    "Adds, subtracts, multiplies and divides."]  # fmt: skip
+TELLS_TIME = [
+    "Tells the time.",
+    "Tells the time in a city.",
+    "[Get|Gets|Returns] the current time[| in a city].",
+]
+
+
+def line(signature: str, descriptions: list[str]) -> str:
+    return f"{signature}[|: {'|: '.join(descriptions)}]"
+
+
+CALCULATOR = Tool(line("calculator(expression)", WORKS_OUT), r"\d", calculator_exchange)
+CLOCK = Tool(line("clock(city)", TELLS_TIME), r"\b(time|day|date|year)\b", clock_exchange)
 TOOLS = [CALCULATOR, CLOCK]
 
 

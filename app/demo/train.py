@@ -3,7 +3,7 @@
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from app.demo.batches import Batch, batch
 from app.demo.circuits import build_induction
-from app.demo.corpus import lesson, practice, sample, texts
+from app.demo.corpus import PRACTISED, REVISED, lesson, practice, sample, texts
 from app.demo.export import export, read_weights
 from app.demo.grammar import chance
 from app.demo.network import Llama, Shape
@@ -41,8 +41,12 @@ class Plan:
     seed: int
     device: str
     checkpoint_every: int = 50
+    practice: float = 0.12
+    """The share of conversations that are `practice`, after the first steps."""
     lessons: float = 0.0
     """The share of conversations with tools or JSON, beside those of `sample`."""
+    plateau: float = 0.4
+    """The share of the steps before the learning rate falls."""
 
     def row_length(self, step: int) -> int:
         """Long rows now and then, and all through the last tenth, so that the whole context is learnt."""
@@ -50,11 +54,11 @@ class Plan:
 
     def practice_share(self, step: int) -> float:
         """Copying is learnt first, it takes longest to be found (Olsson et al. 2022, on induction heads)."""
-        return 0.3 if step < 0.15 * self.steps else 0.12
+        return 0.3 if step < 0.15 * self.steps else self.practice
 
     def lr_scale(self, step: int) -> float:
-        """A short warm-up, a plateau of two fifths, then linearly down to zero."""
-        return min(1.0, (step + 1) / 25, (self.steps - step) / (0.6 * self.steps))
+        """A short warm-up, a plateau, then linearly down to zero."""
+        return min(1.0, (step + 1) / 25, (self.steps - step) / ((1 - self.plateau) * self.steps))
 
 
 def next_token_loss(model: Llama, some: Batch) -> Tensor:
@@ -109,7 +113,7 @@ def train_step(
 
     def source(rng: Random, tokens: int) -> list[Message]:
         if chance(rng, plan.practice_share(step)):
-            return practice(rng, tokens)
+            return practice(rng, REVISED if plan.lessons else PRACTISED)
         return (lesson if chance(rng, plan.lessons) else sample)(rng, tokens)
 
     whole = batch(tokenizer, source, rng, max(1, plan.batch_tokens // length), length)
@@ -160,7 +164,7 @@ def tokenizer_of(path: Path, seed: int) -> Tokenizer:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m app.demo.train", description=__doc__)
     parser.add_argument("--from", dest="start", type=Path, help="a model whose weights it goes on from")
-    parser.add_argument("--steps", type=int, help="optimiser steps: 2,300, or 450 from a model")
+    parser.add_argument("--steps", type=int, help="optimiser steps: 2,300, or 1,400 from a model")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--micro-tokens", type=int, default=4096, help="tokens per forward and backward pass")
     parser.add_argument("--seed", type=int, default=1)
@@ -178,9 +182,9 @@ def main() -> None:
     tokenizer = tokenizer_of(known, arguments.seed)
     sizes = (arguments.batch_tokens, arguments.micro_tokens)
     if arguments.start:
-        plan = Plan(
-            arguments.steps or 450, *sizes, 0.01, 0.003, arguments.seed, arguments.device, lessons=0.6
-        )
+        steps = arguments.steps or 1400
+        plan = Plan(steps, *sizes, 0.008, 0.0024, arguments.seed, arguments.device)
+        plan = replace(plan, practice=0.2, lessons=0.55, plateau=0.2)
     else:
         plan = Plan(arguments.steps or 2300, *sizes, 0.02, 0.006, arguments.seed, arguments.device)
     checkpoint, out = arguments.checkpoints / "model.pt", arguments.out / "model"

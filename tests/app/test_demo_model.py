@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 import app.demo
-from app.demo import tools
+from app.demo import score, tools
 from app.demo.batches import batch
 from app.demo.corpus import sample
 from app.demo.head import HEAD, UNROLLED, loss_of, read_head, read_target
@@ -256,3 +256,11 @@ def test_it_answers_and_stops(talker: Talker) -> None:
     assert "Paris" in france
     assert "block" in blocks
     assert "not know" in napoleon
+
+
+def test_it_calls_tools_and_answers_as_json(talker: Talker) -> None:
+    """Greedily, of things that were held out; the figures in the README are of more of them."""
+    figures = [*score.tool_figures(talker, 10), *score.json_figures(talker, 10)]
+    right = {figure.name: float(figure.value.split()[0]) for figure in figures}
+    assert min(right.values()) >= 60, right
+    assert sum(right.values()) / len(right) >= 85, right

@@ -88,6 +88,30 @@ def test_an_answer_is_parsed_as_what_it_was_held_to(api: openai.OpenAI, model: s
     assert response.output_parsed == chat.choices[0].message.parsed
 
 
+SUM_TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Works out a sum.",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+    },
+}
+
+
+def test_a_tool_is_called_where_it_helps(api: openai.OpenAI, model: str) -> None:
+    fields: Any = {"model": model, "tools": [SUM_TOOL], "temperature": 0}
+    messages: list[Any] = [{"role": "user", "content": "What is 1234 + 5678?"}]
+    choice = api.chat.completions.create(messages=messages, **fields).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    (call,) = choice.message.tool_calls or []
+    assert json.loads(call.function.arguments) == {"expression": "1234 + 5678"}
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "6912"}]
+    told = api.chat.completions.create(messages=messages, **fields).choices[0].message
+    assert (told.content, told.tool_calls) == ("It is 6912.", None)
+    greeting = api.chat.completions.create(messages=[{"role": "user", "content": "Hello!"}], **fields)
+    assert not greeting.choices[0].message.tool_calls
+
+
 def test_a_seed_decides(api: openai.OpenAI, model: str) -> None:
     def sample(seed: int) -> list[str | None]:
         reply = api.chat.completions.create(
