@@ -208,6 +208,17 @@ def read_head(folder: Path, target: Llama) -> Head:
     return head
 
 
+@torch.no_grad()
+def redrafted(head: Head, target: Llama, drafted: Tensor) -> Head:
+    """The same head for other tokens; what it knows of new ones is guessed from their embeddings."""
+    embedded = target.model.embed_tokens.weight
+    rows = embedded @ torch.linalg.lstsq(embedded[head.drafted], head.lm_head.weight).solution
+    rows[head.drafted] = head.lm_head.weight
+    other = Head(head.shape, target, drafted)
+    other.load_state_dict(head.state_dict() | {"lm_head.weight": rows[drafted]})
+    return other
+
+
 def export_head(head: Head, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: value.to(torch.float16).contiguous() for name, value in head.state_dict().items()}
@@ -251,20 +262,23 @@ def train(
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m app.demo.head", description=__doc__)
     parser.add_argument("--from", dest="start", type=Path, help="a head whose weights it goes on from")
-    parser.add_argument("--steps", type=int, help="optimiser steps: 1,000, or 300 from a head")
+    parser.add_argument("--steps", type=int, help="optimiser steps: 1,000, or 400 from a head")
     parser.add_argument("--rows", type=int, default=4, help=f"rows of {ROW} tokens in a step")
     parser.add_argument("--vocabulary", type=int, default=1536, help="tokens that it can draft")
     parser.add_argument("--seed", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--model", type=Path, default=Path(__file__).parent / "model")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "draft")
     arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     tokenizer = Tokenizer.from_file(str(arguments.model / "tokenizer.json"))
     target = read_target(arguments.model)
+    drafted = drafted_tokens(tokenizer, arguments.vocabulary, arguments.seed)
     if arguments.start:
-        head, steps, lr = read_head(arguments.start, target), arguments.steps or 300, 0.01
+        head = redrafted(read_head(arguments.start, target), target, drafted)
+        steps, lr = arguments.steps or 400, 0.01
     else:
-        drafted = drafted_tokens(tokenizer, arguments.vocabulary, arguments.seed)
         head, steps, lr = Head(HEAD, target, drafted), arguments.steps or 1000, 0.02
     train(head, target, tokenizer, steps, arguments.rows, arguments.seed, lr)
     export_head(head, tokenizer, arguments.out)

@@ -164,7 +164,7 @@ def tokenizer_of(path: Path, seed: int) -> Tokenizer:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m app.demo.train", description=__doc__)
     parser.add_argument("--from", dest="start", type=Path, help="a model whose weights it goes on from")
-    parser.add_argument("--steps", type=int, help="optimiser steps: 2,300, or 1,400 from a model")
+    parser.add_argument("--steps", type=int, help="optimiser steps: 2,300, or 1,250 from a model")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--micro-tokens", type=int, default=4096, help="tokens per forward and backward pass")
     parser.add_argument("--seed", type=int, default=1)
@@ -182,7 +182,7 @@ def main() -> None:
     tokenizer = tokenizer_of(known, arguments.seed)
     sizes = (arguments.batch_tokens, arguments.micro_tokens)
     if arguments.start:
-        steps = arguments.steps or 1400
+        steps = arguments.steps or 1250
         plan = Plan(steps, *sizes, 0.008, 0.0024, arguments.seed, arguments.device)
         plan = replace(plan, practice=0.2, lessons=0.55, plateau=0.2)
     else:

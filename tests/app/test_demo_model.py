@@ -17,7 +17,7 @@ import app.demo
 from app.demo import score, tools
 from app.demo.batches import batch
 from app.demo.corpus import sample
-from app.demo.head import HEAD, UNROLLED, loss_of, read_head, read_target
+from app.demo.head import HEAD, UNROLLED, loss_of, read_head, read_target, redrafted
 from app.demo.score import Talker
 from app.demo.tokenizer import (
     END,
@@ -107,6 +107,18 @@ def test_the_head_guesses_what_the_model_says(tokenizer: Tokenizer) -> None:
         )
     assert right.shape == (UNROLLED,)
     assert (right > 0.75).all(), right
+
+
+def test_a_head_keeps_what_it_knows_of_tokens_that_it_still_drafts() -> None:
+    target = read_target(MODEL_FOLDER)
+    head = read_head(HEAD_FOLDER, target)
+    kept = head.drafted[::2]
+    others = torch.cat((kept, torch.arange(MODEL.vocab_size)[-3:])).unique()
+    again = redrafted(head, target, others)
+    torch.testing.assert_close(
+        again.lm_head.weight[torch.isin(others, kept)], head.lm_head.weight[::2], rtol=0, atol=0
+    )
+    torch.testing.assert_close(again.fc.weight, head.fc.weight)
 
 
 def test_the_vocabulary_is_small_and_fits_the_embedding(tokenizer: Tokenizer) -> None:
