@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn, get_args, get_origin
 
-from app.errors import OperatorError
+from app.errors import OperatorError, suggestion
 
 EXIT_USAGE = 2
 
@@ -24,8 +23,7 @@ class _Parser(argparse.ArgumentParser):
     def reject_unknown(self, arguments: list[str]) -> None:
         if arguments:
             flags = [name for action in self._actions for name in action.option_strings]
-            near = difflib.get_close_matches(arguments[0].split("=")[0], flags, n=1)
-            self.error(f"unknown argument {arguments[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+            self.error(f"unknown argument {arguments[0]}{suggestion(arguments[0].split('=')[0], flags)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

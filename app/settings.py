@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -30,7 +29,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from app.errors import OperatorError
+from app.errors import OperatorError, suggestion
 from engine.kernels.cpu import levels, prebuilt
 from engine.model.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
@@ -350,7 +349,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise OperatorError(f"--config {path}: not TOML: {error}") from None
     known = set(Settings.model_fields) - {"config"}
     for key in values.keys() - known:
-        raise OperatorError(f"--config {path}: unknown key {key!r}{_suggestion(key, known)}")
+        raise OperatorError(f"--config {path}: unknown key {key!r}{suggestion(key, known)}")
     return values
 
 
@@ -362,12 +361,7 @@ def _check_variables(environment: Mapping[str, str]) -> None:
     }
     for name in environment:
         if name.startswith(ENV_PREFIX) and name not in known and not _SERVICE_LINK.fullmatch(name):
-            raise OperatorError(f"unknown variable {name}{_suggestion(name, known)}")
-
-
-def _suggestion(name: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+            raise OperatorError(f"unknown variable {name}{suggestion(name, known)}")
 
 
 def _first_line(error: ValidationError, flags: Mapping[str, object]) -> str:
