@@ -42,7 +42,7 @@ from gateway.wire.schemas import (
 from gateway.wire.streams import LOGPROB_BYTES
 from gateway.wire.structured import Form, answer_form, form_of
 from gateway.wire.tools.use import ToolUse
-from gateway.wire.writers import Writer
+from gateway.wire.writers import WholeWriter, Writer
 from priority.lanes import Lane, Tenant
 
 Read = TypeVar("Read", bound=StrictBody)
@@ -78,9 +78,10 @@ class Batch:
 class Job:
     """What one HTTP request asks for, checked and tokenised."""
 
-    writer: Writer
+    writer: WholeWriter
+    stream_writer: Writer | None = None
+    """The same one if the reply is streamed; None if it comes in one piece."""
     requests: list[Request]
-    stream: bool
     echoes: Sequence[str] = ()
     """The texts of the prompts, if choices begin with them."""
     in_full: bool = False
@@ -178,7 +179,7 @@ class Intake:
         return Job(
             writer=writer,
             requests=requests,
-            stream=bool(batch.body.stream),
+            stream_writer=writer if batch.body.stream else None,
             echoes=echoes,
             in_full=in_full,
             reservation=await self.reserve(client, requests),
