@@ -351,7 +351,11 @@ def salts_of(tenant: Tenant) -> tuple[bytes, bytes]:
 
 
 def check_media_type(http: HttpRequest, wanted: str) -> None:
-    """Raises 415 if the body is something else."""
+    """Raises 415 if the body is something else, or compressed."""
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        message = f"The request has 'Content-Encoding: {encoding}', and this server reads bodies as they are."
+        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_content_encoding")
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
         message = f"The request must have the header 'Content-Type: {wanted}'."
         raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")
