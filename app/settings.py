@@ -36,6 +36,17 @@ from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
 ENV_PREFIX = "PENSTOCK_"
 
+SWITCH_SETTINGS = frozenset(
+    {
+        "config", "model", "served_model_name", "host", "port", "api_keys_file", "allowed_hosts", "cluster_secret",
+        "drain_timeout", "log_level", "log_format", "access_log",
+    }
+)  # fmt: skip
+"""Those that `penstock switch` reads."""
+
+_SECRET = frozenset({"cluster_secret"})
+"""Settings whose value is never shown."""
+
 THREADS_PER_CORE = 4
 """Threads beyond this only take turns on the cores, and each takes memory."""
 
@@ -71,7 +82,7 @@ def _policy(lane: Lane) -> BeforeValidator:
 
 def _policy_key(name: str) -> str:
     if name not in _POLICY_KEYS:
-        raise ValueError(f"unknown {name!r}; there are {', '.join(_POLICY_KEYS)}")
+        raise ValueError(f"keys are {', '.join(_POLICY_KEYS)}")
     return _POLICY_KEYS[name]
 
 
@@ -272,6 +283,12 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _a_port_for_each(self) -> Settings:
+        if self.metrics_port and self.metrics_port == self.port:
+            raise ValueError(f"metrics_port and port are both {self.port}; give each its own")
+        return self
+
+    @model_validator(mode="after")
     def _groups_of_integers(self) -> Settings:
         if self.quantize_group_size is not None and self.quantize in (None, "fp8"):
             raise ValueError(
@@ -366,11 +383,12 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 
 def _first_line(error: ValidationError, flags: Mapping[str, object]) -> str:
     details = error.errors(include_url=False)[0]
-    message = details["msg"].removeprefix("Value error, ")
+    message = details["msg"].removeprefix("Value error, ").partition(", unable to ")[0]
     if not details["loc"]:
         return message
     name = str(details["loc"][0])
-    return f"{_origin(name, flags)}: {message[0].lower()}{message[1:]}, not {details['input']!r}"
+    given = "" if name in _SECRET else f", not {details['input']!r}"
+    return f"{_origin(name, flags)}: {message[0].lower()}{message[1:]}{given}"
 
 
 def _origin(name: str, flags: Mapping[str, object]) -> str:
