@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import ValidationError
 
 from gateway.http.errors import ApiError, invalid
@@ -17,6 +19,9 @@ _MISSING_FEATURES = frozenset(
         "spaces_between_special_tokens",
     }
 )
+
+_SUBJECT = re.compile(r"^\w+(?= should )")
+"""List, Dictionary, String, Value: what pydantic calls the input."""
 
 _WANTED = {
     "dict_type": "an object",
@@ -43,13 +48,12 @@ def explained(error: ValidationError) -> ApiError:
         return invalid(f"You must provide the parameter '{path}'.", path, "missing_required_parameter")
     if _MISSING_FEATURES & {field, path.rpartition(".")[2]} and details["type"] == "literal_error":
         return invalid(f"This value of '{path}' is not supported by this server.", path, "unsupported_value")
-    # What may be one thing or another is none of them.
-    alternatives = [_WANTED.get(each["type"], "") for each in found if _path(each["loc"]) == path]
-    if all(alternatives):
-        message = f"Input should be {' or '.join(dict.fromkeys(alternatives))}"
-    else:
-        message = details["msg"].replace(" after validation", "")
-    return invalid(f"Invalid '{path}': {message}.", path)
+    # What may be of several types has an error for each: one of its own type says more than that it is not of another.
+    here = [each for each in found if _path(each["loc"]) == path]
+    closest = next((each["msg"] for each in here if each["type"] not in _WANTED), None)
+    wanted = " or ".join(dict.fromkeys(_WANTED.get(each["type"], "") for each in here))
+    message = f"Input should be {wanted}" if closest is None else _SUBJECT.sub("Input", closest)
+    return invalid(f"Invalid '{path}': {message.replace(' after validation', '')}.", path)
 
 
 def _path(location: tuple[int | str, ...]) -> str:

@@ -148,13 +148,18 @@ async def test_a_wrong_chat_is_refused_by_field(fields: dict[str, Any], param: s
         ({"stream_options": 1}, "Input should be an object."),
         ({"tools": {}}, "Input should be an array."),
         ({"stop": 7}, "Input should be a string or an array."),
-        ({"messages": []}, "List should have at least 1 item, not 0."),
+        ({"messages": []}, "Input should have at least 1 item, not 0."),
         ({"tool_choice": 1}, "Input should be 'none', 'auto' or 'required'."),
     ],
 )
 async def test_what_would_be_right_is_said_in_the_words_of_json(fields: dict[str, Any], wanted: str) -> None:
     error = error_of(await post(CHAT, {**chat_body(), **fields}))
     assert error["message"].endswith(wanted)
+
+
+async def test_of_several_types_the_one_that_was_meant_is_spoken_of() -> None:
+    error = error_of(await post("/v1/responses", {"model": MODEL, "input": []}))
+    assert error["message"] == "Invalid 'input': Input should have at least 1 item, not 0."
 
 
 WRONG_COMPLETIONS = [
