@@ -1,7 +1,7 @@
 """The corpus: endless conversations, each from a seed alone. `python -m app.demo.corpus` shows some."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from random import Random
 
 from app.demo.answers import json_exchange
@@ -83,7 +83,7 @@ REVISED: list[Part] = [repeat, recall, any_sum, any_sum, any_sum, any_unknown]
 """Beside lessons: what else is forgotten soonest."""
 
 
-def practice(rng: Random, skills: list[Part]) -> list[Message]:
+def practice(rng: Random, _tokens: int, skills: Sequence[Part] = PRACTISED) -> list[Message]:
     """Repeating, reading back or sums, many in a row: skills whose few tokens drown among those of the stories."""
     skill = pick(rng, skills)
     return [message for _ in range(2 + int(rng.random() * 6)) for message in skill(rng)]

@@ -113,7 +113,7 @@ def train_step(
 
     def source(rng: Random, tokens: int) -> list[Message]:
         if chance(rng, plan.practice_share(step)):
-            return practice(rng, REVISED if plan.lessons else PRACTISED)
+            return practice(rng, tokens, REVISED if plan.lessons else PRACTISED)
         return (lesson if chance(rng, plan.lessons) else sample)(rng, tokens)
 
     whole = batch(tokenizer, source, rng, max(1, plan.batch_tokens // length), length)
