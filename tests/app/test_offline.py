@@ -128,10 +128,11 @@ def test_one_prompt_alone_is_a_list_of_one(llm: LLM) -> None:
 
 def test_answers_stand_in_the_order_of_many_prompts(llm: LLM) -> None:
     prompts = [f"{number} plus 1 is" for number in range(50)]
-    together = llm.generate(prompts, temperature=0, max_tokens=6, ignore_eos=True)
+    fields: Sampling = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    together = llm.generate(prompts, **fields)
     assert [len(answer.choices[0].token_ids) for answer in together] == [6] * 50
     for number in (0, 17, 49):
-        assert together[number].text == llm.generate(prompts[number], temperature=0, max_tokens=6)[0].text
+        assert together[number].text == llm.generate(prompts[number], **fields)[0].text
 
 
 def test_a_prompt_is_found_in_the_cache_the_next_time(llm: LLM) -> None:
