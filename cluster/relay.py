@@ -176,17 +176,16 @@ class Relay:
             if self._position.is_interrupted:
                 self._is_over = True
                 self.connection.wake()
-        if not body:
-            return
-        connection = self.connection
-        if not self._waiting and connection.waits and connection.is_writable():
-            connection.send_now(body)
-            self._note_sent(body)
+            if not body:
+                return
+        if not self._waiting and self.connection.offer(body):
+            if not self._has_begun:
+                self._note_sent(body)
             return
         self._waiting += body
         if self._upstream is not None:
             self._upstream.pause()
-        connection.wake()
+        self.connection.wake()
 
     def on_end(self, *, is_whole: bool) -> None:
         self._is_over = True

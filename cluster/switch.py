@@ -101,7 +101,8 @@ class Switch:
     async def drained(self, timeout_s: float) -> None:
         """Returns when nothing is on its way any more, or after so long."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
 
     async def _tick(self) -> None:
         now = asyncio.get_running_loop().time()

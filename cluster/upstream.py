@@ -48,16 +48,19 @@ class Upstream(asyncio.Protocol):
 
     def __init__(self, request: bytes, listener: Listener, *, is_head: bool = False) -> None:
         """`is_head`: the reply has no body, whatever its headers say."""
-        self.heard_s = asyncio.get_running_loop().time()
+        self._clock = asyncio.get_running_loop().time
+        self.heard_s = self._clock()
         """When something came last."""
         self._request = request
         self._listener = listener
         self._is_head = is_head
-        self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
+        self.on_body = self._body.append
+        """For the parser, which so calls nothing in Python for an event."""
         self._is_over = False
+        self._parser = httptools.HttpResponseParser(self)
 
     def close(self) -> None:
         """Hangs up; the listener is told nothing more."""
@@ -80,13 +83,14 @@ class Upstream(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        self.heard_s = asyncio.get_running_loop().time()
+        self.heard_s = self._clock()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._end(is_whole=False)
             return
-        self._tell_body()
+        if self._body:
+            self._tell_body()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._end(is_whole=False)
@@ -105,9 +109,6 @@ class Upstream(asyncio.Protocol):
             self._listener.on_head(status, end_to_end(self._headers))
             if self._is_head:
                 self._end(is_whole=True)
-
-    def on_body(self, body: bytes) -> None:
-        self._body.append(body)
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() >= 200:

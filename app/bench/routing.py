@@ -161,11 +161,16 @@ def _load(rng: Random) -> Load:
     )
 
 
-def _snapshot(name: str, load: Load) -> Snapshot:
+def snapshot_on_paper(name: str, model: str = "paper") -> Snapshot:
+    """What a busy replica says of itself."""
+    return _snapshot(name, _load(Random(0)), model)
+
+
+def _snapshot(name: str, load: Load, model: str = "paper") -> Snapshot:
     return Snapshot(
         replica=name,
         epoch="first",
-        model="paper",
+        model=model,
         block_size=_BLOCK_SIZE,
         num_kv_tokens=400_000,
         max_batch_tokens=2_048,
