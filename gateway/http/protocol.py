@@ -117,8 +117,8 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        extensions: dict[str, Any] = {ABORT: self.transport.abort, WRITABLE: self._is_writable}
-        self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
+        self._extensions: dict[str, Any] = {ABORT: self.transport.abort, WRITABLE: self._is_writable}
+        self.scope["extensions"] = self._extensions  # type: ignore[typeddict-item]
         self._parsed_bytes = 0
         self._expect_within(self.header_deadline_s)
 
@@ -142,7 +142,7 @@ class GatewayProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self.cycle is not None:
             self.cycle.__class__ = _OldCycle if is_old else _Cycle
-            self.scope["extensions"][WRITE] = cast(_Cycle, self.cycle).write
+            self._extensions[WRITE] = cast(_Cycle, self.cycle).write
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         if self.cycle is not None:
             self._cycles.append(self.cycle)

@@ -77,7 +77,9 @@ class Cluster:
         (taken,), left = await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
         for task in left:
             task.cancel()
-        taking[taken].answer(taken.result(), "a", "b")
+        desk, request = taking[taken], taken.result()
+        desk.answer(request, "a", "b")
+        desk.queue.settle(request, desk.clock())
         return (await asking).headers["x-penstock-replica"]
 
     def told_requests(self) -> int:
