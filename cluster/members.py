@@ -39,14 +39,13 @@ def parse_address(url: str) -> Address:
         ValueError: it is none.
     """
     parts = urlsplit(url if "//" in url else f"http://{url}")
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or parts.port is None
-        or parts.path not in ("", "/")
-    ):
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port or parts.path not in ("", "/"):
         raise ValueError(f"{url}: not like http://HOST:PORT or https://HOST:PORT")
-    return Address(parts.hostname, parts.port, is_tls=parts.scheme == "https")
+    return Address(parts.hostname, port, is_tls=parts.scheme == "https")
 
 
 @dataclass(slots=True)

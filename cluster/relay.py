@@ -150,14 +150,15 @@ class Relay:
             self._upstream.close()
             self._upstream = None
 
-    def look_after(self, now: float, timeouts: Timeouts, *, stall_s: float) -> None:
+    def look_after(self, now: float, timeouts: Timeouts, *, stall_s: float, lost_s: float) -> None:
         """Keeps a client that waits for another replica company, and gives a replica up that says nothing."""
         self.connection.look_after(now, timeouts)
         upstream = self._upstream
-        if upstream is None or self._waiting or now - upstream.heard_s <= stall_s:
+        if upstream is None or self._waiting:
             return
+        silent_s, is_lost = now - upstream.heard_s, self._guide.is_lost(self._replica)
         # A stream is never silent for so long; who computes a whole reply may be.
-        if self._is_stream or self._guide.is_lost(self._replica):
+        if silent_s > (lost_s if is_lost and self._is_stream else stall_s) and (self._is_stream or is_lost):
             upstream.close()
             self.on_end(is_whole=False)
 

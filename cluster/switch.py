@@ -44,6 +44,8 @@ from priority.routing.router import Ask, Router
 
 STALL_S = 30.0
 """A replica that says nothing for so long, not even that it is there, is given up."""
+LOST_S = 10.0
+"""So is a stream whose replica tells nothing of its state any more: it would have said twice that it is there."""
 _BY_ID = re.compile(r"(/v1/(?:chat/completions|responses|conversations|files|batches))/([^/]+)(?:/.*)?")
 _CHOOSE = "/choose"
 """Before the path of a request that somebody else passes on."""
@@ -109,7 +111,7 @@ class Switch:
     async def _tick(self) -> None:
         now = asyncio.get_running_loop().time()
         for relay in list(self._relays):
-            relay.look_after(now, self.options.timeouts, stall_s=STALL_S)
+            relay.look_after(now, self.options.timeouts, stall_s=STALL_S, lost_s=LOST_S)
 
     # Requests
 

@@ -135,7 +135,7 @@ class Upstream(asyncio.Protocol):
 
 
 @cache
-def _tls() -> ssl.SSLContext:
+def tls_context() -> ssl.SSLContext:
     """Trusts the system's authorities, or those that SSL_CERT_FILE names."""
     return ssl.create_default_context()
 
@@ -153,7 +153,7 @@ async def connect(address: Address, request: bytes, listener: Listener, *, is_he
                 lambda: Upstream(request, listener, is_head=is_head),
                 address.host,
                 address.port,
-                ssl=_tls() if address.is_tls else None,
+                ssl=tls_context() if address.is_tls else None,
             )
     except TimeoutError:
         raise OSError(f"{address} did not answer within {CONNECT_S:g} s") from None

@@ -50,7 +50,8 @@ class _Replica(asyncio.Protocol):
 
     streams: ClassVar[list[_Replica]] = []
 
-    def __init__(self, num_events: int) -> None:
+    def __init__(self, num_events: int, identity: str) -> None:
+        self._identity = identity
         self._num_events = num_events
         self._number = 0
         self._transport: asyncio.Transport | None = None
@@ -71,7 +72,7 @@ class _Replica(asyncio.Protocol):
         assert self._transport is not None
         if self._transport.is_closing():
             return
-        snapshot = snapshot_on_paper("paper", _IDENTITY)
+        snapshot = snapshot_on_paper("paper", self._identity)
         change = Change(epoch=snapshot.epoch, number=self._number, load=snapshot.load)
         message = snapshot if self._number == 0 else change
         self._transport.write(_chunk(orjson.dumps(message.as_wire()) + b"\n"))
@@ -153,7 +154,7 @@ async def _listen(factory: Callable[[], asyncio.Protocol], pipe: Pipe) -> None:
             await server.serve_forever()
 
 
-async def _replica(pipe: Pipe, num_events: int) -> None:
+async def _replica(pipe: Pipe, num_events: int, identity: str) -> None:
     async def steps() -> None:
         while True:
             await asyncio.sleep(_EVERY_S)
@@ -161,7 +162,7 @@ async def _replica(pipe: Pipe, num_events: int) -> None:
                 stream.step()
 
     stepping = asyncio.create_task(steps())
-    await _listen(lambda: _Replica(num_events), pipe)
+    await _listen(lambda: _Replica(num_events, identity), pipe)
     stepping.cancel()
 
 
@@ -204,6 +205,11 @@ def _process(main: Callable[..., Awaitable[None]], *args: object) -> Iterator[tu
         process.join()
 
 
+def paper_replica(num_events: int, identity: str) -> contextlib.AbstractContextManager[tuple[Address, int]]:
+    """A replica named "paper" whose every stream has so many events, and its process."""
+    return _process(_replica, num_events, identity)
+
+
 def cpu_s(pid: int) -> float:
     """Processor time of a process until now (the clock's number is that of clock_getcpuclockid(3))."""
     return time.clock_gettime((~pid << 3) | 2)
@@ -243,7 +249,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with (
-        _process(_replica, options.events) as (replica, _),
+        paper_replica(options.events, _IDENTITY) as (replica, _),
         _process(_copying, replica) as copier,
         _process(_switch, replica) as switch,
     ):
