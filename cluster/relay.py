@@ -156,9 +156,13 @@ class Relay:
         upstream = self._upstream
         if upstream is None or self._waiting:
             return
-        silent_s, is_lost = now - upstream.heard_s, self._guide.is_lost(self._replica)
+        silent_s = now - upstream.heard_s
         # A stream is never silent for so long; who computes a whole reply may be.
-        if silent_s > (lost_s if is_lost and self._is_stream else stall_s) and (self._is_stream or is_lost):
+        if (
+            silent_s > lost_s
+            if self._guide.is_lost(self._replica)
+            else self._is_stream and silent_s > stall_s
+        ):
             upstream.close()
             self.on_end(is_whole=False)
 

@@ -45,7 +45,7 @@ from priority.routing.router import Ask, Router
 STALL_S = 30.0
 """A replica that says nothing for so long, not even that it is there, is given up."""
 LOST_S = 10.0
-"""So is a stream whose replica tells nothing of its state any more: it would have said twice that it is there."""
+"""So is one that says nothing to a request, if its stream of state ended, too."""
 _BY_ID = re.compile(r"(/v1/(?:chat/completions|responses|conversations|files|batches))/([^/]+)(?:/.*)?")
 _CHOOSE = "/choose"
 """Before the path of a request that somebody else passes on."""

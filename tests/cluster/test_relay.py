@@ -232,7 +232,7 @@ async def test_a_whole_reply_may_take_long_unless_the_replica_is_lost() -> None:
 
     async with replica(stalls) as first, replica(whole) as second:
         app = Relaying(Guide(first, second))
-        app.stall_s = 0.05
+        app.stall_s = app.lost_s = 0.05
         reply = await asked(app)
     assert reply.headers["x-penstock-replica"] == "r1"
 
