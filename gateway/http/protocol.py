@@ -118,7 +118,7 @@ class GatewayProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._extensions: dict[str, Any] = {ABORT: self.transport.abort, WRITABLE: self._is_writable}
-        self.scope["extensions"] = self._extensions  # type: ignore[typeddict-item]
+        self.scope["extensions"] = self._extensions
         self._parsed_bytes = 0
         self._expect_within(self.header_deadline_s)
 
