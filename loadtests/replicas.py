@@ -154,12 +154,11 @@ def main() -> None:
     common += ["--model", options.model] if options.model else []
     with contextlib.ExitStack() as stack:
         servers = []
-        for number in range(options.replicas):
+        for number in range(options.replicas):  # one after another: each takes all cores to start
             server = ServerProcess([*common, "--replica", f"r{number}"])
             stack.callback(server.stop)
-            servers.append(server)
-        for server in servers:
             server.wait_ready()
+            servers.append(server)
         asyncio.run(compare([server.url for server in servers], secret, load))
 
 
