@@ -28,6 +28,12 @@ from engine.planning.prefix_index import PrefixIndex, extend_hashes
 from engine.planning.request import NO_LIMIT, Sequence
 
 
+def blocks_of_forks(num_prompt: int, num_tokens: int, num_forks: int, block_size: int) -> int:
+    """Blocks that forks of a prompt hold at most, with so many tokens each: they share the full ones of the prompt."""
+    num_shared = num_prompt // block_size
+    return num_shared + num_forks * (-(-num_tokens // block_size) - num_shared)
+
+
 class BlockTables:
     """Allocates, shares and frees the blocks of sequences. Nothing else touches the pool and the prefix index."""
 
@@ -212,11 +218,12 @@ class BlockTables:
         return num_needed <= self.pool.num_free + self.num_returning + self._num_alone(behind_window)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets the child share the parent's prompt. It computes only the last prompt token again, for its logits."""
-        child.block_table = parent.block_table[: self.blocks_for(parent.num_prompt_tokens)]
+        """Lets the child share what the parent has of its tokens, but for the last one, whose logits it needs."""
+        num_shared = min(len(child.token_ids) - 1, parent.num_committed)
+        child.block_table = parent.block_table[: self.blocks_for(num_shared + 1)]
         child.num_null_blocks = parent.num_null_blocks
-        child.block_hashes = parent.block_hashes[: (parent.num_prompt_tokens - 1) // self.block_size]
-        child.num_computed = child.num_committed = parent.num_prompt_tokens - 1
+        child.block_hashes = parent.block_hashes[: num_shared // self.block_size]
+        child.num_computed = child.num_committed = num_shared
         for block in child.block_table[child.num_null_blocks :]:
             self.pool.hold(block)
 
