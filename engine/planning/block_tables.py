@@ -28,10 +28,10 @@ from engine.planning.prefix_index import PrefixIndex, extend_hashes
 from engine.planning.request import NO_LIMIT, Sequence
 
 
-def blocks_of_forks(num_prompt: int, num_tokens: int, num_forks: int, block_size: int) -> int:
-    """Blocks that forks of a prompt hold at most, with so many tokens each: they share the full ones of the prompt."""
+def most_tokens_of_forks(num_blocks: int, block_size: int, num_prompt: int, num_forks: int) -> int:
+    """The tokens that forks of a prompt, which share its full blocks, can have each while all are in so many blocks."""
     num_shared = num_prompt // block_size
-    return num_shared + num_forks * (-(-num_tokens // block_size) - num_shared)
+    return (num_shared + (num_blocks - num_shared) // num_forks) * block_size
 
 
 class BlockTables:

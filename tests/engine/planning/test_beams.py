@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.planning.beams import BeamSearch
-from engine.planning.block_tables import blocks_of_forks
+from engine.planning.block_tables import most_tokens_of_forks
 from engine.planning.request import BeamParams, FinishReason, Request, Sequence, TokenLogprobs
 from engine.planning.step import Chunk, Sampled
 from tests.engine.late import LateRunner, Order
@@ -85,9 +85,9 @@ def searches(draw: st.DrawFn) -> Workload:
         )
         num_prompt = len(request.prompt_token_ids)
         longest = min(num_prompt + request.sampling.max_tokens, house.max_len)
-        needed = blocks_of_forks(num_prompt, longest, width, BLOCK_SIZE)
-        if 0 < width <= house.max_num_seqs and needed < house.num_blocks:
-            request = replace(request, n=width, beams=params)  # noqa: PLW2901
+        most = most_tokens_of_forks(house.num_blocks - 1, BLOCK_SIZE, num_prompt, max(1, width))
+        if 0 < width <= house.max_num_seqs and longest <= most:
+            request = replace(request, n=width, beams=params)
         requests.append(request)
     return replace(house, requests=tuple(requests))
 
