@@ -82,6 +82,16 @@ class _Flight:
     started_s: float
 
 
+class _NoStep:
+    """Nothing was left of a step that the device had no room for: its beams gave way."""
+
+    def choose(self) -> None:
+        pass
+
+    def wait(self) -> StepResult:
+        return StepResult([])
+
+
 class Engine:
     """Runs steps as long as there is work.
 
@@ -432,7 +442,7 @@ def launch_fitting(
         OutOfMemory: there is no room for a single token.
         Exception: see Runner.launch.
     """
-    while True:
+    while plan.chunks:
         num_tokens = plan.num_tokens
         try:
             step = runner.launch(plan)
@@ -448,3 +458,4 @@ def launch_fitting(
                 plan.num_tokens,
                 error,
             )
+    return _NoStep()

@@ -103,7 +103,7 @@ class Scheduler(StepResults):
         left out; nothing is computed again. Steps to come are as small, until many of them have come back.
 
         Returns:
-            False if the step has one token, and nothing has changed, or if nothing is left of it.
+            False, and nothing has changed, if the step has one token. Of a step of beams, nothing may be left.
         """
         num_over = plan.num_tokens // 2
         if not num_over:
@@ -121,7 +121,7 @@ class Scheduler(StepResults):
             else:
                 self._leave_out(plan, chunk)
         self._step_limit.shrink(max(1, plan.num_tokens))
-        return bool(plan.chunks)
+        return True
 
     # Planning running sequences
 

@@ -94,13 +94,20 @@ def searches(draw: st.DrawFn) -> Workload:
 
 @pytest.mark.parametrize("runner", [Runner, Late])
 @modest
-@given(searches(), st.lists(st.tuples(st.integers(0, 25), st.integers(0, 9)), max_size=4))
+@given(
+    searches(),
+    st.lists(st.tuples(st.integers(0, 25), st.integers(0, 9)), max_size=4),
+    st.dictionaries(st.integers(0, 25), st.integers(1, 4), max_size=4),
+)
 def test_a_search_finds_the_same_in_any_company_and_whenever_it_gives_way(
-    runner: type[PaperRunner], house: Workload, preemptions: list[tuple[int, int]]
+    runner: type[PaperRunner], house: Workload, preemptions: list[tuple[int, int]], rooms: dict[int, int]
 ) -> None:
+    """`rooms` are the tokens that the device has memory for, where these are few."""
+
     def disturb(run: Run) -> None:
         run.scheduler.check()
         assert run.scheduler.num_seats_taken <= house.max_num_seqs
+        run.runner.room = rooms.get(len(run.steps), 1 << 30)
         for at, pick in preemptions:
             if at == len(run.steps):
                 run.preempt(pick)
