@@ -108,6 +108,7 @@ def test_a_search_finds_the_same_in_any_company_and_whenever_it_gives_way(
         run.scheduler.check()
         assert run.scheduler.num_seats_taken <= house.max_num_seqs
         run.runner.room = rooms.get(len(run.steps), 1 << 30)
+        run.runner.refuses_late = len(run.steps) % 2 == 0
         for at, pick in preemptions:
             if at == len(run.steps):
                 run.preempt(pick)
