@@ -19,12 +19,12 @@ from difflib import get_close_matches
 from itertools import count
 from math import inf
 from queue import SimpleQueue
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from jinja2 import TemplateSyntaxError
 from typing_extensions import TypedDict, Unpack
 
-from app.build import build_core
+from app.build import build_core, load_options
 from app.errors import OperatorError, describe_failure
 from app.kernels import check_level
 from app.log import counter, silent
@@ -38,8 +38,9 @@ from engine.planning.step import StepReport
 from gateway.access.keys import OPEN_TENANT
 from gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
 from gateway.endpoints.intake import bad_words_of, salt_of
-from gateway.http.errors import ApiError, invalid, unsupported
+from gateway.http.errors import ApiError, invalid
 from gateway.http.limits import Limits
+from gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
 from gateway.wire.conversation import as_dict
 from gateway.wire.embeddings import EmbeddingsBody, shortened
 from gateway.wire.prompts import Prompts, check_token_ids
@@ -112,6 +113,10 @@ class Sampling(TypedDict, total=False):
     allowed_token_ids: list[int]
     skip_special_tokens: bool
     include_stop_str_in_output: bool
+    use_beam_search: bool
+    """The `n` likeliest answers as a whole, best first; all of each come at the end."""
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
     response_format: Mapping[str, Any]
     """What answers have to match: {"type": "json_object"}, or a json_schema."""
     structured_outputs: Mapping[str, Any]
@@ -206,7 +211,9 @@ class LLM:
         show = progress_bar if progress else silent
         try:
             check_level()
-            core = build_core(_settings(model, settings), desk.deliver, desk.announce, show=show)
+            chosen = _settings(model, settings)
+            core = build_core(chosen, desk.deliver, desk.announce, show=show)
+            self._block_size = load_options(chosen).block_size
             self._prompts = Prompts(core.tokenizer)
         except OperatorError as error:
             raise ValueError(str(error)) from None
@@ -316,8 +323,6 @@ class LLM:
     def _of_prompt(self, prompt: object, values: Mapping[str, Any]) -> Request:
         body = read(CompletionBody, {**values, "prompt": prompt}, _LIMITS)
         check_completion(body, _LIMITS)
-        if body.num_generated > (body.n or 1):
-            raise unsupported("best_of")
         token_ids = self._token_ids(body.prompt, "prompt")
         room = self._engine.max_sequence_tokens - len(token_ids)
         most = max(1, min(DEFAULT_COMPLETION_TOKENS, room)) if body.max_tokens is None else body.max_tokens
@@ -354,11 +359,17 @@ class LLM:
         num_logprobs: int | None,
     ) -> Request:
         """One without an id; `name` is what its prompt is called."""
-        tokenizer = self._core.tokenizer
+        tokenizer, stats = self._core.tokenizer, self._engine.stats()
+        check_beams(body, min(_LIMITS.max_beams, stats.max_num_seqs))
+        max_tokens = self._check_room(token_ids, name, asked)
+        if body.use_beam_search:
+            width = body.num_generated
+            most = beam_tokens(asked, len(token_ids), width, stats.num_blocks, self._block_size)
+            max_tokens = min(max_tokens, most)
         sampling = sampling_params(
             body,
-            self._core.defaults,
-            max_tokens=self._check_room(token_ids, name, asked),
+            NEUTRAL if body.use_beam_search else self._core.defaults,
+            max_tokens=max_tokens,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=None,
             bad_words=bad_words_of(tokenizer, body.bad_words or ()),
@@ -371,6 +382,7 @@ class LLM:
             prompt_token_ids=tuple(token_ids),
             sampling=sampling,
             n=body.n or 1,
+            beams=beams_of(body, self._core.config.eos_token_ids),
             lane=lane_of(body.service_tier, OPEN_TENANT),
             tenant=OPEN_TENANT.name,
             salt=salt_of(OPEN_TENANT),
