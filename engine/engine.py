@@ -62,6 +62,8 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
+    block_size: int = 16
+    """Tokens of a block."""
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_steps: int = 0
@@ -176,6 +178,7 @@ class Engine:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_blocks=scheduler.tables.pool.num_blocks - 1,
+            block_size=scheduler.tables.block_size,
             num_free_blocks=scheduler.tables.pool.num_free,
             num_cached_blocks=len(scheduler.tables.index),
             num_steps=self._num_steps,
