@@ -219,13 +219,25 @@ class BlockTables:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Lets the child share what the parent has of its tokens, but for the last one, whose logits it needs."""
-        num_shared = min(len(child.token_ids) - 1, parent.num_committed)
+        num_shared = self._continue(parent, child)
         child.block_table = parent.block_table[: self.blocks_for(num_shared + 1)]
-        child.num_null_blocks = parent.num_null_blocks
         child.block_hashes = parent.block_hashes[: num_shared // self.block_size]
-        child.num_computed = child.num_committed = num_shared
         for block in child.block_table[child.num_null_blocks :]:
             self.pool.hold(block)
+
+    def hand_over(self, parent: Sequence, heir: Sequence) -> None:
+        """Gives the heir what a fork would share; the parent, which is done, keeps nothing."""
+        self._continue(parent, heir)
+        heir.block_table, parent.block_table = parent.block_table, []
+        heir.block_hashes, parent.block_hashes = parent.block_hashes, []
+        parent.num_null_blocks = 0
+
+    def _continue(self, parent: Sequence, child: Sequence) -> int:
+        """Notes of how many tokens the child has the parent's KV, and returns the number."""
+        num_shared = min(len(child.token_ids) - 1, parent.num_committed)
+        child.num_null_blocks = parent.num_null_blocks
+        child.num_computed = child.num_committed = num_shared
+        return num_shared
 
     def commit(self, sequence: Sequence, num_committed: int) -> None:
         """Confirms the tokens before `num_committed`, whose step came back; from now on their full blocks are found."""

@@ -198,8 +198,9 @@ class StepResults(SequenceStore):
         before, heirs = beams.members, beams.advance()
         if beams.search.is_over:
             return self._conclude(beams, now)
+        last = dict(heirs)
         for parent, heir in heirs:
-            self.tables.fork(parent, heir)
+            (self.tables.hand_over if last[parent] is heir else self.tables.fork)(parent, heir)
         for member in before:
             self._replace(member)
         self.running += beams.members

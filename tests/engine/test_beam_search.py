@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,14 +59,14 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Oracle(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def search(name: str, n: int, seed: int = 0, length: int = 21, **params: object) -> Request:
+def search(name: str, n: int, seed: int = 0, length: int = 21) -> Request:
     pick = random.Random(seed)
     return Request(
         request_id=name,
         prompt_token_ids=tuple(pick.randrange(5, 300) for _ in range(length)),
         sampling=SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS),
         n=n,
-        beams=BeamParams(**params),  # type: ignore[arg-type]
+        beams=BeamParams(),
     )
 
 
@@ -87,12 +89,15 @@ def test_answers_of_full_length(oracle: Oracle) -> None:
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.5, -1.5])
-def test_answers_that_end_early(oracle: Oracle, length_penalty: float, early_stopping: object) -> None:
+def test_answers_that_end_early(oracle: Oracle, length_penalty: float, early_stopping: Any) -> None:
     requests = []
     for seed in range(4):
-        params = {"length_penalty": length_penalty, "early_stopping": early_stopping}
-        ends = some_ends(oracle, seed, 1 + 2 * seed)
-        requests.append(search(f"s{seed}", 2 + seed, seed, end_token_ids=ends, **params))
+        params = BeamParams(
+            length_penalty=length_penalty,
+            early_stopping=early_stopping,
+            end_token_ids=some_ends(oracle, seed, 1 + 2 * seed),
+        )
+        requests.append(replace(search(f"s{seed}", 2 + seed, seed), beams=params))
     oracle.driver.fresh()
     oracle.driver.run(*requests)
     assert [oracle.got(request) for request in requests] == [oracle.answers(r) for r in requests]
