@@ -6,7 +6,6 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
@@ -16,7 +15,7 @@ from starlette.routing import Route
 from gateway.access.idempotency import idempotency_key, not_here
 from gateway.access.keys import Client
 from gateway.endpoints.attached import Attached, position_asked
-from gateway.endpoints.intake import Batch, Intake, route
+from gateway.endpoints.intake import Batch, Intake, is_compared, route
 from gateway.endpoints.replies import Reply
 from gateway.http.errors import invalid
 from gateway.service import Service
@@ -60,7 +59,7 @@ class CompletionsApi:
             return await self._record(client, batch, body, key)
         self._intake.check_room(batch, len(await http.body()))
         prompt, batch = await self._intake.prompt(batch, body)
-        shape = ChatShape(self._service.tokenizer, _told(body, batch.num_logprobs))
+        shape = ChatShape(self._service.tokenizer, _told(body, body.top_logprobs if body.logprobs else None))
         return await self._reply(client, batch, [prompt], shape, "chatcmpl")
 
     async def complete(self, http: HttpRequest) -> Response:
@@ -69,12 +68,13 @@ class CompletionsApi:
         self._service.dispatch.check_open()
         body = await self._intake.read(http, CompletionBody)
         check_completion(body, self._service.options.limits)
+        self._intake.check_beams(body)
         if idempotency_key(http) is not None:
             raise invalid("'Idempotency-Key' is not supported on this endpoint.", "Idempotency-Key")
         self._intake.check_model(body.model)
         lane = lane_of(body.service_tier, client.tenant)
         self._service.dispatch.check_room(lane, client.tenant.name, arrival_s, len(await http.body()))
-        prompts, best = await self._intake.prompting.encode_prompts(body), _best(body)
+        prompts = await self._intake.prompting.encode_prompts(body)
         batch = Batch(
             body=body,
             prompt_field="prompt",
@@ -82,7 +82,7 @@ class CompletionsApi:
                 "max_tokens",
                 self._default_completion(prompts) if body.max_tokens is None else body.max_tokens,
             ),
-            num_logprobs=0 if body.logprobs is None and best is not None else body.logprobs,
+            num_logprobs=0 if body.logprobs is None and is_compared(body) else body.logprobs,
             num_prompt_logprobs=_num_prompt_logprobs(body),
             num_choices=len(prompts) * body.num_generated,
             tenant=client.tenant,
@@ -90,7 +90,7 @@ class CompletionsApi:
             arrival_s=arrival_s,
             grammar=await self._intake.grammar(client.tenant, self._intake.form(body)),
         )
-        shape = CompletionShape(self._service.tokenizer, replace(_told(body, body.logprobs), best=best))
+        shape = CompletionShape(self._service.tokenizer, _told(body, body.logprobs))
         echoes = self._texts(body, prompts) if body.echo else ()
         return await self._reply(client, batch, prompts, shape, "cmpl", echoes)
 
@@ -133,6 +133,8 @@ class CompletionsApi:
     async def _record(self, client: Client, batch: Batch, body: ChatBody, key: str | None) -> Response:
         unfit = {
             "n": (body.n or 1) > 1,
+            "best_of": body.num_generated > 1,
+            "use_beam_search": body.use_beam_search,
             "logprobs": body.logprobs,
             "prompt_logprobs": body.prompt_logprobs is not None,
             "return_token_ids": body.return_token_ids,
@@ -208,15 +210,12 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
     return max((num for num in asked if num is not None), default=None)
 
 
-def _best(body: CompletionBody) -> Best | None:
-    """Which choices are shown; None if all are."""
-    num = body.n or 1
-    return Best(num, body.num_generated, body.logprobs is not None) if body.num_generated > num else None
-
-
-def _told(body: Sampled, num_logprobs: int | None) -> Told:
+def _told(body: ChatBody | CompletionBody, num_logprobs: int | None) -> Told:
+    num, of = body.n or 1, body.num_generated
+    shows_logprobs = body.logprobs is not None and body.logprobs is not False
     return Told(
         num_top=num_logprobs or 0,
+        best=Best(num, of, shows_logprobs, bool(body.use_beam_search)) if of > num else None,
         num_prompt_top=body.prompt_logprobs,
         token_ids=bool(body.return_token_ids),
     )
