@@ -79,6 +79,8 @@ class Request:
     sampling: SamplingParams
     n: int = 1
     """How many choices are wanted. Each becomes a Sequence, and all of them share the prompt's blocks."""
+    index: int = 0
+    """Of the only choice, where another process made more of them: its tokens follow from it."""
     arrival_s: float = 0.0
     lane: int = 1
     """0 is the most urgent. The engine preempts higher numbers first and knows nothing else about lanes."""

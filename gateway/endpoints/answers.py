@@ -373,7 +373,13 @@ class TextCompletion(Reply):
     object: Literal["text_completion"]
     choices: list[WholeTextChoice]
     usage: Usage
-    timings: Timings
+    timings: Timings | None
+
+
+class TextDeleted(TypedDict):
+    id: str
+    object: Literal["text_completion.deleted"]
+    deleted: Literal[True]
 
 
 class TextChunk(Reply):

@@ -39,7 +39,6 @@ from gateway.sessions.responses.objects import (
 )
 from gateway.sessions.responses.records import KIND, Record
 from gateway.sessions.responses.schemas import (
-    LOGPROBS,
     ResponseBody,
     check_id,
     check_response,
@@ -116,9 +115,6 @@ class ResponsesApi:
         asked_to_resume = body.stream_options is not None and bool(body.stream_options.resumable)
         response_id = owned_id("resp_", self._service.tag, 48)
         turn = _Turn(client, batch, body, response_id, asked_to_resume or key is not None)
-        if body.num_logprobs is not None and (turn.resumable or body.background):
-            # Journals, from which other processes go on, have tokens alone.
-            raise invalid(f"'{LOGPROBS}' needs a response that ends with its connection.", "include")
         tenant, start = client.tenant.name, partial(self._start, turn)
         made = await self._service.idempotency.once(tenant, key, body, turn.id, start)
         return await self._repeat(tenant, made, body) if isinstance(made, str) else self._reply(made, body)

@@ -498,8 +498,6 @@ def check_chat(body: ChatBody, limits: Limits) -> None:
 
 def check_completion(body: CompletionBody, limits: Limits) -> None:
     check_counts(body, limits)
-    if body.stream_options is not None and body.stream_options.resumable:
-        raise unsupported("stream_options.resumable")
     if body.num_generated < (body.n or 1):
         raise invalid("'best_of' must be at least 'n'.", "best_of")
     if body.num_generated > (body.n or 1) and body.stream:
