@@ -7,7 +7,7 @@ import re
 from gateway.sessions.recordings.recording import INTERRUPTED
 from gateway.wire.frames import KEEPALIVE
 
-_CHAT_ID = re.compile(rb'"id":"(chatcmpl-[0-9a-f]{32})"')
+_COMPLETION_ID = re.compile(rb'"id":"((?:chatcmpl|cmpl)-[0-9a-f]{32})"')
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[0-9a-f]{48})"')
 _FAULTS = (b'data: {"error"', b"event: error")
 _INTERRUPTIONS = tuple(code.encode() for code in INTERRUPTED)
@@ -28,7 +28,7 @@ class Position:
         self.is_interrupted = False
         """The replica said that it does not finish the reply; another one will."""
         self._kind = kind
-        self._is_chat = kind == "/v1/chat/completions"
+        self._is_completion = kind.endswith("/completions")
         self._held = b""
 
     @property
@@ -58,11 +58,13 @@ class Position:
 
     def _note(self, events: bytes) -> None:
         if not self.id:
-            found = (_CHAT_ID if self._is_chat else _RESPONSE_ID).search(events)
+            found = (_COMPLETION_ID if self._is_completion else _RESPONSE_ID).search(events)
             self.id = found[1].decode() if found else ""
         # In text, quotes and ends of lines are escaped: what is looked for is never part of it.
         found_last = (
-            _last(events, b"\nid: ", b"\n") if self._is_chat else _last(events, b'"sequence_number":', b"}")
+            _last(events, b"\nid: ", b"\n")
+            if self._is_completion
+            else _last(events, b'"sequence_number":', b"}")
         )
         if found_last is not None:
             self.number = max(self.number, found_last)

@@ -744,7 +744,7 @@ class Response(TypedDict):
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any]
     tools: list[Any]
     top_logprobs: int
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     user: str | None
 
 

@@ -243,13 +243,13 @@ async def test_bad_addresses_are_refused_by_name(path: str, status: int, param: 
 @pytest.mark.parametrize("field", ["prompt_logprobs", "return_token_ids"])
 async def test_what_cannot_be_resumed_is_refused_by_name(field: str) -> None:
     async with client(Desk().app) as http:
-        reply = await http.post(CHAT, json=chat_body(**RESUMABLE, **{field: 1}))
+        reply = await http.post(CHAT, json={**chat_body(**RESUMABLE), field: 1})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
 
 
 COMPLETIONS = "/v1/completions"
-TOLD = {
-    CHAT: (chat_body(n=2, logprobs=True, top_logprobs=1), "/v1/chat/completions/{}"),
+TOLD: dict[str, tuple[dict[str, Any], str]] = {
+    CHAT: ({**chat_body(n=2), "logprobs": True, "top_logprobs": 1}, "/v1/chat/completions/{}"),
     COMPLETIONS: (completion_body(n=2, logprobs=1), "/v1/completions/{}"),
 }
 
@@ -319,7 +319,7 @@ def _entries(told: dict[str, Any] | None) -> list[Any]:
 async def test_a_key_twice_is_one_reply_with_all_choices(path: str) -> None:
     desk = Desk()
     body, _ = TOLD[path]
-    bodies = []
+    bodies: list[dict[str, Any]] = []
     async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
         for headers in ({}, {"Idempotency-Key": "k"}, {"Idempotency-Key": "k"}):
             sent = asyncio.create_task(http.post(path, json=body, headers=headers))
@@ -329,7 +329,7 @@ async def test_a_key_twice_is_one_reply_with_all_choices(path: str) -> None:
     plain, first, second = bodies
     assert first == second
     assert first["choices"] == plain["choices"]
-    assert {**first["usage"]} == plain["usage"]
+    assert first["usage"] == plain["usage"]
 
 
 @pytest.mark.parametrize(("field", "value"), [("echo", True), ("best_of", 2), ("prompt", ["a", "b"])])
