@@ -12,6 +12,7 @@ import struct
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from math import isnan, nan
 from typing import Any, NamedTuple, Protocol
 
@@ -87,23 +88,29 @@ class Token(NamedTuple):
     """Its choice ends with it; of a reply of one choice that is not written down."""
 
 
-def words_of(recording: Recording, start: int = 0) -> tuple[int, ...]:
-    """What is written down of its tokens, from the word of that number on, with which one begins."""
+def words_of(recording: Recording, start: int = 0) -> tuple[int, Callable[[], tuple[int, ...]]]:
+    """What is written down of its tokens, from the word of that number on, with which one begins.
+
+    Returns:
+        How many words they are, and what makes them, wherever it is called.
+    """
     request = recording.request
     first = start // _words_each(request)
-    token_ids = recording.token_ids[first:]
-    if recording.ends:
-        token_ids = [
-            token_id | (_ENDS if place in recording.ends else 0)
-            for place, token_id in enumerate(token_ids, first)
-        ]
-    if (num_top := request.sampling.num_logprobs) is None:
-        return tuple(token_ids)
+    token_ids, logprobs = recording.token_ids[first:], recording.logprobs[first:]
+    for place in recording.ends:
+        if place >= first:
+            token_ids[place - first] |= _ENDS
+    num_top = request.sampling.num_logprobs
+    if num_top is None:
+        return len(token_ids), partial(tuple, token_ids)
+    return len(token_ids) * _words_each(request), partial(_words, token_ids, logprobs, num_top)
+
+
+def _words(token_ids: list[int], logprobs: list[TokenLogprobs], num_top: int) -> tuple[int, ...]:
     words: list[int] = []
-    for token_id, found in zip(token_ids, recording.logprobs[first:], strict=True):
-        top = [*found.top, *((0, nan),) * (num_top - len(found.top))]
+    for token_id, found in zip(token_ids, logprobs, strict=True):
         words += (token_id, _bits(found.logprob))
-        for other, logprob in top:
+        for other, logprob in [*found.top, *((0, nan),) * (num_top - len(found.top))]:
             words += (other, _bits(logprob))
     return tuple(words)
 

@@ -36,6 +36,8 @@ log = logging.getLogger("penstock.gateway")
 
 _HEADER_BYTES = 12
 """A token of the prompt and what it says take about so many in a journal's header."""
+_WORD_BYTES = 2
+"""The same of a word of what is written down."""
 _REPLAYED_BYTES = 64
 """Making a token's text again is as much work as reading so many bytes."""
 MAX_ATTEMPTS = 3
@@ -301,12 +303,13 @@ class Recordings:
         header, written = None, self._written.get(recording.id)
         if written is None:
             header = await off_loop(_HEADER_BYTES * recording.num_prompt_tokens, header_of, recording)
+        num_words, words = words_of(recording, written or 0)
         is_over = recording.settled and not recording.is_interrupted
         return JournalChange(
             stream_id=recording.id,
             header=header,
             offset=written or 0,
-            token_ids=words_of(recording, written or 0),
+            token_ids=await off_loop(_WORD_BYTES * num_words, words),
             ttl_s=self.keeping.keep_s if is_over else self.keeping.max_age_s,
             end=end_of(recording) if is_over else None,
         )

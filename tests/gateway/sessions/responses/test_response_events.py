@@ -212,7 +212,7 @@ def test_a_restarted_server_tells_the_same_log_probabilities() -> None:
         output.finish_reason = reason if is_last else None
         recording.push(output)
     recording.close()
-    journal = Journal(recording.id, header_of(recording), words_of(recording), end_of(recording))
+    journal = Journal(recording.id, header_of(recording), words_of(recording)[1](), end_of(recording))
     replayed = partial(replay, replayer=sink, max_len=10_000)
     rebuilt = rebuild(journal, 99.0, {KIND: partial(script, tokenizer)}, replayed)
     rebuilt.close()
