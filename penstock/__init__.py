@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from penstock import isolation
 
 if TYPE_CHECKING:
-    from app.offline import LLM
+    from app.offline.llm import LLM
 
 __all__ = ["LLM"]
 
@@ -25,4 +25,4 @@ def __getattr__(name: str) -> object:
     """Loads what LLM needs when it is first asked for."""
     if name != "LLM":
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    return import_module(f"{isolation.LIB}.app.offline").LLM
+    return import_module(f"{isolation.LIB}.app.offline.llm").LLM
