@@ -52,6 +52,8 @@ class ServiceOptions:
     block_size: int = 16
     vocab_size: int | None = None
     """Of the model; its tokenizer may have more or fewer."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Of the model: any of them ends an answer."""
     embedding: Embedding = field(default_factory=Embedding)
     """How embeddings are made."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)

@@ -16,7 +16,7 @@ from starlette.routing import Route
 from gateway.access.idempotency import idempotency_key, not_here
 from gateway.access.keys import Client
 from gateway.endpoints.attached import Attached, position_asked
-from gateway.endpoints.intake import Batch, Intake, route
+from gateway.endpoints.intake import Batch, Intake, is_compared, route
 from gateway.endpoints.replies import Reply
 from gateway.http.errors import invalid
 from gateway.service import Service
@@ -64,7 +64,7 @@ class CompletionsApi:
             return await self._record(client, CHAT, asked, body, start)
         self._intake.check_room(batch, len(await http.body()))
         prompt, batch = await self._intake.prompt(batch, body)
-        shape = ChatShape(self._service.tokenizer, _told(body, batch.num_logprobs))
+        shape = ChatShape(self._service.tokenizer, _told(body, body.top_logprobs if body.logprobs else None))
         return await self._reply(client, batch, [prompt], shape, "chatcmpl")
 
     async def complete(self, http: HttpRequest) -> Response:
@@ -73,9 +73,9 @@ class CompletionsApi:
         self._service.dispatch.check_open()
         body = await self._intake.read(http, CompletionBody)
         check_completion(body, self._service.options.limits)
-        asked, best = _recorded(http, body), _best(body)
-        if asked is not None:
-            asked.check(body, {"echo": body.echo, "best_of": best is not None})
+        self._intake.check_beams(body)
+        if (asked := _recorded(http, body)) is not None:
+            asked.check(body, {"echo": body.echo})
         self._intake.check_model(body.model)
         lane = lane_of(body.service_tier, client.tenant)
         self._service.dispatch.check_room(lane, client.tenant.name, arrival_s, len(await http.body()))
@@ -87,7 +87,7 @@ class CompletionsApi:
                 "max_tokens",
                 self._default_completion(prompts) if body.max_tokens is None else body.max_tokens,
             ),
-            num_logprobs=0 if body.logprobs is None and best is not None else body.logprobs,
+            num_logprobs=0 if body.logprobs is None and is_compared(body) else body.logprobs,
             num_prompt_logprobs=_num_prompt_logprobs(body),
             num_choices=len(prompts) * body.num_generated,
             tenant=client.tenant,
@@ -101,7 +101,7 @@ class CompletionsApi:
                 raise invalid(f"There can only be one prompt together with {asked.way}.", "prompt")
             start = partial(self._start, client, batch, TEXT, prompts[0])
             return await self._record(client, TEXT, asked, body, start)
-        shape = CompletionShape(self._service.tokenizer, replace(_told(body, body.logprobs), best=best))
+        shape = CompletionShape(self._service.tokenizer, _told(body, body.logprobs))
         echoes = self._texts(body, prompts) if body.echo else ()
         return await self._reply(client, batch, prompts, shape, "cmpl", echoes)
 
@@ -240,6 +240,8 @@ class Recorded:
     def check(self, body: Sampled, unfit: Mapping[str, object]) -> None:
         """Raises 400 if something is asked for that recordings do not have, one of `unfit` say."""
         asked = {
+            "use_beam_search": body.use_beam_search,
+            "best_of": body.num_generated > (body.n or 1),
             "prompt_logprobs": body.prompt_logprobs is not None,
             "return_token_ids": body.return_token_ids,
             "stream_options.continuous_usage_stats": _wants_usage_so_far(body),
@@ -266,15 +268,12 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
     return max((num for num in asked if num is not None), default=None)
 
 
-def _best(body: CompletionBody) -> Best | None:
-    """Which choices are shown; None if all are."""
-    num = body.n or 1
-    return Best(num, body.num_generated, body.logprobs is not None) if body.num_generated > num else None
-
-
-def _told(body: Sampled, num_logprobs: int | None) -> Told:
+def _told(body: ChatBody | CompletionBody, num_logprobs: int | None) -> Told:
+    num, of = body.n or 1, body.num_generated
+    shows_logprobs = body.logprobs is not None and body.logprobs is not False
     return Told(
         num_top=num_logprobs or 0,
+        best=Best(num, of, shows_logprobs, bool(body.use_beam_search)) if of > num else None,
         num_prompt_top=body.prompt_logprobs,
         token_ids=bool(body.return_token_ids),
     )
