@@ -7,7 +7,7 @@ import re
 from gateway.sessions.recordings.recording import INTERRUPTED
 from gateway.wire.frames import KEEPALIVE
 
-_CHAT_ID = re.compile(rb'"id":"(chatcmpl-[0-9a-f]{32})"')
+_COMPLETION_ID = re.compile(rb'"id":"((?:chatcmpl|cmpl)-[0-9a-f]{32})"')
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[0-9a-f]{48})"')
 _INTERRUPTIONS = tuple(code.encode() for code in INTERRUPTED)
 
@@ -27,10 +27,10 @@ class Position:
         self.is_interrupted = False
         """The replica said that it does not finish the reply; another one will."""
         self._kind = kind
-        self._is_chat = kind == "/v1/chat/completions"
-        self._marks = (b"\nid: ", b"\n") if self._is_chat else (b'"sequence_number":', b"}")
+        self._is_completion = kind.endswith("/completions")
+        self._marks = (b"\nid: ", b"\n") if self._is_completion else (b'"sequence_number":', b"}")
         """What stands before and behind the number of an event."""
-        self._fault = b'data: {"error"' if self._is_chat else b"event: error"
+        self._fault = b'data: {"error"' if self._is_completion else b"event: error"
         """How an event begins that ends a stream before its time."""
         self._held = b""
 
@@ -57,12 +57,12 @@ class Position:
 
     def _note(self, events: bytes) -> None:
         if not self.id:
-            found = (_CHAT_ID if self._is_chat else _RESPONSE_ID).search(events)
+            found = (_COMPLETION_ID if self._is_completion else _RESPONSE_ID).search(events)
             self.id = found[1].decode() if found else ""
         # In text, quotes and ends of lines are escaped: what is looked for is never part of it.
         mark, end = self._marks
         at = events.rfind(mark)
-        if at < 0 and not (self._is_chat and events.startswith(mark[1:])):
+        if at < 0 and not (self._is_completion and events.startswith(mark[1:])):
             return
         start = at + len(mark)
         number = events[start : events.find(end, start)]

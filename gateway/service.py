@@ -28,7 +28,8 @@ from gateway.sessions.owners import tag_of
 from gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter
 from gateway.sessions.prefixes.tracker import PrefixTracker
 from gateway.sessions.prefixes.warming import Warming, WarmUp
-from gateway.sessions.recordings.registry import Recordings, Replayer
+from gateway.sessions.recordings.journal import Replayer
+from gateway.sessions.recordings.registry import Recordings
 from gateway.store.interface import Store
 from gateway.watch import StepWatch, Watches
 from gateway.wire.prompts import Prompts, Tokenizer

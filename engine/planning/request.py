@@ -94,6 +94,8 @@ class Request:
     sampling: SamplingParams
     n: int = 1
     """How many choices are wanted. Each becomes a Sequence, and all of them share the prompt's blocks."""
+    index: int = 0
+    """Of the only choice, where another process made more of them: its tokens follow from it."""
     beams: BeamParams | None = None
     """If the choices are the best of a search over `n` beams, the best one first; no other sampling parameters but its
     lengths and `num_logprobs` count then. All choices come at the end."""

@@ -364,7 +364,7 @@ class Scheduler(StepResults):
     def _made_of(self, request: Request) -> Sequence:
         if request.beams is not None:
             return Beams(request, request.beams, self._num_started, self.max_len).members[0]
-        return Sequence(request, order=self._num_started, max_len=self.max_len)
+        return Sequence(request, request.index, self._num_started, self.max_len)
 
     def _start(self, plan: Plan, sequence: Sequence, prefix: list[int], now: float) -> None:
         self.tables.start(sequence, prefix)

@@ -464,8 +464,6 @@ def check_chat(body: ChatBody, limits: Limits) -> None:
 
 def check_completion(body: CompletionBody, limits: Limits) -> None:
     check_counts(body, limits)
-    if body.stream_options is not None and body.stream_options.resumable:
-        raise unsupported("stream_options.resumable")
     if body.suffix and body.echo:
         raise invalid("'echo' cannot be used together with 'suffix'.", "echo")
     if body.max_tokens == 0 and not body.echo:

@@ -226,6 +226,11 @@ class CompletionShape:
         shown = deltas if self._told.best is None else self._told.best.chosen(deltas)
         return _body(head, "text_completion", (self._choice(index, delta) for index, delta in shown))
 
+    def whole(self, head: Head, choices: Sequence[tuple[int, Delta, Answer]]) -> dict[str, object]:
+        """The same of choices whose texts are understood already."""
+        shown = (self._choice(index, delta) for index, delta, _ in choices)
+        return _body(head, "text_completion", shown)
+
     def _choice(self, index: int, delta: Delta) -> dict[str, object]:
         choice: dict[str, object] = {
             "index": index,
