@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `switch`, `cluster`, `quantize`, `key`, `doctor`, `kernels`, `bench` and `simulate`."""
+"""The command line: `penstock serve` and the other commands, of which each is loaded when it is asked for."""
 
 from __future__ import annotations
 

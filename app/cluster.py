@@ -50,16 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     if action == "deploy":
         _add_deploy_arguments(parser)
     elif action == "scale":
-        parser.add_argument(
-            "REPLICAS", help="how many; 2-8 for as many between these as the load wants"
-        )
+        parser.add_argument("REPLICAS", help="how many; 2-8 for as many between these as the load wants")
     elif action == "drain":
         parser.add_argument("REPLICA", help="its name, as `penstock cluster status` says it")
 
 
 def _add_deploy_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--replicas", metavar="N|N-M", help="how many; 2-8 for as many between these as the load wants. Default: 1.")
+    add(
+        "--replicas",
+        metavar="N|N-M",
+        help="how many; 2-8 for as many between these as the load wants. Default: 1.",
+    )
     add("--switches", metavar="N", help="how many. Default: one on each machine.")
     add("--cpus", metavar="N", help="cores that Ray sets aside for a replica. Default: --threads, or 1.")
     add(
@@ -120,7 +122,9 @@ def run(action: str, options: argparse.Namespace) -> int:
         plan = _parse({} if options.name is None else {"name": options.name}, deployments)
         directory = deployments.find_directory(plan)
         if directory is None:
-            raise OperatorError(f"no cluster called {plan.name} runs here; `penstock cluster deploy` starts one")
+            raise OperatorError(
+                f"no cluster called {plan.name} runs here; `penstock cluster deploy` starts one"
+            )
         if action == "scale":
             return _scale(plan, directory, options.REPLICAS, deployments)
         if action == "drain":
@@ -150,7 +154,9 @@ def _given(flags: Mapping[str, str], settings: Settings) -> dict[str, str]:
     for name in ("host", "port"):
         given.pop(name, None)
     if settings.log_level not in ("debug", "info"):
-        raise OperatorError("--log-level: must be info or debug, since where a replica listens is read in its log")
+        raise OperatorError(
+            "--log-level: must be info or debug, since where a replica listens is read in its log"
+        )
     return given
 
 
@@ -181,8 +187,8 @@ def _check_same_model(plan: Plan, running: Plan | None) -> None:
         old = new if running is None else running.settings.get(name)
         if new != old:
             raise OperatorError(
-                f"{plan.name} serves {old or 'the demo model'}, and not {new or 'the demo model'}; deploy it beside that by "
-                "another --name and --port, or end that first by `penstock cluster down`"
+                f"{plan.name} serves {old or 'the demo model'}, and not {new or 'the demo model'}; deploy this beside "
+                "it by another --name and --port, or end that first by `penstock cluster down`"
             )
 
 
@@ -289,7 +295,9 @@ def _plan_of(view: View, deployments: Any) -> Plan | None:
 def _scale(plan: Plan, directory: Any, size: str, deployments: Any) -> int:
     running = _plan_of(_get(directory.view.remote()), deployments)
     if running is None:
-        raise OperatorError(f"{plan.name} has no replica that could be asked what it was deployed with; deploy it again")
+        raise OperatorError(
+            f"{plan.name} has no replica that could be asked what it was deployed with; deploy it again"
+        )
     if not running.by_command:
         raise OperatorError(
             f"{plan.name} was deployed from a Serve config file; change num_replicas there, and `serve deploy` it"

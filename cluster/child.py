@@ -130,7 +130,7 @@ class Child:
             line = raw.decode(errors="replace").rstrip()
             print(line, file=sys.stderr, flush=True)
             if line:
-                self._lines.append(line)
+                self._lines.append(line.removeprefix("penstock: "))
             if found := _READY.search(line):
                 self.url = found[1]
                 self._ready.set()

@@ -241,7 +241,8 @@ class Keeper:
         if self._is_stopping:
             return
         if not self._is_draining:
-            line = f"{self._name} on {self._node} ended with status {status}: {self._child.last_line}"
+            how = f"was killed by signal {-status}" if status < 0 else f"ended: {self._child.last_line}"
+            line = f"{self._name} on {self._node} {how}"
             with contextlib.suppress(RayError):
                 await self._directory.note_failure.remote(line)
         await self._leave()

@@ -82,14 +82,15 @@ class Directory:
             Stranger: a replica that does not serve what those serve that are here.
         """
         self._forget_silent()
-        replicas = self._of("replica")
         if report.kind == "replica" and report.name not in self._heard:
-            for other in replicas:
+            for other in self._of("replica"):
                 if other.identity != report.identity:
                     raise Stranger(
-                        f"{report.name} on {report.node} serves {report.identity}, and this cluster serves {other.identity}"
+                        f"it serves {report.identity}, and {other.name} on {other.node} serves {other.identity}; "
+                        "all of a cluster must have the same checkpoint and version of Penstock"
                     )
         self._heard[report.name] = report, monotonic()
+        replicas = self._of("replica")
         if report.kind == "switch":
             return Answer(replicas=tuple(one.url for one in replicas))
         refused = sum(one.figures.get("refused", 0.0) for one in self._of("switch"))

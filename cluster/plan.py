@@ -30,7 +30,7 @@ OF_SWITCH = frozenset(
 DRAIN_S = 30.0
 """As Settings.drain_timeout."""
 _MARGIN_S = 15.0
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+_NAME = r"^[a-z0-9][a-z0-9-]{0,31}$"
 
 
 class PlanError(ValueError):
@@ -66,7 +66,7 @@ def _parse_size(value: object) -> object:
     found = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", str(value))
     if found is None:
         raise ValueError("must be like 3, or 2-8 for as many as the load wants")
-    return Size(least=int(found[1]), most=int(found[2] or found[1]))
+    return {"least": int(found[1]), "most": int(found[2] or found[1])}
 
 
 def _to_text(value: object) -> object:
@@ -84,7 +84,7 @@ class Plan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(default="penstock", pattern=_NAME.pattern)
+    name: str = Field(default="penstock", pattern=_NAME)
     """Of the cluster: its applications are NAME-replicas and NAME-switches."""
     settings: dict[str, _Text] = {}
     """Settings of `penstock serve`, by name (max_model_len), for every replica."""
@@ -114,14 +114,22 @@ class Plan(BaseModel):
             plan = cls.model_validate(values)
         except ValidationError as error:
             details = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in details["loc"])
+            where = ".".join(str(part) for part in details["loc"]) or "plan"
             raise PlanError(f"{where}: {details['msg'].removeprefix('Value error, ')}") from None
         for name in sorted(OWN_SETTINGS & plan.settings.keys()):
             raise PlanError(f"settings.{name}: replicas cannot have it in common")
         for name in sorted({"host", "port"} & plan.settings.keys()):
-            raise PlanError(f"settings.{name}: {name} stands outside the settings; it is that of the switches")
+            raise PlanError(
+                f"settings.{name}: {name} stands outside the settings; it is that of the switches"
+            )
         if plan.settings.get("log_level", "info") not in ("debug", "info"):
-            raise PlanError("settings.log_level: must be info or debug, since where a replica listens is read there")
+            raise PlanError(
+                "settings.log_level: must be info or debug, since where a replica listens is read there"
+            )
+        try:
+            plan.drain_s  # noqa: B018
+        except ValueError:
+            raise PlanError("settings.drain_timeout: must be a number of seconds") from None
         return plan
 
     @property
