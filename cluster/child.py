@@ -68,7 +68,10 @@ class Child:
         child = cls(process)
         try:
             await child._wait_ready()
-        except BaseException:
+        except ChildFailed:
+            await child.stop(_KILL_S)
+            raise
+        except BaseException:  # this is cancelled
             child.kill()
             raise
         return child
