@@ -102,6 +102,7 @@ def deploy(flags: dict[str, str]) -> int:
         is_new = directory is None
         directory = directory or deployments.open_directory(plan, settings.cluster_secret)
         _get(directory.forget_failures.remote())
+        deployments.serve.start(proxy_location="Disabled")
         log.info("deploying %s replicas; models take their time to load", plan.replicas)
         try:
             _run(plan, directory, deployments, with_switches=True)
@@ -204,7 +205,7 @@ def _ray(address: str | None) -> Iterator[Any]:
     """
     try:
         import ray
-        from ray import serve
+        import ray.serve
     except ImportError:
         raise OperatorError("Ray is not installed; `pip install 'penstock[cluster]'` installs it") from None
     for name in ("ray", "ray.serve"):
@@ -220,13 +221,12 @@ def _ray(address: str | None) -> Iterator[Any]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         if address is None and isinstance(error, ConnectionError):
             raise OperatorError(
-                "no Ray runs here; start it with `ray start --head --node-ip-address 127.0.0.1`, or say where it "
+                "no Ray runs here; start it with `ray start --head`, or say where it "
                 "is with --address"
             ) from None
         raise OperatorError(f"--address {address}: {error}") from None
     try:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        serve.start(proxy_location="Disabled")
         yield import_module(f"{_LIB}.cluster.deployments")
     finally:
         ray.shutdown()
@@ -300,7 +300,7 @@ def _scale(plan: Plan, directory: Any, size: str, deployments: Any) -> int:
         )
     if not running.by_command:
         raise OperatorError(
-            f"{plan.name} was deployed from a Serve config file; change num_replicas there, and `serve deploy` it"
+            f"{plan.name} was deployed from a Serve config file; change `replicas` there, and `serve deploy` it"
         )
     changed = _parse({**running.model_dump(mode="json"), "replicas": size}, deployments)
     _run(changed, directory, deployments, with_switches=False)
