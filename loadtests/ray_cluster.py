@@ -224,8 +224,8 @@ async def life(cluster: Cluster, redis_url: str, port: int) -> list[str]:
         await cluster.until_replaced(urls[0], leaving, 2)
         tell(f"drained {leaving}, and Ray has replaced it")
         old = {one.name for one in (await cluster.status()).replicas}
-        common = (*common, "--replicas", "2", "--max-num-seqs", "64")
-        new = {one.name for one in Status.parse(await cluster.run("deploy", *common)).replicas}
+        rolled = await cluster.run("deploy", *common, "--replicas", "2", "--max-num-seqs", "64")
+        new = {one.name for one in Status.parse(rolled).replicas}
         tell(f"rolled: {', '.join(sorted(old))} became {', '.join(sorted(new))}")
         if old & new:
             failures.append("not all replicas were replaced")
