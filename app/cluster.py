@@ -221,8 +221,7 @@ def _ray(address: str | None) -> Iterator[Any]:
     except (ConnectionError, ValueError, RuntimeError) as error:
         if address is None and isinstance(error, ConnectionError):
             raise OperatorError(
-                "no Ray runs here; start it with `ray start --head`, or say where it "
-                "is with --address"
+                "no Ray runs here; start it with `ray start --head`, or say where it is with --address"
             ) from None
         raise OperatorError(f"--address {address}: {error}") from None
     try:

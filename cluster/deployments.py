@@ -15,8 +15,10 @@ import secrets
 import socket
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from time import monotonic
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,6 +38,9 @@ NAMESPACE = "penstock"
 """Of Ray's names: that of the directory is in it."""
 _ASK_S = 5.0
 _HEALTH_S = 1.0
+_MEET_S = 10.0
+"""The longest that a new replica waits for switches: one of another model will never know it."""
+_LOOK_S = 0.1
 _NUM_PORTS = 100
 """Ports that are tried from the first one on."""
 
@@ -142,7 +147,7 @@ class Keeper:
         self._name = f"{self._plan.name}-{serve.get_replica_context().replica_id.unique_id}"
         self._node: str = ray.util.get_node_ip_address()
         self._figures = Figures()
-        self._numbers: dict[str, float] = {}
+        self._numbers: dict[str, float] = defaultdict(float)
         self._identity = ""
         self._is_stopping = False
         """Serve ends it."""
@@ -268,7 +273,11 @@ class Replica(Keeper):
     async def _join(self) -> None:
         assert self._child is not None
         self._identity = await asyncio.to_thread(_identity, self._child.url, self._secret)
-        await self._beat()
+        # Serve may end another replica as soon as this one is there: by then the switches must know it.
+        end_s = monotonic() + _MEET_S
+        while (await self._beat()).num_switches > self._numbers["switches"] and monotonic() < end_s:
+            await asyncio.sleep(_LOOK_S)
+            self._numbers = self._read((await asyncio.to_thread(_get, self._child.url, "/metrics")).decode())
 
     def _read(self, metrics: str) -> dict[str, float]:
         return self._figures.of_replica(metrics)

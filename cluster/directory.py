@@ -51,6 +51,7 @@ class Answer:
     """For a replica: its share of the requests a second that switches refused since all were too busy."""
     drain: bool = False
     """For a replica: it is to end when its streams have."""
+    num_switches: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +94,12 @@ class Directory:
         replicas = self._of("replica")
         if report.kind == "switch":
             return Answer(replicas=tuple(one.url for one in replicas))
-        refused = sum(one.figures.get("refused", 0.0) for one in self._of("switch"))
-        return Answer(refused=refused / max(1, len(replicas)), drain=report.name in self._to_drain)
+        switches = self._of("switch")
+        return Answer(
+            refused=sum(one.figures.get("refused", 0.0) for one in switches) / len(replicas),
+            drain=report.name in self._to_drain,
+            num_switches=len(switches),
+        )
 
     def leave(self, name: str) -> None:
         self._heard.pop(name, None)

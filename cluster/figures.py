@@ -20,12 +20,14 @@ class Figures:
         self._read_s = 0.0
 
     def of_replica(self, text: str) -> dict[str, float]:
-        """`kv`, `promise`, `kept` and `missed` as `cluster.scaling.wanted_replicas` takes them."""
+        """`kv`, `promise`, `kept` and `missed` as `cluster.scaling.wanted_replicas` takes them, and the `switches` that
+        know it."""
         now = _read(text)
         new, seconds = self._since(now)
         num_forecasts = new["penstock_promise_use_ratio_count"]
         return {
             "kv": now["penstock_kv_usage_ratio"],
+            "switches": now["penstock_switches"],
             "promise": new["penstock_promise_use_ratio_sum"] / num_forecasts if num_forecasts else 0.0,
             "kept": new["penstock_promises_total kept"] / seconds,
             "missed": (new["penstock_promises_total broken"] + new["refused"]) / seconds,

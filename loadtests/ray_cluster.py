@@ -147,7 +147,7 @@ def client_of(url: str) -> openai.AsyncOpenAI:
 @contextlib.asynccontextmanager
 async def light_load(urls: Sequence[str], pause_s: float = 0.2) -> AsyncIterator[Tally]:
     """One request after the other, at every switch in turn, as long as this is entered."""
-    tally, is_over = Tally(), False
+    tally, is_over, began_s = Tally(), False, time.perf_counter()
 
     async def go_on() -> None:
         clients = cycle([client_of(url) for url in urls])
@@ -158,7 +158,9 @@ async def light_load(urls: Sequence[str], pause_s: float = 0.2) -> AsyncIterator
                 await ask(next(clients), f"Tell me about fox {number}.")
                 tally.num_answered += 1
             except Exception as error:
-                tally.failures.append(f"{type(error).__name__}: {error}")
+                tally.failures.append(
+                    f"{time.perf_counter() - began_s:.1f} s: {type(error).__name__}: {error}"
+                )
             await asyncio.sleep(pause_s)
 
     task = asyncio.create_task(go_on())
@@ -208,6 +210,7 @@ async def life(cluster: Cluster, redis_url: str, port: int) -> list[str]:
     tell(f"deployed\n{status.text}")
     urls = [one.url for one in status.switches]
     failures = []
+    tell("the load begins")
     async with light_load(urls) as tally:
         victim = status.replicas[0]
         expected, got = await killed_under_streams(victim, urls, 50, 64)

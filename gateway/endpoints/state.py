@@ -57,7 +57,11 @@ class StateApi:
 
     async def _lines(self, switch: str) -> AsyncIterator[bytes]:
         service, number = self._service, 0
-        with service.prefixes.listening(None) as blocks, service.dispatch.tickets.listening(switch) as let_in:
+        with (
+            service.prefixes.listening(None) as blocks,
+            service.dispatch.tickets.listening(switch) as let_in,
+            service.metrics.switches.track_inprogress(),
+        ):
             yield _line(self._snapshot(blocks).as_wire())
             told = self._load
             while not (service.dispatch.draining and not len(service.dispatch)):

@@ -26,8 +26,15 @@ def test_of_a_replica(clock: Clock) -> None:
     metrics, read = Metrics(), Figures()
     metrics.note_promise(Lane.BATCH, 9.0, 1.0, None)
     first = read.of_replica(metrics.render().decode())
-    assert first == {"kv": 0.0, "promise": 0.0, "kept": 0.0, "missed": 0.0}  # it may be years old
+    assert first == {
+        "kv": 0.0,
+        "switches": 0.0,
+        "promise": 0.0,
+        "kept": 0.0,
+        "missed": 0.0,
+    }  # it may be years old
     metrics.kv_usage.set(0.25)
+    metrics.switches.set(2)
     metrics.note_forecast(Lane.STANDARD, 0.5, 1.0)
     metrics.note_forecast(Lane.INTERACTIVE, 0.1, 1.0)
     for ttft_s in (0.1, 0.2, 2.0):
@@ -37,10 +44,10 @@ def test_of_a_replica(clock: Clock) -> None:
     metrics.note_refused(Lane.STANDARD, "tenant_queue_full")
     clock.now += 2
     second = read.of_replica(metrics.render().decode())
-    assert second == pytest.approx({"kv": 0.25, "promise": 0.3, "kept": 1.0, "missed": 1.5})
+    assert second == pytest.approx({"kv": 0.25, "switches": 2.0, "promise": 0.3, "kept": 1.0, "missed": 1.5})
     clock.now += 2
     third = read.of_replica(metrics.render().decode())
-    assert third == {"kv": 0.25, "promise": 0.0, "kept": 0.0, "missed": 0.0}
+    assert third == {"kv": 0.25, "switches": 2.0, "promise": 0.0, "kept": 0.0, "missed": 0.0}
 
 
 def test_of_a_switch(clock: Clock) -> None:
