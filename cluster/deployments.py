@@ -330,8 +330,8 @@ def _get(url: str, path: str) -> bytes:
 
 def _identity(url: str, secret: str) -> str:
     """What the replica serves, as it tells switches."""
-    with _asked(url, f"{PATH}?switch=0", {SECRET_HEADER: secret}) as response:
-        return str(json.loads(response.readline())["model"])
+    with _asked(url, PATH, {SECRET_HEADER: secret}) as response:
+        return str(json.load(response)["model"])
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ from types import TracebackType
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 120.0
 _STOP_S = 30.0
+_TRIES = 3
+"""Ray gives up on itself after 30 s, where a machine is busy."""
 _OBJECTS_BYTES = 80 * 1024 * 1024
 
 
@@ -41,6 +43,15 @@ class LocalRay:
         self.address = ""
 
     def __enter__(self) -> LocalRay:
+        for _ in range(_TRIES):
+            self._start()
+            if self.address:
+                return self
+            self._stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        raise RuntimeError("Ray did not start")
+
+    def _start(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "loadtests.local_ray", str(self._num_cpus), str(self._folder)],
             stdin=subprocess.PIPE,
@@ -51,15 +62,12 @@ class LocalRay:
         )
         assert self._process.stdout is not None
         self.address = self._process.stdout.readline().strip()
-        if not self.address:
-            self._stop()
-            raise RuntimeError("Ray did not start")
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _stop(self) -> None:
         assert self._process is not None
@@ -68,7 +76,6 @@ class LocalRay:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def main(num_cpus: int, folder: str) -> None:
