@@ -59,7 +59,7 @@ def _demo_texts(num_tokens: int) -> Texts:
 
     from app.demo.batches import encode
     from app.demo.corpus import sample
-    from app.demo.perplexity import held_out
+    from app.demo.held_out import held_out
 
     tokenizer = tokenizers.Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
     rng = Random(_DEMO_SEED)

@@ -75,6 +75,8 @@ def find_draft(draft: str | None, model: str | None) -> Path | None:
 
 
 def check_files(folder: Path, name: str, needed: tuple[str, ...] = _NEEDED) -> Path:
+    if folder.is_file():
+        raise OperatorError(f"{name}: a model is a directory, or a file that ends in {SUFFIX}")
     if not folder.is_dir():
         raise OperatorError(f"{name}: there is no directory {folder}")
     for pattern in needed:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal, NoReturn, get_args, get_origin
 
-from app.errors import OperatorError
+from app.errors import OperatorError, suggestion
 
 EXIT_USAGE = 2
 
@@ -24,8 +23,7 @@ class _Parser(argparse.ArgumentParser):
     def reject_unknown(self, arguments: list[str]) -> None:
         if arguments:
             flags = [name for action in self._actions for name in action.option_strings]
-            near = difflib.get_close_matches(arguments[0].split("=")[0], flags, n=1)
-            self.error(f"unknown argument {arguments[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+            self.error(f"unknown argument {arguments[0]}{suggestion(arguments[0].split('=')[0], flags)}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +52,7 @@ def _dispatch(arguments: list[str]) -> int:
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument(
-        "command", nargs="?", choices=list(_COMMANDS), help="`penstock COMMAND --help` says more"
+        "command", nargs="?", metavar="COMMAND", help="one of these; `penstock COMMAND --help` says more"
     )
     known, rest = parser.parse_known_args(arguments[:1])
     if known.version:
@@ -63,6 +61,8 @@ def _dispatch(arguments: list[str]) -> int:
         parser.reject_unknown(rest)
         parser.print_help()
         return EXIT_USAGE
+    if known.command not in _COMMANDS:
+        parser.error(f"unknown command {known.command}{suggestion(known.command, _COMMANDS)}")
     text, run = _COMMANDS[known.command]
     command_parser = _Parser(prog=f"penstock {known.command}", description=text, allow_abbrev=False)
     return run(command_parser, arguments[1:])
@@ -130,13 +130,13 @@ def _doctor(parser: _Parser, arguments: list[str]) -> int:
 
 
 def _switch(parser: _Parser, arguments: list[str]) -> int:
-    from app.settings import load_settings
+    from app.settings import SWITCH_SETTINGS, load_settings
 
     parser.add_argument("REPLICA", nargs="*", help="where a replica listens: http://HOST:PORT")
     parser.add_argument(
         "--replicas-file", metavar="FILE", help="more of them, one a line; read again when it changes"
     )
-    flags = _parse_settings(parser, arguments)
+    flags = _parse_settings(parser, arguments, SWITCH_SETTINGS)
     replicas, path = list(flags.pop("REPLICA", ())), flags.pop("replicas_file", None)
     if not replicas and path is None:
         parser.error("name the replicas, or give --replicas-file")
@@ -152,9 +152,11 @@ def _cluster(parser: _Parser, arguments: list[str]) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "actions:\n" + "\n".join(f"  {name:<7} {text}" for name, text in cluster.ACTIONS.items())
     parser.add_argument(
-        "action", choices=list(cluster.ACTIONS), help="`penstock cluster ACTION --help` says more"
+        "action", metavar="ACTION", help="one of these; `penstock cluster ACTION --help` says more"
     )
     action = parser.parse_args(arguments[:1]).action
+    if action not in cluster.ACTIONS:
+        parser.error(f"unknown action {action}{suggestion(action, cluster.ACTIONS)}")
     own = _Parser(prog=f"penstock cluster {action}", description=cluster.ACTIONS[action], allow_abbrev=False)
     cluster.add_arguments(own, action)
     if action == "deploy":
@@ -202,12 +204,19 @@ def _simulate(parser: _Parser, arguments: list[str]) -> int:
     return run(options)
 
 
-def _parse_settings(parser: _Parser, arguments: list[str]) -> dict[str, str]:
-    """One flag per field of Settings. Values stay text: wherever they come from, one place checks them."""
+def _parse_settings(
+    parser: _Parser, arguments: list[str], names: Collection[str] | None = None
+) -> dict[str, str]:
+    """One flag per field of Settings, or per one that is named in `names`.
+
+    Values stay text: wherever they come from, one place checks them.
+    """
     from app.settings import ENV_PREFIX, Settings, default_text, flag
 
     parser.epilog = f"Each is also a variable ({ENV_PREFIX}PORT) and a key of the --config file (port)."
     for name, field in Settings.model_fields.items():
+        if names is not None and name not in names:
+            continue
         text = " ".join((field.description or "").split()).replace("%", "%%")
         if field.annotation is bool:
             parser.add_argument(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
 from engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
@@ -19,3 +21,9 @@ def describe_failure(error: BaseException, folder: Path) -> str:
     if isinstance(error, MemoryError) or "allocate memory" in text or "out of memory" in text:
         return f"{folder}: not enough memory for it and its KV cache; try --kv-memory or a smaller model"
     return f"{folder} cannot be loaded: {type(error).__name__}: {text}"
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """What to add to the message that there is no such name: the known one that it may be a slip of, if any."""
+    near = get_close_matches(name, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""

@@ -84,10 +84,12 @@ def _list(place: Path) -> int:
     own = own_level(machine)
     others = prebuilt.libraries(place)
     print(f"prebuilt CPU kernels in {place}; this machine uses those marked with *")
-    for level in dict.fromkeys((*machine.levels, own)):
+    levels = list(dict.fromkeys((*machine.levels, own)))
+    width = max(len(level.name) for level in levels)
+    for level in levels:
         found = prebuilt.libraries(place, stem(level))
         others = [path for path in others if path not in found]
-        print(f"{'*' if level == own else ' '} {level.name:<9} {_state(level, found):<13} {level.text}")
+        print(f"{'*' if level == own else ' '} {level.name:<{width}} {_state(level, found):<13} {level.text}")
     for path in others:
         print(f"  {path.name} is of another system, or of no level that there is")
     return 0

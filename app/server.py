@@ -49,10 +49,10 @@ def serve(settings: Settings) -> int:
         log.info("metrics on %s", url(metrics_listener))
     if not is_loopback(listener) and settings.api_keys_file is None:
         log.warning("anybody who reaches %s can use this server; set --api-keys-file", settings.host)
-    if settings.redis_url is not None:
-        log.info("conversations, streams and quotas are kept in Redis")
     replica = settings.replica or f"{socket.gethostname()}:{port_of(listener)}"
     parts = build(settings, replica, is_open=not is_loopback(listener))
+    if settings.redis_url is not None:
+        log.info("conversations, streams and quotas are kept in Redis")
     process = _Process(settings, parts, listener, metrics_listener, started_s)
     with asyncio.Runner(loop_factory=loop_factory()) as runner:
         ended = runner.run(process.run())

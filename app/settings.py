@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 import tomllib
@@ -30,12 +29,23 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from app.errors import OperatorError
+from app.errors import OperatorError, suggestion
 from engine.kernels.cpu import levels, prebuilt
 from engine.model.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
 ENV_PREFIX = "PENSTOCK_"
+
+SWITCH_SETTINGS = frozenset(
+    {
+        "config", "model", "served_model_name", "host", "port", "api_keys_file", "allowed_hosts", "cluster_secret",
+        "drain_timeout", "log_level", "log_format", "access_log",
+    }
+)  # fmt: skip
+"""Those that `penstock switch` reads."""
+
+_SECRET = frozenset({"cluster_secret"})
+"""Settings whose value is never shown."""
 
 THREADS_PER_CORE = 4
 """Threads beyond this only take turns on the cores, and each takes memory."""
@@ -72,7 +82,7 @@ def _policy(lane: Lane) -> BeforeValidator:
 
 def _policy_key(name: str) -> str:
     if name not in _POLICY_KEYS:
-        raise ValueError(f"unknown {name!r}; there are {', '.join(_POLICY_KEYS)}")
+        raise ValueError(f"keys are {', '.join(_POLICY_KEYS)}")
     return _POLICY_KEYS[name]
 
 
@@ -273,6 +283,12 @@ class Settings(BaseSettings):
         return self
 
     @model_validator(mode="after")
+    def _a_port_for_each(self) -> Settings:
+        if self.metrics_port and self.metrics_port == self.port:
+            raise ValueError(f"metrics_port and port are both {self.port}; give each its own")
+        return self
+
+    @model_validator(mode="after")
     def _groups_of_integers(self) -> Settings:
         if self.quantize_group_size is not None and self.quantize in (None, "fp8"):
             raise ValueError(
@@ -350,7 +366,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise OperatorError(f"--config {path}: not TOML: {error}") from None
     known = set(Settings.model_fields) - {"config"}
     for key in values.keys() - known:
-        raise OperatorError(f"--config {path}: unknown key {key!r}{_suggestion(key, known)}")
+        raise OperatorError(f"--config {path}: unknown key {key!r}{suggestion(key, known)}")
     return values
 
 
@@ -362,21 +378,17 @@ def _check_variables(environment: Mapping[str, str]) -> None:
     }
     for name in environment:
         if name.startswith(ENV_PREFIX) and name not in known and not _SERVICE_LINK.fullmatch(name):
-            raise OperatorError(f"unknown variable {name}{_suggestion(name, known)}")
-
-
-def _suggestion(name: str, known: set[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+            raise OperatorError(f"unknown variable {name}{suggestion(name, known)}")
 
 
 def _first_line(error: ValidationError, flags: Mapping[str, object]) -> str:
     details = error.errors(include_url=False)[0]
-    message = details["msg"].removeprefix("Value error, ")
+    message = details["msg"].removeprefix("Value error, ").partition(", unable to ")[0]
     if not details["loc"]:
         return message
     name = str(details["loc"][0])
-    return f"{_origin(name, flags)}: {message[0].lower()}{message[1:]}, not {details['input']!r}"
+    given = "" if name in _SECRET else f", not {details['input']!r}"
+    return f"{_origin(name, flags)}: {message[0].lower()}{message[1:]}{given}"
 
 
 def _origin(name: str, flags: Mapping[str, object]) -> str:

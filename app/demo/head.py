@@ -13,7 +13,7 @@ from random import Random
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -190,14 +190,6 @@ def read_target(folder: Path) -> Llama:
     target = Llama(MODEL)
     read_weights(target, folder)
     return target.eval()
-
-
-def read_head(folder: Path, target: Llama) -> Head:
-    tensors = load_file(folder / "model.safetensors")
-    offsets = tensors.pop("d2t")
-    head = Head(HEAD, target, offsets + torch.arange(len(offsets)))
-    head.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-    return head
 
 
 def export_head(head: Head, tokenizer: Tokenizer, folder: Path) -> None:

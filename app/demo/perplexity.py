@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -24,18 +23,11 @@ from tokenizers import Tokenizer
 
 from app import quantize
 from app.checkpoint import DEMO_MODEL
-from app.demo.corpus import conversation
-from app.demo.tokenizer import encode_conversation
+from app.demo.held_out import MAX_TOKENS, Talk, held_out
 from engine.execution.loader import LoadedModel, load_model
 from engine.kernels.batch import Batch, blank_batch
 from engine.model.checkpoint import read_config
 from engine.model.config import LoadOptions
-
-SEED = "held out"  # training seeds are numbers
-MAX_TOKENS = 500
-
-Talk = tuple[list[int], list[bool]]
-"""The token ids of a conversation, and which of them the assistant says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +75,6 @@ CASES = (
     Case("made: gptq, KV cache int8", {"kv_dtype": "int8"}, made="--method gptq"),
 )
 """The first is what the others are compared with."""
-
-
-def held_out(tokenizer: Tokenizer, count: int) -> list[Talk]:
-    rng = Random(SEED)
-    return [encode_conversation(tokenizer, conversation(rng, MAX_TOKENS)) for _ in range(count)]
 
 
 def load(folder: Path, **options: Any) -> LoadedModel:

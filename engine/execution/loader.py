@@ -117,8 +117,8 @@ def load_model(
     options = options.for_device(device.type)
     if ranks is not None:
         device, options = own_device(device, ranks), own_options(options, device, ranks)
-        whole, config = config, split_config(config, ranks.size)
-        files = SplitFiles(files, whole, config, ranks)
+        config = split_config(config, ranks.size)
+        files = SplitFiles(files, config, ranks)
     kernels = select(config, device, choose_dtype(options.dtype, config, device), options, say)
     if ranks is not None:
         kernels = ranked(kernels, ranks)

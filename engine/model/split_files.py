@@ -18,13 +18,13 @@ from engine.model.weights import expected_shapes, linear_specs
 
 
 class SplitFiles:
-    """The files of a checkpoint in floating point, whose tensors have the shapes of `part`, a split of `whole`.
+    """The files of a checkpoint in floating point, whose tensors have the shapes of `part`, a split of its config.
 
     An axis that is shorter in `part` is cut; where all pieces together are fewer than the ranks, several ranks have the
     same one, and where they are longer than the axis, zeros follow. The biases that all ranks would add, rank 0 adds.
     """
 
-    def __init__(self, files: Files, whole: ModelConfig, part: ModelConfig, ranks: Ranks) -> None:
+    def __init__(self, files: Files, part: ModelConfig, ranks: Ranks) -> None:
         self.config = files.config
         self._files = files
         self._ranks = ranks
@@ -33,7 +33,6 @@ class SplitFiles:
         }
         specs = (spec for layer in range(part.num_layers) for spec in linear_specs(part, layer).values())
         self._summed = {f"{p.name}.bias" for spec in specs if spec.sums and spec.bias for p in spec.parts}
-        self._whole = expected_shapes(whole)
 
     @property
     def path(self) -> Path:

@@ -8,7 +8,9 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from gateway.sessions.batches.batch import Endpoint, Status
-from gateway.sessions.responses.schemas import ItemStatus
+from gateway.sessions.responses.objects import Item, OutputText
+from gateway.sessions.responses.schemas import ReasoningText
+from gateway.wire.shapes import ChosenLogprob
 
 FinishReason = Literal["stop", "length"]
 ChatFinishReason = Literal["stop", "length", "tool_calls"]
@@ -117,16 +119,6 @@ class Reply(TypedDict):
     created: int
     model: str
     service_tier: Tier
-
-
-class TokenLogprob(TypedDict):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChosenLogprob(TokenLogprob):
-    top_logprobs: list[TokenLogprob]
 
 
 class PromptLogprob(TypedDict):
@@ -622,59 +614,6 @@ class OllamaShown(TypedDict):
 
 
 # Responses and conversations
-
-
-class InputText(TypedDict):
-    type: Literal["input_text"]
-    text: str
-
-
-class OutputText(TypedDict):
-    type: Literal["output_text"]
-    text: str
-    annotations: list[Any]
-    logprobs: list[ChosenLogprob]
-
-
-class MessageItem(TypedDict):
-    id: str
-    type: Literal["message"]
-    status: ItemStatus
-    role: Literal["user", "assistant", "system", "developer"]
-    content: list[InputText | OutputText]
-
-
-class CallItem(TypedDict):
-    id: str
-    type: Literal["function_call"]
-    status: ItemStatus
-    call_id: str
-    name: str
-    arguments: str
-
-
-class CallOutputItem(TypedDict):
-    id: str
-    type: Literal["function_call_output"]
-    status: ItemStatus
-    call_id: str
-    output: str
-
-
-class ReasoningText(TypedDict):
-    type: Literal["reasoning_text"]
-    text: str
-
-
-class ReasoningItem(TypedDict):
-    id: str
-    type: Literal["reasoning"]
-    status: ItemStatus
-    summary: list[Any]
-    content: list[ReasoningText]
-
-
-Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
 
 
 class Page(TypedDict):

@@ -26,7 +26,7 @@ from gateway.wire.embeddings import (
     ScoreWriter,
 )
 from gateway.wire.sampling import lane_of
-from gateway.wire.writers import Writer
+from gateway.wire.writers import WholeWriter
 from priority.lanes import Lane
 
 
@@ -103,7 +103,7 @@ class EmbeddingsApi:
         prompts: Sequence[Sequence[int]],
         arrival_s: float,
         id: str,
-        writer: Writer,
+        writer: WholeWriter,
     ) -> Reply:
         """What a writer makes of the embeddings of prompts.
 
@@ -126,7 +126,6 @@ class EmbeddingsApi:
         job = Job(
             writer=writer,
             requests=requests,
-            stream=False,
             reservation=await self._intake.reserve(client, requests),
         )
         return Reply(self._service, job)

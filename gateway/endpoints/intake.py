@@ -42,7 +42,7 @@ from gateway.wire.schemas import (
 from gateway.wire.streams import LOGPROB_BYTES
 from gateway.wire.structured import Form, answer_form, form_of
 from gateway.wire.tools.use import ToolUse
-from gateway.wire.writers import Writer
+from gateway.wire.writers import WholeWriter, Writer
 from priority.lanes import Lane, Tenant
 
 Read = TypeVar("Read", bound=StrictBody)
@@ -78,9 +78,10 @@ class Batch:
 class Job:
     """What one HTTP request asks for, checked and tokenised."""
 
-    writer: Writer
+    writer: WholeWriter
+    stream_writer: Writer | None = None
+    """The same one if the reply is streamed; None if it comes in one piece."""
     requests: list[Request]
-    stream: bool
     echoes: Sequence[str] = ()
     """The texts of the prompts, if choices begin with them."""
     in_full: bool = False
@@ -178,7 +179,7 @@ class Intake:
         return Job(
             writer=writer,
             requests=requests,
-            stream=bool(batch.body.stream),
+            stream_writer=writer if batch.body.stream else None,
             echoes=echoes,
             in_full=in_full,
             reservation=await self.reserve(client, requests),
@@ -350,7 +351,11 @@ def salts_of(tenant: Tenant) -> tuple[bytes, bytes]:
 
 
 def check_media_type(http: HttpRequest, wanted: str) -> None:
-    """Raises 415 if the body is something else."""
+    """Raises 415 if the body is something else, or compressed."""
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        message = f"The request has 'Content-Encoding: {encoding}', and this server reads bodies as they are."
+        raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_content_encoding")
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
         message = f"The request must have the header 'Content-Type: {wanted}'."
         raise ApiError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, message, code="unsupported_media_type")

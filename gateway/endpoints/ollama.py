@@ -36,7 +36,7 @@ from gateway.wire.ollama.bodies import (
 from gateway.wire.ollama.lines import EmbeddingWriter, EmbedWriter, LineWriter, timestamp, unasked
 from gateway.wire.sampling import tier_of
 from gateway.wire.shapes import Head
-from gateway.wire.writers import Writer
+from gateway.wire.writers import WholeWriter
 
 VERSION = "0.12.6"
 """The version of Ollama whose API this is: clients ask for it, and do without what an older one lacks."""
@@ -120,7 +120,7 @@ class OllamaApi:
         asked: EmbeddingAsked,
         arrival_s: float,
         field: str,
-        writer: Writer,
+        writer: WholeWriter,
     ) -> Response:
         body = Embedded(model=asked.model)
         lane = await self._embeddings.admit(http, client, body, arrival_s)

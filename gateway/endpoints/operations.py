@@ -16,6 +16,7 @@ from gateway.endpoints.conversations import AddBody, CreateBody, UpdateBody
 from gateway.endpoints.events import DETAILS
 from gateway.endpoints.files import FilesQuery, UploadForm
 from gateway.http.refusals import OVERLOADED
+from gateway.sessions.responses.objects import Item
 from gateway.sessions.responses.schemas import PageQuery, ResponseBody, StreamQuery
 from gateway.wire.anthropic.bodies import CountTokensBody, MessagesBody
 from gateway.wire.embeddings import EmbeddingsBody, RerankBody, ScoreBody
@@ -294,7 +295,7 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "POST": Operation(summary="Add messages", body=AddBody, answer=answers.ItemPage, statuses=(404, 503)),
     },
     "/v1/conversations/{conversation_id}/items/{item_id}": {
-        "GET": Operation(summary="One message", answer=answers.Item, statuses=(404, 503)),
+        "GET": Operation(summary="One message", answer=Item, statuses=(404, 503)),
         "DELETE": Operation(summary="Forget a message", answer=answers.Conversation, statuses=(404, 503)),
     },
     "/api/chat": {

@@ -38,16 +38,19 @@ class Reply(Response):
         service = self._service
         connection = Connection(scope, send, service.clock, service.metrics.slow_readers.inc)
         job = self._job
-        stream = Stream(job.requests, connection, streamed=job.stream, echoes=job.echoes, in_full=job.in_full)
+        writer = job.stream_writer
+        stream = Stream(
+            job.requests, connection, streamed=writer is not None, echoes=job.echoes, in_full=job.in_full
+        )
         stream.reservation, stream.thoughts = job.reservation, job.thoughts
         service.dispatch.submit(stream)
         release = partial(service.dispatch.release, stream)
         async with meanwhile(connection.watch(receive, release)):
             try:
-                if self._job.stream:
-                    await self._send_stream(stream)
-                else:
+                if writer is None:
                     await self._send_whole(stream)
+                else:
+                    await self._send_stream(stream, writer)
             finally:
                 release()
 
@@ -65,17 +68,17 @@ class Reply(Response):
         body = await off_loop(size, self._job.writer.whole, stream, deltas)
         await stream.connection.send_whole(json_pieces(body), headers)
 
-    async def _send_stream(self, stream: Stream) -> None:
+    async def _send_stream(self, stream: Stream, writer: Writer) -> None:
         connection = stream.connection
-        stream.pass_on = partial(self._pass_on, connection, self._job.writer)
+        stream.pass_on = partial(self._pass_on, connection, writer)
         while True:
             await stream.news()
             if connection.gone:
                 return
             if not connection.committed:
-                await self._commit(stream)
+                await self._commit(stream, writer)
             ended = stream.ended
-            if body := self._frames(stream):
+            if body := self._frames(stream, writer):
                 await connection.send(body, more=not ended)
             if ended:
                 return
@@ -88,15 +91,14 @@ class Reply(Response):
             connection.send_now(body)
         return True
 
-    async def _commit(self, stream: Stream) -> None:
+    async def _commit(self, stream: Stream, writer: Writer) -> None:
         """There is something to show: from here on the status is 200. An error before this is a plain one."""
         if stream.error is not None:
             raise stream.error
-        await stream.connection.commit({"content-type": self._job.writer.media_type, **self._quota_headers})
+        await stream.connection.commit({"content-type": writer.media_type, **self._quota_headers})
 
-    def _frames(self, stream: Stream) -> bytes:
+    def _frames(self, stream: Stream, writer: Writer) -> bytes:
         """All that there is to say now; nothing, if a character is incomplete."""
-        writer = self._job.writer
         frames = writer.news(stream, stream.take())
         if stream.error is not None:
             log_fault(stream.error)

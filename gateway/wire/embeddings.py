@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, with_config
 from typing_extensions import TypedDict
 
-from gateway.http.errors import ApiError, invalid
+from gateway.http.errors import invalid
 from gateway.wire.frames import usage_of
 from gateway.wire.schemas import STRICT, Many, ServiceTier, StrictBody
 from gateway.wire.streams import Delta, Generation
@@ -96,28 +96,7 @@ def _one_of(body: ScoreBody, *names: str) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-class WholeWriter:
-    """A `gateway.wire.writers.Writer` of which no stream is asked."""
-
-    media_type = "application/json"
-
-    def text(self, index: int, text: str) -> bytes:
-        raise NotImplementedError
-
-    def news(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> bytes:
-        raise NotImplementedError
-
-    def fault(self, error: ApiError) -> bytes:
-        raise NotImplementedError
-
-    def keepalive(self) -> bytes:
-        raise NotImplementedError
-
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        raise NotImplementedError
-
-
-class EmbeddingWriter(WholeWriter):
+class EmbeddingWriter:
     """The embeddings themselves."""
 
     def __init__(self, body: EmbeddingsBody, *, is_normalised: bool) -> None:
@@ -140,7 +119,7 @@ class EmbeddingWriter(WholeWriter):
         return as_base64(values) if self._body.encoding_format == "base64" else values
 
 
-class RerankWriter(WholeWriter):
+class RerankWriter:
     """Documents, those first that are most like the query; its embedding is the first one."""
 
     def __init__(self, id: str, body: RerankBody) -> None:
@@ -161,7 +140,7 @@ class RerankWriter(WholeWriter):
         return {"id": self._id, "model": self._body.model, "usage": _usage(generation), "results": results}
 
 
-class ScoreWriter(WholeWriter):
+class ScoreWriter:
     """How alike texts are; the embeddings of the first side come before those of the second."""
 
     def __init__(self, id: str, created: int, model: str, num_first: int) -> None:

@@ -14,6 +14,7 @@ from typing_extensions import TypedDict
 
 from gateway.http.errors import ApiError, invalid, unsupported
 from gateway.http.limits import Limits
+from gateway.wire.mistakes import explained
 
 ServiceTier = Literal["auto", "default", "flex", "priority", "fast"]
 
@@ -22,8 +23,8 @@ _INT64 = 2**63
 
 STRICT = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
 
-Item = TypeVar("Item")
-Many = Annotated[list[Item], Field(fail_fast=True)]
+Entry = TypeVar("Entry")
+Many = Annotated[list[Entry], Field(fail_fast=True)]
 """A list that is looked at up to its first mistake."""
 
 
@@ -370,18 +371,6 @@ class LocateBody(StrictBody):
 
 Body = TypeVar("Body", bound=StrictBody)
 
-# Refused for their value, not for their type: clients are told that the feature is missing.
-_MISSING_FEATURES = frozenset(
-    {
-        "add_special_tokens",
-        "include_obfuscation",
-        "modalities",
-        "priority",
-        "response_format",
-        "spaces_between_special_tokens",
-    }
-)
-
 
 def read(
     kind: type[Body],
@@ -419,7 +408,7 @@ def validated(kind: type[Body], values: Mapping[str, object]) -> Body:
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
-        raise _explain(error) from None
+        raise explained(error) from None
 
 
 def steps_to(place: str) -> list[str]:
@@ -438,34 +427,6 @@ def _at(value: object, steps: Sequence[str], name: str = "") -> Iterator[tuple[s
     elif isinstance(value, list):
         for i, item in enumerate(value):
             yield from _at(item, steps[1:], f"{name}[{i}]")
-
-
-def _explain(error: ValidationError) -> ApiError:
-    details = max(error.errors(include_url=False, include_context=False), key=lambda found: len(found["loc"]))
-    path = _path(details["loc"])
-    field = str(details["loc"][0]) if details["loc"] else None
-    if details["type"] == "extra_forbidden":
-        return invalid(f"Unrecognized request argument supplied: {path}.", path, "unknown_parameter")
-    if details["type"] == "missing":
-        return invalid(f"You must provide the parameter '{path}'.", path, "missing_required_parameter")
-    if _MISSING_FEATURES & {field, path.rpartition(".")[2]} and details["type"] == "literal_error":
-        return invalid(f"This value of '{path}' is not supported by this server.", path, "unsupported_value")
-    return invalid(f"Invalid '{path}': {details['msg']}.", path)
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """`messages[0].content`: pydantic's location without the names it gives the branches of a union."""
-    path = ""
-    for number, part in enumerate(location):
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif number == 0 or not (
-            part.startswith(("list[", "dict[", "literal[", "constrained", "function-"))
-            or part[:1].isupper()
-            or part in ("str", "int", "bool", "none")
-        ):
-            path += f".{part}" if path else part
-    return path
 
 
 def check_counts(body: Sampled, limits: Limits) -> None:

@@ -9,6 +9,8 @@ from json.encoder import encode_basestring_ascii
 from math import fsum
 from typing import NamedTuple, Protocol
 
+from typing_extensions import TypedDict
+
 from engine.planning.request import FinishReason, TokenLogprobs
 from gateway.wire.parsing import (
     Answer,
@@ -24,6 +26,18 @@ from gateway.wire.streams import Delta
 
 _LOWEST_LOGPROB = -9999.0
 """JSON has no -inf; OpenAI says this instead."""
+
+
+class TokenLogprob(TypedDict):
+    """OpenAI's entry for a token."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
 
 
 class TokenText(Protocol):
@@ -256,15 +270,13 @@ class CompletionShape:
         return offsets
 
 
-def chosen_logprob(
-    tokens: TokenText, token_id: int, logprobs: TokenLogprobs, num_top: int
-) -> dict[str, object]:
+def chosen_logprob(tokens: TokenText, token_id: int, logprobs: TokenLogprobs, num_top: int) -> ChosenLogprob:
     """OpenAI's entry for one token, with the most likely ones at its place."""
     top = [_logprob(tokens, other, logprob) for other, logprob in logprobs.top[:num_top]]
-    return _logprob(tokens, token_id, logprobs.logprob) | {"top_logprobs": top}
+    return {**_logprob(tokens, token_id, logprobs.logprob), "top_logprobs": top}
 
 
-def _logprob(tokens: TokenText, token_id: int, logprob: float) -> dict[str, object]:
+def _logprob(tokens: TokenText, token_id: int, logprob: float) -> TokenLogprob:
     text = tokens.token_bytes(token_id)
     return {"token": text.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(text)}
 

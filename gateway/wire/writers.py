@@ -9,7 +9,14 @@ from gateway.http.errors import ApiError
 from gateway.wire.streams import Delta, Generation
 
 
-class Writer(Protocol):
+class WholeWriter(Protocol):
+    """One reply in one wire format that comes in one piece."""
+
+    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
+        """The reply's JSON; lists that may be large are iterators, for `gateway.wire.frames.json_pieces`."""
+
+
+class Writer(WholeWriter, Protocol):
     """One reply in one wire format, streamed or whole. It knows what it has said so far."""
 
     media_type: str
@@ -29,6 +36,3 @@ class Writer(Protocol):
 
     def keepalive(self) -> bytes:
         """Says that the client is not forgotten."""
-
-    def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:
-        """The reply in one piece; lists that may be large are iterators, for `gateway.wire.frames.json_pieces`."""

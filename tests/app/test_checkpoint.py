@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
@@ -173,16 +172,9 @@ def test_a_checkpoint_without_a_file_is_none(tmp_path: Path, missing: str) -> No
         check_files(folder, "--model tiny")
 
 
-def _as_file(path: Path) -> None:
-    path.write_text("a file")
-
-
-def _as_nothing(_: Path) -> None:
-    pass
-
-
-@pytest.mark.parametrize("make", [_as_file, _as_nothing])
-def test_a_checkpoint_is_a_directory(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    make(tmp_path / "tiny")
+def test_a_checkpoint_is_a_directory_or_a_gguf_file(tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match=f"^--model {tmp_path}/tiny: there is no directory"):
+        find_checkpoint(str(tmp_path / "tiny"))
+    (tmp_path / "tiny").write_text("a file")
+    with pytest.raises(OperatorError, match=f"^--model {tmp_path}/tiny: a model is a directory, or .*gguf"):
         find_checkpoint(str(tmp_path / "tiny"))

@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 
 from app.checkpoint import DEMO_MODEL
 from app.demo.gguf_files import encode
-from app.demo.perplexity import CASES, Case, Talk, held_out, load, perplexity, table
+from app.demo.held_out import Talk, held_out
+from app.demo.perplexity import CASES, Case, load, perplexity, table
 from app.demo.score import Talker
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -24,7 +24,8 @@ from app.checkpoint import (
     is_hub_id,
     model_name,
 )
-from app.demo.perplexity import held_out, load, perplexity
+from app.demo.held_out import held_out
+from app.demo.perplexity import load, perplexity
 from app.demo.score import Talker
 from app.doctor import Level, check_model, check_types
 from app.errors import OperatorError

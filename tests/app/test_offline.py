@@ -18,7 +18,10 @@ from typing import Any
 import pytest
 
 from app.checkpoint import DEMO_MODEL
-from app.offline import LLM, SERVER_ONLY, Answer, Sampling, _settings
+from app.offline.answers import Answer
+from app.offline.llm import LLM
+from app.offline.requests import Sampling
+from app.offline.settings import SERVER_ONLY, offline_settings
 from app.settings import Settings
 from gateway.wire.schemas import ChatBody, CompletionBody
 from priority.lanes import Lane
@@ -280,7 +283,7 @@ def test_what_it_takes_are_settings_and_fields_that_there_are() -> None:
 
 
 def test_lanes_promise_what_was_set_and_else_nothing() -> None:
-    lanes = _settings(None, {"lane_interactive": "tpot=0.05"}).lanes
+    lanes = offline_settings(None, {"lane_interactive": "tpot=0.05"}).lanes
     assert (lanes[Lane.INTERACTIVE].tpot_s, lanes[Lane.INTERACTIVE].ttft_s) == (0.05, 1.0)
     assert (lanes[Lane.STANDARD].tpot_s, lanes[Lane.STANDARD].ttft_s) == (inf, inf)
     assert lanes[Lane.STANDARD].kv_share == lanes[Lane.BATCH].kv_share == 1

@@ -171,6 +171,11 @@ def test_variables_are_told_apart_from_flags_when_wrong(name: str, monkeypatch: 
         load_settings({})
 
 
+def test_a_secret_is_not_shown_when_wrong() -> None:
+    with pytest.raises(OperatorError, match=r"^--cluster-secret: [^']*$"):
+        load_settings({"cluster_secret": "too-short"})
+
+
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
     [

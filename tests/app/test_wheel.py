@@ -238,7 +238,7 @@ assert engine.parts.WHOSE == app.late.WHOSE == "mine"
 assert {name for name in sys.modules if name.split(".")[0] in NAMES} == {"app", "app.late", "engine", "engine.parts"}
 home = sys.modules["penstock"].__path__[0]
 ours = {name: module for name, module in sys.modules.items() if name.startswith("penstock.lib.")}
-assert {"penstock.lib.app.offline", "penstock.lib.engine.execution.runner"} < ours.keys()
+assert {"penstock.lib.app.offline.llm", "penstock.lib.engine.execution.runner"} < ours.keys()
 assert all(module.__file__.startswith(home) for module in ours.values())
 assert home not in sys.path
 """

@@ -12,8 +12,8 @@ from app.cli import main
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "the following arguments are required: action"),
-        ("roll", "argument action: invalid choice: 'roll'"),
+        ("", "the following arguments are required: ACTION"),
+        ("scael 2", "unknown action scael; did you mean scale?"),
         ("scale", "the following arguments are required: REPLICAS"),
         ("drain", "the following arguments are required: REPLICA"),
         ("status --port 1", "unknown argument --port"),

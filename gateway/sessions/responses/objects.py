@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -19,9 +19,12 @@ from gateway.sessions.responses.schemas import (
     InputCallOutput,
     InputItem,
     InputMessage,
+    ItemStatus,
     NamedTool,
     PageQuery,
+    ReasoningText,
     ResponseBody,
+    Role,
     TextConfig,
     TextPart,
 )
@@ -32,6 +35,7 @@ from gateway.wire.parsing import Call
 from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.sampling import tier_of
 from gateway.wire.schemas import StrictBody
+from gateway.wire.shapes import ChosenLogprob
 from gateway.wire.tools.use import ToolUse, tool_use
 from priority.lanes import Lane
 
@@ -40,13 +44,20 @@ JsonObject = dict[str, Any]
 ITEM_DONE = "response.output_item.done"
 
 
-class Part(TypedDict):
-    """A text of an item."""
+class InputText(TypedDict):
+    """A text that a client sent."""
 
-    type: str
+    type: Literal["input_text"]
     text: str
-    annotations: NotRequired[list[object]]
-    logprobs: NotRequired[list[object]]
+
+
+class OutputText(TypedDict):
+    """A text that the model said."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[object]
+    logprobs: list[ChosenLogprob]
 
 
 class MessageItem(TypedDict):
@@ -54,9 +65,9 @@ class MessageItem(TypedDict):
 
     id: str
     type: Literal["message"]
-    status: str
-    role: str
-    content: list[Part]
+    status: ItemStatus
+    role: Role
+    content: list[InputText | OutputText]
 
 
 class CallItem(TypedDict):
@@ -64,7 +75,7 @@ class CallItem(TypedDict):
 
     id: str
     type: Literal["function_call"]
-    status: str
+    status: ItemStatus
     call_id: str
     name: str
     arguments: str
@@ -75,14 +86,9 @@ class CallOutputItem(TypedDict):
 
     id: str
     type: Literal["function_call_output"]
-    status: str
+    status: ItemStatus
     call_id: str
     output: str
-
-
-class ReasoningPart(TypedDict):
-    type: str
-    text: str
 
 
 class ReasoningItem(TypedDict):
@@ -90,9 +96,9 @@ class ReasoningItem(TypedDict):
 
     id: str
     type: Literal["reasoning"]
-    status: str
-    summary: list[ReasoningPart]
-    content: list[ReasoningPart]
+    status: ItemStatus
+    summary: list[object]
+    content: list[ReasoningText]
 
 
 Item = Annotated[MessageItem | CallItem | CallOutputItem | ReasoningItem, Field(discriminator="type")]
@@ -134,18 +140,25 @@ def _texts(content: str | Sequence[TextPart]) -> list[str]:
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
-def message_item(item_id: str, role: str, texts: Sequence[str], status: str) -> MessageItem:
-    part = text_part if role == "assistant" else _input_part
+def message_item(
+    item_id: str,
+    role: Role,
+    texts: Sequence[str],
+    status: ItemStatus,
+    logprobs: Sequence[ChosenLogprob] = (),
+) -> MessageItem:
+    """`logprobs` are those of an assistant's only text."""
+    said = role == "assistant"
     return {
         "id": item_id,
         "type": "message",
         "status": status,
         "role": role,
-        "content": [part(text) for text in texts],
+        "content": [text_part(text, logprobs) if said else _input_part(text) for text in texts],
     }
 
 
-def call_item(item_id: str, call: Call, status: str) -> CallItem:
+def call_item(item_id: str, call: Call, status: ItemStatus) -> CallItem:
     return {
         "id": item_id,
         "type": "function_call",
@@ -156,7 +169,7 @@ def call_item(item_id: str, call: Call, status: str) -> CallItem:
     }
 
 
-def reasoning_item(item_id: str, texts: Sequence[str], status: str) -> ReasoningItem:
+def reasoning_item(item_id: str, texts: Sequence[str], status: ItemStatus) -> ReasoningItem:
     return {
         "id": item_id,
         "type": "reasoning",
@@ -166,16 +179,15 @@ def reasoning_item(item_id: str, texts: Sequence[str], status: str) -> Reasoning
     }
 
 
-def text_part(text: str) -> Part:
-    """A part that the model said."""
-    return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
+def text_part(text: str, logprobs: Sequence[ChosenLogprob] = ()) -> OutputText:
+    return {"type": "output_text", "annotations": [], "logprobs": list(logprobs), "text": text}
 
 
-def reasoning_part(text: str) -> ReasoningPart:
+def reasoning_part(text: str) -> ReasoningText:
     return {"type": "reasoning_text", "text": text}
 
 
-def _input_part(text: str) -> Part:
+def _input_part(text: str) -> InputText:
     return {"type": "input_text", "text": text}
 
 

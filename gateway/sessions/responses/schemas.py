@@ -35,6 +35,7 @@ DEFAULT_LISTED = 20
 
 _MAX_SEQUENCE_DIGITS = 18
 
+Role = Literal["user", "assistant", "system", "developer"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 LOGPROBS = "message.output_text.logprobs"
@@ -84,7 +85,7 @@ class InputMessage(StrictBody):
     """A message of the client's, or one that this API returned and gets back."""
 
     type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
+    role: Role
     content: str | Annotated[Many[TextPart], Field(min_length=1)]
     id: str | None = None
     status: ItemStatus | None = None

@@ -6,22 +6,23 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any
 
 from engine.planning.request import FinishReason, TokenLogprobs
 from gateway.sessions.responses.objects import (
     ITEM_DONE,
     Item,
     JsonObject,
+    OutputText,
     call_item,
     message_item,
     reasoning_item,
     reasoning_part,
     text_part,
 )
+from gateway.sessions.responses.schemas import ItemStatus, ReasoningText
 from gateway.wire.parsing import ArgumentsDelta, Call, CallBegun, Piece, ReplyParser, TextDelta
 from gateway.wire.reading import Reading
-from gateway.wire.shapes import TokenText, chosen_logprob
+from gateway.wire.shapes import ChosenLogprob, TokenText, chosen_logprob
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
@@ -58,25 +59,20 @@ class _Open:
     call: Call
     """Its call, if it is one."""
     texts: list[str] = field(default_factory=list)
-    logprobs: list[object] = field(default_factory=list)
+    logprobs: list[ChosenLogprob] = field(default_factory=list)
     """Of a message's tokens, if they were asked for."""
 
-    def item(self, status: str) -> Item:
+    def item(self, status: ItemStatus) -> Item:
         """What it is by now; nothing yet, while it is in progress."""
         item_id, texts = self.place["item_id"], ["".join(self.texts)] if status != "in_progress" else []
         if self.kind == "function_call":
             return call_item(item_id, Call(self.call.id, self.call.name, "".join(self.texts)), status)
         if self.kind == "reasoning":
             return reasoning_item(item_id, texts, status)
-        item = message_item(item_id, "assistant", texts, status)
-        for part in item["content"]:
-            part["logprobs"] = self.logprobs
-        return item
+        return message_item(item_id, "assistant", texts, status, self.logprobs)
 
-    def part(self, text: str) -> Any:
-        if self.kind == "reasoning":
-            return reasoning_part(text)
-        return {**text_part(text), "logprobs": list(self.logprobs)}
+    def part(self, text: str) -> OutputText | ReasoningText:
+        return reasoning_part(text) if self.kind == "reasoning" else text_part(text, self.logprobs)
 
 
 class ResponseScript:
@@ -91,7 +87,7 @@ class ResponseScript:
         self._parser = parser
         self._tokens = tokens
         self._num_top = num_top
-        self._noted: list[object] = []
+        self._noted: list[ChosenLogprob] = []
         """Log probabilities of tokens whose text was not told yet."""
         self._num_items = 0
         self._open: _Open | None = None
@@ -143,7 +139,7 @@ class ResponseScript:
         if kind != "function_call":
             yield ItemEvent("response.content_part.added", {**place, "part": opened.part("")})
 
-    def _end(self, status: str) -> Iterator[ItemEvent]:
+    def _end(self, status: ItemStatus) -> Iterator[ItemEvent]:
         ended, self._open = self._open, None
         if ended is None:
             return

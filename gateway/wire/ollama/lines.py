@@ -11,7 +11,7 @@ import orjson
 
 from gateway.http.errors import ApiError
 from gateway.http.refusals import ollama_body
-from gateway.wire.embeddings import WholeWriter, shortened
+from gateway.wire.embeddings import shortened
 from gateway.wire.frames import timings_of, usage_of
 from gateway.wire.ollama.bodies import EmbeddingAsked
 from gateway.wire.parsing import (
@@ -116,7 +116,7 @@ class LineWriter:
         return {"message": said} if self._is_chat else said
 
 
-class EmbedWriter(WholeWriter):
+class EmbedWriter:
     """One reply to `/api/embed`: each embedding has a length of 1."""
 
     def __init__(self, asked: EmbeddingAsked) -> None:
@@ -136,7 +136,7 @@ class EmbedWriter(WholeWriter):
         }
 
 
-class EmbeddingWriter(WholeWriter):
+class EmbeddingWriter:
     """One reply to `/api/embeddings`: the embedding as the model has it."""
 
     def whole(self, generation: Generation, deltas: Iterable[tuple[int, Delta]]) -> dict[str, object]:  # noqa: ARG002

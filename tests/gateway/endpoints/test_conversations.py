@@ -42,8 +42,8 @@ from gateway.sessions.conversations import (
     find,
 )
 from gateway.sessions.owners import tag_of
-from gateway.sessions.responses.objects import Item, Part, input_items, text_part
-from gateway.sessions.responses.schemas import InputMessage
+from gateway.sessions.responses.objects import Item, input_items, message_item
+from gateway.sessions.responses.schemas import InputMessage, Role
 from gateway.sessions.responses.threads import Thread
 from gateway.store import link
 from gateway.store.interface import Key, Store, StoreUnavailable
@@ -125,9 +125,8 @@ async def connected(place: Place, api_key: str = "none") -> AsyncIterator[Any]:
         yield api.conversations
 
 
-def item(item_id: str, role: str = "user", text: str = "x") -> Item:
-    part: Part = text_part(text) if role == "assistant" else {"type": "input_text", "text": text}
-    return {"id": item_id, "type": "message", "status": "completed", "role": role, "content": [part]}
+def item(item_id: str, role: Role = "user", text: str = "x") -> Item:
+    return message_item(item_id, role, [text], "completed")
 
 
 async def put(store: Store, conversation_id: str = UNKNOWN, tenant: str = "default", **fields: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -141,6 +142,26 @@ async def test_a_wrong_chat_is_refused_by_field(fields: dict[str, Any], param: s
     assert param in error["message"] or error["code"] in ("invalid_value", "context_length_exceeded")
 
 
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"stream_options": 1}, "Input should be an object."),
+        ({"tools": {}}, "Input should be an array."),
+        ({"stop": 7}, "Input should be a string or an array."),
+        ({"messages": []}, "Input should have at least 1 item, not 0."),
+        ({"tool_choice": 1}, "Input should be 'none', 'auto' or 'required'."),
+    ],
+)
+async def test_what_would_be_right_is_said_in_the_words_of_json(fields: dict[str, Any], wanted: str) -> None:
+    error = error_of(await post(CHAT, {**chat_body(), **fields}))
+    assert error["message"].endswith(wanted)
+
+
+async def test_of_several_types_the_one_that_was_meant_is_spoken_of() -> None:
+    error = error_of(await post("/v1/responses", {"model": MODEL, "input": []}))
+    assert error["message"] == "Invalid 'input': Input should have at least 1 item, not 0."
+
+
 WRONG_COMPLETIONS = [
     ({"prompt": []}, "prompt"),
     ({"prompt": [[]]}, "prompt"),
@@ -247,6 +268,15 @@ async def test_only_json_is_taken(media_type: str) -> None:
         content = json.dumps(chat_body())
         response = await http.post(CHAT, content=content, headers={"content-type": media_type})
     assert error_of(response, 415)["code"] == "unsupported_media_type"
+
+
+async def test_a_compressed_body_is_not_taken() -> None:
+    async with client(Desk().app) as http:
+        headers = {"content-type": "application/json", "content-encoding": "gzip"}
+        response = await http.post(CHAT, content=gzip.compress(b"{}"), headers=headers)
+    error = error_of(response, 415)
+    assert error["code"] == "unsupported_content_encoding"
+    assert "'Content-Encoding: gzip'" in error["message"]
 
 
 async def test_a_body_that_is_too_long_is_refused_declared_or_not() -> None:

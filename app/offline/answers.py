@@ -1,0 +1,86 @@
+"""What comes of prompts and conversations: whole answers, and the pieces of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.planning.request import Output
+from engine.planning.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One token, and how likely it was before any of the sampling's processing."""
+
+    token_id: int
+    token: str
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+    """The most likely ones in its place, best first."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """One text that was generated."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    """stop or length."""
+    logprobs: list[TokenLogprob] | None = None
+    """By token, if they were asked for."""
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.token_ids += piece.token_ids
+        self.finish_reason = piece.finish_reason
+        if piece.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + piece.logprobs
+
+
+@dataclass(slots=True)
+class Piece:
+    """What is new of one choice."""
+
+    prompt: int
+    """The number of its prompt or conversation in the list that was given."""
+    choice: int
+    text: str
+    """Whole characters; may be empty while one is incomplete, or could become a stop string."""
+    token_ids: list[int]
+    finish_reason: str | None
+    """stop or length with the last piece of a choice, else None."""
+    logprobs: list[TokenLogprob] | None
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came of one prompt or conversation."""
+
+    prompt_token_ids: tuple[int, ...]
+    choices: list[Choice]
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was in the prefix cache."""
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self.choices[0].text
+
+
+def piece_of(number: int, output: Output, tokenizer: Tokenizer) -> Piece:
+    """What an output brings of a choice of prompt `number`."""
+    logprobs = None
+    if output.logprobs is not None:
+        pairs = zip(output.token_ids, output.logprobs, strict=True)
+        logprobs = [_token(tokenizer, token_id, found.logprob, found.top) for token_id, found in pairs]
+    reason = output.finish_reason and output.finish_reason.value
+    return Piece(number, output.index, output.text, output.token_ids, reason, logprobs)
+
+
+def _token(
+    tokenizer: Tokenizer, token_id: int, logprob: float, top: Iterable[tuple[int, float]] = ()
+) -> TokenLogprob:
+    text = tokenizer.token_bytes(token_id).decode(errors="replace")
+    return TokenLogprob(token_id, text, logprob, tuple(_token(tokenizer, *other) for other in top))

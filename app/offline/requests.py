@@ -1,0 +1,231 @@
+"""From the arguments of a call to requests for the engine, checked as the server checks bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from typing_extensions import TypedDict
+
+from app.build import Core
+from app.errors import suggestion
+from engine.planning.grammar import Grammar
+from engine.planning.grammars import GrammarError
+from engine.planning.request import Pooling, Request, SamplingParams
+from gateway.access.keys import OPEN_TENANT
+from gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
+from gateway.endpoints.intake import bad_words_of, salt_of
+from gateway.http.errors import ApiError, invalid, unsupported
+from gateway.http.limits import Limits
+from gateway.wire.conversation import as_dict
+from gateway.wire.embeddings import EmbeddingsBody
+from gateway.wire.prompts import Prompts, check_token_ids
+from gateway.wire.sampling import MaxTokens, Room, lane_of, sampling_params
+from gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion, read
+from gateway.wire.structured import answer_form, form_of
+
+Prompt = str | Sequence[int]
+"""Text, or token ids."""
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages as OpenAI has them: `{"role": "user", "content": "Hello!"}`."""
+
+_LIMITS = Limits()
+
+
+class Sampling(TypedDict, total=False):
+    """How tokens are chosen: OpenAI's names and ranges, and those that clients of open models send."""
+
+    max_tokens: int
+    max_completion_tokens: int
+    """The newer name of max_tokens, for chats."""
+    temperature: float
+    top_p: float
+    n: int
+    """Choices of each prompt."""
+    seed: int
+    stop: str | list[str]
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    logprobs: int | bool
+    """For prompts, how many of the most likely tokens to name beside the chosen one; for chats, whether to at all."""
+    top_logprobs: int
+    """For chats, how many."""
+    service_tier: str
+    """The lane: priority, default or flex."""
+    top_k: int
+    min_p: float
+    typical_p: float
+    top_a: float
+    xtc_probability: float
+    xtc_threshold: float
+    repetition_penalty: float
+    min_tokens: int
+    ignore_eos: bool
+    stop_token_ids: list[int]
+    bad_words: list[str]
+    allowed_token_ids: list[int]
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
+    response_format: Mapping[str, Any]
+    """What answers have to match: {"type": "json_object"}, or a json_schema."""
+    structured_outputs: Mapping[str, Any]
+    """The same in vLLM's words: json, regex, choice or grammar."""
+
+
+class Requests:
+    """Makes requests for one engine. They have no id and no time of arrival yet.
+
+    What it is given may be one prompt or conversation, or many. A wrong argument is a TypeError or a ValueError.
+    """
+
+    def __init__(self, core: Core) -> None:
+        """
+        Raises:
+            TemplateSyntaxError: the checkpoint's chat template is broken.
+        """
+        self._core = core
+        self._prompts = Prompts(core.tokenizer)
+        self._vocab_size = min(core.config.vocab_size, core.tokenizer.vocab_size)
+
+    def of_prompts(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling) -> list[Request]:
+        return _each(self._of_prompt, _listed(prompts), _checked(sampling))
+
+    def of_conversations(
+        self, conversations: Conversation | Sequence[Conversation], sampling: Sampling
+    ) -> list[Request]:
+        return _each(self._of_conversation, _listed(conversations), _checked(sampling))
+
+    def of_either(
+        self,
+        given: Prompt | Conversation | Sequence[Prompt] | Sequence[Conversation],
+        sampling: Sampling,
+    ) -> list[Request]:
+        listed = _listed(given)
+        is_chat = any(isinstance(part, Mapping) for one in listed[:1] for part in one)
+        return _each(self._of_conversation if is_chat else self._of_prompt, listed, _checked(sampling))
+
+    def of_texts(self, texts: Prompt | Sequence[Prompt]) -> list[Request]:
+        """For their embeddings."""
+        return _each(self._of_text, _listed(texts), {})
+
+    def _of_prompt(self, prompt: object, values: Mapping[str, Any]) -> Request:
+        body = read(CompletionBody, {**values, "prompt": prompt}, _LIMITS)
+        check_completion(body, _LIMITS)
+        if body.num_generated > (body.n or 1):
+            raise unsupported("best_of")
+        token_ids = self._token_ids(body.prompt, "prompt")
+        room = self._core.engine.max_sequence_tokens - len(token_ids)
+        most = max(1, min(DEFAULT_COMPLETION_TOKENS, room)) if body.max_tokens is None else body.max_tokens
+        return self._sampled(body, token_ids, "prompt", MaxTokens("max_tokens", most), body.logprobs)
+
+    def _of_text(self, text: object, values: Mapping[str, Any]) -> Request:
+        body = read(EmbeddingsBody, {**values, "input": text}, _LIMITS)
+        token_ids = self._token_ids(body.input, "input")
+        self._check_room(token_ids, "input", MaxTokens("max_tokens", 0))
+        nothing = SamplingParams(temperature=0.0, max_tokens=0)
+        return _request(token_ids, nothing, body.service_tier, pooling=self._core.embedding.pooling)
+
+    def _of_conversation(self, messages: object, values: Mapping[str, Any]) -> Request:
+        body = read(ChatBody, {**values, "messages": messages}, _LIMITS)
+        check_chat(body, _LIMITS)
+        token_ids = self._prompts.chat([as_dict(message) for message in body.messages])
+        asked = MaxTokens("max_tokens", body.max_tokens or body.max_completion_tokens)
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        return self._sampled(body, token_ids, "messages", asked, num_logprobs)
+
+    def _sampled(
+        self,
+        body: ChatBody | CompletionBody,
+        token_ids: list[int],
+        name: str,
+        asked: MaxTokens,
+        num_logprobs: int | None,
+    ) -> Request:
+        """`name` is what its prompt is called."""
+        tokenizer = self._core.tokenizer
+        sampling = sampling_params(
+            body,
+            self._core.defaults,
+            max_tokens=self._check_room(token_ids, name, asked),
+            num_logprobs=num_logprobs,
+            num_prompt_logprobs=None,
+            bad_words=bad_words_of(tokenizer, body.bad_words or ()),
+            shown_special=tokenizer.special_ids if body.skip_special_tokens is False else frozenset(),
+            vocab_size=self._vocab_size,
+            grammar=self._grammar(body),
+        )
+        return _request(token_ids, sampling, body.service_tier, n=body.n or 1)
+
+    def _token_ids(self, prompt: str | Sequence[object], name: str) -> list[int]:
+        if isinstance(prompt, str):
+            return self._prompts.text(prompt)
+        token_ids = [token_id for token_id in prompt if isinstance(token_id, int)]
+        if len(token_ids) < len(prompt):
+            raise invalid("A prompt is a text or a list of token ids.", name)
+        return token_ids
+
+    def _check_room(self, token_ids: list[int], name: str, asked: MaxTokens) -> int:
+        """The most output tokens after a prompt; `name` is what it is called."""
+        if not token_ids:
+            raise invalid(f"'{name}' must not be empty.", name)
+        check_token_ids(token_ids, self._vocab_size, name)
+        return Room(self._core.engine.max_sequence_tokens, len(token_ids)).output_tokens(asked, name)
+
+    def _grammar(self, body: ChatBody | CompletionBody) -> Grammar | None:
+        form = form_of(body, _LIMITS, answer_form(body.response_format))
+        if form is None:
+            return None
+        try:
+            self._core.grammars.compile(OPEN_TENANT.name, form.grammar)
+        except GrammarError as error:
+            raise invalid(f"Invalid '{form.field}': {error}.", form.field) from None
+        return form.grammar
+
+
+def _request(
+    token_ids: list[int],
+    sampling: SamplingParams,
+    service_tier: str | None,
+    n: int = 1,
+    pooling: Pooling | None = None,
+) -> Request:
+    return Request(
+        request_id="",
+        prompt_token_ids=tuple(token_ids),
+        sampling=sampling,
+        n=n,
+        lane=lane_of(service_tier, OPEN_TENANT),
+        tenant=OPEN_TENANT.name,
+        salt=salt_of(OPEN_TENANT),
+        pooling=pooling,
+    )
+
+
+def _each(
+    read_one: Callable[[Any, Mapping[str, Any]], Request], given: Sequence[Any], values: Mapping[str, Any]
+) -> list[Request]:
+    requests = []
+    for number, one in enumerate(given):
+        try:
+            requests.append(read_one(one, {"model": "-", **values}))
+        except ApiError as error:
+            place = f"number {number} of {len(given)}: " if len(given) > 1 else ""
+            raise ValueError(place + error.message) from None
+    return requests
+
+
+def _checked(sampling: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises TypeError for a name that there is not."""
+    for name in sampling.keys() - Sampling.__optional_keys__:
+        raise TypeError(f"unexpected keyword argument {name!r}{suggestion(name, Sampling.__optional_keys__)}")
+    bias = sampling.get("logit_bias")
+    if isinstance(bias, Mapping):
+        return {**sampling, "logit_bias": {str(token_id): number for token_id, number in bias.items()}}
+    return dict(sampling)
+
+
+def _listed(given: Iterable[Any]) -> list[Any]:
+    """Prompts or conversations, where one may have been given alone."""
+    listed = [given] if isinstance(given, str) else list(given)
+    return [listed] if listed and isinstance(listed[0], int | Mapping) else listed
