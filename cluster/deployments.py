@@ -158,7 +158,10 @@ class Keeper:
             self._child = await self._start()
             await self._join()
         except (ChildFailed, Stranger) as error:
-            await self._directory.note_failure.remote(f"{self._name} on {self._node}: {error}")
+            if self._child is not None:
+                await self._child.stop(self._plan.stop_s)
+            reason = getattr(error, "cause", error)  # what an actor raises comes with its traceback
+            await self._directory.note_failure.remote(f"{self._name} on {self._node}: {reason}")
             raise
         self._tasks = [asyncio.create_task(self._tell()), asyncio.create_task(self._end_with_child())]
 
