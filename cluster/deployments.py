@@ -160,6 +160,7 @@ class Keeper:
         except (ChildFailed, Stranger) as error:
             if self._child is not None:
                 await self._child.stop(self._plan.stop_s)
+            await self._leave()
             reason = getattr(error, "cause", error)  # what an actor raises comes with its traceback
             await self._directory.note_failure.remote(f"{self._name} on {self._node}: {reason}")
             raise
@@ -310,6 +311,10 @@ class Switch(Keeper):
 
     async def _join(self) -> None:
         self._take(await self._beat())
+
+    async def _leave(self) -> None:
+        self._folder.cleanup()
+        await super()._leave()
 
     def _read(self, metrics: str) -> dict[str, float]:
         return self._figures.of_switch(metrics)
