@@ -156,6 +156,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
         created=created(folder),
         block_size=load_options(settings).block_size,
         vocab_size=core.config.vocab_size,
+        eos_token_ids=core.config.eos_token_ids,
         embedding=core.embedding,
         defaults=core.defaults,
         clients=clients,

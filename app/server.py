@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import os
 import signal
@@ -24,7 +23,7 @@ from app.errors import OperatorError, describe_failure
 from app.keys import weights_of
 from app.listen import bind, is_loopback, port_of, url
 from app.log import configure_log, log
-from app.loop import Server, loop_factory, uvicorn_config
+from app.loop import Server, loop_factory, settle_garbage, uvicorn_config
 from app.settings import Settings
 from engine.engine import EngineState
 from gateway.access.keys import Client
@@ -65,9 +64,7 @@ def _exit_at_once(*_: object) -> NoReturn:
 
 def _settle_interpreter() -> None:
     """Once the model is loaded. Both were chosen by what a streamed token costs (`penstock bench --only loop`)."""
-    # What loading left behind lives as long as the process, and hardly anything that a token leaves is a cycle.
-    gc.freeze()
-    gc.set_threshold(20_000, 50, 100)
+    settle_garbage()
     # The step thread plans in Python: the event loop need not wait 5 ms until it gets its turn.
     sys.setswitchinterval(0.0005)
 

@@ -17,7 +17,7 @@ from app.errors import OperatorError
 from app.keys import KeyFile
 from app.listen import bind, is_loopback, url
 from app.log import configure_log, log
-from app.loop import Server, loop_factory, uvicorn_config
+from app.loop import Server, loop_factory, settle_garbage, uvicorn_config
 from app.settings import Settings
 from cluster.members import Members, parse_address
 from cluster.switch import Switch, SwitchOptions
@@ -102,6 +102,7 @@ def run(named: Sequence[str], replicas_file: Path | None, settings: Settings) ->
             await stack.enter_async_context(meanwhile(replicas.watch(switch.members)))
             if keys is not None:
                 await stack.enter_async_context(meanwhile(keys.watch(switch.access.replace)))
+            settle_garbage()
             log.info("ready in %.1f s: open %s", time.monotonic() - started_s, url(listener))
             await server.serve(sockets=[listener])
 

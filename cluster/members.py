@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from time import monotonic
@@ -32,20 +33,19 @@ MAX_LINE_BYTES = 256 * 1024 * 1024
 
 
 def parse_address(url: str) -> Address:
-    """The address in `http://HOST:PORT`.
+    """The address in `http://HOST:PORT` or `https://HOST:PORT`.
 
     Raises:
         ValueError: it is none.
     """
-    parts = urlsplit(url if "//" in url else f"//{url}")
-    if (
-        parts.scheme not in ("", "http")
-        or not parts.hostname
-        or parts.port is None
-        or parts.path not in ("", "/")
-    ):
-        raise ValueError(f"{url}: not like http://HOST:PORT")
-    return Address(parts.hostname, parts.port)
+    parts = urlsplit(url if "//" in url else f"http://{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port or parts.path not in ("", "/"):
+        raise ValueError(f"{url}: not like http://HOST:PORT or https://HOST:PORT")
+    return Address(parts.hostname, port, is_tls=parts.scheme == "https")
 
 
 @dataclass(slots=True)
@@ -110,6 +110,10 @@ class Members:
         target = f"{PATH}?switch={self._switch}".encode()
         try:
             upstream = await connect(address, request_bytes("GET", target, address, headers, b""), stream)
+        except ssl.SSLCertVerificationError as error:
+            return f"its certificate is not to be trusted: {error.verify_message}"
+        except ssl.SSLError:
+            return "it does not speak TLS"
         except OSError:
             return "nobody listens there"
         try:

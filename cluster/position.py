@@ -7,9 +7,8 @@ import re
 from gateway.sessions.recordings.recording import INTERRUPTED
 from gateway.wire.frames import KEEPALIVE
 
-_CHAT_ID = re.compile(rb'"id":"(chatcmpl-[0-9a-f]{32})"')
+_COMPLETION_ID = re.compile(rb'"id":"((?:chatcmpl|cmpl)-[0-9a-f]{32})"')
 _RESPONSE_ID = re.compile(rb'"id":\s?"(resp_[0-9a-f]{48})"')
-_FAULTS = (b'data: {"error"', b"event: error")
 _INTERRUPTIONS = tuple(code.encode() for code in INTERRUPTED)
 
 
@@ -28,7 +27,11 @@ class Position:
         self.is_interrupted = False
         """The replica said that it does not finish the reply; another one will."""
         self._kind = kind
-        self._is_chat = kind == "/v1/chat/completions"
+        self._is_completion = kind.endswith("/completions")
+        self._marks = (b"\nid: ", b"\n") if self._is_completion else (b'"sequence_number":', b"}")
+        """What stands before and behind the number of an event."""
+        self._fault = b'data: {"error"' if self._is_completion else b"event: error"
+        """How an event begins that ends a stream before its time."""
         self._held = b""
 
     @property
@@ -38,19 +41,15 @@ class Position:
 
     def feed(self, data: bytes) -> bytes:
         """What of this, and of what came before, may go to the client."""
-        data = self._held + data
-        end = data.rfind(b"\n\n") + 2
-        if data == KEEPALIVE:
-            self._held = b""
-            return data
-        if end == 1:  # none ends here
-            self._held = data
-            return b""
-        events, self._held = data[:end], data[end:]
-        if any(code in events for code in _INTERRUPTIONS):
-            events = self._without_interruption(events)
-        self._note(events)
-        return events
+        if self._held:
+            data, self._held = self._held + data, b""
+        if not data.endswith(b"\n\n") and data != KEEPALIVE:
+            end = data.rfind(b"\n\n") + 2
+            data, self._held = (b"", data) if end == 1 else (data[:end], data[end:])
+        if self._fault in data:
+            data = self._without_interruption(data)
+        self._note(data)
+        return data
 
     def restart(self) -> None:
         """What was begun by the connection that ended is dropped: another one sends it again, whole."""
@@ -58,33 +57,25 @@ class Position:
 
     def _note(self, events: bytes) -> None:
         if not self.id:
-            found = (_CHAT_ID if self._is_chat else _RESPONSE_ID).search(events)
+            found = (_COMPLETION_ID if self._is_completion else _RESPONSE_ID).search(events)
             self.id = found[1].decode() if found else ""
         # In text, quotes and ends of lines are escaped: what is looked for is never part of it.
-        found_last = (
-            _last(events, b"\nid: ", b"\n") if self._is_chat else _last(events, b'"sequence_number":', b"}")
-        )
-        if found_last is not None:
-            self.number = max(self.number, found_last)
+        mark, end = self._marks
+        at = events.rfind(mark)
+        if at < 0 and not (self._is_completion and events.startswith(mark[1:])):
+            return
+        start = at + len(mark)
+        number = events[start : events.find(end, start)]
+        if number.isdigit():
+            self.number = max(self.number, int(number))
 
     def _without_interruption(self, events: bytes) -> bytes:
         """Drops the event that says it, and what comes after."""
         at = 0
         for event in events.split(b"\n\n"):
             lines = [line for line in event.split(b"\n") if not line.startswith(b":")]
-            if lines[0].startswith(_FAULTS) and any(code in event for code in _INTERRUPTIONS):
+            if lines[0].startswith(self._fault) and any(code in event for code in _INTERRUPTIONS):
                 self.is_interrupted = True
                 return events[:at]
             at += len(event) + 2
         return events
-
-
-def _last(events: bytes, mark: bytes, end: bytes) -> int | None:
-    """The number that stands behind the last mark."""
-    events = b"\n" + events
-    at = events.rfind(mark)
-    if at < 0:
-        return None
-    start = at + len(mark)
-    number = events[start : events.find(end, start)]
-    return int(number) if number.isdigit() else None

@@ -150,14 +150,19 @@ class Relay:
             self._upstream.close()
             self._upstream = None
 
-    def look_after(self, now: float, timeouts: Timeouts, *, stall_s: float) -> None:
+    def look_after(self, now: float, timeouts: Timeouts, *, stall_s: float, lost_s: float) -> None:
         """Keeps a client that waits for another replica company, and gives a replica up that says nothing."""
         self.connection.look_after(now, timeouts)
         upstream = self._upstream
-        if upstream is None or self._waiting or now - upstream.heard_s <= stall_s:
+        if upstream is None or self._waiting:
             return
+        silent_s = now - upstream.heard_s
         # A stream is never silent for so long; who computes a whole reply may be.
-        if self._is_stream or self._guide.is_lost(self._replica):
+        if (
+            silent_s > lost_s
+            if self._guide.is_lost(self._replica)
+            else self._is_stream and silent_s > stall_s
+        ):
             upstream.close()
             self.on_end(is_whole=False)
 
@@ -176,17 +181,16 @@ class Relay:
             if self._position.is_interrupted:
                 self._is_over = True
                 self.connection.wake()
-        if not body:
-            return
-        connection = self.connection
-        if not self._waiting and connection.waits and connection.is_writable():
-            connection.send_now(body)
-            self._note_sent(body)
+            if not body:
+                return
+        if not self._waiting and self.connection.offer(body):
+            if not self._has_begun:
+                self._note_sent(body)
             return
         self._waiting += body
         if self._upstream is not None:
             self._upstream.pause()
-        connection.wake()
+        self.connection.wake()
 
     def on_end(self, *, is_whole: bool) -> None:
         self._is_over = True

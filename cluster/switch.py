@@ -44,7 +44,11 @@ from priority.routing.router import Ask, Router
 
 STALL_S = 30.0
 """A replica that says nothing for so long, not even that it is there, is given up."""
+LOST_S = 10.0
+"""So is one that says nothing to a request, if its stream of state ended, too."""
 _BY_ID = re.compile(r"(/v1/(?:chat/completions|responses|conversations|files|batches))/([^/]+)(?:/.*)?")
+_CHOOSE = "/choose"
+"""Before the path of a request that somebody else passes on."""
 _FOLLOWED = ("/v1/chat/completions", "/v1/responses")
 _NOT_PASSED_ON = frozenset(
     (b"host", b"content-length", b"expect", b"x-request-id", TICKET_HEADER, SECRET_HEADER.encode())
@@ -101,12 +105,13 @@ class Switch:
     async def drained(self, timeout_s: float) -> None:
         """Returns when nothing is on its way any more, or after so long."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
 
     async def _tick(self) -> None:
         now = asyncio.get_running_loop().time()
         for relay in list(self._relays):
-            relay.look_after(now, self.options.timeouts, stall_s=STALL_S)
+            relay.look_after(now, self.options.timeouts, stall_s=STALL_S, lost_s=LOST_S)
 
     # Requests
 
@@ -117,7 +122,7 @@ class Switch:
         clock = asyncio.get_running_loop().time
         connection = Connection(scope, send, clock, self.metrics.slow_readers.inc)
         try:
-            own = self._own(scope["path"])
+            own = await self._own(http)
             if own is not None:
                 await own(scope, receive, send)
                 return
@@ -131,8 +136,9 @@ class Switch:
                 raise
             await (await answer_fault(http, error))(scope, receive, send)
 
-    def _own(self, path: str) -> Response | None:
+    async def _own(self, http: HttpRequest) -> Response | None:
         """The reply to what is asked of the switch itself."""
+        path: str = http.scope["path"]
         if path == "/health":
             return Json({"status": "ok"})
         if path == "/ready":
@@ -143,27 +149,37 @@ class Switch:
             self.metrics.streams.set(len(self._relays))
             self.metrics.replicas.set(len(self.members.known))
             return Response(self.metrics.render(), headers={"content-type": CONTENT_TYPE_LATEST})
+        if path.startswith(_CHOOSE + "/"):
+            return await self._choose(http, path.removeprefix(_CHOOSE))
         if path.startswith("/internal/"):
             raise not_found(f"Unknown request URL: {path}.")
         return None
 
+    async def _choose(self, http: HttpRequest, path: str) -> Response:
+        """Tells a proxy of somebody else's where a request is to go; its place there is reserved."""
+        self._check_open()
+        self._client(http)
+        if (by_id := _BY_ID.fullmatch(path)) is not None:
+            place = next(_Guide(self, None, None).owners(by_id[2]), None)
+            if place is None:
+                raise none_ready()
+        else:
+            ask, owner, _ = await self._understood(http, path)
+            place = _Guide(self, ask, owner).choose(frozenset())
+        passed = {name.decode(): value.decode() for name, value in place.headers}
+        told = {"replica": place.replica, "address": str(place.address)}
+        named = {f"x-penstock-{name}": value.encode().decode("latin-1") for name, value in told.items()}
+        return Json({**told, "headers": passed}, headers={**named, **passed})
+
     async def _pass_on(self, http: HttpRequest, connection: Connection, receive: Receive) -> None:
-        if self.draining:
-            raise unavailable("The switch is shutting down.", "server_shutting_down", close=True)
-        body = await http.body()
-        message = _message(http, body)
+        self._check_open()
+        message = _message(http, await http.body())
         by_id = _BY_ID.fullmatch(message.path)
         ask, owner, position = None, None, None
-        if by_id is not None:
-            if http.method == "GET" and by_id[1] in _FOLLOWED:
-                position = Position(by_id[1], by_id[2], position_asked(http))
-        elif http.method == "POST" and self._asks.takes(message.path):
-            began_s = perf_counter()
-            client = self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
-            has_key = "idempotency-key" in http.headers
-            read = partial(self._read, message.path, body, client.tenant, has_key)
-            ask, owner, position = await off_loop(len(body), read, threads=TOKENIZING)
-            self.metrics.choice_seconds.observe(perf_counter() - began_s)
+        if by_id is None:
+            ask, owner, position = await self._understood(http, message.path)
+        elif http.method == "GET" and by_id[1] in _FOLLOWED:
+            position = Position(by_id[1], by_id[2], position_asked(http))
         guide = _Guide(self, ask, owner)
         relay = Relay(message, guide, connection, self.metrics, position)
         with self._on_its_way(relay):
@@ -172,6 +188,26 @@ class Switch:
                     await relay.run_by_id(by_id[2])
                 else:
                     await relay.run()
+
+    def _check_open(self) -> None:
+        if self.draining:
+            raise unavailable("The switch is shutting down.", "server_shutting_down", close=True)
+
+    def _client(self, http: HttpRequest) -> Client:
+        return self.access.client(http.headers.get("authorization"), http.headers.get("x-api-key"))
+
+    async def _understood(
+        self, http: HttpRequest, path: str
+    ) -> tuple[Ask | None, str | None, Position | None]:
+        """What `_read` finds; nothing in what any replica can answer as well as any other."""
+        if http.method != "POST" or not self._asks.takes(path):
+            return None, None, None
+        began_s = perf_counter()
+        client, body = self._client(http), await http.body()
+        read = partial(self._read, path, body, client.tenant, "idempotency-key" in http.headers)
+        found = await off_loop(len(body), read, threads=TOKENIZING)
+        self.metrics.choice_seconds.observe(perf_counter() - began_s)
+        return found
 
     def _read(
         self, path: str, body: bytes, tenant: Tenant, has_key: bool

@@ -8,8 +8,10 @@ connection that was about to be closed.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol, cast
 
 import httptools
@@ -27,9 +29,14 @@ _HOP_BY_HOP = frozenset(
 class Address:
     host: str
     port: int
+    is_tls: bool = False
+
+    @property
+    def authority(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def __str__(self) -> str:
-        return f"http://[{self.host}]:{self.port}" if ":" in self.host else f"http://{self.host}:{self.port}"
+        return f"{'https' if self.is_tls else 'http'}://{self.authority}"
 
 
 class Listener(Protocol):
@@ -48,16 +55,19 @@ class Upstream(asyncio.Protocol):
 
     def __init__(self, request: bytes, listener: Listener, *, is_head: bool = False) -> None:
         """`is_head`: the reply has no body, whatever its headers say."""
-        self.heard_s = asyncio.get_running_loop().time()
+        self._clock = asyncio.get_running_loop().time
+        self.heard_s = self._clock()
         """When something came last."""
         self._request = request
         self._listener = listener
         self._is_head = is_head
-        self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self._body: list[bytes] = []
+        self.on_body = self._body.append
+        """For the parser, which so calls nothing in Python for an event."""
         self._is_over = False
+        self._parser = httptools.HttpResponseParser(self)
 
     def close(self) -> None:
         """Hangs up; the listener is told nothing more."""
@@ -80,13 +90,14 @@ class Upstream(asyncio.Protocol):
         self._transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        self.heard_s = asyncio.get_running_loop().time()
+        self.heard_s = self._clock()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._end(is_whole=False)
             return
-        self._tell_body()
+        if self._body:
+            self._tell_body()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self._end(is_whole=False)
@@ -106,9 +117,6 @@ class Upstream(asyncio.Protocol):
             if self._is_head:
                 self._end(is_whole=True)
 
-    def on_body(self, body: bytes) -> None:
-        self._body.append(body)
-
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() >= 200:
             self._tell_body()
@@ -126,17 +134,26 @@ class Upstream(asyncio.Protocol):
             self._listener.on_end(is_whole=is_whole)
 
 
+@cache
+def tls_context() -> ssl.SSLContext:
+    """Trusts the system's authorities, or those that SSL_CERT_FILE names."""
+    return ssl.create_default_context()
+
+
 async def connect(address: Address, request: bytes, listener: Listener, *, is_head: bool = False) -> Upstream:
     """Sends a request.
 
     Raises:
-        OSError: nobody listens there, or it took too long.
+        OSError: nobody listens there, it took too long, or its certificate is not to be trusted.
     """
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_S):
             _, upstream = await loop.create_connection(
-                lambda: Upstream(request, listener, is_head=is_head), address.host, address.port
+                lambda: Upstream(request, listener, is_head=is_head),
+                address.host,
+                address.port,
+                ssl=tls_context() if address.is_tls else None,
             )
     except TimeoutError:
         raise OSError(f"{address} did not answer within {CONNECT_S:g} s") from None
@@ -145,8 +162,8 @@ async def connect(address: Address, request: bytes, listener: Listener, *, is_he
 
 def request_bytes(method: str, target: bytes, address: Address, headers: Headers, body: bytes) -> bytes:
     """A request whose connection is not used again."""
-    host = str(address).removeprefix("http://").encode()
-    lines = [b"%b %b HTTP/1.1" % (method.encode(), target), b"host: " + host, b"connection: close"]
+    host = b"host: " + address.authority.encode()
+    lines = [b"%b %b HTTP/1.1" % (method.encode(), target), host, b"connection: close"]
     lines += [b"%b: %b" % header for header in headers]
     if body or method in ("POST", "PUT", "PATCH"):
         lines.append(b"content-length: %d" % len(body))

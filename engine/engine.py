@@ -62,6 +62,8 @@ class EngineStats:
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
+    block_size: int = 16
+    """Tokens of a block."""
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_steps: int = 0
@@ -80,6 +82,16 @@ class _Flight:
     wait: Callable[[], StepResult]
     """Waits for what the step brings; raises what its launch failed with, if it did."""
     started_s: float
+
+
+class _NoStep:
+    """Nothing was left of a step that the device had no room for: its beams gave way."""
+
+    def choose(self) -> None:
+        pass
+
+    def wait(self) -> StepResult:
+        return StepResult([])
 
 
 class Engine:
@@ -166,6 +178,7 @@ class Engine:
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             num_blocks=scheduler.tables.pool.num_blocks - 1,
+            block_size=scheduler.tables.block_size,
             num_free_blocks=scheduler.tables.pool.num_free,
             num_cached_blocks=len(scheduler.tables.index),
             num_steps=self._num_steps,
@@ -432,7 +445,7 @@ def launch_fitting(
         OutOfMemory: there is no room for a single token.
         Exception: see Runner.launch.
     """
-    while True:
+    while plan.chunks:
         num_tokens = plan.num_tokens
         try:
             step = runner.launch(plan)
@@ -448,3 +461,4 @@ def launch_fitting(
                 plan.num_tokens,
                 error,
             )
+    return _NoStep()

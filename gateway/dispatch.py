@@ -292,7 +292,8 @@ class Dispatch:
     async def drained(self, timeout_s: float) -> bool:
         """Waits until the last stream has ended; False if that took too long."""
         try:
-            await asyncio.wait_for(self._empty.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
         except TimeoutError:
             return False
         return True

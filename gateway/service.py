@@ -28,7 +28,8 @@ from gateway.sessions.owners import tag_of
 from gateway.sessions.prefixes.sharing import PrefixLocator, PrefixWriter
 from gateway.sessions.prefixes.tracker import PrefixTracker
 from gateway.sessions.prefixes.warming import Warming, WarmUp
-from gateway.sessions.recordings.registry import Recordings, Replayer
+from gateway.sessions.recordings.journal import Replayer
+from gateway.sessions.recordings.registry import Recordings
 from gateway.store.interface import Store
 from gateway.watch import StepWatch, Watches
 from gateway.wire.prompts import Prompts, Tokenizer
@@ -51,6 +52,8 @@ class ServiceOptions:
     block_size: int = 16
     vocab_size: int | None = None
     """Of the model; its tokenizer may have more or fewer."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Of the model: any of them ends an answer."""
     embedding: Embedding = field(default_factory=Embedding)
     """How embeddings are made."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)

@@ -15,7 +15,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 
@@ -29,7 +29,9 @@ from cluster.switch import Switch
 from priority.routing.router import RandomRouter, Router
 
 _INSTRUCTIONS = "You tell stories about knights, foxes and old trees, kindly and in short sentences. " * 8
+_SAID = "He rode on, and the fox {} went with him as far as the old tree. "
 _MAX_TOKENS = 24
+_MODEL = "sessions"
 _WARM_S = 20.0
 
 
@@ -52,13 +54,25 @@ class Tally:
         )
 
 
-async def session(http: httpx.AsyncClient, number: int, num_turns: int, salt: str, tally: Tally) -> None:
+@dataclass(frozen=True)
+class Load:
+    """What is asked, and of which model."""
+
+    model: str | None
+    num_sessions: int
+    num_turns: int
+    num_sentences: int
+    """That a turn says before it asks."""
+
+
+async def session(http: httpx.AsyncClient, number: int, load: Load, salt: str, tally: Tally) -> None:
     """One conversation; `salt` keeps what earlier runs cached out of it."""
     messages = [{"role": "system", "content": _INSTRUCTIONS}]
-    for turn in range(num_turns):
-        messages.append({"role": "user", "content": f"Tell me about knight {number}, part {turn}."})
+    for turn in range(load.num_turns):
+        said = "".join(_SAID.format(f"{number}.{turn}.{i}") for i in range(load.num_sentences))
+        messages.append({"role": "user", "content": f"{said}Tell me about knight {number}, part {turn}."})
         body = {
-            "model": "penstock-demo",
+            "model": _MODEL,
             "messages": messages,
             "max_tokens": _MAX_TOKENS,
             "stream": True,
@@ -85,20 +99,20 @@ async def session(http: httpx.AsyncClient, number: int, num_turns: int, salt: st
         messages.append({"role": "assistant", "content": text})
 
 
-async def run(base_url: str, num_sessions: int, num_turns: int) -> Tally:
+async def run(base_url: str, load: Load) -> Tally:
     tally, salt = Tally(), secrets.token_hex(4)
     async with httpx.AsyncClient(base_url=base_url, timeout=120) as http:
         limit = asyncio.Semaphore(4)
 
         async def one(number: int) -> None:
             async with limit:
-                await session(http, number, num_turns, salt, tally)
+                await session(http, number, load, salt, tally)
 
-        await asyncio.gather(*map(one, range(num_sessions)))
+        await asyncio.gather(*map(one, range(load.num_sessions)))
     return tally
 
 
-async def behind(switch: Switch, urls: Sequence[str], num_sessions: int, num_turns: int) -> Tally:
+async def behind(switch: Switch, urls: Sequence[str], load: Load) -> Tally:
     with bind("127.0.0.1", 0) as listener:
         server = Server(uvicorn_config(switch.app(), lifespan="off"))
         async with switch.running([parse_address(each) for each in urls]):
@@ -107,19 +121,21 @@ async def behind(switch: Switch, urls: Sequence[str], num_sessions: int, num_tur
                 while len(switch.members.known) < len(urls):
                     await asyncio.sleep(0.05)
             try:
-                return await run(url(listener), num_sessions, num_turns)
+                return await run(url(listener), load)
             finally:
                 server.should_exit = True
                 await task
 
 
-async def compare(urls: Sequence[str], secret: str, num_sessions: int, num_turns: int) -> None:
-    settings = load_settings({"cluster_secret": secret})
-    await run(urls[0], 2, 1)
-    print(f"one server: {await run(urls[0], num_sessions, num_turns)}")
+async def compare(urls: Sequence[str], secret: str, load: Load) -> None:
+    given = {"cluster_secret": secret, "model": load.model, "served_model_name": _MODEL}
+    settings = load_settings({name: value for name, value in given.items() if value is not None})
+    for each in urls:
+        await run(each, replace(load, num_sessions=2, num_turns=2))
+    print(f"one server: {await run(urls[0], load)}", flush=True)
     for name, router in (("by forecast", Router()), ("at random", RandomRouter())):
         switch = make_switch(settings, None, is_open=False, router=router)
-        print(f"{len(urls)} replicas, {name}: {await behind(switch, urls, num_sessions, num_turns)}")
+        print(f"{len(urls)} replicas, {name}: {await behind(switch, urls, load)}", flush=True)
 
 
 def main() -> None:
@@ -127,17 +143,23 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--sessions", type=int, default=24)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument(
+        "--sentences", type=int, default=0, help="that a turn says before it asks, 20 tokens each"
+    )
+    parser.add_argument("--model", help="a checkpoint; by default the demo model")
     options = parser.parse_args()
     secret = secrets.token_hex(16)
+    load = Load(options.model, options.sessions, options.turns, options.sentences)
+    common = ["--threads", "1", "--cluster-secret", secret, "--served-model-name", _MODEL]
+    common += ["--model", options.model] if options.model else []
     with contextlib.ExitStack() as stack:
         servers = []
-        for number in range(options.replicas):
-            server = ServerProcess(["--threads", "1", "--cluster-secret", secret, "--replica", f"r{number}"])
+        for number in range(options.replicas):  # one after another: each takes all cores to start
+            server = ServerProcess([*common, "--replica", f"r{number}"])
             stack.callback(server.stop)
-            servers.append(server)
-        for server in servers:
             server.wait_ready()
-        asyncio.run(compare([server.url for server in servers], secret, options.sessions, options.turns))
+            servers.append(server)
+        asyncio.run(compare([server.url for server in servers], secret, load))
 
 
 if __name__ == "__main__":

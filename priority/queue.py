@@ -476,7 +476,7 @@ def _lane_turn(line: LaneLine) -> tuple[int, int]:
     return line.share.clock - lead, line.lane
 
 
-def _tenant_turn(account: Account) -> tuple[float, int, str]:
-    """The larger part of its prompt is cached, the sooner; then by what the tenant has had."""
+def _tenant_turn(account: Account) -> tuple[float, int, tuple[int, int]]:
+    """The larger part of its prompt is cached, the sooner; then by what the tenant has had, then by deadline."""
     head = account.head
-    return -head.num_cached / len(head.request.prompt_token_ids), account.share.clock, account.tenant
+    return -head.num_cached / len(head.request.prompt_token_ids), account.share.clock, head.key

@@ -4,17 +4,23 @@
 
 Least squares over an exponentially fading past. What the recent past says nothing about (no prefill for a while, say)
 keeps its last estimate: the fit is a ridge around it. No coefficient is ever negative.
+
+The fit looks back over some hundred steps. What else the machine does changes sooner, and slows all kinds of steps
+alike: a factor on the whole fit follows the last ten.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _SCALES = (1.0, 64.0, 8.0, 4096.0)
 """What counts as one unit of each feature, so that the ridge weighs them alike."""
 _FADING = 0.995
 _RIDGE = 0.3
+_FOLLOWING = 0.1
+_DISTURBANCE = 1.5
+"""No single step counts as slower, or faster, than this times the fit."""
 _REFIT_STEPS = 8
 _ENOUGH_STEPS = 20
 NAMES = ("alpha_s", "beta_s", "gamma_s", "delta_s")
@@ -36,6 +42,9 @@ class StepTimeModel:
     def __init__(self, coefficients: Mapping[str, float] | None = None, *, learns: bool = True) -> None:
         """`coefficients` as `as_dict` gives them: known from the start, and kept if `learns` is False."""
         self.coefficients = [float(coefficients[name]) if coefficients else 0.0 for name in NAMES]
+        """Of the machine as it is now: the fit times `slowdown`."""
+        self.slowdown = 1.0
+        self._fit = list(self.coefficients)
         self.num_steps = _ENOUGH_STEPS if coefficients else 0
         self._learns = learns
         self._gram = [[0.0] * 4 for _ in range(4)]
@@ -50,8 +59,7 @@ class StepTimeModel:
         return dict(zip(NAMES, self.coefficients, strict=True))
 
     def seconds(self, num_prefill: float, num_decode: float, num_context: float) -> float:
-        alpha, beta, gamma, delta = self.coefficients
-        return alpha + beta * num_prefill + gamma * num_decode + delta * num_context
+        return _seconds(self.coefficients, num_prefill, num_decode, num_context)
 
     def prefill_within(self, seconds: float, num_decode: int, num_context: int) -> float:
         """Prefill tokens that a step of at most `seconds` has room for; can be negative, or infinite."""
@@ -62,6 +70,10 @@ class StepTimeModel:
     def observe(self, shape: StepShape, seconds: float) -> None:
         if not self._learns:
             return
+        if self.is_known:
+            expected_s = _seconds(self._fit, shape.num_prefill, shape.num_decode, shape.num_context)
+            ratio = seconds / max(expected_s, 1e-9)
+            self.slowdown += _FOLLOWING * (min(max(ratio, 1 / _DISTURBANCE), _DISTURBANCE) - self.slowdown)
         row = (
             1.0,
             shape.num_prefill / _SCALES[1],
@@ -78,9 +90,10 @@ class StepTimeModel:
         self.num_steps += 1
         if self.num_steps % _REFIT_STEPS == 0 or self.num_steps == _ENOUGH_STEPS:
             self._refit()
+        self.coefficients = [self.slowdown * coefficient for coefficient in self._fit]
 
     def _refit(self) -> None:
-        centre = [c * scale for c, scale in zip(self.coefficients, _SCALES, strict=True)]
+        centre = [c * scale for c, scale in zip(self._fit, _SCALES, strict=True)]
         ridge = _RIDGE * self._gram[0][0] / 100.0
         free = [0, 1, 2, 3]
         while free:
@@ -89,9 +102,16 @@ class StepTimeModel:
             negative = [i for i, value in zip(free, solution, strict=True) if value < 0]
             if not negative:
                 found = dict(zip(free, solution, strict=True))
-                self.coefficients = [found.get(i, 0.0) / _SCALES[i] for i in range(4)]
+                self._fit = [found.get(i, 0.0) / _SCALES[i] for i in range(4)]
                 return
             free = [i for i in free if i not in negative]
+
+
+def _seconds(
+    coefficients: Sequence[float], num_prefill: float, num_decode: float, num_context: float
+) -> float:
+    alpha, beta, gamma, delta = coefficients
+    return alpha + beta * num_prefill + gamma * num_decode + delta * num_context
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:

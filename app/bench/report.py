@@ -312,5 +312,7 @@ def _print_routing(routing: dict[str, float]) -> None:
         f" {number(routing['choice_p90_us'])} us P90, {number(routing['choice_p99_us'])} us P99;"
         f" {routing['hit_rate']:.0%} of the prompt tokens found\n"
         f"a push: {number(routing['push_p50_us'])} us P50. A block that is known: {number(routing['block_bytes'])} B,"
-        f" held by all {number(routing['shared_block_bytes'])} B; {routing['blocks']:,} known at the end"
+        f" held by all {number(routing['shared_block_bytes'])} B; {routing['blocks']:,} known at the end\n"
+        f"the blocks of {routing['kept_sessions']:,} sessions: {routing['kept_part']:.0%} of them are kept,"
+        f" {routing['kept_blocks']:,}, in {routing['kept_bytes'] / 2**20:,.0f} MiB"
     )

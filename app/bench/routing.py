@@ -8,6 +8,7 @@ import time
 import tracemalloc
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from functools import cache
 from hashlib import blake2b
 from random import Random
 
@@ -35,6 +36,7 @@ def measure_routing(
     num_sessions: int = 1_000_000,
     num_held: int = 2_000,
     num_blocks: int = 200_000,
+    num_kept: int = 1_000_000,
 ) -> dict[str, float]:
     """Sessions with shared system prompts, on replicas on paper that each have two requests open on average.
 
@@ -43,6 +45,7 @@ def measure_routing(
     Args:
         num_held: blocks in the cache of a replica; the least used goes first.
         num_blocks: that the memory per block is measured with.
+        num_kept: sessions whose every block some replica holds, for the memory that they take all together.
     """
     fleet = _Fleet(num_replicas, num_held)
     fleet.run(num_sessions)
@@ -56,6 +59,7 @@ def measure_routing(
         "block_bytes": _block_bytes(num_blocks, [0]),
         "shared_block_bytes": _block_bytes(num_blocks, [0, num_replicas - 1]),
     }
+    figures |= _kept(num_kept, num_replicas)
     return figures | {f"choice_p{q}_us": percentile(fleet.choices_us, q) for q in _QUANTILES}
 
 
@@ -136,8 +140,13 @@ class _Fleet:
 
 
 def _chain(session: int, num_turns: int) -> list[bytes]:
-    system = [_hash(session % _NUM_SYSTEMS, -1 - i) for i in range(_SYSTEM_BLOCKS)]
-    return system + [_hash(session, i) for i in range(num_turns * _TURN_BLOCKS)]
+    own = [_hash(session, i) for i in range(num_turns * _TURN_BLOCKS)]
+    return [*_instructions(session % _NUM_SYSTEMS), *own]
+
+
+@cache
+def _instructions(system: int) -> list[bytes]:
+    return [_hash(system, -1 - i) for i in range(_SYSTEM_BLOCKS)]
 
 
 def _hash(name: int, place: int) -> bytes:
@@ -161,11 +170,16 @@ def _load(rng: Random) -> Load:
     )
 
 
-def _snapshot(name: str, load: Load) -> Snapshot:
+def snapshot_on_paper(name: str, model: str = "paper") -> Snapshot:
+    """What a busy replica says of itself."""
+    return _snapshot(name, _load(Random(0)), model)
+
+
+def _snapshot(name: str, load: Load, model: str = "paper") -> Snapshot:
     return Snapshot(
         replica=name,
         epoch="first",
-        model="paper",
+        model=model,
         block_size=_BLOCK_SIZE,
         num_kv_tokens=400_000,
         max_batch_tokens=2_048,
@@ -185,3 +199,20 @@ def _block_bytes(num_blocks: int, slots: Sequence[int]) -> float:
     size, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     return size / index.num_blocks + sys.getsizeof(hashes[0])
+
+
+def _kept(num_sessions: int, num_replicas: int) -> dict[str, float]:
+    """What the index takes when each replica holds the first turns of its share of so many sessions."""
+    index = BlockIndex()
+    for session in range(num_sessions):
+        index.add(_chain(session, 1), 1 << session % num_replicas)
+    # Small integers and those that several blocks share are counted once.
+    sets = {id(held): sys.getsizeof(held) for shard in index.shards for held in shard.values()}
+    tables = sum(sys.getsizeof(shard) for shard in index.shards)
+    hashes = sys.getsizeof(_hash(0, 0)) * index.num_blocks
+    return {
+        "kept_sessions": num_sessions,
+        "kept_blocks": index.num_blocks,
+        "kept_part": index.limit / index.num_parts,
+        "kept_bytes": tables + hashes + sum(sets.values()),
+    }

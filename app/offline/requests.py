@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from typing_extensions import TypedDict
 
@@ -11,12 +11,13 @@ from app.build import Core
 from app.errors import suggestion
 from engine.planning.grammar import Grammar
 from engine.planning.grammars import GrammarError
-from engine.planning.request import Pooling, Request, SamplingParams
+from engine.planning.request import BeamParams, Pooling, Request, SamplingParams
 from gateway.access.keys import OPEN_TENANT
 from gateway.endpoints.completions import DEFAULT_COMPLETION_TOKENS
 from gateway.endpoints.intake import bad_words_of, salt_of
-from gateway.http.errors import ApiError, invalid, unsupported
+from gateway.http.errors import ApiError, invalid
 from gateway.http.limits import Limits
+from gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
 from gateway.wire.conversation import as_dict
 from gateway.wire.embeddings import EmbeddingsBody
 from gateway.wire.prompts import Prompts, check_token_ids
@@ -67,6 +68,10 @@ class Sampling(TypedDict, total=False):
     allowed_token_ids: list[int]
     skip_special_tokens: bool
     include_stop_str_in_output: bool
+    use_beam_search: bool
+    """The `n` likeliest answers as a whole, the best one first; all of them come at the end."""
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
     response_format: Mapping[str, Any]
     """What answers have to match: {"type": "json_object"}, or a json_schema."""
     structured_outputs: Mapping[str, Any]
@@ -112,8 +117,6 @@ class Requests:
     def _of_prompt(self, prompt: object, values: Mapping[str, Any]) -> Request:
         body = read(CompletionBody, {**values, "prompt": prompt}, _LIMITS)
         check_completion(body, _LIMITS)
-        if body.num_generated > (body.n or 1):
-            raise unsupported("best_of")
         token_ids = self._token_ids(body.prompt, "prompt")
         room = self._core.engine.max_sequence_tokens - len(token_ids)
         most = max(1, min(DEFAULT_COMPLETION_TOKENS, room)) if body.max_tokens is None else body.max_tokens
@@ -143,11 +146,18 @@ class Requests:
         num_logprobs: int | None,
     ) -> Request:
         """`name` is what its prompt is called."""
-        tokenizer = self._core.tokenizer
+        tokenizer, stats = self._core.tokenizer, self._core.engine.stats()
+        check_beams(body, min(_LIMITS.max_beams, stats.max_num_seqs))
+        beams = beams_of(body, self._core.config.eos_token_ids)
+        max_tokens = self._check_room(token_ids, name, asked)
+        if beams is not None:
+            width = body.num_generated
+            most = beam_tokens(asked, len(token_ids), width, stats.num_blocks, stats.block_size)
+            max_tokens = min(max_tokens, most)
         sampling = sampling_params(
             body,
-            self._core.defaults,
-            max_tokens=self._check_room(token_ids, name, asked),
+            self._core.defaults if beams is None else NEUTRAL,
+            max_tokens=max_tokens,
             num_logprobs=num_logprobs,
             num_prompt_logprobs=None,
             bad_words=bad_words_of(tokenizer, body.bad_words or ()),
@@ -155,7 +165,7 @@ class Requests:
             vocab_size=self._vocab_size,
             grammar=self._grammar(body),
         )
-        return _request(token_ids, sampling, body.service_tier, n=body.n or 1)
+        return _request(token_ids, sampling, body.service_tier, n=body.n or 1, beams=beams)
 
     def _token_ids(self, prompt: str | Sequence[object], name: str) -> list[int]:
         if isinstance(prompt, str):
@@ -188,6 +198,7 @@ def _request(
     sampling: SamplingParams,
     service_tier: str | None,
     n: int = 1,
+    beams: BeamParams | None = None,
     pooling: Pooling | None = None,
 ) -> Request:
     return Request(
@@ -195,6 +206,7 @@ def _request(
         prompt_token_ids=tuple(token_ids),
         sampling=sampling,
         n=n,
+        beams=beams,
         lane=lane_of(service_tier, OPEN_TENANT),
         tenant=OPEN_TENANT.name,
         salt=salt_of(OPEN_TENANT),

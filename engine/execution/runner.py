@@ -167,7 +167,7 @@ class Steps:
             Wanted(
                 (place,) if verification is None else verification.rows_of[place],
                 chunk.drafts,
-                chunk.sequence.request.sampling.num_logprobs,
+                chunk.sequence.request.num_logprobs,
                 self._refused.get(chunk.sequence),
             )
             for place, chunk in enumerate(plan.chunks)

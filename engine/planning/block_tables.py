@@ -28,6 +28,12 @@ from engine.planning.prefix_index import PrefixIndex, extend_hashes
 from engine.planning.request import NO_LIMIT, Sequence
 
 
+def most_tokens_of_forks(num_blocks: int, block_size: int, num_prompt: int, num_forks: int) -> int:
+    """The tokens that forks of a prompt, which share its full blocks, can have each while all are in so many blocks."""
+    num_shared = num_prompt // block_size
+    return (num_shared + (num_blocks - num_shared) // num_forks) * block_size
+
+
 class BlockTables:
     """Allocates, shares and frees the blocks of sequences. Nothing else touches the pool and the prefix index."""
 
@@ -212,13 +218,26 @@ class BlockTables:
         return num_needed <= self.pool.num_free + self.num_returning + self._num_alone(behind_window)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets the child share the parent's prompt. It computes only the last prompt token again, for its logits."""
-        child.block_table = parent.block_table[: self.blocks_for(parent.num_prompt_tokens)]
-        child.num_null_blocks = parent.num_null_blocks
-        child.block_hashes = parent.block_hashes[: (parent.num_prompt_tokens - 1) // self.block_size]
-        child.num_computed = child.num_committed = parent.num_prompt_tokens - 1
+        """Lets the child share what the parent has of its tokens, but for the last one, whose logits it needs."""
+        num_shared = self._continue(parent, child)
+        child.block_table = parent.block_table[: self.blocks_for(num_shared + 1)]
+        child.block_hashes = parent.block_hashes[: num_shared // self.block_size]
         for block in child.block_table[child.num_null_blocks :]:
             self.pool.hold(block)
+
+    def hand_over(self, parent: Sequence, heir: Sequence) -> None:
+        """Gives the heir what a fork would share; the parent, which is done, keeps nothing."""
+        self._continue(parent, heir)
+        heir.block_table, parent.block_table = parent.block_table, []
+        heir.block_hashes, parent.block_hashes = parent.block_hashes, []
+        parent.num_null_blocks = 0
+
+    def _continue(self, parent: Sequence, child: Sequence) -> int:
+        """Notes of how many tokens the child has the parent's KV, and returns the number."""
+        num_shared = min(len(child.token_ids) - 1, parent.num_committed)
+        child.num_null_blocks = parent.num_null_blocks
+        child.num_computed = child.num_committed = num_shared
+        return num_shared
 
     def commit(self, sequence: Sequence, num_committed: int) -> None:
         """Confirms the tokens before `num_committed`, whose step came back; from now on their full blocks are found."""

@@ -88,6 +88,8 @@ class _Process:
             start_new_session=True,  # what the terminal sends to the server is not for it
         )
         self.end = weakref.finalize(owner, _kill, self._popen)
+        # Whenever it ends, it is reaped.
+        threading.Thread(target=self._popen.wait, name="grammar-check", daemon=True).start()
         try:
             has_started = self._answer(10 * _PATIENCE_S) is not None
         except EOFError:

@@ -6,9 +6,11 @@ Plain data: no torch, no clock, no text.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import zip_longest
+from typing import Literal
 
 from engine.planning.grammar import Grammar, Guide
 
@@ -61,6 +63,19 @@ class SamplingParams:
         return self.grammar is not None or bool(self.allowed_token_ids or self.bad_words)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamParams:
+    """How the likeliest answers as a whole are searched for, in place of choosing token by token."""
+
+    length_penalty: float = 1.0
+    """An answer's score is the sum of its log probabilities by its number of tokens to the power of this."""
+    early_stopping: bool | Literal["never"] = False
+    """True: the search is over with as many answers as it has beams. False: when the best beam, as long as it is, has a
+    lower score than all of them; "never": when it could get no better score up to the greatest length."""
+    end_token_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer: those of the model, unless they are ignored, and the request's own."""
+
+
 class Pooling(StrEnum):
     """Which hidden states, after the final norm, become the embedding of a prompt."""
 
@@ -79,6 +94,11 @@ class Request:
     sampling: SamplingParams
     n: int = 1
     """How many choices are wanted. Each becomes a Sequence, and all of them share the prompt's blocks."""
+    index: int = 0
+    """Of the only choice, where another process made more of them: its tokens follow from it."""
+    beams: BeamParams | None = None
+    """If the choices are the best of a search over `n` beams, the best one first; no other sampling parameters but its
+    lengths and `num_logprobs` count then. All choices come at the end."""
     arrival_s: float = 0.0
     lane: int = 1
     """0 is the most urgent. The engine preempts higher numbers first and knows nothing else about lanes."""
@@ -89,6 +109,12 @@ class Request:
     """Output tokens that are known already: the one choice continues after them, as it does after a preemption."""
     pooling: Pooling | None = None
     """How the embedding of the prompt is made; None if none is wanted."""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """What each choice of a token has to tell, as in SamplingParams: a search chooses from what it is told."""
+        told = self.sampling.num_logprobs
+        return told if self.beams is None else max(told or 0, self.n + len(self.beams.end_token_ids))
 
     @property
     def reads_prompt(self) -> bool:
@@ -318,6 +344,31 @@ class Sequence:
         """Remembers a step with drafts."""
         if len(self.draft_steps) < MAX_MARKS:
             self.draft_steps.append((now, num_drafted, num_accepted))
+
+    def inherit(self, parent: Sequence) -> None:
+        """Takes over what happened to another sequence of its request, which it stands in for from now on."""
+        self.scheduled_s, self.first_token_s = parent.scheduled_s, parent.first_token_s
+        self.num_cached_tokens, self.num_preemptions = parent.num_cached_tokens, parent.num_preemptions
+        self.preempted_s, self.resumed_s, self.prefills = (
+            parent.preempted_s,
+            parent.resumed_s,
+            parent.prefills,
+        )
+        self.prompt_logprobs = parent.prompt_logprobs
+
+    @property
+    def together(self) -> ListLike[Sequence]:
+        """The sequences that give way if it does, itself included."""
+        return (self,)
+
+    @property
+    def num_seats(self) -> int:
+        """Seats that there have to be when it starts."""
+        return 1
+
+    def give_way(self) -> Sequence:
+        """The sequence that is computed again in place of those that gave way together: this one."""
+        return self
 
     @property
     def key(self) -> tuple[str, int]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from engine.planning.beams import Beams, BeamSequence
 from engine.planning.block_tables import BlockTables
 from engine.planning.chunks import cut, drop_drafts, withdraw
 from engine.planning.drafting import Drafting
@@ -102,22 +103,24 @@ class Scheduler(StepResults):
         left out; nothing is computed again. Steps to come are as small, until many of them have come back.
 
         Returns:
-            False, and nothing has changed, if the step has one token.
+            False, and nothing has changed, if the step has one token. Of a step of beams, nothing may be left.
         """
         num_over = plan.num_tokens // 2
         if not num_over:
             return False
         num_over -= drop_drafts(plan)
         order = sorted(plan.chunks, key=lambda chunk: (chunk.num_tokens > 1, _urgency(chunk.sequence)))
-        while num_over > 0:
+        while num_over > 0 and order:
             chunk = order.pop()
+            if chunk.sequence.finish_reason is not None:  # it was left out with another beam of its search
+                continue
             num_tokens = min(num_over, chunk.num_tokens)
             num_over -= num_tokens
             if num_tokens < chunk.num_tokens:
                 cut(plan, chunk, num_tokens)
             else:
                 self._leave_out(plan, chunk)
-        self._step_limit.shrink(plan.num_tokens)
+        self._step_limit.shrink(max(1, plan.num_tokens))
         return True
 
     # Planning running sequences
@@ -188,15 +191,17 @@ class Scheduler(StepResults):
         while (copies := self.tables.grow(sequence, num_tokens)) is None:
             if self.tables.will_have_room(sequence, num_tokens):
                 return None
-            victim = self.queue.victim(self.running, sequence) or sequence
-            self._preempt_planned(plan, victim)
-            if victim is sequence:
+            self._preempt_planned(plan, self.queue.victim(self.running, sequence) or sequence)
+            if not sequence.block_table:
                 return None
         return copies
 
     def _preempt_planned(self, plan: Plan, victim: Sequence) -> None:
         """Preempts a sequence that may already be in the step being planned, whose budget gets its tokens back."""
-        self._tokens_left += withdraw(plan, victim)
+        if not victim.block_table:  # it gave way with another beam of its search
+            return
+        for sequence in victim.together:
+            self._tokens_left += withdraw(plan, sequence)
         self.preempt(victim)
 
     def _leave_out(self, plan: Plan, chunk: Chunk) -> None:
@@ -207,7 +212,8 @@ class Scheduler(StepResults):
         """
         sequence = chunk.sequence
         awaits_copies = any(target in sequence.block_table for _, target in plan.copies)
-        withdraw(plan, sequence)
+        for leaving in sequence.together if awaits_copies else [sequence]:
+            withdraw(plan, leaving)
         sequence.num_computed = chunk.start
         if awaits_copies:
             self.preempt(sequence)
@@ -261,6 +267,8 @@ class Scheduler(StepResults):
         sequence = self._candidate_for(request)
         self._candidate = None
         self._num_started += 1
+        if isinstance(sequence, BeamSequence):
+            self.searches.append(sequence.beams)
         prefix = self.tables.find_prefix(sequence)
         if self._defer(sequence, prefix):
             self._enqueue_waiting(sequence)
@@ -304,7 +312,7 @@ class Scheduler(StepResults):
     def _shortage(self, sequence: Sequence, prefix: list[int]) -> tuple[int, int]:
         """Returns how many seats and free blocks a sequence lacks to start, those included that it leaves free."""
         seats_left, blocks_left = self._left_free(sequence) if self.running else (0, 0)
-        seats = len(self.running) + 1 + seats_left - self.limits.max_num_seqs
+        seats = self.num_seats_taken + sequence.num_seats + seats_left - self.limits.max_num_seqs
         return seats, self.tables.num_free_needed(sequence, prefix) + blocks_left - self.tables.pool.num_free
 
     def _left_free(self, sequence: Sequence) -> tuple[int, int]:
@@ -326,7 +334,7 @@ class Scheduler(StepResults):
         kept = self.tables.num_free_needed(passed_over, self.tables.find_prefix(passed_over))
         if lane < passed_over.request.lane:
             kept = min(kept, num_blocks // 2)
-        return 1, max(for_running + kept, not_its_own)
+        return passed_over.num_seats, max(for_running + kept, not_its_own)
 
     def _note_passed_over(self) -> None:
         request = self.queue.passed_over()
@@ -354,7 +362,9 @@ class Scheduler(StepResults):
         return self._candidate
 
     def _made_of(self, request: Request) -> Sequence:
-        return Sequence(request, order=self._num_started, max_len=self.max_len)
+        if request.beams is not None:
+            return Beams(request, request.beams, self._num_started, self.max_len).members[0]
+        return Sequence(request, request.index, self._num_started, self.max_len)
 
     def _start(self, plan: Plan, sequence: Sequence, prefix: list[int], now: float) -> None:
         self.tables.start(sequence, prefix)

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engine.planning.beams import Beams, BeamSequence
 from engine.planning.block_tables import BlockTables
 from engine.planning.request import FinishReason, Output, Request, Sequence, Timings
 from engine.planning.step import RequestQueue
@@ -34,6 +35,8 @@ class SequenceStore:
         self.waiting: deque[Sequence] = deque()
         """Sequences that hold no blocks, in order of arrival: preempted ones, choices that found all seats taken, and
         deferred ones, which wait for a prefix that another sequence computes."""
+        self.searches: list[Beams] = []
+        """Those of beams that have begun and not ended."""
         self._ended: list[Request] = []
         """One entry for each choice that ended and that the queue was not told of."""
         self._departed: list[Sequence] = []
@@ -41,6 +44,11 @@ class SequenceStore:
     @property
     def is_idle(self) -> bool:
         return not self.running and not self.waiting and not self.tables.num_in_flight
+
+    @property
+    def num_seats_taken(self) -> int:
+        """By the running sequences, and by the beams that their searches have room for and do not have yet."""
+        return len(self.running) + sum(beams.num_seats_kept for beams in self.searches)
 
     def take_departed(self) -> list[Sequence]:
         """Returns the sequences that ended or were preempted since the last call, each once for every time it was.
@@ -70,10 +78,13 @@ class SequenceStore:
     def preempt(self, sequence: Sequence) -> None:
         """Takes all blocks of a running sequence back; it keeps its place and is computed again later.
 
-        Its blocks stay in the prefix cache until they are reused, so that it mostly finds them again.
+        Its blocks stay in the prefix cache until they are reused, so that it mostly finds them again. Beams of one
+        search give way together, and one sequence waits for all of them: what they have in common.
         """
-        self.running.remove(sequence)
-        self._release(sequence)
+        for member in sequence.together:
+            self.running.remove(member)
+            self._release(member)
+        sequence = sequence.give_way()
         sequence.num_preemptions += 1
         sequence.preempted_s.append(self.planned_s)
         self.counters.num_preemptions += 1
@@ -92,11 +103,34 @@ class SequenceStore:
     def _abort(
         self, sequence: Sequence, reason: FinishReason, error: str | None, now: float
     ) -> Iterator[Output]:
-        """Ends a sequence, and with it the choices that were to fork from it."""
+        """Ends a sequence, and with it the choices that were to fork from it, and the other beams of its search."""
+        if sequence.finish_reason is not None:  # another beam has ended it
+            return
+        if isinstance(sequence, BeamSequence):
+            yield from self._abort_search(sequence.beams, reason, error, now)
+            return
         num_choices = sequence.request.n if sequence.index == 0 and sequence.num_output_tokens == 0 else 0
         yield self._finish(sequence, reason, error, now)
         for index in range(1, num_choices):
             yield self._finish(Sequence(sequence.request, index, sequence.order), reason, error, now)
+
+    def _abort_search(
+        self, beams: Beams, reason: FinishReason, error: str | None, now: float
+    ) -> Iterator[Output]:
+        self._leave(beams)
+        for index in range(beams.width):
+            yield self._finish(beams.answer(index), reason, error, now)
+
+    def _leave(self, beams: Beams) -> None:
+        """Takes all sequences of a search that is over."""
+        self.searches.remove(beams)
+        for member in beams.members:
+            self._replace(member)
+
+    def _replace(self, member: Sequence) -> None:
+        """Takes the sequence of a beam that is no more; what a step in flight brings for it is dropped."""
+        member.finish_reason = FinishReason.CANCELLED
+        self._remove(member)
 
     def _finish(
         self,

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.planning.beams import Beams, BeamSequence
 from engine.planning.block_tables import BlockTables
 from engine.planning.drafting import Drafting, note_drafts
 from engine.planning.request import FinishReason, Output, Pooling, Request, Sequence, TokenLogprobs
@@ -88,7 +89,7 @@ class StepResults(SequenceStore):
                 sequence.note_prefill(num_prompt, now)
             if brought is not None:
                 brought_outputs = self._apply(chunk, brought, now)
-                num_output = len(brought_outputs)
+                num_output = 1 if isinstance(sequence, BeamSequence) else len(brought_outputs)
                 outputs += brought_outputs
             work.append((sequence.request, num_prompt, num_output))
         self.queue.charge(work, now)
@@ -107,6 +108,8 @@ class StepResults(SequenceStore):
         """
         sequence = chunk.sequence
         sequence.num_pending -= 1
+        if isinstance(sequence, BeamSequence):
+            return self._apply_beam(sequence, sampled, now)
         if sequence.request.n > 1:
             self._fork_if_due(sequence)
         error = sampled.error if sequence.guide is None else sequence.guide.error or sampled.error
@@ -178,7 +181,51 @@ class StepResults(SequenceStore):
                 self._enqueue_waiting(child)
 
     def _has_seat(self) -> bool:
-        return len(self.running) < self.limits.max_num_seqs
+        return self.num_seats_taken < self.limits.max_num_seqs
+
+    # Beams
+
+    def _apply_beam(self, sequence: BeamSequence, sampled: Sampled, now: float) -> list[Output]:
+        """Keeps what may follow a beam, until that is known of all; then the search goes on, or ends."""
+        if sampled.error is not None or sampled.logprobs is None:
+            return list(self._abort(sequence, FinishReason.FAILED, sampled.error, now))
+        if sequence.first_token_s < 0:
+            sequence.first_token_s = now
+        beams = sequence.beams
+        beams.note(sequence, sampled.logprobs[0])
+        if not beams.is_due:
+            return []
+        before, heirs = beams.members, beams.advance()
+        if beams.search.is_over:
+            return self._conclude(beams, now)
+        last = dict(heirs)
+        for parent, heir in heirs:
+            (self.tables.hand_over if last[parent] is heir else self.tables.fork)(parent, heir)
+        for member in before:
+            self._replace(member)
+        self.running += beams.members
+        return []
+
+    def _conclude(self, beams: Beams, now: float) -> list[Output]:
+        """The answers that a search has found."""
+        self._leave(beams)
+        outputs: list[Output] = []
+        for index, found in enumerate(beams.search.finished):
+            answer, told = beams.answer(index), list[Output]()
+            try:
+                reason = self._append(answer, Sampled(list(found.token_ids), found.logprobs), told)
+            except Exception:
+                log.exception("the text of %r failed; it ends with an error", answer)
+                told.append(self._finish(answer, FinishReason.FAILED, "the output could not be decoded", now))
+            else:
+                if answer.is_scored:
+                    told[0].prompt_logprobs = answer.prompt_logprobs
+                self._finish(answer, reason or FinishReason.STOP, None, now, told[-1])
+            outputs += told
+        for index in range(len(beams.search.finished), beams.width):
+            error = "the search found fewer answers"
+            outputs.append(self._finish(beams.answer(index), FinishReason.FAILED, error, now))
+        return outputs
 
 
 def _keep_scores(chunk: Chunk, scored: list[TokenLogprobs]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import lru_cache
 
 from engine.planning.detokenizer import Detokenizer, make_detokenizer
@@ -133,21 +133,23 @@ class TextSink:
         return text, reason
 
     def replay(
-        self, request: Request, token_ids: Iterable[int], max_len: int
+        self, request: Request, token_ids: Collection[int], max_len: int, *, is_whole: bool = False
     ) -> tuple[list[str], FinishReason | None]:
         """Returns the texts that these tokens of a request bring one by one, and why they end, if they do.
 
         Args:
             max_len: prompt and output tokens that one sequence can have.
+            is_whole: it is known that they end, with the last one; a grammar may have been complete there.
         """
         stream, params = self._new_stream(request), request.sampling
         most = min(params.max_tokens, max_len - len(request.prompt_token_ids))
         texts: list[str] = []
         for number, token_id in enumerate(token_ids, 1):
-            text, reason = self._take(stream, params, token_id, number, number >= most)
+            ends = is_whole and number == len(token_ids)
+            text, reason = self._take(stream, params, token_id, number, ends or number >= most)
             texts.append(text)
             if reason is not None:
-                return texts, reason
+                return texts, reason if number >= most else FinishReason.STOP
         return texts, None
 
     def _take(

@@ -80,7 +80,7 @@ class Sampler:
         self._filters[slot] = Filters(
             top_k=is_drawn and 0 < params.top_k < self.vocab_size,
             top_p=is_drawn and (params.top_p < 1 or params.min_p > 0),
-            logprobs=params.num_logprobs is not None,
+            logprobs=sequence.request.num_logprobs is not None,
             sifted=sifted,
         )
         if has_penalties(params):

@@ -365,7 +365,13 @@ class TextCompletion(Reply):
     object: Literal["text_completion"]
     choices: list[WholeTextChoice]
     usage: Usage
-    timings: Timings
+    timings: Timings | None
+
+
+class TextDeleted(TypedDict):
+    id: str
+    object: Literal["text_completion.deleted"]
+    deleted: Literal[True]
 
 
 class TextChunk(Reply):
@@ -677,7 +683,7 @@ class Response(TypedDict):
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any]
     tools: list[Any]
     top_logprobs: int
-    truncation: Literal["disabled"]
+    truncation: Literal["auto", "disabled"]
     user: str | None
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from starlette.requests import Request as HttpRequest
@@ -16,12 +16,12 @@ from starlette.routing import Route
 from gateway.access.idempotency import idempotency_key, not_here
 from gateway.access.keys import Client
 from gateway.endpoints.attached import Attached, position_asked
-from gateway.endpoints.intake import Batch, Intake, route
+from gateway.endpoints.intake import Batch, Intake, is_compared, route
 from gateway.endpoints.replies import Reply
 from gateway.http.errors import invalid
 from gateway.service import Service
 from gateway.sessions.owners import owned_id
-from gateway.sessions.recordings.chat import KIND, ChatFormat, about, script
+from gateway.sessions.recordings.completions import CHAT, TEXT, CompletionFormat, about, script
 from gateway.sessions.recordings.recording import Recording
 from gateway.wire.frames import Json, StreamWriter
 from gateway.wire.sampling import MaxTokens, lane_of, tier_of
@@ -31,7 +31,9 @@ from gateway.wire.shapes import Best, ChatShape, CompletionShape, Head, Shape, T
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's older endpoint gives a request that does not say."""
 
-CHAT_ID = re.compile(r"chatcmpl-[0-9a-f]{32}")
+PREFIXES = {CHAT: "chatcmpl-", TEXT: "cmpl-"}
+"""What the ids of each kind begin with; 32 hexadecimal digits follow."""
+CHAT_ID, TEXT_ID = (re.compile(prefix + r"[0-9a-f]{32}") for prefix in PREFIXES.values())
 
 
 class CompletionsApi:
@@ -40,13 +42,14 @@ class CompletionsApi:
     def __init__(self, service: Service, intake: Intake) -> None:
         self._service = service
         self._intake = intake
-        service.recordings.scripts[KIND] = script
+        service.recordings.scripts |= dict.fromkeys((CHAT, TEXT), script)
 
     def routes(self) -> list[Route]:
         return [
             route("/v1/chat/completions", POST=self.chat),
-            route("/v1/chat/completions/{id}", GET=self.follow, DELETE=self.discard),
+            route("/v1/chat/completions/{id}", GET=self.follow_chat, DELETE=self.discard_chat),
             route("/v1/completions", POST=self.complete),
+            route("/v1/completions/{id}", GET=self.follow_text, DELETE=self.discard_text),
         ]
 
     async def chat(self, http: HttpRequest) -> Response:
@@ -55,12 +58,13 @@ class CompletionsApi:
         self._service.dispatch.check_open()
         body = await self._intake.read(http, ChatBody)
         batch = await self._intake.chat(client, body, arrival_s)
-        key = idempotency_key(http)
-        if key is not None or (body.stream_options and body.stream_options.resumable):
-            return await self._record(client, batch, body, key)
+        if (asked := _recorded(http, body)) is not None:
+            asked.check(body, {})
+            start = partial(self._start_chat, client, replace(batch, is_recorded=True), body)
+            return await self._record(client, CHAT, asked, body, start)
         self._intake.check_room(batch, len(await http.body()))
         prompt, batch = await self._intake.prompt(batch, body)
-        shape = ChatShape(self._service.tokenizer, _told(body, batch.num_logprobs))
+        shape = ChatShape(self._service.tokenizer, _told(body, body.top_logprobs if body.logprobs else None))
         return await self._reply(client, batch, [prompt], shape, "chatcmpl")
 
     async def complete(self, http: HttpRequest) -> Response:
@@ -69,12 +73,13 @@ class CompletionsApi:
         self._service.dispatch.check_open()
         body = await self._intake.read(http, CompletionBody)
         check_completion(body, self._service.options.limits)
-        if idempotency_key(http) is not None:
-            raise invalid("'Idempotency-Key' is not supported on this endpoint.", "Idempotency-Key")
+        self._intake.check_beams(body)
+        if (asked := _recorded(http, body)) is not None:
+            asked.check(body, {"echo": body.echo})
         self._intake.check_model(body.model)
         lane = lane_of(body.service_tier, client.tenant)
         self._service.dispatch.check_room(lane, client.tenant.name, arrival_s, len(await http.body()))
-        prompts, best = await self._intake.prompting.encode_prompts(body), _best(body)
+        prompts = await self._intake.prompting.encode_prompts(body)
         batch = Batch(
             body=body,
             prompt_field="prompt",
@@ -82,15 +87,21 @@ class CompletionsApi:
                 "max_tokens",
                 self._default_completion(prompts) if body.max_tokens is None else body.max_tokens,
             ),
-            num_logprobs=0 if body.logprobs is None and best is not None else body.logprobs,
+            num_logprobs=0 if body.logprobs is None and is_compared(body) else body.logprobs,
             num_prompt_logprobs=_num_prompt_logprobs(body),
             num_choices=len(prompts) * body.num_generated,
             tenant=client.tenant,
             lane=lane,
             arrival_s=arrival_s,
+            is_recorded=asked is not None,
             grammar=await self._intake.grammar(client.tenant, self._intake.form(body)),
         )
-        shape = CompletionShape(self._service.tokenizer, replace(_told(body, body.logprobs), best=best))
+        if asked is not None:
+            if len(prompts) > 1:
+                raise invalid(f"There can only be one prompt together with {asked.way}.", "prompt")
+            start = partial(self._start, client, batch, TEXT, prompts[0])
+            return await self._record(client, TEXT, asked, body, start)
+        shape = CompletionShape(self._service.tokenizer, _told(body, body.logprobs))
         echoes = self._texts(body, prompts) if body.echo else ()
         return await self._reply(client, batch, prompts, shape, "cmpl", echoes)
 
@@ -130,36 +141,42 @@ class CompletionsApi:
 
     # Replies that are recorded
 
-    async def _record(self, client: Client, batch: Batch, body: ChatBody, key: str | None) -> Response:
-        unfit = {
-            "n": (body.n or 1) > 1,
-            "logprobs": body.logprobs,
-            "prompt_logprobs": body.prompt_logprobs is not None,
-            "return_token_ids": body.return_token_ids,
-            "stream_options.continuous_usage_stats": _wants_usage_so_far(body),
-        }
-        field = next((field for field, is_asked in unfit.items() if is_asked), None)
-        if field is not None:
-            what = "'stream_options.resumable'" if key is None else "the header 'Idempotency-Key'"
-            raise invalid(f"'{field}' cannot be used together with {what}.", field)
-        recording_id, tenant = owned_id("chatcmpl-", self._service.tag, 32), client.tenant.name
-        start = partial(self._start, client, batch, body, recording_id)
-        made = await self._service.idempotency.once(tenant, key, body, recording_id, start)
+    async def _record(
+        self,
+        client: Client,
+        kind: str,
+        asked: Recorded,
+        body: ChatBody | CompletionBody,
+        start: Callable[[str], Awaitable[Recording]],
+    ) -> Response:
+        """The reply that `start` begins under an id, or the one that was made of the same request before."""
+        recording_id = owned_id(PREFIXES[kind], self._service.tag, 32)
+        tenant, begin = client.tenant.name, partial(start, recording_id)
+        made = await self._service.idempotency.once(tenant, asked.key, body, recording_id, begin)
         recording = await self._intake.find_recording(tenant, made) if isinstance(made, str) else made
         if recording is None:
             raise not_here()
         return self._follow(recording, -1)
 
-    async def _start(self, client: Client, batch: Batch, body: ChatBody, recording_id: str) -> Recording:
+    async def _start_chat(self, client: Client, batch: Batch, body: ChatBody, recording_id: str) -> Recording:
         self._intake.check_room(batch, self._service.dispatch.context_length)
         prompt, batch = await self._intake.prompt(batch, body)
+        return await self._start(client, batch, CHAT, prompt, recording_id)
+
+    async def _start(
+        self, client: Client, batch: Batch, kind: str, prompt: list[int], recording_id: str
+    ) -> Recording:
         head = _head(batch, recording_id)
         request = self._intake.request(batch, prompt, recording_id)
         return await self._service.recordings.start(
             request,
-            kind=KIND,
+            kind=kind,
             about=about(
-                head, batch.reading, stream=bool(batch.body.stream), include_usage=_wants_usage(batch.body)
+                head,
+                batch.reading,
+                stream=bool(batch.body.stream),
+                include_usage=_wants_usage(batch.body),
+                num_choices=request.n,
             ),
             created=head.created,
             detachable=True,
@@ -172,30 +189,73 @@ class CompletionsApi:
         return Attached(
             self._service,
             recording,
-            ChatFormat(recording, self._service.tokenizer),
+            CompletionFormat(recording, self._service.tokenizer, position),
             position,
             streamed=recording.about["stream"],
         )
 
-    async def follow(self, http: HttpRequest) -> Response:
+    async def follow_chat(self, http: HttpRequest) -> Response:
         """A recorded reply again: its stream after the event that the client had last."""
-        position = position_asked(http)
-        return self._follow(await self._recording(http), position)
+        return await self._follow_again(http, CHAT)
 
-    async def discard(self, http: HttpRequest) -> Response:
+    async def follow_text(self, http: HttpRequest) -> Response:
+        return await self._follow_again(http, TEXT)
+
+    async def discard_chat(self, http: HttpRequest) -> Response:
         """Stops and forgets a recorded reply."""
-        recording = await self._recording(http)
-        await self._service.recordings.discard(recording)
-        return Json({"id": recording.id, "object": "chat.completion.deleted", "deleted": True})
+        return await self._discard(http, CHAT, "chat.completion.deleted")
 
-    async def _recording(self, http: HttpRequest) -> Recording:
+    async def discard_text(self, http: HttpRequest) -> Response:
+        return await self._discard(http, TEXT, "text_completion.deleted")
+
+    async def _follow_again(self, http: HttpRequest, kind: str) -> Response:
+        position = position_asked(http)
+        return self._follow(await self._recording(http, kind), position)
+
+    async def _discard(self, http: HttpRequest, kind: str, object: str) -> Response:
+        recording = await self._recording(http, kind)
+        await self._service.recordings.discard(recording)
+        return Json({"id": recording.id, "object": object, "deleted": True})
+
+    async def _recording(self, http: HttpRequest, kind: str) -> Recording:
         client, recording_id = self._intake.client(http), http.path_params["id"]
-        if not CHAT_ID.fullmatch(recording_id):
-            raise invalid("The id must be 'chatcmpl-' and 32 hexadecimal digits.", "id")
+        if not (CHAT_ID if kind == CHAT else TEXT_ID).fullmatch(recording_id):
+            raise invalid(f"The id must be '{PREFIXES[kind]}' and 32 hexadecimal digits.", "id")
         recording = await self._intake.recording(client.tenant.name, recording_id)
-        if recording.kind != KIND:
-            raise invalid("The id is not that of a chat completion.", "id")
+        if recording.kind != kind:
+            raise invalid("The id is that of another kind of reply.", "id")
         return recording
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """How a reply that is recorded was asked for."""
+
+    key: str | None
+
+    @property
+    def way(self) -> str:
+        return "'stream_options.resumable'" if self.key is None else "the header 'Idempotency-Key'"
+
+    def check(self, body: Sampled, unfit: Mapping[str, object]) -> None:
+        """Raises 400 if something is asked for that recordings do not have, one of `unfit` say."""
+        asked = {
+            "use_beam_search": body.use_beam_search,
+            "best_of": body.num_generated > (body.n or 1),
+            "prompt_logprobs": body.prompt_logprobs is not None,
+            "return_token_ids": body.return_token_ids,
+            "stream_options.continuous_usage_stats": _wants_usage_so_far(body),
+            **unfit,
+        }
+        field = next((field for field, is_asked in asked.items() if is_asked), None)
+        if field is not None:
+            raise invalid(f"'{field}' cannot be used together with {self.way}.", field)
+
+
+def _recorded(http: HttpRequest, body: Sampled) -> Recorded | None:
+    key = idempotency_key(http)
+    is_asked = key is not None or (body.stream_options is not None and body.stream_options.resumable)
+    return Recorded(key) if is_asked else None
 
 
 def _head(batch: Batch, id: str) -> Head:
@@ -208,15 +268,12 @@ def _num_prompt_logprobs(body: CompletionBody) -> int | None:
     return max((num for num in asked if num is not None), default=None)
 
 
-def _best(body: CompletionBody) -> Best | None:
-    """Which choices are shown; None if all are."""
-    num = body.n or 1
-    return Best(num, body.num_generated, body.logprobs is not None) if body.num_generated > num else None
-
-
-def _told(body: Sampled, num_logprobs: int | None) -> Told:
+def _told(body: ChatBody | CompletionBody, num_logprobs: int | None) -> Told:
+    num, of = body.n or 1, body.num_generated
+    shows_logprobs = body.logprobs is not None and body.logprobs is not False
     return Told(
         num_top=num_logprobs or 0,
+        best=Best(num, of, shows_logprobs, bool(body.use_beam_search)) if of > num else None,
         num_prompt_top=body.prompt_logprobs,
         token_ids=bool(body.return_token_ids),
     )

@@ -26,6 +26,7 @@ from gateway.service import Service
 from gateway.sessions.prefixes.sharing import PRIVATE
 from gateway.sessions.recordings.recording import MAX_TEXT_BYTES, Recording
 from gateway.store.interface import StoreUnavailable
+from gateway.wire.beams import NEUTRAL, beam_tokens, beams_of, check_beams
 from gateway.wire.compiling import Compiling
 from gateway.wire.prompts import Tokenizer
 from gateway.wire.reading import PLAIN, Reading, Thoughts
@@ -137,24 +138,33 @@ class Intake:
             ApiError: 400; 404 for another model; 403 for a lane that is not allowed.
         """
         check_chat(body, self._service.options.limits)
+        self.check_beams(body)
         self.check_model(body.model)
         asked = (
             MaxTokens("max_completion_tokens", body.max_completion_tokens, may_be_fewer)
             if body.max_tokens is None
             else MaxTokens("max_tokens", body.max_tokens, may_be_fewer)
         )
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        if num_logprobs is None and is_compared(body):
+            num_logprobs = 0
         return Batch(
             body=body,
             prompt_field="messages",
             asked=asked,
-            num_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            num_logprobs=num_logprobs,
             num_prompt_logprobs=body.prompt_logprobs,
-            num_choices=body.n or 1,
+            num_choices=body.num_generated,
             tenant=client.tenant,
             lane=lane_of(body.service_tier, client.tenant),
             arrival_s=arrival_s,
             grammar=await self.grammar(client.tenant, self.form(body)),
         )
+
+    def check_beams(self, body: Sampled) -> None:
+        """Raises 400 if the search that it asks for cannot be had."""
+        limits = self._service.options.limits
+        check_beams(body, min(limits.max_beams, self._service.engine_stats().max_num_seqs))
 
     def check_room(self, batch: Batch, most_tokens: int) -> None:
         """Raises 429 or 503 if no prompt of at most so many tokens, about, is let in; asked before it is tokenised."""
@@ -195,6 +205,7 @@ class Intake:
             prompt_token_ids=tuple(prompt),
             sampling=self._sampling(batch, len(prompt)),
             n=batch.body.num_generated,
+            beams=beams_of(batch.body, self._service.options.eos_token_ids),
             arrival_s=batch.arrival_s,
             lane=batch.lane,
             tenant=batch.tenant.name,
@@ -204,11 +215,13 @@ class Intake:
     def _sampling(self, batch: Batch, num_prompt_tokens: int) -> SamplingParams:
         room = Room(self._service.dispatch.context_length, num_prompt_tokens)
         max_tokens = room.output_tokens(batch.asked, batch.prompt_field)
+        if batch.body.use_beam_search:
+            max_tokens = min(max_tokens, self._beam_tokens(batch, num_prompt_tokens))
         self._check_prompt_logprobs(batch, num_prompt_tokens)
         shows_all = batch.body.skip_special_tokens is False
         return sampling_params(
             batch.body,
-            self._service.options.defaults,
+            NEUTRAL if batch.body.use_beam_search else self._service.options.defaults,
             max_tokens=self._bounded(batch, max_tokens),
             num_logprobs=batch.num_logprobs,
             num_prompt_logprobs=batch.num_prompt_logprobs,
@@ -219,6 +232,10 @@ class Intake:
             vocab_size=self._service.vocab_size,
             grammar=batch.grammar,
         )
+
+    def _beam_tokens(self, batch: Batch, num_prompt_tokens: int) -> int:
+        stats, width = self._service.engine_stats(), batch.body.num_generated
+        return beam_tokens(batch.asked, num_prompt_tokens, width, stats.num_blocks, stats.block_size)
 
     def form(self, body: ChatBody | CompletionBody) -> Form | None:
         return form_of(body, self._service.options.limits, answer_form(body.response_format))
@@ -326,6 +343,11 @@ class Intake:
             raise unsupported(field)
         if (asked := CORRELATION.get()) is not None:
             asked.ignored.append(field)
+
+
+def is_compared(body: Sampled) -> bool:
+    """Whether the log probabilities of its choices say which are shown."""
+    return body.num_generated > (body.n or 1) and not body.use_beam_search
 
 
 def salt_of(tenant: Tenant, *, is_private: bool = False, asked: str | None = None) -> bytes:

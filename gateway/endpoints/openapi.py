@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.endpoints import answers
-from gateway.endpoints.completions import CHAT_ID
+from gateway.endpoints.completions import CHAT_ID, TEXT_ID
 from gateway.endpoints.operations import OPERATIONS, Operation
 from gateway.http.limits import Limits
 from gateway.http.refusals import OVERLOADED
@@ -147,9 +147,13 @@ def _describe(path: str, method: str, operation: Operation, schemas: _Schemas) -
     return found
 
 
+_IDS = {"/v1/chat": CHAT_ID.pattern, "/v1/completions": TEXT_ID.pattern}
+"""By the beginning of their paths."""
+
+
 def _identifiers(path: str) -> Iterator[JsonSchema]:
     patterns = {
-        "id": CHAT_ID.pattern if path.startswith("/v1/chat") else id_pattern("resp"),
+        "id": next((p for start, p in _IDS.items() if path.startswith(start)), id_pattern("resp")),
         "conversation_id": id_pattern("conv"),
         "file_id": FILE_ID.pattern,
         "batch_id": BATCH_ID.pattern,

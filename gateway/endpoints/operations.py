@@ -115,6 +115,7 @@ class Operation:
 
 
 _CHAT_EVENTS = {"": answers.ChatChunk | answers.Error}
+_TEXT_EVENTS = {"": answers.TextChunk | answers.Error}
 
 
 def _by_type(*kinds: Any) -> dict[str, Any]:
@@ -160,10 +161,26 @@ OPERATIONS: dict[str, dict[str, Operation]] = {
         "POST": Operation(
             summary="Continue texts, streamed or whole",
             body=CompletionBody,
+            headers=IdempotencyHeaders,
             answer=answers.TextCompletion,
-            events={"": answers.TextChunk | answers.Error},
-            statuses=_WORK,
+            events=_TEXT_EVENTS,
+            statuses=(*_WORK, 409),
         )
+    },
+    "/v1/completions/{id}": {
+        "GET": Operation(
+            summary="Follow a resumable continuation, after the event that was seen last",
+            query=FollowQuery,
+            headers=FollowHeaders,
+            answer=answers.TextCompletion,
+            events=_TEXT_EVENTS,
+            statuses=(404, 410, 429, 503),
+        ),
+        "DELETE": Operation(
+            summary="Stop and forget a resumable continuation",
+            answer=answers.TextDeleted,
+            statuses=(404, 503),
+        ),
     },
     "/v1/embeddings": {
         "POST": Operation(

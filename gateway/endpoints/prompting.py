@@ -9,6 +9,7 @@ from typing import Any
 from gateway.http.errors import invalid
 from gateway.http.off_loop import TOKENIZING, off_loop
 from gateway.service import Service
+from gateway.wire.beams import width_field
 from gateway.wire.conversation import as_dict, chat_tools, check_messages, num_chars_of
 from gateway.wire.embeddings import Embedded, EmbeddingsBody
 from gateway.wire.prompts import check_token_ids
@@ -89,7 +90,7 @@ class Prompting:
         if not num_prompts or num_prompts > limits.max_prompts:
             raise invalid(f"'prompt' must be 1 to {limits.max_prompts} prompts.", "prompt")
         if num_prompts * body.num_generated > limits.max_choices:
-            name = "n" if body.best_of is None else "best_of"
+            name = width_field(body)
             raise invalid(f"'{name}' times the prompts must be at most {limits.max_choices}.", name)
         if body.suffix is not None and token_ids:
             raise invalid("'suffix' needs a 'prompt' of text.", "suffix")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,6 @@ from gateway.sessions.responses.objects import (
 )
 from gateway.sessions.responses.records import KIND, Record
 from gateway.sessions.responses.schemas import (
-    LOGPROBS,
     ResponseBody,
     check_id,
     check_response,
@@ -50,7 +49,7 @@ from gateway.sessions.responses.schemas import (
     text_form,
 )
 from gateway.sessions.responses.script import script
-from gateway.sessions.responses.threads import Message, Thread, extend, num_chars
+from gateway.sessions.responses.threads import Message, Thread, extend, num_chars, since, turns
 from gateway.store.interface import Key, StoreUnavailable
 from gateway.wire.frames import Json
 from gateway.wire.sampling import MaxTokens, lane_of
@@ -58,6 +57,8 @@ from gateway.wire.structured import form_of
 from gateway.wire.tools.use import ToolUse
 
 _APPEND_ATTEMPTS = 3
+_ANSWER_SHARE = 8
+"""Where a conversation is shortened, an answer gets at least this part of the context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +117,6 @@ class ResponsesApi:
         asked_to_resume = body.stream_options is not None and bool(body.stream_options.resumable)
         response_id = owned_id("resp_", self._service.tag, 48)
         turn = _Turn(client, batch, body, response_id, asked_to_resume or key is not None)
-        if body.num_logprobs is not None and (turn.resumable or body.background):
-            # Journals, from which other processes go on, have tokens alone.
-            raise invalid(f"'{LOGPROBS}' needs a response that ends with its connection.", "include")
         tenant, start = client.tenant.name, partial(self._start, turn)
         made = await self._service.idempotency.once(tenant, key, body, turn.id, start)
         return await self._repeat(tenant, made, body) if isinstance(made, str) else self._reply(made, body)
@@ -145,7 +143,12 @@ class ResponsesApi:
         body, use = turn.body, response_tools(turn.body)
         effort = None if body.reasoning is None else body.reasoning.effort
         variables = self._intake.prompting.variables(body.chat_template_kwargs, effort)
-        prompt = await self._prompt(thread, as_messages(items), body.instructions, use, variables)
+        new = as_messages(items)
+        encode = partial(self._prompt, instructions=body.instructions, use=use, variables=variables)
+        if body.truncation == "auto":
+            prompt = await self._shortened(thread, new, body.max_output_tokens, encode)
+        else:
+            prompt = await encode(thread, new)
         batch = await self._intake.with_tools(turn.batch, prompt, use)
         request = self._intake.request(batch, prompt, turn.id)
         outlives = bool(body.background) or turn.resumable
@@ -179,10 +182,46 @@ class ResponsesApi:
             raise _cannot_continue(response_id, "came to no answer")
         return thread
 
+    async def _shortened(
+        self,
+        thread: Thread,
+        new: Sequence[Message],
+        max_tokens: int | None,
+        encode: Callable[[Thread, Sequence[Message]], Awaitable[list[int]]],
+    ) -> list[int]:
+        """The prompt, without as many of the oldest turns as it takes to fit, but with the last one.
+
+        If there are some to leave out, there is room for the answer that was asked for, or for a part of the context.
+        """
+        messages, context_length = (*thread.messages, *new), self._service.dispatch.context_length
+
+        async def fitting(start: int, room: int) -> list[int] | None:
+            try:
+                prompt = await encode(replace(thread, messages=since(messages, start)), ())
+            except ApiError as error:
+                if error.code != "context_length_exceeded":
+                    raise
+                return None
+            return prompt if len(prompt) + room <= context_length else None
+
+        if (prompt := await fitting(0, max_tokens or 1)) is not None:
+            return prompt
+        starts = [start for start in turns(messages) if start]
+        found, low, high = None, 0, len(starts)
+        while low < high:
+            middle = (low + high) // 2
+            prompt = await fitting(starts[middle], max_tokens or context_length // _ANSWER_SHARE)
+            if prompt is None:
+                low = middle + 1
+            else:
+                found, high = prompt, middle
+        return found or await encode(replace(thread, messages=since(messages, max(starts, default=0))), ())
+
     async def _prompt(
         self,
         thread: Thread,
         new_messages: Sequence[Message],
+        *,
         instructions: str | None,
         use: ToolUse,
         variables: Mapping[str, Any],

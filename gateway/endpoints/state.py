@@ -10,7 +10,7 @@ import asyncio
 import hmac
 import re
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import orjson
 from starlette.requests import Request as HttpRequest
@@ -26,9 +26,9 @@ from priority.routing.state import Change, Load, Snapshot
 PATH = "/internal/state"
 SECRET_HEADER = "x-penstock-cluster"
 EVERY_S = 0.03
-"""How often changes are told while there is work."""
-IDLE_S = 0.25
-"""How often a replica without work says that it is there."""
+"""How often changes are told at most."""
+CALM_S = 0.25
+"""How often a replica tells how it does that has no work, or whose streams just go on."""
 _SWITCH = re.compile(r"[0-9a-f]{1,64}")
 
 
@@ -68,10 +68,11 @@ class StateApi:
             service.dispatch.tickets.listening(switch) as let_in,
             service.metrics.switches.track_inprogress(),
         ):
-            yield _line(self._snapshot(blocks).as_wire())
-            told = self._load
+            snapshot = self._snapshot(blocks)
+            told = snapshot.load
+            yield _line(snapshot.as_wire())
             while not (service.dispatch.draining and not len(service.dispatch)):
-                await self._news(told)
+                await self._news(told, let_in)
                 number += 1
                 load = self._load_now()
                 change = Change(
@@ -87,14 +88,13 @@ class StateApi:
                 let_in.clear()
                 yield _line(change.as_wire())
 
-    async def _news(self, told: Load | None) -> None:
+    async def _news(self, told: Load, let_in: Sequence[int]) -> None:
         """Returns when there is something to tell."""
-        service, waited_s = self._service, 0.0
-        while waited_s < IDLE_S:
+        waited_s = 0.0
+        while waited_s < CALM_S:
             await asyncio.sleep(EVERY_S)
             waited_s += EVERY_S
-            is_draining = told is not None and told.is_draining
-            if len(service.dispatch) or service.dispatch.draining != is_draining:
+            if let_in or _requests(self._load_now()) != _requests(told):
                 return
 
     def _load_now(self) -> Load:
@@ -121,6 +121,15 @@ class StateApi:
             load=load,
             blocks=stored,
         )
+
+
+def _requests(load: Load) -> list[object]:
+    """What changes when more happens than that streams go on."""
+    works = load.lanes.values()
+    return [
+        load.is_draining,
+        *((work.num_waiting, work.num_running, work.num_prefill_left) for work in works),
+    ]
 
 
 def _line(message: dict[str, object]) -> bytes:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 ABORT = "penstock.abort"
 """ASGI extension of gateway.http.protocol: a callable that drops the connection and what is still unsent."""
 
 WRITABLE = "penstock.writable"
 """ASGI extension of gateway.http.protocol: a callable that says whether `send` would return without waiting."""
+
+WRITE = "penstock.write"
+"""ASGI extension of gateway.http.protocol: a callable that sends a piece of a body, while that need not wait."""
 
 _SERVER_SEND = "penstock.server_send"
 
@@ -74,6 +78,7 @@ class Connection:
         self._send = send
         self._send_body: Send = scope[_SERVER_SEND]
         self._writable: Callable[[], bool] = extensions.get(WRITABLE, _never)
+        self._write: Callable[[bytes], None] = extensions.get(WRITE, partial(send_at_once, self._send_body))
         self._abort: Callable[[], None] | None = extensions.get(ABORT)
         self._clock = clock
         self._on_cut = on_cut
@@ -139,8 +144,16 @@ class Connection:
 
     def send_now(self, body: bytes) -> None:
         """Sends without waiting; only while `is_writable`."""
-        _send_at_once(self._send_body, {"type": "http.response.body", "body": body, "more_body": True})
+        self._write(body)
         self.last_sent_s = self._clock()
+
+    def offer(self, body: bytes) -> bool:
+        """Sends at once what comes while its task sleeps; False if something else is to go first, or it must wait."""
+        news = self._news
+        if news is None or news.done() or not self.is_writable():
+            return False
+        self.send_now(body)
+        return True
 
     # Ending
 
@@ -194,8 +207,8 @@ def _never() -> bool:
     return False
 
 
-def _send_at_once(send: Send, message: Message) -> None:
-    """Runs a `send` that is known not to wait."""
-    sending = send(message).__await__()
+def send_at_once(send: Send, body: bytes) -> None:
+    """Runs a `send` that is known not to wait, with a piece of a body."""
+    sending = send({"type": "http.response.body", "body": body, "more_body": True}).__await__()
     for _ in sending:
         raise RuntimeError("send waited although the connection was writable")

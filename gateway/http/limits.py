@@ -43,6 +43,7 @@ class Limits:
     """Texts of one request for embeddings."""
     max_choices: int = 128
     """Choices of one request, those of all its prompts together."""
+    max_beams: int = 16
     max_stop: int = 16
     max_stop_chars: int = 256
     max_stop_token_ids: int = 64

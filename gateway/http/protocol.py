@@ -9,19 +9,29 @@ from __future__ import annotations
 import asyncio
 import socket
 from http import HTTPStatus
-from typing import Any
+from typing import Any, cast
 
 import httptools
+from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from gateway.http.connections import ABORT, WRITABLE
+from gateway.http.connections import ABORT, WRITABLE, WRITE, send_at_once
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits, headers_too_large
 
 _DEFAULTS = Limits()
 
 
-class _OldCycle(RequestResponseCycle):
+class _Cycle(RequestResponseCycle):
+    def write(self, body: bytes) -> None:
+        """Sends a piece of a body as `send` would, which must not have to wait; for a stream, without a coroutine."""
+        if body and self.chunked_encoding and not self.disconnected:
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        else:
+            send_at_once(cast(Send, self.send), body)
+
+
+class _OldCycle(_Cycle):
     """Answers HTTP/1.0, which knows no chunks: without a length, a body ends with the connection."""
 
     _has_length = True
@@ -107,8 +117,8 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        extensions = {ABORT: self.transport.abort, WRITABLE: self._is_writable}
-        self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
+        self._extensions: dict[str, Any] = {ABORT: self.transport.abort, WRITABLE: self._is_writable}
+        self.scope["extensions"] = self._extensions
         self._parsed_bytes = 0
         self._expect_within(self.header_deadline_s)
 
@@ -130,8 +140,9 @@ class GatewayProtocol(HttpToolsProtocol):
         self._in_header = False
         self._expect_within(self.body_deadline_s)
         super().on_headers_complete()
-        if is_old and self.cycle is not None:
-            self.cycle.__class__ = _OldCycle
+        if self.cycle is not None:
+            self.cycle.__class__ = _OldCycle if is_old else _Cycle
+            self._extensions[WRITE] = cast(_Cycle, self.cycle).write
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete]
         if self.cycle is not None:
             self._cycles.append(self.cycle)

@@ -7,7 +7,7 @@ import secrets
 from hashlib import blake2b
 
 TAG_CHARS = 8
-_OWNED = re.compile(rf"(?:chatcmpl-|resp_|conv_)([0-9a-f]{{{TAG_CHARS}}})[0-9a-f]+")
+_OWNED = re.compile(rf"(?:chatcmpl-|cmpl-|resp_|conv_)([0-9a-f]{{{TAG_CHARS}}})[0-9a-f]+")
 
 
 def tag_of(replica: str) -> str:

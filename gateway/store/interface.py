@@ -43,6 +43,7 @@ class JournalChange:
     offset: int
     """How many tokens were written before."""
     token_ids: tuple[int, ...]
+    """Words of 32 bits: tokens, and what `gateway.sessions.recordings.journal` writes down with them."""
     ttl_s: float
     """Counted from now."""
     end: bytes | None = None

@@ -77,7 +77,7 @@ class Usage:
 
 def usage_of(generation: Generation) -> Usage:
     return Usage(
-        prompt_tokens=sum(len(request.prompt_token_ids) for request in generation.requests),
+        prompt_tokens=generation.num_prompt_tokens,
         completion_tokens=generation.num_output_tokens,
         cached_tokens=generation.num_cached_tokens,
         reasoning_tokens=generation.num_reasoning_tokens,
@@ -232,11 +232,12 @@ class StreamWriter:
             return self._pieces(index, self._parser(index).feed(text))
         return self._chunk(index, self._text_delta(text)) if text else self._opened(index)
 
-    def piece(self, index: int, piece: Piece) -> bytes:
-        """A piece of a choice that was understood elsewhere."""
+    def piece(self, index: int, piece: Piece | None, delta: Delta | None = None) -> bytes:
+        """A piece of a choice that was understood elsewhere, with what is known of its tokens; or that alone."""
+        known = self._shape.logprobs(index, delta) if delta is not None else "null"
         if isinstance(piece, TextDelta):
-            return self._chunk(index, self._text_delta(piece.text))
-        return self._pieces(index, [piece])
+            return self._chunk(index, self._text_delta(piece.text), known)
+        return self._pieces(index, [] if piece is None else [piece], known)
 
     def _pieces(self, index: int, pieces: Sequence[Piece], known: str = "null", beside: str = "") -> bytes:
         """A chunk for each; what is known of the tokens goes with the first, or alone."""

@@ -101,6 +101,7 @@ class Sampled(StrictBody):
 
     MOST: ClassVar[Mapping[str, str | int]] = {
         "n": "max_choices",
+        "best_of": "max_choices",
         "stop": "max_stop",
         "logit_bias": "max_logit_bias",
         "stop_token_ids": "max_stop_token_ids",
@@ -127,6 +128,10 @@ class Sampled(StrictBody):
     service_tier: ServiceTier | None = None
 
     # Not OpenAI's, but what clients of open models send.
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[float, Field(ge=-10, le=10)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=_INT64)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -164,7 +169,7 @@ class Sampled(StrictBody):
     @property
     def num_generated(self) -> int:
         """Choices that are made of each prompt; all of them are shown, but for those that are not among the best."""
-        return self.n or 1
+        return self.best_of or self.n or 1
 
 
 # There may be thousands of them: each is a plain dict.
@@ -321,7 +326,6 @@ class CompletionBody(Sampled):
     MOST: ClassVar[Mapping[str, str | int]] = {
         **Sampled.MOST,
         "logprobs": "max_top_logprobs",
-        "best_of": "max_choices",
     }
 
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
@@ -330,12 +334,7 @@ class CompletionBody(Sampled):
     echo: bool | None = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
     response_format: AnswerFormat | None = None
-
-    @property
-    def num_generated(self) -> int:
-        return self.best_of or self.n or 1
 
 
 class TokenizeBody(StrictBody):
@@ -437,6 +436,12 @@ def check_counts(body: Sampled, limits: Limits) -> None:
         raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("'prompt_logprobs' is not allowed when 'stream' is true.", "prompt_logprobs")
+    if body.num_generated < (body.n or 1):
+        raise invalid("'best_of' must be at least 'n'.", "best_of")
+    if body.num_generated > (body.n or 1) and body.stream:
+        raise invalid(
+            "With 'best_of', 'stream' must be false: which are the best is known at the end.", "stream"
+        )
 
 
 def check_chat(body: ChatBody, limits: Limits) -> None:
@@ -459,14 +464,6 @@ def check_chat(body: ChatBody, limits: Limits) -> None:
 
 def check_completion(body: CompletionBody, limits: Limits) -> None:
     check_counts(body, limits)
-    if body.stream_options is not None and body.stream_options.resumable:
-        raise unsupported("stream_options.resumable")
-    if body.num_generated < (body.n or 1):
-        raise invalid("'best_of' must be at least 'n'.", "best_of")
-    if body.num_generated > (body.n or 1) and body.stream:
-        raise invalid(
-            "With 'best_of', 'stream' must be false: which are the best is known at the end.", "stream"
-        )
     if body.suffix and body.echo:
         raise invalid("'echo' cannot be used together with 'suffix'.", "echo")
     if body.max_tokens == 0 and not body.echo:

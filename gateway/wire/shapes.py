@@ -57,22 +57,27 @@ class Head:
 
 
 class Best(NamedTuple):
-    """The choices that are shown of each prompt: those with the largest sums of log probabilities."""
+    """The choices that are shown of each prompt: the first ones of a search, else the likeliest as a whole."""
 
     num: int
     of: int
     with_logprobs: bool
     """Whether these are shown, too."""
+    are_ranked: bool = False
+    """The best come first already."""
 
     def chosen(self, deltas: Iterable[tuple[int, Delta]]) -> Iterator[tuple[int, Delta]]:
         """The best of whole choices, the best one of each prompt first; of equals, the one with the lower number."""
         ranked = sorted(
-            deltas, key=lambda numbered: (numbered[0] // self.of, -_sum(numbered[1]), numbered[0])
+            deltas, key=lambda numbered: (numbered[0] // self.of, self._place(numbered[1]), numbered[0])
         )
         for place, (_, delta) in enumerate(ranked):
             prompt, rank = divmod(place, self.of)
             if rank < self.num:
                 yield prompt * self.num + rank, delta if self.with_logprobs else replace(delta, logprobs=[])
+
+    def _place(self, delta: Delta) -> float:
+        return 0.0 if self.are_ranked else -_sum(delta)
 
 
 def _sum(delta: Delta) -> float:
@@ -149,8 +154,9 @@ class ChatShape:
         return json.dumps(self._logprobs(delta), default=list)
 
     def body(self, head: Head, deltas: Iterable[tuple[int, Delta]], reading: Reading) -> dict[str, object]:
+        shown = deltas if self._told.best is None else self._told.best.chosen(deltas)
         choices = [
-            (index, delta, answer_of(reading.parser(head.id, index), delta.text)) for index, delta in deltas
+            (index, delta, answer_of(reading.parser(head.id, index), delta.text)) for index, delta in shown
         ]
         return self.whole(head, choices)
 
@@ -219,6 +225,11 @@ class CompletionShape:
     ) -> dict[str, object]:
         shown = deltas if self._told.best is None else self._told.best.chosen(deltas)
         return _body(head, "text_completion", (self._choice(index, delta) for index, delta in shown))
+
+    def whole(self, head: Head, choices: Sequence[tuple[int, Delta, Answer]]) -> dict[str, object]:
+        """The same of choices whose texts are understood already."""
+        shown = (self._choice(index, delta) for index, delta, _ in choices)
+        return _body(head, "text_completion", shown)
 
     def _choice(self, index: int, delta: Delta) -> dict[str, object]:
         choice: dict[str, object] = {

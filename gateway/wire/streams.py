@@ -6,7 +6,7 @@ bound it is cut off. All of this happens on the event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.planning.request import FinishReason, Output, Request, Timings, TokenLogprobs
@@ -108,11 +108,15 @@ class Generation:
         return not self._num_unfinished or self.error is not None or self.left
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(request.prompt_token_ids) for request in self.requests)
+
+    @property
     def num_used_tokens(self) -> int:
         """What it counts as in its tenant's quota: prompt and output, nothing if it never left the queue or failed."""
         if not self.num_output_tokens and not self.was_begun:
             return 0
-        return self.num_output_tokens + sum(len(request.prompt_token_ids) for request in self.requests)
+        return self.num_output_tokens + self.num_prompt_tokens
 
     def note_forecast(self, forecast: Forecast | None, now: float) -> None:
         if forecast is not None:
@@ -130,9 +134,12 @@ class Generation:
         if not self.left and self.error is None:
             self.num_output_tokens += len(output.token_ids)
             if self.thoughts is not None:
-                choice = (output.request_id, output.index)
-                self.num_reasoning_tokens += self.thoughts.count(choice, output.token_ids)
+                self.num_reasoning_tokens += self.thoughts.count(self.choice_of(output), output.token_ids)
             self.receive(output)
+
+    def choice_of(self, output: Output) -> Hashable:
+        """What tells its choice from the reply's others."""
+        return output.request_id, output.index
 
     def receive(self, output: Output) -> None:
         """What a step brought, for whoever reads it."""

@@ -126,7 +126,7 @@ class _Run:
     def _command(self, part: Part) -> list[str]:
         module = f"loadtests.gpu.{part.module}"
         common = ["--mode", self.mode, "--scratch", str(self.scratch)]
-        return [sys.executable, "-m", module, *part.arguments, *common]
+        return [module, *part.arguments, *common]
 
     def _save(self) -> None:
         if self.options.dry_run:

@@ -60,8 +60,8 @@ def _reason(report: pytest.TestReport) -> str:
 
 
 def _paths(folder: str, is_dry: bool) -> list[str]:
-    """Without a GPU nearly all are left out, and one file shows that as well as all."""
-    return [str(path) for path in sorted(Path(folder).glob("test_*.py"))[:1]] if is_dry else [folder]
+    """Without a GPU nearly all are left out, and one file shows that as well as all: one that imports little."""
+    return [str(path) for path in sorted(Path(folder).glob("test_*.py"))[-1:]] if is_dry else [folder]
 
 
 def main() -> int:

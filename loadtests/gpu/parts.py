@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
+from app.bench.forked import ForkedProcess
 from loadtests.gpu.figures import Figure
 from loadtests.gpu.packages import ROOT
 
@@ -87,17 +88,8 @@ def run_part(part: Part, command: Sequence[str], left_s: float) -> Outcome:
         outcome.skipped.append((part.name, "no time was left"))
         return outcome
     started_s = time.monotonic()
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        start_new_session=True,
-    )
-    assert process.stdout is not None
-    reader = threading.Thread(target=_read, args=(process.stdout, outcome), daemon=True)
+    process = ForkedProcess(command, 1, {**os.environ, "HF_HUB_OFFLINE": "1"}, ROOT)
+    reader = threading.Thread(target=_read, args=(process.pipe, outcome), daemon=True)
     reader.start()
     try:
         status = process.wait(bound_s)
@@ -118,8 +110,9 @@ def _read(lines: IO[str], outcome: Outcome) -> None:
             outcome.take(line)
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
+def _end_group(process: ForkedProcess) -> None:
     """Servers and clients that the part left behind as well: they would hold the GPU."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()

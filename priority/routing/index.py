@@ -28,13 +28,13 @@ class BlockIndex:
         self.limit = _SHARDS
         """First bytes of the hashes that are kept are below this."""
         self._max_blocks = max_blocks
-        self._shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
+        self.shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._expected: dict[bytes, int] = {}
         """Blocks that a request will make resident, and the replica that it was sent to last."""
 
     def add(self, hashes: Iterable[bytes], bit: int) -> None:
         """Blocks became resident at the replica of this bit."""
-        shards, limit = self._shards, self.limit
+        shards, limit = self.shards, self.limit
         for known in hashes:
             first = known[0]
             if first < limit:
@@ -53,7 +53,7 @@ class BlockIndex:
     def remove(self, hashes: Iterable[bytes], bit: int) -> None:
         """Blocks were evicted there. Those that are not known are no fault."""
         for known in hashes:
-            shard = self._shards[known[0]]
+            shard = self.shards[known[0]]
             left = shard.get(known, 0) & ~bit
             if left:
                 shard[known] = left
@@ -78,10 +78,10 @@ class BlockIndex:
 
     def sweep(self, number: int, bits: int) -> None:
         """Takes these replicas out of one of the 256 parts."""
-        shard = self._shards[number]
+        shard = self.shards[number]
         kept = {known: left for known, held in shard.items() if (left := held & ~bits)}
         self.num_blocks -= len(shard) - len(kept)
-        self._shards[number] = kept
+        self.shards[number] = kept
 
     def match(self, hashes: Sequence[bytes], among: int, most: int) -> list[tuple[int, int]]:
         """Finds who holds the longest prefixes of a chain.
@@ -97,7 +97,7 @@ class BlockIndex:
         places: Sequence[int] = range(len(hashes))
         if limit < _SHARDS:
             places = [i for i in places if hashes[i][0] < limit]
-        shards, expected = self._shards, self._expected
+        shards, expected = self.shards, self._expected
         found: list[tuple[int, int]] = []
         high = len(places)
         while high and among and len(found) < most:

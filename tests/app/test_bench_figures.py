@@ -135,13 +135,17 @@ def test_planning_can_be_measured() -> None:
 
 
 def test_choices_among_replicas_can_be_measured() -> None:
-    figures = measure_routing(num_replicas=5, num_sessions=100, num_held=300, num_blocks=20_000)
+    figures = measure_routing(
+        num_replicas=5, num_sessions=100, num_held=300, num_blocks=20_000, num_kept=2_000
+    )
     assert 0 < figures["choice_p50_us"] <= figures["choice_p99_us"]
     assert figures["decisions"] >= 100
     assert 0.1 < figures["hit_rate"] < 1
     assert figures["blocks"] <= 5 * 300
     assert 60 < figures["block_bytes"] < 400
     assert 60 < figures["shared_block_bytes"] < 400
+    assert figures["kept_blocks"] == 50 * 32 + 2_000 * 12
+    assert 60 < figures["kept_bytes"] / figures["kept_blocks"] < 400
 
 
 def test_the_checkpoint_is_one_that_transformers_reads(tmp_path: Path) -> None:

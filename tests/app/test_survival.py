@@ -13,7 +13,7 @@ import httpx
 import pytest
 from redis import Redis
 
-from app.bench.server_process import ServerProcess
+from app.bench.server_process import ForkedServer, ServerProcess
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio
@@ -143,7 +143,7 @@ def client(url: str) -> httpx.AsyncClient:
 async def test_every_stream_goes_on_after_kill_9(redis_url: str) -> None:
     arguments = ["--redis-url", redis_url, "--replica", "the-one", "--warm-up-tokens", "0"]
     batch_id = ""
-    server = ServerProcess(arguments)
+    server: ServerProcess = ForkedServer(arguments)
     journals = Redis.from_url(redis_url)
     try:
         server.wait_ready()
@@ -153,7 +153,8 @@ async def test_every_stream_goes_on_after_kill_9(redis_url: str) -> None:
             batch_id = batch_id or await batch_of(server.url)
             after = random.Random(repetition).randint(0, NUM_STREAMS * MAX_TOKENS * 3 // 4)
             followers = await asked_and_killed(server, after, journals)
-            server = ServerProcess(arguments)
+            # Importing torch is most of a start: once is enough.
+            server = ForkedServer(arguments) if repetition else ServerProcess(arguments)
             server.wait_line(" starting on http")
             async with client(server.url) as http:
                 await asyncio.gather(*(follower.go_on(http) for follower in followers if not follower.done))

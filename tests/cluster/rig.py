@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -61,7 +62,7 @@ class Call:
 
 
 @contextlib.asynccontextmanager
-async def replica(script: Script) -> AsyncIterator[Address]:
+async def replica(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIterator[Address]:
     """A server whose every request is answered by the script."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -75,9 +76,9 @@ async def replica(script: Script) -> AsyncIterator[Address]:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=tls)
     async with server:
-        yield Address("127.0.0.1", server.sockets[0].getsockname()[1])
+        yield Address("127.0.0.1", server.sockets[0].getsockname()[1], is_tls=tls is not None)
 
 
 class Guide:
@@ -111,6 +112,7 @@ class Relaying:
         self.metrics = Metrics()
         self.timeouts = Timeouts()
         self.stall_s = 30.0
+        self.lost_s = 30.0
         self._position = position
         self._id = id
 
@@ -130,7 +132,7 @@ class Relaying:
         async def tick() -> None:
             while True:
                 await asyncio.sleep(0.01)
-                relay.look_after(loop.time(), self.timeouts, stall_s=self.stall_s)
+                relay.look_after(loop.time(), self.timeouts, stall_s=self.stall_s, lost_s=self.lost_s)
 
         async with meanwhile(connection.watch(receive, relay.end)), meanwhile(tick()):
             try:

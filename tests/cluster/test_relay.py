@@ -211,6 +211,20 @@ async def test_a_stream_that_falls_silent_is_given_up() -> None:
     assert reply.content == chat_event(0) + last_words(CHAT)
 
 
+async def test_a_silent_stream_of_a_replica_that_is_lost_is_given_up_sooner() -> None:
+    async def stalls(call: Call) -> None:
+        call.reply()
+        call.send(chat_event(0))
+        app.guide.lost.add("r0")
+        await call.left()
+
+    async with replica(stalls) as address:
+        app = Relaying(Guide(address))
+        app.lost_s = 0.05
+        reply = await asked(app)
+    assert reply.content == chat_event(0) + last_words(CHAT)
+
+
 async def test_a_whole_reply_may_take_long_unless_the_replica_is_lost() -> None:
     async def stalls(call: Call) -> None:
         app.guide.lost.add("r0")
@@ -218,7 +232,7 @@ async def test_a_whole_reply_may_take_long_unless_the_replica_is_lost() -> None:
 
     async with replica(stalls) as first, replica(whole) as second:
         app = Relaying(Guide(first, second))
-        app.stall_s = 0.05
+        app.stall_s = app.lost_s = 0.05
         reply = await asked(app)
     assert reply.headers["x-penstock-replica"] == "r1"
 

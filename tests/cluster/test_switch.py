@@ -77,18 +77,27 @@ class Cluster:
         (taken,), left = await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
         for task in left:
             task.cancel()
-        taking[taken].answer(taken.result(), "a", "b")
+        desk, request = taking[taken], taken.result()
+        desk.answer(request, "a", "b")
+        desk.queue.settle(request, desk.clock())
         return (await asking).headers["x-penstock-replica"]
+
+    def told_requests(self) -> int:
+        """Those that the replicas have told of, and that they have not told the end of."""
+        works = [work for one in self.switch.router.replicas.values() for work in one.load.lanes.values()]
+        return sum(work.num_waiting + work.num_running for work in works)
 
 
 @contextlib.asynccontextmanager
-async def cluster(*desks: Desk, ready: int | None = None) -> AsyncIterator[Cluster]:
+async def cluster(
+    *desks: Desk, ready: int | None = None, stale_s: float = PATIENCE_S
+) -> AsyncIterator[Cluster]:
     switch = Switch(
         SwitchOptions(
             secret=SECRET, identity=IDENTITY, block_size=16, limits=Limits(max_body_bytes=MOST_BYTES)
         ),
         Prompts(make_tokenizer()),
-        Router(stale_s=PATIENCE_S),
+        Router(stale_s=stale_s),
     )
     async with contextlib.AsyncExitStack() as stack:
         found = Cluster(
@@ -180,8 +189,9 @@ async def test_a_prompt_goes_to_who_holds_its_beginning_and_others_in_turn() -> 
         hashes = prompt_hashes(LONG)
         found.desks["b"].deliver(prefix_events=[stored(known) for known in hashes])
         await until(lambda: found.switch.router.index.num_blocks >= len(hashes))
-        assert await found.chat(LONG) == "b"
-        assert await found.chat(LONG + "And more.") == "b"
+        for content in (LONG, LONG + "And more."):
+            await until(lambda: not found.told_requests())
+            assert await found.chat(content) == "b"
         assert (await found.http.get("/metrics")).text.count("penstock_switch_cached_tokens_total") == 3
 
 
@@ -277,6 +287,51 @@ async def test_without_a_replica_it_says_so_and_when_it_drains_too() -> None:
         assert (await found.http.get("/ready")).status_code == 503
         found.switch.draining = True
         assert (await found.http.get("/v1/models")).json()["error"]["code"] == "server_shutting_down"
+
+
+# What other proxies ask
+
+
+async def test_another_proxy_is_told_where_a_request_goes_and_its_place_is_reserved() -> None:
+    async with cluster(make_desk("a"), make_desk("b")) as found:
+        reply = await found.http.post(f"/choose{CHAT}", json=chat_body(LONG))
+        told = reply.json()
+        name, ticket = told["replica"], told["headers"]["x-penstock-ticket"]
+        assert told["address"] == str(found.addresses[name])
+        assert reply.headers["x-penstock-replica"] == name
+        assert reply.headers["x-penstock-address"] == told["address"]
+        assert reply.headers["x-penstock-ticket"] == ticket
+        # Its blocks are expected there.
+        again = await found.http.post(f"/choose{CHAT}", json=chat_body(LONG + "And more."))
+        assert again.json()["replica"] == name
+        reservation = found.switch.router.replicas[name].open[int(ticket.partition("/")[2])]
+        assert not reservation.is_counted
+        async with httpx.AsyncClient(base_url=told["address"], headers=told["headers"]) as http:
+            asking = asyncio.create_task(http.post(CHAT, json=chat_body(LONG)))
+            request = await found.desks[name].taken()
+            await until(lambda: reservation.is_counted)
+            found.desks[name].answer(request, "x")
+            assert (await asking).status_code == 200
+
+
+async def test_who_asks_where_is_asked_for_a_key_and_refused_like_a_request() -> None:
+    async with cluster(make_desk("a"), make_desk("b")) as found:
+        made = (await found.http.post("/v1/conversations", json={})).json()["id"]
+        owner = "a" if tag_in(made) == tag_of("a") else "b"
+        for _ in range(2):
+            told = await found.http.get(f"/choose/v1/conversations/{made}")
+            assert told.json() == {"replica": owner, "address": str(found.addresses[owner]), "headers": {}}
+        found.switch.access.replace({digest_of("sk-alice"): Client(Tenant(name="alice"))})
+        for path in (CHAT, "/v1/models"):
+            assert (await found.http.post(f"/choose{path}", json=chat_body())).status_code == 401
+        found.http.headers["authorization"] = "Bearer sk-alice"
+        assert (await found.http.get("/choose/v1/models")).json()["replica"] in ("a", "b")
+        await found.switch.members.set(())
+        refused = await found.http.post(f"/choose{CHAT}", json=chat_body())
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_replica")
+        assert "retry-after" in refused.headers
+        found.switch.draining = True
+        assert (await found.http.get("/choose/v1/models")).json()["error"]["code"] == "server_shutting_down"
 
 
 # What is read of a request

@@ -150,14 +150,20 @@ SENT = [
     Sent("lm-eval generate_until", "/v1/completions",
          {"prompt": [[370, 296, 266, 580]], "model": MODEL, "max_tokens": 9, "temperature": 0,
           "stop": ["\n", "<|end|>"], "seed": 1234}),
-    # As guidellm 0.8 builds them, of completions and of chats.
+    # Recorded from guidellm 0.8.1: its synthetic run over chats; completions as it builds them.
     Sent("guidellm", "/v1/completions",
          {"model": MODEL, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-          "max_tokens": 9, "stop": None, "ignore_eos": True, "prompt": "Once upon a time"}),
+          "max_tokens": 9, "ignore_eos": True, "prompt": "Once upon a time"}),
     Sent("guidellm chat", "/v1/chat/completions",
          {"model": MODEL, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-          "max_completion_tokens": 9, "stop": None, "ignore_eos": True,
+          "max_completion_tokens": 9, "ignore_eos": True,
           "messages": [{"role": "user", "content": [{"type": "text", "text": "Hello!"}]}]}),
+    # As Open WebUI builds them: a chat with the model's parameters, and the title of a chat.
+    Sent("open webui", "/v1/chat/completions",
+         {"model": MODEL, "messages": AFTER_A_CALL, "temperature": 0.7, "top_p": 0.9, "max_tokens": 9,
+          "frequency_penalty": 0.1, "stop": ["```"], "seed": 3, "tools": TOOLS, **STREAMED}),
+    Sent("open webui title", "/v1/chat/completions",
+         {"model": MODEL, "messages": HI, "stream": False, "max_completion_tokens": 1000}),
     # As Zed's crate open_ai builds it for a thread of its agent.
     Sent("zed", "/v1/chat/completions",
          {"model": MODEL, "messages": AFTER_A_CALL, "max_completion_tokens": 9, "temperature": 1.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,8 +18,19 @@ from loadtests.gpu.parts import Outcome, Part, run_part
 FIGURE = json.dumps({"figure": {"name": "speed", "value": 2.5, "unit": "GB/s", "how": ""}})
 
 
-def script(text: str) -> list[str]:
-    return [sys.executable, "-c", text]
+Script = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Makes a part of a text, and returns its command."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(text: str) -> list[str]:
+        (tmp_path / "a_part.py").write_text(text)
+        return ["a_part"]
+
+    return make
 
 
 def test_figures_facts_and_what_is_left_out_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,12 +46,12 @@ def test_figures_facts_and_what_is_left_out_are_taken(capsys: pytest.CaptureFixt
     assert outcome.skipped == [("nothing", "nothing came of which it could be taken"), ("more", "no time")]
 
 
-def test_a_part_that_ends_well_has_no_failure() -> None:
+def test_a_part_that_ends_well_has_no_failure(script: Script) -> None:
     outcome = run_part(Part("p", "", 60), script(f"print({FIGURE!r})"), 60)
     assert (len(outcome.figures), outcome.failure, outcome.skipped) == (1, None, [])
 
 
-def test_a_part_that_fails_keeps_what_it_said() -> None:
+def test_a_part_that_fails_keeps_what_it_said(script: Script) -> None:
     outcome = run_part(Part("p", "", 60), script(f"print({FIGURE!r}); raise SystemExit(3)"), 60)
     assert len(outcome.figures) == 1
     assert outcome.failure is not None
@@ -48,7 +59,7 @@ def test_a_part_that_fails_keeps_what_it_said() -> None:
 
 
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: Script
 ) -> None:
     monkeypatch.setattr(parts, "_LEAST_S", 0.0)
     pid = tmp_path / "pid"

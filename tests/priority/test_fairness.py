@@ -301,14 +301,14 @@ def test_the_names_of_requests_decide_nothing(script: list[tuple[str, Lane, int,
 
 
 @given(script=events)
-def test_the_names_of_tenants_decide_nothing_but_ties(script: list[tuple[str, Lane, int, int]]) -> None:
-    """Invariant 14: other names in the same order, the same schedule."""
-    assert replay(script, tenants="abcde") == replay(script, tenants="KVXtz")
+def test_the_names_of_tenants_decide_nothing(script: list[tuple[str, Lane, int, int]]) -> None:
+    """Invariant 14: other names in any order, the same schedule."""
+    assert replay(script, tenants="abcde") == replay(script, tenants="tKzXV")
 
 
 @given(sizes=st.permutations([101, 211, 307, 401, 503]))
-def test_a_tie_between_tenants_goes_by_name_and_a_difference_does_not(sizes: list[int]) -> None:
-    """Invariant 14: with equal clocks the first by name; after that, whoever has had least."""
+def test_a_tie_between_tenants_goes_by_arrival_and_a_difference_does_not(sizes: list[int]) -> None:
+    """Invariant 14: with equal clocks whoever came first; after that, whoever has had least."""
     queue = make_queue()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("priority.queue.LOCALITY_TOKENS", 0)
@@ -318,5 +318,5 @@ def test_a_tie_between_tenants_goes_by_name_and_a_difference_does_not(sizes: lis
         order = take_all(queue)
     first, second = order[:5], order[5:]
     assert [name[2:] for name in order] == ["0"] * 5 + ["1"] * 5
-    assert ["ecadb"[int(name[0])] for name in first] == list("abcde")
+    assert [name[0] for name in first] == list("01234")
     assert [sizes[int(name[0])] for name in second] == sorted(sizes)

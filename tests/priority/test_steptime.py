@@ -97,6 +97,17 @@ def test_it_follows_a_machine_that_has_become_slower() -> None:
     assert model.seconds(1_000, 100, 100_000) == pytest.approx(truth(shape, 2.0), rel=0.1)
 
 
+def test_it_knows_within_twenty_steps_that_all_takes_longer() -> None:
+    """A crowd comes and is gone in a few seconds, and the steps that it slows are seen in them."""
+    model = taught(1_000)
+    shape = StepShape(64, 40, 10_000)
+    for _ in range(20):
+        model.observe(shape, truth(shape, 1.2))
+    for other in (shape, StepShape(0, 40, 10_000), StepShape(512, 0, 0)):
+        predicted = model.seconds(other.num_prefill, other.num_decode, other.num_context)
+        assert predicted == pytest.approx(truth(other, 1.2), rel=0.1)
+
+
 def test_what_is_not_seen_any_more_keeps_its_estimate() -> None:
     """An hour of decodes alone says nothing about prefill, and must not change what is known of it."""
     model = taught(300)

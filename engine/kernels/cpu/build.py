@@ -63,7 +63,7 @@ def build(level: Level, say: Callable[[str], None]) -> Path:
     path = cache_directory() / f"{stem(level)}-{key}.so"
     if path.exists():
         return path
-    say(f"building the CPU kernels for {level.name} with {compiler[0]} (once; less than a minute)")
+    say(f"building the CPU kernels for {level.name} with {compiler[0]} (once; about a minute)")
     start = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

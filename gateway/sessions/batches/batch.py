@@ -72,6 +72,8 @@ class Batch:
     num_lines: int = 0
     num_completed: int = 0
     num_failed: int = 0
+    num_begun: int = 0
+    """Processes that have worked on it and were not stopped in order: all but the last one have died."""
 
     @property
     def ended(self) -> bool:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,8 @@ LINES_AT_ONCE = 16
 MAX_AT_WORK = 8
 """Batches of one tenant that this process works on."""
 MAX_UNFINISHED = 1000
+MAX_ATTEMPTS = 3
+"""Processes that may die over one batch; then it fails."""
 WRITE_S = 0.5
 """How often results are written down, and how soon a batch that is to be cancelled is."""
 CLAIM_S = 2.0
@@ -105,8 +107,14 @@ class Run:
         holds: Callable[[], Awaitable[bool]],
         tenant: str,
         batch: Batch,
+        *,
+        is_new: bool,
     ) -> None:
-        """`holds` says whether the batch is still this process's."""
+        """
+        Args:
+            holds: says whether the batch is still this process's.
+            is_new: this process has not worked on it before.
+        """
         self._store = store
         self._files = files
         self._limits = limits
@@ -115,6 +123,7 @@ class Run:
         self._holds = holds
         self._tenant = tenant
         self._batch = batch
+        self._is_new = is_new
         self._output = Results(files, tenant, batch.output_file_id)
         self._errors = Results(files, tenant, batch.error_file_id)
         self._undone: dict[str, Line] = {}
@@ -135,10 +144,19 @@ class Run:
             return True
         done = await self._output.read() | await self._errors.read()
         self._undone = {line.custom_id: line for line in lines if line.custom_id not in done}
-        begun = await self._change(lambda batch: _begin(batch, len(lines)))
+        begun = await self._change(lambda batch: _begin(batch, len(lines), is_new=self._is_new))
+        if begun.num_begun > MAX_ATTEMPTS:
+            message = f"{MAX_ATTEMPTS} server processes ended while they worked on this batch."
+            await self._end("failed", [LineError("server_failed", message)])
+            return True
         ending = "cancelled" if begun.status == "cancelling" else await self._work()
-        if ending is not None:
+        if ending == "failed":
+            message = f"The results have more than {MAX_RESULT_BYTES} bytes."
+            await self._end(ending, [LineError("results_too_large", message)])
+        elif ending is not None:
             await self._end(ending)
+        elif not self._is_lost:
+            await self._change(stop)
         return ending is not None
 
     async def fail(self, errors: list[LineError]) -> None:
@@ -228,7 +246,7 @@ class Run:
         await self._output.write()
         await self._errors.write()
 
-    async def _end(self, status: Status) -> None:
+    async def _end(self, status: Status, errors: Sequence[LineError] = ()) -> None:
         if status == "completed":
             await self._change(lambda batch: batch.become("finalizing"))
         if status == "expired":
@@ -239,9 +257,7 @@ class Run:
 
         def end(batch: Batch) -> None:
             self._count(batch)
-            if status == "failed":
-                message = f"The results have more than {MAX_RESULT_BYTES} bytes."
-                batch.errors = [LineError("results_too_large", message)]
+            batch.errors = list(errors)
             batch.become(status)
 
         await self._change(end)
@@ -258,10 +274,16 @@ class Run:
         return changed
 
 
-def _begin(batch: Batch, num_lines: int) -> None:
+def _begin(batch: Batch, num_lines: int, *, is_new: bool) -> None:
     batch.num_lines = num_lines
+    batch.num_begun += is_new
     if batch.status == "validating":
         batch.become("in_progress")
+
+
+def stop(batch: Batch) -> None:
+    """The process that works on it stops in order."""
+    batch.num_begun = max(0, batch.num_begun - 1)
 
 
 def _result(line: Line, answer: Answer) -> bytes:
@@ -312,6 +334,8 @@ class Batches:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._tenants: dict[str, str] = {}
         """Of the batches at work."""
+        self._begun: set[str] = set()
+        """Batches that this process has worked on and that have not ended here."""
 
     async def create(self, tenant: str, batch: Batch) -> None:
         """Begins to work on it.
@@ -355,12 +379,13 @@ class Batches:
             async with meanwhile(every(CLAIM_S, self._claim, "taking over batches")):
                 yield
         finally:
-            unfinished = dict(self._tasks)
-            for task in unfinished.values():
+            tasks, tenants = list(self._tasks.values()), dict(self._tenants)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*unfinished.values(), return_exceptions=True)
-            for batch_id in unfinished:
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for batch_id, tenant in tenants.items():
                 with contextlib.suppress(StoreUnavailable):
+                    await BATCHES.change(self._store, tenant, batch_id, stop)
                     await self._store.delete(_lease(batch_id))
 
     async def _claim(self) -> None:
@@ -408,9 +433,14 @@ class Batches:
     async def _has_run(self, tenant: str, batch: Batch) -> bool:
         """Runs it here; False if another process has to go on with it."""
         holds = partial(self._holds, batch.id)
-        run = Run(self._store, self._files, self._limits, self._ask, self._turns, holds, tenant, batch)
+        is_new = batch.id not in self._begun
+        self._begun.add(batch.id)
+        store, turns = self._store, self._turns
+        run = Run(store, self._files, self._limits, self._ask, turns, holds, tenant, batch, is_new=is_new)
         try:
-            return await run.run()
+            has_ended = await run.run()
+            self._begun.discard(batch.id)
+            return has_ended
         except StoreUnavailable:
             raise
         except Exception:

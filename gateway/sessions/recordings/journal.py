@@ -1,18 +1,30 @@
-"""What is written down of a recording, so that another process can go on with it."""
+"""What is written down of a recording, so that another process can go on with it.
+
+A journal has words of 32 bits. A token is one of them: its id; in a reply of several choices, which take turns, with
+the highest bit set if its choice ends with it. Where log probabilities are told they follow: the token's own, as a
+float32, and the ids and log probabilities of the most likely tokens at its place, as many as were asked for.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import struct
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from math import isnan, nan
+from typing import Any, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from engine.planning.request import FinishReason, Request
+from engine.planning.request import FinishReason, Output, Request, TokenLogprobs
 from gateway.http.errors import ApiError
-from gateway.sessions.recordings.recording import Recording, Script
+from gateway.sessions.recordings.recording import Recording, Script, Turns
 from gateway.store.interface import Journal
+
+_ENDS = 1 << 31
+"""The bit of a token with which its choice ends."""
 
 
 class CorruptJournal(ValueError):
@@ -65,15 +77,135 @@ def end_of(recording: Recording) -> bytes:
     return end.model_dump_json().encode()
 
 
+class Token(NamedTuple):
+    """One that is written down."""
+
+    choice: int
+    """The number of its choice."""
+    id: int
+    logprobs: TokenLogprobs | None
+    ends: bool
+    """Its choice ends with it; of a reply of one choice that is not written down."""
+
+
+def words_of(recording: Recording, start: int = 0) -> tuple[int, Callable[[], tuple[int, ...]]]:
+    """What is written down of its tokens, from the word of that number on, with which one begins.
+
+    Returns:
+        How many words they are, and what makes them, wherever it is called.
+    """
+    request = recording.request
+    first = start // _words_each(request)
+    token_ids, logprobs = recording.token_ids[first:], recording.logprobs[first:]
+    for place in recording.ends:
+        if place >= first:
+            token_ids[place - first] |= _ENDS
+    num_top = request.sampling.num_logprobs
+    if num_top is None:
+        return len(token_ids), partial(tuple, token_ids)
+    return len(token_ids) * _words_each(request), partial(_words, token_ids, logprobs, num_top)
+
+
+def _words(token_ids: list[int], logprobs: list[TokenLogprobs], num_top: int) -> tuple[int, ...]:
+    words: list[int] = []
+    for token_id, found in zip(token_ids, logprobs, strict=True):
+        words += (token_id, _bits(found.logprob))
+        for other, logprob in [*found.top, *((0, nan),) * (num_top - len(found.top))]:
+            words += (other, _bits(logprob))
+    return tuple(words)
+
+
+def tokens_of(request: Request, words: tuple[int, ...]) -> Iterator[Token]:
+    """The reverse of `words_of`.
+
+    Raises:
+        CorruptJournal: they are no tokens of this request's.
+    """
+    each, turns = _words_each(request), Turns(request.n)
+    if len(words) % each:
+        raise CorruptJournal("its last token is not whole")
+    for start in range(0, len(words), each):
+        word, *known = words[start : start + each]
+        ends = request.n > 1 and bool(word & _ENDS)
+        if turns.next < 0:
+            raise CorruptJournal("it has tokens after its end")
+        yield Token(turns.next, word & ~_ENDS, _logprobs_of(known) if known else None, ends)
+        turns.pass_on(ends=ends)
+
+
+def _words_each(request: Request) -> int:
+    num_top = request.sampling.num_logprobs
+    return 1 if num_top is None else 2 + 2 * num_top
+
+
+def _logprobs_of(words: list[int]) -> TokenLogprobs | None:
+    logprob = _float(words[0])
+    if isnan(logprob):
+        return None
+    top = ((other, _float(bits)) for other, bits in zip(words[1::2], words[2::2], strict=True))
+    return TokenLogprobs(logprob, tuple(pair for pair in top if not isnan(pair[1])))
+
+
+def _bits(value: float) -> int:
+    bits: int = struct.unpack("<I", struct.pack("<f", value))[0]
+    return bits
+
+
+def _float(bits: int) -> float:
+    value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return value
+
+
 ScriptMaker = Callable[[str, dict[str, Any]], Script]
 """Makes the script of the reply with that id, of what its format has to know."""
 
 
-def rebuild(journal: Journal, now: float, scripts: Mapping[str, ScriptMaker]) -> Recording:
-    """The recording as far as it was written down; its texts are not there yet.
+class Replayer(Protocol):
+    """What is needed of `engine.planning.stopping.TextSink`."""
+
+    def replay(
+        self, request: Request, token_ids: Collection[int], max_len: int, *, is_whole: bool
+    ) -> tuple[list[str], FinishReason | None]: ...
+
+
+def replay(request: Request, words: tuple[int, ...], *, replayer: Replayer, max_len: int) -> Iterator[Output]:
+    """What the engine brought, as far as it was written down.
+
+    Raises:
+        CorruptJournal: as `tokens_of`.
+    """
+    tokens = list(tokens_of(request, words))
+    texts, reasons = [], []
+    for index in range(request.n):
+        own = [token for token in tokens if token.choice == index]
+        is_whole = bool(own) and own[-1].ends
+        said, reason = replayer.replay(request, [token.id for token in own], max_len, is_whole=is_whole)
+        texts.append(deque(said))
+        reasons.append(reason)
+    for token in tokens:
+        if not (
+            left := texts[token.choice]
+        ):  # it ends earlier than it did there: the context is shorter here
+            continue
+        output = Output(request.request_id, token.choice, [token.id], left.popleft())
+        output.logprobs = None if token.logprobs is None else [token.logprobs]
+        output.finish_reason = None if left else reasons[token.choice]
+        yield output
+
+
+def rebuild(
+    journal: Journal,
+    now: float,
+    scripts: Mapping[str, ScriptMaker],
+    replayed: Callable[[Request, tuple[int, ...]], Iterable[Output]],
+    prepare: Callable[[Recording], None] = lambda _: None,
+) -> Recording:
+    """The recording as far as it was written down.
 
     Args:
         scripts: by kind.
+        replayed: what the engine brought; see `replay`.
+        prepare: called before the recording gets that.
 
     Raises:
         CorruptJournal: if it cannot be read.
@@ -88,7 +220,7 @@ def rebuild(journal: Journal, now: float, scripts: Mapping[str, ScriptMaker]) ->
     if header.kind not in scripts:
         raise CorruptJournal(f"nobody knows the kind {header.kind!r}")
     recording = Recording(
-        replace(header.request, arrival_s=now, output_token_ids=journal.token_ids),
+        replace(header.request, arrival_s=now),
         kind=header.kind,
         about=header.about,
         created=header.created,
@@ -98,6 +230,10 @@ def rebuild(journal: Journal, now: float, scripts: Mapping[str, ScriptMaker]) ->
         max_detached_s=header.max_detached_s,
     )
     recording.attempts = header.attempts + 1
+    prepare(recording)
+    for output in replayed(recording.request, journal.token_ids):
+        recording.push(output)
+    recording.go_on()
     if end is not None:
         recording.timings_json = end.timings
         recording.num_cached_tokens = end.num_cached_tokens

@@ -2,14 +2,17 @@
 
 The events are a pure function of the output tokens: some that open the reply, those that its texts come to, some that
 close it. So a server that makes the same tokens again makes the same events under the same numbers, and
-what has to be written down of a stream is its tokens.
+what has to be written down of a stream is its tokens, with their log probabilities if they are told. The tokens of
+several choices are taken in turns, so that their order, too, follows from them alone.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from math import nan
 from typing import Any, Protocol
 
 from engine.planning.request import FinishReason, Output, Request, TokenLogprobs
@@ -23,20 +26,66 @@ INTERRUPTED = frozenset({"server_shutting_down", "engine_failed"})
 """Errors that end what this process does for a reply, but not the reply: another process goes on with it."""
 EVENT_BYTES = 160
 """What an event takes beside its text."""
+_CHOICE_BYTES = 80
+"""What an event takes more, where it says which choice it is of."""
+_KNOWN_BYTES = 240
+"""What it takes more, where it has log probabilities, without these."""
+_HELD_BYTES = 400
+"""What a token takes that waits for its turn."""
 _OWN_BYTES = 6_000
 """What a recording takes beside its events and tokens, its request and its script included."""
+_UNTOLD = TokenLogprobs(nan)
 
 
 class Script(Protocol):
     """What the texts of one reply come to, whoever reads it: plain objects, of which its Format makes events."""
 
-    def feed(self, text: str) -> Sequence[object]: ...
+    def feed(self, text: str, index: int = 0) -> Sequence[object]:
+        """Takes more text of the choice of that number."""
 
-    def note(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        """Log probabilities of tokens that are no reasoning, if they were asked for, before their text is fed."""
+    def note(
+        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], index: int, num_reasoning: int
+    ) -> None:
+        """Log probabilities of tokens, if they were asked for, before their text is fed.
 
-    def finish(self, reason: FinishReason) -> Sequence[object]:
-        """What is left to say when no more text comes."""
+        Args:
+            num_reasoning: so many of them, the first ones, are reasoning.
+        """
+
+    def finish(self, reason: FinishReason, index: int = 0) -> Sequence[object]:
+        """What is left to say of a choice when no more text comes."""
+
+
+class Turns:
+    """Whose token comes next: each choice that has not ended brings one, then each of them the next one."""
+
+    def __init__(self, num_choices: int) -> None:
+        self._left = list(range(num_choices))
+        self._place = 0
+
+    @property
+    def next(self) -> int:
+        """The number of a choice; -1 when all have ended."""
+        return self._left[self._place] if self._left else -1
+
+    def pass_on(self, *, ends: bool) -> None:
+        """Its token was taken; with it the choice `ends`, or goes on."""
+        if ends:
+            del self._left[self._place]
+        else:
+            self._place += 1
+        if self._place == len(self._left):
+            self._place = 0
+
+
+@dataclass(slots=True)
+class Choice:
+    """The tokens of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """Of all of them; none if they are not told."""
+    ended: bool = False
 
 
 class Format(Protocol):
@@ -63,7 +112,7 @@ class Format(Protocol):
 
 
 class Recording(Generation):
-    """A reply of one choice that is written down as it comes."""
+    """The reply to one request, written down as it comes."""
 
     may_join = False  # every token is an event
 
@@ -88,15 +137,22 @@ class Recording(Generation):
             max_detached_s: but for no longer than this.
         """
         super().__init__([request])
+        self.request = request
+        """As it was asked; what the engine still works on of it is in `requests`."""
         self.kind = kind
         self.about = about
         self.created = created
         self.detachable = detachable
         self.journalled = journalled
         self.max_detached_s = max_detached_s
-        self.token_ids: list[int] = list(request.output_token_ids)
-        self.num_output_tokens = len(self.token_ids)
-        self.finish_reason: FinishReason | None = None
+        self.token_ids: list[int] = []
+        """Those of all choices, in turns."""
+        self.logprobs: list[TokenLogprobs] = []
+        """Of all of them; none if they are not told."""
+        self.ends: set[int] = set()
+        """Places of the tokens with which one of several choices ended."""
+        self.reasons: dict[int, FinishReason] = {}
+        """Why each choice ended that has."""
         self.cancelled = False
         self.settled = False
         """It has ended, and what was to be done then is done."""
@@ -113,6 +169,13 @@ class Recording(Generation):
         """Called when there is something to write down."""
         self.num_dropped = 0
         self._script = script
+        self._tells_logprobs = request.sampling.num_logprobs is not None
+        self._event_bytes = (
+            EVENT_BYTES + _CHOICE_BYTES * (request.n > 1) + _KNOWN_BYTES * self._tells_logprobs
+        )
+        self._turns = Turns(request.n)
+        self._held: list[deque[Output]] = [deque() for _ in range(request.n)]
+        """By choice, what waits for its turn."""
         self._events: deque[object] = deque()
         self._sizes: deque[int] = deque()
         """Bytes that each event takes, about."""
@@ -126,16 +189,13 @@ class Recording(Generation):
         return self.request.request_id
 
     @property
-    def request(self) -> Request:
-        return self.requests[0]
+    def finish_reason(self) -> FinishReason | None:
+        """Why the first choice ended, once it has."""
+        return self.reasons.get(0)
 
     @property
     def tenant(self) -> str:
         return self.request.tenant
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def is_interrupted(self) -> bool:
@@ -147,9 +207,9 @@ class Recording(Generation):
         """Why it ended, once it has."""
         if self.cancelled:
             return FinishReason.CANCELLED
-        if self.error is not None or self.finish_reason is None:
+        if self.error is not None or not self.finished:
             return FinishReason.FAILED
-        return self.finish_reason
+        return self.reasons[0]
 
     @property
     def num_events(self) -> int:
@@ -159,7 +219,26 @@ class Recording(Generation):
     @property
     def num_bytes(self) -> int:
         """Memory that it takes, about."""
-        return _OWN_BYTES + self._num_bytes + 36 * (len(self.token_ids) + self.num_prompt_tokens)
+        num_held = sum(map(len, self._held)) if self.request.n > 1 else 0
+        each = _HELD_BYTES + self._logprob_bytes(1)
+        return (
+            _OWN_BYTES
+            + self._num_bytes
+            + each * num_held
+            + 36 * (len(self.token_ids) + self.num_prompt_tokens)
+        )
+
+    @property
+    def choices(self) -> list[Choice]:
+        """The tokens of each choice."""
+        found, turns = [Choice() for _ in range(self.request.n)], Turns(self.request.n)
+        for place, token_id in enumerate(self.token_ids):
+            choice = found[turns.next]
+            choice.token_ids.append(token_id)
+            choice.logprobs += self.logprobs[place : place + 1]
+            choice.ended = place in self.ends
+            turns.pass_on(ends=choice.ended)
+        return found
 
     @property
     def events(self) -> list[Any]:
@@ -176,18 +255,19 @@ class Recording(Generation):
         """Those from the `number`-th on, counted from 0, forgotten ones included."""
         return list(islice(self._events, max(0, number - self.num_dropped), None))
 
-    def add_text(self, text: str) -> None:
+    def add_text(self, text: str, index: int = 0) -> None:
         self._num_held += len(text)
-        self._add(self._script.feed(text))
+        self._add(self._script.feed(text, index))
 
     def close(self) -> None:
         """Adds what is left to say; no text comes any more."""
-        self._add(self._script.finish(self.reason))
+        for index in range(self.request.n):
+            self._add(self._script.finish(self.reason, index))
 
     def _add(self, events: Iterable[object]) -> None:
         for event in events:
             self._events.append(event)
-            self._sizes.append(self._num_held + EVENT_BYTES)
+            self._sizes.append(self._num_held + self._event_bytes)
             self._num_bytes += self._sizes[-1]
             self._num_held = 0
             while self._num_bytes > MAX_TEXT_BYTES:
@@ -197,33 +277,77 @@ class Recording(Generation):
             for reader in self._readers:
                 reader.tell(event)
 
-    def replay(self, texts: Iterable[str], reason: FinishReason | None) -> None:
-        """What its known tokens brought, and why they ended, if they did."""
-        for text in filter(None, texts):
-            self.add_text(text)
-        self.started = bool(self.token_ids)
-        if reason is not None:
-            self.finish_reason = reason
-            self._num_unfinished = 0
+    def go_on(self) -> None:
+        """The engine is to continue after the tokens that were replayed: choices that have not ended are what is left.
+
+        Several of them are as many requests, which share the blocks of the prompt, as choices of one request do.
+        """
+        if self.request.n == 1:
+            self.request = replace(self.request, output_token_ids=tuple(self.token_ids))
+            self.requests = [self.request]
+            return
+        left = [
+            replace(
+                self.request,
+                request_id=f"{self.id}.{index}",
+                n=1,
+                index=index,
+                output_token_ids=tuple(choice.token_ids),
+            )
+            for index, choice in enumerate(self.choices)
+            if not choice.ended
+        ]
+        if left:
+            self.requests = left
+            self._unfinished = {request.request_id: 1 for request in left}
 
     # As a Generation
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    def choice_of(self, output: Output) -> Hashable:
+        return output.index
+
     def receive(self, output: Output) -> None:
-        self.started = True
-        self.token_ids += output.token_ids
-        if output.logprobs:
-            self._note_logprobs(output.token_ids, output.logprobs)
-        if output.text:
-            self.add_text(output.text)
-        self.finish_reason = output.finish_reason
+        if self.request.n == 1:
+            self._take(output)
+        else:
+            self._held[output.index].append(output)
+            while (index := self._turns.next) >= 0 and self._held[index]:
+                self._take_turn(self._held[index].popleft())
         self.on_news(self)
 
-    def _note_logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> None:
-        """Of what is told to the user: reasoning comes before it."""
+    def _take_turn(self, output: Output) -> None:
+        ends = output.finish_reason is not None
+        self._take(output)
+        if ends:
+            self.ends.add(len(self.token_ids) - 1)
+        self._turns.pass_on(ends=ends)
+
+    def _take(self, output: Output) -> None:
+        self.started = True
+        self.token_ids += output.token_ids
+        if self._tells_logprobs:
+            self.logprobs += output.logprobs or [_UNTOLD] * len(output.token_ids)
+        if output.logprobs:
+            self._note_logprobs(output.token_ids, output.logprobs, output.index)
+        if output.text:
+            self.add_text(output.text, output.index)
+        if output.finish_reason is not None:
+            self.reasons[output.index] = output.finish_reason
+
+    def _note_logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs], index: int) -> None:
+        """Of reasoning, which comes before the answer, as well."""
         num_before = self.num_output_tokens - len(token_ids)
-        first = max(0, self.num_reasoning_tokens - num_before)
-        self._script.note(token_ids[first:], logprobs[first:])
-        self._num_held += LOGPROB_BYTES * sum(1 + len(found.top) for found in logprobs)
+        num_reasoning = max(0, self.num_reasoning_tokens - num_before)
+        self._script.note(token_ids, logprobs, index, num_reasoning)
+        self._num_held += self._logprob_bytes(len(logprobs))
+
+    def _logprob_bytes(self, num_tokens: int) -> int:
+        num_top = self.request.sampling.num_logprobs
+        return 0 if num_top is None else LOGPROB_BYTES * (1 + num_top) * num_tokens
 
     def fail(self, error: ApiError) -> None:
         super().fail(error)

@@ -5,18 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from engine.engine import EngineState
-from engine.planning.request import FinishReason, Request
+from engine.planning.request import Request
 from gateway.access.quotas import Reservation
 from gateway.dispatch import Dispatch
 from gateway.http.background import every, meanwhile
 from gateway.http.errors import ApiError, internal
 from gateway.http.off_loop import off_loop
-from gateway.sessions.recordings.journal import CorruptJournal, ScriptMaker, end_of, header_of, rebuild
+from gateway.sessions.recordings.journal import (
+    CorruptJournal,
+    Replayer,
+    ScriptMaker,
+    end_of,
+    header_of,
+    rebuild,
+    replay,
+    words_of,
+)
 from gateway.sessions.recordings.recording import Recording
 from gateway.store.interface import Durable, Journal, JournalChange, Store, StoreUnavailable
 from gateway.wire.frames import timings_of
@@ -26,6 +36,8 @@ log = logging.getLogger("penstock.gateway")
 
 _HEADER_BYTES = 12
 """A token of the prompt and what it says take about so many in a journal's header."""
+_WORD_BYTES = 2
+"""The same of a word of what is written down."""
 _REPLAYED_BYTES = 64
 """Making a token's text again is as much work as reading so many bytes."""
 MAX_ATTEMPTS = 3
@@ -47,14 +59,6 @@ class Keeping:
     claim_s: float = 2.0
     """How often streams are looked for whose process is gone."""
     batch: int = 100
-
-
-class Replayer(Protocol):
-    """What is needed of `engine.planning.stopping.TextSink`."""
-
-    def replay(
-        self, request: Request, token_ids: Iterable[int], max_len: int
-    ) -> tuple[list[str], FinishReason | None]: ...
 
 
 EndHook = Callable[[Recording], Awaitable[None]]
@@ -85,7 +89,7 @@ class Recordings:
         self.on_resume: Callable[[], None] = _nothing
         self._all: dict[str, Recording] = {}
         self._written: dict[str, int] = {}
-        """Tokens that are in the journal; missing, if not even the header is."""
+        """Words that are in the journal; missing, if not even the header is."""
         self._dirty: dict[str, None] = {}
         self._doomed: dict[str, None] = {}
         """Journals to be deleted."""
@@ -299,12 +303,13 @@ class Recordings:
         header, written = None, self._written.get(recording.id)
         if written is None:
             header = await off_loop(_HEADER_BYTES * recording.num_prompt_tokens, header_of, recording)
+        num_words, words = words_of(recording, written or 0)
         is_over = recording.settled and not recording.is_interrupted
         return JournalChange(
             stream_id=recording.id,
             header=header,
             offset=written or 0,
-            token_ids=tuple(recording.token_ids[written or 0 :]),
+            token_ids=await off_loop(_WORD_BYTES * num_words, words),
             ttl_s=self.keeping.keep_s if is_over else self.keeping.max_age_s,
             end=end_of(recording) if is_over else None,
         )
@@ -384,20 +389,11 @@ class Recordings:
             return None
 
     def _replayed(self, journal: Journal) -> Recording:
-        recording = rebuild(journal, self._clock(), self.scripts)
-        texts, reason = self._replayer.replay(
-            recording.request, journal.token_ids, self._dispatch.context_length
-        )
-        recording.replay(texts, reason)
-        self._count_thoughts(recording)
-        return recording
+        replayed = partial(replay, replayer=self._replayer, max_len=self._dispatch.context_length)
+        return rebuild(journal, self._clock(), self.scripts, replayed, self._count_thoughts)
 
     def _count_thoughts(self, recording: Recording) -> None:
-        """Those of the tokens that it has, and from now on of those that come."""
-        recording.thoughts = thoughts = self.thoughts(Reading(**recording.about.get("reading", {})))
-        if thoughts is not None:
-            choice = (recording.id, 0)
-            recording.num_reasoning_tokens = thoughts.count(choice, recording.token_ids)
+        recording.thoughts = self.thoughts(Reading(**recording.about.get("reading", {})))
 
 
 def _none(_: Reading) -> None:

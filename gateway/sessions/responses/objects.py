@@ -311,7 +311,7 @@ def _echo(body: ResponseBody, lane: Lane) -> JsonObject:
         "tools": [_TOOL | tool for tool in body.tools or ()],
         "text": {"format": _format(body.text), "verbosity": "medium"},
         "top_logprobs": body.top_logprobs or 0,
-        "truncation": "disabled",
+        "truncation": body.truncation or "disabled",
         "user": body.user,
     }
 

@@ -280,8 +280,6 @@ def check_response(body: ResponseBody, limits: Limits) -> None:
 def _check_unsupported(body: ResponseBody) -> None:
     if body.top_logprobs and body.num_logprobs is None:
         raise invalid(f"'top_logprobs' is only allowed when 'include' has '{LOGPROBS}'.", "top_logprobs")
-    if body.truncation == "auto":
-        raise unsupported_value("truncation", body.truncation)
     if body.stream_options is not None and body.stream_options.include_usage is not None:
         raise unsupported("stream_options.include_usage")
 

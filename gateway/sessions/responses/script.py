@@ -92,14 +92,21 @@ class ResponseScript:
         self._num_items = 0
         self._open: _Open | None = None
 
-    def note(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> None:
-        for token_id, found in zip(token_ids, logprobs, strict=True):
+    def note(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        index: int,  # noqa: ARG002
+        num_reasoning: int,
+    ) -> None:
+        """Of what is told to the user: reasoning is left out."""
+        for token_id, found in list(zip(token_ids, logprobs, strict=True))[num_reasoning:]:
             self._noted.append(chosen_logprob(self._tokens, token_id, found, self._num_top))
 
-    def feed(self, text: str) -> list[ItemEvent | ItemDelta]:
+    def feed(self, text: str, index: int = 0) -> list[ItemEvent | ItemDelta]:  # noqa: ARG002
         return list(self._events(self._parser.feed(text)))
 
-    def finish(self, reason: FinishReason) -> list[ItemEvent | ItemDelta]:
+    def finish(self, reason: FinishReason, index: int = 0) -> list[ItemEvent | ItemDelta]:  # noqa: ARG002
         events = list(self._events(self._parser.finish()))
         if not self._num_items and reason in (FinishReason.STOP, FinishReason.LENGTH):
             events += self._begin("message")

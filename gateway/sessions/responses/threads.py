@@ -48,6 +48,17 @@ def num_chars(message: Message) -> int:
     return len(message["content"]) + len(message.get("reasoning_content", "")) + calls
 
 
+def turns(messages: Sequence[Message]) -> list[int]:
+    """Where turns begin: with what a user says, so that calls and their results stay together."""
+    return [i for i, message in enumerate(messages) if message["role"] == "user"]
+
+
+def since(messages: Sequence[Message], start: int) -> tuple[Message, ...]:
+    """The messages without those before `start`; what the system says always stays."""
+    system = [message for message in messages[:start] if message["role"] in ("system", "developer")]
+    return (*system, *messages[start:])
+
+
 def extend(
     prompts: Prompts,
     thread: Thread,

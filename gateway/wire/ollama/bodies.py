@@ -24,6 +24,7 @@ class Options(StrictBody):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**63)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
     repeat_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -33,7 +34,6 @@ class Options(StrictBody):
     stop: str | Many[str] | None = None
 
     repeat_last_n: Literal[-1] | None = None
-    typical_p: _Neutral | None = None
     tfs_z: _Neutral | None = None
     mirostat: Literal[0] | None = None
     mirostat_tau: float | None = None
@@ -237,7 +237,17 @@ def _as_chat(body: Asked, messages: list[dict[str, object]], limits: Limits, **f
     return read(ChatBody, {name: value for name, value in values.items() if value is not None}, limits)
 
 
-_SAME = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "seed", "stop")
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+)
 """Options that have the same name elsewhere."""
 
 

@@ -31,7 +31,7 @@ from engine.model.config import LoadOptions
 from engine.model.transformer import ForwardPass
 from engine.planning.block_tables import BlockTables
 from engine.planning.drafting import Drafting
-from engine.planning.request import Output, Request, SamplingParams, Sequence
+from engine.planning.request import BeamParams, Output, Request, SamplingParams, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import DeviceError, Masks, OutOfMemory, Plan, Runner, StepInFlight
 from engine.sampling.reference import most_likely
@@ -265,6 +265,19 @@ def test_forks_and_a_short_pool_say_the_same(model: LoadedModel, expected: Party
     party = Party(device_runner(model, None), num_blocks=8).run(*REQUESTS)
     assert party.scheduler.counters.num_preemptions
     assert party.tokens() == expected.tokens()
+
+
+@pytest.mark.parametrize("preempt_at", [(), (4, 7)])
+def test_a_beam_search_finds_the_same(
+    model: LoadedModel, expected: Party, preempt_at: tuple[int, ...]
+) -> None:
+    """Beside steps in flight: its beams take their seats anew with every token."""
+    search = replace(ask("search", 19, n=4), beams=BeamParams(length_penalty=0.5))
+    alone = Party(device_runner(model, None, num_ahead=0), num_ahead=0).run(search)
+    device = RepeatingDevice()
+    party = Party(device_runner(model, device)).run(*REQUESTS, search, preempt_at=preempt_at)
+    assert device.replays
+    assert party.tokens() == {**expected.tokens(), **alone.tokens()}
 
 
 def test_log_probabilities_come_along(model: LoadedModel, folder: Path, expected: Party) -> None:

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from engine.parallel.leader import Followers
-from engine.planning.request import Pooling, Request, SamplingParams
+from engine.planning.request import BeamParams, Pooling, Request, SamplingParams
 from engine.planning.step import DeviceError
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
@@ -78,6 +79,7 @@ REQUESTS = (
     ask("choices", SHARED + prompt(2, 3), n=3, temperature=1.3),
     ask("filters", prompt(3, 33), top_p=0.8, top_k=40, min_p=0.01, num_prompt_logprobs=1),
     ask("penalties", prompt(4, 5), repetition_penalty=1.3, presence_penalty=0.5, logit_bias={9: 4.0}),
+    replace(ask("beams", prompt(5, 18), n=3, temperature=0.0), beams=BeamParams(length_penalty=0.5)),
 )
 
 

@@ -205,7 +205,6 @@ LAST = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " "}
         (completion_body([5], suffix="z"), "suffix"),
         (completion_body("a", suffix="z", echo=True), "echo"),
         (completion_body("a", best_of=2, n=3), "best_of"),
-        (completion_body("a", use_beam_search=True), "use_beam_search"),
         (completion_body("a", dry_multiplier=0.8), "dry_multiplier"),
         (completion_body("a", best_of=2, stream=True), "stream"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -486,3 +487,44 @@ async def test_a_request_that_is_sent_twice_is_done_once() -> None:
         assert await api.responses.create(**ask) == first
         ask["input"] = "Ho"
         assert (await refused(api.responses.create(**ask))).code == "idempotency_key_reused"
+
+
+@pytest.mark.parametrize("max_tokens", [None, 100, 400])
+async def test_what_is_too_long_loses_its_oldest_turns(max_tokens: int | None) -> None:
+    desk = Desk()  # 512 tokens, one a byte
+    said = {"role": "system", "content": "Rule one."}
+    turns = [
+        message
+        for number in range(20)
+        for message in (
+            {"role": "user", "content": f"Question {number:02}"},
+            {"role": "assistant", "content": f"Answer {number:02}."},
+        )
+    ]
+    asked: dict[str, Any] = {"model": MODEL, "input": [said, *turns, {"role": "user", "content": "Now?"}]}
+    if max_tokens is not None:
+        asked["max_output_tokens"] = max_tokens
+    async with connected(desk) as api:
+        error = await refused(api.responses.create(**asked))
+        assert error.code == "context_length_exceeded"
+        request, task = await taken_of(desk, api.responses.create(**asked, truncation="auto"))
+        text, room = spelt(desk, request), max_tokens or 512 // 8
+        head = "<|bos|><|system|>Rule one.<|end|><|user|>"
+        assert text.startswith(head)
+        assert text.endswith("<|user|>Now?<|end|><|assistant|>")
+        oldest = int(re.findall(r"Question (\d+)", text + "Question 20")[0])
+        numbers = list(range(oldest, 20))
+        assert [int(number) for number in re.findall(r"Answer (\d+)", text)] == numbers
+        one_more = len(turns[0]["content"]) + len(turns[1]["content"]) + 4
+        assert len(request.prompt_token_ids) + room <= 512 < len(request.prompt_token_ids) + room + one_more
+        told(desk, request, "x")
+        assert (await task).truncation == "auto"
+        short = {**asked, "input": "Hi", "max_output_tokens": 9}
+        request, task = await taken_of(desk, api.responses.create(**short, truncation="auto"))
+        assert spelt(desk, request) == "<|bos|><|user|>Hi<|end|><|assistant|>"
+        told(desk, request, "x")
+        await task
+        error = await refused(
+            api.responses.create(model=MODEL, input="x" * 600, instructions="y", truncation="auto")
+        )
+        assert (error.status_code, error.code) == (400, "context_length_exceeded")

@@ -101,6 +101,11 @@ async def ended(store: Store, batch_id: str) -> Batch:
         await asyncio.sleep(0.001)
 
 
+async def has_results(store: Store, batch_id: str) -> bool:
+    batch = await BATCHES.get(store, TENANT, batch_id)
+    return batch is not None and batch.num_completed > 0
+
+
 async def results(process: Process, file_id: str) -> dict[str, Any]:
     file = await process.files.find(TENANT, file_id)
     content = b"".join([part async for part in process.files.content(TENANT, file)])
@@ -142,6 +147,55 @@ async def test_a_process_goes_on_with_what_another_left() -> None:
     assert 0 < len(written) < NUM_LINES
     assert second.asked.keys() == {f"c{i}" for i in range(NUM_LINES)} - written
     assert not await store.list("batch_unfinished", "", 9)
+
+
+async def test_a_batch_that_ends_every_process_fails_and_keeps_what_it_has() -> None:
+    store = MemoryStore()
+    batch_ids, asked = list[str](), Counter[str]()
+    for number in range(running.MAX_ATTEMPTS + 1):
+        cable = Cable(store)
+
+        async def poisoned(name: str, cable: Cable = cable) -> Answer:
+            if name == "c7":
+                while not (batch_ids and await has_results(store, batch_ids[0])):
+                    await asyncio.sleep(0.001)
+                cable.is_cut = True
+                await asyncio.Event().wait()
+            return await right(name)
+
+        process = Process(cable, poisoned)
+        if number:
+            await process.batches._claim()
+        else:
+            batch_ids.append(await started(process))
+        async with asyncio.timeout(10):
+            while process.batches._tasks and not cable.is_cut:
+                await asyncio.sleep(0.001)
+        for task in list(process.batches._tasks.values()):
+            task.cancel()
+        asked += process.asked
+    batch = await ended(store, batch_ids[0])
+    assert (batch.status, [error.code for error in batch.errors]) == ("failed", ["server_failed"])
+    assert asked["c7"] == running.MAX_ATTEMPTS
+    assert len(await results(Process(store, right), batch.output_file_id)) == batch.num_completed > 0
+    assert not await store.list("batch_unfinished", "", 9)
+
+
+async def test_stopping_in_order_is_no_fault_of_the_batch() -> None:
+    store = MemoryStore()
+
+    async def slow(_: str) -> Answer:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    batch_id = await started(first := Process(store, slow))
+    for process in (first, *(Process(store, slow) for _ in range(running.MAX_ATTEMPTS))):
+        async with process.batches.running():
+            await process.batches._claim()
+            while not process.asked:
+                await asyncio.sleep(0)
+    await Process(store, right).batches._claim()
+    assert (await ended(store, batch_id)).status == "completed"
 
 
 async def test_a_batch_is_one_process_s_at_a_time() -> None:

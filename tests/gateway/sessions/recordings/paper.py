@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from engine.planning.request import FinishReason, Output, Request, SamplingParams
 from gateway.http.connections import Connection, Timeouts
-from gateway.sessions.recordings.chat import ChatFormat, about, script
+from gateway.sessions.recordings.completions import CompletionFormat, about, script
 from gateway.sessions.recordings.recording import Reader, Recording
 from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.shapes import Head
@@ -79,7 +79,7 @@ class PaperReader:
 
     def __init__(self, recording: Recording, position: int = -1) -> None:
         self.connection = PaperConnection()
-        format = ChatFormat(recording, TOKENIZER)
+        format = CompletionFormat(recording, TOKENIZER)
         self.reader = Reader(recording, format, cast(Connection, self.connection), position)
         recording.attach(self.reader)
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from engine.planning.request import FinishReason
 from gateway.access.keys import Client
 from gateway.http.errors import ApiError
-from gateway.sessions.recordings.chat import ChatFormat
+from gateway.sessions.recordings.completions import CompletionFormat
 from gateway.sessions.recordings.recording import Reader, Recording
 from gateway.store.interface import Quota, StoreUnavailable
 from priority.lanes import Tenant
@@ -105,7 +105,7 @@ class Life(RuleBasedStateMachine):
     def a_reader_comes(self, pick: int) -> None:
         recording = self.picked(pick)
         connection: Any = PaperConnection()
-        reader = Reader(recording, ChatFormat(recording, self.desk.service.tokenizer), connection, -1)
+        reader = Reader(recording, CompletionFormat(recording, self.desk.service.tokenizer), connection, -1)
         recording.attach(reader)
         self.readers.append((recording, reader))
 

@@ -63,8 +63,9 @@ def test_what_replaying_brings_is_what_was_said() -> None:
     for text in ("a", "", "b"):
         bring(recording, text)
     end(recording)
-    again.replay(["a", "", "b", ""], recording.finish_reason)
-    again.close()
+    for text in ("a", "", "b"):
+        bring(again, text)
+    end(again)
     again.timings_json = recording.timings_json
     again.settled = True
     first, second = PaperReader(recording), PaperReader(again)

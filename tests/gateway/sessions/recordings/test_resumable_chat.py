@@ -9,12 +9,22 @@ from typing import Any
 import httpx
 import pytest
 
-from engine.planning.request import Request
+from engine.planning.request import Request, TokenLogprobs
 from gateway.access.keys import digest_of
 from gateway.http.connections import Timeouts
 from gateway.service import ServiceOptions
 from priority.lanes import Tenant
-from tests.gateway.desk import MODEL, Desk, chat_body, client, serving, settled, step_report
+from tests.gateway.desk import (
+    MODEL,
+    Desk,
+    chat_body,
+    client,
+    completion_body,
+    logprobs,
+    serving,
+    settled,
+    step_report,
+)
 from tests.gateway.raw import Event, dialled, get, post, read_events
 
 pytestmark = pytest.mark.anyio
@@ -230,8 +240,102 @@ async def test_bad_addresses_are_refused_by_name(path: str, status: int, param: 
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param)
 
 
-@pytest.mark.parametrize(("field", "value"), [("n", 2), ("logprobs", True)])
-async def test_what_cannot_be_resumed_is_refused_by_name(field: str, value: Any) -> None:
+@pytest.mark.parametrize("field", ["prompt_logprobs", "return_token_ids"])
+async def test_what_cannot_be_resumed_is_refused_by_name(field: str) -> None:
     async with client(Desk().app) as http:
-        reply = await http.post(CHAT, json=chat_body(**RESUMABLE, **{field: value}))
+        reply = await http.post(CHAT, json={**chat_body(**RESUMABLE), field: 1})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
+
+
+COMPLETIONS = "/v1/completions"
+TOLD: dict[str, tuple[dict[str, Any], str]] = {
+    CHAT: ({**chat_body(n=2), "logprobs": True, "top_logprobs": 1}, "/v1/chat/completions/{}"),
+    COMPLETIONS: (completion_body(n=2, logprobs=1), "/v1/completions/{}"),
+}
+
+
+async def two_choices(desk: Desk, request: Request) -> None:
+    """The first one is ahead, and longer."""
+    for index, text in [(0, "a"), (0, "b"), (1, "x"), (0, ""), (0, "c")]:
+        desk.bring(request, text, index, token_ids=[ord(text or "_")], logprobs=[known(text or "_")])
+        await settled()
+    desk.finish(request, "d", 0, token_ids=[ord("d")], logprobs=[known("d")])
+    desk.finish(request, "y", 1, token_ids=[ord("y")], logprobs=[known("y")])
+
+
+def known(text: str) -> TokenLogprobs:
+    return logprobs((ord(text), -0.5), (5, -1.25))
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_choices_and_log_probabilities_are_as_where_nothing_is_recorded(path: str) -> None:
+    desk = Desk()
+    body, again = TOLD[path]
+    found = {}
+    for name, extra in (("plain", {}), ("recorded", RESUMABLE["stream_options"])):
+        async with serving(desk.app) as url, dialled(url) as line:
+            line.send(
+                post(path, {**body, "stream": True, "stream_options": {**extra, "include_usage": True}})
+            )
+            request = await desk.taken()
+            await two_choices(desk, request)
+            events = read_events((await line.answer()).body)
+            found[name] = by_choice(events)
+            if name == "recorded":
+                assert numbers(events) == list(range(len(events) - 1))
+                for position in [-1, *numbers(events)]:
+                    line.send(get(f"{again.format(request.request_id)}?starting_after={position}"))
+                    assert read_events((await line.answer()).body) == events[position + 1 :]
+    assert found["plain"] == found["recorded"]
+    assert found["plain"][0][0] == "abcd"
+    assert found["plain"][1][0] == "xy"
+
+
+def by_choice(events: list[Event]) -> dict[int, tuple[str, list[Any], str]]:
+    """Text, log probabilities and the reason of each end."""
+    texts: dict[int, str] = {}
+    told: dict[int, list[Any]] = {}
+    reasons: dict[int, str] = {}
+    for event in events[:-1]:
+        for choice in json.loads(event.data)["choices"]:
+            index = choice["index"]
+            texts[index] = texts.get(index, "") + (
+                choice.get("text") or choice.get("delta", {}).get("content", "")
+            )
+            told.setdefault(index, []).extend(_entries(choice["logprobs"]))
+            reasons[index] = choice["finish_reason"]
+    return {index: (text, told[index], reasons[index]) for index, text in texts.items()}
+
+
+def _entries(told: dict[str, Any] | None) -> list[Any]:
+    if told is None:
+        return []
+    if "content" in told:
+        return list(told["content"])
+    return list(zip(*told.values(), strict=True))
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_a_key_twice_is_one_reply_with_all_choices(path: str) -> None:
+    desk = Desk()
+    body, _ = TOLD[path]
+    bodies: list[dict[str, Any]] = []
+    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
+        for headers in ({}, {"Idempotency-Key": "k"}, {"Idempotency-Key": "k"}):
+            sent = asyncio.create_task(http.post(path, json=body, headers=headers))
+            if len(bodies) < 2:
+                await two_choices(desk, await desk.taken())
+            bodies.append((await sent).json())
+    plain, first, second = bodies
+    assert first == second
+    assert first["choices"] == plain["choices"]
+    assert first["usage"] == plain["usage"]
+
+
+@pytest.mark.parametrize(("field", "value"), [("echo", True), ("best_of", 2), ("prompt", ["a", "b"])])
+async def test_what_a_recorded_text_cannot_have_is_refused_by_name(field: str, value: Any) -> None:
+    async with client(Desk().app) as http:
+        reply = await http.post(
+            COMPLETIONS, json={**completion_body(), field: value}, headers={"Idempotency-Key": "k"}
+        )
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+import re
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.engine import EngineState
-from engine.planning.request import FinishReason, Request
+from engine.planning.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from gateway.http.errors import ApiError
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.recordings.registry import MAX_ATTEMPTS
@@ -120,6 +128,93 @@ async def begun_again(desk: Desk) -> Recording:
     assert recording is not None
     await desk.taken()
     return recording
+
+
+WORDS = ["ab", "xyz", "q"]
+"""What the choices of one request say, a token a character."""
+
+
+def several(**fields: Any) -> Request:
+    sampling = SamplingParams(max_tokens=100, num_logprobs=1)
+    return replace(make_request(ID, tenant="ann"), n=len(WORDS), sampling=sampling, **fields)
+
+
+async def begun_with_several(desk: Desk, kind: str) -> Recording:
+    about = {**make_recording().about, "num_choices": len(WORDS)}
+    recording = await desk.service.recordings.start(
+        several(), kind=kind, about=about, created=7, detachable=True, journalled=True
+    )
+    await desk.taken()
+    return recording
+
+
+def steps(order: Sequence[int]) -> list[tuple[int, int]]:
+    """(choice, number of its token) in the order in which the engine brings them, so often each choice in turn."""
+    left = [deque(enumerate([*word, "end"])) for word in WORDS]
+    return [(index, left[index].popleft()[0]) for index in order]
+
+
+def bring_steps(desk: Desk, recording: Recording, brought: Iterable[tuple[int, int]]) -> None:
+    for index, number in brought:
+        (request,) = [r for r in recording.requests if r.index == index or r.n > 1]
+        text = WORDS[index][number : number + 1]
+        token_id = make_tokenizer().encode(text)[0] if text else 1
+        told = [TokenLogprobs(float(np.float32(-0.1 * (number + 1))), ((token_id, -0.75),))]
+        fields = {"finish_reason": FinishReason.STOP, "timings": make_timings(request)} if not text else {}
+        desk.bring(request, text, index, token_ids=[token_id], logprobs=told, **fields)
+
+
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_choices_of_one_request_go_on_whatever_their_order_was(kind: str, data: st.DataObject) -> None:
+    every = [index for index, word in enumerate(WORDS) for _ in [*word, "end"]]
+    first, second = data.draw(st.permutations(every)), data.draw(st.permutations(every))
+    num_before, flushes = data.draw(st.integers(0, len(every))), data.draw(st.booleans())
+
+    async def killed() -> list[bytes]:
+        store = SurvivingStore(Clock())
+        async with contextlib.AsyncExitStack() as stack:
+            desk = (
+                await stack.enter_async_context(serving(store))
+                if flushes
+                else Desk(store=store, clock=store.clock)
+            )
+            recording = await begun_with_several(desk, kind)
+            bring_steps(desk, recording, steps(first)[:num_before])
+            seen = frames(recording) if num_before < len(every) else []
+        store.orphan()
+        async with serving(store) as desk:
+            recording = found(await desk.service.recordings.find("ann", ID))
+            known = [len(choice.token_ids) for choice in recording.choices]
+            ended = [choice.ended for choice in recording.choices]
+            assert [r.index for r in recording.requests if not all(ended)] == [
+                i for i in range(3) if not ended[i]
+            ]
+            bring_steps(desk, recording, [(i, n) for i, n in steps(second) if n >= known[i]])
+            await settled(recording)
+            assert recording.num_output_tokens == len(every)
+            assert frames(recording)[: len(seen)] == seen
+            return frames(recording)
+
+    async def whole() -> list[bytes]:
+        async with serving(SurvivingStore(Clock())) as desk:
+            recording = await begun_with_several(desk, kind)
+            bring_steps(desk, recording, steps(every))
+            await settled(recording)
+            return frames(recording)
+
+    assert without_timings(asyncio.run(killed())) == without_timings(asyncio.run(whole()))
+
+
+def found(recording: Recording | None) -> Recording:
+    assert recording is not None
+    return recording
+
+
+def without_timings(frames: list[bytes]) -> list[bytes]:
+    """Nobody knows them if the end alone was not written down."""
+    return [re.sub(rb',"timings":.*}', b"", frame) for frame in frames]
 
 
 async def test_one_that_ended_is_told_by_the_next_server_too() -> None:

@@ -34,13 +34,18 @@ def body_of(body_input: Any = "Hi", **fields: Any) -> ResponseBody:
     return body
 
 
-def recording_of(body_input: Any = "Hi", *, reading: Reading = PLAIN, **fields: Any) -> Recording:
+SAMPLING = SamplingParams(temperature=0.5, top_p=0.9, grammar=Grammar(GrammarKind.REGEX, "é.*"))
+
+
+def recording_of(
+    body_input: Any = "Hi", *, reading: Reading = PLAIN, sampling: SamplingParams = SAMPLING, **fields: Any
+) -> Recording:
     """A response that was just asked for. Call it on an event loop, or see that nothing ends it."""
     body = body_of(body_input, **fields)
     request = Request(
         request_id="resp_1a2b",
         prompt_token_ids=(3, 4, 5, 6),
-        sampling=SamplingParams(temperature=0.5, top_p=0.9, grammar=Grammar(GrammarKind.REGEX, "é.*")),
+        sampling=sampling,
         arrival_s=10.0,
         lane=Lane.STANDARD,
         tenant="default",

@@ -128,7 +128,6 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].name", "missing_required_parameter"),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "invalid_value"),
     ({"top_logprobs": 3}, "top_logprobs", "invalid_value"),
-    ({"truncation": "auto"}, "truncation", "unsupported_value"),
 ]
 
 

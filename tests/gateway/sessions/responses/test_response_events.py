@@ -16,10 +16,10 @@ from openai.types.responses import ResponseInputItem, ResponseItem
 from openai.types.responses.response_item_list import ResponseItemList
 from pydantic import TypeAdapter
 
-from engine.planning.request import FinishReason
+from engine.planning.request import FinishReason, Output, TokenLogprobs
 from engine.planning.stopping import TextSink
 from gateway.http.errors import ApiError
-from gateway.sessions.recordings.journal import end_of, header_of, rebuild
+from gateway.sessions.recordings.journal import end_of, header_of, rebuild, replay, words_of
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.responses.events import ResponseFormat
 from gateway.sessions.responses.objects import (
@@ -32,14 +32,15 @@ from gateway.sessions.responses.objects import (
     texts_of,
 )
 from gateway.sessions.responses.records import KIND, RECORDS, Record, continued, record_of
-from gateway.sessions.responses.schemas import PageQuery
+from gateway.sessions.responses.schemas import LOGPROBS, PageQuery
 from gateway.sessions.responses.script import ItemDelta, script
 from gateway.sessions.responses.threads import Thread
 from gateway.store.interface import Journal, Key
 from gateway.store.memory import MemoryStore
-from tests.gateway.desk import EOS, make_tokenizer
+from tests.gateway.desk import EOS, make_timings, make_tokenizer
 from tests.gateway.sessions.responses.made import (
     EVENT,
+    SAMPLING,
     body_of,
     cancel,
     data_of,
@@ -176,7 +177,7 @@ def test_a_restarted_server_tells_the_same(how: str, text: str) -> None:
         token_ids = token_ids[: len(token_ids) - 1 or 1]
     most = len(token_ids) if how == "incomplete" else 1_000
     sampling = replace(recording.request.sampling, max_tokens=most, ignore_eos=how == "incomplete")
-    recording.requests[0] = replace(recording.request, sampling=sampling)
+    recording.request = replace(recording.request, sampling=sampling)
     sink = TextSink(tokenizer, (EOS,))
     texts, reason = sink.replay(recording.request, token_ids, 10_000)
     for token_id, said in zip(token_ids[:-1], texts[:-1], strict=True):
@@ -187,13 +188,36 @@ def test_a_restarted_server_tells_the_same(how: str, text: str) -> None:
         assert reason is not None
         finish(recording, reason, texts[-1], token_ids[-1])
     journal = Journal(recording.id, header_of(recording), tuple(recording.token_ids), end_of(recording))
-    rebuilt = rebuild(journal, 99.0, {KIND: partial(script, make_tokenizer())})
+    replayed = partial(replay, replayer=sink, max_len=10_000)
+    rebuilt = rebuild(journal, 99.0, {KIND: partial(script, make_tokenizer())}, replayed)
     assert rebuilt.request.sampling == recording.request.sampling
-    rebuilt.replay(*sink.replay(rebuilt.request, journal.token_ids, 10_000))
     rebuilt.close()
     assert status_of(rebuilt) == status_of(recording) == how
     assert frames_of(rebuilt) == frames_of(recording)
     assert record_of(rebuilt) == record_of(recording)
+
+
+def test_a_restarted_server_tells_the_same_log_probabilities() -> None:
+    tokenizer = make_tokenizer()
+    token_ids = [*tokenizer.encode("Grüße"), EOS]
+    sampling = replace(SAMPLING, num_logprobs=1, max_tokens=1_000)
+    recording = recording_of(background=True, include=[LOGPROBS], top_logprobs=1, sampling=sampling)
+    sink = TextSink(tokenizer, (EOS,))
+    texts, reason = sink.replay(recording.request, token_ids, 10_000)
+    for token_id, said in zip(token_ids, texts, strict=True):
+        told = [TokenLogprobs(-token_id / 64, ((token_id, -token_id / 64),))]
+        is_last = token_id == EOS
+        timings = make_timings(recording.request) if is_last else None
+        output = Output(recording.id, 0, [token_id], said, told, timings=timings)
+        output.finish_reason = reason if is_last else None
+        recording.push(output)
+    recording.close()
+    journal = Journal(recording.id, header_of(recording), words_of(recording)[1](), end_of(recording))
+    replayed = partial(replay, replayer=sink, max_len=10_000)
+    rebuilt = rebuild(journal, 99.0, {KIND: partial(script, tokenizer)}, replayed)
+    rebuilt.close()
+    assert b'"logprob":' in b"".join(frames_of(recording))
+    assert frames_of(rebuilt) == frames_of(recording)
 
 
 def test_a_deleted_response() -> None:

@@ -1,0 +1,72 @@
+"""Python processes forked from one that has imported what a server needs, which takes a CPU some seconds each time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(["torch", "app.server"])
+
+
+class ForkedProcess:
+    """What `subprocess.Popen([sys.executable, "-m", *command], start_new_session=True)` is, as far as it is used here.
+
+    The script that uses it must do nothing when it is imported. CUDA is not initialised in the process that forks.
+    """
+
+    def __init__(
+        self, command: Sequence[str], output: int, environment: Mapping[str, str], folder: Path
+    ) -> None:
+        """`output`: 1 or 2, the stream that `pipe` reads; the other one is this process's."""
+        reader, writer = _FORKS.Pipe(duplex=False)
+        with reader, writer:
+            self._process = _FORKS.Process(
+                target=_become, args=(list(command), output, writer, dict(environment), str(folder))
+            )
+            self._process.start()
+            self.pipe = os.fdopen(os.dup(reader.fileno()))
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises: subprocess.TimeoutExpired"""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self._process.name, timeout or 0)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _become(
+    command: list[str], output: int, pipe: Connection, environment: dict[str, str], folder: str
+) -> None:
+    """Runs `python -m command` in the process that was just forked."""
+    with pipe:
+        os.dup2(pipe.fileno(), output)
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv[1:] = command[1:]
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,173 @@
+"""Chat and text completions as recordings: the usual chunks, each with its number as the event's id."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from engine.planning.request import FinishReason, TokenLogprobs
+from gateway.http.errors import ApiError
+from gateway.sessions.recordings.recording import Recording
+from gateway.wire.frames import DONE, StreamWriter, error_frame, usage_of
+from gateway.wire.parsing import Answer, CallBegun, Piece
+from gateway.wire.reading import Reading
+from gateway.wire.shapes import ChatShape, CompletionShape, Head, TokenText, Told
+from gateway.wire.streams import Delta
+
+CHAT, TEXT = "chat", "completion"
+"""The kinds of recordings."""
+_NOTHING: tuple[tuple[int, ...], tuple[TokenLogprobs, ...]] = ((), ())
+
+
+def about(
+    head: Head, reading: Reading, *, stream: bool, include_usage: bool, num_choices: int = 1
+) -> dict[str, Any]:
+    """What a recording has to know of the request."""
+    return {
+        "model": head.model,
+        "service_tier": head.service_tier,
+        "stream": stream,
+        "include_usage": include_usage,
+        "reading": asdict(reading),
+        "num_choices": num_choices,
+    }
+
+
+def script(reply_id: str, about: dict[str, Any]) -> CompletionScript:
+    """`num_choices` is missing where an earlier version wrote the journal: there was one."""
+    return CompletionScript(reply_id, Reading(**about["reading"]), about.get("num_choices", 1))
+
+
+class Said(NamedTuple):
+    """What came of tokens of one choice. A piece of an only choice whose log probabilities are not told needs none."""
+
+    choice: int
+    piece: Piece | None
+    token_ids: tuple[int, ...] = ()
+    """Those that were not told of before, where log probabilities are told."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @property
+    def delta(self) -> Delta | None:
+        """What is known of these tokens, if anything is."""
+        return Delta("", list(self.token_ids), list(self.logprobs)) if self.logprobs else None
+
+
+class CompletionScript:
+    """A `gateway.sessions.recordings.recording.Script`: the pieces of each choice."""
+
+    def __init__(self, reply_id: str, reading: Reading, num_choices: int) -> None:
+        self._parsers = [reading.parser(reply_id, index) for index in range(num_choices)]
+        self._noted: dict[int, tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]] = {}
+        """By choice, tokens that wait for the next piece, and their log probabilities."""
+
+    def note(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
+        index: int,
+        num_reasoning: int,  # noqa: ARG002
+    ) -> None:
+        """As where nothing is recorded, those of reasoning are told, too."""
+        known, found = self._noted.get(index, _NOTHING)
+        self._noted[index] = (*known, *token_ids), (*found, *logprobs)
+
+    def feed(self, text: str, index: int = 0) -> list[Piece | Said]:
+        return self._said(index, self._parsers[index].feed(text))
+
+    def finish(self, _: FinishReason, index: int = 0) -> list[Piece | Said]:
+        pieces = self._parsers[index].finish()
+        return self._said(index, pieces or [None] if index in self._noted else pieces)
+
+    def _said(self, index: int, pieces: Sequence[Piece | None]) -> list[Piece | Said]:
+        """The first piece has what is known of the tokens so far."""
+        said: list[Piece | Said] = []
+        for piece in pieces:
+            noted = self._noted.pop(index, _NOTHING)
+            if noted is _NOTHING and piece is not None and len(self._parsers) == 1:
+                said.append(piece)
+            else:
+                said.append(Said(index, piece, *noted))
+        return said
+
+
+class CompletionFormat:
+    """The events of one completion."""
+
+    tail = DONE
+
+    def __init__(self, recording: Recording, tokens: TokenText, position: int = -1) -> None:
+        """
+        Args:
+            position: number of the last event that the client has; where the next token stands follows from those.
+        """
+        self._head = Head(
+            id=recording.id,
+            created=recording.created,
+            model=recording.about["model"],
+            service_tier=recording.about["service_tier"],
+        )
+        told = Told(num_top=recording.request.sampling.num_logprobs or 0)
+        shape = ChatShape if recording.kind == CHAT else CompletionShape
+        self._shape: ChatShape | CompletionShape = shape(tokens, told)
+        self._include_usage: bool = recording.about["include_usage"]
+        self._writer = StreamWriter(self._shape, self._head, include_usage=self._include_usage)
+        opened = [self._writer.text(index, "") for index in range(recording.request.n)]
+        self._opening = list(filter(None, opened))
+        self.num_opening = len(self._opening)
+        if recording.kind == TEXT:
+            for event in recording.events_from(0)[: position + 1]:
+                if isinstance(event, Said) and event.delta is not None:
+                    self._shape.logprobs(event.choice, event.delta)
+
+    def opening(self, _: Recording) -> list[bytes]:
+        return [_numbered(number, frame) for number, frame in enumerate(self._opening)]
+
+    def event(self, number: int, event: Piece | Said) -> bytes:
+        said = event if isinstance(event, Said) else Said(0, event)
+        return _numbered(number, self._writer.piece(said.choice, said.piece, said.delta))
+
+    def closing(self, recording: Recording, first: int) -> list[bytes]:
+        """Every choice ends here; the last one has the timings."""
+        last = recording.request.n - 1
+        callers = {index for index, piece in map(_indexed, recording.events_from(0)) if _calls(piece)}
+        frames = [
+            self._writer.finish(
+                index,
+                reason,
+                recording.timings_json if index == last else None,
+                has_calls=index in callers,
+            )
+            for index, reason in sorted(recording.reasons.items())
+        ]
+        if self._include_usage:
+            frames.append(self._writer.usage(usage_of(recording)))
+        return [_numbered(number, frame) for number, frame in enumerate(frames, first)]
+
+    def fault(self, _recording: Recording, error: ApiError, _number: int) -> list[bytes]:
+        return [error_frame(error)]
+
+    def body(self, recording: Recording) -> dict[str, object]:
+        answers = [Answer() for _ in range(recording.request.n)]
+        for index, piece in map(_indexed, recording.events):
+            answers[index].add([] if piece is None else [piece])
+        choices = []
+        for index, (choice, answer) in enumerate(zip(recording.choices, answers, strict=True)):
+            delta = Delta(answer.text, choice.token_ids, [*choice.logprobs])
+            delta.finish_reason = recording.reasons[index]
+            choices.append((index, delta, answer))
+        body = self._shape.whole(self._head, choices)
+        return {**body, "usage": usage_of(recording).as_json(), "timings": recording.timings_json}
+
+
+def _indexed(event: Piece | Said) -> tuple[int, Piece | None]:
+    return (event.choice, event.piece) if isinstance(event, Said) else (0, event)
+
+
+def _calls(piece: Piece | None) -> bool:
+    return isinstance(piece, CallBegun)
+
+
+def _numbered(number: int, frame: bytes) -> bytes:
+    return b"id: %d\n%b" % (number, frame)
