@@ -1,4 +1,4 @@
-"""The command line: `penstock serve`, `switch`, `quantize`, `key`, `doctor`, `kernels`, `bench` and `simulate`."""
+"""The command line: `penstock serve` and the other commands, of which each is loaded when it is asked for."""
 
 from __future__ import annotations
 
@@ -146,6 +146,26 @@ def _switch(parser: _Parser, arguments: list[str]) -> int:
     return run(replicas, Path(path) if path is not None else None, settings)
 
 
+def _cluster(parser: _Parser, arguments: list[str]) -> int:
+    from app import cluster
+
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = "actions:\n" + "\n".join(f"  {name:<7} {text}" for name, text in cluster.ACTIONS.items())
+    parser.add_argument(
+        "action", metavar="ACTION", help="one of these; `penstock cluster ACTION --help` says more"
+    )
+    action = parser.parse_args(arguments[:1]).action
+    if action not in cluster.ACTIONS:
+        parser.error(f"unknown action {action}{suggestion(action, cluster.ACTIONS)}")
+    own = _Parser(prog=f"penstock cluster {action}", description=cluster.ACTIONS[action], allow_abbrev=False)
+    cluster.add_arguments(own, action)
+    if action == "deploy":
+        return cluster.deploy(_parse_settings(own, arguments[1:]))
+    options, rest = own.parse_known_intermixed_args(arguments[1:])
+    own.reject_unknown(rest)
+    return cluster.run(action, options)
+
+
 def _bench(parser: _Parser, arguments: list[str]) -> int:
     from app.bench.command import add_arguments, run
     from app.kernels import check_level
@@ -233,6 +253,7 @@ def _choices(annotation: object) -> str | None:
 _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "serve": ("Serves a model over HTTP.", _serve),
     "switch": ("Puts one address before several replicas, and chooses one for each request.", _switch),
+    "cluster": ("Runs replicas and switches on a Ray cluster, which replaces and scales them.", _cluster),
     "quantize": ("Makes a checkpoint of 4 or 8 bits from one in floating point.", _quantize),
     "key": ("Makes an API key, and its line for the file of keys.", _key),
     "doctor": ("Says what this machine offers and what is missing, or what of a model fits.", _doctor),

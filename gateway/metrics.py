@@ -175,6 +175,7 @@ class Metrics:
         self.resumes = counter("stream_resumes", "Replies taken over from a process that is gone.")
         self.follows = counter("stream_follows", "Connections that went on with a reply.")
         self.prefix_blocks = gauge("prefix_blocks", "Blocks whose prefix is known.")
+        self.switches = gauge("switches", "Switches that know how this replica does.")
         self.prefix_depth = gauge("prefix_depth_blocks", "Blocks of the longest known prefix.")
 
     def note_step(self, report: StepReport, num_output_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""Penstock's one name in site-packages: the command starts here, and so does `from penstock import LLM`."""
+"""Penstock's one name in site-packages: the command starts here, `from penstock import LLM`, and Ray Serve."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM"]
 
+_WHERE = {"LLM": "app.offline.llm", "replicas": "cluster.deployments", "switches": "cluster.deployments"}
+"""`penstock:replicas` and `penstock:switches` are what a config file of Ray Serve imports."""
+
 _HERE = Path(__file__).resolve().parent
 
 # A wheel holds app/, gateway/, priority/, engine/ and static/ in penstock/lib; in a checkout they lie beside penstock/.
@@ -22,7 +25,7 @@ isolation.install(PACKAGES)
 
 
 def __getattr__(name: str) -> object:
-    """Loads what LLM needs when it is first asked for."""
-    if name != "LLM":
+    """Loads what it needs when it is first asked for."""
+    if name not in _WHERE:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
-    return import_module(f"{isolation.LIB}.app.offline.llm").LLM
+    return getattr(import_module(f"{isolation.LIB}.{_WHERE[name]}"), name)

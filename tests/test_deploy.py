@@ -14,6 +14,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.settings import ENV_PREFIX, Settings
+from cluster.plan import Plan
 from deploy import lock
 from deploy.grafana.make import PATH, dashboard
 from engine.kernels.cpu import prebuilt
@@ -172,3 +173,15 @@ def test_nginx_holds_nothing_back() -> None:
     text = NGINX.read_text()
     for line in ("proxy_buffering off;", "proxy_http_version 1.1;", "proxy_next_upstream off;"):
         assert line in text
+
+
+def test_a_serve_config_has_settings_that_there_are_and_the_same_for_replicas_and_switches() -> None:
+    config = yaml.safe_load((DEPLOY / "ray-serve.yaml").read_text())
+    assert config["proxy_location"] == "Disabled"
+    replicas, switches = config["applications"]
+    assert [replicas["import_path"], switches["import_path"]] == ["penstock:replicas", "penstock:switches"]
+    assert replicas["route_prefix"] is switches["route_prefix"] is None
+    assert replicas["args"] == switches["args"]
+    plan = Plan.parse(replicas["args"])
+    assert (replicas["name"], switches["name"]) == (plan.replicas_app, plan.switches_app)
+    assert plan.settings.keys() <= Settings.model_fields.keys()

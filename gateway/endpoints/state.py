@@ -45,19 +45,29 @@ class StateApi:
         return [route(PATH, GET=self.stream)] if self._service.options.cluster_secret else []
 
     async def stream(self, http: HttpRequest) -> Response:
-        """A snapshot, then changes, to the end of the last token stream of a server that drains."""
+        """A snapshot, then changes, to the end of the last token stream of a server that drains.
+
+        Without `switch`, the snapshot alone.
+        """
         given, secret = http.headers.get(SECRET_HEADER, ""), self._service.options.cluster_secret or ""
         if not hmac.compare_digest(given.encode(), secret.encode()):
             raise unauthorized(f"The header '{SECRET_HEADER}' must have the cluster's secret.")
         switch = http.query_params.get("switch", "")
-        if not _SWITCH.fullmatch(switch):
+        if switch and not _SWITCH.fullmatch(switch):
             raise invalid("'switch' must be up to 64 hexadecimal digits.", "switch")
         self._service.dispatch.check_open()
+        if not switch:
+            with self._service.prefixes.listening(None) as blocks:
+                return Response(_line(self._snapshot(blocks).as_wire()), media_type="application/x-ndjson")
         return StreamingResponse(self._lines(switch), media_type="application/x-ndjson")
 
     async def _lines(self, switch: str) -> AsyncIterator[bytes]:
         service, number = self._service, 0
-        with service.prefixes.listening(None) as blocks, service.dispatch.tickets.listening(switch) as let_in:
+        with (
+            service.prefixes.listening(None) as blocks,
+            service.dispatch.tickets.listening(switch) as let_in,
+            service.metrics.switches.track_inprogress(),
+        ):
             snapshot = self._snapshot(blocks)
             told = snapshot.load
             yield _line(snapshot.as_wire())

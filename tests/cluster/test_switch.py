@@ -170,6 +170,18 @@ def stored(hash_: bytes) -> Stored:
 # Who is chosen
 
 
+async def test_a_replica_counts_the_switches_that_know_it_and_not_who_only_looks() -> None:
+    desk = make_desk("a")
+    num_switches = desk.service.metrics.switches._value.get
+    async with cluster(desk) as found:
+        await until(lambda: num_switches() == 1)
+        url = f"{found.addresses['a']}{PATH}"
+        reply = await found.http.get(url, headers={SECRET_HEADER: SECRET})
+        assert parse_snapshot(reply.json()).model == IDENTITY
+        assert num_switches() == 1
+    await until(lambda: num_switches() == 0)
+
+
 async def test_a_prompt_goes_to_who_holds_its_beginning_and_others_in_turn() -> None:
     async with cluster(make_desk("a"), make_desk("b")) as found:
         others = "Something else, and as long as many blocks are. " * 4

@@ -1,0 +1,371 @@
+"""`penstock cluster`: replicas and switches on a Ray cluster that runs already.
+
+Nothing of Ray is imported until a command needs it; and then Penstock's own modules go by their long names
+(`penstock.lib.cluster`), which are those that processes of Ray on other machines can import.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from app.errors import OperatorError
+from app.log import configure_log, log
+from app.settings import ENV_PREFIX, Settings, load_settings
+
+if TYPE_CHECKING:
+    from cluster.directory import Report, View
+    from cluster.plan import Plan
+
+ACTIONS = {
+    "deploy": "Starts replicas and switches, or changes those that run to what is given here.",
+    "status": "Says what runs, where it listens, and how it does.",
+    "scale": "Changes the number of replicas; those that go end when their streams have.",
+    "drain": "Ends one replica when its streams have; Ray starts another one in its place.",
+    "down": "Ends all switches and replicas when their streams have.",
+}
+_LIB = "penstock.lib"
+_PLANNED = {"replicas", "cpus", "gpus", "listen", "replica_port", "surge", "switches", "name"}
+"""Flags of `deploy` that are no settings of a server."""
+_LOOK_S = 0.2
+_MEET_S = 30.0
+"""In which all switches and replicas know each other."""
+
+
+def add_arguments(parser: argparse.ArgumentParser, action: str) -> None:
+    parser.add_argument(
+        "--address",
+        metavar="HOST:PORT",
+        help="where Ray listens; without it RAY_ADDRESS, or the one that was started here",
+    )
+    parser.add_argument(
+        "--name", default=None, help="of the cluster, where there are several. Default: penstock."
+    )
+    if action == "deploy":
+        _add_deploy_arguments(parser)
+    elif action == "scale":
+        parser.add_argument("REPLICAS", help="how many; 2-8 for as many between these as the load wants")
+    elif action == "drain":
+        parser.add_argument("REPLICA", help="its name, as `penstock cluster status` says it")
+
+
+def _add_deploy_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--replicas",
+        metavar="N|N-M",
+        help="how many; 2-8 for as many between these as the load wants. Default: 1.",
+    )
+    add("--switches", metavar="N", help="how many. Default: one on each machine.")
+    add("--cpus", metavar="N", help="cores that Ray sets aside for a replica. Default: --threads, or 1.")
+    add(
+        "--gpus",
+        metavar="N",
+        help="GPUs that Ray gives a replica. Default: --tensor-parallel if Ray has GPUs, unless --device is cpu.",
+    )
+    add(
+        "--listen",
+        metavar="loopback|node",
+        help="where replicas listen: on their machine alone, or at its address, so that switches on others reach them."
+        " Default: loopback.",
+    )
+    add("--replica-port", metavar="PORT", help="first port that a replica tries. Default: any that is free.")
+    add(
+        "--surge",
+        action="store_const",
+        const="true",
+        help="start new replicas before old ones end, where they are replaced; there must be room for both",
+    )
+
+
+def deploy(flags: dict[str, str]) -> int:
+    """
+    Raises:
+        OperatorError: a setting is wrong, or what was deployed does not start.
+    """
+    address = flags.pop("address", None)
+    planned = {name: flags.pop(name) for name in _PLANNED & flags.keys()}
+    settings = load_settings(flags)
+    configure_log("info", "plain", access=False)
+    given = _given(flags, settings)
+    with _ray(address) as deployments:
+        plan = _plan(planned, given, settings, deployments)
+        directory = deployments.find_directory(plan)
+        if directory is not None:
+            _check_same_model(plan, _plan_of(_get(directory.view.remote()), deployments))
+        is_new = directory is None
+        directory = directory or deployments.open_directory(plan, settings.cluster_secret)
+        _get(directory.forget_failures.remote())
+        deployments.serve.start(proxy_location="Disabled")
+        log.info("deploying %s replicas; models take their time to load", plan.replicas)
+        try:
+            _run(plan, directory, deployments, with_switches=True)
+        except OperatorError:
+            if is_new:
+                _delete(plan, deployments)
+            raise
+        return _print_status(plan, deployments)
+
+
+def run(action: str, options: argparse.Namespace) -> int:
+    """
+    Raises:
+        OperatorError: there is no such cluster, or something is not as the action needs it.
+    """
+    configure_log("info", "plain", access=False)
+    with _ray(options.address) as deployments:
+        plan = _parse({} if options.name is None else {"name": options.name}, deployments)
+        directory = deployments.find_directory(plan)
+        if directory is None:
+            raise OperatorError(
+                f"no cluster called {plan.name} runs here; `penstock cluster deploy` starts one"
+            )
+        if action == "scale":
+            return _scale(plan, directory, options.REPLICAS, deployments)
+        if action == "drain":
+            return _drain(plan, directory, options.REPLICA, deployments)
+        if action == "down":
+            _delete(plan, deployments)
+            print(f"{plan.name} is down")
+            return 0
+        return _print_status(plan, deployments)
+
+
+# What is given
+
+
+def _given(flags: Mapping[str, str], settings: Settings) -> dict[str, str]:
+    """The settings of the replicas as text: flags, and variables, which a flag goes before."""
+    variables = {
+        name.removeprefix(ENV_PREFIX).lower(): text
+        for name, text in os.environ.items()
+        if name.startswith(ENV_PREFIX)
+    }
+    given = {**variables, **flags, "drain_timeout": f"{settings.drain_timeout:g}"}
+    given.pop("cluster_secret", None)
+    for name in ("replica", "metrics_port"):
+        if getattr(settings, name) is not None:
+            raise OperatorError(f"--{name.replace('_', '-')}: replicas cannot have it in common")
+    for name in ("host", "port"):
+        given.pop(name, None)
+    if settings.log_level not in ("debug", "info"):
+        raise OperatorError(
+            "--log-level: must be info or debug, since where a replica listens is read in its log"
+        )
+    return given
+
+
+def _plan(planned: dict[str, str], given: dict[str, str], settings: Settings, deployments: Any) -> Plan:
+    values: dict[str, Any] = {"cpus": settings.threads or 1}
+    if settings.device != "cpu" and deployments.ray.cluster_resources().get("GPU"):
+        values["gpus"] = settings.tensor_parallel
+    values |= planned
+    return _parse(
+        {**values, "settings": given, "host": settings.host, "port": settings.port, "by_command": True},
+        deployments,
+    )
+
+
+def _parse(values: Mapping[str, Any], deployments: Any) -> Plan:
+    try:
+        plan: Plan = deployments.Plan.parse(values)
+        return plan
+    except deployments.PlanError as error:
+        field, _, reason = str(error).partition(": ")
+        raise OperatorError(f"--{field.replace('_', '-')}: {reason}" if reason else str(error)) from None
+
+
+def _check_same_model(plan: Plan, running: Plan | None) -> None:
+    """Switches leave out replicas of another model: clients would find none between the first and the last."""
+    for name in ("model", "served_model_name"):
+        new = plan.settings.get(name)
+        old = new if running is None else running.settings.get(name)
+        if new != old:
+            raise OperatorError(
+                f"{plan.name} serves {old or 'the demo model'}, and not {new or 'the demo model'}; deploy this beside "
+                "it by another --name and --port, or end that first by `penstock cluster down`"
+            )
+
+
+# Ray
+
+
+@contextmanager
+def _ray(address: str | None) -> Iterator[Any]:
+    """Connects to Ray; gives the module `cluster.deployments`.
+
+    Raises:
+        OperatorError: Ray is not installed, or does not run.
+    """
+    try:
+        import ray
+        import ray.serve
+    except ImportError:
+        raise OperatorError("Ray is not installed; `pip install 'penstock[cluster]'` installs it") from None
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        ray.init(
+            address=address or "auto",
+            namespace="penstock",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            configure_logging=False,
+        )
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        if address is None and isinstance(error, ConnectionError):
+            raise OperatorError(
+                "no Ray runs here; start it with `ray start --head`, or say where it is with --address"
+            ) from None
+        raise OperatorError(f"--address {address}: {error}") from None
+    try:
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        yield import_module(f"{_LIB}.cluster.deployments")
+    finally:
+        ray.shutdown()
+
+
+def _get(reference: Any) -> Any:
+    import ray
+
+    return ray.get(reference, timeout=_MEET_S)
+
+
+def _run(plan: Plan, directory: Any, deployments: Any, *, with_switches: bool) -> None:
+    """Deploys, and returns when all that is wanted is there.
+
+    Raises:
+        OperatorError: something did not start.
+    """
+    apps = [(plan.replicas_app, deployments.replicas)]
+    if with_switches:
+        apps.append((plan.switches_app, deployments.switches))
+    for name, build in apps:
+        try:
+            built = build(plan.model_dump(mode="json"))
+            deployments.serve.run(built, name=name, route_prefix=None)
+        except deployments.PlanError as error:
+            raise OperatorError(str(error)) from None
+        except (RuntimeError, TimeoutError) as error:
+            failures = _get(directory.view.remote()).failures
+            raise OperatorError(failures[-1] if failures else f"{name}: {_last_line(error)}") from None
+    _wait_until(lambda: _is_met(_get(directory.view.remote()), plan), _MEET_S + plan.stop_s)
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1]
+
+
+def _is_met(view: View, plan: Plan) -> bool:
+    """Whether there are as many replicas as wanted, and every switch knows them."""
+    there = [one for one in view.replicas if not one.is_draining]
+    return (
+        plan.replicas.least <= len(there) <= plan.replicas.most
+        and len(there) == len(view.replicas)
+        and bool(view.switches)
+        and all(one.figures.get("replicas", 0) >= len(there) for one in view.switches)
+    )
+
+
+def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
+    end_s = time.monotonic() + timeout_s
+    while not is_so():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_LOOK_S)
+    return True
+
+
+# The actions
+
+
+def _plan_of(view: View, deployments: Any) -> Plan | None:
+    """What the replicas were deployed with."""
+    plans = [one.plan for one in view.replicas if one.plan]
+    return _parse(plans[-1], deployments) if plans else None
+
+
+def _scale(plan: Plan, directory: Any, size: str, deployments: Any) -> int:
+    running = _plan_of(_get(directory.view.remote()), deployments)
+    if running is None:
+        raise OperatorError(
+            f"{plan.name} has no replica that could be asked what it was deployed with; deploy it again"
+        )
+    if not running.by_command:
+        raise OperatorError(
+            f"{plan.name} was deployed from a Serve config file; change `replicas` there, and `serve deploy` it"
+        )
+    changed = _parse({**running.model_dump(mode="json"), "replicas": size}, deployments)
+    _run(changed, directory, deployments, with_switches=False)
+    return _print_status(changed, deployments)
+
+
+def _drain(plan: Plan, directory: Any, name: str, deployments: Any) -> int:
+    view: View = _get(directory.view.remote())
+    if not _get(directory.drain.remote(name)):
+        names = ", ".join(one.name for one in view.replicas) or "none"
+        raise OperatorError(f"{plan.name} has no replica {name}; there are {names}")
+    running = _plan_of(view, deployments) or plan
+    log.info("%s ends when its streams have, in at most %g s", name, running.drain_s)
+
+    def is_gone() -> bool:
+        return all(one.name != name for one in _get(directory.view.remote()).replicas)
+
+    if not _wait_until(is_gone, running.stop_s + _MEET_S):
+        raise OperatorError(f"{name} has not ended yet; `penstock cluster status` says how it does")
+    print(f"{name} is drained; Ray starts another one in its place")
+    return 0
+
+
+def _delete(plan: Plan, deployments: Any) -> None:
+    """Switches first: what is on its way comes to its end while all replicas are there."""
+    serve = deployments.serve
+    for name in (plan.switches_app, plan.replicas_app):
+        while name in serve.status().applications:
+            try:
+                serve.delete(name)
+            except TimeoutError:
+                log.info("%s: streams are still going on", name)
+    directory = deployments.find_directory(plan)
+    if directory is not None:
+        deployments.ray.kill(directory)
+    if not serve.status().applications:
+        serve.shutdown()
+
+
+def _print_status(plan: Plan, deployments: Any) -> int:
+    """1 if not all is well."""
+    view: View = _get(deployments.find_directory(plan).view.remote())
+    applications = deployments.serve.status().applications
+    is_well = True
+    for name in (plan.switches_app, plan.replicas_app):
+        found = applications.get(name)
+        state = found.status.value if found is not None else "NOT_STARTED"
+        is_well = is_well and state == "RUNNING"
+        print(f"{name}: {state.lower().replace('_', ' ')}")
+        for one in view.switches if name == plan.switches_app else view.replicas:
+            print(f"  {one.url}  {one.name}  pid {one.pid} on {one.node}  {_doing(one)}")
+    for failure in view.failures:
+        print(f"  failed: {failure}")
+    return 0 if is_well else 1
+
+
+def _doing(report: Report) -> str:
+    numbers = report.figures
+    if report.is_draining:
+        return "draining"
+    if report.kind == "switch":
+        return (
+            f"knows {numbers.get('replicas', 0):.0f} replicas, {numbers.get('streams', 0):.0f} requests on their way, "
+            f"{numbers.get('refused', 0):.1f} refused a second"
+        )
+    return (
+        f"KV {numbers.get('kv', 0):.0%}, promises {numbers.get('kept', 0):.1f} kept and "
+        f"{numbers.get('missed', 0):.1f} missed a second"
+    )

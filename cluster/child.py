@@ -1,0 +1,145 @@
+"""`penstock serve` or `penstock switch` as the child of this process, which it does not outlive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import sys
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+
+_PARENT = Path(__file__).resolve().parents[1]
+_READY = re.compile(r"ready in [\d.]+ s: open (http://[^\s\"]+)")
+# Linux alone can end a process together with its parent (prctl, PR_SET_PDEATHSIG); what has to be said before is said
+# by the child itself, since code between fork and exec is not safe in a process with threads.
+_START = """\
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit(1)
+os.execv(sys.executable, [sys.executable, "-m", "penstock", *sys.argv[2:]])
+"""
+_KILL_S = 5.0
+_NUM_LINES = 20
+_MAX_LINE_BYTES = 1024 * 1024
+
+
+class ChildFailed(RuntimeError):
+    """It ended; the message is the last line that it wrote."""
+
+
+class Child:
+    """One process. Its log becomes that of this one."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.pid = process.pid
+        self.url = ""
+        """Where it listens."""
+        self._process = process
+        self._ready = asyncio.Event()
+        self._lines: deque[str] = deque(maxlen=_NUM_LINES)
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, arguments: list[str], environment: Mapping[str, str]) -> Child:
+        """Starts a `penstock` with these arguments and variables, and returns when it is ready.
+
+        Raises:
+            ChildFailed: it ended.
+        """
+        inherited = {name: text for name, text in os.environ.items() if not name.startswith("PENSTOCK_")}
+        path = os.pathsep.join(filter(None, (str(package_parent()), inherited.get("PYTHONPATH", ""))))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            _START,
+            str(os.getpid()),
+            *arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env={**inherited, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **environment},
+            limit=_MAX_LINE_BYTES,
+        )
+        child = cls(process)
+        try:
+            await child._wait_ready()
+        except ChildFailed:
+            await child.stop(_KILL_S)
+            raise
+        except BaseException:  # this is cancelled
+            child.kill()
+            raise
+        return child
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.returncode is None
+
+    @property
+    def last_line(self) -> str:
+        return self._lines[-1] if self._lines else "it wrote nothing"
+
+    async def ended(self) -> int:
+        """Returns when it has ended, by itself or not: the exit status."""
+        # Not the process's own `wait`: if it is cancelled, others that wait may be, too.
+        await asyncio.shield(self._reader)
+        return await self._process.wait()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Asks it to end, and kills it if it has not after so long."""
+        self.ask_to_end()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.ended()
+                return
+        self.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_KILL_S):
+                await self.ended()
+
+    def ask_to_end(self) -> None:
+        """It takes no new requests, and ends when its streams have."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def _wait_ready(self) -> None:
+        ready = asyncio.create_task(self._ready.wait())
+        try:
+            await asyncio.wait((ready, self._reader), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ready.cancel()
+        if not self._ready.is_set():
+            raise ChildFailed(self.last_line)
+
+    async def _read(self) -> None:
+        """To the end of what it writes, which is its own end."""
+        assert self._process.stderr is not None
+        while True:
+            try:
+                raw = await self._process.stderr.readline()
+            except ValueError:  # the line is too long, and was thrown away
+                continue
+            if not raw:
+                return
+            line = raw.decode(errors="replace").rstrip()
+            print(line, file=sys.stderr, flush=True)
+            if line:
+                self._lines.append(line.removeprefix("penstock: "))
+            if found := _READY.search(line):
+                self.url = found[1]
+                self._ready.set()
+
+
+def package_parent() -> Path:
+    """The folder in which `penstock` lies: that of this checkout, or site-packages."""
+    # penstock/lib/cluster/child.py in a wheel, cluster/child.py in a checkout.
+    return _PARENT if (_PARENT / "penstock").is_dir() else _PARENT.parents[1]

@@ -1,0 +1,374 @@
+"""Replicas and switches as deployments of Ray Serve, which starts them, looks after them, replaces and scales them.
+
+Serve carries none of their traffic: each is a process that listens itself, the very one of a single machine. What Ray
+runs beside it is its keeper, which starts it, tells the directory of it, and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import secrets
+import socket
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+from cluster import scaling
+from cluster.child import Child, ChildFailed
+from cluster.directory import BEAT_S, Answer, Directory, Report, Stranger
+from cluster.figures import Figures
+from cluster.plan import OF_SWITCH, Plan, PlanError
+from gateway.endpoints.state import PATH, SECRET_HEADER
+
+NAMESPACE = "penstock"
+"""Of Ray's names: that of the directory is in it."""
+_ASK_S = 5.0
+_HEALTH_S = 1.0
+_MEET_S = 10.0
+"""The longest that a new replica waits for switches: one of another model will never know it."""
+_LOOK_S = 0.1
+_NUM_PORTS = 100
+"""Ports that are tried from the first one on."""
+
+
+def find_directory(plan: Plan) -> Any | None:
+    """The handle of a cluster's directory; None if there is no such cluster."""
+    try:
+        return ray.get_actor(plan.directory, NAMESPACE)
+    except ValueError:
+        return None
+
+
+def open_directory(plan: Plan, secret: str | None = None) -> Any:
+    """The same, made if there is none, with this secret or a new one."""
+    found = find_directory(plan)
+    if found is not None:
+        return found
+    options = {
+        "name": plan.directory,
+        "namespace": NAMESPACE,
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "num_cpus": 0,
+    }
+    return ray.remote(Directory).options(**options).remote(secret or secrets.token_hex(16))
+
+
+def replicas(args: dict[str, Any]) -> Any:
+    """The application of the replicas; `args` as in `cluster.plan.Plan`. Serve's config files name it."""
+    plan = Plan.parse(args)
+    num_machines = len(machines())
+    if num_machines > 1 and plan.listen == "loopback":
+        raise PlanError(
+            f"replicas on {num_machines} machines cannot be reached at their loopback addresses; let them listen on "
+            "those of their machines (--listen node, or listen: node), in a network that only you can reach"
+        )
+    open_directory(plan)
+    size: dict[str, Any] = {"num_replicas": plan.replicas.least}
+    if not plan.replicas.is_fixed:
+        size = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=plan.replicas.least,
+                max_replicas=plan.replicas.most,
+                policy=AutoscalingPolicy(policy_function=scaling.policy),
+            )
+        }
+    # Processes that replace others need room beside them: without it they would be waited for in vain.
+    surge = {"max_surge_percent": 100} if plan.surge else {}
+    resources = {"num_cpus": plan.cpus, "num_gpus": plan.gpus}
+    deployed = _deployment(Replica, plan, resources, **size, **surge)
+    return _with_version(deployed, plan.replica_version()).bind(plan.model_dump(mode="json"))
+
+
+def switches(args: dict[str, Any]) -> Any:
+    """The application of the switches, like `replicas`."""
+    plan = Plan.parse(args)
+    open_directory(plan)
+    num_machines = len(machines())
+    num = plan.switches or num_machines
+    deployed = _deployment(
+        Switch, plan, {"num_cpus": 0}, num_replicas=num, max_replicas_per_node=-(-num // num_machines)
+    )
+    return _with_version(deployed, plan.switch_version()).bind(plan.model_dump(mode="json"))
+
+
+def machines() -> list[str]:
+    """The addresses of the nodes of this Ray cluster that are alive."""
+    return [node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]]
+
+
+def _deployment(keeper: type[Keeper], plan: Plan, resources: dict[str, Any], **options: Any) -> Any:
+    return serve.deployment(
+        keeper,
+        ray_actor_options=resources,
+        health_check_period_s=_HEALTH_S,
+        graceful_shutdown_wait_loop_s=0.1,  # there are no requests of Serve's that it could wait for
+        graceful_shutdown_timeout_s=plan.stop_s,
+        max_constructor_retry_count=2,
+        **options,
+    )
+
+
+def _with_version(deployment: Any, text: str) -> Any:
+    """Without a version of ours, Serve would replace all when the application is deployed anew, even to scale it."""
+    return deployment.options(version=text, _internal=True)
+
+
+class Keeper:
+    """What Ray runs for each process of Penstock's."""
+
+    _kind: Any
+    _child: Child | None = None
+
+    async def __init__(self, plan: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+        """Returns when the process is ready.
+
+        Raises:
+            ChildFailed, Stranger: the process does not start, or does not fit; the directory has been told why.
+        """
+        self._plan = Plan.parse(plan)
+        self._directory = ray.get_actor(self._plan.directory, NAMESPACE)
+        self._secret = await self._directory.secret.remote()
+        self._name = f"{self._plan.name}-{serve.get_replica_context().replica_id.unique_id}"
+        self._node: str = ray.util.get_node_ip_address()
+        self._figures = Figures()
+        self._numbers: dict[str, float] = defaultdict(float)
+        self._identity = ""
+        self._is_stopping = False
+        """Serve ends it."""
+        self._is_draining = False
+        """The operator ends it, and Serve replaces it."""
+        self._tasks: list[asyncio.Task[None]] = []
+        try:
+            self._child = await self._start()
+            await self._join()
+        except (ChildFailed, Stranger) as error:
+            if self._child is not None:
+                await self._child.stop(self._plan.stop_s)
+            await self._leave()
+            reason = getattr(error, "cause", error)  # what an actor raises comes with its traceback
+            await self._directory.note_failure.remote(f"{self._name} on {self._node}: {reason}")
+            raise
+        self._tasks = [asyncio.create_task(self._tell()), asyncio.create_task(self._end_with_child())]
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the process is to end, for as long as `graceful_shutdown_timeout_s`."""
+        await self.stop()
+
+    async def stop(self) -> None:
+        self._is_stopping = True
+        if self._child is not None:
+            await self._child.stop(self._plan.stop_s)
+            await self._leave()
+        for task in self._tasks:
+            task.cancel()
+
+    async def check_health(self) -> None:
+        """Raises if the process does not do well; Serve replaces it after the third time."""
+        assert self._child is not None
+        if not self._is_stopping and self._child.is_running:
+            await asyncio.to_thread(_get, self._child.url, "/health")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return self._numbers
+
+    async def _start(self) -> Child:
+        raise NotImplementedError
+
+    async def _join(self) -> None:
+        """Tells the directory for the first time."""
+        await self._beat()
+
+    async def _start_on(
+        self, host: str, first: int, command: str, variables: Mapping[str, str], *arguments: str
+    ) -> Child:
+        """Starts a process on the first port that it can have."""
+        own = {"PENSTOCK_CLUSTER_SECRET": self._secret, "PENSTOCK_HOST": host}
+        failure = ChildFailed(f"no port of {host} from {first} to {first + _NUM_PORTS - 1} is free")
+        for port in _free_ports(host, first):
+            try:
+                return await Child.start(
+                    [command, *arguments], {**variables, **own, "PENSTOCK_PORT": str(port)}
+                )
+            except ChildFailed as error:
+                failure = error
+                if "listens there already" not in str(error):  # somebody else was quicker
+                    break
+        raise failure
+
+    async def _beat(self) -> Answer:
+        assert self._child is not None
+        report = Report(
+            kind=self._kind,
+            name=self._name,
+            url=self._child.url,
+            node=self._node,
+            pid=self._child.pid,
+            identity=self._identity,
+            plan=self._plan.model_dump(mode="json") if self._kind == "replica" else {},
+            figures=self._numbers,
+            is_draining=self._is_draining or self._is_stopping,
+        )
+        answer: Answer = await self._directory.beat.remote(report)
+        return answer
+
+    async def _tell(self) -> None:
+        """Says every second that this is there; a directory that is gone for a while changes nothing."""
+        assert self._child is not None
+        while True:
+            await asyncio.sleep(BEAT_S)
+            with contextlib.suppress(OSError, http.client.HTTPException, RayError):
+                text = await asyncio.to_thread(_get, self._child.url, "/metrics")
+                self._numbers = self._read(text.decode())
+                self._take(await self._beat())
+
+    def _read(self, metrics: str) -> dict[str, float]:
+        raise NotImplementedError
+
+    def _take(self, answer: Answer) -> None:
+        raise NotImplementedError
+
+    async def _end_with_child(self) -> None:
+        """Without its process a keeper is of no use: it ends, too, and Serve starts another one at once."""
+        assert self._child is not None
+        status = await self._child.ended()
+        if self._is_stopping:
+            return
+        if not self._is_draining:
+            how = f"was killed by signal {-status}" if status < 0 else f"ended: {self._child.last_line}"
+            line = f"{self._name} on {self._node} {how}"
+            with contextlib.suppress(RayError):
+                await self._directory.note_failure.remote(line)
+        await self._leave()
+        sys.stderr.flush()
+        os._exit(0)
+
+    async def _leave(self) -> None:
+        with contextlib.suppress(RayError):
+            await self._directory.leave.remote(self._name)
+
+
+class Replica(Keeper):
+    """Keeps a `penstock serve`."""
+
+    _kind = "replica"
+
+    async def _start(self) -> Child:
+        plan = self._plan
+        host = self._node if plan.listen == "node" else "127.0.0.1"
+        variables = plan.environment() | {"PENSTOCK_REPLICA": self._name}
+        return await self._start_on(host, plan.replica_port, "serve", variables)
+
+    async def _join(self) -> None:
+        assert self._child is not None
+        self._identity = await asyncio.to_thread(_identity, self._child.url, self._secret)
+        # Serve may end another replica as soon as this one is there: by then the switches must know it.
+        end_s = monotonic() + _MEET_S
+        while (await self._beat()).num_switches > self._numbers["switches"] and monotonic() < end_s:
+            await asyncio.sleep(_LOOK_S)
+            self._numbers = self._read((await asyncio.to_thread(_get, self._child.url, "/metrics")).decode())
+
+    def _read(self, metrics: str) -> dict[str, float]:
+        return self._figures.of_replica(metrics)
+
+    def _take(self, answer: Answer) -> None:
+        self._numbers["missed"] += answer.refused
+        if answer.drain and not self._is_draining:
+            assert self._child is not None
+            self._is_draining = True
+            self._child.ask_to_end()
+
+
+class Switch(Keeper):
+    """Keeps a `penstock switch`, and the file that it reads the replicas from."""
+
+    _kind = "switch"
+
+    async def _start(self) -> Child:
+        plan = self._plan
+        self._folder = tempfile.TemporaryDirectory(prefix="penstock-switch-")
+        self._file = Path(self._folder.name, "replicas")
+        self._file.touch()
+        variables = plan.environment(OF_SWITCH)
+        return await self._start_on(
+            plan.host, plan.port, "switch", variables, "--replicas-file", str(self._file)
+        )
+
+    async def _join(self) -> None:
+        self._take(await self._beat())
+
+    async def _leave(self) -> None:
+        self._folder.cleanup()
+        await super()._leave()
+
+    def _read(self, metrics: str) -> dict[str, float]:
+        return self._figures.of_switch(metrics)
+
+    def _take(self, answer: Answer) -> None:
+        text = "".join(f"{url}\n" for url in sorted(answer.replicas))
+        if text != self._file.read_text():
+            new = self._file.with_suffix(".new")
+            new.write_text(text)
+            new.replace(self._file)
+
+
+def _get(url: str, path: str) -> bytes:
+    """
+    Raises:
+        OSError, http.client.HTTPException: no answer, or another status than 200.
+    """
+    with _asked(url, path) as response:
+        return response.read()
+
+
+def _identity(url: str, secret: str) -> str:
+    """What the replica serves, as it tells switches."""
+    with _asked(url, PATH, {SECRET_HEADER: secret}) as response:
+        return str(json.load(response)["model"])
+
+
+@contextlib.contextmanager
+def _asked(
+    url: str, path: str, headers: Mapping[str, str] | None = None
+) -> Iterator[http.client.HTTPResponse]:
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=_ASK_S)
+    try:
+        connection.request("GET", path, headers=dict(headers or {}))
+        response = connection.getresponse()
+        if response.status != 200:
+            raise http.client.HTTPException(f"{url}{path} answers with status {response.status}")
+        yield response
+    finally:
+        connection.close()
+
+
+def _free_ports(host: str, first: int) -> Iterator[int]:
+    """Those from the first one on that nobody listens on; with 0, the system finds one."""
+    if first == 0:
+        yield 0
+        return
+    for port in range(first, min(first + _NUM_PORTS, 65536)):
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(address)
+            except OSError:
+                continue
+        yield port

@@ -1,0 +1,136 @@
+"""Who belongs to a cluster: a small actor of Ray's that replicas and switches tell every second that they are there.
+
+It holds nothing that is not told again: one that was restarted knows all after a second.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Literal
+
+BEAT_S = 1.0
+"""How often all say that they are there."""
+GONE_S = 10.0
+"""Who says nothing for so long is gone."""
+_NUM_FAILURES = 8
+
+
+class Stranger(Exception):
+    """A replica that serves something else than the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a replica or a switch says of itself."""
+
+    kind: Literal["replica", "switch"]
+    name: str
+    url: str
+    node: str
+    """The address of its machine."""
+    pid: int
+    """Of the process that serves."""
+    identity: str = ""
+    """What a replica serves."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """What a replica was deployed with."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    is_draining: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What they are told in return."""
+
+    replicas: tuple[str, ...] = ()
+    """Where replicas listen."""
+    refused: float = 0.0
+    """For a replica: its share of the requests a second that switches refused since all were too busy."""
+    drain: bool = False
+    """For a replica: it is to end when its streams have."""
+    num_switches: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """All that the directory knows."""
+
+    replicas: tuple[Report, ...]
+    switches: tuple[Report, ...]
+    failures: tuple[str, ...]
+    """Why processes did not start, or ended; the last ones."""
+
+
+class Directory:
+    """The state of one cluster."""
+
+    def __init__(self, secret: str) -> None:
+        """`secret` is what replicas and switches know each other by."""
+        self._secret = secret
+        self._heard: dict[str, tuple[Report, float]] = {}
+        self._to_drain: set[str] = set()
+        self._failures: deque[str] = deque(maxlen=_NUM_FAILURES)
+
+    def secret(self) -> str:
+        return self._secret
+
+    def beat(self, report: Report) -> Answer:
+        """
+        Raises:
+            Stranger: a replica that does not serve what those serve that are here.
+        """
+        self._forget_silent()
+        if report.kind == "replica" and report.name not in self._heard:
+            for other in self._of("replica"):
+                if other.identity != report.identity:
+                    raise Stranger(
+                        f"it serves {report.identity}, and {other.name} on {other.node} serves {other.identity}; "
+                        "all of a cluster must have the same checkpoint and version of Penstock"
+                    )
+        self._heard[report.name] = report, monotonic()
+        replicas = self._of("replica")
+        if report.kind == "switch":
+            return Answer(replicas=tuple(one.url for one in replicas))
+        switches = self._of("switch")
+        return Answer(
+            refused=sum(one.figures.get("refused", 0.0) for one in switches) / len(replicas),
+            drain=report.name in self._to_drain,
+            num_switches=len(switches),
+        )
+
+    def leave(self, name: str) -> None:
+        self._heard.pop(name, None)
+        self._to_drain.discard(name)
+
+    def drain(self, name: str) -> bool:
+        """From now on this replica is to end; whether there is such a one."""
+        self._forget_silent()
+        is_there = any(one.name == name for one in self._of("replica"))
+        if is_there:
+            self._to_drain.add(name)
+        return is_there
+
+    def note_failure(self, line: str) -> None:
+        self._failures.append(line)
+
+    def forget_failures(self) -> None:
+        self._failures.clear()
+
+    def view(self) -> View:
+        self._forget_silent()
+        return View(
+            replicas=tuple(self._of("replica")),
+            switches=tuple(self._of("switch")),
+            failures=tuple(self._failures),
+        )
+
+    def _of(self, kind: str) -> list[Report]:
+        return [report for report, _ in self._heard.values() if report.kind == kind]
+
+    def _forget_silent(self) -> None:
+        now = monotonic()
+        for name in [name for name, (_, heard_s) in self._heard.items() if now - heard_s > GONE_S]:
+            self.leave(name)

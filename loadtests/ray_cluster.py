@@ -1,0 +1,257 @@
+"""A cluster on Ray through its whole life, with clients all the time: `python -m loadtests.ray_cluster`.
+
+`penstock cluster` deploys three replicas of the demo model and two switches on a Ray of this machine, beside a Redis.
+While clients ask through the switches, a replica is killed with -9 under resumable streams, the number of replicas is
+changed, one is drained, and all are replaced one after the other. It fails if any request does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from os import kill
+from typing import Any
+
+import httpx
+import openai
+
+from app.listen import bind, port_of
+from loadtests.local_ray import LocalRay
+from tests.redis_server import RedisServer
+
+COMMAND_S = 300.0
+_MODEL = "penstock-demo"
+_LINE = re.compile(r"  (http://\S+)  (\S+)  pid (\d+) on (\S+)  (.*)")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A line of `penstock cluster status`."""
+
+    url: str
+    name: str
+    pid: int
+    doing: str
+
+
+@dataclass
+class Status:
+    """What `penstock cluster status` prints."""
+
+    text: str
+    switches: list[Process] = field(default_factory=list)
+    replicas: list[Process] = field(default_factory=list)
+
+    @classmethod
+    def parse(cls, text: str) -> Status:
+        status = cls(text)
+        of = status.switches
+        for line in text.splitlines():
+            if line.startswith("penstock-replicas:"):
+                of = status.replicas
+            if found := _LINE.fullmatch(line):
+                of.append(Process(found[1], found[2], int(found[3]), found[5]))
+        return status
+
+
+class Cluster:
+    """`penstock cluster` as its operator types it."""
+
+    def __init__(self, ray: LocalRay) -> None:
+        self._ray = ray
+
+    async def run(self, *arguments: str) -> str:
+        """What the command prints; raises RuntimeError with what it says if it fails."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "penstock", "cluster", arguments[0], "--address", self._ray.address, *arguments[1:]),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=self._ray.environment,
+        )
+        try:
+            async with asyncio.timeout(COMMAND_S):
+                output, errors = await process.communicate()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+        if process.returncode != 0:
+            raise RuntimeError(f"{' '.join(arguments)}: {output.decode()}{errors.decode()}")
+        return output.decode()
+
+    async def status(self) -> Status:
+        try:
+            return Status.parse(await self.run("status"))
+        except RuntimeError as error:  # while a replica is replaced, not all is well
+            return Status.parse(str(error))
+
+    async def until_replaced(self, switch: str, name: str, num: int) -> Status:
+        """Returns when there are `num` replicas without that one, which is known to be gone."""
+        async with asyncio.timeout(COMMAND_S), httpx.AsyncClient(base_url=switch) as http:
+            while True:
+                # The switch is cheaper to ask than Ray.
+                if f"penstock_switch_replicas {num}.0" in (await http.get("/metrics")).text:
+                    status = await self.status()
+                    if name not in {one.name for one in status.replicas}:
+                        return status
+                await asyncio.sleep(0.2)
+
+
+@dataclass
+class Tally:
+    """What clients saw."""
+
+    num_answered: int = 0
+    failures: list[str] = field(default_factory=list)
+
+
+async def ask(
+    client: openai.AsyncOpenAI,
+    words: str,
+    max_tokens: int = 8,
+    on_first: Callable[[], None] = lambda: None,
+    **more: Any,
+) -> str:
+    """The text of a resumable stream; AssertionError if it is not whole."""
+    stream = await client.chat.completions.create(
+        model=_MODEL,
+        messages=[{"role": "user", "content": words}],
+        max_tokens=max_tokens,
+        stream=True,
+        extra_body={"ignore_eos": True, "stream_options": {"resumable": True}},
+        **more,
+    )
+    text, reason = "", None
+    async for chunk in stream:
+        if not text:
+            on_first()
+        text += chunk.choices[0].delta.content or ""
+        reason = reason or chunk.choices[0].finish_reason
+    assert reason == "length", f"it ended with {reason}"
+    return text
+
+
+def client_of(url: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+
+
+@contextlib.asynccontextmanager
+async def light_load(urls: Sequence[str], pause_s: float = 0.2) -> AsyncIterator[Tally]:
+    """One request after the other, at every switch in turn, as long as this is entered."""
+    tally, is_over, began_s = Tally(), False, time.perf_counter()
+
+    async def go_on() -> None:
+        clients = cycle([client_of(url) for url in urls])
+        number = 0
+        while not is_over:
+            number += 1
+            try:
+                await ask(next(clients), f"Tell me about fox {number}.")
+                tally.num_answered += 1
+            except Exception as error:
+                tally.failures.append(
+                    f"{time.perf_counter() - began_s:.1f} s: {type(error).__name__}: {error}"
+                )
+            await asyncio.sleep(pause_s)
+
+    task = asyncio.create_task(go_on())
+    try:
+        yield tally
+    finally:
+        is_over = True
+        await task
+
+
+async def killed_under_streams(
+    victim: Process, urls: Sequence[str], num_streams: int, max_tokens: int
+) -> tuple[list[str], list[str]]:
+    """The texts of resumable streams without, and with, a replica that is killed with -9 on the way."""
+    clients = [client_of(url) for url in urls]
+    begun = asyncio.Semaphore(0)
+
+    async def one(seed: int) -> str:
+        words = f"Tell me a long story about knight {seed}."
+        client = clients[seed % len(clients)]
+        return await ask(client, words, max_tokens, begun.release, seed=seed, temperature=1.0)
+
+    async def all_of_them() -> list[str]:
+        return await asyncio.gather(*map(one, range(num_streams)))
+
+    expected = await all_of_them()
+    begun = asyncio.Semaphore(0)
+    again = asyncio.create_task(all_of_them())
+    for _ in range(num_streams):
+        await begun.acquire()
+    kill(victim.pid, signal.SIGKILL)
+    return expected, await again
+
+
+async def life(cluster: Cluster, redis_url: str, port: int) -> list[str]:
+    """All steps; the failures."""
+    common = (
+        *("--replicas", "3", "--switches", "2", "--port", str(port), "--threads", "1", "--cpus", "1"),
+        *("--redis-url", redis_url, "--drain-timeout", "30", "--warm-up-tokens", "0"),
+    )
+    began_s = time.perf_counter()
+
+    def tell(what: str) -> None:
+        print(f"{time.perf_counter() - began_s:6.1f} s  {what}", flush=True)
+
+    status = Status.parse(await cluster.run("deploy", *common))
+    tell(f"deployed\n{status.text}")
+    urls = [one.url for one in status.switches]
+    failures = []
+    tell("the load begins")
+    async with light_load(urls) as tally:
+        victim = status.replicas[0]
+        expected, got = await killed_under_streams(victim, urls, 50, 64)
+        num_same = sum(map(str.__eq__, expected, got))
+        tell(f"killed {victim.name}: {num_same} of {len(got)} streams have the text of an undisturbed run")
+        if num_same != len(got):
+            failures.append("streams were broken")
+        await cluster.until_replaced(urls[0], victim.name, 3)
+        tell("Ray has replaced it")
+        await cluster.run("scale", "2")
+        tell("scaled to 2")
+        leaving = (await cluster.status()).replicas[0].name
+        await cluster.run("drain", leaving)
+        await cluster.until_replaced(urls[0], leaving, 2)
+        tell(f"drained {leaving}, and Ray has replaced it")
+        old = {one.name for one in (await cluster.status()).replicas}
+        rolled = await cluster.run("deploy", *common, "--replicas", "2", "--max-num-seqs", "64")
+        new = {one.name for one in Status.parse(rolled).replicas}
+        tell(f"rolled: {', '.join(sorted(old))} became {', '.join(sorted(new))}")
+        if old & new:
+            failures.append("not all replicas were replaced")
+    tell(f"{tally.num_answered} requests beside that, {len(tally.failures)} failed")
+    failures += tally.failures
+    tell(await cluster.run("down"))
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--port", type=int, help="first port of the switches; by default, free ones")
+    options = parser.parse_args()
+    port = options.port
+    if port is None:
+        with bind("127.0.0.1", 0) as listener:
+            port = port_of(listener)
+    with RedisServer() as redis, LocalRay(num_cpus=8) as ray:
+        failures = asyncio.run(life(Cluster(ray), redis.url, port))
+    for failure in failures:
+        print(f"failed: {failure}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

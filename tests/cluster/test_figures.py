@@ -1,0 +1,61 @@
+"""What is read from the metrics of a replica and of a switch."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster import figures
+from cluster.figures import Figures
+from cluster.metrics import Metrics as SwitchMetrics
+from gateway.metrics import Metrics
+from priority.lanes import Lane
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(figures, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_of_a_replica(clock: Clock) -> None:
+    metrics, read = Metrics(), Figures()
+    metrics.note_promise(Lane.BATCH, 9.0, 1.0, None)
+    first = read.of_replica(metrics.render().decode())
+    assert first == {
+        "kv": 0.0,
+        "switches": 0.0,
+        "promise": 0.0,
+        "kept": 0.0,
+        "missed": 0.0,
+    }  # it may be years old
+    metrics.kv_usage.set(0.25)
+    metrics.switches.set(2)
+    metrics.note_forecast(Lane.STANDARD, 0.5, 1.0)
+    metrics.note_forecast(Lane.INTERACTIVE, 0.1, 1.0)
+    for ttft_s in (0.1, 0.2, 2.0):
+        metrics.note_promise(Lane.STANDARD, ttft_s, 1.0, None)
+    metrics.note_refused(Lane.STANDARD, "promise_out_of_reach")
+    metrics.note_refused(Lane.STANDARD, "queue_timeout")
+    metrics.note_refused(Lane.STANDARD, "tenant_queue_full")
+    clock.now += 2
+    second = read.of_replica(metrics.render().decode())
+    assert second == pytest.approx({"kv": 0.25, "switches": 2.0, "promise": 0.3, "kept": 1.0, "missed": 1.5})
+    clock.now += 2
+    third = read.of_replica(metrics.render().decode())
+    assert third == {"kv": 0.25, "switches": 2.0, "promise": 0.0, "kept": 0.0, "missed": 0.0}
+
+
+def test_of_a_switch(clock: Clock) -> None:
+    metrics, read = SwitchMetrics(), Figures()
+    metrics.replicas.set(3)
+    read.of_switch(metrics.render().decode())
+    metrics.streams.set(2)
+    for reason in ("promise_out_of_reach", "promise_out_of_reach", "no_replica"):
+        metrics.refused.labels(reason).inc()
+    clock.now += 4
+    assert read.of_switch(metrics.render().decode()) == {"replicas": 3, "streams": 2, "refused": 0.5}
