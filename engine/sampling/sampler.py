@@ -113,14 +113,14 @@ class Sampler:
 
     def masks(self, masks: Masks, order: ListLike[tuple[int, int]]) -> Tensor:
         """[R, words] int32: the masks of rows, each given by its chunk and how many of its drafts come before."""
-        given = torch.frombuffer(masks.bits, dtype=torch.int32).view(-1, masks.num_words)
-        rows = torch.full((len(order), num_words(self.vocab_size)), -1, dtype=torch.int32)
+        given = np.frombuffer(masks.bits, np.int32).reshape(-1, masks.num_words)
+        rows = np.full((len(order), num_words(self.vocab_size)), -1, np.int32)
         places = [place for place, (chunk, _) in enumerate(order) if masks.first[chunk] >= 0]
         sources = [masks.first[order[place][0]] + order[place][1] for place in places]
         num_given = min(masks.num_words, rows.shape[1])
         rows[places] = 0
         rows[places, :num_given] = given[sources, :num_given]
-        return self._staged(rows.numpy()).to(self._device, non_blocking=True)
+        return self._staged(rows).to(self._device, non_blocking=True)
 
     def _biases(self, params: SamplingParams) -> NDArray[np.int32]:
         """[n, 2] as in SamplingTables.biases."""
