@@ -12,6 +12,8 @@ from typing import Literal, NoReturn, get_args, get_origin
 from app.errors import OperatorError, suggestion
 
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+"""As a shell has it where SIGINT ended a command."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -37,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read this has seen enough. What is left is not to be tried again when the interpreter ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except KeyboardInterrupt:
+        print("penstock: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except OperatorError as error:
         message = " ".join(str(error).split())
         print(f"penstock: {message}", file=sys.stderr)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from app import cli
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from tests.app.command import penstock
 
@@ -193,3 +194,12 @@ def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
             check=False,
         )
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli._COMMANDS, "bench", ("", interrupted))
+    assert cli.main(["bench"]) == cli.EXIT_INTERRUPTED
+    assert capfd.readouterr().err == "penstock: interrupted\n"
