@@ -1,7 +1,7 @@
-"""The server with its real model under programs that measure models: too heavy to be installed for every run of the tests.
+"""The server with its real model under programs that measure models: too heavy for every run of the tests.
 
-    pip install 'penstock[harnesses]'
-    pytest tests/gateway/test_harnesses.py
+pip install 'penstock[harnesses]'
+pytest tests/gateway/test_harnesses.py
 """
 
 from __future__ import annotations
