@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from app.calibration import PIECE_TOKENS, make_texts
 from app.checkpoint import DEMO_MODEL, DEMO_NAME, find_checkpoint
+from app.cli import EXIT_INTERRUPTED
 from app.errors import OperatorError
 from app.log import configure_log, progress
 from engine.errors import CheckpointError
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from engine.model.quantizing import Plan
 
 METHODS = ("gptq", "awq", "rtn")
-INTERRUPTED = 130
 _ROW = "row"
 _MIB = 1 << 20
 
@@ -92,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
             _quantize(options)
     except KeyboardInterrupt:
         print("penstock: interrupted; nothing was written", file=sys.stderr)
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except CheckpointError as error:
         raise OperatorError(str(error)) from None
     return 0
