@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from math import exp
+from itertools import count, islice
+from math import exp, inf
 from random import Random
 
 from priority.lanes import Lane
@@ -112,22 +113,10 @@ def flash_crowd(demand: Demand) -> list[Arrival]:
 def sessions(demand: Demand) -> list[Arrival]:
     """Conversations of a geometric number of turns; each prompt is all that was said, and one of 20 system prompts."""
     rng = Random(f"{demand.seed}/sessions")
-    kind, arrivals, next_id = KINDS["chat"], [], 1_000
+    talk = _Talk(KINDS["chat"], pause=(3.4, 0.7), end=0.4)
+    arrivals, ids = list[Arrival](), count(1_000)
     for number, start_s in enumerate(_poisson(rng, demand.rate * 0.4, 0.0, demand.duration_s)):
-        hash_ids = [_zipf(rng, 20)]
-        at_s, num_prompt = start_s, BLOCK_TOKENS
-        while at_s < demand.duration_s:
-            num_prompt += max(1, int(kind.prompt.draw(rng) * demand.scale))
-            while len(hash_ids) * BLOCK_TOKENS < num_prompt:
-                hash_ids.append(next_id)
-                next_id += 1
-            num_output = max(1, int(kind.output.draw(rng) * demand.scale))
-            tenant = f"tenant-{number % 5}"
-            arrivals.append(Arrival(at_s, num_prompt, num_output, tenant=tenant, hash_ids=tuple(hash_ids)))
-            num_prompt += num_output
-            at_s += exp(rng.gauss(3.4, 0.7))
-            if rng.random() < 0.4:
-                break
+        arrivals += _turns(rng, demand, talk, number, start_s, [_zipf(rng, 20)], ids)
     return _merged(arrivals)
 
 
@@ -138,26 +127,50 @@ def agents(demand: Demand) -> list[Arrival]:
     28,000 tokens.
     """
     rng = Random(f"{demand.seed}/agents")
-    kind, arrivals, next_id = KINDS[demand.kind], [], 1_000_000
+    talk = _Talk(KINDS[demand.kind], pause=(1.6, 0.6), end=0.2, most_tokens=_MOST_AGENT_TOKENS)
+    arrivals, ids = list[Arrival](), count(1_000_000)
     for number, start_s in enumerate(_poisson(rng, demand.rate / 5, 0.0, demand.duration_s)):
         system = _zipf(rng, 50)
         hash_ids = [100 * system + i for i in range(2 + system % 7)]
-        at_s, num_prompt = start_s, len(hash_ids) * BLOCK_TOKENS
-        while at_s < demand.duration_s:
-            num_prompt += max(1, int(kind.prompt.draw(rng) * demand.scale))
-            if num_prompt > _MOST_AGENT_TOKENS:
-                break
-            num_ids = -(-num_prompt // BLOCK_TOKENS)
-            hash_ids += range(next_id, next_id + num_ids - len(hash_ids))
-            next_id += num_ids
-            num_output = max(1, int(kind.output.draw(rng) * demand.scale))
-            tenant = f"tenant-{number % 5}"
-            arrivals.append(Arrival(at_s, num_prompt, num_output, tenant=tenant, hash_ids=tuple(hash_ids)))
-            num_prompt += num_output
-            at_s += exp(rng.gauss(1.6, 0.6))
-            if rng.random() < 0.2:
-                break
+        arrivals += _turns(rng, demand, talk, number, start_s, hash_ids, ids)
     return _merged(arrivals)
+
+
+@dataclass(frozen=True, slots=True)
+class _Talk:
+    """What conversations are like."""
+
+    kind: Kind
+    pause: tuple[float, float]
+    """Between turns: mean and deviation of the logarithm of its seconds."""
+    end: float
+    """How likely a turn is the last one."""
+    most_tokens: float = inf
+    """Of a prompt."""
+
+
+def _turns(
+    rng: Random,
+    demand: Demand,
+    talk: _Talk,
+    number: int,
+    start_s: float,
+    hash_ids: list[int],
+    ids: Iterator[int],
+) -> Iterator[Arrival]:
+    """One conversation, from a system prompt of these blocks on; each prompt is all that was said before it."""
+    at_s, num_prompt = start_s, len(hash_ids) * BLOCK_TOKENS
+    while at_s < demand.duration_s:
+        num_prompt += max(1, int(talk.kind.prompt.draw(rng) * demand.scale))
+        if num_prompt > talk.most_tokens:
+            break
+        hash_ids += islice(ids, max(0, -(-num_prompt // BLOCK_TOKENS) - len(hash_ids)))
+        num_output = max(1, int(talk.kind.output.draw(rng) * demand.scale))
+        yield Arrival(at_s, num_prompt, num_output, tenant=f"tenant-{number % 5}", hash_ids=tuple(hash_ids))
+        num_prompt += num_output
+        at_s += exp(rng.gauss(*talk.pause))
+        if rng.random() < talk.end:
+            break
 
 
 def mixed(demand: Demand) -> list[Arrival]:
