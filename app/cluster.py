@@ -210,10 +210,11 @@ def _ray(address: str | None) -> Iterator[Any]:
         raise OperatorError("Ray is not installed; `pip install 'penstock[cluster]'` installs it") from None
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    deployments = import_module(f"{_LIB}.cluster.deployments")
     try:
         ray.init(
             address=address or "auto",
-            namespace="penstock",
+            namespace=deployments.NAMESPACE,
             log_to_driver=False,
             logging_level=logging.ERROR,
             configure_logging=False,
@@ -226,7 +227,7 @@ def _ray(address: str | None) -> Iterator[Any]:
         raise OperatorError(f"--address {address}: {error}") from None
     try:
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
-        yield import_module(f"{_LIB}.cluster.deployments")
+        yield deployments
     finally:
         ray.shutdown()
 
