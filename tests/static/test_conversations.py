@@ -39,6 +39,7 @@ def test_every_version_of_an_answer_stays_and_the_talk_goes_on_from_the_one_show
     expect(page.locator(".answer .text")).to_have_text(["Green.", "Like grass."])
     page.locator(".answer").first.get_by_role("button", name="Answer again").click()
     expect(versions(page.locator(".answer"))).to_have_text("3 of 3")
+    expect(page.locator(".answer .text")).to_have_text(["Blue."])
     assert [each["content"] for each in server.requests[2]["messages"]] == [
         "A colour",
         "Green.",
