@@ -1,8 +1,9 @@
 """A cluster on Ray through its whole life, with clients all the time: `python -m loadtests.ray_cluster`.
 
 `penstock cluster` deploys three replicas of the demo model and two switches on a Ray of this machine, beside a Redis.
-While clients ask through the switches, a replica is killed with -9 under resumable streams, the number of replicas is
-changed, one is drained, and all are replaced one after the other. It fails if any request does.
+Sessions of several turns are run on one replica and through both switches. While clients ask through the switches, a
+replica is killed with -9 under resumable streams, the number of replicas is changed, one is drained, and all are
+replaced one after the other. It fails if any request does.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ import httpx
 import openai
 
 from app.listen import bind, port_of
+from loadtests import replicas as sessions
 from loadtests.local_ray import LocalRay
 from tests.redis_server import RedisServer
 
 COMMAND_S = 300.0
 _MODEL = "penstock-demo"
+_SESSIONS = sessions.Load(num_sessions=12, num_turns=4, served_as=_MODEL)
 _LINE = re.compile(r"  (http://\S+)  (\S+)  pid (\d+) on (\S+)  (.*)")
 
 
@@ -140,8 +143,15 @@ async def ask(
     return text
 
 
-def client_of(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+@contextlib.asynccontextmanager
+async def clients_of(urls: Sequence[str]) -> AsyncIterator[list[openai.AsyncOpenAI]]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(
+                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+            )
+            for url in urls
+        ]
 
 
 @contextlib.asynccontextmanager
@@ -150,18 +160,19 @@ async def light_load(urls: Sequence[str], pause_s: float = 0.2) -> AsyncIterator
     tally, is_over, began_s = Tally(), False, time.perf_counter()
 
     async def go_on() -> None:
-        clients = cycle([client_of(url) for url in urls])
         number = 0
-        while not is_over:
-            number += 1
-            try:
-                await ask(next(clients), f"Tell me about fox {number}.")
-                tally.num_answered += 1
-            except Exception as error:
-                tally.failures.append(
-                    f"{time.perf_counter() - began_s:.1f} s: {type(error).__name__}: {error}"
-                )
-            await asyncio.sleep(pause_s)
+        async with clients_of(urls) as clients:
+            in_turn = cycle(clients)
+            while not is_over:
+                number += 1
+                try:
+                    await ask(next(in_turn), f"Tell me about fox {number}.")
+                    tally.num_answered += 1
+                except Exception as error:
+                    tally.failures.append(
+                        f"{time.perf_counter() - began_s:.1f} s: {type(error).__name__}: {error}"
+                    )
+                await asyncio.sleep(pause_s)
 
     task = asyncio.create_task(go_on())
     try:
@@ -175,24 +186,27 @@ async def killed_under_streams(
     victim: Process, urls: Sequence[str], num_streams: int, max_tokens: int
 ) -> tuple[list[str], list[str]]:
     """The texts of resumable streams without, and with, a replica that is killed with -9 on the way."""
-    clients = [client_of(url) for url in urls]
-    begun = asyncio.Semaphore(0)
 
-    async def one(seed: int) -> str:
-        words = f"Tell me a long story about knight {seed}."
-        client = clients[seed % len(clients)]
-        return await ask(client, words, max_tokens, begun.release, seed=seed, temperature=1.0)
+    async def all_of_them(clients: Sequence[openai.AsyncOpenAI], on_begun: Callable[[], None]) -> list[str]:
+        """`on_begun` is called when each has said something."""
+        num_begun = 0
 
-    async def all_of_them() -> list[str]:
+        def note_begun() -> None:
+            nonlocal num_begun
+            num_begun += 1
+            if num_begun == num_streams:
+                on_begun()
+
+        async def one(seed: int) -> str:
+            words = f"Tell me a long story about knight {seed}."
+            client = clients[seed % len(clients)]
+            return await ask(client, words, max_tokens, note_begun, seed=seed, temperature=1.0)
+
         return await asyncio.gather(*map(one, range(num_streams)))
 
-    expected = await all_of_them()
-    begun = asyncio.Semaphore(0)
-    again = asyncio.create_task(all_of_them())
-    for _ in range(num_streams):
-        await begun.acquire()
-    kill(victim.pid, signal.SIGKILL)
-    return expected, await again
+    async with clients_of(urls) as clients:
+        expected = await all_of_them(clients, on_begun=lambda: None)
+        return expected, await all_of_them(clients, on_begun=lambda: kill(victim.pid, signal.SIGKILL))
 
 
 async def life(cluster: Cluster, redis_url: str, port: int) -> list[str]:
@@ -210,6 +224,10 @@ async def life(cluster: Cluster, redis_url: str, port: int) -> list[str]:
     tell(f"deployed\n{status.text}")
     urls = [one.url for one in status.switches]
     failures = []
+    alone = await sessions.run(status.replicas[0].url, _SESSIONS)
+    tell(f"sessions on one replica: {alone}")
+    for number, tally_of in enumerate(await asyncio.gather(*(sessions.run(url, _SESSIONS) for url in urls))):
+        tell(f"through switch {number}, at once with the other: {tally_of}")
     tell("the load begins")
     async with light_load(urls) as tally:
         victim = status.replicas[0]

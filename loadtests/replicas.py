@@ -31,7 +31,7 @@ from priority.routing.router import RandomRouter, Router
 _INSTRUCTIONS = "You tell stories about knights, foxes and old trees, kindly and in short sentences. " * 8
 _SAID = "He rode on, and the fox {} went with him as far as the old tree. "
 _MAX_TOKENS = 24
-_MODEL = "sessions"
+_SERVED_AS = "sessions"
 _WARM_S = 20.0
 
 
@@ -56,13 +56,13 @@ class Tally:
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked, and of which model."""
+    """What is asked, and under which name the model is served."""
 
-    model: str | None
     num_sessions: int
     num_turns: int
-    num_sentences: int
+    num_sentences: int = 0
     """That a turn says before it asks."""
+    served_as: str = _SERVED_AS
 
 
 async def session(http: httpx.AsyncClient, number: int, load: Load, salt: str, tally: Tally) -> None:
@@ -72,7 +72,7 @@ async def session(http: httpx.AsyncClient, number: int, load: Load, salt: str, t
         said = "".join(_SAID.format(f"{number}.{turn}.{i}") for i in range(load.num_sentences))
         messages.append({"role": "user", "content": f"{said}Tell me about knight {number}, part {turn}."})
         body = {
-            "model": _MODEL,
+            "model": load.served_as,
             "messages": messages,
             "max_tokens": _MAX_TOKENS,
             "stream": True,
@@ -127,8 +127,8 @@ async def behind(switch: Switch, urls: Sequence[str], load: Load) -> Tally:
                 await task
 
 
-async def compare(urls: Sequence[str], secret: str, load: Load) -> None:
-    given = {"cluster_secret": secret, "model": load.model, "served_model_name": _MODEL}
+async def compare(urls: Sequence[str], secret: str, model: str | None, load: Load) -> None:
+    given = {"cluster_secret": secret, "model": model, "served_model_name": load.served_as}
     settings = load_settings({name: value for name, value in given.items() if value is not None})
     for each in urls:
         await run(each, replace(load, num_sessions=2, num_turns=2))
@@ -149,8 +149,8 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint; by default the demo model")
     options = parser.parse_args()
     secret = secrets.token_hex(16)
-    load = Load(options.model, options.sessions, options.turns, options.sentences)
-    common = ["--threads", "1", "--cluster-secret", secret, "--served-model-name", _MODEL]
+    load = Load(options.sessions, options.turns, options.sentences)
+    common = ["--threads", "1", "--cluster-secret", secret, "--served-model-name", load.served_as]
     common += ["--model", options.model] if options.model else []
     with contextlib.ExitStack() as stack:
         servers = []
@@ -159,7 +159,7 @@ def main() -> None:
             stack.callback(server.stop)
             server.wait_ready()
             servers.append(server)
-        asyncio.run(compare([server.url for server in servers], secret, load))
+        asyncio.run(compare([server.url for server in servers], secret, options.model, load))
 
 
 if __name__ == "__main__":
