@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextvars import Context
 from typing import Any
 
 log = logging.getLogger("penstock.gateway")
@@ -36,3 +37,27 @@ async def end(task: asyncio.Task[None]) -> None:
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+class Rounds:
+    """Work that is done for all who ask for it while it was done for others, one round after another."""
+
+    def __init__(self, work: Callable[[], Awaitable[None]]) -> None:
+        self._work = work
+        self._current: asyncio.Task[None] | None = None
+        """Under way, or over."""
+        self._next: asyncio.Task[None] | None = None
+        """Waits for that one's end."""
+
+    async def next(self) -> None:
+        """Returns when a round has ended that began after this was called, whoever of those who wait leaves."""
+        if self._next is None:
+            # Of nobody's own context: what one request may wait for is not what all of them may.
+            self._next = asyncio.create_task(self._run(), context=Context())
+        await asyncio.shield(self._next)
+
+    async def _run(self) -> None:
+        if self._current is not None:
+            await asyncio.wait([self._current])
+        self._current, self._next = self._next, None
+        await self._work()

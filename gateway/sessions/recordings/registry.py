@@ -14,7 +14,7 @@ from engine.engine import EngineState
 from engine.planning.request import Request
 from gateway.access.quotas import Reservation
 from gateway.dispatch import Dispatch
-from gateway.http.background import every, meanwhile
+from gateway.http.background import Rounds, every, meanwhile
 from gateway.http.errors import ApiError, internal
 from gateway.http.off_loop import off_loop
 from gateway.sessions.recordings.journal import (
@@ -40,6 +40,8 @@ _WORD_BYTES = 2
 """The same of a word of what is written down."""
 _REPLAYED_BYTES = 64
 """Making a token's text again is as much work as reading so many bytes."""
+_WRITES = 2
+"""So often is it tried to write down a reply before it begins: a store that has much to do may be late once."""
 MAX_ATTEMPTS = 3
 """Processes that may die over one request; then it fails."""
 
@@ -94,6 +96,7 @@ class Recordings:
         self._doomed: dict[str, None] = {}
         """Journals to be deleted."""
         self._settling: dict[str, asyncio.Task[None]] = {}
+        self._writing = Rounds(self._flush)
         self._claiming = asyncio.Lock()
         self._claimed_s = float("-inf")
         self._num_losses = 0
@@ -117,7 +120,7 @@ class Recordings:
     ) -> Recording:
         """Submits a request whose reply is recorded under its id.
 
-        Returns when the journal knows of it, or the store is not there: the id may be given away.
+        Returns when the journal knows of it, or the store does not take it: the id may be given away.
 
         Raises:
             ApiError: it is not let in.
@@ -136,7 +139,7 @@ class Recordings:
         self._count_thoughts(recording)
         self._dispatch.submit(recording)
         self._enter(recording)
-        await self._write([recording])
+        await self._make_known(recording)
         return recording
 
     async def find(self, tenant: str, recording_id: str) -> Recording | None:
@@ -198,10 +201,10 @@ class Recordings:
                 yield
         finally:
             await asyncio.gather(*self._settling.values())
-            await self._flush()
+            await self._write_down()
 
     async def _keep(self) -> None:
-        await self._flush()
+        await self._write_down()
         if self._journals is not None and self._may_claim:
             with contextlib.suppress(StoreUnavailable):
                 await self._claim(self._journals)
@@ -268,6 +271,20 @@ class Recordings:
 
     # The journal
 
+    async def _make_known(self, recording: Recording) -> None:
+        """Returns when it is written down, or was refused so often that the store is in trouble.
+
+        Many begin at a time: they are written down together, and none has to find a connection of its own.
+        """
+        for _ in range(_WRITES):
+            if recording.journalled and recording.id not in self._written:
+                await self._writing.next()
+
+    async def _write_down(self) -> None:
+        """All that is new, and deletes what is not wanted any more."""
+        await self._writing.next()
+        await self._delete_doomed()
+
     async def _flush(self) -> None:
         if self._journals is not None and self._journals.num_losses != self._num_losses:
             self._num_losses = self._journals.num_losses
@@ -279,7 +296,6 @@ class Recordings:
             batch = ids[start : start + self.keeping.batch]
             if not await self._write([self._all[i] for i in batch if i in self._all]):
                 return
-        await self._delete_doomed()
 
     async def _write(self, recordings: Sequence[Recording]) -> bool:
         """False if the store is not there; then what is new stays noted."""

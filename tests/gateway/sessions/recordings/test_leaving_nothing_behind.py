@@ -149,7 +149,7 @@ class Life(RuleBasedStateMachine):
 
     @rule()
     def the_journal_is_written(self) -> None:
-        self.run(self.recordings._flush())
+        self.run(self.recordings._write_down())
 
     @rule(away=st.booleans())
     def the_store(self, away: bool) -> None:
@@ -168,7 +168,7 @@ class Life(RuleBasedStateMachine):
             self.desk.service.begin_drain()
             self.desk.service.dispatch.fail_all()
             await turns()
-            await self.recordings._flush()
+            await self.recordings._write_down()
 
         self.run(stop())
         self.the_server_is_killed()
@@ -190,11 +190,11 @@ class Life(RuleBasedStateMachine):
                 recording.detached_s = self.clock()
             for seconds in (61.0, 400.0, 4_000.0):
                 await self.recordings._claim(self.store.durable)
-                await self.recordings._flush()
+                await self.recordings._write_down()
                 self.clock.now += seconds
                 self.desk.service.tick(self.clock())
                 await turns()
-            await self.recordings._flush()
+            await self.recordings._write_down()
             assert len(self.recordings) == 0
             assert self.recordings._dirty == self.recordings._written == self.recordings._doomed == {}
             assert self.store.journals == []

@@ -9,7 +9,8 @@ import pytest
 
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.recordings.registry import Keeping
-from gateway.store.interface import Journal, JournalChange
+from gateway.store.interface import Journal, JournalChange, StoreUnavailable
+from gateway.store.patience import PATIENCE, Patience
 from tests.gateway.desk import Clock, Desk
 from tests.gateway.sessions.recordings.paper import bring, end, make_recording, make_request
 from tests.gateway.sessions.recordings.surviving import SurvivingStore
@@ -53,7 +54,7 @@ async def test_writing_ends_though_every_write_takes_as_long_as_a_step() -> None
     store.busy = entered(desk)
     entered(desk, 2)
     desk.service.recordings.keeping = Keeping(batch=1)
-    await asyncio.wait_for(desk.service.recordings._flush(), 10)
+    await asyncio.wait_for(desk.service.recordings._write_down(), 10)
     assert store.asked == ["write", "write"]
 
 
@@ -86,3 +87,68 @@ async def test_for_an_id_that_nobody_knows_the_store_is_asked_once() -> None:
     store = Counting()
     assert await Desk(store=store).service.recordings.find("ann", "chatcmpl-0") is None
     assert store.asked == ["read"]
+
+
+class Crowded(SurvivingStore):
+    """A store that answers a call after some turns of the loop, and one at a time."""
+
+    def __init__(self, *, num_refused: int = 0) -> None:
+        super().__init__(Clock())
+        self.num_refused = num_refused
+        """So many calls find no connection."""
+        self.num_writes = 0
+        self._connection = asyncio.Lock()
+
+    async def write_journals(self, changes: Sequence[JournalChange]) -> None:
+        self.num_writes += 1
+        if self.num_writes <= self.num_refused or self._connection.locked():
+            raise StoreUnavailable("Redis: pool")
+        async with self._connection:
+            for _ in range(10):
+                await asyncio.sleep(0)
+            await super().write_journals(changes)
+
+
+async def begin(desk: Desk, number: int) -> None:
+    await desk.service.recordings.start(
+        make_request(f"chatcmpl-{number}"),
+        kind="chat",
+        about=make_recording().about,
+        created=7,
+        detachable=True,
+        journalled=True,
+    )
+
+
+async def test_what_begins_at_a_time_is_written_down_together_before_its_id_is_given_away() -> None:
+    """A connection for each would not be had, and who had none would be lost with its server."""
+    store = Crowded()
+    desk = Desk(store=store)
+    await asyncio.gather(*(begin(desk, number) for number in range(50)))
+    assert len(store.journals) == 50
+    assert store.num_writes <= 3
+
+
+@pytest.mark.parametrize(("num_refused", "num_known"), [(1, 50), (2, 0)])
+async def test_what_is_not_written_down_at_once_is_tried_once_more(num_refused: int, num_known: int) -> None:
+    store = Crowded(num_refused=num_refused)
+    desk = Desk(store=store)
+    begun = [asyncio.create_task(begin(desk, number)) for number in range(50)]
+    await asyncio.gather(*begun)
+    assert (len(store.journals), store.num_writes) == (num_known, 2)
+
+
+async def test_a_reply_is_written_down_although_its_request_has_waited_for_redis_long_enough() -> None:
+    seen: list[Patience | None] = []
+
+    class Patient(SurvivingStore):
+        async def write_journals(self, changes: Sequence[JournalChange]) -> None:
+            seen.append(PATIENCE.get())
+            await super().write_journals(changes)
+
+    before = PATIENCE.set(Patience(num_glances=0))
+    try:
+        await begin(Desk(store=Patient(Clock())), 1)
+    finally:
+        PATIENCE.reset(before)
+    assert seen == [None]
