@@ -77,6 +77,9 @@ class RedisStore:
         self._name = quote(replica, safe="") + ":"
         self._owner = self._name + os.urandom(8).hex()
         self._has_beaten = False
+        self._is_replaced = False
+        self._since = b""
+        """When Redis first heard of any replica; another time, if it was emptied."""
         self._num_forgotten = 0
         self._num_losses_at_beat = 0
 
@@ -328,11 +331,22 @@ class RedisStore:
         keys = [self._key("replicas"), self._key("since"), self._key("resident", self._owner)]
         first = not self._has_beaten
         arguments = (self._owner, self._name, int(ALIVE_S * SECOND_US), int(first), _ms(RESIDENT_TTL_S))
-        answer = await self.link.one(self._call(scripts.BEAT, keys, *arguments))
+        standing, since = await self.link.one(self._call(scripts.BEAT, keys, *arguments))
         self._has_beaten = True
-        if answer == b"new" and not first and self.link.num_losses == self._num_losses_at_beat:
+        if standing == b"replaced":
+            self._warn_of_its_namesake()
+            return
+        # Who was heard of again may have been so by a beat whose answer was lost: then `since` gives it away.
+        is_forgotten = standing == b"new" or since != self._since
+        if is_forgotten and not first and self.link.num_losses == self._num_losses_at_beat:
             self._num_forgotten += 1
-        self._num_losses_at_beat = self.link.num_losses
+        self._since, self._num_losses_at_beat = since, self.link.num_losses
+
+    def _warn_of_its_namesake(self) -> None:
+        if not self._is_replaced:
+            name = unquote(self._name.removesuffix(":"))
+            log.warning("another server calls itself %s: each needs a name of its own, by --replica", name)
+        self._is_replaced = True
 
     async def _leave(self) -> None:
         """This process is gone, and nobody needs to wait to find out."""

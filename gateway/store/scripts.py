@@ -148,14 +148,14 @@ redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now - ARGV[4])
 local known = redis.call('ZSCORE', KEYS[1], ARGV[2])
 for _, other in ipairs(redis.call('ZRANGE', KEYS[1], 0, -1)) do
     if other ~= ARGV[2] and string.sub(other, 1, #ARGV[3]) == ARGV[3] then
-        if ARGV[5] == '1' then redis.call('ZREM', KEYS[1], other) else return 'replaced' end
+        if ARGV[5] == '1' then redis.call('ZREM', KEYS[1], other) else return {'replaced', ''} end
     end
 end
 redis.call('ZADD', KEYS[1], now, ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[4] / 1000)
 redis.call('PEXPIRE', KEYS[2], ARGV[4] / 1000)
 redis.call('PEXPIRE', KEYS[3], ARGV[6])
-return known and 'known' or 'new'
+return {known and 'known' or 'new', redis.call('GET', KEYS[2])}
 """
 )
 

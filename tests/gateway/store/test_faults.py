@@ -12,6 +12,7 @@ import pytest
 
 from gateway.store import link as link_module
 from gateway.store.interface import JournalChange, Key, Quota, StoreUnavailable
+from gateway.store.link import Command
 from gateway.store.memory import MemoryStore
 from gateway.store.patience import PATIENCE, Patience
 from gateway.store.redis import RedisStore
@@ -244,6 +245,25 @@ async def test_a_redis_that_was_emptied_is_found_out_by_the_heartbeat(server: Re
     await store.flush()
     assert await store.remote.get(record()) == b"x"
     await store.beat()
+    assert store.remote.num_losses == 1
+
+
+async def test_it_is_found_out_although_the_answer_that_told_it_was_lost(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = await emptied_store(server)
+    ask = store.remote.link.one
+
+    async def lost(command: Command) -> None:
+        await ask(command)
+        raise StoreUnavailable("its answer is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.remote.link, "one", lost)
+        with pytest.raises(StoreUnavailable):
+            await store.beat()
+    assert store.remote.num_losses == 0
+    assert await store.get(record()) == b"value"
     assert store.remote.num_losses == 1
 
 

@@ -95,7 +95,9 @@ async def test_who_lost_a_stream_no_longer_writes_to_it(server: RedisServer, clo
     assert (journal.token_ids, journal.end) == ((1, 2), None)
 
 
-async def test_who_was_replaced_does_not_come_back(server: RedisServer, clock: Clock) -> None:
+async def test_who_was_replaced_does_not_come_back(
+    server: RedisServer, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     old = redis_store(server, clock=clock)
     await old.beat()
     new = redis_store(server, clock=clock)
@@ -104,6 +106,8 @@ async def test_who_was_replaced_does_not_come_back(server: RedisServer, clock: C
     assert list(await old.claim()) == []
     await beat_for(ALIVE_S * 3, clock, new, old)
     assert list(await old.claim()) == []
+    said = "another server calls itself a: each needs a name of its own, by --replica"
+    assert [line.getMessage() for line in caplog.records] == [said]
 
 
 async def test_a_server_that_ends_well_is_gone_at_once(server: RedisServer, clock: Clock) -> None:
