@@ -233,6 +233,7 @@ export class Chat {
 
   /** A deleted conversation stays deleted, even when its answer ends later. */
   async #save(conversation) {
+    this.#unsaved.delete(conversation);
     if (!this.conversations.includes(conversation)) return;
     this.#tabs.tell({ changed: conversation });
     await this.#store.put(conversation).catch(() => this.#view.showUnkept());

@@ -1,5 +1,6 @@
 """One browser for the package; for each test a fresh page that must stay quiet and keep to its own host."""
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -7,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
-from tests.static.scripted import ScriptedServer
+from tests.static.scripted import PATIENCE_S, ScriptedServer
 
 FLAGS = [
     "--no-sandbox",
@@ -31,11 +32,38 @@ OpenPage = Callable[..., Page]
 Call = Callable[..., Any]
 
 
+def wait_started(page: Page) -> None:
+    """A page that is loaded opens its store before it listens: keys and clicks until then are lost."""
+    page.wait_for_selector("#app:not(.starting)")
+
+
+def wait_written(page: Page) -> None:
+    """Waits until the browser has written what the page gave it to keep: a reload before that would lose it."""
+    page.evaluate("""async () => {
+        const { openStore } = await import("/static/store.js");
+        await (await openStore()).all(); // after every change that was begun before
+    }""")
+
+
+def reload(page: Page) -> None:
+    wait_written(page)
+    page.reload()
+    wait_started(page)
+
+
+def act_until(is_so: Callable[[], object], act: Callable[[], object]) -> None:
+    """For what has to be brought about again and again, or what `expect` cannot see."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < deadline, "it was never so"
+        act()
+
+
 # The package's, not the session's: while playwright's synchronous API is open, the main thread counts as
 # running an event loop, and asyncio.run() in a later test of another package would refuse to start.
 @pytest.fixture(scope="package")
 def browser(chromium_path: str) -> Iterator[Browser]:
-    expect.set_options(timeout=5_000)
+    expect.set_options(timeout=PATIENCE_S * 1000)
     with sync_playwright() as playwright:
         chromium = playwright.chromium.launch(executable_path=chromium_path, args=FLAGS, headless=True)
         yield chromium
@@ -91,7 +119,7 @@ def open_page(browser: Browser, server: ScriptedServer) -> Iterator[OpenPage]:
         page = context.new_page()
         watch.over(page)
         page.goto(url)
-        page.wait_for_selector("#app:not(.starting)")
+        wait_started(page)
         return page
 
     yield open_page

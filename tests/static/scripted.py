@@ -8,6 +8,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,6 +24,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 STATIC = Path(__file__).parents[2] / "static"
+PATIENCE_S = 20
+"""How long a test waits for what should come: many times what a quiet machine takes."""
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; manifest-src 'self'"
@@ -275,6 +278,7 @@ class ScriptedServer:
         config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
+        self._arrival = threading.Condition()
         self.reset()
 
     def start(self) -> None:
@@ -295,8 +299,7 @@ class ScriptedServer:
         self.watchers: set[Request] = set()
         """Connections that ask for a detail or a place."""
         self.replies: deque[Refusal | Stream] = deque()
-        self.requests: list[dict[str, Any]] = []
-        """Their bodies; `messages` is all that was said, for a turn of a session, too."""
+        self._requests: list[dict[str, Any]] = []
         self.refusals: deque[Refusal] = deque()
         """What the next attempts to follow an answer get."""
         self.followed: list[int] = []
@@ -307,6 +310,21 @@ class ScriptedServer:
 
     def script(self, *replies: Refusal | Stream) -> None:
         self.replies.extend(replies)
+
+    def requests(self, count: int) -> list[dict[str, Any]]:
+        """The bodies of all requests for answers, once so many have arrived; more of them fail the test.
+
+        A page shows a question before its request is here. In a body, `messages` is all that was said, for a turn of
+        a session, too.
+        """
+        with self._arrival:
+            self._arrival.wait_for(lambda: len(self._requests) >= count, PATIENCE_S)
+        assert len(self._requests) == count, self._requests
+        return self._requests
+
+    def next_discarded(self) -> str:
+        """The id of the answer that was discarded next, once it was."""
+        return self.discarded.get(timeout=PATIENCE_S)
 
     def _refused_key(self, request: Request) -> Response | None:
         if self.key is None or request.headers.get("authorization") == f"Bearer {self.key}":
@@ -347,7 +365,9 @@ class ScriptedServer:
             if previous is None and "previous_response_id" in body:
                 return _refuse(Refusal(404, "Not found.", "previous_response_not_found"))
             body["messages"] = [*(previous.messages if previous else ()), *body["input"]]
-        self.requests.append(body)
+        with self._arrival:
+            self._requests.append(body)
+            self._arrival.notify_all()
         name = request.headers["idempotency-key"]
         if name not in self._names:
             reply = self.replies.popleft()
@@ -365,7 +385,7 @@ class ScriptedServer:
     async def _follow(self, request: Request) -> Response:
         after = int(request.query_params["starting_after"])
         self.followed.append(after)
-        if self.refusals:
+        with suppress(IndexError):  # a test may clear them meanwhile
             return _refuse(self.refusals.popleft())
         answer = self._answers.get(request.path_params["id"])
         return _streamed(answer, after) if answer else _refuse(Refusal(404, "There is no such reply."))

@@ -70,4 +70,5 @@ def test_the_list_on_a_phone(open_page: OpenPage, server: ScriptedServer) -> Non
     page.get_by_role("button", name="What is 7 times 8?").tap()
     expect_state(page, "done")
     page.locator("#menu").tap()
+    expect(page.locator("#sidebar")).to_be_visible()
     assert faults(page) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.static.conftest import PHONE, OpenPage
+from tests.static.conftest import PHONE, OpenPage, reload
 from tests.static.scripted import Gate, ScriptedServer, Thought, stream
 from tests.static.test_page import assert_fits, expect_state, last_answer, say
 
@@ -32,6 +32,7 @@ def test_every_version_of_an_answer_stays_and_the_talk_goes_on_from_the_one_show
     expect(versions(last_answer(page))).to_have_text("2 of 2")
     say(page, "Like what?")
     expect(last_answer(page).locator(".text")).to_have_text("Like grass.")
+    expect_state(page, "done")
     first = page.locator(".answer").first
     first.get_by_role("button", name="Previous version").click()
     expect(page.locator(".answer .text")).to_have_text(["Red."])
@@ -40,14 +41,13 @@ def test_every_version_of_an_answer_stays_and_the_talk_goes_on_from_the_one_show
     page.locator(".answer").first.get_by_role("button", name="Answer again").click()
     expect(versions(page.locator(".answer"))).to_have_text("3 of 3")
     expect(page.locator(".answer .text")).to_have_text(["Blue."])
-    assert [each["content"] for each in server.requests[2]["messages"]] == [
-        "A colour",
-        "Green.",
-        "Like what?",
+    expect_state(page, "done")
+    assert [[each["content"] for each in sent["messages"]] for sent in server.requests(4)[2:]] == [
+        ["A colour", "Green.", "Like what?"],
+        ["A colour"],
     ]
-    assert [each["content"] for each in server.requests[3]["messages"]] == ["A colour"]
     page.get_by_role("button", name="Previous version").click()
-    page.reload()
+    reload(page)
     expect(page.locator(".answer .text")).to_have_text(["Green.", "Like grass."])
 
 
@@ -69,7 +69,7 @@ def test_an_edited_message_is_a_branch_and_the_keyboard_goes_between_them(
     expect(page.locator(".bubble")).to_have_text(["first"])
     expect(page.locator(".answer .text")).to_have_text(["One."])
     expect(page.get_by_role("button", name="Next version")).to_be_focused()
-    assert [each["messages"] for each in server.requests] == [
+    assert [each["messages"] for each in server.requests(3)] == [
         [{"role": "user", "content": text}] for text in ("first", "second", "third")
     ]
 
@@ -123,6 +123,7 @@ def test_an_export_is_taken_in_by_another_browser(
     expect_state(page, "done")
     page.get_by_role("button", name="Answer again").click()
     expect(last_answer(page).locator(".text")).to_have_text("Green.")
+    expect_state(page, "done")
     page.keyboard.press("Control+Shift+KeyO")
     say(page, "Other")
     expect_state(page, "done")
@@ -138,16 +139,17 @@ def test_an_export_is_taken_in_by_another_browser(
     files["bad"].write_text("[1, 2]")
     other = open_page()
     taken = other.locator("#imported")
-    for name, said in (
-        ("bad", "This file holds no conversations of Penstock."),
-        ("one", "Imported 1."),
-        ("all", "Imported 1."),
-        ("all", "Everything in this file is here already."),
+    for name, said, number in (
+        ("bad", "This file holds no conversations of Penstock.", 0),
+        ("one", "Imported 1.", 1),
+        ("all", "Imported 1.", 2),
+        ("all", "Everything in this file is here already.", 2),
     ):
         other.locator("#import-file").set_input_files(files[name])
+        expect(other.locator(".conversation")).to_have_count(number)
         expect(taken).to_have_text(said)
     expect(other.locator(".conversation")).to_have_text(["Other", "A colour"])
-    other.reload()
+    reload(other)
     other.get_by_role("button", name="A colour", exact=True).click()
     expect(other.locator(".answer .text")).to_have_text("Green.")
     other.get_by_role("button", name="Previous version").click()
@@ -160,6 +162,7 @@ def test_an_export_is_taken_in_by_another_browser(
 
 def test_the_servers_own_choices_stand_where_nothing_was_chosen(page: Page, server: ScriptedServer) -> None:
     server.script(stream("Yes."))
+    expect(page.locator("#model")).to_have_text("penstock-demo")
     page.get_by_role("button", name="Settings").click()
     for label, shown in (("Temperature", "0.7"), ("Top p", "0.8"), ("Longest answer", "what fits in 512")):
         expect(page.get_by_label(label)).to_have_attribute("placeholder", shown)
@@ -170,7 +173,7 @@ def test_the_servers_own_choices_stand_where_nothing_was_chosen(page: Page, serv
     page.get_by_role("button", name="Save").click()
     say(page, "Hello")
     expect_state(page, "done")
-    sent = server.requests[0]
+    [sent] = server.requests(1)
     assert (sent["seed"], sent["stop"], "temperature" in sent) == (7, ["END", "###"], False)
     page.get_by_role("button", name="Settings").click()
     expect(page.get_by_label("Seed")).to_have_value("7")  # what was chosen is not folded away
@@ -208,11 +211,11 @@ def test_formulas_and_code_are_shown_as_such(page: Page, server: ScriptedServer)
     expect(page.locator(".hl-keyword")).to_have_text(["def", "return"])
     expect(page.locator(".hl-comment")).to_have_text("# of a circle")
     assert page.locator("#messages a").count() == 0
-    page.reload()
+    reload(page)
     expect(page.locator(".math math")).to_have_count(3)
     expect(page.locator(".hl-comment")).to_have_text("# of a circle")
     page.get_by_role("button", name="New conversation").click()
-    page.reload()
+    reload(page)
     expect(page.locator("#welcome")).to_be_visible()
     assert page.evaluate(loaded) == []  # who sees neither pays for neither
 
@@ -240,7 +243,7 @@ def test_thoughts_are_folded_away_and_not_sent_again(
     expect(page.locator("#announcer")).to_have_text("It is 56.")
     say(page, "Sure?")
     expect_state(page, "done")
-    assert [each["content"] for each in server.requests[1]["messages"]] == [
+    assert [each["content"] for each in server.requests(2)[1]["messages"]] == [
         "7 times 8?",
         "It is **56**.",
         "Sure?",
@@ -296,7 +299,7 @@ def test_three_hundred_messages(page: Page, server: ScriptedServer, tmp_path: Pa
     say(page, "And?")
     expect(last_answer(page).locator(".text")).to_have_text("The end.")
     expect(last_answer(page)).to_be_in_viewport()
-    assert len(server.requests[0]["messages"]) == 301
+    assert len(server.requests(1)[0]["messages"]) == 301
 
 
 # Other modules, a phone.
@@ -329,8 +332,8 @@ def test_everything_on_a_phone(open_page: OpenPage, server: ScriptedServer) -> N
     page.locator("#send").tap()
     expect_state(page, "done")
     page.get_by_role("button", name="Answer again").tap()
+    expect(versions(last_answer(page))).to_have_text("2 of 2")
     expect_state(page, "done")
-    expect(versions(last_answer(page))).to_be_visible()
     assert_fits(page)
     page.locator("#menu").tap()
     expect(page.get_by_role("button", name="Export all")).to_be_visible()
@@ -338,4 +341,5 @@ def test_everything_on_a_phone(open_page: OpenPage, server: ScriptedServer) -> N
     page.keyboard.press("Escape")
     page.get_by_role("button", name="Settings").tap()
     page.get_by_text("More", exact=True).tap()
+    expect(page.get_by_label("Seed")).to_be_visible()
     assert_fits(page)

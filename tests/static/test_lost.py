@@ -1,7 +1,6 @@
 """Answers that outlive their connection, their page and their server."""
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ from playwright.sync_api import Browser, Locator, Page, Route, expect
 
 from app.bench.server_process import ServerProcess
 from tests.redis_server import RedisServer
-from tests.static.conftest import OpenPage
+from tests.static.conftest import OpenPage, act_until, reload, wait_started
 from tests.static.scripted import CUT, Cut, Gate, Refusal, ScriptedServer, error_frame, frame, stream
 from tests.static.test_page import CONTRASTS, expect_state, last_answer, say
 
@@ -22,12 +21,14 @@ def text_of(page: Page) -> Locator:
     return last_answer(page).locator(".text")
 
 
-def follow_until(page: Page, server: ScriptedServer, attempts: int) -> None:
-    """Ends the page's pauses until it has tried so often to follow an answer."""
-    deadline = time.monotonic() + 10
-    while len(server.followed) < attempts:
-        assert time.monotonic() < deadline, server.followed
-        page.evaluate("dispatchEvent(new Event('online'))")
+def end_pauses(page: Page, is_so: Callable[[], bool]) -> None:
+    """Ends the page's pauses between its attempts to follow an answer, until that is so."""
+    act_until(is_so, lambda: page.evaluate("dispatchEvent(new Event('online'))"))
+
+
+def follow(page: Page, server: ScriptedServer, attempts: int) -> None:
+    """Has the page try so often to follow an answer, or once more: it may be at it when its next pause ends."""
+    end_pauses(page, lambda: len(server.followed) >= attempts)
 
 
 def stored_answer(page: Page) -> dict[str, Any]:
@@ -44,9 +45,7 @@ def stored_answer(page: Page) -> dict[str, Any]:
 
 def wait_until_stored(page: Page, is_stored: Callable[[dict[str, Any]], object]) -> None:
     """The browser writes in its own time."""
-    deadline = time.monotonic() + 10
-    while not is_stored(answer := stored_answer(page)):
-        assert time.monotonic() < deadline, answer
+    act_until(lambda: is_stored(stored_answer(page)), lambda: None)
 
 
 # Connections.
@@ -59,7 +58,7 @@ def test_an_answer_goes_on_over_lost_connections(page: Page, server: ScriptedSer
     expect(text_of(page)).to_have_text("One two three.")
     expect(last_answer(page).locator(".stats")).to_contain_text("3 tokens")
     assert server.followed == [1, 2]
-    assert len(server.requests) == 1
+    server.requests(1)
 
 
 def test_a_piece_that_comes_twice_is_shown_once(page: Page, server: ScriptedServer) -> None:
@@ -76,9 +75,9 @@ def test_a_server_that_shuts_down_is_followed_when_it_is_back(page: Page, server
     server.refusals.append(LATER)
     say(page, "Hello")
     expect_state(page, "reconnecting")
-    follow_until(page, server, 1)
+    follow(page, server, 1)
     expect(page.get_by_role("alert")).to_have_count(0)
-    follow_until(page, server, 2)
+    follow(page, server, 2)
     expect_state(page, "done")
     expect(text_of(page)).to_have_text("Before and after.")
 
@@ -86,9 +85,10 @@ def test_a_server_that_shuts_down_is_followed_when_it_is_back(page: Page, server
 def test_it_is_said_quietly_and_once_that_the_connection_is_lost(page: Page, server: ScriptedServer) -> None:
     before, after = Gate(), Gate()
     server.script(stream("One ", before, CUT, "two", after, "."))
-    server.refusals.extend([LATER, LATER])
+    server.refusals.extend([LATER] * 100)
     say(page, "Count")
     expect(last_answer(page).locator(".stats")).to_contain_text("1 token")
+    expect(last_answer(page).locator(".timeline")).to_be_visible()
     height = "document.querySelector('.answer:last-child').getBoundingClientRect().height"
     streaming = page.evaluate(height)
     before.open()
@@ -99,11 +99,11 @@ def test_it_is_said_quietly_and_once_that_the_connection_is_lost(page: Page, ser
     expect(page.locator("#stop")).to_be_visible()
     expect(page.get_by_role("alert")).to_have_count(0)
     assert page.evaluate(height) == streaming
-    follow_until(page, server, 2)
+    follow(page, server, 2)
     expect_state(page, "reconnecting")
     expect(page.locator("#announcer p", has_text=NOTICE)).to_have_count(1)
-    follow_until(page, server, 3)
-    expect_state(page, "streaming")
+    server.refusals.clear()
+    end_pauses(page, lambda: last_answer(page).get_attribute("data-state") == "streaming")
     expect(page.locator("#announcer p", has_text=NOTICE)).to_have_count(1)
     expect(text_of(page)).to_have_text("One two")
     expect(last_answer(page).locator(".stats")).to_contain_text("2 tokens")
@@ -120,7 +120,7 @@ def test_the_status_is_looked_at_while_the_connection_is_lost(page: Page, server
     server.state = "loading"
     before.open()
     expect(page.locator("#status")).to_have_text("loading")
-    follow_until(page, server, 2)
+    follow(page, server, 2)
     expect_state(page, "streaming")
     server.state = "ready"
     expect(page.locator("#status")).to_have_text("ready")
@@ -137,7 +137,7 @@ def test_what_is_gone_is_said_so_and_can_be_asked_for_again(
     expect(text_of(page)).to_have_text("Half an ans")
     page.get_by_role("button", name="Try again").click()
     expect(text_of(page)).to_have_text("A whole answer.")
-    assert len(server.requests[1]["messages"]) == 1
+    assert len(server.requests(2)[1]["messages"]) == 1
 
 
 def test_after_two_minutes_it_is_given_up(page: Page, server: ScriptedServer) -> None:
@@ -149,9 +149,9 @@ def test_after_two_minutes_it_is_given_up(page: Page, server: ScriptedServer) ->
     page.context.set_offline(True)
     gate.open()
     expect_state(page, "reconnecting")
-    for _ in range(100):  # a request fails in real time: how many seconds of the page go by meanwhile is open
-        page.clock.run_for(5_000)
-    expect(page.get_by_role("alert")).to_contain_text("The server cannot be reached")
+    card = page.get_by_role("alert")
+    act_until(card.is_visible, lambda: page.clock.run_for(30_000))  # a request fails in real time
+    expect(card).to_contain_text("The server cannot be reached")
     expect(text_of(page)).to_have_text("Half")
 
 
@@ -164,7 +164,7 @@ def test_an_answer_goes_on_after_a_reload(page: Page, server: ScriptedServer) ->
     say(page, "Hello")
     expect(text_of(page)).to_have_text("Half")
     wait_until_stored(page, lambda answer: answer["stream"]["id"])
-    page.reload()
+    reload(page)
     expect(page.locator(".question .bubble")).to_have_text("Hello")
     expect_state(page, "streaming")
     expect(page.locator("#stop")).to_be_visible()
@@ -173,21 +173,22 @@ def test_an_answer_goes_on_after_a_reload(page: Page, server: ScriptedServer) ->
     expect_state(page, "done")
     expect(text_of(page)).to_have_text("Half and whole.")
     expect(last_answer(page).locator(".stats")).to_have_text(re.compile("2 tokens.*first after"))
-    assert len(server.requests) == 1
+    server.requests(1)
 
 
 def test_a_reload_before_the_first_word_asks_for_the_same_answer(page: Page, server: ScriptedServer) -> None:
     gate = Gate()
     server.script(stream(gate, "Hello.", opens=False))
-    with page.expect_request("**/v1/responses"):
-        say(page, "Hello")
+    say(page, "Hello")
+    server.requests(1)
     wait_until_stored(page, lambda answer: answer["stream"])
-    page.reload()
+    reload(page)
     expect_state(page, "waiting")
     gate.open()
     expect_state(page, "done")
     expect(text_of(page)).to_have_text("Hello.")
-    assert server.requests[1] == server.requests[0]
+    first, again = server.requests(2)
+    assert again == first
 
 
 def test_an_answer_that_is_gone_when_the_page_is_opened_again(page: Page, server: ScriptedServer) -> None:
@@ -211,9 +212,8 @@ def test_stop_ends_an_answer_on_the_server(page: Page, server: ScriptedServer) -
     expect(text_of(page)).to_have_text("Half")
     page.locator("#stop").click()
     expect_state(page, "stopped")
-    assert server.discarded.get(timeout=5) == "resp_0"
-    wait_until_stored(page, lambda answer: answer["state"] == "stopped")
-    page.reload()
+    assert server.next_discarded() == "resp_0"
+    reload(page)
     expect_state(page, "stopped")
     assert server.followed == []
 
@@ -226,18 +226,18 @@ def test_stop_while_the_connection_is_lost(page: Page, server: ScriptedServer) -
     page.keyboard.press("Escape")
     expect_state(page, "stopped")
     expect(text_of(page)).to_have_text("Half")
-    assert server.discarded.get(timeout=5) == "resp_0"
+    assert server.next_discarded() == "resp_0"
 
 
 def test_stop_before_the_server_has_said_anything(page: Page, server: ScriptedServer) -> None:
     gate = Gate()
     server.script(stream(gate, "Hello.", opens=False))
-    with page.expect_request("**/v1/responses"):
-        say(page, "Hello")
+    say(page, "Hello")
+    server.requests(1)
     page.locator("#stop").click()
     expect_state(page, "stopped")
     gate.open()
-    assert server.discarded.get(timeout=5) == "resp_0"
+    assert server.next_discarded() == "resp_0"
     expect(text_of(page)).to_be_empty()
 
 
@@ -255,7 +255,7 @@ def test_a_deleted_conversation_ends_its_answer(page: Page, server: ScriptedServ
     expect(text_of(page)).to_have_text("Half")
     page.get_by_role("button", name="Delete Hello").click()
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
-    assert server.discarded.get(timeout=5) == "resp_0"
+    assert server.next_discarded() == "resp_0"
 
 
 # Colours.
@@ -302,16 +302,19 @@ def test_an_answer_outlives_its_server(browser: Browser, redis_url: str) -> None
     page = browser.new_context().new_page()
     page.route("**/v1/responses", ask_for_length)
     page.goto(first.url)
+    wait_started(page)
     say(page, "Tell me a long story about a brave knight")
     page.evaluate(FIRST_TEXT)
     first.kill()
     expect_state(page, "reconnecting")
+    wait_until_stored(page, lambda answer: answer["state"] == "reconnecting")
     length = len(stored_answer(page)["text"])
     with ServerProcess([*arguments, "--port", str(first.port)]):
         with page.expect_response(
             lambda response: "starting_after" in response.url and response.ok
         ) as followed:
-            expect(last_answer(page)).to_have_attribute("data-state", "done", timeout=60_000)
+            expect(last_answer(page)).to_have_attribute("data-state", "done", timeout=120_000)
+        wait_until_stored(page, lambda answer: answer["state"] == "done")
         kept = page.request.get(followed.value.url.split("?")[0]).json()
         text = stored_answer(page)["text"]
         page.context.close()

@@ -1,19 +1,22 @@
 """The page in a real browser, against a server that does what the test tells it to."""
 
 import re
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.static.conftest import PHONE, OpenPage
-from tests.static.scripted import DONE, Gate, Refusal, ScriptedServer, error_frame, stream
+from tests.static.conftest import PHONE, OpenPage, reload
+from tests.static.scripted import DONE, PATIENCE_S, Gate, Refusal, ScriptedServer, error_frame, stream
 
 BUSY = Refusal(503, "The interactive lane is full.", headers={"retry-after": "2", "retry-after-ms": "1200"})
 
 
 def say(page: Page, text: str) -> None:
+    """Waits for the answer before it to end: until then the page sends nothing."""
     page.locator("#field").fill(text)
+    expect(page.locator("#send")).to_be_visible()
     page.locator("#field").press("Enter")
 
 
@@ -23,6 +26,12 @@ def last_answer(page: Page) -> Locator:
 
 def expect_state(page: Page, state: str) -> None:
     expect(last_answer(page)).to_have_attribute("data-state", state)
+
+
+def stop_clock(page: Page) -> None:
+    """What the page shows for a while only, it shows until the test moves its clock."""
+    page.clock.install()
+    page.clock.pause_at(datetime.now() + timedelta(hours=1))
 
 
 # Streaming.
@@ -53,7 +62,7 @@ def test_an_answer_streams_and_ends_with_its_figures(page: Page, server: Scripte
     ):
         expect(stats).to_contain_text(part)
     expect(page.locator("#announcer")).to_have_text(re.compile("Fifty"))
-    assert server.requests == [
+    assert server.requests(1) == [
         {
             "model": "penstock-demo",
             "service_tier": "default",
@@ -73,12 +82,12 @@ def test_stop_cancels_on_the_server_and_keeps_what_came(page: Page, server: Scri
     expect(last_answer(page).locator(".text")).to_have_text("A long")
     page.locator("#stop").click() if way == "button" else page.keyboard.press("Escape")
     expect_state(page, "stopped")
-    assert server.discarded.get(timeout=5) == "resp_0"
+    assert server.next_discarded() == "resp_0"
     expect(last_answer(page).locator(".stats")).to_contain_text("stopped")
     expect(page.locator("#field")).to_be_focused()
     say(page, "Go on")
     expect(last_answer(page).locator(".text")).to_have_text("Another.")
-    assert [each["content"] for each in server.requests[1]["messages"]] == ["Tell me", "A long", "Go on"]
+    assert [each["content"] for each in server.requests(2)[1]["messages"]] == ["Tell me", "A long", "Go on"]
 
 
 def test_one_answer_at_a_time_while_the_next_question_is_written(page: Page, server: ScriptedServer) -> None:
@@ -86,7 +95,8 @@ def test_one_answer_at_a_time_while_the_next_question_is_written(page: Page, ser
     server.script(stream("One", gate), stream("Two"))
     say(page, "first")
     expect(last_answer(page).locator(".text")).to_have_text("One")
-    say(page, "second")
+    page.locator("#field").fill("second")
+    page.locator("#field").press("Enter")
     expect(page.locator("#field")).to_have_value("second")
     expect(page.locator(".answer")).to_have_count(1)
     gate.open()
@@ -111,7 +121,7 @@ def test_a_long_answer_is_built_once(page: Page, server: ScriptedServer) -> None
         }).observe(node, {subtree: true, childList: true});
     }""")
     gate.open()
-    expect(last_answer(page)).to_have_attribute("data-state", "done", timeout=20_000)
+    expect(last_answer(page)).to_have_attribute("data-state", "done", timeout=60_000)
     expect(text).to_contain_text("word4999")
     expect(last_answer(page).locator(".stats")).to_contain_text("5,001 tokens")
     # A page that builds all of it for every frame builds a hundred times as much.
@@ -123,20 +133,24 @@ def test_a_long_answer_is_built_once(page: Page, server: ScriptedServer) -> None
 
 def test_a_busy_server_is_asked_again_after_its_wait(page: Page, server: ScriptedServer) -> None:
     server.script(BUSY, stream("Here I am."))
+    stop_clock(page)
     say(page, "Hello")
     card = page.get_by_role("alert")
     expect(card).to_contain_text("The server is busy")
     expect(card).to_contain_text("The interactive lane is full.")
-    expect(card.locator(".countdown")).to_have_text(re.compile(r"Trying again in [12] s"))
+    expect(card.locator(".countdown")).to_have_text("Trying again in 2 s")
+    page.clock.run_for(1_000)
+    expect(card.locator(".countdown")).to_have_text("Trying again in 1 s")
+    page.clock.run_for(250)
     expect(last_answer(page).locator(".text")).to_have_text("Here I am.")
     expect(card).to_have_count(0)
-    assert len(server.requests) == 2
+    server.requests(2)
 
 
 def test_retry_by_hand_does_not_wait(page: Page, server: ScriptedServer) -> None:
     server.script(Refusal(429, "Too many requests.", headers={"retry-after": "60"}), stream("Now."))
     say(page, "Hello")
-    expect(page.locator(".countdown")).to_have_text(re.compile(r"Trying again in (60|59) s"))
+    expect(page.locator(".countdown")).to_have_text(re.compile(r"Trying again in [56]\d s"))
     page.get_by_role("button", name="Try again").click()
     expect(last_answer(page).locator(".text")).to_have_text("Now.")
     expect(page.locator("#field")).to_be_focused()
@@ -160,7 +174,7 @@ def test_automatic_retries_end(page: Page, server: ScriptedServer) -> None:
     expect(page.get_by_role("button", name="Do not retry")).to_have_count(0)
     expect(page.get_by_role("button", name="Try again")).to_be_visible()
     expect(page.locator(".countdown")).to_be_hidden()
-    assert len(server.requests) == 4
+    server.requests(4)
 
 
 def test_an_error_inside_the_stream(page: Page, server: ScriptedServer) -> None:
@@ -205,7 +219,7 @@ def test_a_key_is_asked_for_sent_and_remembered_as_chosen(
     page.get_by_label("Remember it").check()
     page.get_by_role("button", name="Use key").click()
     assert page.evaluate("[sessionStorage['penstock.key'], localStorage['penstock.key']]") == [None, "secret"]
-    page.reload()
+    reload(page)
     say(page, "Once more")
     expect(last_answer(page).locator(".text")).to_have_text("Again.")
 
@@ -254,7 +268,7 @@ def test_conversations_outlive_a_reload(page: Page, server: ScriptedServer) -> N
     say(page, "second question")
     expect_state(page, "done")
     expect(page.locator(".conversation")).to_have_text(["second question", "first question"])
-    page.reload()
+    reload(page)
     expect(page.locator(".answer .text")).to_have_text("Second answer.")
     page.get_by_role("button", name="first question", exact=True).click()
     expect(page.locator(".answer .text")).to_have_text("First answer.")
@@ -270,6 +284,7 @@ def test_an_answer_goes_on_while_another_conversation_is_open(page: Page, server
     expect(last_answer(page).locator(".text")).to_have_text("One")
     page.get_by_role("button", name="New conversation").click()
     say(page, "short")
+    expect_state(page, "done")
     expect(last_answer(page).locator(".text")).to_have_text("Other.")
     expect(page.locator("li[data-running] .conversation")).to_have_text("long")
     gate.open()
@@ -295,7 +310,7 @@ def test_rename_and_delete(page: Page, server: ScriptedServer) -> None:
     page.get_by_label("Title").fill("A better name")
     page.get_by_label("Title").press("Enter")
     expect(page.locator(".conversation")).to_have_text("A better name")
-    page.reload()
+    reload(page)
     page.get_by_role("button", name="Delete A better name").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel").click()
     expect(page.locator(".conversation")).to_have_count(1)
@@ -303,7 +318,7 @@ def test_rename_and_delete(page: Page, server: ScriptedServer) -> None:
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.locator(".conversation")).to_have_count(0)
     expect(page.locator("#welcome")).to_be_visible()
-    page.reload()
+    reload(page)
     expect(page.locator("#welcome")).to_be_visible()
     expect(page.locator(".conversation")).to_have_count(0)
 
@@ -319,7 +334,7 @@ def test_answer_again_and_edit(page: Page, server: ScriptedServer) -> None:
     say(page, "better question")
     expect(last_answer(page).locator(".text")).to_have_text("Third.")
     expect(page.locator(".question .bubble")).to_have_text(["better question"])
-    assert [each["messages"][-1]["content"] for each in server.requests] == [
+    assert [each["messages"][-1]["content"] for each in server.requests(3)] == [
         "question",
         "question",
         "better question",
@@ -334,6 +349,7 @@ def test_copying(open_page: OpenPage, server: ScriptedServer) -> None:
     server.script(stream("*Run*:\n\n```\nmake serve\n```"))
     say(page, "how?")
     expect_state(page, "done")
+    stop_clock(page)
     page.get_by_role("button", name="Copy code").click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     assert page.evaluate("navigator.clipboard.readText()") == "make serve"
@@ -351,10 +367,10 @@ def test_settings_go_with_each_request_and_stay(page: Page, server: ScriptedServ
     page.get_by_label("Longest answer").fill("20")
     page.get_by_label("Lane").select_option("interactive")
     page.get_by_role("button", name="Save").click()
-    page.reload()
+    reload(page)
     say(page, "Hello")
     expect_state(page, "done")
-    sent = server.requests[0]
+    [sent] = server.requests(1)
     assert sent["instructions"] == "Be brief."
     assert (sent["temperature"], sent["top_p"], sent["max_output_tokens"]) == (0.5, 0.9, 20)
     assert sent["service_tier"] == "priority"
@@ -422,10 +438,12 @@ def test_everything_by_keyboard(page: Page, server: ScriptedServer) -> None:
     expect(last_answer(page).locator(".text")).to_have_text("Once upon")
     page.keyboard.press("Escape")
     expect_state(page, "stopped")
+    assert server.next_discarded() == "resp_0"
     tab_to(page, "Answer again", "Shift+Tab")
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     page.keyboard.press("Enter")
     expect(last_answer(page).locator(".text")).to_have_text("Again.")
+    expect_state(page, "done")
     tab_to(page, "Settings", "Shift+Tab")
     page.keyboard.press("Enter")
     expect(page.get_by_role("dialog")).to_be_visible()
@@ -472,7 +490,7 @@ def test_an_input_methods_enter_does_not_send(page: Page, server: ScriptedServer
     page.evaluate("""() => document.getElementById("field").dispatchEvent(new KeyboardEvent(
         "keydown", {key: "Enter", isComposing: true, bubbles: true, cancelable: true}))""")
     expect(page.locator("#field")).to_have_value("にほん")
-    assert server.requests == []
+    assert server.requests(0) == []
 
 
 def test_on_a_phone(open_page: OpenPage, server: ScriptedServer) -> None:
@@ -483,6 +501,7 @@ def test_on_a_phone(open_page: OpenPage, server: ScriptedServer) -> None:
     expect(page.locator("#field")).not_to_be_focused()
     assert_fits(page)
     page.locator("#field").tap()
+    expect(page.locator("#field")).to_be_focused()
     page.keyboard.type("one")
     page.keyboard.press("Enter")
     expect(page.locator("#field")).to_have_value("one\n")
@@ -602,7 +621,7 @@ def test_colours_follow_the_system_until_they_are_chosen(open_page: OpenPage) ->
     expect(page.locator("html")).to_have_attribute("data-theme", "light")
     light = page.evaluate(background)
     assert light != dark
-    page.reload()
+    reload(page)
     assert page.evaluate(background) == light
     switch.click()
     assert page.evaluate(background) == dark
@@ -626,9 +645,9 @@ def wait_for(page: Page, condition: str) -> None:
     """What `Page.wait_for_function` does where a Content-Security-Policy allows no eval."""
     page.evaluate(
         f"""async () => {{
-            const end = performance.now() + 10_000;
+            const end = performance.now() + {PATIENCE_S * 1000};
             while (!({condition})) {{
-                if (performance.now() > end) throw new Error("for 10 s it was never so");
+                if (performance.now() > end) throw new Error("it was never so");
                 await new Promise(requestAnimationFrame);
             }}
         }}"""
@@ -648,7 +667,7 @@ def test_the_page_follows_the_answer_only_while_the_reader_is_at_its_end(
     wait_for(page, f"{left} < 2")
     page.locator("#scroller").hover()
     page.mouse.wheel(0, -300)
-    wait_for(page, f"{left} >= 300")  # a wheel's scrolling takes several frames
+    wait_for(page, f"Math.round({left}) >= 300")  # a wheel's scrolling takes several frames
     expect(page.locator("#jump")).to_be_visible()
     gates[0].open()
     expect(last_answer(page).locator(".text")).to_contain_text("middle")

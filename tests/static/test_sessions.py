@@ -2,14 +2,17 @@
 
 from playwright.sync_api import Page, expect
 
+from tests.static.conftest import reload
 from tests.static.scripted import CUT, Gate, ScriptedServer, stream
 from tests.static.test_page import expect_state, last_answer, say
 
 
-def new_in(server: ScriptedServer, at: int) -> tuple[str | None, list[str]]:
-    """What a request goes on from, and what it says."""
-    body = server.requests[at]
-    return body.get("previous_response_id"), [each["content"] for each in body["input"]]
+def new_in(server: ScriptedServer, count: int) -> list[tuple[str | None, list[str]]]:
+    """What so many requests go on from, and what they say."""
+    return [
+        (body.get("previous_response_id"), [each["content"] for each in body["input"]])
+        for body in server.requests(count)
+    ]
 
 
 def ask(page: Page, server: ScriptedServer, question: str, answer: str) -> None:
@@ -30,9 +33,9 @@ def test_a_turn_sends_what_is_new_and_each_version_has_its_own_session(
     expect_state(page, "done")
     ask(page, server, "And that?", "Like grass.")
     page.locator(".answer").first.get_by_role("button", name="Previous version").click()
-    page.reload()
+    reload(page)
     ask(page, server, "What else?", "Like a rose.")
-    assert [new_in(server, at) for at in range(5)] == [
+    assert new_in(server, 5) == [
         (None, ["A colour"]),
         ("resp_0", ["Like what?"]),
         (None, ["A colour"]),
@@ -46,7 +49,7 @@ def test_a_server_that_was_emptied_is_told_all_that_was_said(page: Page, server:
     server.forget()
     ask(page, server, "Two", "2")
     ask(page, server, "Three", "3")
-    assert [new_in(server, at) for at in range(3)] == [
+    assert new_in(server, 3) == [
         (None, ["One"]),
         (None, ["One", "1", "Two"]),
         ("resp_1", ["Three"]),
@@ -60,8 +63,9 @@ def test_what_was_stopped_is_told_after_what_the_server_keeps(page: Page, server
     expect(last_answer(page).locator(".text")).to_have_text("Half")
     page.locator("#stop").click()
     expect_state(page, "stopped")
+    assert server.next_discarded() == "resp_1"
     ask(page, server, "Three", "3")
-    assert new_in(server, 2) == ("resp_0", ["Two", "Half", "Three"])
+    assert new_in(server, 3)[2] == ("resp_0", ["Two", "Half", "Three"])
 
 
 def test_thoughts_between_tags_are_not_gone_on_from(page: Page, server: ScriptedServer) -> None:
@@ -69,7 +73,7 @@ def test_thoughts_between_tags_are_not_gone_on_from(page: Page, server: Scripted
     say(page, "Hello")
     expect_state(page, "done")
     ask(page, server, "Two", "2")
-    assert new_in(server, 1) == (None, ["Hello", "One.", "Two"])
+    assert new_in(server, 2)[1] == (None, ["Hello", "One.", "Two"])
 
 
 def test_a_deleted_conversation_is_deleted_on_the_server(page: Page, server: ScriptedServer) -> None:
@@ -78,7 +82,7 @@ def test_a_deleted_conversation_is_deleted_on_the_server(page: Page, server: Scr
     page.get_by_role("button", name="Delete One").click()
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.locator("#welcome")).to_be_visible()
-    assert {server.discarded.get(timeout=5) for _ in range(2)} == {"resp_0", "resp_1"}
+    assert {server.next_discarded() for _ in range(2)} == {"resp_0", "resp_1"}
 
 
 def test_what_is_kept_in_the_browser_only_is_a_chat_completion(page: Page, server: ScriptedServer) -> None:
@@ -95,7 +99,7 @@ def test_what_is_kept_in_the_browser_only_is_a_chat_completion(page: Page, serve
     expect_state(page, "done")
     expect(last_answer(page).locator(".stats")).to_contain_text("cut at the token limit1 token")
     assert server.followed == [1]
-    assert server.requests[1] == {
+    assert server.requests(2)[1] == {
         "model": "penstock-demo",
         "service_tier": "default",
         "max_tokens": 20,

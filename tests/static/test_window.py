@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from base64 import b64encode
 from typing import Any
 
 from playwright.sync_api import Locator, Page, expect
 
-from tests.static.conftest import PHONE, OpenPage
+from tests.static.conftest import PHONE, OpenPage, act_until, reload
 from tests.static.scripted import TIMINGS, Gate, ScriptedServer, stream
 from tests.static.test_access import faults
 
@@ -86,10 +85,7 @@ def open_window(page: Page, server: ScriptedServer) -> Locator:
 
 
 def expect_unwatched(page: Page, server: ScriptedServer) -> None:
-    ends_s = time.monotonic() + 10
-    while server.watchers:
-        assert time.monotonic() < ends_s
-        page.wait_for_timeout(1)
+    act_until(lambda: not server.watchers, lambda: page.wait_for_timeout(1))
 
 
 def chart(window: Locator, title: str) -> Locator:
@@ -103,7 +99,7 @@ def test_the_window_shows_what_the_engine_does(page: Page, server: ScriptedServe
     )
     lane = window.get_by_role("region", name="interactive lane")
     expect(lane).to_have_attribute("data-standing", "over")
-    assert lane.locator("dd").all_text_contents() == ["1.2 s", "1.0 s", "98 %", "2"]
+    expect(lane.locator("dd")).to_have_text(["1.2 s", "1.0 s", "98 %", "2"])
     for title, values in {
         "Sequences": "3 running3 waiting",
         "Tokens in a step": "15 prompt3 decode4 drafts",
@@ -214,7 +210,7 @@ def test_an_answer_has_its_place_while_it_waits_and_its_timeline_at_the_end(
         "4 drafts, 3 accepted",
         "2 drafts, 0 accepted",
     ]
-    page.reload()
+    reload(page)
     expect(shown.locator("rect.prefill")).to_have_count(
         2
     )  # its instants are kept, those of its tokens are not
