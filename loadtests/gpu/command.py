@@ -7,6 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from loadtests.gpu.figures import say
@@ -111,7 +112,9 @@ class _Run:
     def run(self) -> int:
         from loadtests.gpu.report import as_markdown
 
-        parts = [part for part in self.options.only if part.is_for_dry_runs or not self.options.dry_run]
+        parts: list[Part] = self.options.only
+        if self.options.dry_run:  # it measures nothing: each part may take as long as the whole
+            parts = [replace(part, bound_s=self.options.limit) for part in parts if part.is_for_dry_runs]
         for number, part in enumerate(parts, 1):
             left_s = self.deadline_s - time.monotonic()
             say(f"[{number}/{len(parts)}] {part.name}, at most {min(part.bound_s, left_s):.0f} s")

@@ -27,7 +27,7 @@ def examine(*arguments: str, status: int, **variables: str) -> dict[str, str]:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
         env={**os.environ, **variables},
     )

@@ -113,7 +113,7 @@ def test_matplotlib_is_only_loaded_for_plots() -> None:
         f"assert main(['simulate', *{SMALL}]) == 0; assert 'matplotlib' not in sys.modules"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert " requests, " in done.stderr

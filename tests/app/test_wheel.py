@@ -41,7 +41,7 @@ def build(target: str, source: Path, folder: Path) -> Path:
         cwd=source,
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=300,
     )
     (path,) = folder.iterdir()
     return path
@@ -148,7 +148,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Instal
         [sys.executable, "-m", "pip", "--python", str(python), "install", *options, str(wheel)],
         check=True,
         capture_output=True,
-        timeout=60,
+        timeout=300,
     )
     (site_packages,) = (folder / "venv" / "lib").glob("*/site-packages")
     # A .pth file in a folder that a .pth file names is not read: the checkout's own installation stays out.
@@ -207,7 +207,7 @@ def test_the_processes_that_bench_starts_are_of_the_same_wheel(installed: Instal
         [str(installed.bin / "python"), "-m", "penstock", "bench", *options],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         env={**os.environ, "COLUMNS": "200"},
     )
@@ -256,7 +256,7 @@ def test_it_is_a_library_in_a_program_that_has_packages_of_the_same_names(
         [str(installed.bin / "python"), str(tmp_path / "program.py")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

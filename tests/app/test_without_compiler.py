@@ -100,7 +100,12 @@ def test_nothing_is_left_in_the_cache(server: ServerProcess, bare: dict[str, str
 
 def test_the_doctor_says_what_to_install(bare: dict[str, str]) -> None:
     done = subprocess.run(
-        [PENSTOCK, "doctor", "--port", "0"], capture_output=True, text=True, timeout=60, check=False, env=bare
+        [PENSTOCK, "doctor", "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env=bare,
     )
     assert done.returncode == 0, done.stdout
     assert done.stderr == ""

@@ -15,6 +15,7 @@ from app.settings import load_settings
 from app.switch import make_switch
 from cluster.upstream import Address
 from gateway.sessions.owners import tag_in, tag_of
+from priority.routing.router import Router
 from tests.app.test_survival import NUM_STREAMS, Follower, Interrupted, client, undisturbed
 from tests.cluster.rig import serving
 from tests.redis_server import RedisServer
@@ -40,7 +41,9 @@ async def test_no_client_notices_that_a_replica_was_killed(redis_url: str) -> No
     common = ["--redis-url", redis_url, "--warm-up-tokens", "0", "--threads", "1", "--cluster-secret", SECRET]
     replicas = [ServerProcess([*common, "--replica", f"r{number}"]) for number in range(2)]
     journals = Redis.from_url(redis_url)
-    switch = make_switch(load_settings({"cluster_secret": SECRET}), None, is_open=False)
+    # A busy machine is not to look like a frozen replica.
+    patient = Router(stale_s=START_S)
+    switch = make_switch(load_settings({"cluster_secret": SECRET}), None, is_open=False, router=patient)
     try:
         for server in replicas:
             server.wait_ready()

@@ -32,7 +32,6 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
 
 
 def traced(url: str) -> tuple[Desk, Traces]:

@@ -2,107 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
-from typing import Any
-
 import pytest
-import uvicorn
-from uvicorn.server import ServerState
 
-from gateway.http.protocol import GatewayProtocol
 from tests.gateway.desk import Desk, chat_body, settled
+from tests.gateway.plug import BODY_S, HEADER_S, KEEP_ALIVE_S, Plug
 from tests.gateway.raw import get, post
 
 pytestmark = pytest.mark.anyio
 
 CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
-HEADER_S, BODY_S, KEEP_ALIVE_S = 10, 30, 5
-
-
-@dataclass(slots=True)
-class Timer:
-    due_s: float
-    callback: Callable[[], None]
-    cancelled: bool = False
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-
-@dataclass(slots=True)
-class HandLoop:
-    """The running loop, but for its timers: those go off when the test says that time has passed."""
-
-    now_s: float = 0.0
-    timers: list[Timer] = field(default_factory=list)
-
-    def call_later(self, delay_s: float, callback: Callable[..., None], *args: Any) -> Timer:
-        timer = Timer(self.now_s + delay_s, lambda: callback(*args))
-        self.timers.append(timer)
-        return timer
-
-    def create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        return asyncio.get_running_loop().create_task(work)
-
-    def pass_s(self, seconds: float) -> None:
-        self.now_s += seconds
-        due = [timer for timer in self.timers if timer.due_s <= self.now_s]
-        self.timers = [timer for timer in self.timers if timer.due_s > self.now_s]
-        for timer in due:
-            if not timer.cancelled:
-                timer.callback()
-
-
-class Wire(asyncio.Transport):
-    """Keeps what was written to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = b""
-        self.closed = False
-
-    def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
-        assert not self.closed, "written to after it was closed"
-        self.written += bytes(data)
-
-    def close(self) -> None:
-        self.closed = True
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def pause_reading(self) -> None:
-        pass
-
-    def resume_reading(self) -> None:
-        pass
-
-
-class Plug:
-    """A connection that has just been accepted."""
-
-    def __init__(self, desk: Desk) -> None:
-        config = uvicorn.Config(
-            desk.app, log_level="critical", ws="none", timeout_keep_alive=KEEP_ALIVE_S, lifespan="off"
-        )
-        self.loop: Any = HandLoop()
-        self.wire = Wire()
-        self._protocol = GatewayProtocol(config, ServerState(), {}, _loop=self.loop)
-        self._protocol.connection_made(self.wire)
-
-    async def send(self, data: bytes) -> None:
-        self._protocol.data_received(data)
-        await settled()
-
-    def status(self) -> int | None:
-        """Of the last answer; None as long as there is none."""
-        lines = [line for line in self.wire.written.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
-        return int(lines[-1].split()[1]) if lines else None
-
-    def hang_up(self) -> None:
-        self._protocol.connection_lost(None)
 
 
 async def test_a_connection_that_says_nothing_is_let_go_after_the_headers_time() -> None:
@@ -178,6 +86,16 @@ async def test_a_kept_connection_is_closed_without_a_word() -> None:
     plug.loop.pass_s(1)
     assert plug.wire.closed
     assert plug.wire.written == answer
+
+
+async def test_a_kept_connection_that_trickles_is_let_go() -> None:
+    plug = Plug(Desk())
+    await plug.send(get("/health"))
+    answer = plug.wire.written
+    await plug.send(b"\r\n")  # stops uvicorn's own timer, and begins nothing
+    plug.loop.pass_s(HEADER_S)
+    assert plug.wire.written.removeprefix(answer).startswith(b"HTTP/1.1 408 ")
+    assert plug.wire.closed
 
 
 async def test_every_request_on_a_kept_connection_has_the_whole_time() -> None:

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 
 import pytest
 
-from gateway.http.protocol import GatewayProtocol
-from tests.gateway.desk import Desk, chat_body, serving
-from tests.gateway.raw import Line, dialled, get, post, read_events
+from tests.gateway.desk import Desk, chat_body, serving, settled
+from tests.gateway.plug import Plug
+from tests.gateway.raw import dialled, get, post, read_events
 
 pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 
 
-class Hasty(GatewayProtocol):
-    header_deadline_s = 0.05
-    body_deadline_s = 0.05
-
-
-async def whole_stream(desk: Desk, line: Line, behind: bytes) -> bytes:
-    """A stream that gets a token before and one after the client sends something behind it; all that came."""
-    line.send(post(CHAT, chat_body(stream=True)))
+async def whole_stream(desk: Desk, plug: Plug, behind: bytes) -> bytes:
+    """A stream that gets a token before and one long after the client sends something behind it; all that came."""
+    await plug.send(post(CHAT, chat_body(stream=True)))
     request = await desk.taken()
     desk.bring(request, "Hel")
-    assert (await line.head())[0] == 200
-    begun = await line.chunk()
-    line.send(behind)
-    await asyncio.sleep(0.2)  # longer than the hasty deadlines: nothing may happen in this time
+    await settled()
+    await plug.send(behind)
+    plug.loop.pass_s(86_400)
     desk.finish(request, "lo")
-    return begun + b"".join([chunk async for chunk in line.chunks()])
+    await settled()
+    return plug.body()
 
 
 def text_of(stream: bytes) -> str:
@@ -52,15 +46,15 @@ def text_of(stream: bytes) -> str:
 )
 async def test_a_stream_ends_whole_whatever_comes_behind_it(behind: bytes) -> None:
     desk = Desk()
-    async with serving(desk.app, Hasty) as url, dialled(url) as line:
-        assert text_of(await whole_stream(desk, line, behind)) == "Hello"
+    assert text_of(await whole_stream(desk, Plug(desk), behind)) == "Hello"
 
 
 async def test_after_garbage_behind_a_stream_the_connection_ends_with_it() -> None:
     desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line:
-        await whole_stream(desk, line, b"garbage\r\n\r\n")
-        assert await line.rest() == b""
+    plug = Plug(desk)
+    await whole_stream(desk, plug, b"garbage\r\n\r\n")
+    assert plug.wire.written.endswith(b"0\r\n\r\n")
+    assert plug.wire.closed
 
 
 async def test_a_hang_up_behind_a_pipelined_request_cancels_the_stream() -> None:

@@ -35,8 +35,9 @@ async def closing(server: RedisServer) -> AsyncIterator[None]:  # noqa: ARG001
 
 
 @pytest.fixture
-def real_waits() -> None:
-    """For tests that are about how long a call takes."""
+def real_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that are about how long a call takes: one that waited for Redis would take a minute."""
+    monkeypatch.setattr(link, "_BACKSTOP_S", 60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -56,9 +56,9 @@ async def slow_ones(compiling: Compiling, compiler: Compiler, num: int) -> list[
     return tasks
 
 
-def compiling_of(compiler: Compiler, **fields: Any) -> Compiling:
+def compiling_of(compiler: Compiler) -> Compiling:
     given: Any = compiler
-    return Compiling(given, **fields)
+    return Compiling(given)
 
 
 async def test_a_slow_grammar_holds_up_its_own_tenant_alone(compiler: Compiler) -> None:
@@ -75,12 +75,16 @@ async def test_a_slow_grammar_holds_up_its_own_tenant_alone(compiler: Compiler) 
 
 
 @pytest.mark.parametrize("num_slow", [1, MOST_AT_ONCE])
-async def test_who_waits_for_too_long_is_told_to_come_back(compiler: Compiler, num_slow: int) -> None:
-    compiling = compiling_of(compiler, patience_s=0.05)
+async def test_who_waits_for_too_long_is_told_to_come_back(
+    compiler: Compiler, num_slow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling = compiling_of(compiler)
     slow = await slow_ones(compiling, compiler, num_slow)
     tenant = "slow 0" if num_slow == 1 else "another"
-    with pytest.raises(ApiError) as raised:
-        await compiling.compile(tenant, form("quick"))
+    with monkeypatch.context() as hurried:
+        hurried.setattr(compiling, "_patience_s", 0.05)
+        with pytest.raises(ApiError) as raised:
+            await compiling.compile(tenant, form("quick"))
     assert raised.value.status == HTTPStatus.SERVICE_UNAVAILABLE
     assert raised.value.code == "grammars_busy"
     assert "retry-after" in raised.value.headers()
