@@ -50,7 +50,8 @@ class Timeouts:
 class ServerSendMiddleware:
     """The outermost layer: keeps the server's own `send` for the bodies of streams.
 
-    Middleware has had its say when a response has started; each that wraps `send` would cost a coroutine a token.
+    Middleware has its say when a response starts and with its last piece, so that the access log knows that it is
+    whole; between them each that wraps `send` would cost a coroutine a token.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -134,7 +135,8 @@ class Connection:
     async def send(self, body: bytes, *, more: bool) -> None:
         """Waits while the client's buffers are full; `look_after` looks at the clock meanwhile."""
         self.sending_since_s = self._clock()
-        await self._send_body({"type": "http.response.body", "body": body, "more_body": more})
+        send = self._send_body if more else self._send
+        await send({"type": "http.response.body", "body": body, "more_body": more})
         self.last_sent_s = self.sending_since_s
         self.sending_since_s = None
 
