@@ -207,7 +207,7 @@ def test_a_real_compiler_that_may_not_write_as_much_as_it_needs(tmp_path: Path, 
         [sys.executable, "-c", LIMITED, str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
         env={**os.environ, "XDG_CACHE_HOME": str(cache.parent)},
     )

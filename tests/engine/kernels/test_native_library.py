@@ -82,7 +82,7 @@ def test_two_processes_build_at_once_and_a_third_finds_it(
         subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    answers = {process.communicate(timeout=60)[0].strip() for process in running}
+    answers = {process.communicate(timeout=300)[0].strip() for process in running}
     assert len(answers) == 1
     assert [str(path) for path in (scratch / "penstock").iterdir()] == list(answers)
     monkeypatch.setenv("CXX", str(copy))
@@ -212,7 +212,7 @@ def test_calls_from_several_threads_take_turns(team: Team) -> None:
 
 
 def test_the_interpreter_runs_on_during_a_call(team: Team) -> None:
-    """A call that held it would let another thread run before and after it, and not again and again meanwhile."""
+    """Another thread has it again and again, although nobody has to hand it over."""
     num_ticks = before = 0
     stop = threading.Event()
 
@@ -225,13 +225,16 @@ def test_the_interpreter_runs_on_during_a_call(team: Team) -> None:
     thread.start()
     linear = PackedLinear(team, torch.zeros(1024, 1024), None, torch.float32)
     x = torch.zeros(2048, 1024)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(60)
     for _ in range(100):  # until there is one during which the other thread had a processor
         before = num_ticks
         linear(x)
         if num_ticks > before + 3:
             break
-    stop.set()
     found = num_ticks - before
+    sys.setswitchinterval(interval_s)
+    stop.set()
     thread.join()
     assert found > 3
 
@@ -261,7 +264,7 @@ assert torch.equal(linear(x), x)
 if child:
     assert os.waitpid(child, 0)[1] == 0
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
 
 
