@@ -51,14 +51,16 @@ def test_every_panel_has_data_from_a_server_at_work(prometheus: Prometheus, live
 
 
 def test_every_rule_can_be_evaluated_and_none_fires_on_a_server_that_is_well(prometheus: Prometheus) -> None:
+    """Nor is one pending, for longer than it takes until the next scrape: on a busy machine one may come too late."""
+    health = ("PenstockDown", "PenstockStepsFail", "PenstockStoreGone")
     end_s = time.monotonic() + WAIT_S
     while time.monotonic() < end_s:
         rules = [rule for group in prometheus.ask("rules")["groups"] for rule in group["rules"]]
-        if all(rule["health"] != "unknown" for rule in rules):
+        states = [rule["state"] for rule in rules if rule["name"] in health]
+        if all(rule["health"] != "unknown" for rule in rules) and set(states) == {"inactive"}:
             break
     assert {rule["health"] for rule in rules} == {"ok"}, [rule.get("lastError") for rule in rules]
-    health = ("PenstockDown", "PenstockStepsFail", "PenstockStoreGone")
-    assert [rule["state"] for rule in rules if rule["name"] in health] == ["inactive"] * len(health)
+    assert states == ["inactive"] * len(health)
 
 
 def test_a_query_that_makes_no_sense_is_found(prometheus: Prometheus) -> None:
