@@ -29,6 +29,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from app.checkpoint import asked_for
 from app.errors import OperatorError, suggestion
 from engine.kernels.cpu import levels, prebuilt
 from engine.model.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
@@ -256,6 +257,11 @@ class Settings(BaseSettings):
 
     access_log: bool = False
     """A line for each request that ended: its id, status and duration; of probes only at level debug."""
+
+    @field_validator("model")
+    @classmethod
+    def _demo_model_by_its_name(cls, model: str | None) -> str | None:
+        return None if model is None else asked_for(model)
 
     @field_validator("quantize_group_size")
     @classmethod
