@@ -17,11 +17,15 @@ STREAMED = pytest.mark.parametrize("stream", [True, False], ids=["streamed", "in
 
 def endings(caplog: pytest.LogCaptureFixture) -> list[bool]:
     """Of each logged request, whether its reply was whole."""
-    return [record.__dict__["fields"]["whole"] for record in caplog.records if record.name == "penstock.access"]
+    return [
+        record.__dict__["fields"]["whole"] for record in caplog.records if record.name == "penstock.access"
+    ]
 
 
 @STREAMED
-async def test_a_reply_that_was_sent_to_its_end_is_whole(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reply_that_was_sent_to_its_end_is_whole(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO, "penstock.access")
     desk = Desk()
     async with serving(desk.app) as url, dialled(url) as line:
