@@ -13,12 +13,21 @@ from engine.model.gguf.container import SUFFIX, is_gguf, read_header
 DEMO_MODEL = Path(__file__).parent / "demo" / "model"
 DEMO_DRAFT = Path(__file__).parent / "demo" / "draft"
 DEMO_NAME = "penstock-demo"
+_DEMO_NAMES = (DEMO_NAME, "demo")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _NEEDED = ("config.json", "tokenizer.json", "*.safetensors")
 _NEEDED_TO_DRAFT = ("config.json", "*.safetensors")  # a head has its target's tokens
 # Not every safetensors file: some repositories have the weights a second time, in another layout.
 _FETCHED = ("*.json", "model*.safetensors", "*.jinja")
+
+
+def asked_for(model: str) -> str | None:
+    """The model that an operator names: None, as if he had named none, if he calls the demo model by its name.
+
+    A folder of that name goes before it.
+    """
+    return None if model in _DEMO_NAMES and not Path(model).exists() else model
 
 
 def model_name(model: str | None, served_model_name: str | None) -> str:

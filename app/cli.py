@@ -102,7 +102,7 @@ def _key(parser: _Parser, arguments: list[str]) -> int:
 
 
 _DOCTOR_MODEL = """says what of this model fits, before anything of it is loaded: a directory, a GGUF file, a
-Hugging Face id, or demo; without it, what this machine offers"""
+Hugging Face id, or penstock-demo; without it, what this machine offers"""
 
 
 def _doctor(parser: _Parser, arguments: list[str]) -> int:

@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from app.bench.statistics import table
 from app.build import load_options
-from app.checkpoint import DEMO_NAME, find_checkpoint, is_hub_id
+from app.checkpoint import DEMO_NAME, asked_for, find_checkpoint, is_hub_id
 from app.doctor import Level, check_compiler
 from app.errors import OperatorError
 from app.hub import fetched_before, look_at
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
     from engine.execution.memory import Budget, Estimate
     from engine.model.files import Files
     from engine.model.weights import Recipe
-
-DEMO = "demo"
-"""Stands for the demo model, where there is no such folder."""
 
 CONTEXTS = (2048, 8192, 32768)
 """The tokens of the streams that are counted, beside the longest that the model has."""
@@ -96,7 +92,7 @@ def run(model: str, settings: Settings, flags: Mapping[str, str]) -> int:
     """Prints what a model takes and what would be chosen; 1 if it does not fit in any way.
 
     Args:
-        model: a folder, a GGUF file, a hub id, or DEMO.
+        model: a folder, a GGUF file, a hub id, or the name of the demo model.
         flags: what was given on the command line, by the names of settings.
 
     Raises:
@@ -109,7 +105,7 @@ def run(model: str, settings: Settings, flags: Mapping[str, str]) -> int:
         raise OperatorError(f"torch cannot be imported ({error}); `penstock doctor` says more") from None
     options = load_options(settings)
     try:
-        subject = examine(None if model == DEMO and not Path(DEMO).exists() else model, options)
+        subject = examine(asked_for(model), options)
         limits = budget(choose_device(options.device), options)
         fitting = Fitting(subject.config, limits, check_compiler().level is Level.OK)
         tried = fitting.cases(ladder(options, subject.config)) or [fitting.case(options)]

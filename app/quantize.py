@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from app.calibration import PIECE_TOKENS, make_texts
-from app.checkpoint import DEMO_MODEL, DEMO_NAME, find_checkpoint
+from app.checkpoint import DEMO_NAME, asked_for, find_checkpoint
 from app.cli import EXIT_INTERRUPTED
 from app.errors import OperatorError
 from app.log import configure_log, progress
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _quantize(options: argparse.Namespace) -> None:
-    folder = _find_model(options.model)
+    folder = find_checkpoint(asked_for(options.model), "MODEL")
     if folder.is_file():
         raise OperatorError(
             f"{folder} is a GGUF file: `penstock serve` takes it as it is; quantize the checkpoint it was made from"
@@ -129,12 +129,6 @@ def _quantize(options: argparse.Namespace) -> None:
         size = (made / "model.safetensors").stat().st_size
         _put_in_place(made, out, options.overwrite)
     _say_outcome(outcome, out, size, sum(path.stat().st_size for path in folder.glob("*.safetensors")))
-
-
-def _find_model(model: str) -> Path:
-    if model == DEMO_NAME and not Path(model).exists():
-        return DEMO_MODEL
-    return find_checkpoint(model, "MODEL")
 
 
 def _check_out(out: Path, folder: Path, overwrite: bool) -> None:

@@ -29,6 +29,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from app.checkpoint import asked_for
 from app.errors import OperatorError, suggestion
 from engine.kernels.cpu import levels, prebuilt
 from engine.model.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
@@ -75,7 +76,11 @@ def _policy(lane: Lane) -> BeforeValidator:
         if not isinstance(value, dict):
             raise ValueError("must be like ttft=0.5,weight=8")
         changes: dict[str, Any] = {_policy_key(k): _policy_value(k, v) for k, v in value.items()}
-        return replace(DEFAULT_POLICIES[lane], **changes)
+        try:
+            return replace(DEFAULT_POLICIES[lane], **changes)
+        except ValueError as error:
+            attribute, _, fault = str(error).partition(" ")
+            raise ValueError(f"{attribute.removesuffix('_s')} {fault}") from None
 
     return BeforeValidator(parse)
 
@@ -257,6 +262,11 @@ class Settings(BaseSettings):
     access_log: bool = False
     """A line for each request that ended: its id, status and duration; of probes only at level debug."""
 
+    @field_validator("model")
+    @classmethod
+    def _demo_model_by_its_name(cls, model: str | None) -> str | None:
+        return None if model is None else asked_for(model)
+
     @field_validator("quantize_group_size")
     @classmethod
     def _known_group_size(cls, size: int | None) -> int | None:
@@ -384,10 +394,12 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 def _first_line(error: ValidationError, flags: Mapping[str, object]) -> str:
     details = error.errors(include_url=False)[0]
     message = details["msg"].removeprefix("Value error, ").partition(", unable to ")[0]
+    if details["type"].startswith("byte_size"):
+        message = "must be a size like 2GiB"
     if not details["loc"]:
         return message
     name = str(details["loc"][0])
-    given = "" if name in _SECRET else f", not {details['input']!r}"
+    given = "" if name in _SECRET or ", not " in message else f", not {details['input']!r}"
     return f"{_origin(name, flags)}: {message[0].lower()}{message[1:]}{given}"
 
 

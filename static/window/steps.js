@@ -23,7 +23,7 @@ export function rowsOf(steps) {
 
 /** What a set of steps did, as one sentence. */
 export function summary(rows) {
-  if (rows.length === 0) return "No step yet.";
+  if (rows.length === 0) return "No step since this view was opened.";
   const sum = (name) => rows.reduce((total, row) => total + row[name], 0);
   const mean = (name) => number(sum(name) / rows.length);
   const drafts = sum("drafts") > 0 ? `; ${number(sum("accepted"))} of ${number(sum("drafts"))} drafts were right` : "";

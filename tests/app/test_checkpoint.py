@@ -11,6 +11,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from app.checkpoint import DEMO_MODEL, DEMO_NAME, check_files, find_checkpoint, is_hub_id, model_name
 from app.errors import OperatorError
+from app.settings import load_settings
 
 FILES = ("config.json", "tokenizer.json", "model.safetensors")
 
@@ -48,6 +49,13 @@ def cache_snapshot(cache: Path, owner: str, name: str) -> Path:
 def test_without_a_model_it_is_the_demo_model() -> None:
     assert find_checkpoint(None) == DEMO_MODEL
     assert model_name(None, None) == DEMO_NAME
+
+
+@pytest.mark.parametrize("name", ["penstock-demo", "demo"])
+def test_the_demo_model_may_be_asked_for_by_name(here: Path, name: str) -> None:
+    assert load_settings({"model": name}).model is None
+    make_checkpoint(here / name)
+    assert load_settings({"model": name}).model == name, "a folder goes before it"
 
 
 @pytest.mark.parametrize("model", ["models/tiny", "./models/tiny", "models/tiny/", "models/../models/tiny"])

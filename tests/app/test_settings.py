@@ -89,7 +89,11 @@ def test_sizes_can_have_units() -> None:
         ),
         ({"kv_dtype": "int4"}, "--kv-dtype: input should be 'auto', "),
         ({"max_batch_tokens": "0"}, "--max-batch-tokens: "),
-        ({"kv_memory": "much"}, "--kv-memory: "),
+        ({"kv_memory": "much"}, "--kv-memory: must be a size like 2GiB, not 'much'"),
+        ({"kv_memory": "2xb"}, "--kv-memory: must be a size like 2GiB, not '2xb'"),
+        ({"lane_interactive": "ttft=-1"}, "--lane-interactive: ttft must be greater than 0, not -1.0"),
+        ({"lane_batch": "kv_share=2"}, "--lane-batch: kv_share must be at most 1, not 2.0"),
+        ({"lane_batch": "ttl=none"}, "--lane-batch: ttl must be finite, not 'ttl=none'"),
         ({"drain_timeout": "-1"}, "--drain-timeout: "),
         (
             {"gpu_memory_utilization": "90"},
@@ -105,6 +109,7 @@ def test_a_wrong_flag_is_named(flags: dict[str, str], beginning: str) -> None:
         load_settings(flags)
     assert str(caught.value).startswith(beginning)
     assert "\n" not in str(caught.value)
+    assert str(caught.value).count(", not ") <= 1
 
 
 @pytest.mark.parametrize(("cores", "most"), [(1, 4), (2, 8), (100, 400), (256, 1024), (1000, 1024)])

@@ -173,7 +173,7 @@ def test_a_set_of_steps_in_one_sentence(call: Call) -> None:
     assert sentence == (
         "The last 2 steps took 5 ms each, with 2.5 sequences and 15 prompt tokens; 3 of 4 drafts were right."
     )
-    assert call("window/steps.js", "return m.summary([]);") == "No step yet."
+    assert call("window/steps.js", "return m.summary([]);") == "No step since this view was opened."
 
 
 STANDINGS = [

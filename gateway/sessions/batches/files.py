@@ -157,8 +157,10 @@ def answering_unavailable() -> Iterator[None]:
 
 
 def _no_file(file_id: str, param: str | None) -> ApiError:
-    shown = file_id if FILE_ID.fullmatch(file_id) else "of that id"
-    return invalid(f"No such File object: {shown}.", param, "not_found", HTTPStatus.NOT_FOUND)
+    message = (
+        f"No such File object: {file_id}." if FILE_ID.fullmatch(file_id) else "There is no file of that id."
+    )
+    return invalid(message, param, "not_found", HTTPStatus.NOT_FOUND)
 
 
 def _part(tenant: str, file_id: str, number: int) -> Key:

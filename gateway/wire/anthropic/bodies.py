@@ -210,13 +210,14 @@ def _output(config: OutputConfig | None) -> dict[str, object]:
 
 
 def _tools(body: CountTokensBody) -> dict[str, object]:
-    if not body.tools:
-        return {}
     choice = body.tool_choice
+    asks_for_call = choice is not None and choice.type in ("any", "tool")
+    if not (body.tools or asks_for_call):
+        return {}
     named = None if choice is None else {"type": "function", "function": {"name": choice.name}}
     how = "auto" if choice is None else choice.type
     return {
-        "tools": [_tool(tool) for tool in body.tools],
+        "tools": [_tool(tool) for tool in body.tools or ()],
         "tool_choice": {"any": "required", "tool": named}.get(how, how),
         "parallel_tool_calls": None if choice is None else not choice.disable_parallel_tool_use,
     }

@@ -109,9 +109,9 @@ class Scanner:
             yield
 
     def skip(self, text: str) -> Steps:
-        """Passes over space and then this text, if it comes next."""
+        """Passes over space and then this text, if it comes next, or its beginning where the reply was cut off."""
         yield from self.skip_space()
-        if (yield from self.ahead(text)):
+        if (yield from self.ahead(text)) or text.startswith(self._text):
             self.consume(len(text))
 
     def said_until(

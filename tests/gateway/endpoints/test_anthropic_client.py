@@ -202,6 +202,17 @@ async def test_errors_are_the_right_exceptions() -> None:
         await waiting
 
 
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "clock"}])
+async def test_a_call_cannot_be_asked_for_without_tools(choice: Any) -> None:
+    async with connected(Desk()) as api:
+        for asking in (
+            api.messages.create(model=MODEL, messages=HI, max_tokens=9, tool_choice=choice),
+            api.messages.count_tokens(model=MODEL, messages=HI, tool_choice=choice),
+        ):
+            with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
+                await asking
+
+
 def error_of(raised: Any) -> dict[str, str]:
     found = raised.value.body["error"]
     assert isinstance(found, dict)

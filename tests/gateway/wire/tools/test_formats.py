@@ -191,6 +191,25 @@ def test_a_text_may_end_anywhere(format: str, text: str) -> None:
             assert cut.text == text[:end].replace("<|python_tag|>", "")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "clock", "arguments": {}}</tool_ca',
+        '<tool_call>\n{"name": "clock", "arguments": {}}\n<',
+        "<tool_call><function=clock></function></tool_call",
+        "<tool_call><function=clock></func",
+        "<|python_start|>[clock()]<|pyth",
+    ],
+)
+def test_a_call_that_is_cut_off_in_its_end_leaves_no_text(text: str) -> None:
+    format = (
+        "qwen3_coder" if "<function=" in text else "hermes" if text.startswith("<tool") else "llama_pythonic"
+    )
+    answer = answer_of(parser(format), text)
+    assert [call.name for call in answer.calls] == ["clock"]
+    assert answer.text == ""
+
+
 @pytest.mark.parametrize("format", TOOL_FORMATS)
 def test_arguments_come_as_they_are_written(format: str) -> None:
     """Long before the call is complete."""
