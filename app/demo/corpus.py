@@ -12,7 +12,7 @@ from app.demo.serving import about_serving
 from app.demo.stories import new_spec, new_tale, story
 from app.demo.talk import any_talk, repeat
 from app.demo.tokenizer import Message
-from app.demo.tools import tool_talk
+from app.demo.tools import tool_talk, toolless_talk
 from app.demo.unknown import any_unknown
 
 SYSTEM_PROMPTS = [
@@ -70,8 +70,10 @@ def sample(rng: Random, tokens: int) -> list[Message]:
 
 
 def lesson(rng: Random, _tokens: int) -> list[Message]:
-    """Tools and answers as JSON, a few exchanges of them."""
+    """Tools, their absence, and answers as JSON, a few exchanges of them."""
     system = pick(rng, SYSTEM_PROMPTS) if chance(rng, 0.2) else ""
+    if chance(rng, 0.2):
+        return toolless_talk(rng, 1 + int(rng.random() * 4), any_part, system)
     if chance(rng, 0.5):
         return tool_talk(rng, 1 + int(rng.random() * 4), any_part, system)
     messages: list[Message] = [("system", system)] if system else []

@@ -27,7 +27,7 @@ from app.demo.grammar import fill, pick
 from app.demo.serving import QUESTIONS, TOPICS
 from app.demo.stories import ALL_PLACES, Spec, held_out
 from app.demo.tokenizer import CALL_START, Message
-from app.demo.tools import CALCULATOR, CLOCK, TOOLS, tools_turn, without
+from app.demo.tools import CALCULATOR, CLOCK, TOOLS, no_clock, tools_turn, without
 from app.demo.unknown import refusal
 from app.demo.words import HE_NAMES, HEROES, SHE_NAMES
 
@@ -237,6 +237,11 @@ def tool_figures(talker: Talker, count: int) -> Iterable[Figure]:
     said = talker.answer(plain, most=ANSWER_TOKENS)
     yield Figure(
         "answers without a tool where none is needed", share(CALL_START not in text for text, _ in said)
+    )
+    asked = [no_clock(rng)[:1] for _ in range(count)]
+    said = talker.answer(asked, most=ANSWER_TOKENS)
+    yield Figure(
+        "answers without a tool where none is offered", share("I have no clock" in text for text, _ in said)
     )
 
 

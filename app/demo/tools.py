@@ -79,6 +79,16 @@ def clock_exchange(rng: Random, unseen: bool) -> list[Message]:
     ]
 
 
+def no_clock(rng: Random) -> list[Message]:
+    """The time is asked for, and there is no tool that tells it."""
+    where = f" in {pick(rng, CITIES)}" if chance(rng, 0.3) else ""
+    sorry = pick(rng, ["Your computer can tell you.", "Sorry!"])
+    return [
+        ("user", f"{as_typed(rng, pick(rng, ASK_TIME))}{where}{pick(rng, ['?', '?', ''])}"),
+        ("assistant", f"I have no clock and no calendar, so I do not know. {sorry}"),
+    ]
+
+
 def wording_and_city(rng: Random, unseen: bool) -> tuple[str, str]:
     while True:
         asked, city = pick(rng, ASK_TIME), pick(rng, CITIES)
@@ -133,9 +143,22 @@ def tool_talk(
     tools = TOOLS if chance(rng, 0.6) else [pick(rng, TOOLS)]
     messages = [tools_turn(rng, tools, system)]
     for _ in range(parts):
-        messages += (
-            pick(rng, tools).exchange(rng, False) if chance(rng, 0.7) else without(rng, tools, ordinary)
-        )
+        if chance(rng, 0.7):
+            messages += pick(rng, tools).exchange(rng, False)
+        elif CLOCK not in tools and chance(rng, 0.3):
+            messages += no_clock(rng)
+        else:
+            messages += without(rng, tools, ordinary)
+    return messages
+
+
+def toolless_talk(
+    rng: Random, parts: int, ordinary: Callable[[Random], list[Message]], system: str = ""
+) -> list[Message]:
+    """What would be a call if there were tools, and `ordinary` exchanges."""
+    messages: list[Message] = [("system", system)] if system else []
+    for _ in range(parts):
+        messages += no_clock(rng) if chance(rng, 0.5) else ordinary(rng)
     return messages
 
 

@@ -165,6 +165,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m app.demo.train", description=__doc__)
     parser.add_argument("--from", dest="start", type=Path, help="a model whose weights it goes on from")
     parser.add_argument("--steps", type=int, help="optimiser steps: 2,300, or 1,250 from a model")
+    parser.add_argument("--rate", type=float, default=1.0, help="times the learning rates")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--micro-tokens", type=int, default=4096, help="tokens per forward and backward pass")
     parser.add_argument("--seed", type=int, default=1)
@@ -187,6 +188,9 @@ def main() -> None:
         plan = replace(plan, practice=0.2, lessons=0.55, plateau=0.2)
     else:
         plan = Plan(arguments.steps or 2300, *sizes, 0.02, 0.006, arguments.seed, arguments.device)
+    plan = replace(
+        plan, matrix_lr=arguments.rate * plan.matrix_lr, embedding_lr=arguments.rate * plan.embedding_lr
+    )
     checkpoint, out = arguments.checkpoints / "model.pt", arguments.out / "model"
     train(MODEL, tokenizer, plan, next_token_loss, checkpoint, out, arguments.start)
 
