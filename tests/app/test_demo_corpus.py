@@ -90,16 +90,29 @@ def worked_out(expression: str) -> float:
     return {"+": a + b, "-": a - b, "*": a * b, "/": a / b if b else 0}[sign]
 
 
+def plainly_answered() -> Iterator[tuple[str, str, str]]:
+    """What precedes a conversation, a question that no tool was called for, and its answer."""
+    for messages in lessons():
+        first = messages[0][1] if messages[0][0] == "system" else ""
+        for (role, question), (_, answer) in pairwise(messages):
+            if role == "user" and not question.startswith(RESULT_START) and not answer.startswith(CALL_START):
+                yield first, question, answer
+
+
 def test_what_needs_no_tool_is_answered_without() -> None:
-    plain = [
-        (question, answer)
-        for messages in lessons()
-        if messages[0][0] == "system" and TOOLS_INTRODUCTION in messages[0][1]
-        for (role, question), (_, answer) in pairwise(messages)
-        if role == "user" and not question.startswith(RESULT_START) and not answer.startswith(CALL_START)
-    ]
-    assert len(plain) > 100
-    assert not any(re.search(r"time is it", question, re.IGNORECASE) for question, _ in plain)
+    offered = [one for one in plainly_answered() if TOOLS_INTRODUCTION in one[0]]
+    assert len(offered) > 100
+    assert not any("\nclock(" in first and "time is it" in question.lower() for first, question, _ in offered)
+
+
+def test_who_asks_for_the_time_where_no_clock_is_offered_hears_that_there_is_none() -> None:
+    answers_by_offer: dict[bool, list[str]] = {False: [], True: []}
+    for first, question, answer in plainly_answered():
+        if "time is it" in question.lower():
+            answers_by_offer[TOOLS_INTRODUCTION in first].append(answer)
+    for given in answers_by_offer.values():
+        assert len(given) > 3
+        assert all(answer.startswith("I have no clock") for answer in given)
 
 
 def test_json_has_the_members_that_were_asked_for_by_name() -> None:
