@@ -171,7 +171,7 @@ def test_texts_have_the_ids_of_the_directory(demo: Path) -> None:
 
 def test_it_answers_as_the_directory_does(demo: Path) -> None:
     """The directory's answers are greedy ones in float32, by transformers."""
-    questions = ("What is 3 + 4?", "What is the opposite of hot?", "Tell me about a crocodile.")
+    questions = ("What is 3 + 4?", "What is the opposite of hot?", "What is the capital of France?")
     expected = [
         text
         for text, _ in Talker(DEMO_MODEL).answer([[("user", question)] for question in questions], most=24)
