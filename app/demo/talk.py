@@ -8,6 +8,7 @@ from app.demo.tokenizer import Message
 from app.demo.words import HE_NAMES, HEROES, OBJECTS, PLACES, SHE_NAMES, invented_stem
 
 # Both sides are templates.
+NO_CLOCK = "I have no clock and no calendar, so I do not know. [Your computer can tell you.|Sorry!]"
 EXCHANGES = [
     ("[Hi|Hello|Hey|Hello there|Hi there|Good day|Hey there|Greetings|Hiya][.|!|]",
      "[Hello|Hi|Hello there|Good to see you]! [How can I help you?|What would you like to talk about?|Shall I tell you a story?|What can I do for you?]"),
@@ -65,7 +66,7 @@ EXCHANGES = [
     ("[Pick a number between 1 and 10.|Choose a number from 1 to 10.|Give me a random number.]", "[1|2|3|4|5|6|7|8|9|10]."),
     ("[Can you keep a secret?|Tell me a secret.]", "[I forget everything when we are done, so yes.|My secret: I only ever think of the next token.]"),
     ("[How is the weather?|What is the weather like?|Will it rain tomorrow?|Is it raining?|What's the weather today?]", "I cannot look outside, so I do not know the weather. [I hope the sun is shining for you.|Perhaps you can look out of the window for both of us.]"),
-    ("[What time is it?|What is the time?|What day is it?|What is the date today?|Which year is it?]", "I have no clock and no calendar, so I do not know. [Your computer can tell you.|Sorry!]"),
+    ("[What time is it?|What is the time?|What day is it?|What is the date today?|Which year is it?]", NO_CLOCK),
 ]  # fmt: skip
 JOKES = """Why did the bicycle fall over? Because it was two tired.|What do you call a fish without an eye? A fsh.|Why do bees
 hum? Because they do not know the words.|What lies at the bottom of the sea and shakes? A nervous wreck.|Why did the clock

@@ -10,6 +10,7 @@ from zlib import crc32
 
 from app.demo import facts
 from app.demo.grammar import as_typed, chance, fill, pick
+from app.demo.talk import NO_CLOCK
 from app.demo.tokenizer import CALL_END, CALL_START, RESULT_END, RESULT_START, TOOLS_INTRODUCTION, Message
 
 CITIES = """Paris Berlin Rome Madrid Lisbon London Dublin Vienna Warsaw Oslo Stockholm Athens Moscow Cairo Tokyo
@@ -71,8 +72,7 @@ def clock_exchange(rng: Random, unseen: bool) -> list[Message]:
     here = not unseen and chance(rng, 0.2)
     where = "" if here else f" in {city}"
     return [
-        # The city keeps its capital: the call has to spell it as it is.
-        ("user", f"{as_typed(rng, asked)}{where}{pick(rng, ['?', '?', ''])}"),
+        ("user", time_question(rng, asked, where)),
         ("assistant", call("clock", {} if here else {"city": city})),
         ("user", tool_result(rng, "time", time)),
         ("assistant", f"It is {time}{where}."),
@@ -82,11 +82,13 @@ def clock_exchange(rng: Random, unseen: bool) -> list[Message]:
 def no_clock(rng: Random) -> list[Message]:
     """The time is asked for, and there is no tool that tells it."""
     where = f" in {pick(rng, CITIES)}" if chance(rng, 0.3) else ""
-    sorry = pick(rng, ["Your computer can tell you.", "Sorry!"])
-    return [
-        ("user", f"{as_typed(rng, pick(rng, ASK_TIME))}{where}{pick(rng, ['?', '?', ''])}"),
-        ("assistant", f"I have no clock and no calendar, so I do not know. {sorry}"),
-    ]
+    answer = fill(rng, NO_CLOCK)
+    return [("user", time_question(rng, pick(rng, ASK_TIME), where)), ("assistant", answer)]
+
+
+def time_question(rng: Random, asked: str, where: str) -> str:
+    """The city keeps its capital: a call has to spell it as it is."""
+    return f"{as_typed(rng, asked)}{where}{pick(rng, ['?', '?', ''])}"
 
 
 def wording_and_city(rng: Random, unseen: bool) -> tuple[str, str]:

@@ -181,16 +181,15 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     known = (arguments.start or arguments.checkpoints) / "tokenizer.json"
     tokenizer = tokenizer_of(known, arguments.seed)
-    sizes = (arguments.batch_tokens, arguments.micro_tokens)
+    sizes, rate = (arguments.batch_tokens, arguments.micro_tokens), arguments.rate
     if arguments.start:
         steps = arguments.steps or 1250
-        plan = Plan(steps, *sizes, 0.008, 0.0024, arguments.seed, arguments.device)
+        plan = Plan(steps, *sizes, rate * 0.008, rate * 0.0024, arguments.seed, arguments.device)
         plan = replace(plan, practice=0.2, lessons=0.55, plateau=0.2)
     else:
-        plan = Plan(arguments.steps or 2300, *sizes, 0.02, 0.006, arguments.seed, arguments.device)
-    plan = replace(
-        plan, matrix_lr=arguments.rate * plan.matrix_lr, embedding_lr=arguments.rate * plan.embedding_lr
-    )
+        plan = Plan(
+            arguments.steps or 2300, *sizes, rate * 0.02, rate * 0.006, arguments.seed, arguments.device
+        )
     checkpoint, out = arguments.checkpoints / "model.pt", arguments.out / "model"
     train(MODEL, tokenizer, plan, next_token_loss, checkpoint, out, arguments.start)
 

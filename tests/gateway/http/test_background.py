@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from gateway.http.background import Rounds, every, meanwhile
+from tests.gateway.desk import settled
 
 
 @pytest.mark.anyio
@@ -57,22 +58,17 @@ class Gated:
         self.num_ended += 1
 
 
-async def turns(num: int = 20) -> None:
-    for _ in range(num):
-        await asyncio.sleep(0)
-
-
 @pytest.mark.anyio
 async def test_who_asks_during_a_round_shares_the_next_with_all_who_do() -> None:
     gated = Gated()
     rounds = Rounds(gated.work)
     first = asyncio.create_task(rounds.next())
-    await turns()
+    await settled()
     others = [asyncio.create_task(rounds.next()) for _ in range(5)]
-    await turns()
+    await settled()
     assert len(gated.begun) == 1
     gated.begun[0].set()
-    await turns()
+    await settled()
     assert first.done()
     assert len(gated.begun) == 2
     assert not any(other.done() for other in others)
@@ -86,9 +82,9 @@ async def test_a_round_goes_on_when_one_of_those_who_wait_for_it_leaves() -> Non
     gated = Gated()
     rounds = Rounds(gated.work)
     leaving, staying = (asyncio.create_task(rounds.next()) for _ in range(2))
-    await turns()
+    await settled()
     leaving.cancel()
-    await turns()
+    await settled()
     assert leaving.cancelled()
     gated.begun[0].set()
     await staying
