@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import shutil
 import sys
@@ -17,6 +16,7 @@ from app.errors import OperatorError
 from app.kernels import own_level
 from app.listen import bind
 from app.settings import Settings
+from engine.cores import num_cores
 from engine.kernels.cpu import prebuilt
 from engine.kernels.cpu.levels import this_machine
 
@@ -73,10 +73,9 @@ def check_python() -> Check:
 
 
 def check_processor() -> Check:
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     wanted = ("avx2", "f16c", "avx512f", "avx512_vnni", "amx_int8", "asimd")
     flags = [flag for flag in wanted if flag in _processor_flags()]
-    text = f"{platform.machine()}, {num_cores} cores, {' '.join(flags) or 'no vector units known'}"
+    text = f"{platform.machine()}, {num_cores()} cores, {' '.join(flags) or 'no vector units known'}"
     return Check(Level.OK, "processor", text)
 
 

@@ -31,6 +31,7 @@ from pydantic_settings import (
 
 from app.checkpoint import asked_for
 from app.errors import OperatorError, suggestion
+from engine.cores import num_cores
 from engine.kernels.cpu import levels, prebuilt
 from engine.model.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
@@ -341,11 +342,6 @@ def load_settings(flags: Mapping[str, object]) -> Settings:
         return Settings(**dict[str, Any](flags))
     except ValidationError as error:
         raise OperatorError(_first_line(error, flags)) from None
-
-
-def num_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_text(value: object) -> str:

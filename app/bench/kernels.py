@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from app.bench.measures import measure_fma, measure_linear
+from engine.cores import num_cores
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import (
     BLOCK_SIZE,
@@ -23,7 +24,6 @@ from engine.kernels.cpu.native import (
     NativeLayer,
     PackedLinear,
     Team,
-    available_cores,
     load_library,
 )
 from engine.kernels.kv_cache import KVCache, KVShape
@@ -108,7 +108,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=SHAPES, default="135m")
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
-    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--threads", type=int, default=num_cores())
     parser.add_argument("--repeats", type=int, default=10)
     return parser.parse_args()
 

@@ -35,7 +35,7 @@ from app.bench.store import StoreBench
 from app.bench.workloads import WORKLOADS, Workload
 from app.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from app.errors import OperatorError
-from app.settings import num_cores
+from engine.cores import num_cores
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128
 PREFIX_TOKENS = 512

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from app.bench.measures import measure_reading
-from engine.kernels.cpu.native import NativeChoose, Team, available_cores, load_library
+from engine.cores import num_cores
+from engine.kernels.cpu.native import NativeChoose, Team, load_library
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.sampling.sampler import Sampler
 
@@ -47,7 +48,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--rows", type=_numbers, default=[1, 64])
-    parser.add_argument("--threads", type=_numbers, default=sorted({1, available_cores()}))
+    parser.add_argument("--threads", type=_numbers, default=sorted({1, num_cores()}))
     parser.add_argument("--repeats", type=int, default=50)
     return parser.parse_args()
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.execution.buffers import StepBuffers
 from engine.execution.drafter import LoadedDraft, Translation
@@ -115,6 +116,8 @@ def load_model(
     check_tensors(config, files, recipe)
     max_model_len = _max_model_len(config, options)
     options = options.for_device(device.type)
+    # torch counts the cores that it sees, also those that a container's quota denies it.
+    torch.set_num_threads(min(torch.get_num_threads(), options.num_threads or num_cores()))
     if ranks is not None:
         device, options = own_device(device, ranks), own_options(options, device, ranks)
         config = split_config(config, ranks.size)

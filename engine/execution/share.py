@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.cores import num_cores
 from engine.execution.memory import Budget
-from engine.kernels.cpu.native import available_cores
 from engine.kernels.linear import Linear
 from engine.kernels.ops import Kernels
 from engine.kernels.ranks import Ranks
@@ -35,7 +35,7 @@ def own_options(options: LoadOptions, device: torch.device, ranks: Ranks) -> Loa
     options = replace(options, keep_quantized=False)
     if device.type != "cpu":
         return options
-    num_threads = max(1, (options.num_threads or available_cores()) // ranks.size)
+    num_threads = max(1, (options.num_threads or num_cores()) // ranks.size)
     torch.set_num_threads(num_threads)
     return replace(options, num_threads=num_threads)
 

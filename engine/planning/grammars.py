@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
+from engine.cores import num_cores
 from engine.planning.bans import Bans, bits_of, without
 from engine.planning.grammar import Grammar, GrammarKind, Guide, one_line
 from engine.planning.grammar_check import GrammarCheck, limits
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _MOST_COMPILED = 256
 """Compiled grammars that are kept."""
-_NUM_THREADS = max(1, (os.cpu_count() or 1) * 4 // 5)
+_NUM_THREADS = max(1, num_cores() * 4 // 5)
 """Threads that llguidance may use for masks."""
 _CHECK = GrammarCheck()
 _JSON_STYLE: JsonCompileOptions = {

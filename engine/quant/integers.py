@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from engine.cores import num_cores
 from engine.errors import CheckpointError
 from engine.quant.formats import NamedTensors
 
@@ -221,7 +221,7 @@ class Integers:
         groups = weight.detach().float().numpy().reshape(weight.shape[0], -1, self.group_size)
         rows_at_a_time = max(1, _ELEMENTS_AT_A_TIME // weight.shape[1])
         starts = range(0, len(groups), rows_at_a_time)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(num_cores()) as pool:
             chunks = list(
                 pool.map(lambda start: round_groups(groups[start : start + rows_at_a_time]), starts)
             )

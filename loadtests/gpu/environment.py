@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from engine.cores import num_cores
 from loadtests.gpu.figures import emit, emit_fact, say
 from loadtests.gpu.packages import ROOT
 from loadtests.gpu.sizes import Arguments, parse_arguments
@@ -35,7 +36,7 @@ def main() -> None:
     emit_fact("torch", f"{torch.__version__}, CUDA {torch.version.cuda}")
     for name in ("triton", "transformers"):
         emit_fact(name, _version(name))
-    emit_fact("host", f"{platform.machine()}, {os.cpu_count()} cores")
+    emit_fact("host", f"{platform.machine()}, {num_cores()} cores")
     emit_fact("C compiler, which Triton needs", _compiler())
     if commit := _output(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]):
         emit_fact("commit", commit)

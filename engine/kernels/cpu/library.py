@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_int32, c_int64, c_void_p
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.cores import num_cores
 from engine.kernels.cpu import prebuilt
 from engine.kernels.cpu.build import LevelUnknown, NativeUnavailable, build
 from engine.kernels.cpu.levels import Level, Machine, requested, this_machine
@@ -100,7 +100,7 @@ class NativeLibrary:
 
     def start_team(self, num_threads: int | None = None) -> Team:
         """Starts a team; without `num_threads` it has a thread for every core that this process may use."""
-        return Team(self, num_threads or available_cores())
+        return Team(self, num_threads or num_cores())
 
 
 def load_library(say: Callable[[str], None], level: str = "") -> NativeLibrary:
@@ -176,13 +176,6 @@ def _open_built(level: Level, reasons: list[NativeUnavailable], say: Callable[[s
 @functools.cache
 def _loaded(path: str, level: Level) -> NativeLibrary:
     return NativeLibrary(path, level)
-
-
-def available_cores() -> int:
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on macOS
-        return os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)

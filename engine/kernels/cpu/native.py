@@ -4,7 +4,7 @@ from engine.kernels.cpu.build import NativeUnavailable
 from engine.kernels.cpu.decoder import BLOCK_SIZE, NativeDecoder, NativeHeadInput, NativeLayer, NativeTaps
 from engine.kernels.cpu.drafts import VERY_UNLIKELY, NativeDraft
 from engine.kernels.cpu.inputs import NativeGather
-from engine.kernels.cpu.library import NativeLibrary, Team, available_cores, load_library
+from engine.kernels.cpu.library import NativeLibrary, Team, load_library
 from engine.kernels.cpu.linear import PACKED, PackedLinear
 from engine.kernels.cpu.sampling import NativeChoose
 
@@ -23,6 +23,5 @@ __all__ = [
     "NativeUnavailable",
     "PackedLinear",
     "Team",
-    "available_cores",
     "load_library",
 ]

@@ -23,6 +23,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.cores import num_cores
+
 ARCHITECTURES = (80, 90, 100, 120)
 """A100, H100, B200 and RTX 50."""
 LARGEST_DOT = {
@@ -182,7 +184,7 @@ def _main(part: str = "") -> None:
         for architecture in case.architectures
         if part in key(case, architecture)
     ]
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
+    with ProcessPoolExecutor(num_cores()) as pool:
         for line in pool.map(_attempt, *zip(*wanted, strict=True)):
             print(line, flush=True)
 

@@ -1,0 +1,87 @@
+"""The cores that a process may use, by files of control groups as Kubernetes, Docker and systemd lay them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.cores import num_cores
+
+
+@pytest.fixture(autouse=True)
+def _a_node_of_64_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+
+
+def proc(tmp_path: Path, cgroup: str, mounts: str, quotas: dict[str, str]) -> Path:
+    """A folder as /proc/self; `mounts` are lines of mountinfo with {} for the folder that has the control groups."""
+    for name, text in quotas.items():
+        file = tmp_path / "sys" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    (tmp_path / "cgroup").write_text(cgroup)
+    (tmp_path / "mountinfo").write_text(mounts.format(tmp_path / "sys"))
+    return tmp_path
+
+
+V2 = "31 24 0:27 / {} ro,nosuid shared:9 - cgroup2 cgroup rw,nsdelegate\n"
+ROOT = "27 1 254:0 / / rw - ext4 /dev/vda rw\n"
+
+
+@pytest.mark.parametrize(
+    ("quotas", "cores"),
+    [
+        ({"cpu.max": "400000 100000"}, 4),
+        ({"cpu.max": "max 100000"}, 64),
+        ({"cpu.max": "250000 100000"}, 2),  # the half is left to other threads
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "9900000 100000"}, 64),
+        ({}, 64),
+    ],
+)
+def test_a_container_has_its_quota_of_version_2(tmp_path: Path, quotas: dict[str, str], cores: int) -> None:
+    assert num_cores(proc(tmp_path, "0::/\n", ROOT + V2, quotas)) == cores
+
+
+def test_the_tightest_of_a_service_and_the_slices_around_it_counts(tmp_path: Path) -> None:
+    quotas = {
+        "cpu.max": "100000 100000",  # of the root, which has none on a real machine: read all the same
+        "system.slice/cpu.max": "300000 100000",
+        "system.slice/penstock.service/cpu.max": "800000 100000",
+    }
+    group = "0::/system.slice/penstock.service\n"
+    assert num_cores(proc(tmp_path, group, V2, quotas)) == 1
+    quotas["cpu.max"] = "max 100000"
+    assert num_cores(proc(tmp_path, group, V2, quotas)) == 3
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("400000", 4), ("-1", 64)])
+def test_a_container_has_its_quota_of_version_1(tmp_path: Path, quota: str, cores: int) -> None:
+    group = "/docker/0123"
+    cgroup = (
+        f"5:cpuset:{group}\n4:cpu,cpuacct:{group}\n1:name=systemd:{group}\n0::/system.slice/docker.service\n"
+    )
+    mounts = (
+        f"33 30 0:29 {group} {{0}}/cpuset ro - cgroup cgroup rw,cpuset\n"
+        f"34 30 0:30 {group} {{0}}/cpu,cpuacct ro - cgroup cgroup rw,cpu,cpuacct\n"
+    )
+    quotas = {"cpu,cpuacct/cpu.cfs_quota_us": quota, "cpu,cpuacct/cpu.cfs_period_us": "100000"}
+    assert num_cores(proc(tmp_path, cgroup, mounts, quotas)) == cores
+
+
+def test_a_group_outside_of_what_is_mounted_is_the_one_that_is_mounted(tmp_path: Path) -> None:
+    assert num_cores(proc(tmp_path, "0::/../other\n", V2, {"cpu.max": "200000 100000"})) == 2
+
+
+def test_an_affinity_below_the_quota_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5})
+    assert num_cores(proc(tmp_path, "0::/\n", V2, {"cpu.max": "400000 100000"})) == 2
+
+
+def test_where_there_is_no_proc_all_cores_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert num_cores(tmp_path / "none") == 64
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert num_cores(tmp_path / "none") == 8
