@@ -48,8 +48,8 @@ def _groups(proc: Path) -> Iterator[tuple[Path, Path]]:
         is_cpu = kind == "cgroup" and "cpu" in options.split(",")
         if is_cpu or kind == "cgroup2":
             # Without a namespace of its own, a container sees its group's path on the host, and only its group mounted.
-            path = Path(paths.get("cpu" if is_cpu else "", root))
-            inside = path.relative_to(root) if path.is_relative_to(root) else Path()
+            group = Path(paths.get("cpu" if is_cpu else "", root))
+            inside = group.relative_to(root) if group.is_relative_to(root) else Path()
             yield Path(mount) / inside, Path(mount)
 
 
