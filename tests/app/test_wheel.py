@@ -21,6 +21,7 @@ from app.bench.server_process import ServerProcess
 from penstock import isolation
 
 ROOT = Path(__file__).parents[2]
+KERNELS = "penstock/lib/engine/kernels/cpu/prebuilt"
 NOT_INSTALLED = {"tests", "loadtests", "deploy"}
 
 # Every process of the environment writes down, as it ends, which modules it had and from where.
@@ -35,13 +36,15 @@ def report():
 """
 
 
-def build(target: str, source: Path, folder: Path) -> Path:
+def build(target: str, source: Path, folder: Path, **variables: str) -> Path:
+    """Builds a wheel or a source distribution; without variables, a wheel has no kernels."""
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)],
         cwd=source,
         check=True,
         capture_output=True,
         timeout=300,
+        env=os.environ | (variables or {"HATCH_BUILD_NO_HOOKS": "1"}),
     )
     (path,) = folder.iterdir()
     return path
@@ -91,16 +94,47 @@ def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Pat
     assert names_in(build("wheel", source, tmp_path / "wheel")) == names_in(wheel)
 
 
-def test_a_wheel_carries_the_kernels_that_were_built_before_it(tmp_path: Path) -> None:
-    (tmp_path / "sdist").mkdir()
-    with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as packed:
-        packed.extractall(tmp_path, filter="data")
-    (source,) = tmp_path.glob("penstock-*")
-    prebuilt = source / "engine" / "kernels" / "cpu" / "prebuilt"
-    prebuilt.mkdir(exist_ok=True)
-    (prebuilt / "native-linux-x86_64-avx2-0-0.so").write_bytes(b"")
-    name = "penstock/lib/engine/kernels/cpu/prebuilt/native-linux-x86_64-avx2-0-0.so"
-    assert name in names_in(build("wheel", source, tmp_path / "wheel"))
+def fake_compiler(folder: Path, target: str, content: str) -> dict[str, str]:
+    """Variables that name a compiler for a target, whose libraries have that content."""
+    path = folder / "c++"
+    path.write_text(
+        f"""#!/bin/sh
+case "$*" in
+*-dumpmachine*) echo {target}-linux-gnu ;;
+*-mamx-tile*) echo "error: no tiles" >&2; exit 1 ;;
+*) while [ $# -gt 1 ]; do [ "$1" = -o ] && printf '{content}' > "$2"; shift; done ;;
+esac
+"""
+    )
+    path.chmod(0o755)
+    return {"CXX": str(path), "XDG_CACHE_HOME": str(folder / "cache")}
+
+
+@pytest.mark.parametrize(
+    ("target", "needs", "tag", "levels"),
+    [
+        ("x86_64", "GLIBC_2.28", "manylinux_2_28", {"portable", "avx2", "avxvnni", "avx512", "avx512bf16"}),
+        ("aarch64", "GLIBC_2.17\\0GLIBCXX_3.4.30", "linux", {"portable", "neon"}),
+        ("aarch64", "no version of the GNU C library", "linux", {"portable", "neon"}),
+    ],
+)
+def test_a_wheel_has_the_levels_that_the_compiler_can_build_and_the_tag_that_they_allow(
+    tmp_path: Path, target: str, needs: str, tag: str, levels: set[str]
+) -> None:
+    path = build("wheel", ROOT, tmp_path / "wheel", **fake_compiler(tmp_path, target, f"\\0{needs}\\0"))
+    assert path.name.endswith(f"-py3-none-{tag}_{target}.whl")
+    added = names_in(path) - program_files()
+    kernels = {name.split("/")[-1] for name in added if name.startswith(f"{KERNELS}/native-linux-{target}-")}
+    assert {name.split("-")[3] for name in kernels} == levels
+    assert {name.split("/")[0] for name in added if name.split("/")[-1] not in kernels} == {
+        "penstock-0.1.0.dist-info"
+    }
+
+
+def test_without_a_compiler_a_wheel_is_for_every_platform(tmp_path: Path) -> None:
+    path = build("wheel", ROOT, tmp_path, PATH="/nowhere", CXX="")
+    assert path.name.endswith("-py3-none-any.whl")
+    assert not [name for name in names_in(path) if name.startswith(f"{KERNELS}/")]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from engine.kernels.cpu.levels import Level, architecture
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
 TIMEOUT_S = 300
+HERE = architecture(platform.machine())
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -50,17 +51,20 @@ class LevelUnknown(NativeUnavailable):
     """The compiler does not know the instructions of a level: it is too old for them."""
 
 
-def build(level: Level, say: Callable[[str], None]) -> Path:
+def build(level: Level, say: Callable[[str], None], target: str = HERE) -> Path:
     """Returns the path of the shared library of a level in the cache, which is compiled if no earlier call has.
 
     Several processes may do this at once: each compiles to a file of its own, and the rename at the end is atomic.
+
+    Args:
+        target: the architecture that the compiler compiles for.
 
     Raises:
         NativeUnavailable: there is no compiler, it failed, or the cache directory cannot be written.
     """
     compiler = find_compiler()
-    key = _digest(fingerprint(level), *compiler, _version(compiler))
-    path = cache_directory() / f"{stem(level)}-{key}.so"
+    key = _digest(fingerprint(level), *compiler, _answer([*compiler, "--version"]))
+    path = cache_directory() / f"{stem(level, target)}-{key}.so"
     if path.exists():
         return path
     say(f"building the CPU kernels for {level.name} with {compiler[0]} (once; about a minute)")
@@ -89,13 +93,22 @@ def find_compiler() -> list[str]:
     raise NativeUnavailable(f"no C++ compiler ({' '.join(chosen) or ', '.join(COMPILERS)} not found)")
 
 
+def target_of(compiler: list[str]) -> str:
+    """The architecture that a compiler compiles for.
+
+    Raises:
+        NativeUnavailable: the compiler does not run.
+    """
+    return architecture(_answer([*compiler, "-dumpmachine"]).partition("-")[0].strip())
+
+
 def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock"
 
 
-def stem(level: Level) -> str:
+def stem(level: Level, target: str = HERE) -> str:
     """The start of the names of a level's libraries: the system, the architecture and the level."""
-    return f"native-{sys.platform}-{architecture(platform.machine())}-{level.name}"
+    return f"native-{sys.platform}-{target}-{level.name}"
 
 
 def fingerprint(level: Level) -> str:
@@ -163,10 +176,9 @@ def _digest(*texts: str) -> str:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-def _version(compiler: list[str]) -> str:
+def _answer(command: list[str]) -> str:
+    """What a compiler says to a question."""
     try:
-        return subprocess.run(
-            [*compiler, "--version"], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
-        ).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
-        raise NativeUnavailable(f"{compiler[0]} did not run: {error}") from error
+        raise NativeUnavailable(f"{command[0]} did not run: {error}") from error

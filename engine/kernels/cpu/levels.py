@@ -81,7 +81,8 @@ LEVELS = {
         Level("neon", (), (), "NEON, which every 64-bit ARM processor has"),
     ),
 }
-"""The levels of each architecture, the slowest first. Another architecture has a portable one alone."""
+"""The levels of each architecture, the slowest first."""
+_PORTABLE = (Level("portable", (), (), "any processor"),)
 
 TILES = "tiles"
 """The level, for tests, that computes what AMX tiles do without having any; it is never chosen by itself."""
@@ -100,7 +101,7 @@ class Machine:
     @property
     def levels(self) -> tuple[Level, ...]:
         """The levels of the architecture, the slowest first, whether this machine can use them or not."""
-        return LEVELS.get(self.architecture, (Level("portable", (), (), "any processor"),))
+        return levels_of(self.architecture)
 
     def has(self, level: Level) -> bool:
         """Whether the processor has the instructions of a level, permitted or not."""
@@ -157,6 +158,11 @@ class Machine:
         base = next(level for level in self.usable() if level.name != AMX)
         text = f"{base.text}, with emulated tiles, for tests"
         return replace(base, name=TILES, flags=(*base.flags, "-DPENSTOCK_EMULATED_TILES"), text=text)
+
+
+def levels_of(architecture: str) -> tuple[Level, ...]:
+    """The levels of an architecture, the slowest first; one that is not known has a portable one alone."""
+    return LEVELS.get(architecture, _PORTABLE)
 
 
 def this_machine() -> Machine:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.kernels.cpu.build import NativeUnavailable, build, fingerprint, stem
+from engine.kernels.cpu.build import HERE, NativeUnavailable, build, fingerprint, stem
 from engine.kernels.cpu.levels import Level
 
 VARIABLE = "PENSTOCK_KERNELS"
@@ -57,17 +57,20 @@ def obstacle(path: Path, level: Level) -> str:
         return f"cannot be read ({error.strerror})"
 
 
-def make(level: Level, place: Path, say: Callable[[str], None]) -> Path:
+def make(level: Level, place: Path, say: Callable[[str], None], target: str = HERE) -> Path:
     """Puts the library of a level into a folder; what was there of the same level is removed.
+
+    Args:
+        target: the architecture that the compiler compiles for.
 
     Raises:
         NativeUnavailable: there is no compiler, it failed, or the folder cannot be written.
     """
-    library = build(level, say)
-    path = place / f"{stem(level)}-{fingerprint(level)}-{_checksum(library)}.so"
+    library = build(level, say, target)
+    path = place / f"{stem(level, target)}-{fingerprint(level)}-{_checksum(library)}.so"
     try:
         place.mkdir(parents=True, exist_ok=True)
-        for old in libraries(place, stem(level)):
+        for old in libraries(place, stem(level, target)):
             old.unlink()
         with tempfile.TemporaryDirectory(dir=place, prefix="build-") as scratch:
             os.replace(shutil.copy(library, scratch), path)

@@ -303,7 +303,8 @@ class Chooser {
                 sums += exp(load_or_lowest(x + i, args_->vocab - i) - splat(peak));
             total += sum(sums);
         }
-        return static_cast<float>(static_cast<double>(x[id]) - peak - std::log(total));
+        // log1p, as total is at least 1: glibc has it in one version, and log in a new one, which old systems lack.
+        return static_cast<float>(static_cast<double>(x[id]) - peak - std::log1p(total - 1.0));
     }
 
     Team& team_;

@@ -7,6 +7,7 @@
 // before this chunk is done, and so that the program (owned by the caller of `run`) is still there to be read.
 #pragma once
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include <array>
@@ -205,7 +206,8 @@ class Team {
         } while (std::chrono::steady_clock::now() < deadline);
         std::unique_lock<std::mutex> lock(sleep_);
         sleepers_.fetch_add(1);
-        changed_.wait(lock, [&] { return !is(ticket); });
+        // What changed_.wait does; GCC 12 gives that function a new version, which older systems' libstdc++ lacks.
+        while (is(ticket)) pthread_cond_wait(changed_.native_handle(), sleep_.native_handle());
         sleepers_.fetch_sub(1);
     }
 
