@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
-from random import Random
+from typing import Any
 
 from app.checkpoint import DEMO_MODEL
 from app.errors import OperatorError
@@ -23,8 +24,8 @@ _FEWEST_TOKENS = 1024
 _MOST_CHARACTERS_PER_TOKEN = 32
 """Of a file, no more is read than so many for each token that is wanted."""
 
-_DEMO_SEED = "calibration"  # training seeds are numbers, and what is held out has a word of its own
-_DEMO_TALK_TOKENS = 250
+_DEMO_TEXTS = DEMO_MODEL.parent / "texts.json"
+"""Conversations as token ids of the demo model's tokenizer, made by `python -m lab.demo.texts`."""
 
 
 def make_texts(
@@ -54,22 +55,20 @@ def make_texts(
 
 
 def _demo_texts(num_tokens: int) -> Texts:
-    """Conversations as the demo model has learnt from, and those that it is measured with."""
-    import tokenizers
+    """As many of the demo model's own conversations as have `num_tokens`, and a quarter as many that are held out."""
+    texts = json.loads(_DEMO_TEXTS.read_text(encoding="utf-8"))
+    held_out = _first(texts["held_out"], num_tokens // (_HELD_OUT_EVERY - 1))
+    return Texts(_first(texts["calibration"], num_tokens), held_out)
 
-    from app.demo.batches import encode
-    from app.demo.corpus import sample
-    from app.demo.held_out import held_out
 
-    tokenizer = tokenizers.Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
-    rng = Random(_DEMO_SEED)
-    calibration: list[Text] = []
-    left = num_tokens
-    while len(ids := encode(tokenizer, sample(rng, PIECE_TOKENS))[0]) <= left:
-        calibration.append(Text(ids))
-        left -= len(ids)
-    count = max(1, num_tokens // (_HELD_OUT_EVERY - 1) // _DEMO_TALK_TOKENS)
-    return Texts(calibration, [Text(*talk) for talk in held_out(tokenizer, count)])
+def _first(pieces: list[dict[str, Any]], num_tokens: int) -> list[Text]:
+    """The pieces before the one with which they would be more than `num_tokens`."""
+    totals = accumulate(len(piece["token_ids"]) for piece in pieces)
+    return [
+        Text(piece["token_ids"], [mark == "1" for mark in piece["counted"]])
+        for piece, total in zip(pieces, totals, strict=True)
+        if total <= num_tokens
+    ]
 
 
 def _pieces_of(file: Path, folder: Path, config: ModelConfig, num_tokens: int) -> Iterator[Text]:

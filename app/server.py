@@ -63,7 +63,7 @@ def _exit_at_once(*_: object) -> NoReturn:
 
 
 def _settle_interpreter() -> None:
-    """Once the model is loaded. Both were chosen by what a streamed token costs (`penstock bench --only loop`)."""
+    """Once the model is loaded. Both were chosen by the cost of a streamed token (`penstock bench --only http`)."""
     settle_garbage()
     # The step thread plans in Python: the event loop need not wait 5 ms until it gets its turn.
     sys.setswitchinterval(0.0005)

@@ -18,7 +18,6 @@ from typing import ClassVar, cast
 
 import orjson
 
-from app.bench.routing import snapshot_on_paper
 from app.checkpoint import find_checkpoint
 from app.listen import bind, port_of
 from app.loop import Server, loop_factory, settle_garbage, uvicorn_config
@@ -27,6 +26,7 @@ from cluster.upstream import Address
 from engine.model.checkpoint import read_tokenizer
 from gateway.wire.frames import DONE
 from gateway.wire.prompts import Prompts
+from lab.bench.routing import snapshot_on_paper
 from priority.routing.state import Change
 
 _SECRET = "for streams on paper"

@@ -35,12 +35,12 @@ class Job:
 
 
 Run = Callable[[str, object], Any]
-"""Runs a module of the bench in a process of its own: its name, its job, and what it writes."""
+"""Runs a module in a process of its own: its name, its job, and the figures that it writes."""
 
 
 def ask(run: Run, job: Job) -> list[Answer]:
     """Sends all requests of a job from a process of its own."""
-    return [Answer(**answer) for answer in run("client", asdict(job))["answers"]]
+    return [Answer(**answer) for answer in run("app.bench.client", asdict(job))["answers"]]
 
 
 class Recorder(asyncio.Protocol):

@@ -22,11 +22,10 @@ from statistics import fmean
 from typing import Any
 
 from app.bench.client import Job, Run, ask
-from app.bench.drafts import question
 from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import number, percentile, summarise, table
-from app.bench.workloads import completion
+from app.bench.workloads import completion, story_question
 from priority.lanes import DEFAULT_POLICIES, Lane
 
 Row = dict[str, Any]
@@ -74,7 +73,7 @@ class Ladder:
             "num_output_tokens": OUTPUT_TOKENS,
             "threads": self.threads,
         }
-        each_s = fmean(self.run_module("generate", job)["seconds"])
+        each_s = fmean(self.run_module("app.bench.generate", job)["seconds"])
         ttft_ms = [1000 * each_s * (place + 1) for place in range(USERS)]
         return {
             "rung": "generate, one by one",
@@ -124,7 +123,7 @@ class Ladder:
             return source.choices(self.token_ids, k=length)
         words: list[int] = []
         while len(words) < length:
-            words += self.encode(f" {question(source)}")
+            words += self.encode(f" {story_question(source)}")
         return words[:length]
 
 

@@ -19,19 +19,14 @@ from typing import Any
 
 from app.bench.arithmetic import Arithmetic, read_arithmetic
 from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
-from app.bench.checkpoint import HALF_B, LLAMA_135M, Shape, ensure_checkpoint
+from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Job
-from app.bench.drafts import DraftsBench
 from app.bench.ladder import Ladder, print_ladder
-from app.bench.planning import measure_planning
 from app.bench.promise import SECONDS, PromiseBench
 from app.bench.reader import Answer
-from app.bench.redis_process import RedisProcess, find_redis
-from app.bench.report import print_parts, print_report, print_workloads
-from app.bench.routing import measure_routing
+from app.bench.report import print_report, print_workloads
 from app.bench.server_process import ServerFailed, ServerProcess
 from app.bench.statistics import number, percentile, rate_until, summarise
-from app.bench.store import StoreBench
 from app.bench.workloads import WORKLOADS, Workload
 from app.checkpoint import DEMO_DRAFT, DEMO_MODEL
 from app.errors import OperatorError
@@ -59,46 +54,17 @@ class Subject:
 
 def run_parts(options: argparse.Namespace) -> Row:
     """All parts that were asked for, on all models; prints the tables."""
-    results: Row = {"machine": _machine(), "generate": [], "http": [], "linear": [], "prefix": []}
-    if "store" in options.only:
-        find_redis()
-    subjects = [read_subject(path) for path in _model_paths(options)]
-    for subject in subjects:
+    results: Row = {"machine": machine(), "generate": [], "http": [], "prefix": []}
+    for subject in map(read_subject, model_paths(options)):
         if "generate" in options.only:
             results["generate"].append(generate(subject, options.quick))
         for dtype in options.dtype:
-            if "linear" in options.only:
-                results["linear"] += _linear(subject, dtype, options)
-            if {"http", "prefix", "loop"} & set(options.only):
+            if {"http", "prefix"} & set(options.only):
                 _serve_and_measure(subject, dtype, options, results)
-    if "plan" in options.only:
-        say("planning of 256 running sequences")
-        results["plan"] = measure_planning(num_steps=50 if options.quick else 200)
-    if "routing" in options.only:
-        num_sessions = 20_000 if options.quick else 1_000_000
-        say(f"choices among 1,000 replicas for {num_sessions:,} sessions")
-        results["routing"] = measure_routing(num_sessions=num_sessions)
     if "promise" in options.only:
         results["promise"] = _promise(options.quick)
-    if "drafts" in options.only:
-        results["drafts"] = [row for subject in subjects for row in _drafts(subject, options)]
-        results["depths"] = [row for subject in subjects for row in _depths(subject, options)]
-        if options.plot is not None and results["depths"]:
-            from app.bench.depth_plot import draw_depths
-
-            draw_depths(options.plot, results["depths"])
-    if "formats" in options.only:
-        results["formats"] = [row for shape in (LLAMA_135M, HALF_B) for row in _formats(shape, options.quick)]
-    if "store" in options.only:
-        results["store"] = _store(subjects, options.quick)
     print_report(results)
     return results
-
-
-def _formats(shape: Shape, quick: bool) -> list[Row]:
-    say(f"{shape.name}: quantized checkpoints beside --quantize of the same width")
-    job = {"shape": shape.name, "seconds": 2 if quick else 8, "threads": num_cores()}
-    return run_module("formats", job)  # type: ignore[no-any-return]
 
 
 def _promise(quick: bool) -> Row:
@@ -109,37 +75,22 @@ def _promise(quick: bool) -> Row:
         return PromiseBench(server, run_module, subject.token_ids, seconds).measure()
 
 
-def _store(subjects: list[Subject], quick: bool) -> Row:
-    """What Redis costs on each model, and what becomes of the first token without it, on the first."""
-    results: Row = {"streams": [], "trouble": []}
-    for subject in subjects:
-        start = partial(start_server, subject, "auto")
-        with RedisProcess() as redis, start() as without, start(["--redis-url", redis.url]) as shared:
-            bench = StoreBench(redis, without, shared, run_module, quick=quick)
-            say(f"{subject.name}: streams with and without Redis, in turns")
-            results["streams"].append({"model": subject.name, **bench.streams()})
-            if subject is subjects[0]:
-                say(f"{subject.name}: the first token while Redis is well, and while it is not")
-                results["trouble"] = bench.trouble(start)
-    return results
-
-
 def run_workloads(options: argparse.Namespace) -> Row:
     """The fixed workloads on the 135 M shape, each dtype on a server of its own."""
     subject = read_subject(ensure_checkpoint(LLAMA_135M))
-    ceilings, rows = _ceilings(), list[Row]()
+    ceilings, rows = measure_ceilings(), list[Row]()
     for dtype in options.dtype:
-        label = _types_label(dtype, options)
-        with start_server(subject, dtype, _type_arguments(options)) as server:
+        label = types_label(dtype, options)
+        with start_server(subject, dtype, type_arguments(options)) as server:
             for name in options.workload:
                 row = _http(server, subject, label, WORKLOADS[name])
                 rows.append(row | {"sizes": asdict(Sizes.of(dtype, options.quantize, options.kv_dtype))})
-    ceilings = ceilings.or_better(_ceilings())
+    ceilings = ceilings.or_better(measure_ceilings())
     for row in rows:
         row["most_tokens_per_s"] = most_tokens_per_s(
             WORKLOADS[row["workload"]], subject.arithmetic, Sizes(**row["sizes"]), ceilings
         )
-    results: Row = {"machine": _machine(), "ceilings": asdict(ceilings), "http": rows}
+    results: Row = {"machine": machine(), "ceilings": asdict(ceilings), "http": rows}
     print_workloads(results)
     return results
 
@@ -147,7 +98,7 @@ def run_workloads(options: argparse.Namespace) -> Row:
 def run_ladder(options: argparse.Namespace) -> Row:
     """The rungs of each model; prints a table for each as soon as it is there."""
     ladders: dict[str, list[Row]] = {}
-    for subject in [read_subject(path) for path in _model_paths(options)]:
+    for subject in [read_subject(path) for path in model_paths(options)]:
         is_demo = subject.path == DEMO_MODEL
         ladder = Ladder(
             start=partial(start_server, subject, "auto", drafts=True),
@@ -168,7 +119,7 @@ def run_ladder(options: argparse.Namespace) -> Row:
         from app.bench.ladder_plot import draw_ladder
 
         draw_ladder(options.plot, ladders)
-    return {"machine": _machine(), "price_per_hour": options.price, "ladder": ladders}
+    return {"machine": machine(), "price_per_hour": options.price, "ladder": ladders}
 
 
 def _encoder(path: Path) -> Callable[[str], list[int]]:
@@ -178,41 +129,16 @@ def _encoder(path: Path) -> Callable[[str], list[int]]:
     return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def run_step_parts(options: argparse.Namespace) -> Row:
-    """Where steps of each model and dtype spend their time, in a process of its own; prints the tables."""
-    ceilings, parts = _ceilings(), list[Row]()
-    for path in map(Path, options.model) if options.model else [ensure_checkpoint(LLAMA_135M)]:
-        subject = read_subject(path)
-        for dtype in options.dtype:
-            parts += _step_parts(subject, dtype, options)
-    ceilings = ceilings.or_better(_ceilings())
-    results: Row = {"machine": _machine(), "ceilings": asdict(ceilings), "parts": parts}
-    print_parts(results)
-    return results
-
-
-def _step_parts(subject: Subject, dtype: str, options: argparse.Namespace) -> list[Row]:
-    label = _types_label(dtype, options)
-    say(f"{subject.name}, {label}: the parts of a step")
-    job = {
-        "model": str(subject.path),
-        "types": {"dtype": dtype, "quantize": options.quantize, "kv_dtype": options.kv_dtype or "auto"},
-        "threads": num_cores(),
-        "most_repeats": 2 if options.quick else 100,
-    }
-    return [{"model": subject.name, "dtype": label, **row} for row in run_module("parts", job)]
-
-
-def _ceilings() -> Ceilings:
+def measure_ceilings() -> Ceilings:
     say("what the machine can do")
-    return Ceilings(**run_module("ceilings", {"threads": num_cores()}))
+    return Ceilings(**run_module("app.bench.ceilings", {"threads": num_cores()}))
 
 
 def say(text: str) -> None:
     print(f"bench: {text}", file=sys.stderr, flush=True)
 
 
-def _model_paths(options: argparse.Namespace) -> list[Path]:
+def model_paths(options: argparse.Namespace) -> list[Path]:
     if options.model:
         demo = DEMO_MODEL.resolve()
         return [DEMO_MODEL if Path(path).resolve() == demo else Path(path) for path in options.model]
@@ -231,7 +157,7 @@ def read_subject(path: Path) -> Subject:
     return Subject(path, name, read_arithmetic(path), config["max_position_embeddings"], words)
 
 
-def _machine() -> Row:
+def machine() -> Row:
     return {"cores": num_cores(), "processor": _processor(), "python": platform.python_version()}
 
 
@@ -246,9 +172,9 @@ def _processor() -> str:
 
 
 def run_module(module: str, job: object) -> Any:
-    """Runs a module of the bench in a process of its own: a job as JSON in, figures as JSON out."""
+    """Runs a module in a process of its own, named as it is imported: a job as JSON in, figures as JSON out."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", f"app.bench.{module}"],
+        [sys.executable, "-P", "-m", module],
         env=_own_packages_first(),
         input=json.dumps(job),
         capture_output=True,
@@ -280,70 +206,19 @@ def generate(subject: Subject, quick: bool) -> Row:
         "num_output_tokens": length,
         "threads": num_cores(),
     }
-    seconds = run_module("generate", job)["seconds"]
+    seconds = run_module("app.bench.generate", job)["seconds"]
     return {"model": subject.name, "tokens_per_s": length * len(seconds) / sum(seconds), "seconds": seconds}
 
 
-def _type_arguments(options: argparse.Namespace) -> list[str]:
+def type_arguments(options: argparse.Namespace) -> list[str]:
     """The arguments of a server for the types that were asked for beside --dtype."""
     chosen = {"--quantize": options.quantize, "--kv-dtype": options.kv_dtype}
     return [text for flag, value in chosen.items() if value is not None for text in (flag, value)]
 
 
-def _types_label(dtype: str, options: argparse.Namespace) -> str:
+def types_label(dtype: str, options: argparse.Namespace) -> str:
     """The types of a server as the tables name them: "auto", or "auto --quantize int8"."""
-    return " ".join([dtype, *_type_arguments(options)])
-
-
-def _linear(subject: Subject, dtype: str, options: argparse.Namespace) -> list[Row]:
-    """What the linear operators alone reach, with as many rows as there are streams."""
-    label = _types_label(dtype, options)
-    say(f"{subject.name}, {label}: the linear operators alone")
-    job = {
-        "model": str(subject.path),
-        "dtype": dtype,
-        "quantize": options.quantize,
-        "rows": options.streams,
-        "threads": num_cores(),
-    }
-    rates = run_module("linear", job)["gflop_per_s"]
-    return [
-        {"model": subject.name, "dtype": label, "streams": rows, "gflop_per_s": rate}
-        for rows, rate in zip(options.streams, rates, strict=True)
-    ]
-
-
-def _drafts(subject: Subject, options: argparse.Namespace) -> list[Row]:
-    """The demo model has its draft model, other models have the lookup alone."""
-    types, is_demo = _type_arguments(options), subject.path == DEMO_MODEL
-    model = ["--draft", str(DEMO_DRAFT)] if is_demo else []
-    with (
-        start_server(subject, "auto", [*types, *model], drafts=True) as drafting,
-        start_server(subject, "auto", types) as plain,
-    ):
-        say(f"{subject.name}: the same requests with drafts and without, in turns")
-        bench = DraftsBench(
-            drafting, plain, run_module, subject.token_ids, options.quick, tells_stories=is_demo
-        )
-        rows = bench.measure()
-    return [{"model": " ".join([subject.name, *types]), **row} for row in rows]
-
-
-def _depths(subject: Subject, options: argparse.Namespace) -> list[Row]:
-    """What each number of drafts brings the demo model."""
-    if subject.path != DEMO_MODEL:
-        return []
-    say(f"{subject.name}: as many drafts in every step, for each number of them")
-    job = {
-        "model": str(DEMO_MODEL),
-        "draft": str(DEMO_DRAFT),
-        "quantize": options.quantize,
-        "threads": num_cores(),
-        "streams": [1] if options.quick else [1, 8, 32],
-        "num_tokens": 32 if options.quick else 64,
-        "rounds": 1 if options.quick else 3,
-    }
-    return run_module("depth", job)  # type: ignore[no-any-return]
+    return " ".join([dtype, *type_arguments(options)])
 
 
 def start_server(
@@ -366,14 +241,12 @@ def start_server(
 
 
 def _serve_and_measure(subject: Subject, dtype: str, options: argparse.Namespace, results: Row) -> None:
-    label = _types_label(dtype, options)
-    with start_server(subject, dtype, _type_arguments(options)) as server:
+    label = types_label(dtype, options)
+    with start_server(subject, dtype, type_arguments(options)) as server:
         if "http" in options.only:
             for streams in options.streams:
                 workload = _closed_loop(streams, options.quick)
                 results["http"].append(_http(server, subject, label, workload))
-        elif "loop" in options.only:
-            results["http"].append(_http(server, subject, label, _closed_loop(64, options.quick)))
         if "prefix" in options.only and dtype == options.dtype[0]:
             results["prefix"].append(_prefix(server, subject, 3 if options.quick else 9))
 
@@ -393,7 +266,7 @@ def send(server: ServerProcess, workload: Workload, subject: Subject) -> tuple[l
     bodies += workload.interactive_bodies("bench", subject.token_ids, seed)
     starts_s = [0.0] * workload.streams + workload.interactive_starts_s()
     job = Job(server.host, server.port, "/v1/completions", bodies, starts_s, workload.seconds)
-    result = run_module("client", asdict(job))
+    result = run_module("app.bench.client", asdict(job))
     return [Answer(**answer) for answer in result["answers"]], result["cpu_s"]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from app.bench.reader import Answer
 
@@ -85,18 +84,6 @@ def rate_until(answers: Sequence[Answer], seconds: float) -> float:
         )
         / seconds
     )
-
-
-def gains(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """By row of a Depth, tokens a second as multiples of those without drafts; 0 where there are none."""
-    plain_s: dict[tuple[int, float], float] = {}
-    found = []
-    for row in rows:
-        of, per_token_s = (row["streams"], row["temperature"]), row["seconds"] / max(1, row["num_tokens"])
-        if not row["length"]:
-            plain_s[of] = per_token_s
-        found.append(plain_s[of] / per_token_s if per_token_s else 0.0)
-    return found
 
 
 def number(value: float) -> str:

@@ -101,3 +101,18 @@ WORKLOADS = {
         Workload(name="W5", streams=64, prompt_tokens=128, output_tokens=64),
     )
 }
+
+
+_HEROES = (
+    "knight", "dragon", "fox", "rabbit", "robot", "cat", "dog", "mouse", "owl", "bear", "hedgehog", "turtle", "pirate",
+    "sailor", "baker", "gardener", "inventor", "fisher", "farmer", "princess", "witch", "mermaid", "wizard", "king",
+)  # fmt: skip
+_PLACES = (
+    "in a forest", "in a castle", "in a small village", "on an island", "on a mountain", "in a city", "by the sea",
+    "under the sea", "in a desert", "in a garden", "on a farm", "in a lighthouse",
+)  # fmt: skip
+
+
+def story_question(source: random.Random) -> str:
+    """A request for one of the stories that the demo model tells."""
+    return f"Tell me a story about a {source.choice(_HEROES)} {source.choice(_PLACES)}."

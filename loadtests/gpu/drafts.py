@@ -13,7 +13,6 @@ from collections import deque
 from random import Random
 from threading import Lock
 
-from app.bench.depth import Always
 from engine.engine import launch_fitting
 from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
@@ -24,6 +23,7 @@ from engine.planning.draft_model import DraftModel
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan, StepInFlight
+from lab.bench.depth import Always
 from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.figures import emit, emit_skip, say
 from loadtests.gpu.sizes import Arguments, parse_arguments, speculation

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from app.bench.arithmetic import read_arithmetic
 from app.bench.checkpoint import LLAMA_135M, LLAMA_TINY, ensure_checkpoint, letter_token_ids
-from app.bench.planning import measure_planning
 from app.bench.reader import Answer
-from app.bench.routing import measure_routing
 from app.bench.statistics import number, percentile, rate_until, summarise, table
 from app.bench.workloads import WORKLOADS, Interactive, Workload
+from lab.bench.planning import measure_planning
+from lab.bench.routing import measure_routing
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1), st.floats(0, 100))

@@ -130,10 +130,9 @@ def test_rungs_are_times_the_first(capsys: pytest.CaptureFixture[str], tmp_path:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--ladder", "--parts"],
         ["--ladder", "--workload", "W1"],
         ["--plot", "/tmp/x.png", "--only", "http"],
-        ["--plot", "/tmp/x.png", "--parts"],
+        ["--cost", "/tmp/x.json", "--ladder"],
     ],
 )
 def test_runs_that_do_not_go_together(arguments: list[str]) -> None:

@@ -20,7 +20,7 @@ from app.bench import command, runs
 from app.bench.arithmetic import Arithmetic
 from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.reader import Answer
-from app.bench.report import print_parts, print_report, print_workloads
+from app.bench.report import print_report, print_workloads
 from app.bench.statistics import Figures, number, percentile, summarise, table
 from app.bench.workloads import WORKLOADS
 from app.cli import main
@@ -133,29 +133,12 @@ def http_row(**values: object) -> dict[str, Any]:
 
 def report_of(capsys: pytest.CaptureFixture[str], **parts: object) -> list[str]:
     machine = {"processor": "P", "cores": 2, "python": "3"}
-    print_report({"machine": machine, "http": [], "generate": [], "linear": [], "prefix": [], **parts})
+    print_report({"machine": machine, "http": [], "generate": [], "prefix": [], **parts})
     return [line for line in capsys.readouterr().out.splitlines() if line]
 
 
 def test_a_report_of_nothing_is_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_of(capsys) == ["P, 2 cores"]
-
-
-@pytest.mark.parametrize(
-    ("row", "share"),
-    [
-        ({"model": "m", "dtype": "auto", "streams": 1}, "50%"),
-        ({"model": "other", "dtype": "auto", "streams": 1}, "-"),
-        ({"model": "m", "dtype": "float32", "streams": 1}, "-"),
-        ({"model": "m", "dtype": "auto", "streams": 16}, "-"),
-    ],
-)
-def test_a_server_is_measured_against_its_own_model_dtype_and_streams(
-    capsys: pytest.CaptureFixture[str], row: dict[str, object], share: str
-) -> None:
-    lines = report_of(capsys, http=[http_row()], linear=[{**row, "gflop_per_s": 10.0}])
-    (line,) = [line for line in lines if line.startswith("m, auto, 1 ") and line.endswith(" 2")]
-    assert line.split()[-3] == share
 
 
 def test_failures_are_told_below_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,38 +159,6 @@ def test_every_row_of_a_report_has_every_column(capsys: pytest.CaptureFixture[st
     assert [len(re.split(r"  +", line)) for line in lines[at + 3 : at + 5]] == [num_columns] * 2
     assert lines[at + 2].split() == ["m,", "generate", "3"]
     assert lines[-1].split() == ["m", "512", "90", "9", "10"]
-
-
-def store_part(**first: object) -> dict[str, Any]:
-    """The figures of the part store; `first` goes into those of the first model."""
-    row = {"requests": 200, "failed": 0, "first_error": None}
-    streams = {
-        "model": "m",
-        "streams": 64,
-        "tokens_per_s": {"without": 1000.0, "plain": 995.0, "resumable": 984.0},
-        "ratio": {"without": 1.0, "plain": 0.995, "resumable": 0.984},
-        **row,
-        **first,
-    }
-    states = [{"redis": state, "ttft_p50_ms": 5.0, "ttft_p99_ms": 9.0, **row} for state in ("well", "gone")]
-    return {"streams": [streams], "trouble": states}
-
-
-def test_what_redis_costs_stands_beside_what_becomes_of_the_first_token(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    lines = report_of(capsys, store=store_part())
-    assert lines[3].split() == ["m", "1,000", "995", "0.995", "984", "0.984"]
-    assert [line.split() for line in lines[6:]] == [["well", "200", "5", "9"], ["gone", "200", "5", "9"]]
-
-
-def test_what_failed_while_redis_was_in_trouble_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    part = store_part(failed=2, first_error="cut")
-    part["trouble"][1] |= {"failed": 1, "first_error": "refused"}
-    assert report_of(capsys, store=part)[-2:] == [
-        "m, 64 streams: 2 of 200 requests failed: cut",
-        "Redis: gone: 1 of 200 requests failed: refused",
-    ]
 
 
 def workloads_report(capsys: pytest.CaptureFixture[str], *rows: dict[str, Any]) -> list[str]:
@@ -248,32 +199,6 @@ def test_an_interactive_request_that_was_refused_has_not_failed() -> None:
     assert runs._figures([*whole, failed_stream], workload)["failed"] == 1
 
 
-def parts_row(*parts: dict[str, Any]) -> dict[str, Any]:
-    return {"model": "m", "dtype": "auto", "case": "c", "ms": 10.0, "untimed_ms": 9.5, "parts": parts}
-
-
-def test_parts_stand_beside_the_time_in_which_the_machine_could_do_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    work = {"flop": 8e9, "bytes": 40e6, "factor_bytes": 2}
-    product = {"part": "qkv", "ms": 8.0, "waiting": 0.25, "work": work}
-    host = {"part": "host", "ms": 2.0, "waiting": None, "work": None}
-    results = {
-        "machine": {"processor": "P", "cores": 2},
-        "ceilings": CEILINGS,
-        "parts": [parts_row(host, product)],
-    }
-    print_parts(results)
-    lines = capsys.readouterr().out.splitlines()
-    at = lines.index(next(line for line in lines if line.startswith("m, auto: c")))
-    assert [line.split() for line in lines[at + 2 : at + 5]] == [
-        ["qkv", "8", "80.0%", "25%", "1,000", "5", "4"],  # the larger of 8 / 2000 and 0.04 / 20 s
-        ["host", "2", "20.0%", "-", "-", "-", "-"],
-        ["all", "10", "4"],
-    ]
-    assert lines[at + 5] == "a whole step that is not timed: 9.5 ms"
-
-
 def options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
@@ -293,11 +218,6 @@ def test_the_status_says_whether_requests_failed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(runs, "run_workloads", lambda _: {"http": [http_row()]})
     assert command.run(options()) == 1
     assert command.run(options("--workload", "W1")) == 0
-    monkeypatch.setattr(runs, "run_step_parts", lambda _: {"parts": []})
-    assert command.run(options("--parts")) == 0
-    for part, status in ((store_part(), 0), (store_part(failed=1), 1)):
-        monkeypatch.setattr(runs, "run_parts", lambda _, part=part: {"http": [], "store": part})
-        assert command.run(options("--only", "store")) == status
 
 
 def test_nothing_is_measured_when_the_figures_could_not_be_written(
@@ -312,21 +232,12 @@ def test_nothing_is_measured_when_the_figures_could_not_be_written(
     assert measured == []
 
 
-def test_without_redis_server_the_part_store_measures_nothing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert main(["bench", "--only", "store"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == "penstock: --only store needs redis-server, which is not on the PATH"
-
-
 def test_options_of_a_bench_are_lists_with_commas() -> None:
-    chosen = options("--streams", "1,8", "--dtype", "float32", "--only", "http,plan", "--workload", "W2")
-    assert (chosen.streams, chosen.dtype, chosen.only) == ([1, 8], ["float32"], ["http", "plan"])
+    chosen = options("--streams", "1,8", "--dtype", "float32", "--only", "http,prefix", "--workload", "W2")
+    assert (chosen.streams, chosen.dtype, chosen.only) == ([1, 8], ["float32"], ["http", "prefix"])
     assert options("--workload", "W2,W4", "--workload", "W1").workload == ["W2", "W4", "W1"]
     assert options("--workload", "all").workload == ["W1", "W2", "W3", "W4", "W5"]
-    assert options().only == [part for part in command.PARTS if part not in ("formats", "store", "routing")]
+    assert options().only == list(command.PARTS)
 
 
 @pytest.mark.parametrize(
@@ -335,8 +246,10 @@ def test_options_of_a_bench_are_lists_with_commas() -> None:
         (["--only", "http,speed"], "'speed' is none of"),
         (["--workload", "W6"], "W6"),
         (["--workload", "W1,w2"], "'w2' is none of"),
-        (["--workload", "W1", "--parts"], "--parts"),
-        (["--parts", "--cost", "here.json"], "--cost needs"),
+        (["--workload", "W1", "--ladder"], "--ladder"),
+        (["--ladder", "--cost", "here.json"], "--cost needs"),
+        (["--dtype", "float32,bf17"], "'bf17' is none of"),
+        (["--plot", "here.png"], "--plot goes with --ladder"),
         (["--streams", "1,,2"], "--streams"),
         (["--strems", "1"], "did you mean --streams?"),
         (["fast"], "fast"),
@@ -355,7 +268,7 @@ def test_the_types_of_a_run_go_to_its_server_and_into_its_label() -> None:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
     plain = parser.parse_args([])
-    assert (runs._type_arguments(plain), runs._types_label("auto", plain)) == ([], "auto")
+    assert (runs.type_arguments(plain), runs.types_label("auto", plain)) == ([], "auto")
     chosen = parser.parse_args(["--quantize", "int4", "--kv-dtype", "int8"])
-    assert runs._type_arguments(chosen) == ["--quantize", "int4", "--kv-dtype", "int8"]
-    assert runs._types_label("auto", chosen) == "auto --quantize int4 --kv-dtype int8"
+    assert runs.type_arguments(chosen) == ["--quantize", "int4", "--kv-dtype", "int8"]
+    assert runs.types_label("auto", chosen) == "auto --quantize int4 --kv-dtype int8"

@@ -24,13 +24,13 @@ from app.checkpoint import (
     is_hub_id,
     model_name,
 )
-from app.demo.held_out import held_out
-from app.demo.perplexity import load, perplexity
-from app.demo.score import Talker
 from app.doctor import Level, check_model, check_types
 from app.errors import OperatorError
 from app.settings import Settings
 from engine.model.checkpoint import read_tokenizer
+from lab.demo.held_out import held_out
+from lab.demo.perplexity import load, perplexity
+from lab.demo.score import Talker
 from tests.app.command import penstock
 from tests.engine.gguf_files import same, write_gguf
 

@@ -15,9 +15,9 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from app.bench.checkpoint import Shape
-from app.bench.format_files import MAKERS
-from app.bench.formats import Peak
-from app.bench.parts import load
+from lab.bench.format_files import MAKERS
+from lab.bench.formats import Peak
+from lab.bench.parts import load
 
 shape = Shape("wide", hidden=512, num_layers=12, num_heads=8, num_kv_heads=4, intermediate=1536, vocabulary=1024)
 beside, models = {}, []

@@ -16,9 +16,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.bench.redis_process import SlowLine
 from app.bench.server_process import ServerProcess
 from gateway.access.keys import digest_of
+from lab.bench.redis_process import SlowLine
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio

@@ -11,8 +11,8 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Type
 
-from app.demo import gguf_files
-from app.demo.gguf_files import Array, ggml_name, same, tokenizer_metadata
+from lab.demo import gguf_files
+from lab.demo.gguf_files import Array, ggml_name, same, tokenizer_metadata
 
 __all__ = ["ggml_name", "same", "tokenizer_metadata", "write_file", "write_gguf"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-import app.demo
+from app.checkpoint import DEMO_MODEL
 from engine.planning.detokenizer import make_detokenizer
 from engine.planning.tokenizer import Tokenizer
 from gateway.http.errors import ApiError
@@ -83,7 +82,7 @@ def prompts_of(kind: str, template: str) -> Prompts:
 
 @cache
 def demo() -> Prompts:
-    return Prompts(Tokenizer.load(Path(app.demo.__file__).parent / "model"))
+    return Prompts(Tokenizer.load(DEMO_MODEL))
 
 
 def reading(tokenizer: Tokenizer, token_ids: list[int]) -> list[int | str]:

@@ -1,0 +1,1 @@
+"""The laboratory: the making of the demo model, and microbenchmarks. No wheel has it."""

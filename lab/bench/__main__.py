@@ -1,0 +1,91 @@
+"""`python -m lab.bench PART`: measures one part of Penstock, beside the limits of the machine where they are known."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from app.bench.command import add_model_arguments, write_figures
+from app.bench.runs import machine, say
+from app.errors import OperatorError
+from app.outputs import check_output
+from lab.bench import report, runs
+
+Figures = Any
+"""The figures of a part as they are written to --json."""
+
+
+def _plan(options: argparse.Namespace) -> Figures:
+    from lab.bench.planning import measure_planning
+
+    say("planning of 256 running sequences")
+    return measure_planning(num_steps=50 if options.quick else 200)
+
+
+def _routing(options: argparse.Namespace) -> Figures:
+    from lab.bench.routing import measure_routing
+
+    num_sessions = 20_000 if options.quick else 1_000_000
+    say(f"choices among 1,000 replicas for {num_sessions:,} sessions")
+    return measure_routing(num_sessions=num_sessions)
+
+
+PARTS: dict[str, tuple[str, Callable[[argparse.Namespace], Figures], Callable[[Figures], None]]] = {
+    "parts": ("the parts of a step on the CPU", runs.measure_parts, report.print_parts),
+    "linear": ("the linear operators alone", runs.measure_linear, report.print_linear),
+    "plan": ("host time of a step of 256 sequences", _plan, report.print_planning),
+    "drafts": ("speculation, with and without", runs.measure_drafts, report.print_drafts),
+    "formats": (
+        "quantized checkpoints of each format; writes 3 GB",
+        runs.measure_formats,
+        report.print_formats,
+    ),
+    "store": (
+        "the cost of Redis, well and in trouble; needs redis-server",
+        runs.measure_store,
+        report.print_store,
+    ),
+    "routing": ("the choice of a replica", _routing, report.print_routing),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="parts:\n" + "\n".join(f"  {name:<8} {text}" for name, (text, *_) in PARTS.items()),
+    )
+    parser.add_argument("part", choices=PARTS, metavar="PART")
+    add_model_arguments(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="with drafts: draw them, as PNG")
+    options = parser.parse_args()
+    try:
+        return _run(options)
+    except OperatorError as error:
+        print(f"lab.bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(options: argparse.Namespace) -> int:
+    check_output("--json", options.json)
+    check_output("--plot", options.plot)
+    if options.plot is not None and options.part != "drafts":
+        raise OperatorError("--plot goes with the part drafts")
+    _, measure, show = PARTS[options.part]
+    about, figures = machine(), measure(options)
+    print(f"\n{about['processor']}, {about['cores']} cores\n")
+    show(figures)
+    if options.plot is not None:
+        from lab.bench.depth_plot import draw_depths
+
+        draw_depths(options.plot, figures["depths"])
+    write_figures(options.json, {"machine": about, options.part: figures})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""How far a draft model should draft: the same stories with k drafts in every step, for each k, and what comes of them.
+
+`python -m lab.bench.depth` takes a Job as JSON on stdin and writes a Depth for each number of streams and each k.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from app.bench.workloads import story_question
+from engine.engine import launch_fitting
+from engine.execution.loader import load_model
+from engine.execution.runner import ModelRunner
+from engine.model.checkpoint import read_tokenizer
+from engine.model.config import MAX_DRAFTS, LoadOptions
+from engine.model.drafts import DraftSource
+from engine.planning.block_tables import BlockTables
+from engine.planning.draft_model import DraftModel
+from engine.planning.drafting import Drafting, Proposer
+from engine.planning.request import DraftCount, Request, SamplingParams
+from engine.planning.scheduler import Scheduler, SchedulerLimits
+from engine.planning.step import Plan
+from gateway.wire.prompts import Prompts
+from priority.queue import LaneQueue
+from priority.simulator.run import NoText
+
+LENGTHS = (0, 1, 2, 3, 4, 6, MAX_DRAFTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    model: str
+    draft: str
+    quantize: str | None
+    threads: int
+    streams: list[int]
+    num_tokens: int
+    """Of each story."""
+    rounds: int
+
+
+@dataclass(slots=True)
+class Depth:
+    """What k drafts in every step of so many streams came to."""
+
+    streams: int
+    length: int
+    """k"""
+    temperature: float
+    num_steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    acceptance: list[float] | None = None
+    """By position: the share of the drafts after right ones that were right."""
+    rate: float = 0.0
+    """That share over all positions."""
+    expected: float = 1.0
+    """(1 - a^(k + 1)) / (1 - a): the tokens of a sequence in a step if each draft is right by itself, a times in 1."""
+
+    def conclude(self, drafts: DraftCount) -> None:
+        tried = [*drafts.drafted[:1], *drafts.accepted[:-1]]
+        self.acceptance = [right / max(1, all) for right, all in zip(drafts.accepted, tried, strict=True)]
+        self.rate = drafts.num_accepted / max(1, sum(tried))
+        self.expected = sum(self.rate**i for i in range(self.length + 1))
+
+
+class Always(Drafting):
+    """Has a proposer draft as many tokens in every step, whatever comes of it."""
+
+    def __init__(self, proposer: Proposer, length: int) -> None:
+        super().__init__(None, length, proposer)
+        self._drafter = proposer
+
+    @property
+    def is_due(self) -> bool:
+        return True
+
+    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:  # noqa: ARG002
+        chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]
+        lengths = [
+            min(self.most, chunk.sequence.max_len - 1 - len(chunk.sequence.token_ids)) for chunk in chunks
+        ]
+        if max(lengths, default=0) <= 0:
+            return
+        for chunk, length in zip(chunks, lengths, strict=True):
+            plan.copies += tables.grow(chunk.sequence, chunk.sequence.num_computed + length) or []
+        found = self._drafter.propose([chunk.sequence for chunk in chunks], lengths)
+        for chunk, drafts in zip(chunks, found, strict=True):
+            chunk.drafts, chunk.proposer = drafts, self._drafter.name
+            chunk.num_tokens += len(drafts)
+            chunk.sequence.num_computed += len(drafts)
+            plan.num_tokens += len(drafts)
+
+
+class DepthBench:
+    """One model and its draft, step by step on this thread."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        options = LoadOptions(device="cpu", quantize=job.quantize, num_threads=job.threads, num_blocks=1024)
+        draft = DraftSource(Path(job.draft))
+        self._runner = ModelRunner(
+            lambda: load_model(Path(job.model), options, lambda _: None, lambda *_: None, draft)
+        )
+        self._facts = self._runner.load()
+        self._prompts = Prompts(read_tokenizer(Path(job.model)))
+
+    def measure(self) -> list[Depth]:
+        found = []
+        for temperature in (0.0, 0.8):
+            for streams in self._job.streams:
+                depths = [Depth(streams, length, temperature) for length in LENGTHS]
+                drafts = [DraftCount() for _ in LENGTHS]
+                for turn in range(self._job.rounds):
+                    for depth, count in zip(depths, drafts, strict=True):
+                        self._run(depth, turn, count)
+                for depth, count in zip(depths, drafts, strict=True):
+                    depth.conclude(count)
+                found += depths
+        return found
+
+    def _run(self, depth: Depth, turn: int, drafts: DraftCount) -> None:
+        """Adds one round of stories: the steps in which all streams have a token to compute and k drafts."""
+        scheduler = self._scheduler(depth, turn)
+        while True:
+            started = time.perf_counter()
+            plan = scheduler.plan(started)
+            if not plan.chunks:
+                return
+            outputs = scheduler.commit(plan, launch_fitting(self._runner, scheduler, plan).wait(), started)
+            seconds = time.perf_counter() - started
+            lengths = [
+                len(chunk.drafts) for chunk in plan.chunks if chunk.num_tokens == 1 + len(chunk.drafts)
+            ]
+            if lengths == [depth.length] * depth.streams:
+                depth.num_steps += 1
+                depth.num_tokens += len(outputs)
+                depth.seconds += seconds
+                for chunk in plan.chunks:
+                    drafts.note(len(chunk.drafts), chunk.num_accepted)
+            self._runner.forget(scheduler.take_departed())
+
+    def _scheduler(self, depth: Depth, turn: int) -> Scheduler:
+        """One that has all stories of a round in its queue."""
+        facts = self._facts
+        drafting = None
+        if depth.length and facts.draft is not None:
+            drafting = Always(DraftModel(facts.draft, time.perf_counter), depth.length)
+        queue, source = LaneQueue(threading.Lock()), random.Random(turn)
+        for number in range(depth.streams):
+            sampling = SamplingParams(
+                temperature=depth.temperature, seed=number, max_tokens=self._job.num_tokens, ignore_eos=True
+            )
+            prompt = self._prompts.chat([{"role": "user", "content": story_question(source)}])
+            queue.put(Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=sampling), 0.0)
+        limits = SchedulerLimits(
+            max_batch_tokens=facts.max_batch_tokens,
+            max_num_seqs=depth.streams,
+            max_model_len=facts.max_model_len,
+        )
+        return Scheduler(queue, BlockTables(facts.num_blocks, facts.block_size), NoText(), limits, drafting)
+
+
+def gains(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """By row of a Depth, tokens a second as multiples of those without drafts; 0 where there are none."""
+    plain_s: dict[tuple[int, float], float] = {}
+    found = []
+    for row in rows:
+        of, per_token_s = (row["streams"], row["temperature"]), row["seconds"] / max(1, row["num_tokens"])
+        if not row["length"]:
+            plain_s[of] = per_token_s
+        found.append(plain_s[of] / per_token_s if per_token_s else 0.0)
+    return found
+
+
+def main() -> None:
+    bench = DepthBench(Job(**json.load(sys.stdin)))
+    json.dump([asdict(depth) for depth in bench.measure()], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

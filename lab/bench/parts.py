@@ -1,0 +1,190 @@
+"""Where a step on the CPU spends its time: the parts of the decoder, the output head, choosing, and the host.
+
+`python -m lab.bench.parts` takes its arguments as JSON on stdin and writes a row for each of CASES to stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.execution.loader import LoadedModel, load_model
+from engine.kernels.batch import Batch
+from engine.kernels.cpu.native import NativeDecoder, PackedLinear, Team
+from engine.model.config import LoadOptions
+from engine.planning.request import Request, SamplingParams, Sequence
+from lab.bench.kernels import NUM_BLOCKS, Case, make_batch
+from lab.bench.planning import measure_planning
+
+CASES = (
+    Case("decode, 1 sequence of 256", 1, 1, 256),
+    Case("decode, 16 sequences of 256", 16, 1, 256),
+    Case("decode, 64 sequences of 256", 64, 1, 256),
+    Case("prefill, 512 tokens", 1, 512, 0),
+)
+ENOUGH_S = 3.0
+"""Of one case."""
+_MOST_SEQUENCES = 64
+_LINEARS = ("qkv", "o", "gate_up", "down")
+_LAST_ROWS_ONLY = ("o", "gate_up", "down")
+"""The linears that the last layer computes only for the rows that are sampled."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one part of a step took."""
+
+    seconds: float
+    waiting: float | None = None
+    """The share of the threads' time in which they were in no chunk; None where the team's phases are not timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one part of a step cannot do without."""
+
+    flop: float
+    bytes: float
+    factor_bytes: int
+    """Of the numbers that are multiplied: 4 for float32."""
+
+
+class NoNativeDecoder(RuntimeError):
+    """The model runs in plain torch here, whose parts nobody times."""
+
+
+class StepParts:
+    """Times steps of a loaded model. The keys and values of the context are zeros, which take as long as any."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        if model.kernels.team is None or not isinstance(model.decoder, NativeDecoder):
+            raise NoNativeDecoder("the parts of a step can be timed with the native CPU kernels only")
+        assert isinstance(model.lm_head, PackedLinear)
+        self.model = model
+        self.team: Team = model.kernels.team
+        self.layers = model.decoder.layers
+        self.lm_head = model.lm_head
+        for slot in range(_MOST_SEQUENCES):
+            request = Request(
+                request_id=str(slot), prompt_token_ids=(0,), sampling=SamplingParams(temperature=0)
+            )
+            model.sampler.assign(slot, Sequence(request))
+
+    def measure(self, case: Case, most_repeats: int) -> Row:
+        """The least time of each part over some timed steps, and that of as many whole steps that were not timed.
+
+        Other processes only ever make a part slower.
+        """
+        batch = make_batch(self.model.config, case)
+        timed, plain = list[dict[str, Part]](), list[float]()
+        while len(plain) < most_repeats and (len(plain) < 2 or sum(plain) < ENOUGH_S):
+            timed.append(self.timed_step(batch))  # in turns, so that other processes slow both
+            plain.append(self._plain_step(batch))
+        parts = {
+            name: min((step[name] for step in timed), key=lambda part: part.seconds) for name in timed[0]
+        }
+        host_s = measure_planning(case.sequences, 20)["host_p50_ms"] / 1000
+        return self._row(case, parts | {"host": Part(host_s)}, min(plain) + host_s)
+
+    def _plain_step(self, batch: Batch) -> float:
+        started = time.perf_counter()
+        self._choose(self.lm_head(self.model.decoder(batch)))
+        return time.perf_counter() - started
+
+    def timed_step(self, batch: Batch) -> dict[str, Part]:
+        """One step without the host's planning. `call` is what the calls into the library took beside its phases."""
+        self.team.time(True)
+        started = time.perf_counter()
+        logits = self.lm_head(self.model.decoder(batch))
+        decoded = time.perf_counter()
+        times = self.team.times()
+        self.team.time(False)
+        before = time.perf_counter()
+        self._choose(logits)
+        chosen = time.perf_counter()
+        threads = self.team.num_threads
+        parts = {
+            kind: Part(spent.open_ns / 1e9, 1 - spent.busy_ns / (threads * spent.open_ns))
+            for kind, spent in times.items()
+            if spent.num_phases
+        }
+        call_s = decoded - started - sum(part.seconds for part in parts.values())
+        return {**parts, "call": Part(call_s), "choose": Part(chosen - before)}
+
+    def work(self, case: Case) -> dict[str, Work]:
+        """The arithmetic of the parts that multiply, and the weights, keys and values that they read."""
+        found = {"attention": self._attention(case), "head": _product(self.lm_head, case.sequences)}
+        for name in _LINEARS:
+            some = [
+                _product(getattr(layer, name), self._rows(case, name, i))
+                for i, layer in enumerate(self.layers)
+            ]
+            found[name] = Work(
+                sum(work.flop for work in some), sum(work.bytes for work in some), some[-1].factor_bytes
+            )
+        return found
+
+    def _rows(self, case: Case, name: str, layer: int) -> int:
+        is_cut = name in _LAST_ROWS_ONLY and layer == len(self.layers) - 1
+        return case.sequences * (1 if is_cut else case.queries)
+
+    def _attention(self, case: Case) -> Work:
+        config, end = self.model.config, case.context + case.queries
+        seen = case.queries * (case.context + (case.queries + 1) / 2)  # of all tokens of a sequence together
+        pairs = case.sequences * ((config.num_layers - 1) * seen + end)
+        numbers = 2 * config.num_layers * config.kv_size * case.sequences * end
+        size = self.model.kv.data.dtype.itemsize
+        return Work(4 * config.q_size * pairs, numbers * size, size)
+
+    def _choose(self, logits: torch.Tensor) -> None:
+        slots = torch.arange(logits.shape[0], dtype=torch.int32)
+        sampler = self.model.sampler
+        sampler.sample(logits, slots, torch.zeros_like(slots), sampler.filters(range(logits.shape[0])))
+
+    def _row(self, case: Case, parts: dict[str, Part], plain_s: float) -> Row:
+        work = self.work(case)
+        return {
+            "case": case.name,
+            "ms": 1000 * sum(part.seconds for part in parts.values()),
+            "untimed_ms": 1000 * plain_s,
+            "parts": [
+                {
+                    "part": name,
+                    "ms": 1000 * part.seconds,
+                    "waiting": part.waiting,
+                    "work": asdict(work[name]) if name in work else None,
+                }
+                for name, part in parts.items()
+            ],
+        }
+
+
+def _product(linear: PackedLinear, rows: int) -> Work:
+    flop = 2.0 * rows * linear.num_rows * linear.in_features
+    return Work(flop, linear.num_bytes, linear.activation_dtype.itemsize)
+
+
+def load(model: Path, types: dict[str, Any], threads: int) -> LoadedModel:
+    """Loads the model; `types` are options as `penstock serve` has them: dtype, quantize, kv_dtype."""
+    options = LoadOptions(
+        device="cpu", num_threads=threads, num_blocks=NUM_BLOCKS, max_num_seqs=_MOST_SEQUENCES, **types
+    )
+    return load_model(model, options, lambda _: None, lambda *_: None)
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    steps = StepParts(load(Path(job["model"]), job["types"], job["threads"]))
+    json.dump([steps.measure(case, job["most_repeats"]) for case in CASES], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

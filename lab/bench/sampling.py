@@ -1,0 +1,90 @@
+"""What choosing a token costs on this CPU, beside reading its row of logits once.
+
+    python -m lab.bench.sampling [--vocab 151936] [--rows 1,64] [--threads 1,2] [--repeats 50]
+
+Logits are random, normal with a standard deviation of 3, and in the cache if it holds them all. Every figure is the
+best of the repeats; what Python costs is in that of choosing, not in that of reading.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from app.bench.measures import measure_reading
+from engine.cores import num_cores
+from engine.kernels.cpu.native import NativeChoose, Team, load_library
+from engine.planning.request import Request, SamplingParams, Sequence
+from engine.sampling.sampler import Sampler
+
+SETTINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "no filters": SamplingParams(temperature=0.6),
+    "top-k 20, top-p 0.95": SamplingParams(temperature=0.6, top_k=20, top_p=0.95),
+    "top-k 1000": SamplingParams(temperature=0.6, top_k=1000),
+    "top-p 0.95": SamplingParams(temperature=0.6, top_p=0.95),
+    "min-p 0.05": SamplingParams(temperature=0.6, min_p=0.05),
+    "penalties": SamplingParams(temperature=0.6, presence_penalty=0.5),
+    "top-k 20, log probability": SamplingParams(temperature=0.6, top_k=20, num_logprobs=0),
+}
+
+
+def main() -> None:
+    arguments = _arguments()
+    library = load_library(print)
+    for threads in arguments.threads:
+        team = library.start_team(threads)
+        for num_rows in arguments.rows:
+            for line in _lines(team, num_rows, arguments.vocab, arguments.repeats):
+                print(line, flush=True)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--rows", type=_numbers, default=[1, 64])
+    parser.add_argument("--threads", type=_numbers, default=sorted({1, num_cores()}))
+    parser.add_argument("--repeats", type=int, default=50)
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _lines(team: Team, num_rows: int, vocab: int, repeats: int) -> Iterator[str]:
+    logits = 3 * torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(0))
+    yield f"{team.num_threads} threads, {num_rows} rows of {vocab}:"
+    for name, params in SETTINGS.items():
+        step = _step(team, logits, params)
+        reading, chosen = float("inf"), float("inf")
+        for _ in range(repeats):  # in turns, so that other processes slow both
+            reading = min(reading, measure_reading(team, logits, 1))
+            chosen = min(chosen, _seconds(step))
+        yield f"  {name:26} {chosen * 1e6:9.0f} us   {chosen / reading:5.2f} x reading ({reading * 1e6:.0f} us)"
+
+
+def _step(team: Team, logits: torch.Tensor, params: SamplingParams) -> Callable[[], object]:
+    num_rows, vocab = logits.shape
+    sampler = Sampler(num_rows, vocab, (), torch.device("cpu"), NativeChoose(team))
+    for slot in range(num_rows):
+        sequence = Sequence(Request(request_id=str(slot), prompt_token_ids=(1, 2), sampling=params))
+        sampler.assign(slot, sequence)
+    slots = torch.arange(num_rows, dtype=torch.int32)
+    numbers, filters = torch.zeros_like(slots), sampler.filters(range(num_rows))
+    return lambda: sampler.sample(logits, slots, numbers, filters)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The parts of a step are all of it, and their work is that of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.bench.arithmetic import read_arithmetic
+from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from lab.bench import parts
+from lab.bench.kernels import Case, make_batch
+from lab.bench.parts import CASES, NoNativeDecoder, StepParts
+
+CASE = Case("c", sequences=3, queries=2, context=20)
+DECODER = {"embed", "norm", "qkv", "place", "attention", "o", "gate_up", "down", "gather"}
+BESIDE = {"head", "call", "choose"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return ensure_checkpoint(LLAMA_TINY, tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture(scope="module")
+def steps(model: Path) -> StepParts:
+    try:
+        return StepParts(parts.load(model, {}, 2))
+    except NoNativeDecoder as error:
+        pytest.skip(str(error))
+
+
+def test_every_part_of_a_step_is_there(steps: StepParts) -> None:
+    times = steps.timed_step(make_batch(steps.model.config, CASE))
+    assert times.keys() >= DECODER | BESIDE
+    assert min(part.seconds for part in times.values()) > 0
+    assert all(part.waiting is None or 0 <= part.waiting <= 1 for part in times.values())
+
+
+def test_a_row_adds_up(steps: StepParts) -> None:
+    row = steps.measure(CASE, 2)
+    assert row["ms"] == pytest.approx(sum(part["ms"] for part in row["parts"]))
+    assert row["untimed_ms"] > 0
+    assert len({part["part"] for part in row["parts"]}) == len(row["parts"])
+
+
+@pytest.mark.parametrize("case", [*CASES, CASE], ids=lambda case: case.name)
+def test_the_work_of_the_products_is_that_of_the_model(steps: StepParts, model: Path, case: Case) -> None:
+    arithmetic, work = read_arithmetic(model), steps.work(case)
+    tokens, rows = case.sequences * case.queries, case.sequences
+    layers, last = LLAMA_TINY.num_layers, arithmetic.body / LLAMA_TINY.num_layers
+    products = sum(work[name].flop for name in ("qkv", "o", "gate_up", "down"))
+    # The last layer computes o and the feed-forward only where a token is sampled.
+    qkv = work["qkv"].flop / layers
+    assert products == pytest.approx((layers - 1) * last * tokens + qkv + (last - qkv / tokens) * rows)
+    assert work["head"].flop == arithmetic.head * rows
+
+
+def test_attention_counts_every_pair_of_tokens_once(steps: StepParts) -> None:
+    config = steps.model.config
+    seen = sum(21 + 22 for _ in range(CASE.sequences))
+    pairs = (config.num_layers - 1) * seen + 22 * CASE.sequences
+    work = steps.work(CASE)["attention"]
+    assert work.flop == 4 * config.q_size * pairs
+    assert (
+        work.bytes == CASE.sequences * 22 * steps.model.kv.shape.block_bytes(steps.model.kv.data.dtype) / 16
+    )
+
+
+def test_quantized_weights_read_fewer_bytes_and_are_multiplied_as_int8(steps: StepParts, model: Path) -> None:
+    whole = steps.work(CASE)
+    quantized = StepParts(parts.load(model, {"quantize": "int8", "kv_dtype": "int8"}, 1)).work(CASE)
+    for name in ("qkv", "gate_up", "attention"):
+        assert quantized[name].flop == whole[name].flop
+        assert quantized[name].bytes < whole[name].bytes
+        assert quantized[name].factor_bytes == 1
+
+
+def test_plain_torch_has_no_parts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(NoNativeDecoder, match="native CPU kernels"):
+        StepParts(parts.load(model, {}, 1))
