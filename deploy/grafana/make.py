@@ -1,4 +1,4 @@
-"""Writes dashboards/penstock.json: `python deploy/grafana/make.py`. A dashboard is easier to review as this list."""
+"""`python deploy/grafana/make.py` writes dashboards/penstock.json from this list, which is easier to review."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ PATH = Path(__file__).with_name("dashboards") / "penstock.json"
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 3
 
 Query = tuple[str, str]
-"""The expression, and the name of its lines."""
+"""An expression and the legend of its lines."""
 
 
 def quantile(percent: int, metric: str, by: str = "lane") -> Query:
@@ -29,7 +29,7 @@ def rate(metric: str, by: str = "", name: str = "") -> Query:
 PANELS: list[tuple[str, str, str, list[Query]]] = [
     (
         "Promises kept",
-        "Of those let in, the part that had its first token in time.",
+        "The share of admitted requests whose first token came in time.",
         "percentunit",
         [
             (
@@ -41,12 +41,12 @@ PANELS: list[tuple[str, str, str, list[Query]]] = [
     ),
     (
         "Promise in use",
-        "The part of the promised time that forecasts take: at 1 requests are refused.",
+        "The share of the promised time that forecasts use up: at 1 requests are refused.",
         "percentunit",
         [quantile(50, "penstock_promise_use_ratio"), quantile(90, "penstock_promise_use_ratio")],
     ),
     (
-        "Let in and refused",
+        "Admitted and refused",
         "Requests a second, and why they were refused.",
         "reqps",
         [rate("penstock_admissions_total", "decision, reason", "{{decision}} {{reason}}")],
@@ -76,8 +76,8 @@ PANELS: list[tuple[str, str, str, list[Query]]] = [
         [quantile(50, "penstock_queue_wait_seconds"), quantile(99, "penstock_queue_wait_seconds")],
     ),
     (
-        "First token over its forecast",
-        "19 in 20 should be below 1.",
+        "First token by its forecast",
+        "Measured time by forecast time; 19 in 20 should be below 1.",
         "none",
         [quantile(50, "penstock_ttft_forecast_ratio"), quantile(95, "penstock_ttft_forecast_ratio")],
     ),
@@ -88,7 +88,7 @@ PANELS: list[tuple[str, str, str, list[Query]]] = [
         [
             rate("penstock_output_tokens_total", name="to clients"),
             rate("penstock_prefill_tokens_total", name="prompt, computed"),
-            rate("penstock_prefix_cache_hit_tokens_total", name="prompt, found"),
+            rate("penstock_prefix_cache_hit_tokens_total", name="prompt, cached"),
         ],
     ),
     (
@@ -96,35 +96,35 @@ PANELS: list[tuple[str, str, str, list[Query]]] = [
         "",
         "none",
         [
-            ("sum(penstock_streams)", "replies in the making"),
+            ("sum(penstock_streams)", "replies under way"),
             ("sum(penstock_running_sequences)", "in the batch"),
             ("sum by (lane) (penstock_queued_requests)", "queued, {{lane}}"),
         ],
     ),
     (
         "KV blocks",
-        "In use, and how often sequences gave way.",
+        "The share in use, and preemptions a second.",
         "percentunit",
         [
             ("penstock_kv_usage_ratio", "in use"),
-            rate("penstock_preemptions_total", name="gave way, a second"),
+            rate("penstock_preemptions_total", name="preemptions a second"),
         ],
     ),
     (
         "Prefix cache",
-        "The part of prompt tokens that was found.",
+        "The share of prompt tokens that was cached.",
         "percentunit",
         [
             (
                 "sum(rate(penstock_prefix_cache_hit_tokens_total[$__rate_interval]))"
                 " / sum(rate(penstock_prefix_cache_query_tokens_total[$__rate_interval]))",
-                "found",
+                "cached",
             )
         ],
     ),
     (
         "Drafts",
-        "The part of guessed tokens that was right.",
+        "The share of draft tokens that was accepted.",
         "percentunit",
         [
             (
@@ -152,7 +152,7 @@ PANELS: list[tuple[str, str, str, list[Query]]] = [
         "none",
         [
             rate("penstock_failed_steps_total", name="failed steps"),
-            rate("penstock_slow_reader_disconnects_total", name="slow readers cut"),
+            rate("penstock_slow_reader_disconnects_total", name="slow readers disconnected"),
             rate("penstock_store_failures_total", "kind", "Redis, {{kind}}"),
             ("1 - min(penstock_store_up)", "Redis gone"),
         ],
@@ -167,13 +167,18 @@ def dashboard() -> dict[str, object]:
         "schemaVersion": 39,
         "refresh": "10s",
         "time": {"from": "now-30m", "to": "now"},
+        "templating": {
+            "list": [
+                {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
+            ],
+        },
         "panels": [_panel(place, *panel) for place, panel in enumerate(PANELS)],
     }
 
 
 def _panel(place: int, title: str, text: str, unit: str, queries: list[Query]) -> dict[str, object]:
     row, column = divmod(place, _COLUMNS)
-    source = {"type": "prometheus", "uid": "prometheus"}
+    source = {"type": "prometheus", "uid": "${datasource}"}
     return {
         "id": place + 1,
         "type": "timeseries",
