@@ -118,18 +118,13 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
 
 
 def test_a_stream_passes_as_it_comes(proxy: Proxy) -> None:
-    """The first token is here long before the last: nothing waits in a buffer."""
+    """No part waits until a buffer of some KiB is full."""
     body = {"model": "penstock-demo", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
-    began_s = time.monotonic()
-    first_s, num_reads, end = 0.0, 0, b""
     with proxy.ask("/v1/completions", json.dumps(body).encode()) as reply:
         assert (reply.status, reply.headers["content-type"].partition(";")[0]) == (200, "text/event-stream")
-        while part := reply.read1():
-            first_s = first_s or time.monotonic() - began_s
-            num_reads, end = num_reads + 1, (end + part)[-32:]
-    assert b"data: [DONE]" in end
-    assert num_reads > 40
-    assert first_s < (time.monotonic() - began_s) / 2
+        parts = [*iter(reply.read1, b"")]
+    assert b"data: [DONE]" in b"".join(parts)
+    assert sum(map(len, parts)) > 20 * len(parts[0])
 
 
 def test_a_body_beyond_the_limit_is_refused_by_the_server_in_its_own_words(proxy: Proxy) -> None:
