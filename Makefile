@@ -2,7 +2,7 @@
 
 ARGS ?=
 
-.PHONY: serve check test explore mutants loadtest soak bench clean
+.PHONY: serve check test test-long test-all explore mutants loadtest soak bench clean
 
 serve:     ## sets up everything and serves the demo model on http://127.0.0.1:8000
 	@.ci/setup
@@ -15,10 +15,17 @@ check:     ## ruff, mypy --strict, import-linter
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
-test:      ## all tests, with a real browser and a real Redis
+test:      ## the tests but for the long ones, which its last line counts, with a real browser and a real Redis
 	@.ci/setup check test
 	@.ci/tools
-	@if [ -n "$(ARGS)" ]; then .venv/bin/pytest $(ARGS); else .ci/pytest; fi
+	@if [ -n "$(ARGS)" ]; then .venv/bin/pytest $(ARGS); else .ci/pytest -m "not long"; fi
+
+test-long: ## the long ones alone: all instruction sets, all cards' compilation, many examples, wheels, kill -9
+	@.ci/setup check test
+	@.ci/tools
+	@.ci/pytest -m long $(ARGS)
+
+test-all: test test-long ## all tests, as in CI
 
 explore:   ## tries the property tests with new examples; make test has the same ones on every machine
 	@.ci/setup check test

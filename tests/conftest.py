@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -44,6 +46,43 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("hypothesis_profile") != "explore":
         providers._get_local_constants = Constants
+
+
+def left_out(items: Sequence[pytest.Item]) -> Counter[str]:
+    """Counts tests that are marked as long, by the words of their mark."""
+    marks = (item.get_closest_marker("long") for item in items)
+    return Counter(mark.args[0] for mark in marks if mark is not None)
+
+
+_LEFT = pytest.StashKey[Counter[str]]()
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """Remembers what `-m "not long"` leaves out."""
+    if items:
+        stash = items[0].config.stash
+        stash[_LEFT] = stash.get(_LEFT, Counter()) + left_out(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes the count from a worker of pytest-xdist; every worker collects the same tests."""
+    node.config.stash[_LEFT] = Counter(node.workeroutput.get("left", {}))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
+    """Says on the last line which tests were left to `make test-all`."""
+    left = session.config.stash.get(_LEFT, Counter())
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left"] = dict(left)
+    yield
+    left = session.config.stash.get(_LEFT, left)
+    if left and not hasattr(session.config, "workeroutput"):
+        groups = ", ".join(f"{number} {group}" for group, number in left.most_common())
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        assert reporter is not None
+        reporter.write_line(f"left to make test-all: {left.total()} tests ({groups})")
 
 
 @pytest.fixture(autouse=True)

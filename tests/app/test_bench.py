@@ -43,12 +43,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.long("benches")
 def test_every_stream_brings_its_tokens(results: dict[str, Any]) -> None:
     counts = [(row["streams"], row["requests"], row["output_tokens"]) for row in results["http"]]
     assert counts == [(1, 1, 32), (3, 3, 96)]
     assert [row["failed"] for row in results["http"]] == [0, 0]
 
 
+@pytest.mark.long("benches")
 def test_figures_are_of_one_run(results: dict[str, Any]) -> None:
     for row in results["http"]:
         assert row["tokens_per_s"] == pytest.approx(row["output_tokens"] / row["duration_s"])
@@ -57,12 +59,14 @@ def test_figures_are_of_one_run(results: dict[str, Any]) -> None:
         assert row["loop_cpu_us_per_token"] > 0
 
 
+@pytest.mark.long("benches")
 def test_the_shared_prefix_was_found(results: dict[str, Any]) -> None:
     (prefix,) = results["prefix"]
     assert prefix["shared_tokens"] == 512
     assert prefix["cached_tokens"] >= 496
 
 
+@pytest.mark.long("benches")
 def test_generate_is_beside_them(results: dict[str, Any]) -> None:
     assert results["generate"][0]["tokens_per_s"] > 0
 

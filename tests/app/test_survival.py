@@ -140,7 +140,8 @@ def client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, timeout=60, limits=httpx.Limits(max_connections=NUM_STREAMS + 10))
 
 
-async def test_every_stream_goes_on_after_kill_9(redis_url: str) -> None:
+@pytest.mark.parametrize("num_kills", [1, pytest.param(10, marks=pytest.mark.long("ten times kill -9"))])
+async def test_every_stream_goes_on_after_kill_9(redis_url: str, num_kills: int) -> None:
     arguments = ["--redis-url", redis_url, "--replica", "the-one", "--warm-up-tokens", "0"]
     batch_id = ""
     server: ServerProcess = ForkedServer(arguments)
@@ -148,7 +149,7 @@ async def test_every_stream_goes_on_after_kill_9(redis_url: str) -> None:
     try:
         server.wait_ready()
         expected = await undisturbed(server.url)
-        for repetition in range(10):
+        for repetition in range(num_kills):
             server.wait_ready()
             batch_id = batch_id or await batch_of(server.url)
             after = random.Random(repetition).randint(0, NUM_STREAMS * MAX_TOKENS * 3 // 4)

@@ -85,6 +85,7 @@ def test_a_wheel_holds_the_whole_program_under_one_name(wheel: Path) -> None:
     assert "penstock/lib/static/index.html" in names
 
 
+@pytest.mark.long("wheels built and installed")
 def test_the_source_distribution_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     for name in ("sdist", "source", "wheel"):
         (tmp_path / name).mkdir()
@@ -110,6 +111,7 @@ esac
     return {"CXX": str(path), "XDG_CACHE_HOME": str(folder / "cache")}
 
 
+@pytest.mark.long("wheels built and installed")
 @pytest.mark.parametrize(
     ("target", "needs", "tag", "levels"),
     [
@@ -223,6 +225,7 @@ def answer(server: ServerProcess, method: str, path: str, body: object = None) -
         connection.close()
 
 
+@pytest.mark.long("wheels built and installed")
 def test_it_serves_the_demo_model_and_the_page(server: ServerProcess, installed: Installed) -> None:
     body = {"model": "penstock-demo", "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 8}
     reply = json.loads(answer(server, "POST", "/v1/chat/completions", body))
@@ -234,6 +237,7 @@ def test_it_serves_the_demo_model_and_the_page(server: ServerProcess, installed:
     )
 
 
+@pytest.mark.long("wheels built and installed")
 def test_the_processes_that_bench_starts_are_of_the_same_wheel(installed: Installed, tmp_path: Path) -> None:
     model = ensure_checkpoint(LLAMA_TINY, tmp_path)
     options = ["--quick", "--only", "http", "--streams", "1", "--dtype", "float32", "--model", str(model)]
@@ -278,6 +282,7 @@ assert home not in sys.path
 """
 
 
+@pytest.mark.long("wheels built and installed")
 def test_it_is_a_library_in_a_program_that_has_packages_of_the_same_names(
     installed: Installed, tmp_path: Path
 ) -> None:

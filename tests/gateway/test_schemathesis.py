@@ -30,9 +30,6 @@ from gateway.endpoints.events import EventsApi
 from tests.gateway.desk import MODEL, Desk, chat_body, logprobs, serving
 from tests.gateway.raw import PATIENCE_S
 
-NUM_EXAMPLES = 5000
-EACH = 70
-"""Of the examples of an operation, those that are right and those that are wrong."""
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -131,7 +128,14 @@ class _Known:
         return str(self._session.post(self._url + path, json=body).json()["id"])
 
 
-def test_nothing_that_the_description_leads_to_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("each", "total"),
+    [(6, 400), pytest.param(70, 5000, marks=pytest.mark.long("5,000 requests by description"))],
+)
+def test_nothing_that_the_description_leads_to_is_a_fault(
+    each: int, total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`each` operation gets so many examples that are right, and as many that are wrong."""
     monkeypatch.setattr(EventsApi, "_ticks", _two_ticks)  # those streams have no end
     statuses: Counter[int] = Counter()
     with answering_at_once() as url, requests.Session() as session:
@@ -146,20 +150,22 @@ def test_nothing_that_the_description_leads_to_is_a_fault(monkeypatch: pytest.Mo
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
                 ids = known.ids(operation.path) if mode is GenerationMode.POSITIVE else {}
                 with contextlib.suppress(Unsatisfiable):  # there is nothing to be wrong
-                    statuses += _statuses(operation.as_strategy(generation_mode=mode), ids, url, session)
-    assert sum(statuses.values()) >= NUM_EXAMPLES
-    assert statuses[200] > NUM_EXAMPLES / 10
+                    statuses += _statuses(
+                        operation.as_strategy(generation_mode=mode), each, ids, url, session
+                    )
+    assert sum(statuses.values()) >= total
+    assert statuses[200] > total / 10
     assert not [status for status in statuses if status >= 500]
 
 
 def _statuses(
-    cases: SearchStrategy[Case[Any]], ids: dict[str, str], url: str, session: requests.Session
+    cases: SearchStrategy[Case[Any]], each: int, ids: dict[str, str], url: str, session: requests.Session
 ) -> Counter[int]:
     """Of the answers to these requests, which must be as described."""
     found: Counter[int] = Counter()
 
     @settings(
-        max_examples=EACH, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck)
+        max_examples=each, phases=[Phase.generate], database=None, suppress_health_check=list(HealthCheck)
     )
     @given(case=cases)
     def ask(case: Case[Any]) -> None:

@@ -43,6 +43,7 @@ def test_an_unknown_part_is_named() -> None:
     )
 
 
+@pytest.mark.long("dry runs of the card's measurements")
 def test_a_dry_run_goes_through_every_part_and_writes_no_report(tmp_path: Path) -> None:
     """From another folder, and with a scratch folder that is empty again when it is done."""
     reports, scratch = tmp_path / "reports", tmp_path / "scratch"
