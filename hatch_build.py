@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Iterable
@@ -49,6 +48,7 @@ class KernelsHook(BuildHookInterface[Any]):
 
     def _build(self, folder: Path, target: str) -> list[Path]:
         """Builds what levels the compiler can, as many at once as there are processors."""
+        from engine.cores import num_cores
         from engine.kernels.cpu import prebuilt
         from engine.kernels.cpu.build import NativeUnavailable
         from engine.kernels.cpu.levels import Level, levels_of
@@ -60,7 +60,7 @@ class KernelsHook(BuildHookInterface[Any]):
                 self.app.display_warning(f"The wheel carries no CPU kernels for {level.name}: {error}")
                 return None
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(num_cores()) as pool:
             return [path for path in pool.map(make, levels_of(target)) if path is not None]
 
 

@@ -1,4 +1,4 @@
-"""A Prometheus of one's own that scrapes one server, with our rules; for testing and drawing what it is asked."""
+"""A temporary Prometheus that scrapes one server by the rules of this folder; tests and draw.py use it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ RULES = Path(__file__).with_name("prometheus") / "alerts.yml"
 
 
 class Prometheus:
-    """Scrapes `target` every second, from a folder of its own that is gone afterwards."""
+    """A Prometheus process that scrapes one server every second and deletes its folder when it ends."""
 
     def __init__(self, target: str) -> None:
-        """`target` is the URL of a server."""
+        """Starts it; `target` is the URL of the server to scrape."""
         self._folder = Path(tempfile.mkdtemp(prefix="penstock-prometheus-"))
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
@@ -47,10 +47,10 @@ class Prometheus:
     def __enter__(self) -> Prometheus:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            told = json.loads(line)
-            if told.get("msg") == "Listening on":
-                self._url = f"http://{told['address']}"
-            if "ready to receive web requests" in told.get("msg", ""):
+            entry = json.loads(line)
+            if entry.get("msg") == "Listening on":
+                self._url = f"http://{entry['address']}"
+            if "ready to receive web requests" in entry.get("msg", ""):
                 return self
         raise RuntimeError("prometheus did not start")
 
@@ -62,10 +62,10 @@ class Prometheus:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def ask(self, path: str, **parameters: str | float) -> Any:
-        """The data of an answer of its API.
+        """Returns the data of a reply of Prometheus's HTTP API.
 
         Raises:
-            ValueError: what was asked is no valid query.
+            ValueError: the query is invalid.
         """
         try:
             with urllib.request.urlopen(

@@ -1,6 +1,6 @@
-"""Draws the dashboard's panels from a run: `python -m deploy.grafana.draw docs/dashboard.png`.
+"""`python -m deploy.grafana.draw docs/dashboard.png` draws the dashboard's panels from a minute of mixed load.
 
-Starts a server, a Prometheus that scrapes it and a minute of mixed load, asks what Grafana would ask, and draws it.
+It starts a server and a Prometheus that scrapes it, sends the queries that Grafana would send, and draws the replies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from loadtests.run import command
 LOAD_S = 60
 _COLUMNS = 3
 _INTERVAL = "10s"
-"""Stands for Grafana's $__rate_interval."""
+"""Replaces Grafana's $__rate_interval."""
 
 
 def draw(path: Path, prometheus: Prometheus, began_s: float, ended_s: float) -> None:
@@ -62,7 +62,7 @@ def _draw_lines(axes: Axes, prometheus: Prometheus, query: Query, began_s: float
 
 
 def _named(name: str, labels: Mapping[str, str]) -> str:
-    """A label that is empty is none to Prometheus."""
+    """Fills labels into a legend; Prometheus leaves out labels that are empty."""
     return re.sub(r"{{(\w+)}}", lambda label: labels.get(label[1], ""), name).strip()
 
 

@@ -1,4 +1,4 @@
-"""What the dashboard and the alerts ask, asked of a real Prometheus that scrapes a real server at work."""
+"""The queries of dashboard, alerts and autoscaler, asked of a real Prometheus that scrapes a real server at work."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import urllib.request
 from collections.abc import Iterator
 
 import pytest
+import yaml
 
 from deploy.grafana.make import PANELS
 from deploy.scraping import Prometheus
+from tests.deploy.files import KUBERNETES
 
 WAIT_S = 60.0
 QUERIES = {f"{title}, {name}": expression for title, _, _, queries in PANELS for expression, name in queries}
 NEVER_WELL = {"Trouble, Redis, {{kind}}"}
-"""Has lines once a call to Redis failed."""
+"""Panels that have no lines until a call to Redis fails."""
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +49,10 @@ def test_every_panel_has_data_from_a_server_at_work(prometheus: Prometheus, live
     assert not silent
     assert sum(answers(prometheus, QUERIES["Tokens, to clients"])) > 0
     assert {name for name in NEVER_WELL if answers(prometheus, QUERIES[name])} == set()
+    (rule,) = yaml.safe_load((KUBERNETES / "prometheus-adapter.yaml").read_text())["rules"]
+    query = rule["metricsQuery"].replace("<<.GroupBy>>", "instance").replace(",<<.LabelMatchers>>", "")
+    (used,) = answers(prometheus, query)
+    assert 0 < used < 1, "the autoscaler sees the promise in use"
 
 
 def test_every_rule_can_be_evaluated_and_none_fires_on_a_server_that_is_well(prometheus: Prometheus) -> None:

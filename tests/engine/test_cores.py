@@ -12,7 +12,9 @@ from engine.cores import num_cores
 
 @pytest.fixture(autouse=True)
 def _a_node_of_64_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda pid: {*range(64)} if pid == 0 else set(), raising=False
+    )
 
 
 def proc(tmp_path: Path, cgroup: str, mounts: str, quotas: dict[str, str]) -> Path:
@@ -43,6 +45,12 @@ ROOT = "27 1 254:0 / / rw - ext4 /dev/vda rw\n"
 )
 def test_a_container_has_its_quota_of_version_2(tmp_path: Path, quotas: dict[str, str], cores: int) -> None:
     assert num_cores(proc(tmp_path, "0::/\n", ROOT + V2, quotas)) == cores
+
+
+def test_a_group_may_have_colons_in_its_name(tmp_path: Path) -> None:
+    group = "/kubepods.slice/pod1.slice:cri-containerd:0123"
+    quotas = {f"{group[1:]}/cpu.max": "400000 100000"}
+    assert num_cores(proc(tmp_path, f"0::{group}\n", V2, quotas)) == 4
 
 
 def test_the_tightest_of_a_service_and_the_slices_around_it_counts(tmp_path: Path) -> None:
@@ -83,5 +91,6 @@ def test_an_affinity_below_the_quota_counts(tmp_path: Path, monkeypatch: pytest.
 def test_where_there_is_no_proc_all_cores_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_cores(tmp_path / "none") == 64
     monkeypatch.delattr(os, "sched_getaffinity")
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert num_cores(tmp_path / "none") == 8
+    for known, cores in ((8, 8), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda known=known: known)
+        assert num_cores(tmp_path / "none") == cores
