@@ -85,7 +85,7 @@ def check_metrics(sums: _Sums) -> Iterator[Check]:
         up = bool(sums["penstock_store_up"])
         failures = sums.get("penstock_store_failures_total", 0.0)
         text = f"{'up' if up else 'Redis does not answer, memory stands in'}; {failures:.0f} calls failed"
-        advice = "" if up else "docs/operating.md, Redis is slow or gone"
+        advice = "" if up else "docs/guide/deploy.md, Redis is slow or gone"
         yield Check(Level.OK if up else Level.WARN, "store", text, advice)
     if failures := sums.get("penstock_failed_steps_total", 0.0):
         yield Check(Level.WARN, "steps", f"{failures:.0f} failed", "the log says why")
@@ -116,7 +116,7 @@ def check_stream(url: str) -> Check:
     said = f"first token after {1000 * answer.ttft_s:.0f} ms, {answer.num_output_tokens} tokens in {num_pieces} pieces"
     if num_pieces == 1:
         return Check(
-            Level.WARN, "stream", said, "something on the way buffers: docs/operating.md, Behind a proxy"
+            Level.WARN, "stream", said, "something on the way buffers: docs/guide/deploy.md, Behind a proxy"
         )
     return Check(Level.OK, "stream", said)
 

@@ -1,4 +1,4 @@
-"""`python -m deploy.grafana.draw docs/dashboard.png` draws the dashboard's panels from a minute of mixed load.
+"""`python -m deploy.grafana.draw docs/pictures/dashboard.png` draws the dashboard's panels from a minute of mixed load.
 
 It starts a server and a Prometheus that scrapes it, sends the queries that Grafana would send, and draws the replies.
 """

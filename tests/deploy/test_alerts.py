@@ -38,7 +38,7 @@ def test_every_alert_is_proven_to_fire_and_to_stay_silent() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [PATH, ALERTS, PROOF, KUBERNETES / "prometheus-adapter.yaml", ROOT / "docs" / "operating.md"],
+    [PATH, ALERTS, PROOF, KUBERNETES / "prometheus-adapter.yaml", ROOT / "docs" / "guide" / "deploy.md"],
     ids=lambda path: path.name,
 )
 def test_metrics_that_are_asked_for_are_there(path: Path, known_metrics: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of the page: `python -m tests.static.screenshots` makes those in docs/, with a FOLDER one of every state."""
+"""Pictures of the page: `python -m tests.static.screenshots` makes those in docs/pictures/, with a FOLDER one of every state."""
 
 import re
 import shutil
@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from tests.static.conftest import FLAGS, PHONE
 from tests.static.scripted import TIMINGS, Gate, Pause, Refusal, ScriptedServer, stream
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "pictures"
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1180, "height": 760}, "device_scale_factor": 1}
 
 LANES = """Every request waits in a **lane**, and every lane has a promise:

@@ -1,6 +1,6 @@
 """Pictures of the window into the engine, under load: `python -m tests.static.window_picture [FOLDER] [--all]`.
 
-Starts a server and a steady load, looks for a minute, and takes window.png, by default into docs/; with `--all` also
+Starts a server and a steady load, looks for a minute, and takes window.png, by default into docs/pictures/; with `--all` also
 the same in dark, on a phone and as tables, and an answer's timeline.
 """
 
@@ -22,7 +22,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from app.bench.server_process import ServerProcess
 from tests.static.conftest import FLAGS, PHONE
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "pictures"
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1200, "height": 1110}}
 SERVE = ("--num-blocks", "641", "--max-batch-tokens", "256")
 """So few blocks that the load fills a good part of the map."""
