@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -18,11 +19,12 @@ import pytest
 
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from app.bench.server_process import ServerProcess
+from engine.kernels.cpu.levels import this_machine
 from penstock import isolation
 
 ROOT = Path(__file__).parents[2]
 KERNELS = "penstock/lib/engine/kernels/cpu/prebuilt"
-NOT_INSTALLED = {"tests", "loadtests", "deploy"}
+NOT_INSTALLED = {"tests", "lab", "loadtests", "deploy"}
 
 # Every process of the environment writes down, as it ends, which modules it had and from where.
 REPORT = """
@@ -174,9 +176,8 @@ def add_others(folder: Path) -> None:
         )
 
 
-@pytest.fixture(scope="module")
-def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    folder = tmp_path_factory.mktemp("installed")
+def install(wheel: Path, folder: Path) -> Installed:
+    """A virtual environment with a wheel; what the wheel depends on is this environment's."""
     venv.create(folder / "venv", symlinks=True)
     python = folder / "venv" / "bin" / "python"
     options = ("--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check", "--ignore-installed")
@@ -196,6 +197,11 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Instal
         (folder / name).mkdir()
     add_others(folder / "work")
     return Installed(site_packages, python.parent, folder / "work", folder / "reports")
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return install(wheel, tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture
@@ -235,6 +241,41 @@ def test_it_serves_the_demo_model_and_the_page(server: ServerProcess, installed:
     installed.assert_only_installed(
         "penstock", "app.server", "gateway.service", "priority.queue", "engine.engine"
     )
+
+
+@pytest.mark.long("wheels built and installed")
+@pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("c++") is None, reason="needs Linux and a compiler"
+)
+def test_a_wheel_of_the_source_distribution_has_native_kernels_where_there_is_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tarfile.open(build("sdist", ROOT, tmp_path / "sdist")) as packed:
+        packed.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    machine = this_machine()
+    wheel = build("wheel", source, tmp_path / "wheel", HATCH_BUILD_NO_HOOKS="0")
+    assert wheel.name.endswith(f"-py3-none-manylinux_2_28_{machine.architecture}.whl")
+    kernels = [name.split("/")[-1] for name in names_in(wheel) if name.startswith(f"{KERNELS}/")]
+    assert {name.split("-")[3] for name in kernels} == {level.name for level in machine.levels}
+
+    (tmp_path / "venv").mkdir()
+    environment = install(wheel, tmp_path / "venv")
+    for name, value in {"PATH": "/nowhere", "XDG_CACHE_HOME": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("REPORTS", str(environment.reports))
+    for name in ("CXX", "PENSTOCK_KERNELS", "PENSTOCK_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    command = [str(environment.bin / "penstock")]
+    doctor = subprocess.run([*command, "doctor", "--port", "0"], capture_output=True, text=True, check=True)
+    assert f"native, {machine.usable()[0].name}: " in doctor.stdout
+    with ServerProcess(command=(*command, "serve")) as server:
+        body = {"model": "penstock-demo", "prompt": "Once upon a", "max_tokens": 4, "temperature": 0}
+        assert (
+            json.loads(answer(server, "POST", "/v1/completions", body))["choices"][0]["text"] == " time, in a"
+        )
+        assert server.stop() == 0
+    assert not [line for line in server.lines if "CPU kernels" in line], "it builds none, and lacks none"
 
 
 @pytest.mark.long("wheels built and installed")

@@ -1,9 +1,14 @@
 """Compiles the C++ sources beside this file with the system's compiler, once per machine and level, into a cache
-directory."""
+directory.
+
+Nothing but Python itself is imported, so that `python -m engine.kernels.cpu.build` works before anything is installed:
+.ci/setup lets it compile what this machine needs in the meantime.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import platform
@@ -13,10 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from engine.kernels.cpu.levels import Level, architecture
+from engine.kernels.cpu.levels import Level, architecture, requested, this_machine
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("c++", "g++", "clang++")
@@ -54,7 +60,7 @@ class LevelUnknown(NativeUnavailable):
 def build(level: Level, say: Callable[[str], None], target: str = HERE) -> Path:
     """Returns the path of the shared library of a level in the cache, which is compiled if no earlier call has.
 
-    Several processes may do this at once: each compiles to a file of its own, and the rename at the end is atomic.
+    Of several processes and threads that ask for the same library one compiles it, and the others wait for it.
 
     Args:
         target: the architecture that the compiler compiles for.
@@ -67,20 +73,17 @@ def build(level: Level, say: Callable[[str], None], target: str = HERE) -> Path:
     path = cache_directory() / f"{stem(level, target)}-{key}.so"
     if path.exists():
         return path
-    say(f"building the CPU kernels for {level.name} with {compiler[0]} (once; about a minute)")
-    start = time.monotonic()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as scratch:
-            _compile(compiler, level, Path(scratch) / path.name)
-            os.replace(Path(scratch) / path.name, path)
+        with _alone(path, f"waiting for the CPU kernels for {level.name}, which another process builds", say):
+            if not path.exists():
+                _build(compiler, level, path, say)
     except OSError as error:
         if error.errno in _NO_ROOM_CODES:
             raise _no_room(path.parent, str(error)) from error
         raise NativeUnavailable(
             f"cannot write {path}: {error}; XDG_CACHE_HOME can name another folder"
         ) from error
-    say(f"built the CPU kernels for {level.name} in {time.monotonic() - start:.1f} s")
     return path
 
 
@@ -116,6 +119,34 @@ def fingerprint(level: Level) -> str:
     sources = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
     texts = [text for source in sources for text in (source.name, source.read_text(encoding="utf-8"))]
     return _digest(*texts, *FLAGS, level.name, *level.flags)
+
+
+@contextmanager
+def _alone(path: Path, text: str, say: Callable[[str], None]) -> Iterator[None]:
+    """Keeps others from building the same library; says the text if that means to wait."""
+    name = path.with_suffix(".lock")
+    with name.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say(text)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # a file system without locks: what is built twice is put in place twice, each time whole
+        try:
+            yield
+        finally:
+            name.unlink(missing_ok=True)
+
+
+def _build(compiler: list[str], level: Level, path: Path, say: Callable[[str], None]) -> None:
+    """Compiles a library into its place, where it appears when it is whole."""
+    say(f"building the CPU kernels for {level.name} with {compiler[0]} (once; about a minute)")
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as scratch:
+        _compile(compiler, level, Path(scratch) / path.name)
+        os.replace(Path(scratch) / path.name, path)
+    say(f"built the CPU kernels for {level.name} in {time.monotonic() - start:.1f} s")
 
 
 def _knows(compiler: list[str]) -> bool:
@@ -182,3 +213,8 @@ def _answer(command: list[str]) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailable(f"{command[0]} did not run: {error}") from error
+
+
+if __name__ == "__main__":
+    _machine = this_machine()
+    build(_machine.named(_name) if (_name := requested()) else _machine.usable()[0], print)

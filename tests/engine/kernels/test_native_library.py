@@ -66,12 +66,12 @@ def test_a_library_that_does_not_load_is_a_typed_error(tmp_path: Path) -> None:
         NativeLibrary(str(tmp_path / "native.so"), BEST)
 
 
-def test_two_processes_build_at_once_and_a_third_finds_it(
+def test_of_two_processes_one_builds_and_a_third_finds_it(
     monkeypatch: pytest.MonkeyPatch, scratch: Path
 ) -> None:
     copy = _script(
         scratch / "fake",  # a compiler that takes a while and leaves what the last argument names
-        'case "$*" in *--version*) echo 1;; *) sleep 0.5; for last; do :; done; echo done > "$last";; esac',
+        'case "$*" in *--version*) echo 1;; *) sleep 0.5; for last; do :; done; echo > "$last"; echo >> runs;; esac',
     )
     environment = {**os.environ, "CXX": str(copy), "XDG_CACHE_HOME": str(scratch)}
     program = (
@@ -79,11 +79,14 @@ def test_two_processes_build_at_once_and_a_third_finds_it(
         "print(build.build(levels.this_machine().usable()[0], lambda line: None))"
     )
     running = [
-        subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", program], env=environment, cwd=scratch, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     answers = {process.communicate(timeout=300)[0].strip() for process in running}
     assert len(answers) == 1
+    assert (scratch / "runs").read_text() == "\n"
     assert [str(path) for path in (scratch / "penstock").iterdir()] == list(answers)
     monkeypatch.setenv("CXX", str(copy))
     said: list[str] = []
