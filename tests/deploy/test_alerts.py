@@ -13,6 +13,7 @@ import yaml
 from deploy.grafana.make import PATH, dashboard
 from tests.deploy.files import ALERTS, KUBERNETES, ROOT, alert_rules
 
+ADAPTER = KUBERNETES / "prometheus-adapter.yaml"
 PROOF = Path(__file__).with_name("alerts.yml")
 
 
@@ -38,13 +39,21 @@ def test_every_alert_is_proven_to_fire_and_to_stay_silent() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    [PATH, ALERTS, PROOF, KUBERNETES / "prometheus-adapter.yaml", ROOT / "docs" / "guide" / "deploy.md"],
+    [PATH, ALERTS, PROOF, ADAPTER, ROOT / "docs" / "guide" / "deploy.md"],
     ids=lambda path: path.name,
 )
 def test_metrics_that_are_asked_for_are_there(path: Path, known_metrics: set[str]) -> None:
     named = set(re.findall(r"\bpenstock_[a-z0-9_]+", path.read_text())) - {"penstock_promise_use_p90"}
     assert named - known_metrics == set()
     assert named
+
+
+@pytest.mark.parametrize("path", [PATH, ALERTS, ADAPTER], ids=lambda path: path.name)
+def test_rates_are_those_of_counters(path: Path) -> None:
+    """A gauge may fall, which rate() and increase() take for a restart."""
+    named = re.findall(r"\b(?:rate|increase)\((\w+)", path.read_text())
+    assert named
+    assert [name for name in named if not name.endswith(("_total", "_bucket"))] == []
 
 
 def test_every_alert_says_what_happened_and_where_to_read_on() -> None:

@@ -12,6 +12,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from app.settings import Settings
 from tests.deploy.files import KUBERNETES
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
@@ -78,6 +79,8 @@ def test_ports_are_named_by_those_who_listen(resources: Resources) -> None:
         (served,) = resources["Service", name]["spec"]["ports"]
         (entry,) = resources["NetworkPolicy", name]["spec"]["ingress"]
         assert served["targetPort"] == port["name"] == entry["ports"][0]["port"]
+    (port,) = container(resources)["ports"]
+    assert port["containerPort"] == Settings.model_fields["port"].default
     url = settings(resources)["PENSTOCK_REDIS_URL"]
     assert url == f"redis://redis:{resources['Service', 'redis']['spec']['ports'][0]['port']}/0"
 
