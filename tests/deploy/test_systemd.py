@@ -35,7 +35,7 @@ def test_systemd_finds_nothing_wrong(unit: Path, check: str) -> None:
         ["systemd-analyze", *check.split(), unit], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr == ""
+    assert unit.name not in done.stderr  # of other units there may be warnings
 
 
 def test_the_service_reads_copies_of_private_files() -> None:
