@@ -20,14 +20,14 @@ test:      ## the tests but for the long ones, which its last line counts, with 
 	@.ci/tools
 	@if [ -n "$(ARGS)" ]; then .venv/bin/pytest $(ARGS); else .ci/pytest -m "not long"; fi
 
-test-long: ## the long ones alone: all instruction sets, all cards' compilation, many examples, wheels, kill -9
+test-long: ## the long ones alone, and the property tests with five times as many examples
 	@.ci/setup check test
 	@.ci/tools
-	@.ci/pytest -m long $(ARGS)
+	@.ci/pytest -m "long or hypothesis" --hypothesis-profile many $(ARGS)
 
 test-all: test test-long ## all tests, as in CI
 
-explore:   ## tries the property tests with new examples; make test has the same ones on every machine
+explore:   ## tries the property tests with new examples
 	@.ci/setup check test
 	@.ci/tools
 	.venv/bin/pytest --numprocesses 2 --dist loadfile -m hypothesis --hypothesis-profile explore $(ARGS)

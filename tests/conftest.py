@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
-from hypothesis.internal.conjecture import providers
-from hypothesis.internal.constants_ast import Constants
 
 from app.bench.server_process import ServerProcess
 from app.log import log
+from tests.few import leave_combinations
 
 # Triton decides when it is first imported whether it interprets, and other libraries import it, too.
 if shutil.which("nvidia-smi") is None and not Path("/dev/nvidiactl").exists():
@@ -31,21 +30,18 @@ settings.register_profile(
     suppress_health_check=(HealthCheck.too_slow,),
     print_blob=True,
 )
-settings.register_profile("same", parent=settings.get_profile("explore"), max_examples=100, derandomize=True)
+settings.register_profile("many", parent=settings.get_profile("explore"), max_examples=100, derandomize=True)
+settings.register_profile("few", parent=settings.get_profile("many"), max_examples=20)
 settings.register_profile(  # for tests.mutants: that a test fails is enough
-    "mutants", parent=settings.get_profile("same"), phases=(Phase.explicit, Phase.generate)
+    "mutants", parent=settings.get_profile("many"), phases=(Phase.explicit, Phase.generate)
 )
-settings.load_profile("same")
+settings.load_profile("few")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Property tests see the same examples on every machine, unless `make explore` asks for new ones.
-
-    Hypothesis also draws the literals of all modules that happen to be imported. Which these are depends on the
-    tests that ran before in the same process, so only an exploration draws them.
-    """
-    if config.getoption("hypothesis_profile") != "explore":
-        providers._get_local_constants = Constants
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves combinations to `make test-all` before tests are selected by their marks."""
+    leave_combinations(items)
 
 
 def left_out(items: Sequence[pytest.Item]) -> Counter[str]:

@@ -38,6 +38,7 @@ def test_a_kernel_that_fails_leaves_the_others_to_another_process(
     assert outcome.skipped == [("kernels: decode", "KeyError: 'no kernel'")]
 
 
+@pytest.mark.long("dry runs of the card's measurements")
 def test_tests_are_told_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(
         "import pytest\n"

@@ -32,6 +32,7 @@ WEIGHTS: Any = [("gate_up", ["one row", "16 rows"]), ("down", ["one row", "16 ro
 LONG = time.monotonic() + 3600
 
 
+@pytest.mark.long("dry runs of the card's measurements")
 def test_a_dry_run_says_what_it_would_write_and_writes_nothing() -> None:
     before = tiles.FILE.read_bytes()
     done = subprocess.run(

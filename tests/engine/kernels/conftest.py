@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.kernels.cpu.native import NativeLibrary, NativeUnavailable, Team, load_library
-from tests.engine.kernels.levels import LEVELS, build_levels
+from tests.engine.kernels.levels import LEVELS, build_levels, params
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +21,7 @@ def built(request: pytest.FixtureRequest) -> None:
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module", params=LEVELS)
+@pytest.fixture(scope="module", params=params(LEVELS))
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import gettempdir
+from typing import Any
+
+import pytest
 
 from engine.kernels.cpu.build import build, fingerprint
 from engine.kernels.cpu.levels import AVX512BF16, TILES, this_machine
@@ -17,6 +20,12 @@ FEW_LEVELS = tuple(dict.fromkeys((LEVELS[0], "portable")))
 
 SHAPE_LEVELS = tuple(name for name in LEVELS if name != AVX512BF16 or name == LEVELS[0])
 """Without the level that has only its products of linear maps to itself, unless it is what serves here."""
+
+
+def params(levels: Iterable[str]) -> list[Any]:
+    """Parameters of a fixture: `make test` tries the best level and the portable one, `make test-all` all."""
+    left = pytest.mark.long("other instruction sets")
+    return [pytest.param(level, marks=() if level in FEW_LEVELS else left) for level in levels]
 
 
 def build_levels(names: Iterable[str]) -> None:

@@ -14,6 +14,8 @@ from engine.quant.float8 import BLOCK, Float8, Scaling
 from engine.quant.formats import NamedTensors
 from engine.quant.storages.bitsandbytes import TABLES
 
+pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
+
 Format = Float8 | Codebook
 
 

@@ -35,6 +35,8 @@ from engine.model.transformer import Decoder
 from engine.model.weights import load_weights
 from tests.engine.checkpoints import make_checkpoint, make_config
 
+pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SHAPE = KVShape(num_layers=1, num_kv_heads=2, head_dim=16, block_size=16)
 LLAMA = parse_config(Fields("config.json", make_config("llama")))

@@ -22,6 +22,8 @@ from tests.engine import ranges
 from tests.engine.integers import any_integers
 from tests.engine.ranges import assert_within
 
+pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
+
 
 @st.composite
 def formats(draw: st.DrawFn) -> tuple[Integers, int]:

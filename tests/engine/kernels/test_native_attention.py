@@ -14,9 +14,11 @@ from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, NativeLayer, PackedLinear, Team, load_library
 from engine.kernels.kv_cache import KVCache, KVShape
 from tests.engine import ranges
-from tests.engine.kernels.levels import LEVELS, SHAPE_LEVELS, build_levels
+from tests.engine.kernels.levels import LEVELS, SHAPE_LEVELS, build_levels, params
 from tests.engine.kernels.random_model import CPU, MAX_POSITION, NUM_BLOCKS, WITH_TILES, Prompts
 from tests.engine.ranges import UNIT, Range, assert_within, concatenated, dot, exactly
+
+pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
 
 KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
 TILED = {torch.bfloat16, torch.int8}
@@ -63,7 +65,7 @@ COS, SIN = (
 )
 
 
-@pytest.fixture(scope="module", params=SHAPE_LEVELS)
+@pytest.fixture(scope="module", params=params(SHAPE_LEVELS))
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -229,6 +231,7 @@ def test_neither_company_nor_threads_change_a_bit(team: Team, shape: Shape, dtyp
         many.close()
 
 
+@pytest.mark.long("other instruction sets")
 @pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_levels_with_the_same_order_of_sums_have_the_same_bits(shape: Shape, dtype: torch.dtype) -> None:

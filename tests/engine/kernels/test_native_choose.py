@@ -27,6 +27,8 @@ from tests.engine.kernels.sampling_rows import (
 )
 from tests.engine.ranges import assert_logprobs
 
+pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
+
 VOCABS = [1, 7, 24, 40, 257, 1000, 32_768 + 3]
 PENALTIES = [
     (1.0, 0.0, 0.0),

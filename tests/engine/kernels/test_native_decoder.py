@@ -22,6 +22,8 @@ from tests.engine.kernels.random_model import (
 )
 from tests.engine.shaken import allowed, largest
 
+pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
+
 
 def assert_equals_plain(checkpoint: Checkpoint, native: NativeModel, steps: list[Batch]) -> None:
     """A native model computes in float32; what its cache and its linear maps round is let pass."""

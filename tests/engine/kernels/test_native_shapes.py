@@ -14,12 +14,14 @@ from torch import Tensor
 
 from engine.kernels.batch import Batch
 from engine.kernels.cpu.native import BLOCK_SIZE, Team
-from tests.engine.kernels.levels import SHAPE_LEVELS
+from tests.engine.kernels.levels import SHAPE_LEVELS, params
 from tests.engine.kernels.random_model import DTYPES, Checkpoint, Prompts, config, ints
 from tests.engine.kernels.test_native_decoder import assert_equals_plain
 
+pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
 
-@pytest.fixture(scope="module", params=SHAPE_LEVELS)
+
+@pytest.fixture(scope="module", params=params(SHAPE_LEVELS))
 def level(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -153,6 +153,7 @@ def test_what_is_quantized_in_parts_is_as_good(pool: Pool, tmp_path: Path, quant
     assert 0 < error(together) < 1.3 * error(alone)
 
 
+@pytest.mark.long("four ranks")
 def test_four_ranks_choose_them_too(pool: Pool, tmp_path: Path) -> None:
     compare(pool.of(4), "llama", tmp_path)
 

@@ -4,7 +4,7 @@ A module `cases_*.py` of this folder lists in `CASES` the variants of its kernel
 in a process of their own, since in that of the tests triton interprets. The compiler looks annotations up, too, and
 knows of nothing outside `tl`: an argument that is no constexpr is a `tl.tensor`, not `Any`.
 
-    python -m tests.engine.kernels.triton.compiling [part of a case's name]
+    python -m tests.engine.kernels.triton.compiling [parts of cases' names]
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -98,11 +98,11 @@ def cases() -> Iterator[Case]:
             yield from importlib.import_module(f"{__package__}.{module.name}").CASES
 
 
-def compile_all() -> dict[str, Compiled | str]:
-    """What became of every case on every architecture, by `key`; a text is the error that stopped it."""
+def compile_all(keys: Sequence[str]) -> dict[str, Compiled | str]:
+    """What became of each case on an architecture, by `key`; a text is the error that stopped it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     finished = subprocess.run(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-m", __name__, *keys],
         cwd=Path(__file__).parents[4],
         env=environment,
         capture_output=True,
@@ -177,12 +177,12 @@ def _attempt(index: int, architecture: int) -> str:
     return json.dumps(line)
 
 
-def _main(part: str = "") -> None:
+def _main(*parts: str) -> None:
     wanted = [
         (index, architecture)
         for index, case in enumerate(cases())
         for architecture in case.architectures
-        if part in key(case, architecture)
+        if any(part in key(case, architecture) for part in parts or ("",))
     ]
     with ProcessPoolExecutor(num_cores()) as pool:
         for line in pool.map(_attempt, *zip(*wanted, strict=True)):

@@ -24,6 +24,8 @@ from tests.engine.kernels import scenes
 from tests.engine.kernels.scenes import Lengths, int32
 from tests.engine.ranges import assert_within
 
+pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
+
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * torch.cuda.is_available()
 """The interpreter computes bfloat16 wrongly."""
 

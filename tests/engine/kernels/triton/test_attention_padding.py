@@ -27,6 +27,8 @@ from tests.engine import ranges
 from tests.engine.kernels.scenes import Lengths, int32
 from tests.engine.ranges import assert_within, exactly
 
+pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
+
 BLOCK_SIZE, WIDTH = 16, 4
 SHAPE = KVShape(num_layers=1, num_kv_heads=1, head_dim=16, block_size=BLOCK_SIZE)
 NUM_HEADS, MAX_SEQUENCES = 2, 12

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from tests.engine.kernels.triton.compiling import (
@@ -15,19 +18,32 @@ from tests.engine.kernels.triton.compiling import (
 )
 
 CASES = list(cases())
-TRIALS = [(case, architecture) for case in CASES for architecture in case.architectures]
+
+
+def trials() -> Iterator[Any]:
+    """Every case on every card; `make test` compiles the first case of each kernel, for its first card."""
+    kernels = set()
+    for case in CASES:
+        for architecture in case.architectures:
+            marks = [pytest.mark.long("compilation for every card")] if case.kernel in kernels else []
+            yield pytest.param(case, architecture, id=key(case, architecture), marks=marks)
+            kernels.add(case.kernel)
 
 
 @pytest.fixture(scope="module")
-def results() -> dict[str, Compiled | str]:
-    return compile_all()
+def results(request: pytest.FixtureRequest) -> dict[str, Compiled | str]:
+    """What became of the cases that the tests of this run ask for."""
+    items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    return compile_all(
+        [item.callspec.id for item in items if item.originalname == "test_kernel_fits_the_card"]
+    )
 
 
 def test_names_are_unique() -> None:
     assert len({case.name for case in CASES}) == len(CASES) > 0
 
 
-@pytest.mark.parametrize(("case", "architecture"), TRIALS, ids=[key(*trial) for trial in TRIALS])
+@pytest.mark.parametrize(("case", "architecture"), trials())
 def test_kernel_fits_the_card(case: Case, architecture: int, results: dict[str, Compiled | str]) -> None:
     compiled = results[key(case, architecture)]
     assert isinstance(compiled, Compiled), compiled

@@ -27,6 +27,8 @@ from tests.engine.kernels.triton.test_table import WAITING, Recorder, small, tab
 from tests.engine.ranges import UNIT, Range, assert_within
 from tests.engine.shaken import allowed, largest
 
+pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
+
 ON_GPU = torch.cuda.is_available()
 PADDED = replace(CUDNN, backend=CUDNN.backend if ON_GPU else SDPBackend.MATH, length_multiple=32)
 Backends = list[ContiguousBackend]

@@ -33,6 +33,8 @@ from tests.engine.kernels.triton.agreement import DTYPES
 from tests.engine.kernels.triton.packed_weights import Kind
 from tests.engine.ranges import UNIT, assert_within, gamma
 
+pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
+
 KINDS = {
     "int4": Kind(code=Code.INT4, group_size=64),
     "int4, rows": Kind(code=Code.INT4),

@@ -16,6 +16,8 @@ from tests.engine.kernels.scenes import EPS, Layer, Rotation
 from tests.engine.kernels.test_reference import BLOCK_SIZE, SEQUENCES, make_batch
 from tests.engine.kernels.triton.agreement import DTYPES
 
+pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
+
 NUM_BLOCKS = 9
 
 

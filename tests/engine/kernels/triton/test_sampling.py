@@ -26,7 +26,10 @@ from tests.engine.kernels.sampling_rows import all_allowed, random_masks
 from tests.engine.kernels.triton.choices import ULPS, checked_sample
 
 # The interpreter computes with numpy, which warns of what a GPU does in silence: arithmetic modulo 2^64 and on NaN.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+    pytest.mark.combinations("combinations of what Triton's kernels take"),
+]
 
 VOCAB = 41
 EOS = 3

@@ -92,6 +92,7 @@ def test_a_step_with_drafts_says_what_plain_torch_says_without(folder: Path, dev
     assert min(drafts.count[True], drafts.count[False]) > 0
 
 
+@pytest.mark.long("whole steps by Triton's interpreter")
 def test_a_quantized_cache_says_what_plain_torch_reads_from_one(folder: Path, device: torch.device) -> None:
     """Out of graphs, too."""
     kv_dtype = "fp8"
@@ -109,6 +110,7 @@ def test_a_quantized_cache_says_what_plain_torch_reads_from_one(folder: Path, de
     assert found.tokens() == expected.tokens()
 
 
+@pytest.mark.long("whole steps by Triton's interpreter")
 def test_a_model_in_int8_says_what_it_says_by_the_specification(folder: Path, device: torch.device) -> None:
     """The linear maps have the bits of the CPU's, in whatever chunks and batches."""
     found = party(

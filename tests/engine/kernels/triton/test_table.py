@@ -33,7 +33,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "mistral, one window": {"num_layers": 2, "sliding_windows": (0, 5)},
 }
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning"),
+    pytest.mark.combinations("combinations of what Triton's kernels take"),
+]
 
 
 def table(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Kernels:
