@@ -15,8 +15,9 @@ from engine.planning.stopping import TextStream
 from tests.engine.late import LateRunner
 from tests.engine.paper import expected_output, make_request
 from tests.engine.workloads import BLOCK_SIZE, Key, Run, Workload, workloads
+from tests.few import examples
 
-modest = settings(max_examples=60, deadline=None)
+modest = settings(max_examples=examples(60), deadline=None)
 
 END_TOKENS = (3, 17)
 STOPS = ("4 1", "22 ", "9 9")

@@ -22,6 +22,7 @@ from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.kernels.random_model import DTYPES, Checkpoint, Prompts, config
 from tests.engine.shaken import allowed, largest
+from tests.few import examples
 
 LENGTH = 150
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 127, 128, 129]
@@ -124,7 +125,7 @@ def test_a_decode_at_the_edge_is_the_row_of_the_whole(make_decoder: MakeDecoder,
         assert largest(row - expected[position]) <= 2 * error  # of each
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     windows=st.lists(st.sampled_from([0, *EDGES]), min_size=1, max_size=3).map(tuple),
     lengths=st.lists(st.integers(1, 145), min_size=1, max_size=4),

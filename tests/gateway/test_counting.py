@@ -15,6 +15,7 @@ from engine.planning.request import FinishReason, Request
 from gateway.metrics import WeightedHistogram
 from gateway.service import ServiceOptions
 from priority.lanes import Lane, LanePolicy
+from tests.few import examples
 from tests.gateway.desk import (
     MODEL,
     Desk,
@@ -151,7 +152,7 @@ async def test_choices_are_counted_by_how_they_ended() -> None:
     assert of(found, "penstock_request_output_tokens_sum") == {"": 9}
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=8))
 async def test_tokens_are_counted_once_whoever_reads_them(steps: list[list[int]]) -> None:
     """Four choices; each step brings some of them some tokens. Speculation brings several at once, or none."""

@@ -16,6 +16,7 @@ from priority.admission import ALONE_SLACK, Admission, Forecast
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal
 from priority.steptime import StepTimeModel
+from tests.few import examples
 from tests.priority.bench import (
     COEFFICIENTS,
     accounts,
@@ -64,7 +65,7 @@ situations = st.lists(
     ),
     max_size=12,
 )
-few = settings(max_examples=50)
+few = settings(max_examples=examples(50))
 weightings = st.fixed_dictionaries({tenant: st.integers(1, 5) for tenant in "abc"})
 
 
@@ -247,7 +248,7 @@ def test_others_cost_a_tenant_no_more_than_their_fair_share(
 
 
 @given(sizes=st.lists(st.integers(1, 4_000), min_size=1, max_size=4), lane=st.sampled_from(list(Lane)[:2]))
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 def test_whatever_a_noisy_tenant_sends_a_quiet_one_is_let_in(sizes: list[int], lane: Lane) -> None:
     """Invariant 10: the noisy one is refused what is out of reach; that leaves the quiet one's share untouched."""
     queue = situation([], {}, promises=True)
@@ -389,7 +390,7 @@ def come_true(queue: LaneQueue, at_s: float, ratio: float, tenant: str = "a") ->
 
 
 @given(st.lists(st.floats(0.05, 10.0), min_size=400, max_size=400))
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 def test_the_factor_makes_nine_forecasts_in_ten_come_true(ratios: list[float]) -> None:
     """And it stays within its bounds, whatever happens."""
     queue = situation([], {})

@@ -13,6 +13,7 @@ from priority.simulator.cluster import ROUTERS, Wires, simulate_cluster
 from priority.simulator.run import Result, simulate
 from priority.simulator.summary import summarise
 from priority.simulator.trace import Arrival, Demand, agents
+from tests.few import examples
 from tests.priority.bench import roomy
 from tests.priority.test_simulator import MACHINE, SMALL, check_whole, outcome, traces
 
@@ -27,7 +28,7 @@ SLOW = replace(MACHINE, coefficients={name: 4 * c for name, c in MACHINE.coeffic
     num_replicas=st.integers(2, 4),
     push_delay_s=st.sampled_from([0.0, 0.02, 1.0]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_every_request_gets_all_its_tokens_or_a_reason(
     trace: list[Arrival], router: str, num_replicas: int, push_delay_s: float
 ) -> None:
@@ -44,14 +45,14 @@ def test_every_request_gets_all_its_tokens_or_a_reason(
 
 
 @given(trace=traces, router=st.sampled_from(ROUTERS))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_the_same_trace_gives_the_same_run(trace: list[Arrival], router: str) -> None:
     once, again = (simulate_cluster(trace, SMALL, router, 3) for _ in range(2))
     assert outcome(once) == outcome(again)
 
 
 @given(trace=traces, router=st.sampled_from(ROUTERS[:-1]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_one_replica_is_one_server(trace: list[Arrival], router: str) -> None:
     """Where nobody is refused for being late, it makes no difference that there is a router."""
     lanes = roomy()

@@ -18,6 +18,7 @@ from engine.planning.request import FinishReason, Request
 from priority.lanes import Lane, LanePolicy
 from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
 from priority.steptime import StepTimeModel
+from tests.few import examples
 from tests.priority.bench import (
     PaperEngine,
     accounts,
@@ -232,7 +233,7 @@ class Conservation(RuleBasedStateMachine):
         }
 
 
-Conservation.TestCase.settings = settings(max_examples=70, stateful_step_count=30, deadline=None)
+Conservation.TestCase.settings = settings(max_examples=examples(70), stateful_step_count=30, deadline=None)
 TestConservation = Conservation.TestCase
 
 

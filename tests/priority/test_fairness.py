@@ -13,6 +13,7 @@ from engine.planning.request import Request
 from priority.lanes import Lane
 from priority.queue import _AGED_MOST_TOKENS, AGED_PART, LEAD_TOKENS, LaneQueue
 from priority.shares import COST_OUTPUT, COST_PREFILL
+from tests.few import examples
 from tests.priority.bench import PaperEngine, ask, lines, make_queue, roomy, serve, take, take_all
 
 LONGEST = 1_500
@@ -47,7 +48,7 @@ def serve_backlogged(
     absent=st.sampled_from([None, *Lane]),
     num_jobs=st.integers(1, 300),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_backlogged_lanes_share_by_weight(
     weights: tuple[int, int, int], jobs: list[tuple[int, int]], absent: Lane | None, num_jobs: int
 ) -> None:
@@ -138,7 +139,7 @@ def under_flood(queue: LaneQueue, late: dict[str, tuple[Lane, int]], rate: float
     rate=st.sampled_from([2_000.0, 10_000.0]),
     lane=st.sampled_from([Lane.STANDARD, Lane.BATCH]),
 )
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_nobody_waits_much_longer_than_the_ageing_time(sizes: list[int], rate: float, lane: Lane) -> None:
     """Invariant 7: A + (aged work ahead) / (a quarter of the rate) + one longest prompt, under an endless flood."""
     ageing_s = 30.0
@@ -154,7 +155,7 @@ def test_nobody_waits_much_longer_than_the_ageing_time(sizes: list[int], rate: f
 
 
 @given(size=st.integers(10, 1_500), turns=st.integers(50, 250))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_aged_get_a_quarter_and_no_more(size: int, turns: int) -> None:
     """Invariant 7, the other side: a backlog of the patient does not take over once it is old."""
     queue = make_queue(roomy((10**6, 1, 1), ageing_s=(inf, inf, 0.001)))
@@ -214,7 +215,7 @@ def test_batch_finishes_under_an_endless_interactive_flood(ageing_s: float) -> N
     seats=st.integers(1, 4),
     blocks=st.integers(20, 60),
 )
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_who_could_start_now_is_not_left_waiting(
     jobs: list[tuple[int, int, Lane, int]], seats: int, blocks: int
 ) -> None:

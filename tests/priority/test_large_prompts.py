@@ -14,6 +14,7 @@ from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.simulator.run import Machine, simulate
 from priority.simulator.summary import is_kept
 from priority.simulator.trace import Arrival
+from tests.few import examples
 from tests.priority.bench import COEFFICIENTS, PaperEngine, ask, make_queue, roomy
 
 SHARES = (1.0, 0.92, 0.8)
@@ -58,7 +59,7 @@ def flood_until(
     each=st.integers(8, 60),
     seats=st.integers(2, 50),
 )
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_a_prompt_that_needs_half_the_memory_does_not_wait_for_ever(
     part: float, lane: Lane, flood: Lane, each: int, seats: int
 ) -> None:

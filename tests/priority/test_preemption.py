@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from engine.planning.request import FinishReason, Sequence
 from priority.lanes import Lane
 from priority.yielding import MAX_PREEMPTIONS, MAX_VICTIMS
+from tests.few import examples
 from tests.priority.bench import PaperEngine, ask, make_queue
 
 
@@ -86,7 +87,7 @@ def test_an_urgent_request_gets_the_seat_of_a_patient_one_at_once() -> None:
 
 
 @given(lane=st.sampled_from(Lane), blocks=st.integers(14, 30), seats=st.integers(1, 3))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_equal_lanes_never_preempt_each_other_for_a_newcomer(lane: Lane, blocks: int, seats: int) -> None:
     """Invariant 11: with one lane alone, whoever runs may run to the end, whatever waits."""
     engine = PaperEngine(make_queue(), num_blocks=blocks, max_num_seqs=seats, prefix_cache=False)
@@ -97,7 +98,7 @@ def test_equal_lanes_never_preempt_each_other_for_a_newcomer(lane: Lane, blocks:
 
 
 @given(gap=st.integers(1, 6), seats=st.integers(1, 3), size=st.integers(1, 30))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_nobody_is_asked_more_than_so_often_and_all_finish(gap: int, seats: int, size: int) -> None:
     """Invariant 11: urgent requests keep coming for the seats of the patient; that ends, and nothing loops."""
     engine = full_of_batch(seats, seats)
@@ -155,7 +156,7 @@ def test_of_two_that_gave_way_the_one_that_came_first_goes_on_first() -> None:
     seats=st.integers(1, 4),
     prefix_cache=st.booleans(),
 )
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_whoever_gave_way_still_gets_the_tokens_of_an_undisturbed_run(
     jobs: list[tuple[Lane, int, int, int, int]], blocks: int, seats: int, prefix_cache: bool
 ) -> None:
@@ -186,7 +187,7 @@ def test_whoever_gave_way_still_gets_the_tokens_of_an_undisturbed_run(
         st.tuples(st.sampled_from(Lane), st.integers(1, 60), st.integers(1, 6)), min_size=2, max_size=14
     ),
 )
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_lane_starts_requests_only_within_its_part_of_the_memory(
     shares: tuple[float, float, float], jobs: list[tuple[Lane, int, int]]
 ) -> None:

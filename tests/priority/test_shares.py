@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from priority.lanes import Lane
 from priority.queue import LOCALITY_TOKENS, LaneQueue
 from priority.shares import COST_OUTPUT, COST_PREFILL, DEBT_HALF_LIFE_US, Share, virtual
+from tests.few import examples
 from tests.priority.bench import PaperEngine, accounts, ask, lines, make_queue, roomy, serve, take, take_all
 
 costs = st.lists(st.integers(-(10**6), 10**7), max_size=30)
@@ -107,7 +108,7 @@ def largest_gap(queue: LaneQueue, weights: list[int]) -> float:
 
 @pytest.mark.parametrize("locality", [0, 256, LOCALITY_TOKENS])
 @given(weights=st.lists(st.integers(1, 8), min_size=2, max_size=4), data=st.data())
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_backlogged_tenants_get_service_by_their_weights(
     locality: int, weights: list[int], data: st.DataObject
 ) -> None:
@@ -151,7 +152,7 @@ def test_within_the_window_goes_who_has_more_in_the_cache_and_beyond_it_who_had_
 
 
 @given(share=st.integers(1, 20), seed=st.integers(0, 1_000))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_the_service_gap_stays_bounded_while_many_run_at_once(share: int, seed: int) -> None:
     """Invariant 4 with the engine: 2 U + Q, where U is what may be in flight, however much more one of them sends."""
     seats, longest, q = 4, (24, 10), 8

@@ -16,6 +16,7 @@ from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
 from priority.simulator.run import POLICIES, Machine, Result, Served, simulate
 from priority.simulator.trace import BLOCK_TOKENS, SCENARIOS, Arrival, Demand, sessions
+from tests.few import examples
 from tests.priority.bench import COEFFICIENTS
 
 MACHINE = Machine(coefficients=COEFFICIENTS)
@@ -61,7 +62,7 @@ def outcome(result: Result) -> list[tuple[object, ...]]:
 
 
 @given(trace=traces, policy=st.sampled_from(POLICIES), num_machines=st.integers(1, 3))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_every_request_gets_all_its_tokens_or_a_reason(
     trace: list[Arrival], policy: str, num_machines: int
 ) -> None:
@@ -81,7 +82,7 @@ def test_every_request_gets_all_its_tokens_or_a_reason(
 
 
 @given(trace=traces, policy=st.sampled_from(["fair", "penstock"]))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_tenants_are_charged_for_what_they_got(trace: list[Arrival], policy: str) -> None:
     """Invariant 13, over a whole run: exact, unless somebody gave way and found less when it came back."""
     result = simulate(trace, SMALL, policy)
@@ -99,14 +100,14 @@ def test_tenants_are_charged_for_what_they_got(trace: list[Arrival], policy: str
 
 
 @given(trace=traces, policy=st.sampled_from(POLICIES))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_the_same_trace_gives_the_same_run(trace: list[Arrival], policy: str) -> None:
     """Invariant 14."""
     assert outcome(simulate(trace, SMALL, policy)) == outcome(simulate(trace, SMALL, policy))
 
 
 @given(trace=traces)
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_other_names_in_the_same_order_give_the_same_run(trace: list[Arrival]) -> None:
     """Invariant 14: names break ties and do nothing else."""
     renamed = [replace(a, tenant={"a": "Q", "b": "R", "c": "Z"}[a.tenant]) for a in trace]
@@ -114,7 +115,7 @@ def test_other_names_in_the_same_order_give_the_same_run(trace: list[Arrival]) -
 
 
 @given(trace=traces, policy=st.sampled_from(POLICIES), num_machines=st.integers(1, 2))
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_steps_taken_at_once_are_those_taken_one_by_one(
     trace: list[Arrival], policy: str, num_machines: int
 ) -> None:
@@ -137,7 +138,7 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(
 
 
 @given(trace=traces, factor=st.sampled_from([1.5, 2.0, 4.0]))
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 def test_a_slower_machine_is_never_better(trace: list[Arrival], factor: float) -> None:
     """First come, first served: nobody gains when every step takes longer."""
     trace = [replace(a, num_prompt=min(a.num_prompt, 3_500), hash_ids=()) for a in trace]
@@ -148,7 +149,7 @@ def test_a_slower_machine_is_never_better(trace: list[Arrival], factor: float) -
 
 
 @given(trace=traces, factor=st.sampled_from([0.5, 2.0, 8.0]))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_time_has_no_unit(trace: list[Arrival], factor: float) -> None:
     """Twice as slow steps and twice as rare arrivals: the same run, twice as long. By first come: no promises in it."""
     stretched = [replace(a, at_s=a.at_s * factor) for a in trace]

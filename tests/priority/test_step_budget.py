@@ -17,6 +17,7 @@ from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.simulator.run import Machine, simulate
 from priority.simulator.trace import Arrival
 from priority.steptime import StepTimeModel
+from tests.few import examples
 from tests.priority.bench import COEFFICIENTS, PaperEngine, ask, known_model, make_queue, roomy
 
 MACHINE = Machine(coefficients=COEFFICIENTS)
@@ -160,7 +161,7 @@ def test_patient_streams_take_turns_when_decoding_alone_is_too_slow() -> None:
     num_prompt=st.integers(1_000, 12_000),
     times=st.lists(st.floats(1.0, 6.0), min_size=1, max_size=4),
 )
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 def test_no_prompt_however_long_makes_a_running_stream_stutter(
     lane: Lane, streams: int, num_prompt: int, times: list[float]
 ) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from priority.steptime import NAMES, StepShape, StepTimeModel
+from tests.few import examples
 from tests.priority.bench import COEFFICIENTS, known_model
 
 shapes = st.builds(
@@ -39,7 +40,7 @@ def taught(
 
 
 @given(seed=st.integers(0, 10_000))
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 def test_it_predicts_what_it_was_shown(seed: int) -> None:
     model = taught(300, seed=seed, noise=0.05)
     rng = Random(seed + 1)
@@ -67,7 +68,7 @@ def test_it_is_not_relied_on_before_enough_was_measured() -> None:
 
 
 @given(steps=st.lists(st.tuples(shapes, st.floats(0.0, 30.0)), max_size=80))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_no_coefficient_is_ever_negative_whatever_was_measured(steps: list[tuple[StepShape, float]]) -> None:
     """Else more work would look faster, and the forecast would not be monotone (invariant 9)."""
     model = StepTimeModel()
@@ -78,7 +79,7 @@ def test_no_coefficient_is_ever_negative_whatever_was_measured(steps: list[tuple
 
 
 @given(shape=shapes, more=shapes, seed=st.integers(0, 50))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_more_work_never_takes_less_time(shape: StepShape, more: StepShape, seed: int) -> None:
     """Invariant 9, in its model."""
     model = taught(40, seed=seed, noise=0.5)

@@ -31,6 +31,7 @@ from engine.model.transformer import Decoder
 from engine.model.weights import Recipe, load_weights
 from engine.quant.quantization import Quantization
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config
+from tests.few import examples
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -220,7 +221,7 @@ def test_packed_integers_take_what_was_estimated_and_a_little_for_padding(
     assert 0.98 * estimate <= real_bytes(weights) <= 1.05 * estimate
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(sorted(DTYPES)), st.booleans())
 def test_a_packed_linear_is_padded_to_16_outputs_and_no_more(
     team: native.Team, rows: int, columns: int, dtype: str, gated: bool
@@ -242,7 +243,7 @@ def test_the_cache_takes_exactly_what_was_planned(tmp_path: Path, family: str, n
     assert model.memory.num_tokens == (num_blocks - 1) * 16
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(
     st.integers(0, 1 << 26),
     st.integers(1, 64),

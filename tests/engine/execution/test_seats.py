@@ -21,6 +21,7 @@ from tests.engine.late import LateRunner, LateStep
 from tests.engine.paper import make_request
 from tests.engine.test_overlap import StoppingSink, answers
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
+from tests.few import examples
 
 CPU = torch.device("cpu")
 
@@ -113,7 +114,7 @@ class TableRunner(LateRunner):
         return step
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     workloads(),
     st.integers(0, 99),

@@ -13,6 +13,7 @@ from engine.quant.codebook import NF4, UNIT, Codebook
 from engine.quant.float8 import BLOCK, Float8, Scaling
 from engine.quant.formats import NamedTensors
 from engine.quant.storages.bitsandbytes import TABLES
+from tests.few import examples
 
 pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
 
@@ -59,7 +60,7 @@ def product_in_floats(
     return sums if bias is None else sums + bias
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(formats(), st.integers(1, 70), st.integers(1, 70), st.booleans(), st.booleans(), st.integers(0, 1000))
 def test_the_product_has_the_bits_of_the_product_of_floats(
     team: Team,
@@ -82,7 +83,7 @@ def test_the_product_has_the_bits_of_the_product_of_floats(
     assert torch.equal(linear(x), product_in_floats(team, x, tensors, format, bias, rounded))
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(formats(), st.integers(1, 40), st.integers(1, 20), st.integers(0, 1000))
 def test_the_product_is_near_that_in_float64(
     team: Team, chosen: tuple[Format, int], rows: int, num_tokens: int, seed: int

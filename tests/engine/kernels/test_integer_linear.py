@@ -21,6 +21,7 @@ from engine.quant.integers import Factors, Integers
 from tests.engine import ranges
 from tests.engine.integers import any_integers
 from tests.engine.ranges import assert_within
+from tests.few import examples
 
 pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
 
@@ -77,7 +78,7 @@ def product_by_hand(x: Tensor, tensors: NamedTensors, format: Integers, bias: Te
     return out if bias is None else out + bias.numpy()
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(formats(), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.integers(0, 1000))
 def test_the_product_is_what_the_arithmetic_says(
     chosen: tuple[Integers, int], rows: int, num_tokens: int, biased: bool, seed: int
@@ -91,7 +92,7 @@ def test_the_product_is_what_the_arithmetic_says(
     assert np.array_equal(found.numpy(), product_by_hand(x, tensors, format, bias))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(formats(), st.integers(0, 1000))
 def test_the_product_is_near_that_of_the_weight_it_stands_for(
     chosen: tuple[Integers, int], seed: int
@@ -181,7 +182,7 @@ def test_leading_dimensions_are_kept() -> None:
 # ---- native, at every level ----
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(formats(), HALVES, st.integers(1, 70), st.integers(1, 70), st.booleans(), st.integers(0, 1000))
 def test_the_native_product_has_the_same_bits(
     team: Team,

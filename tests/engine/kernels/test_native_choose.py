@@ -26,6 +26,7 @@ from tests.engine.kernels.sampling_rows import (
     run,
 )
 from tests.engine.ranges import assert_logprobs
+from tests.few import examples
 
 pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
 
@@ -93,7 +94,7 @@ def mixtures(draw: st.DrawFn) -> tuple[int, list[Row]]:
     return vocab, draw(st.lists(rows_of(vocab), min_size=1, max_size=6))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     mixture=mixtures(),
     seed=st.integers(0, 2**31),
@@ -169,7 +170,7 @@ def test_ten_thousand_draws(choose: NativeChoose, has_filters: bool) -> None:
     assert different <= 5
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(mixture=mixtures(), seed=st.integers(0, 2**31), has_ties=st.booleans())
 def test_neither_company_nor_threads_change_a_bit(
     choosers: list[NativeChoose], mixture: tuple[int, list[Row]], seed: int, has_ties: bool

@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.kernels.cpu.native import NativeGather, NativeLibrary
 from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepInputs, StepTokens, gather
 from tests.engine.kernels.levels import FEW_LEVELS
+from tests.few import examples
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, MAX_BLOCKS = 16, 7
@@ -81,7 +82,7 @@ def assert_same(found: StepInputs, expected: StepInputs) -> None:
     assert found.batch.max_query_len == expected.batch.max_query_len
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(cases())
 def test_inputs_are_those_of_the_specification(library: NativeLibrary, case: Case) -> None:
     native = NativeGather(library)

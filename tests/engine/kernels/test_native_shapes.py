@@ -17,6 +17,7 @@ from engine.kernels.cpu.native import BLOCK_SIZE, Team
 from tests.engine.kernels.levels import SHAPE_LEVELS, params
 from tests.engine.kernels.random_model import DTYPES, Checkpoint, Prompts, config, ints
 from tests.engine.kernels.test_native_decoder import assert_equals_plain
+from tests.few import examples
 
 pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
 
@@ -59,7 +60,7 @@ STEPS: tuple[dict[int, tuple[int, int]], ...] = (
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(shape=model_shapes(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
 def test_logits_of_any_model_are_those_of_plain_torch(
     team: Team, shape: dict[str, Any], dtype: torch.dtype, seed: int
@@ -123,7 +124,7 @@ def test_mixed_batches_of_any_size_are_those_of_plain_torch(team: Team, count: i
     assert_equals_plain(checkpoint, checkpoint.native(team), steps)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     count=st.integers(2, 70),
     seed=st.integers(0, 1_000),
@@ -149,7 +150,7 @@ def test_a_row_is_the_same_in_any_part_of_any_batch(
     assert torch.equal(some, whole[members])
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=1, max_size=5),
     dtype=st.sampled_from(DTYPES),
@@ -177,7 +178,7 @@ def test_any_schedule_of_chunks_brings_the_same_bits(
     assert torch.equal(torch.cat([row for own in rows for row in own]), whole)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(st.integers(0, 56), max_size=70), st.sampled_from(DTYPES))
 def test_any_selection_of_rows_is_answered_in_its_order(
     team: Team, wanted: list[int], dtype: torch.dtype

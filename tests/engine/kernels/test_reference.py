@@ -25,6 +25,7 @@ from engine.kernels.reference import (
 from engine.quant.float8 import FLOAT8
 from tests.engine import ranges
 from tests.engine.ranges import assert_within, concatenated, exactly
+from tests.few import examples
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 4, 2, 8, 4
@@ -61,7 +62,7 @@ def make_batch(sequences: list[tuple[int, int]]) -> Batch:
 
 @pytest.mark.parametrize("bound", [1, reference.MAX_TILE_ELEMENTS])
 @given(sequences=SEQUENCES, window=st.sampled_from([0, 1, 3, 7]), seed=st.integers(0, 1000))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_paged_attention_is_dense_attention(
     bound: int, sequences: list[tuple[int, int]], window: int, seed: int
 ) -> None:

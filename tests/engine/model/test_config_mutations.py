@@ -17,6 +17,7 @@ from engine.fields import Fields
 from engine.model.config import ModelConfig, RopeConfig
 from engine.model.parse import parse_config, read_config, read_generation_defaults
 from tests.engine.checkpoints import FAMILIES, make_config
+from tests.few import examples
 
 WHOLE_NUMBERS = (
     "vocab_size",
@@ -69,7 +70,7 @@ def assert_whole(config: ModelConfig) -> None:
     assert config.dtype in ("float32", "bfloat16", "float16")
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.sampled_from(FAMILIES), st.sampled_from(ENTRIES), values)
 def test_an_entry_of_the_wrong_kind_is_named(family: str, entry: str, value: object) -> None:
     if fits(entry, value):
@@ -83,7 +84,7 @@ def test_an_entry_of_the_wrong_kind_is_named(family: str, entry: str, value: obj
     assert len(message) < 300
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(
     st.sampled_from(FAMILIES),
     st.dictionaries(st.sampled_from(ENTRIES), values | st.none(), max_size=4),
@@ -100,7 +101,7 @@ def test_any_mixture_of_changes_is_a_whole_config_or_an_error_that_names_one(
         assert_whole(config)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.sampled_from(FAMILIES), st.integers(-3, 12), st.integers(-3, 12))
 def test_heads_are_shared_evenly_or_not_at_all(family: str, heads: int, kv_heads: int) -> None:
     changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 16}
@@ -130,7 +131,7 @@ def test_what_has_no_default_is_said_to_be_missing(family: str, entry: str, how:
         parse_config(Fields("config.json", config))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.sampled_from(FAMILIES), st.dictionaries(st.text(max_size=12), values, max_size=4))
 def test_entries_that_nobody_knows_change_nothing(family: str, extra: dict[str, Any]) -> None:
     known = make_config(family)
@@ -138,7 +139,7 @@ def test_entries_that_nobody_knows_change_nothing(family: str, extra: dict[str, 
     assert parse(family, **extra) == parse_config(Fields("config.json", known))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.sampled_from(["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]),
     values.filter(lambda value: isinstance(value, str | list | dict | bool)),
@@ -164,7 +165,7 @@ def test_whole_numbers_may_be_written_with_a_point() -> None:
     assert_whole(config)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(1, 8), st.integers(0, 9), st.integers(1, 64), st.booleans())
 def test_every_layer_has_a_window(layers: int, first: int, window: int, wanted: bool) -> None:
     config = parse(
@@ -190,7 +191,7 @@ def write(folder: Path, config: bytes, generation: bytes | None = None) -> Path:
     return folder
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(
     st.sampled_from(FAMILIES),
     st.lists(st.tuples(st.integers(0, 2_000), st.integers(0, 255)), min_size=1, max_size=3),
@@ -214,7 +215,7 @@ def test_changed_bytes_of_the_file_are_a_config_or_an_error_of_one_line(
 GENERATION = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(st.dictionaries(st.sampled_from(GENERATION), values | st.none(), max_size=3))
 def test_generation_defaults_are_numbers_or_an_error_that_names_one(changes: dict[str, Any]) -> None:
     with TemporaryDirectory() as folder:
@@ -230,7 +231,7 @@ def test_generation_defaults_are_numbers_or_an_error_that_names_one(changes: dic
         assert not isinstance(value, bool)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.none() | st.integers(0, 9) | st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9)))
 def test_every_end_of_sequence_of_either_file_is_known_once(own: object, more: list[int]) -> None:
     config = json.dumps({**make_config("llama"), "eos_token_id": own}).encode()

@@ -18,6 +18,7 @@ from engine.model.parse import parse_config
 from engine.model.transformer import inverse_frequencies, rotary_tables
 from tests.engine.checkpoints import make_config
 from tests.engine.ranges import FUNCTION, gamma
+from tests.few import examples
 
 CPU = torch.device("cpu")
 head_dims = st.sampled_from([8, 16, 24, 32, 64, 80, 128])
@@ -53,7 +54,7 @@ def llama3_ropes(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(llama3_ropes(), head_dims)
 def test_llama3_frequencies_are_those_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
     init = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS["llama3"]
@@ -62,7 +63,7 @@ def test_llama3_frequencies_are_those_of_transformers(rope: dict[str, Any], head
     assert torch.equal(inverse_frequencies(ours(rope, head_dim).rope, head_dim), expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(thetas, factors, head_dims)
 def test_linear_frequencies_are_those_of_transformers(theta: float, factor: float, head_dim: int) -> None:
     rope = {"rope_type": "linear", "rope_theta": theta, "factor": factor}
@@ -70,7 +71,7 @@ def test_linear_frequencies_are_those_of_transformers(theta: float, factor: floa
     assert torch.equal(inverse_frequencies(ours(rope, head_dim).rope, head_dim), expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(llama3_ropes() | st.builds(lambda t: {"rope_type": "default", "rope_theta": t}, thetas), head_dims)
 def test_turned_heads_are_those_of_transformers(rope: dict[str, Any], head_dim: int) -> None:
     positions = torch.tensor([[0, 1, 2, 17, 63, 64, 500, 511]])
@@ -87,7 +88,7 @@ def test_turned_heads_are_those_of_transformers(rope: dict[str, Any], head_dim: 
         assert ((found - wanted).abs() <= 2 * gamma(FUNCTION + 2) * largest).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(llama3_ropes(), head_dims)
 def test_llama3_stretches_by_at_most_the_factor_and_keeps_the_order(
     rope: dict[str, Any], head_dim: int
@@ -106,7 +107,7 @@ def test_llama3_stretches_by_at_most_the_factor_and_keeps_the_order(
     torch.testing.assert_close(scaled[long] * config.factor, plain[long], atol=0, rtol=gamma(2))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(head_dims, st.integers(0, 200), st.integers(0, 200), st.integers(1, 100))
 def test_a_product_of_query_and_key_depends_on_their_distance_alone(
     head_dim: int, query_at: int, key_at: int, shift: int
@@ -126,7 +127,7 @@ def test_a_product_of_query_and_key_depends_on_their_distance_alone(
     assert abs(here - there) <= 2 * sum(each) * float((pairs[0] * pairs[1]).sum())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(llama3_ropes(), head_dims, st.integers(1, 300))
 def test_turning_keeps_lengths_and_leaves_position_0_as_it_is(
     rope: dict[str, Any], head_dim: int, length: int

@@ -19,6 +19,7 @@ from engine.model.parse import read_config
 from engine.model.safetensors import DTYPES, INDEX, SINGLE, TensorFiles
 from engine.model.weights import check_tensors
 from tests.engine.checkpoints import make_checkpoint
+from tests.few import examples
 
 Header = dict[str, Any]
 
@@ -63,7 +64,7 @@ def test_values_come_back_bit_for_bit(tmp_path: Path, name: str) -> None:
     assert torch.equal(found.view(bits), tensor.view(256, -1).view(bits))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),
@@ -253,7 +254,7 @@ def test_the_unchanged_file_survives(good: Path) -> None:
     assert survives(good, (good / SINGLE).read_bytes())
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2_000), st.integers(0, 255)), min_size=1, max_size=4))
 def test_changed_bytes_give_a_model_or_a_checkpoint_error(good: Path, changes: list[tuple[int, int]]) -> None:
     content = bytearray((good / SINGLE).read_bytes())
@@ -262,7 +263,7 @@ def test_changed_bytes_give_a_model_or_a_checkpoint_error(good: Path, changes: l
     survives(good, bytes(content))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.data())
 def test_a_file_that_ends_early_is_refused(good: Path, data: st.DataObject) -> None:
     content = (good / SINGLE).read_bytes()
@@ -287,7 +288,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     st.sampled_from(["model.norm.weight", "lm_head.weight", "__metadata__", "new"]),
     st.sampled_from(["dtype", "shape", "", "more"]),
@@ -306,7 +307,7 @@ def test_any_json_in_the_header_gives_a_model_or_a_checkpoint_error(
     survives(good, encode(header, content[8 + length :]))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 10**5), st.integers(-100, 10**5) | st.just(64))
 def test_offsets_are_right_within_the_file_and_refused_beyond_it(good: Path, start: int, size: int) -> None:
     content = (good / SINGLE).read_bytes()

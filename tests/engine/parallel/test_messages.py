@@ -13,6 +13,7 @@ from engine.planning.request import Sequence
 from engine.planning.step import Chunk, Masks, Plan, StepInFlight
 from tests.engine.paper import PaperRunner, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
+from tests.few import examples
 
 
 def same(told: Plan, heard: Plan) -> None:
@@ -52,7 +53,7 @@ class Overheard(PaperRunner):
         super().forget(gone)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(workloads(), st.integers(1, 5))
 def test_what_is_told_is_what_is_heard(workload: Workload, every: int) -> None:
     """Prompts in pieces, prefix hits, copies, choices of one request, sequences that give way and come again."""

@@ -16,8 +16,9 @@ from engine.planning.step import Chunk, Sampled
 from tests.engine.late import LateRunner, Order
 from tests.engine.paper import VOCABULARY, PaperRunner, expected_output, make_request, next_token
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
+from tests.few import examples
 
-modest = settings(max_examples=60, deadline=None)
+modest = settings(max_examples=examples(60), deadline=None)
 
 
 def row_of(token_ids: list[int], request: Request) -> TokenLogprobs:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.planning.block_map import MAX_CELLS, block_map
+from tests.few import examples
 
 
 def drawn_plainly(counts: list[int], findable: bytearray, per_cell: int) -> dict[str, bytes]:
@@ -25,7 +26,7 @@ def drawn_plainly(counts: list[int], findable: bytearray, per_cell: int) -> dict
     }
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     st.integers(1, 5 * MAX_CELLS),
     st.lists(st.sampled_from([0, 0, 1, 1, 2, 9, 300]), min_size=1),

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from engine.planning.request import FinishReason, Sequence
 from engine.planning.step import Plan
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
+from tests.few import examples
 
-modest = settings(max_examples=40, deadline=None)
+modest = settings(max_examples=examples(40), deadline=None)
 
 
 def may_share(a: Sequence, b: Sequence, i: int) -> bool:

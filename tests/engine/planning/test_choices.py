@@ -11,6 +11,7 @@ from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.paper import make_request
 from tests.engine.workloads import Run, Workload
+from tests.few import examples
 
 GAMMA = 0x9E3779B97F4A7C15
 """The step of SplitMix64: output i of the generator seeded with s is output 0 of that seeded with s + i * GAMMA."""
@@ -127,7 +128,7 @@ def house(request: Request, num_blocks: int, seats: int, prefix_cache: bool = Tr
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.integers(1, 20), st.integers(1, 6), st.integers(2, 9))
 def test_a_prompt_is_computed_once_for_all_its_choices(length: int, n: int, max_tokens: int) -> None:
     """And its last token once more for each fork, whose first logits it brings."""
@@ -136,7 +137,7 @@ def test_a_prompt_is_computed_once_for_all_its_choices(length: int, n: int, max_
     assert run.runner.num_tokens == length + (n - 1) + n * (max_tokens - 1)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(1, 12), st.integers(2, 5), st.integers(0, 4), st.integers(0, 5))
 def test_a_choice_that_fails_takes_no_other_with_it(length: int, n: int, bad: int, seats: int) -> None:
     request = make_request("r", list(range(length)), max_tokens=4, n=n)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine.planning.detokenizer import make_detokenizer
 from engine.planning.tokenizer import Tokenizer
 from tests.engine.checkpoints import byte_level_tokenizer, metaspace_tokenizer
+from tests.few import examples
 
 BYTE_LEVEL = Tokenizer(byte_level_tokenizer().to_str())
 METASPACE = Tokenizer(metaspace_tokenizer().to_str())
@@ -48,7 +49,7 @@ def test_every_byte_is_a_token_of_both_vocabularies() -> None:
     assert [METASPACE.token_bytes(i) for i in FALLBACK] == [bytes([byte]) for byte in range(256)]
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(unicode_texts)
 def test_a_text_that_comes_byte_by_byte_has_no_half_characters(text: str) -> None:
     parts = pieces(BYTE_LEVEL, byte_tokens(text.encode()))
@@ -58,7 +59,7 @@ def test_a_text_that_comes_byte_by_byte_has_no_half_characters(text: str) -> Non
     assert not any("\ufffd" in part for part in parts)
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(unicode_texts)
 def test_a_character_is_shown_with_its_last_byte(text: str) -> None:
     parts = pieces(BYTE_LEVEL, byte_tokens(text.encode()))
@@ -68,7 +69,7 @@ def test_a_character_is_shown_with_its_last_byte(text: str) -> None:
         assert parts[at] == character
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(unicode_texts)
 def test_nothing_is_normalised_on_the_way(text: str) -> None:
     """Composed and decomposed forms are different texts, and stay so."""
@@ -77,7 +78,7 @@ def test_nothing_is_normalised_on_the_way(text: str) -> None:
         assert "".join(pieces(BYTE_LEVEL, BYTE_LEVEL.encode(written))) == written
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(st.binary(max_size=24))
 def test_bytes_that_are_no_text_become_what_python_makes_of_them(raw: bytes) -> None:
     token_ids = byte_tokens(raw)
@@ -86,7 +87,7 @@ def test_bytes_that_are_no_text_become_what_python_makes_of_them(raw: bytes) -> 
     assert joined == BYTE_LEVEL.decode(token_ids)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(unicode_texts.filter(bool), st.binary(min_size=1, max_size=4), unicode_texts)
 def test_broken_bytes_in_the_middle_spoil_no_character_after_them(
     before: str, noise: bytes, after: str
@@ -98,7 +99,7 @@ def test_broken_bytes_in_the_middle_spoil_no_character_after_them(
     assert joined.endswith(after)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(unicode_texts, st.data())
 def test_what_is_shown_early_is_a_beginning_of_what_is_shown_in_the_end(
     text: str, data: st.DataObject
@@ -110,7 +111,7 @@ def test_what_is_shown_early_is_a_beginning_of_what_is_shown_in_the_end(
     assert "".join(pieces(tokenizer, token_ids)).startswith(early)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(unicode_texts.filter(bool))
 def test_a_sequence_cut_inside_a_character_shows_it_as_one_mark_and_only_in_the_end(text: str) -> None:
     character = text[-1]

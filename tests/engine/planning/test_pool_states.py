@@ -13,9 +13,10 @@ from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import BlockPool, PoolViolation
 from engine.planning.request import Sequence
 from tests.engine.paper import make_request
+from tests.few import examples
 
 BLOCK_SIZE = 4
-modest = settings(max_examples=50, deadline=None)
+modest = settings(max_examples=examples(50), deadline=None)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -81,7 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check([[block] * count for block, count in self.held.items()])
 
 
-PoolMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(30), stateful_step_count=30, deadline=None)
 TestPool = PoolMachine.TestCase
 
 

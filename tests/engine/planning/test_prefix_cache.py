@@ -12,8 +12,9 @@ from engine.planning.prefix_index import extend_hashes
 from engine.planning.request import Request, Sequence
 from tests.engine.paper import expected_output, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
+from tests.few import examples
 
-modest = settings(max_examples=40, deadline=None)
+modest = settings(max_examples=examples(40), deadline=None)
 few_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=18)
 SALTS = [b"", b"alice", b"bob"]
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.engine.paper import make_request
 from tests.engine.planning.test_scheduler import Bench, work
+from tests.few import examples
 
 
 def test_a_follower_waits_for_a_prefix_of_several_steps_and_it_is_computed_once() -> None:
@@ -82,7 +83,7 @@ def test_who_waited_for_a_prefix_goes_before_newcomers_of_its_lane_beside_a_long
     assert len(overtook) <= 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     owner_lane=st.integers(0, 2),
     lane=st.integers(0, 2),

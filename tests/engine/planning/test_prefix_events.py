@@ -22,8 +22,9 @@ from engine.planning.step import StepReport
 from priority.queue import LaneQueue
 from tests.engine.paper import PaperRunner, PaperSink, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
+from tests.few import examples
 
-modest = settings(max_examples=60, deadline=None)
+modest = settings(max_examples=examples(60), deadline=None)
 PATIENCE_S = 20.0
 
 

@@ -33,6 +33,7 @@ from tests.engine.paper import (
     expected_output,
     make_request,
 )
+from tests.few import examples
 
 BLOCK_SIZE = 4
 
@@ -264,5 +265,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert tokens == expected[: len(tokens)]
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=examples(120), stateful_step_count=40, deadline=None
+)
 TestScheduler = SchedulerMachine.TestCase

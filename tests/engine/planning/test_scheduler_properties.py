@@ -13,8 +13,9 @@ from engine.planning.request import FinishReason, Request
 from engine.planning.step import Plan
 from tests.engine.paper import expected_output, make_request
 from tests.engine.workloads import BLOCK_SIZE, Key, Piece, Run, Workload, workloads
+from tests.few import examples
 
-modest = settings(max_examples=30, deadline=None)
+modest = settings(max_examples=examples(30), deadline=None)
 
 
 def pieces_of(run: Run) -> dict[Key, list[Piece]]:

@@ -11,6 +11,7 @@ from engine.planning.request import FinishReason, Request, SamplingParams, Seque
 from engine.planning.stopping import StopStrings, TextSink, TextStream
 from engine.planning.tokenizer import Tokenizer
 from tests.engine.checkpoints import byte_level_tokenizer
+from tests.few import examples
 
 TOKENIZER = Tokenizer(byte_level_tokenizer().to_str())
 BYTES = {TOKENIZER.token_bytes(i): i for i in range(TOKENIZER.vocab_size) if i not in TOKENIZER.special_ids}
@@ -63,7 +64,7 @@ def first_to_end(text: str, stops: tuple[str, ...]) -> int | None:
     return end + length
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(cut_texts(), stop_tuples)
 def test_a_stop_string_that_is_shown_is_the_end_of_the_text(
     pieces: list[str], stops: tuple[str, ...]
@@ -79,7 +80,7 @@ def test_a_stop_string_that_is_shown_is_the_end_of_the_text(
     assert shown + stream.flush() == hidden + (stream.stop or "")
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(cut_texts(), stops)
 def test_one_stop_string_is_found_where_find_finds_it(pieces: list[str], stop: str) -> None:
     text = "".join(pieces)
@@ -87,7 +88,7 @@ def test_one_stop_string_is_found_where_find_finds_it(pieces: list[str], stop: s
     assert show(pieces, (stop,)) == ((text, False) if at < 0 else (text[:at], True))
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(cut_texts(), stop_tuples)
 def test_of_several_the_first_to_end_wins(pieces: list[str], stops: tuple[str, ...]) -> None:
     text = "".join(pieces)
@@ -95,7 +96,7 @@ def test_of_several_the_first_to_end_wins(pieces: list[str], stops: tuple[str, .
     assert show(pieces, stops) == ((text, False) if at is None else (text[:at], True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(texts, stop_tuples, texts)
 def test_where_the_borders_fall_changes_nothing(before: str, stops: tuple[str, ...], after: str) -> None:
     text = before + stops[0] + after
@@ -106,7 +107,7 @@ def test_where_the_borders_fall_changes_nothing(before: str, stops: tuple[str, .
         assert show([text[:border], text[border:]], stops) == whole
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(cut_texts(), stop_tuples)
 def test_exactly_what_could_still_become_a_stop_string_is_held_back(
     pieces: list[str], stops: tuple[str, ...]
@@ -122,7 +123,7 @@ def test_exactly_what_could_still_become_a_stop_string_is_held_back(
         assert text == shown + text[len(text) - max(starts, default=0) :]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(cut_texts(), min_size=2, max_size=3), stop_tuples)
 def test_streams_that_share_their_stop_strings_do_not_disturb_each_other(
     texts: list[list[str]], stops: tuple[str, ...]
@@ -138,7 +139,7 @@ def test_streams_that_share_their_stop_strings_do_not_disturb_each_other(
         assert (shown[number] + rest, stream.stopped) == show(pieces, stops)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(texts, stop_tuples)
 def test_the_automaton_knows_the_longest_open_beginning_and_the_longest_match(
     text: str, stops: tuple[str, ...]
@@ -190,7 +191,7 @@ def run(token_ids: list[int], max_tokens: int, **params: object) -> tuple[str, F
 cuts = st.lists(st.integers(0, 120), max_size=30)
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=examples(70), deadline=None)
 @given(texts.filter(bool), stop_tuples, cuts)
 def test_a_sink_ends_a_text_before_its_stop_string_however_its_bytes_are_cut(
     text: str, stops: tuple[str, ...], cuts: list[int]
@@ -204,7 +205,7 @@ def test_a_sink_ends_a_text_before_its_stop_string_however_its_bytes_are_cut(
         assert (shown, reason) == (text[:at], FinishReason.STOP)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(texts, stops, cuts)
 def test_a_sequence_ends_with_the_token_that_completes_the_stop_string(
     text: str, stop: str, cuts: list[int]
@@ -217,7 +218,7 @@ def test_a_sequence_ends_with_the_token_that_completes_the_stop_string(
     assert stop not in b"".join(raw[: count - 1]).decode("utf-8", "ignore")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(texts.filter(bool), cuts, st.integers(1, 60))
 def test_a_sequence_that_is_cut_off_shows_every_whole_character_of_its_tokens(
     text: str, cuts: list[int], most: int
@@ -229,7 +230,7 @@ def test_a_sequence_that_is_cut_off_shows_every_whole_character_of_its_tokens(
     assert (shown, reason) == (raw.decode("utf-8", "replace"), FinishReason.LENGTH)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12), st.integers(0, 12))
 def test_a_stop_token_counts_from_min_tokens_on(letters: list[str], min_tokens: int) -> None:
     stop = BYTES[b"b"]

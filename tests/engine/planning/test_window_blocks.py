@@ -16,6 +16,7 @@ from engine.planning.step import Plan
 from priority.queue import LaneQueue
 from tests.engine.late import LateRunner
 from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
+from tests.few import examples
 
 BLOCK_SIZE = 4
 
@@ -184,7 +185,7 @@ def test_a_window_sets_no_limit_to_the_length_unless_it_is_wider_than_the_pool()
         assert tables.num_kv_tokens == 16
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     window=st.integers(1, 24),
     num_blocks=st.integers(4, 16),

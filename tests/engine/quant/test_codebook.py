@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from engine.quant import codebook
 from engine.quant.codebook import NF4, Codebook
 from engine.quant.storages.bitsandbytes import TABLES
+from tests.few import examples
 
 TABLE = tuple(x / 8 - 1 for x in range(16))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 40), st.integers(1, 3), st.sampled_from([1, 7, 16]), st.integers(1, 99))
 def test_a_weight_is_its_number_in_the_table_times_the_scale_of_its_group(
     rows: int, groups: int, size: int, seed: int

@@ -13,6 +13,7 @@ from engine.quant import integers as module
 from engine.quant.formats import NamedTensors
 from engine.quant.integers import Factors, Integers, common_format, widen
 from tests.engine.integers import any_integers
+from tests.few import examples
 
 FORMATS = st.sampled_from(
     [Integers(8, 7), Integers(8, 64), Integers(8, 1), *(Integers(4, size, True) for size in (32, 64, 128))]
@@ -38,7 +39,7 @@ def assert_within_format(format: Integers, tensors: NamedTensors, rows: int, col
         assert bool(tensors[name].isfinite().all())
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(FORMATS, st.integers(1, 9), st.integers(1, 5), SCALES, st.integers(0, 1000))
 def test_a_weight_is_rounded_by_less_than_a_step(
     format: Integers, rows: int, num_groups: int, scale: float, seed: int
@@ -58,7 +59,7 @@ def test_a_weight_is_rounded_by_less_than_a_step(
     assert bool((error <= bound + float(module._SMALLEST)).all())
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from([32, 64, 128]), st.integers(0, 1000))
 def test_four_bits_are_at_least_as_good_as_sixteen_even_steps_of_the_range(
     group_size: int, seed: int
@@ -181,7 +182,7 @@ def formats_of(draw: st.DrawFn, is_permuted: bool) -> Integers:
     return Integers(4 if has_zeros else bits, size, has_zeros or draw(st.booleans()), is_permuted, factors)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.booleans().flatmap(lambda is_permuted: st.lists(formats_of(is_permuted), min_size=1, max_size=3)),
     st.integers(0, 1000),

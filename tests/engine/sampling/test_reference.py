@@ -36,6 +36,7 @@ from tests.engine.sampling.cases import (
     sample,
     states,
 )
+from tests.few import examples
 
 LEVEL = 1 / LEVELS_PER_NAT
 GRID = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=VOCAB, max_size=VOCAB)
@@ -51,7 +52,7 @@ ON_GRID = {
 
 
 @given(GRID, st.tuples(PARAMS, st.fixed_dictionaries(ON_GRID)), st.lists(TOKENS, max_size=6), st.data())
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 def test_a_token_is_chosen_as_written_down(
     logits: list[float], params: tuple[Any, Any], prompt: list[int], data: st.DataObject
 ) -> None:
@@ -64,7 +65,7 @@ def test_a_token_is_chosen_as_written_down(
 
 
 @given(st.lists(ROWS, min_size=1, max_size=5), st.integers(0, 2**32 - 1), st.sampled_from([0.5, 4.0]))
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_the_tokens_of_some_steps_are_those_by_hand(rows: list[Any], seed: int, scale: float) -> None:
     """What was chosen is counted, and penalised in the next step."""
     sequences = [make_sequence(params, prompt, output, i) for i, (params, prompt, output) in enumerate(rows)]
@@ -95,7 +96,7 @@ def test_thousands_of_draws_differ_nowhere_from_those_by_hand(filters: dict[str,
     st.sampled_from([0.25, 0.5, 0.875, 1.0]),
     st.sampled_from([0.0, 0.125, 0.5]),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_exactly_what_the_filters_keep_is_drawn(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
@@ -188,7 +189,7 @@ def test_a_tiny_temperature_is_the_argmax(temperature: float, filters: dict[str,
 
 
 @given(PARAMS, st.integers(0, 1000), st.integers(-(2**63), 2**63 - 1))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_temperature_zero_ignores_filters_and_noise(params: dict[str, Any], seed: int, other: int) -> None:
     off = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     greedy = [make_sequence({**params, "temperature": 0.0}), make_sequence({**params, **off, "seed": other})]
@@ -199,7 +200,7 @@ def test_temperature_zero_ignores_filters_and_noise(params: dict[str, Any], seed
 
 
 @given(st.lists(ROWS, min_size=2, max_size=5), st.integers(0, 2**32 - 1), st.randoms())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_row_does_not_depend_on_the_rows_around_it(rows: list[Any], seed: int, random: Any) -> None:
     """Nor on its slot."""
     sequences = [make_sequence(*row) for row in rows]
@@ -220,7 +221,7 @@ def test_a_row_does_not_depend_on_the_rows_around_it(rows: list[Any], seed: int,
 
 
 @given(st.lists(ROWS, min_size=1, max_size=4), st.integers(0, 2**32 - 1), st.tuples(*[st.booleans()] * 3))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_filters_that_no_row_asks_for_change_no_token(
     rows: list[Any], seed: int, more: tuple[bool, bool, bool]
 ) -> None:
@@ -313,7 +314,7 @@ def test_padding_chooses_nothing_and_counts_nothing() -> None:
 
 
 @given(st.lists(ROWS, min_size=1, max_size=3), st.sampled_from([torch.float32, torch.bfloat16]))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_the_logits_are_not_changed(rows: list[Any], dtype: torch.dtype) -> None:
     sequences = [make_sequence(*row) for row in rows]
     logits = make_logits(len(rows), 8).to(dtype)

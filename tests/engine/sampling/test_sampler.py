@@ -34,6 +34,7 @@ from tests.engine.sampling.cases import (
     make_sequence,
     sample,
 )
+from tests.few import examples
 
 NOTHING = Filters(top_k=False, top_p=False, logprobs=False)
 
@@ -51,7 +52,7 @@ def biases(sampler: Sampler, slot: int) -> dict[int, float]:
 
 
 @given(PARAMS, st.integers(0, 5))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_row_holds_what_was_asked_for(params: dict[str, Any], index: int) -> None:
     sampler = make_sampler(3)
     sampler.assign(2, make_sequence(params, [1], [1], index))
@@ -89,7 +90,7 @@ def test_graphs_are_captured_for_all_filters_that_change_tokens() -> None:
 
 
 @given(st.lists(TOKENS, max_size=9), st.lists(TOKENS, max_size=9))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_counts_are_of_the_output_and_marks_of_the_prompt(prompt: list[int], output: list[int]) -> None:
     counts = Counter(output)
     for params, is_marked in (({"repetition_penalty": 1.1}, True), ({"presence_penalty": 1.1}, False)):
@@ -116,7 +117,7 @@ def test_output_known_from_before_is_output() -> None:
 
 
 @given(PARAMS, st.lists(TOKENS, max_size=6), st.lists(st.booleans(), max_size=6), st.integers(0, 1000))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_counts_kept_from_step_to_step_are_those_of_a_fresh_start(
     params: dict[str, Any], prompt: list[int], is_in_step: list[bool], seed: int
 ) -> None:
@@ -135,7 +136,7 @@ def test_counts_kept_from_step_to_step_are_those_of_a_fresh_start(
 
 
 @given(st.lists(ROWS, min_size=1, max_size=5), st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_rows_come_and_go_in_any_order(rows: list[Any], data: st.DataObject) -> None:
     """Each step is over some of the sequences; their tokens are those of a sampler that has just got them."""
     sequences = [make_sequence(*row) for row in rows]
@@ -151,7 +152,7 @@ def test_rows_come_and_go_in_any_order(rows: list[Any], data: st.DataObject) -> 
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), ROWS, st.integers(1, 3)), max_size=6), st.integers(0, 1000))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_slots_are_used_again(turns: list[tuple[int, Any, int]], seed: int) -> None:
     """Sequences come and go; what a slot held before is never seen again."""
     sampler = make_sampler(3)
@@ -194,7 +195,7 @@ def test_choices_of_one_request_count_their_own_output() -> None:
 
 
 @given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 9), st.integers(0, 50))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_noise_depends_on_seed_choice_and_number_and_on_nothing_else(
     seed: int, index: int, number: int
 ) -> None:

@@ -19,6 +19,7 @@ from tests.engine.ranges import assert_logprobs
 from tests.engine.sampling.by_hand import F64
 from tests.engine.sampling.cases import choose_next, draws, holding, make_sequence, sample, states
 from tests.engine.sampling.frequencies import assert_frequencies, assert_independent, bound, chi_square
+from tests.few import examples
 
 VOCAB = 24
 EOS = (3, 5)
@@ -157,7 +158,7 @@ def penalised(logits: F64, prompt: list[int], output: list[int], params: dict[st
     return result
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(histories, histories, settings_of, st.integers(0, 1_000))
 def test_the_greedy_token_is_the_largest_after_penalties(
     choose: Choose, prompt: list[int], output: list[int], params: dict[str, Any], seed: int
@@ -206,7 +207,7 @@ def test_min_tokens_bans_no_end_of_sequence_that_is_ignored(choose: Choose, endi
     assert (token == ending) == (ending in EOS)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 1_000), st.integers(1, 70), st.sampled_from([0.0, 0.5, 3.0]))
 def test_logprobs_are_the_log_softmax_of_the_raw_logits_at_the_chosen_token(
     choose: Choose, seed: int, count: int, temperature: float
@@ -219,7 +220,7 @@ def test_logprobs_are_the_log_softmax_of_the_raw_logits_at_the_chosen_token(
     assert_logprobs(torch.as_tensor(logprobs), logits, torch.tensor(token_ids))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.integers(1, 70), st.integers(0, 100), st.data())
 def test_a_seed_says_the_same_at_any_place_of_any_batch(
     choose: Choose, count: int, seed: int, data: st.DataObject

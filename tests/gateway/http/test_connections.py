@@ -15,6 +15,7 @@ from gateway.access.keys import digest_of
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
 from priority.lanes import Tenant
+from tests.few import examples
 from tests.gateway.desk import MODEL, Desk, chat_body, make_tokenizer, serving
 from tests.gateway.raw import dialled, get, post, read_events
 
@@ -180,7 +181,7 @@ def chunked(content: bytes, places: Iterable[int]) -> bytes:
 PLACES = st.lists(st.integers(0, 2000), max_size=12)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=20), PLACES, PLACES, st.booleans())
 async def test_no_cut_changes_what_was_asked(
     prompt: str, chunk_places: list[int], cut_places: list[int], declared: bool

@@ -29,6 +29,7 @@ from gateway.store.interface import PrefixChange, StoreUnavailable
 from priority.queue import LaneQueue
 from tests.engine.paper import PaperRunner, PaperSink, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
+from tests.few import examples
 from tests.gateway.desk import MODEL, Desk
 from tests.gateway.store.kept import KeptStore
 from tests.gateway.store.stores import OPENED, redis_store
@@ -36,7 +37,7 @@ from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio
 
-modest = settings(max_examples=40, deadline=None)
+modest = settings(max_examples=examples(40), deadline=None)
 
 
 class Clock:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from gateway.store.gcra import LocalQuotas, cost_us
 from gateway.store.interface import Quota
 from gateway.store.memory import MemoryStore
+from tests.few import examples
 from tests.gateway.store.stores import Clock, redis_store
 from tests.redis_server import RedisServer
 
@@ -77,7 +78,7 @@ async def follow(server: RedisServer, quota: Quota, steps: list[tuple[str, int]]
                 tokens.wait(amount)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(requests=LIMITS, tokens=LIMITS, streams=st.none() | st.integers(1, 3), steps=STEPS)
 def test_memory_and_redis_do_as_the_model_does(
     redis_process: RedisServer,

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from gateway.store.interface import JournalChange, Quota
+from tests.few import examples
 from tests.gateway.store.kept import KeptStore
 from tests.gateway.store.stores import OPENED, Clock, record, redis_store
 from tests.redis_server import RedisServer
@@ -126,5 +127,5 @@ class TwoStores(RuleBasedStateMachine):
 def test_nothing_is_left(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TwoStores, "server", server, raising=False)
     run_state_machine_as_test(
-        TwoStores, settings=settings(max_examples=15, stateful_step_count=15, deadline=None)
+        TwoStores, settings=settings(max_examples=examples(15), stateful_step_count=15, deadline=None)
     )

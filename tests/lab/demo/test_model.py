@@ -35,6 +35,7 @@ from lab.demo.tokenizer import (
     special_id,
 )
 from lab.demo.train import MODEL
+from tests.few import examples
 
 HOME = DEMO_MODEL.parent
 FOLDERS = [HOME / "model", HOME / "draft"]
@@ -132,7 +133,7 @@ def test_the_turn_tokens_are_single_and_special(tokenizer: Tokenizer) -> None:
         assert tokenizer.decode([number]) == ""
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(text=st.text())
 @example("<|user|>")
 @example("".join(SPECIAL_TOKENS))

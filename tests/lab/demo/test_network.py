@@ -19,6 +19,7 @@ from lab.demo.export import export
 from lab.demo.network import Llama, Shape, rope_tables, rotate
 from lab.demo.optimiser import Muon, optimisers, orthogonalise
 from lab.demo.tokenizer import END, encode_text, special_id
+from tests.few import examples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -120,7 +121,7 @@ def test_the_exported_tokenizer_is_the_one_of_the_training(tokenizer: Tokenizer,
         assert encode_text(reloaded, text) == encode_text(tokenizer, text)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(SEEDS, st.integers(1, 19))
 def test_a_token_is_not_changed_by_what_comes_after_it(seed: int, at: int) -> None:
     ids = some_ids(1, 20, seed=seed)
@@ -130,7 +131,7 @@ def test_a_token_is_not_changed_by_what_comes_after_it(seed: int, at: int) -> No
     torch.testing.assert_close(before[:, :at], after[:, :at], rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(SEEDS, st.integers(1, 12))
 def test_one_talk_in_a_row_is_computed_as_without_a_mask(seed: int, length: int) -> None:
     ids = some_ids(2, length, seed=seed)

@@ -27,6 +27,7 @@ from lab.demo.tokenizer import (
     special_id,
     train_tokenizer,
 )
+from tests.few import examples
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,7 +161,7 @@ def test_a_token_sees_what_came_before_it_in_its_own_conversation(row: list[int]
         assert [value == 0 for value in seen] == [j <= i and row[j] == row[i] for j in range(len(row))]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 3))
 def test_rows_hold_whole_conversations_of_any_length(lengths: list[int], rows: int) -> None:
     """With a source of our own: nothing is cut and nothing is put in twice."""

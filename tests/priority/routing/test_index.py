@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from priority.routing.index import BlockIndex
+from tests.few import examples
 from tests.priority.routing.pushes import chain
 
 CHAIN = chain("a", 40)
@@ -26,7 +27,7 @@ def index_of(lengths: list[int], max_blocks: int = 1_000) -> BlockIndex:
     most=st.integers(1, 4),
     num_asked=st.integers(0, 40),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_a_match_is_what_a_plain_search_finds(
     lengths: list[int], among: int, most: int, num_asked: int
 ) -> None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from priority.routing.order import CLOSE, LoadOrder
+from tests.few import examples
 
 
 @given(
@@ -13,7 +14,7 @@ from priority.routing.order import CLOSE, LoadOrder
     among=st.integers(0, 2**10 - 1),
     later=st.integers(0, 2**10 - 1),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_they_come_by_load_within_five_percent(
     puts: list[tuple[int, float | None]], among: int, later: int
 ) -> None:

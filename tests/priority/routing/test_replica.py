@@ -12,6 +12,7 @@ from priority.lanes import Lane
 from priority.queue import LaneQueue
 from priority.routing.replica import Replica
 from priority.waiting import Account
+from tests.few import examples
 from tests.priority.bench import PaperEngine, ask, known_model, lines, make_queue, roomy
 from tests.priority.routing.pushes import snapshot
 
@@ -38,7 +39,7 @@ def busy_queue(waiting: list[tuple[Lane, str, int]], num_steps: int) -> tuple[La
     lane=st.sampled_from(Lane),
     num_prompt=st.integers(1, 2_000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_forecast_is_made_of_what_admission_says(
     waiting: list[tuple[Lane, str, int]], num_steps: int, lane: Lane, num_prompt: int
 ) -> None:
@@ -68,7 +69,7 @@ def test_the_forecast_is_made_of_what_admission_says(
 
 
 @given(waiting=requests.filter(bool), num_prompt=st.integers(1, 2_000), lane=st.sampled_from(Lane))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_room_is_waited_for_as_admission_does(
     waiting: list[tuple[Lane, str, int]], num_prompt: int, lane: Lane
 ) -> None:

@@ -13,6 +13,7 @@ from priority.lanes import Lane
 from priority.queue import Refusal
 from priority.routing.router import LEASE_S, STALE_S, Ask, Choice, OutOfStep, Router
 from priority.routing.state import Change, LaneWork, Load, StateError
+from tests.few import examples
 from tests.priority.routing.pushes import ask, chain, change, load, snapshot
 
 SYSTEM = chain("system", 64)
@@ -262,7 +263,7 @@ class Script:
 
 
 @given(steps=actions)
-@settings(max_examples=120, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=examples(120), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 def test_no_reservation_is_left_when_all_is_over(steps: list[tuple[Any, ...]]) -> None:
     """Nor anything of it in the loads: every replica's forecast is that of one that nobody ever asked."""
     script = Script()
@@ -284,7 +285,7 @@ def test_no_reservation_is_left_when_all_is_over(steps: list[tuple[Any, ...]]) -
 
 
 @given(steps=actions)
-@settings(max_examples=60, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=examples(60), phases=[Phase.explicit, Phase.reuse, Phase.generate])
 def test_the_same_calls_give_the_same_choices(steps: list[tuple[Any, ...]]) -> None:
     one, other = Script(), Script()
     one.run(steps)
@@ -299,7 +300,7 @@ def test_the_same_calls_give_the_same_choices(steps: list[tuple[Any, ...]]) -> N
     num_replicas=st.integers(2, 40),
     home=st.integers(0, 39),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_a_hit_never_loses_to_an_equal_replica_without_it(
     queued: int, hit: int, length: int, num_replicas: int, home: int
 ) -> None:

@@ -9,6 +9,7 @@ from engine.kernels import reference
 from engine.kernels.triton.activation import BLOCK, silu_mul
 from tests.engine.kernels.scenes import check_silu_mul
 from tests.engine.kernels.triton.agreement import DTYPES
+from tests.few import examples
 
 # exp(100) is infinite in float32, as it should be: the gate is closed.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:Runt
     scale=st.sampled_from([0.1, 3.0, 30.0]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_it_is_the_reference(
     dtype: torch.dtype, num_rows: int, size: int, scale: float, seed: int, device: torch.device
 ) -> None:

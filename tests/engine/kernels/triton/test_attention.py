@@ -23,6 +23,7 @@ from engine.kernels.triton.attention_tiling import Chip, TensorCores
 from tests.engine.kernels import scenes
 from tests.engine.kernels.scenes import Lengths, int32
 from tests.engine.ranges import assert_within
+from tests.few import examples
 
 pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
 
@@ -177,7 +178,7 @@ def test_it_agrees_with_the_reference(kv_dtype: torch.dtype | None, device: torc
         assert_within(found, scene.expected())
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), min_size=1, max_size=3),
     group=st.sampled_from([1, 3, 4]),
@@ -262,7 +263,7 @@ def test_fewer_sequences_are_cut_into_more_segments(device: torch.device) -> Non
     assert counts[0] > counts[1]
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 6)), min_size=1, max_size=40),
     window=st.sampled_from([0, 100]),

@@ -26,6 +26,7 @@ from engine.kernels.triton.rotary import rotate_and_write, slot_mapping
 from tests.engine import ranges
 from tests.engine.kernels.scenes import Lengths, int32
 from tests.engine.ranges import assert_within, exactly
+from tests.few import examples
 
 pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
 
@@ -245,7 +246,7 @@ def test_nothing_but_padding(device: torch.device) -> None:
     check([], [0] * 5, 33, device, max_query_len=33)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=3),
     places=st.lists(st.integers(0, 3), max_size=4),

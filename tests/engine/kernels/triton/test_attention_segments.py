@@ -17,6 +17,7 @@ from engine.kernels.triton.attention import TritonAttention, Workspace
 from engine.kernels.triton.attention_segments import reduce_segments_kernel
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
 from tests.engine.ranges import FUNCTION, Range, assert_within, gamma
+from tests.few import examples
 
 H100 = Chip(132, TensorCores.WGMMA, 227 << 10)
 WAVE = 2 * 132 // 8
@@ -56,7 +57,7 @@ def test_sequences_without_queries_change_no_cut(device: torch.device) -> None:
     assert planned(contexts, device, num_padding=9)[0] == counts + [0] * 9
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(st.lists(st.integers(1, 1 << 17), min_size=1, max_size=32))
 def test_no_segment_is_longer_than_its_share(device: torch.device, contexts: list[int]) -> None:
     counts, workspace = planned(contexts, device)

@@ -43,7 +43,7 @@ def test_names_are_unique() -> None:
     assert len({case.name for case in CASES}) == len(CASES) > 0
 
 
-@pytest.mark.parametrize(("case", "architecture"), trials())
+@pytest.mark.parametrize(("case", "architecture"), list(trials()))
 def test_kernel_fits_the_card(case: Case, architecture: int, results: dict[str, Compiled | str]) -> None:
     compiled = results[key(case, architecture)]
     assert isinstance(compiled, Compiled), compiled

@@ -11,6 +11,7 @@ from torch import Tensor
 from engine.kernels import sequence_table
 from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepInputs, StepTokens
 from engine.kernels.triton import inputs
+from tests.few import examples
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
@@ -73,7 +74,7 @@ def moved(table: SequenceTable, step: StepTokens, device: torch.device) -> tuple
     return copy, StepTokens(slots, starts, token_ids, step.num_blocks, step.max_query_len)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(drawn=steps())
 def test_the_kernel_says_what_plain_torch_says(
     device: torch.device, drawn: tuple[SequenceTable, StepTokens]

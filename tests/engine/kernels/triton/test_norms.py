@@ -12,6 +12,7 @@ from tests.engine import ranges
 from tests.engine.kernels.scenes import check_norms
 from tests.engine.kernels.triton.agreement import DTYPES
 from tests.engine.ranges import assert_within, exactly
+from tests.few import examples
 
 
 def random(
@@ -29,7 +30,7 @@ def random(
     scale=st.sampled_from([1e-4, 1.0, 300.0]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_it_is_the_reference(
     dtype: torch.dtype, num_rows: int, size: int, eps: float, scale: float, seed: int, device: torch.device
 ) -> None:

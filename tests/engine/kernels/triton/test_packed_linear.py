@@ -32,6 +32,7 @@ from engine.quant.integers import Integers
 from tests.engine.kernels.triton.agreement import DTYPES
 from tests.engine.kernels.triton.packed_weights import Kind
 from tests.engine.ranges import UNIT, assert_within, gamma
+from tests.few import examples
 
 pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
 
@@ -139,7 +140,7 @@ def test_no_rows_are_no_launch(card: Card, device: torch.device) -> None:
     with_bias=st.booleans(),
     seed=st.integers(0, 100),
 )
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 def test_products_of_rounded_rows_are_those_of_the_specification(
     sizes: tuple[int, int, int], with_bias: bool, seed: int, card: Card, device: torch.device
 ) -> None:

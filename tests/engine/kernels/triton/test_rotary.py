@@ -15,6 +15,7 @@ from engine.kernels.triton.rotary import rotate_and_write, slot_mapping
 from tests.engine.kernels.scenes import EPS, Layer, Rotation
 from tests.engine.kernels.test_reference import BLOCK_SIZE, SEQUENCES, make_batch
 from tests.engine.kernels.triton.agreement import DTYPES
+from tests.few import examples
 
 pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
 
@@ -35,7 +36,7 @@ def layers(draw: st.DrawFn) -> Layer:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(layer=layers(), num_tokens=st.integers(0, 9), seed=st.integers(0, 1000))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_it_is_the_reference(
     dtype: torch.dtype, layer: Layer, num_tokens: int, seed: int, device: torch.device
 ) -> None:
@@ -130,7 +131,7 @@ def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
 
 
 @given(SEQUENCES, st.integers(0, 3), st.integers(0, 3))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_slots_are_those_of_the_reference(
     device: torch.device, sequences: list[tuple[int, int]], num_padding_rows: int, num_padding_sequences: int
 ) -> None:

@@ -24,6 +24,7 @@ from engine.sampling.sampler import Sampler
 from engine.sampling.tables import Filters
 from tests.engine.kernels.sampling_rows import all_allowed, random_masks
 from tests.engine.kernels.triton.choices import ULPS, checked_sample
+from tests.few import examples
 
 # The interpreter computes with numpy, which warns of what a GPU does in silence: arithmetic modulo 2^64 and on NaN.
 pytestmark = [
@@ -124,7 +125,7 @@ def test_same_tokens_as_plain_torch(device: torch.device, tile: int, num_example
         seed=st.integers(0, 2**32 - 1),
         share=st.sampled_from([None, 0.05, 0.6]),
     )
-    @settings(max_examples=num_examples, deadline=None)
+    @settings(max_examples=examples(num_examples), deadline=None)
     def check(rows: list[Any], seed: int, share: float | None) -> None:
         party = Party([make_sequence(*row) for row in rows], device, tile)
         for step, slots in enumerate(([0, -1, 1], [1])):
@@ -152,7 +153,7 @@ def test_one_sequence_may_have_many_rows(device: torch.device) -> None:
     assert len(set(found[:3])) > 1, "the noise is another one for each number"
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     vocab=st.integers(1, 200),
     tile=st.sampled_from([64, 128]),

@@ -25,6 +25,7 @@ from engine.model.weights import check_tensors, make_recipe
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.gguf_files import same, write_gguf
 from tests.engine.model.gguf.raw import U32, U64, Raw, text
+from tests.few import examples
 
 CPU = torch.device("cpu")
 SMALL: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
@@ -227,7 +228,7 @@ def test_a_whole_file_survives(good: Path) -> None:
     assert frugal(survives, good.read_bytes())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_a_file_that_was_cut_is_refused(good: Path, share: float) -> None:
     """But for the padding at its end, which nothing needs."""
@@ -236,7 +237,7 @@ def test_a_file_that_was_cut_is_refused(good: Path, share: float) -> None:
     assert not frugal(survives, cut)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(data=st.data())
 def test_bytes_of_the_header_may_be_anything(good: Path, data: st.DataObject) -> None:
     """Whatever it says then, it is a model, or it is refused in a line."""
@@ -247,7 +248,7 @@ def test_bytes_of_the_header_may_be_anything(good: Path, data: st.DataObject) ->
     frugal(survives, bytes(content))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_numbers_of_the_header_may_be_anything(good: Path, data: st.DataObject) -> None:
     content, size = bytearray(good.read_bytes()), read_header(good).num_bytes

@@ -34,6 +34,7 @@ from tests.engine.checkpoints import (
     write_tokenizer,
 )
 from tests.engine.gguf_files import tokenizer_metadata, write_file
+from tests.few import examples
 
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
@@ -118,7 +119,7 @@ def pair(pre: str) -> tuple[Tokenizer, Tokenizer]:
 
 
 @pytest.mark.parametrize("pre", PRE)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(text=TEXTS)
 @example("The river's 12345 \n\n  x1 WE'LL ǅ")
 def test_ids_are_those_of_the_tokenizer_it_came_from(pre: str, text: str) -> None:
@@ -213,7 +214,7 @@ def pieces() -> tuple[Tokenizer, dict[str, int], dict[str, float]]:
     return read(made), made.get_vocab(), scores
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(text=TEXTS.map(lambda text: text.replace("▁", " ")))
 @example("the the  river runs")
 @example("<s> <unk> <0x41>")

@@ -17,6 +17,7 @@ from engine.quant.integers import Factors, Integers, common_format, widen
 from engine.quant.storage import PLAIN, BadTensor
 from engine.quant.storages import gguf as module
 from engine.quant.storages.gguf import TYPES, gguf_storages
+from tests.few import examples
 
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Where a block has its float16 numbers, if not only at its start."""
@@ -32,7 +33,7 @@ def random_rows(name: str, num_rows: int, num_blocks: int, seed: int) -> Tensor:
     return torch.from_numpy(blocks.reshape(num_rows, -1))
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(num_rows=st.integers(1, 5), num_blocks=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("name", TYPES)
 def test_repacked_blocks_stand_for_the_same_weights_to_the_bit(

@@ -18,6 +18,7 @@ from gateway.sessions.recordings.completions import CompletionFormat
 from gateway.sessions.recordings.recording import Reader, Recording
 from gateway.store.interface import Quota, StoreUnavailable
 from priority.lanes import Tenant
+from tests.few import examples
 from tests.gateway.desk import Clock, Desk
 from tests.gateway.desk import settled as turns
 from tests.gateway.sessions.recordings.paper import PaperConnection, make_recording, make_request
@@ -211,4 +212,4 @@ class Life(RuleBasedStateMachine):
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestLife.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

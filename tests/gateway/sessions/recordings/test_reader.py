@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from gateway.http.errors import ApiError
 from gateway.sessions.recordings.recording import EVENT_BYTES
 from gateway.wire.parsing import TextDelta
+from tests.few import examples
 from tests.gateway.sessions.recordings.paper import PaperReader, bring, end, make_recording
 
 texts = st.lists(st.sampled_from(["", "a", "é", "\n", '"', "long " * 9]), max_size=12)
@@ -24,7 +25,7 @@ def canonical(brought: list[str], *, include_usage: bool) -> list[bytes]:
     return reader.frames
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(texts, st.booleans(), st.data())
 def test_every_reader_gets_every_event_after_its_position_once(
     brought: list[str], include_usage: bool, data: st.DataObject

@@ -22,6 +22,7 @@ from gateway.http.errors import ApiError
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.recordings.registry import MAX_ATTEMPTS
 from gateway.store.interface import Journal, JournalChange, StoreUnavailable
+from tests.few import examples
 from tests.gateway.desk import Clock, Desk, make_timings, make_tokenizer
 from tests.gateway.sessions.recordings.paper import PaperReader, make_recording, make_request
 from tests.gateway.sessions.recordings.surviving import SurvivingStore
@@ -166,7 +167,7 @@ def bring_steps(desk: Desk, recording: Recording, brought: Iterable[tuple[int, i
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_choices_of_one_request_go_on_whatever_their_order_was(kind: str, data: st.DataObject) -> None:
     every = [index for index, word in enumerate(WORDS) for _ in [*word, "end"]]
     first, second = data.draw(st.permutations(every)), data.draw(st.permutations(every))

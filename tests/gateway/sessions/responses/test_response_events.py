@@ -37,6 +37,7 @@ from gateway.sessions.responses.script import ItemDelta, script
 from gateway.sessions.responses.threads import Thread
 from gateway.store.interface import Journal, Key
 from gateway.store.memory import MemoryStore
+from tests.few import examples
 from tests.gateway.desk import EOS, make_timings, make_tokenizer
 from tests.gateway.sessions.responses.made import (
     EVENT,
@@ -277,7 +278,7 @@ def test_a_list_goes_on_after_its_own_items_only() -> None:
 @pytest.mark.parametrize("how", ENDS)
 @pytest.mark.parametrize("background", [False, True])
 @given(texts=TEXTS)
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_openai_reads_every_event_and_the_numbers_have_no_gap(
     how: str, background: bool, texts: list[str]
 ) -> None:
@@ -297,7 +298,7 @@ def test_openai_reads_every_event_and_the_numbers_have_no_gap(
 
 
 @given(TEXTS)
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_clients_snapshot_is_the_response(texts: list[str]) -> None:
     """What openai's own accumulator makes of the events."""
     recording = ended("completed", *texts)
