@@ -10,6 +10,7 @@ from hypothesis import settings
 
 def examples(number: int) -> int:
     """The number of examples for a property that is to have `number` of them in `make test-all`."""
+    assert settings.default is not None
     return max(min(number, 5), number * settings.default.max_examples // 100)
 
 

@@ -23,13 +23,11 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.http.page import SECURITY_HEADERS
+
 STATIC = Path(__file__).parents[2] / "static"
 PATIENCE_S = 20
 """How long a test waits for what should come: many times what a quiet machine takes."""
-CSP = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
-    "font-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; manifest-src 'self'"
-)
 TIMINGS: dict[str, Any] = {
     "queue_ms": 3.2,
     "ttft_ms": 85.0,
@@ -273,7 +271,7 @@ class ScriptedServer:
                     )
                 ),
             ],
-            middleware=[Middleware(_ContentSecurityPolicy)],
+            middleware=[Middleware(_SecurityHeaders)],
         )
         config = uvicorn.Config(app, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
@@ -406,14 +404,16 @@ def _refuse(refusal: Refusal) -> JSONResponse:
     return JSONResponse({"error": error}, refusal.status, refusal.headers)
 
 
-class _ContentSecurityPolicy:
+class _SecurityHeaders:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_policy(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"].append((b"content-security-policy", CSP.encode()))
+                message["headers"] += [
+                    (name.encode(), text.encode()) for name, text in SECURITY_HEADERS.items()
+                ]
             await send(message)
 
-        await self._app(scope, receive, send_with_policy)
+        await self._app(scope, receive, send_with_headers)
