@@ -1,4 +1,4 @@
-"""Pictures of the page: `python -m tests.static.screenshots` makes those in docs/pictures/, with a FOLDER one of every state."""
+"""Pictures of the page: `python -m tests.static.screenshots` makes docs/pictures/, with a FOLDER one of every state."""
 
 import re
 import shutil

@@ -1,7 +1,7 @@
 """Pictures of the window into the engine, under load: `python -m tests.static.window_picture [FOLDER] [--all]`.
 
-Starts a server and a steady load, looks for a minute, and takes window.png, by default into docs/pictures/; with `--all` also
-the same in dark, on a phone and as tables, and an answer's timeline.
+Starts a server and a steady load, looks for a minute, and takes window.png, by default into docs/pictures/; with
+`--all` also the same in dark, on a phone and as tables, and an answer's timeline.
 """
 
 from __future__ import annotations
