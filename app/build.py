@@ -23,7 +23,7 @@ from app.checkpoint import created, find_checkpoint, find_draft, fingerprint, mo
 from app.errors import OperatorError
 from app.keys import KeyFile, weights_of
 from app.log import Progress, log, progress
-from app.settings import Settings
+from app.settings import EngineSettings, FrontSettings, Settings
 from app.store import make_store
 from engine.engine import Engine, EngineState
 from engine.errors import CheckpointError
@@ -193,7 +193,7 @@ def build(settings: Settings, replica: str = "local", *, is_open: bool = False) 
 
 
 def build_core(
-    settings: Settings,
+    settings: EngineSettings,
     deliver: Callable[[StepReport], None],
     announce: Callable[[EngineState], None],
     weights: Mapping[str, int] | None = None,
@@ -210,7 +210,7 @@ def build_core(
     Raises:
         OperatorError: a path or a checkpoint is wrong.
     """
-    folder = find_checkpoint(settings.model)
+    folder = find_checkpoint(settings.model, settings.revision)
     try:
         config, tokenizer = read_config(folder), read_tokenizer(folder)
         check_split(folder, config, settings.tensor_parallel)
@@ -240,14 +240,14 @@ def identity(model: str, folder: Path) -> str:
     return f"{model} {fingerprint(folder)}, penstock {version('penstock')}"
 
 
-def allowed_hosts(settings: Settings, is_open: bool) -> tuple[str, ...]:
+def allowed_hosts(settings: FrontSettings, is_open: bool) -> tuple[str, ...]:
     """Without keys, what guards a server on a loopback address is that nobody else can reach it; a page could."""
     if settings.allowed_hosts or is_open or settings.api_keys_file is not None:
         return settings.allowed_hosts
     return (*LOOPBACK_HOSTS, settings.host)
 
 
-def _find_draft(settings: Settings, config: ModelConfig, tokenizer: Tokenizer) -> DraftSource | None:
+def _find_draft(settings: EngineSettings, config: ModelConfig, tokenizer: Tokenizer) -> DraftSource | None:
     """The draft model's checkpoint; None without one.
 
     Raises:
@@ -257,7 +257,11 @@ def _find_draft(settings: Settings, config: ModelConfig, tokenizer: Tokenizer) -
         if settings.draft not in (None, "none"):
             raise OperatorError(f"--draft {settings.draft}: with --tensor-parallel there are no drafts")
         return None
-    folder = None if settings.no_speculation else find_draft(settings.draft, settings.model)
+    folder = (
+        None
+        if settings.no_speculation
+        else find_draft(settings.draft, settings.draft_revision, settings.model)
+    )
     if folder is None:
         return None
     try:
@@ -270,7 +274,7 @@ def _find_draft(settings: Settings, config: ModelConfig, tokenizer: Tokenizer) -
         raise OperatorError(f"--draft {settings.draft or folder}: {error}") from None
 
 
-def load_options(settings: Settings) -> LoadOptions:
+def load_options(settings: EngineSettings) -> LoadOptions:
     return LoadOptions(
         device=settings.device,
         dtype=settings.dtype,
@@ -291,7 +295,7 @@ def load_options(settings: Settings) -> LoadOptions:
     )
 
 
-def _limits(settings: Settings, config: ModelConfig) -> SchedulerLimits:
+def _limits(settings: EngineSettings, config: ModelConfig) -> SchedulerLimits:
     return SchedulerLimits(
         max_batch_tokens=settings.max_batch_tokens or NO_LIMIT,
         max_num_seqs=settings.max_num_seqs,
@@ -313,13 +317,14 @@ def _make_traces(endpoint: str | None, model: str, replica: str) -> Traces | Non
     Raises:
         OperatorError: it is not installed.
     """
-    if endpoint is None and not any(map(os.environ.get, _OTLP_VARIABLES)):
+    source = "--otlp-endpoint" if endpoint else next(filter(os.environ.get, _OTLP_VARIABLES), None)
+    if source is None or endpoint == "none":
         return None
     try:
         from gateway.tracing import Traces
     except ImportError as error:
-        source = _OTLP_VARIABLES[1] if endpoint is None else "--otlp-endpoint"
         raise OperatorError(f"{source} needs OpenTelemetry: pip install 'penstock[otel]' ({error})") from None
+    log.info("a trace of each request goes to %s (%s)", endpoint or os.environ[source], source)
     return Traces(endpoint, model, replica, time.monotonic)
 
 

@@ -46,20 +46,28 @@ def is_hub_id(model: str) -> bool:
     return _HUB_ID.fullmatch(model) is not None and not Path(model).exists() and not is_gguf(Path(model))
 
 
-def find_checkpoint(model: str | None, argument: str = "--model", needed: tuple[str, ...] = _NEEDED) -> Path:
+def find_checkpoint(
+    model: str | None,
+    revision: str | None = None,
+    *,
+    argument: str = "--model",
+    needed: tuple[str, ...] = _NEEDED,
+) -> Path:
     """The checkpoint's directory, fetched from the hub if it has to be, or its GGUF file.
 
     Args:
+        revision: a commit, a tag or a branch on the hub; None is the newest.
         argument: what names the model on the command line.
         needed: patterns of the files that a directory must have.
 
     Raises:
-        OperatorError: there is none, or it lacks a file.
+        OperatorError: there is none, or it lacks a file, or it has no revisions.
     """
+    if model is not None and is_hub_id(model):
+        return check_files(_fetch(model, revision, argument), f"{argument} {model}", needed)
+    check_no_revision(model, revision, argument)
     if model is None:
         return check_files(DEMO_MODEL, "the demo model")
-    if is_hub_id(model):
-        return check_files(_fetch(model, argument), f"{argument} {model}", needed)
     path = Path(model).expanduser()
     if not is_gguf(path) or path.is_dir():
         return check_files(path, f"{argument} {model}", needed)
@@ -68,16 +76,29 @@ def find_checkpoint(model: str | None, argument: str = "--model", needed: tuple[
     return path
 
 
-def find_draft(draft: str | None, model: str | None) -> Path | None:
+def check_no_revision(model: str | None, revision: str | None, argument: str = "--model") -> None:
+    """Only the hub has revisions.
+
+    Raises:
+        OperatorError: one was asked for.
+    """
+    if revision is not None:
+        option = {"--draft": "--draft-revision"}.get(argument, "--revision")
+        named = "the demo model" if model is None else model
+        raise OperatorError(f"{option} {revision}: {named} is not on the hub, and has no revisions")
+
+
+def find_draft(draft: str | None, revision: str | None, model: str | None) -> Path | None:
     """The checkpoint of the draft model, found as the model itself is; None if there is to be none.
 
     Raises:
         OperatorError: there is none, or it lacks a file.
     """
+    if draft is not None and draft != "none":
+        return find_checkpoint(draft, revision, argument="--draft", needed=_NEEDED_TO_DRAFT)
+    check_no_revision("the draft", revision, "--draft")
     if draft == "none":
         return None
-    if draft is not None:
-        return find_checkpoint(draft, "--draft", _NEEDED_TO_DRAFT)
     if model is not None:
         return None
     return check_files(DEMO_DRAFT, "the draft of the demo model", _NEEDED_TO_DRAFT)
@@ -126,11 +147,11 @@ def _identity(checkpoint: Path) -> Iterator[tuple[Path, int]]:
             yield path, path.stat().st_size if path.suffix == ".json" else 0
 
 
-def _fetch(hub_id: str, argument: str) -> Path:
+def _fetch(hub_id: str, revision: str | None, argument: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_FETCHED)))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(_FETCHED)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise OperatorError(f"{argument} {hub_id}: no such directory, and the hub says: {error}") from None

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn, get_args, get_origin
+from typing import TYPE_CHECKING, Literal, NoReturn, get_args, get_origin
 
 from app.errors import OperatorError, suggestion
+
+if TYPE_CHECKING:
+    from app.settings import CommonSettings
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -55,7 +58,7 @@ def _dispatch(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="commands:\n" + "\n".join(f"  {name:<8} {text}" for name, (text, _) in _COMMANDS.items()),
     )
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("-V", "--version", action="store_true", help="print the version and exit")
     parser.add_argument(
         "command", nargs="?", metavar="COMMAND", help="one of these; `penstock COMMAND --help` says more"
     )
@@ -82,10 +85,10 @@ def _print_version() -> int:
 
 def _serve(parser: _Parser, arguments: list[str]) -> int:
     from app.kernels import check_level
-    from app.settings import load_settings
+    from app.settings import Settings
 
-    flags = _parse_settings(parser, arguments)
-    settings = load_settings(flags)
+    flags = _parse_settings(parser, arguments, Settings)
+    settings = Settings.load(flags)
     check_level()
     from app.server import serve
 
@@ -107,13 +110,13 @@ Hugging Face id, or penstock-demo; without it, what this machine offers"""
 
 def _doctor(parser: _Parser, arguments: list[str]) -> int:
     from app.kernels import check_level
-    from app.settings import load_settings
+    from app.settings import Settings
 
     parser.add_argument("MODEL", nargs="?", help=_DOCTOR_MODEL)
     parser.add_argument(
         "--url", help="says how a running server is, and whether its streams come through; nothing else"
     )
-    flags = _parse_settings(parser, arguments)
+    flags = _parse_settings(parser, arguments, Settings)
     model, url = flags.pop("MODEL", None), flags.pop("url", None)
     if url is not None:
         if model is not None or flags:
@@ -123,7 +126,7 @@ def _doctor(parser: _Parser, arguments: list[str]) -> int:
         return remote.run(url)
     if model is not None and "model" in flags:
         parser.error(f"give {model} or --model, not both")
-    settings = load_settings(flags)
+    settings = Settings.load(flags)
     check_level()
     if model is not None:
         from app import fitting
@@ -135,17 +138,17 @@ def _doctor(parser: _Parser, arguments: list[str]) -> int:
 
 
 def _switch(parser: _Parser, arguments: list[str]) -> int:
-    from app.settings import SWITCH_SETTINGS, load_settings
+    from app.settings import FrontSettings
 
     parser.add_argument("REPLICA", nargs="*", help="where a replica listens: http://HOST:PORT")
     parser.add_argument(
         "--replicas-file", metavar="FILE", help="more of them, one a line; read again when it changes"
     )
-    flags = _parse_settings(parser, arguments, SWITCH_SETTINGS)
+    flags = _parse_settings(parser, arguments, FrontSettings)
     replicas, path = list(flags.pop("REPLICA", ())), flags.pop("replicas_file", None)
     if not replicas and path is None:
         parser.error("name the replicas, or give --replicas-file")
-    settings = load_settings(flags)
+    settings = FrontSettings.load(flags)
     from app.switch import run
 
     return run(replicas, Path(path) if path is not None else None, settings)
@@ -153,6 +156,7 @@ def _switch(parser: _Parser, arguments: list[str]) -> int:
 
 def _cluster(parser: _Parser, arguments: list[str]) -> int:
     from app import cluster
+    from app.settings import Settings
 
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "actions:\n" + "\n".join(f"  {name:<7} {text}" for name, text in cluster.ACTIONS.items())
@@ -165,7 +169,7 @@ def _cluster(parser: _Parser, arguments: list[str]) -> int:
     own = _Parser(prog=f"penstock cluster {action}", description=cluster.ACTIONS[action], allow_abbrev=False)
     cluster.add_arguments(own, action)
     if action == "deploy":
-        return cluster.deploy(_parse_settings(own, arguments[1:]))
+        return cluster.deploy(_parse_settings(own, arguments[1:], Settings))
     options, rest = own.parse_known_intermixed_args(arguments[1:])
     own.reject_unknown(rest)
     return cluster.run(action, options)
@@ -209,19 +213,15 @@ def _simulate(parser: _Parser, arguments: list[str]) -> int:
     return run(options)
 
 
-def _parse_settings(
-    parser: _Parser, arguments: list[str], names: Collection[str] | None = None
-) -> dict[str, str]:
-    """One flag per field of Settings, or per one that is named in `names`.
+def _parse_settings(parser: _Parser, arguments: list[str], kind: type[CommonSettings]) -> dict[str, str]:
+    """Adds a flag for each setting of this kind, and reads them.
 
     Values stay text: wherever they come from, one place checks them.
     """
-    from app.settings import ENV_PREFIX, Settings, default_text, flag
+    from app.settings import ENV_PREFIX, default_text, flag
 
     parser.epilog = f"Each is also a variable ({ENV_PREFIX}PORT) and a key of the --config file (port)."
-    for name, field in Settings.model_fields.items():
-        if names is not None and name not in names:
-            continue
+    for name, field in kind.model_fields.items():
         text = " ".join((field.description or "").split()).replace("%", "%%")
         if field.annotation is bool:
             parser.add_argument(

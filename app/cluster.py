@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from app.errors import OperatorError
 from app.log import configure_log, log
-from app.settings import ENV_PREFIX, Settings, load_settings
+from app.settings import ENV_PREFIX, Settings
 
 if TYPE_CHECKING:
     from cluster.directory import Report, View
@@ -91,7 +91,7 @@ def deploy(flags: dict[str, str]) -> int:
     """
     address = flags.pop("address", None)
     planned = {name: flags.pop(name) for name in _PLANNED & flags.keys()}
-    settings = load_settings(flags)
+    settings = Settings.load(flags)
     configure_log("info", "plain", access=False)
     given = _given(flags, settings)
     with _ray(address) as deployments:

@@ -14,7 +14,7 @@ from pathlib import Path
 from app.checkpoint import find_checkpoint, is_hub_id
 from app.errors import OperatorError
 from app.kernels import own_level
-from app.listen import bind
+from app.listen import bind, check_exposure
 from app.settings import Settings
 from engine.cores import num_cores
 from engine.kernels.cpu import prebuilt
@@ -191,7 +191,7 @@ def check_model(settings: Settings) -> Check:
     if settings.model is not None and is_hub_id(settings.model):
         return Check(Level.OK, "model", f"{settings.model} comes from the hub, unless it was fetched before")
     try:
-        return Check(Level.OK, "model", str(find_checkpoint(settings.model)))
+        return Check(Level.OK, "model", str(find_checkpoint(settings.model, settings.revision)))
     except OperatorError as error:
         return Check(Level.FAIL, "model", str(error))
 
@@ -201,7 +201,7 @@ def check_types(settings: Settings) -> Iterator[Check]:
     if settings.model is not None and is_hub_id(settings.model):
         return
     try:
-        folder = find_checkpoint(settings.model)
+        folder = find_checkpoint(settings.model, settings.revision)
         from app.build import load_options
         from engine.errors import CheckpointError
         from engine.execution.memory import estimate
@@ -222,7 +222,8 @@ def check_types(settings: Settings) -> Iterator[Check]:
 
 def check_port(settings: Settings) -> Check:
     try:
-        bind(settings.host, settings.port).close()
+        with bind(settings.host, settings.port) as listener:
+            check_exposure(listener, settings)
     except OperatorError as error:
         return Check(Level.FAIL, "port", str(error))
     return Check(Level.OK, "port", f"{settings.host}:{settings.port} is free")

@@ -105,7 +105,7 @@ def run(model: str, settings: Settings, flags: Mapping[str, str]) -> int:
         raise OperatorError(f"torch cannot be imported ({error}); `penstock doctor` says more") from None
     options = load_options(settings)
     try:
-        subject = examine(asked_for(model), options)
+        subject = examine(asked_for(model), settings.revision, options)
         limits = budget(choose_device(options.device), options)
         fitting = Fitting(subject.config, limits, check_compiler().level is Level.OK)
         tried = fitting.cases(ladder(options, subject.config)) or [fitting.case(options)]
@@ -121,11 +121,12 @@ def run(model: str, settings: Settings, flags: Mapping[str, str]) -> int:
     return 0
 
 
-def examine(model: str | None, options: LoadOptions) -> Subject:
+def examine(model: str | None, revision: str | None, options: LoadOptions) -> Subject:
     """Reads the config of a model, and compares it with the headers of its weights.
 
     Args:
         model: None is the demo model.
+        revision: on the hub; None is the newest.
 
     Raises:
         OperatorError: there is no such model.
@@ -136,12 +137,12 @@ def examine(model: str | None, options: LoadOptions) -> Subject:
     from engine.model.weights import check_tensors, make_recipe
 
     files: Files
-    if model is not None and is_hub_id(model) and not _is_fetched(model):
-        remote = look_at(model)
+    if model is not None and is_hub_id(model) and not _is_fetched(model, revision):
+        remote = look_at(model, revision)
         folder, files = remote.folder, remote.files
         place = f"on the hub, {size_text(remote.num_bytes)} to fetch"
     else:
-        folder = find_checkpoint(model)
+        folder = find_checkpoint(model, revision)
         files, place = open_files(folder), str(folder)
     config = read_config(folder)
     recipe = make_recipe(config, replace(options, quantize=None))
@@ -160,11 +161,11 @@ def ladder(asked: LoadOptions, config: ModelConfig) -> Iterator[LoadOptions]:
             yield replace(asked, quantize=quantize, kv_dtype=kv_dtype)
 
 
-def _is_fetched(hub_id: str) -> bool:
+def _is_fetched(hub_id: str, revision: str | None) -> bool:
     """Whether an earlier start has fetched a model, and all of it."""
     from engine.model.safetensors import TensorFiles
 
-    folder = fetched_before(hub_id)
+    folder = fetched_before(hub_id, revision)
     try:
         return folder is not None and bool(TensorFiles(folder).entries)
     except CheckpointError:

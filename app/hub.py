@@ -27,7 +27,7 @@ class RemoteCheckpoint:
     """The bytes of the files of weights."""
 
 
-def look_at(hub_id: str) -> RemoteCheckpoint:
+def look_at(hub_id: str, revision: str | None) -> RemoteCheckpoint:
     """Fetches config.json and the headers of the weights.
 
     Raises:
@@ -38,8 +38,8 @@ def look_at(hub_id: str) -> RemoteCheckpoint:
     from engine.model.safetensors import TensorEntry, TensorFiles
 
     with _one_line(hub_id):
-        metadata = get_safetensors_metadata(hub_id)
-        config = hf_hub_download(hub_id, "config.json")
+        metadata = get_safetensors_metadata(hub_id, revision=revision)
+        config = hf_hub_download(hub_id, "config.json", revision=revision)
     folder = Path(config).parent
     entries = {
         name: TensorEntry(
@@ -56,13 +56,13 @@ def look_at(hub_id: str) -> RemoteCheckpoint:
     return RemoteCheckpoint(folder, TensorFiles(Path(hub_id), entries), num_bytes)
 
 
-def fetched_before(hub_id: str) -> Path | None:
+def fetched_before(hub_id: str, revision: str | None) -> Path | None:
     """The folder of a model that an earlier start has fetched, if there is one; it may lack files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, local_files_only=True))
+        return Path(snapshot_download(hub_id, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
 

@@ -43,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     place = options.out or prebuilt.folder()
+    if place.exists() and not place.is_dir():
+        raise OperatorError(f"--out {place}: is no directory")
     if options.action == "list":
         return _list(place)
     machine = this_machine()

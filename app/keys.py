@@ -141,7 +141,7 @@ def _client(name: str, attributes: Iterable[str]) -> Client:
         if attribute == "weight":
             entitlements["weight"] = _whole(attribute, value)
         elif attribute in ("lane", "top"):
-            entitlements["default_lane" if attribute == "lane" else "top_lane"] = parse_lane(value)
+            entitlements["default_lane" if attribute == "lane" else "top_lane"] = _lane(attribute, value)
         else:
             bounds[_BOUNDS[attribute]] = _bound(attribute, value)
     if "top_lane" in entitlements:
@@ -159,6 +159,13 @@ def _pairs(attributes: Iterable[str]) -> Mapping[str, str]:
             raise ValueError(f"{name} stands there twice")
         pairs[name] = value
     return pairs
+
+
+def _lane(name: str, value: str) -> Lane:
+    try:
+        return parse_lane(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _whole(name: str, value: str) -> int:

@@ -7,6 +7,8 @@ import ipaddress
 import socket
 
 from app.errors import OperatorError
+from app.log import log
+from app.settings import FrontSettings
 
 _BACKLOG = 2048
 
@@ -53,6 +55,22 @@ def url(listener: socket.socket) -> str:
 def port_of(listener: socket.socket) -> int:
     port: int = listener.getsockname()[1]
     return port
+
+
+def check_exposure(listener: socket.socket, settings: FrontSettings) -> None:
+    """Refuses to let everybody in who reaches an address, unless that was asked for.
+
+    Raises:
+        OperatorError: the address is not a loopback one, and no keys are asked for.
+    """
+    if is_loopback(listener) or settings.api_keys_file is not None:
+        return
+    if not settings.insecure:
+        raise OperatorError(
+            f"--host {settings.host}: whoever reaches it could use this server; give --api-keys-file"
+            " (`penstock key` makes keys), or say --insecure"
+        )
+    log.warning("--insecure: whoever reaches %s can use this server", settings.host)
 
 
 def is_loopback(listener: socket.socket) -> bool:

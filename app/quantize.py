@@ -38,6 +38,7 @@ _LICENCES = ("LICENSE", "LICENCE", "NOTICE")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"a directory, a Hugging Face id, or {DEMO_NAME}")
+    parser.add_argument("--revision", help="a commit, a tag or a branch on the hub; default: the newest")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory that is made")
     parser.add_argument(
         "--method",
@@ -99,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _quantize(options: argparse.Namespace) -> None:
-    folder = find_checkpoint(asked_for(options.model), "MODEL")
+    folder = find_checkpoint(asked_for(options.model), options.revision, argument="MODEL")
     if folder.is_file():
         raise OperatorError(
             f"{folder} is a GGUF file: `penstock serve` takes it as it is; quantize the checkpoint it was made from"

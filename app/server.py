@@ -21,7 +21,7 @@ from typing import NoReturn
 from app.build import Parts, build
 from app.errors import OperatorError, describe_failure
 from app.keys import weights_of
-from app.listen import bind, is_loopback, port_of, url
+from app.listen import bind, check_exposure, is_loopback, port_of, url
 from app.log import configure_log, log
 from app.loop import Server, loop_factory, settle_garbage, uvicorn_config
 from app.settings import Settings
@@ -40,22 +40,24 @@ def serve(settings: Settings) -> int:
         signal.signal(number, _exit_at_once)
     configure_log(settings.log_level, settings.log_format, access=settings.access_log)
     started_s = time.monotonic()
-    listener = bind(settings.host, settings.port)
-    log.info("starting on %s", url(listener))
-    metrics_listener = None
-    if settings.metrics_port is not None:
-        metrics_listener = bind(settings.host, settings.metrics_port, "--metrics-port")
-        log.info("metrics on %s", url(metrics_listener))
-    if not is_loopback(listener) and settings.api_keys_file is None:
-        log.warning("anybody who reaches %s can use this server; set --api-keys-file", settings.host)
-    replica = settings.replica or f"{socket.gethostname()}:{port_of(listener)}"
-    parts = build(settings, replica, is_open=not is_loopback(listener))
-    if settings.redis_url is not None:
-        log.info("conversations, streams and quotas are kept in Redis")
-    process = _Process(settings, parts, listener, metrics_listener, started_s)
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        ended = runner.run(process.run())
-    return process.finish(ended)
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(bind(settings.host, settings.port))
+        check_exposure(listener, settings)
+        log.info("starting on %s", url(listener))
+        metrics_listener = None
+        if settings.metrics_port is not None:
+            metrics_listener = sockets.enter_context(
+                bind(settings.host, settings.metrics_port, "--metrics-port")
+            )
+            log.info("metrics on %s", url(metrics_listener))
+        replica = settings.replica or f"{socket.gethostname()}:{port_of(listener)}"
+        parts = build(settings, replica, is_open=not is_loopback(listener))
+        if settings.redis_url is not None:
+            log.info("conversations, streams and quotas are kept in Redis")
+        process = _Process(settings, parts, listener, metrics_listener, started_s)
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            ended = runner.run(process.run())
+        return process.finish(ended)
 
 
 def _exit_at_once(*_: object) -> NoReturn:

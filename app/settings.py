@@ -1,4 +1,4 @@
-"""Settings: one class, read from flags, `PENSTOCK_*` variables, a TOML file and defaults, in this order."""
+"""Settings, read from flags, `PENSTOCK_*` variables, a TOML file and defaults, in this order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from math import inf, isfinite, isnan, nan
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import (
     BeforeValidator,
@@ -37,14 +37,6 @@ from engine.model.config import GROUP_SIZES, MAX_RANKS, MAX_THREADS
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 
 ENV_PREFIX = "PENSTOCK_"
-
-SWITCH_SETTINGS = frozenset(
-    {
-        "config", "model", "served_model_name", "host", "port", "api_keys_file", "allowed_hosts", "cluster_secret",
-        "drain_timeout", "log_level", "log_format", "access_log",
-    }
-)  # fmt: skip
-"""Those that `penstock switch` reads."""
 
 _SECRET = frozenset({"cluster_secret"})
 """Settings whose value is never shown."""
@@ -110,8 +102,8 @@ _Batch = Annotated[LanePolicy, NoDecode, SkipValidation, _policy(Lane.BATCH)]
 _POLICY_TEXT: JsonDict = {"metavar": "KEY=N,..."}
 
 
-class Settings(BaseSettings):
-    """Everything an operator can set. A field's description is its line in `penstock serve --help`."""
+class CommonSettings(BaseSettings):
+    """The settings of everything that reads a model. A field's description is its line in a command's --help."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
@@ -127,19 +119,49 @@ class Settings(BaseSettings):
     model: str | None = Field(default=None, json_schema_extra={"metavar": "DIR|HUB_ID"})
     """Checkpoint to serve: a directory or a Hugging Face id; without it, the demo model."""
 
-    served_model_name: str | None = None
-    """Name that clients ask for; without it, the directory's name or the id."""
+    revision: str | None = Field(default=None, json_schema_extra={"metavar": "COMMIT|TAG|BRANCH"})
+    """Revision of --model on the Hugging Face hub; without it, the newest."""
 
-    tool_parser: Literal[
-        "auto", "none", "hermes", "llama3_json", "llama_pythonic", "mistral", "qwen3_coder"
-    ] = "auto"
-    """How the model writes that it calls a tool; auto goes by its chat template, and with none there are no tools."""
+    @classmethod
+    def load(cls, flags: Mapping[str, object]) -> Self:
+        """Puts flags (by field name), environment, file and defaults together.
 
-    reasoning_parser: Literal["auto", "none", "think", "mistral"] = "auto"
-    """How the model marks its reasoning; auto goes by its chat template, and with none it is part of the answer."""
+        Variables and keys of the file that mean something to a server alone are passed over elsewhere.
 
-    strict: bool = False
-    """Refuse fields that could not change an answer and are not honoured; otherwise a reply's header names them."""
+        Raises:
+            OperatorError: with one line that names the flag, variable or key that is wrong.
+        """
+        _check_variables(os.environ)
+        try:
+            # The command line gives text, a program may give values: pydantic turns both into what the field is.
+            return cls(**dict[str, Any](flags))
+        except ValidationError as error:
+            raise OperatorError(_first_line(error, flags)) from None
+
+    @field_validator("model")
+    @classmethod
+    def _demo_model_by_its_name(cls, model: str | None) -> str | None:
+        return None if model is None else asked_for(model)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, environment, file: the first that has a setting gives it."""
+        path = init_settings().get("config") or env_settings().get("config")
+        values = _read_toml(Path(path)) if path else {}
+        known = {name: value for name, value in values.items() if name in settings_cls.model_fields}
+        file = InitSettingsSource(settings_cls, known)
+        return init_settings, env_settings, file
+
+
+class FrontSettings(CommonSettings):
+    """The settings of whatever listens: a server, and a switch in front of several."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -147,15 +169,38 @@ class Settings(BaseSettings):
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
 
+    insecure: bool = False
+    """Listen on an address that others reach though no key is asked for: whoever reaches it may use the server."""
+
     api_keys_file: Path | None = None
     """File with one `NAME:sha256:DIGEST` a line, as `penstock key NAME` makes them; with it, requests need a key."""
-
-    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = ()
-    """Comma-separated origins whose pages may call this server."""
 
     allowed_hosts: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = ()
     """Comma-separated names that requests may be addressed to, or * for any. Without it: any, but on a loopback address
     without --api-keys-file only localhost, lest pages of other sites call this server under a name of their own."""
+
+    served_model_name: str | None = None
+    """Name that clients ask for; without it, the directory's name or the id."""
+
+    cluster_secret: str | None = Field(default=None, min_length=16, json_schema_extra={"metavar": "SECRET"})
+    """What this replica and the switches in front of it know each other by, of at least 16 characters; best given as a
+    variable or in the --config file, for flags can be seen by all who are on the machine."""
+
+    drain_timeout: float = Field(default=30.0, ge=0, json_schema_extra={"metavar": "SECONDS"})
+    """Seconds that running streams may go on for after SIGTERM."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least important kind of line in the log."""
+
+    log_format: Literal["plain", "json"] = "plain"
+    """Lines to read, or one JSON object a line."""
+
+    access_log: bool = False
+    """A line for each request that ended: its id, status and duration; of probes only at level debug."""
+
+
+class EngineSettings(CommonSettings):
+    """The settings of a model at work: in a server, and in a program."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type the weights are kept in; auto takes what is fastest here without a loss that shows."""
@@ -200,10 +245,10 @@ class Settings(BaseSettings):
     max_bytes, ttl, ageing, tenant_share, kv_share."""
 
     lane_standard: _Standard = Field(default=DEFAULT_POLICIES[Lane.STANDARD], json_schema_extra=_POLICY_TEXT)
-    """The same for service_tier "default", and for requests that name none."""
+    """As --lane-interactive, for service_tier "default", and for requests that name none."""
 
     lane_batch: _Batch = Field(default=DEFAULT_POLICIES[Lane.BATCH], json_schema_extra=_POLICY_TEXT)
-    """The same for service_tier "flex"."""
+    """As --lane-interactive, for service_tier "flex"."""
 
     num_blocks: int | None = Field(default=None, ge=2)
     """KV blocks in the pool; without it, as many as --kv-memory holds."""
@@ -222,51 +267,11 @@ class Settings(BaseSettings):
     """A small model, best of the same tokens, or a head in EAGLE-3's format, which guesses what --model says next where
     that pays, on a CPU. By default, the demo model has one and others have none; answers are the same, to the token."""
 
+    draft_revision: str | None = Field(default=None, json_schema_extra={"metavar": "COMMIT|TAG|BRANCH"})
+    """Revision of --draft on the Hugging Face hub; without it, the newest."""
+
     no_cuda_graphs: bool = False
     """On a GPU, launch every kernel of a step by itself: slower, starts sooner, takes less memory."""
-
-    redis_url: str | None = Field(default=None, json_schema_extra={"metavar": "URL"})
-    """Redis that keeps conversations, resumable streams and limits; without it they are kept in memory."""
-
-    replica: str | None = None
-    """Name of this process among those that share a Redis; without it, the host's name and the port."""
-
-    cluster_secret: str | None = Field(default=None, min_length=16, json_schema_extra={"metavar": "SECRET"})
-    """What this replica and the switches in front of it know each other by, of at least 16 characters; best given as a
-    variable or in the --config file, for flags can be seen by all who are on the machine."""
-
-    warm_up_tokens: int = Field(default=16_384, ge=0)
-    """Most prompt tokens that a restarted server computes ahead, those used most; with 0, Redis is told of no prompt's
-    tokens. Those of requests with "store": false are never told."""
-
-    drain_timeout: float = Field(default=30.0, ge=0, json_schema_extra={"metavar": "SECONDS"})
-    """Seconds that running streams may go on for after SIGTERM."""
-
-    metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    """Port for /metrics, /health and /ready alone, on the same address; then /metrics is not on --port."""
-
-    metrics_compat: Literal["vllm"] | None = None
-    """Give /metrics a second set of names, those of another server's dashboards."""
-
-    otlp_endpoint: str | None = Field(
-        default=None, pattern="^https?://.", json_schema_extra={"metavar": "URL"}
-    )
-    """Collector that is sent a trace of each request, by OTLP over HTTP; without it, the one that
-    OTEL_EXPORTER_OTLP_ENDPOINT names, if any. Needs penstock[otel]."""
-
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least important kind of line in the log."""
-
-    log_format: Literal["plain", "json"] = "plain"
-    """Lines to read, or one JSON object a line."""
-
-    access_log: bool = False
-    """A line for each request that ended: its id, status and duration; of probes only at level debug."""
-
-    @field_validator("model")
-    @classmethod
-    def _demo_model_by_its_name(cls, model: str | None) -> str | None:
-        return None if model is None else asked_for(model)
 
     @field_validator("quantize_group_size")
     @classmethod
@@ -288,19 +293,13 @@ class Settings(BaseSettings):
         return threads
 
     @model_validator(mode="after")
-    def _one_pool_size(self) -> Settings:
+    def _one_pool_size(self) -> Self:
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ValueError("num_blocks and kv_memory both set the size of the KV cache; give one of them")
         return self
 
     @model_validator(mode="after")
-    def _a_port_for_each(self) -> Settings:
-        if self.metrics_port and self.metrics_port == self.port:
-            raise ValueError(f"metrics_port and port are both {self.port}; give each its own")
-        return self
-
-    @model_validator(mode="after")
-    def _groups_of_integers(self) -> Settings:
+    def _groups_of_integers(self) -> Self:
         if self.quantize_group_size is not None and self.quantize in (None, "fp8"):
             raise ValueError(
                 f"quantize_group_size {self.quantize_group_size} needs quantize int8, int4 or nf4"
@@ -315,33 +314,51 @@ class Settings(BaseSettings):
             Lane.BATCH: self.lane_batch,
         }
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, environment, file: the first that has a setting gives it."""
-        path = init_settings().get("config") or env_settings().get("config")
-        file = InitSettingsSource(settings_cls, _read_toml(Path(path)) if path else {})
-        return init_settings, env_settings, file
 
+class Settings(EngineSettings, FrontSettings):
+    """Everything that an operator can set of a server."""
 
-def load_settings(flags: Mapping[str, object]) -> Settings:
-    """Puts flags (by field name), environment, file and defaults together.
+    tool_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "llama_pythonic", "mistral", "qwen3_coder"
+    ] = "auto"
+    """How the model writes that it calls a tool; auto goes by its chat template, and with none there are no tools."""
 
-    Raises:
-        OperatorError: with one line that names the flag, variable or key that is wrong.
-    """
-    _check_variables(os.environ)
-    try:
-        # The command line gives text, a program may give values: pydantic turns both into what the field is.
-        return Settings(**dict[str, Any](flags))
-    except ValidationError as error:
-        raise OperatorError(_first_line(error, flags)) from None
+    reasoning_parser: Literal["auto", "none", "think", "mistral"] = "auto"
+    """How the model marks its reasoning; auto goes by its chat template, and with none it is part of the answer."""
+
+    strict: bool = False
+    """Refuse fields that could not change an answer and are not honoured; otherwise a reply's header names them."""
+
+    cors_origins: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)] = ()
+    """Comma-separated origins whose pages may call this server."""
+
+    redis_url: str | None = Field(default=None, json_schema_extra={"metavar": "URL"})
+    """Redis that keeps conversations, resumable streams and limits; without it they are kept in memory."""
+
+    replica: str | None = None
+    """Name of this process among those that share a Redis; without it, the host's name and the port."""
+
+    warm_up_tokens: int = Field(default=16_384, ge=0)
+    """Most prompt tokens that a restarted server computes ahead, those used most; with 0, Redis is told of no prompt's
+    tokens. Those of requests with "store": false are never told."""
+
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port for /metrics, /health and /ready alone, on the same address; then /metrics is not on --port."""
+
+    metrics_compat: Literal["vllm"] | None = None
+    """Give /metrics a second set of names, those of another server's dashboards."""
+
+    otlp_endpoint: str | None = Field(
+        default=None, pattern="^(https?://.|none$)", json_schema_extra={"metavar": "URL|none"}
+    )
+    """Collector that is sent a trace of each request, by OTLP over HTTP; without it, the one that
+    OTEL_EXPORTER_OTLP_ENDPOINT names, if any. Needs penstock[otel]."""
+
+    @model_validator(mode="after")
+    def _a_port_for_each(self) -> Self:
+        if self.metrics_port and self.metrics_port == self.port:
+            raise ValueError(f"metrics_port and port are both {self.port}; give each its own")
+        return self
 
 
 def default_text(value: object) -> str:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import TemplateSyntaxError
 
-from app.build import allowed_hosts, identity, load_options
+from app.build import allowed_hosts, identity
 from app.checkpoint import find_checkpoint, model_name
 from app.errors import OperatorError
 from app.keys import KeyFile
-from app.listen import bind, is_loopback, url
+from app.listen import bind, check_exposure, is_loopback, url
 from app.log import configure_log, log
 from app.loop import Server, loop_factory, settle_garbage, uvicorn_config
-from app.settings import Settings
+from app.settings import FrontSettings
 from cluster.members import Members, parse_address
 from cluster.switch import Switch, SwitchOptions
 from cluster.upstream import Address
 from engine.errors import CheckpointError
 from engine.model.checkpoint import read_tokenizer
+from engine.model.config import LoadOptions
 from gateway.http.background import meanwhile
 from gateway.wire.prompts import Prompts
 from priority.routing.router import Router
@@ -77,7 +79,7 @@ class ReplicasFile:
                 log.warning("%s; the replicas that were read before stay", error)
 
 
-def run(named: Sequence[str], replicas_file: Path | None, settings: Settings) -> int:
+def run(named: Sequence[str], replicas_file: Path | None, settings: FrontSettings) -> int:
     """Serves until a signal; the exit status.
 
     Raises:
@@ -87,13 +89,9 @@ def run(named: Sequence[str], replicas_file: Path | None, settings: Settings) ->
     addresses = replicas.read()
     configure_log(settings.log_level, settings.log_format, access=settings.access_log)
     started_s = time.monotonic()
-    listener = bind(settings.host, settings.port)
-    log.info("starting on %s", url(listener))
-    if not is_loopback(listener) and settings.api_keys_file is None:
-        log.warning("anybody who reaches %s can use these replicas; set --api-keys-file", settings.host)
     keys = KeyFile(settings.api_keys_file) if settings.api_keys_file else None
 
-    async def serve() -> None:
+    async def serve(listener: socket.socket) -> None:
         switch = make_switch(settings, keys, is_open=not is_loopback(listener))
         server = Server(uvicorn_config(switch.app(), lifespan="off"))
         _drain_at_signals(switch, server, settings.drain_timeout)
@@ -106,13 +104,16 @@ def run(named: Sequence[str], replicas_file: Path | None, settings: Settings) ->
             log.info("ready in %.1f s: open %s", time.monotonic() - started_s, url(listener))
             await server.serve(sockets=[listener])
 
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        runner.run(serve())
+    with bind(settings.host, settings.port) as listener:
+        check_exposure(listener, settings)
+        log.info("starting on %s", url(listener))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(serve(listener))
     return 0
 
 
 def make_switch(
-    settings: Settings, keys: KeyFile | None, *, is_open: bool, router: Router | None = None
+    settings: FrontSettings, keys: KeyFile | None, *, is_open: bool, router: Router | None = None
 ) -> Switch:
     """A switch for replicas of these settings; `router` if another one than usual chooses.
 
@@ -123,7 +124,7 @@ def make_switch(
         raise OperatorError(
             "a switch and its replicas need the same PENSTOCK_CLUSTER_SECRET, of at least 16 characters"
         )
-    folder = find_checkpoint(settings.model)
+    folder = find_checkpoint(settings.model, settings.revision)
     try:
         prompts = Prompts(read_tokenizer(folder))
     except CheckpointError as error:
@@ -133,7 +134,7 @@ def make_switch(
     options = SwitchOptions(
         secret=settings.cluster_secret,
         identity=identity(model_name(settings.model, settings.served_model_name), folder),
-        block_size=load_options(settings).block_size,
+        block_size=LoadOptions().block_size,
         clients=keys.read() if keys else {},
         allowed_hosts=allowed_hosts(settings, is_open),
     )

@@ -17,6 +17,8 @@ OF_SWITCH = frozenset(
     (
         "config",
         "model",
+        "revision",
+        "insecure",
         "served_model_name",
         "api_keys_file",
         "allowed_hosts",

@@ -22,7 +22,7 @@ import httpx
 from app.bench.server_process import ServerProcess
 from app.listen import bind, url
 from app.loop import Server, uvicorn_config
-from app.settings import load_settings
+from app.settings import Settings
 from app.switch import make_switch
 from cluster.members import parse_address
 from cluster.switch import Switch
@@ -129,7 +129,7 @@ async def behind(switch: Switch, urls: Sequence[str], load: Load) -> Tally:
 
 async def compare(urls: Sequence[str], secret: str, model: str | None, load: Load) -> None:
     given = {"cluster_secret": secret, "model": model, "served_model_name": load.served_as}
-    settings = load_settings({name: value for name, value in given.items() if value is not None})
+    settings = Settings.load({name: value for name, value in given.items() if value is not None})
     for each in urls:
         await run(each, replace(load, num_sessions=2, num_turns=2))
     print(f"one server: {await run(urls[0], load)}", flush=True)

@@ -11,7 +11,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from app.checkpoint import DEMO_MODEL, DEMO_NAME, check_files, find_checkpoint, is_hub_id, model_name
 from app.errors import OperatorError
-from app.settings import load_settings
+from app.settings import Settings
 
 FILES = ("config.json", "tokenizer.json", "model.safetensors")
 
@@ -53,9 +53,9 @@ def test_without_a_model_it_is_the_demo_model() -> None:
 
 @pytest.mark.parametrize("name", ["penstock-demo", "demo"])
 def test_the_demo_model_may_be_asked_for_by_name(here: Path, name: str) -> None:
-    assert load_settings({"model": name}).model is None
+    assert Settings.load({"model": name}).model is None
     make_checkpoint(here / name)
-    assert load_settings({"model": name}).model == name, "a folder goes before it"
+    assert Settings.load({"model": name}).model == name, "a folder goes before it"
 
 
 @pytest.mark.parametrize("model", ["models/tiny", "./models/tiny", "models/tiny/", "models/../models/tiny"])

@@ -25,7 +25,7 @@ from app.build import load_options
 from app.cli import _parse_settings, _Parser, main
 from app.doctor import Check, Level
 from app.fitting import Fitting, _tables, ladder
-from app.settings import load_settings
+from app.settings import Settings
 from engine.execution import loader, memory
 from engine.execution.memory import Budget, Card, card_budget, estimate
 from engine.fields import Fields
@@ -112,7 +112,7 @@ def test_the_choice_is_that_of_the_server(
     )
     said = []
     for command in (plain, every):
-        settings = load_settings(_parse_settings(_Parser(), shlex.split(command)))
+        settings = Settings.load(_parse_settings(_Parser(), shlex.split(command), Settings))
         assert settings.model == str(folder)
         model = loader.load_model(folder, load_options(settings), lambda _: None, lambda *_: None)
         said.append(
@@ -125,7 +125,7 @@ def test_the_choice_is_that_of_the_server(
             )
         )
     assert said[0] == said[1]
-    settings = load_settings(_parse_settings(_Parser(), shlex.split(every)))
+    settings = Settings.load(_parse_settings(_Parser(), shlex.split(every), Settings))
     assert (settings.num_blocks, settings.max_model_len) == (said[0][2], said[0][4])
     assert [settings.dtype, settings.kv_dtype] == [str(dtype).removeprefix("torch.") for dtype in said[0][:2]]
 
@@ -251,7 +251,7 @@ def test_a_card_is_told_with_its_memory(monkeypatch: pytest.MonkeyPatch, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []
         patch.setattr("builtins.print", printed.append)
-        assert fitting.run(str(folder), load_settings({"device": "cuda"}), {"device": "cuda"}) == 0
+        assert fitting.run(str(folder), Settings.load({"device": "cuda"}), {"device": "cuda"}) == 0
     lines = "\n".join(printed).splitlines()
     assert lines[3] == "device  A Card, 70.00 GiB for the model; 78.00 GiB of 80.00 GiB are free"
     assert any(line.startswith("fits: float16 weights and float16 KV (*)") for line in lines)

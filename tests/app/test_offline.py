@@ -21,8 +21,7 @@ from app.checkpoint import DEMO_MODEL
 from app.offline.answers import Answer
 from app.offline.llm import LLM
 from app.offline.requests import Sampling
-from app.offline.settings import SERVER_ONLY, offline_settings
-from app.settings import Settings
+from app.offline.settings import offline_settings
 from gateway.wire.schemas import ChatBody, CompletionBody
 from priority.lanes import Lane
 
@@ -280,7 +279,6 @@ def test_a_model_that_cannot_be_loaded_is_said_in_one_line(tmp_path: Path) -> No
 
 
 def test_what_it_takes_are_settings_and_fields_that_there_are() -> None:
-    assert Settings.model_fields.keys() > SERVER_ONLY
     assert Sampling.__optional_keys__ <= ChatBody.model_fields.keys() | CompletionBody.model_fields.keys()
 
 

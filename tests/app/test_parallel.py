@@ -7,7 +7,7 @@ import torch
 
 from app.build import build_core, load_options
 from app.errors import OperatorError
-from app.settings import load_settings
+from app.settings import Settings
 from engine.errors import CheckpointError
 from engine.parallel.leader import start_ranks
 
@@ -28,18 +28,18 @@ from engine.parallel.leader import start_ranks
 )
 def test_what_cannot_be(flags: dict[str, str], said: str) -> None:
     with pytest.raises(OperatorError) as refused:
-        build_core(load_settings(flags), lambda _: None, lambda _: None)
+        build_core(Settings.load(flags), lambda _: None, lambda _: None)
     assert str(refused.value) == said
 
 
 def test_there_are_no_drafts() -> None:
-    assert load_options(load_settings({"tensor_parallel": "2"})).max_drafts == 0
-    assert load_options(load_settings({})).max_drafts > 0
+    assert load_options(Settings.load({"tensor_parallel": "2"})).max_drafts == 0
+    assert load_options(Settings.load({})).max_drafts > 0
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    options = load_options(load_settings({"tensor_parallel": "2", "device": "cuda"}))
+    options = load_options(Settings.load({"tensor_parallel": "2", "device": "cuda"}))
     with pytest.raises(CheckpointError, match=r"^--tensor-parallel 2: torch sees 1 GPUs$"):
         start_ranks(options, lambda _: None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from app import settings as settings_module
 from app.cli import _parse_settings, _Parser
 from app.errors import OperatorError
-from app.settings import Settings, load_settings
+from app.settings import Settings
 
 SOURCES = ("flag", "variable", "file")
 
@@ -46,14 +46,14 @@ def test_flags_go_over_variables_over_the_file_over_defaults(
         if "file" in present:
             path = write(tmp_path_factory.mktemp("config"), f"max_batch_tokens = {value['file']}\n")
             flags["config"] = str(path)
-        settings = load_settings(flags)
+        settings = Settings.load(flags)
     default = Settings.model_fields["max_batch_tokens"].default
     assert settings.max_batch_tokens == next((value[s] for s in SOURCES if s in present), default)
 
 
 def test_the_file_can_be_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_CONFIG", str(write(tmp_path, "port = 9001\n")))
-    assert load_settings({}).port == 9001
+    assert Settings.load({}).port == 9001
 
 
 def test_every_field_has_a_description() -> None:
@@ -61,14 +61,14 @@ def test_every_field_has_a_description() -> None:
 
 
 def test_lists_are_commas_in_text_and_lists_in_the_file(tmp_path: Path) -> None:
-    from_text = load_settings({"cors_origins": "http://a.example, http://b.example,"})
+    from_text = Settings.load({"cors_origins": "http://a.example, http://b.example,"})
     path = write(tmp_path, 'cors_origins = ["http://a.example", "http://b.example"]\n')
-    from_file = load_settings({"config": str(path)})
+    from_file = Settings.load({"config": str(path)})
     assert from_text.cors_origins == from_file.cors_origins == ("http://a.example", "http://b.example")
 
 
 def test_sizes_can_have_units() -> None:
-    assert load_settings({"kv_memory": "2GiB"}).kv_memory == 2 << 30
+    assert Settings.load({"kv_memory": "2GiB"}).kv_memory == 2 << 30
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_sizes_can_have_units() -> None:
 )
 def test_a_wrong_flag_is_named(flags: dict[str, str], beginning: str) -> None:
     with pytest.raises(OperatorError) as caught:
-        load_settings(flags)
+        Settings.load(flags)
     assert str(caught.value).startswith(beginning)
     assert "\n" not in str(caught.value)
     assert str(caught.value).count(", not ") <= 1
@@ -117,35 +117,35 @@ def test_there_are_at_most_a_few_threads_for_each_core(
     monkeypatch: pytest.MonkeyPatch, cores: int, most: int
 ) -> None:
     monkeypatch.setattr(settings_module, "num_cores", lambda: cores)
-    assert load_settings({"threads": str(most)}).threads == most
-    assert load_settings({}).threads is None
+    assert Settings.load({"threads": str(most)}).threads == most
+    assert Settings.load({}).threads is None
     for threads in (most + 1, 1_000_000):
         wanted = f"^--threads: must be at most {most}: 4 for each of the {cores} cores .*, not '{threads}'$"
         with pytest.raises(OperatorError, match=wanted):
-            load_settings({"threads": str(threads)})
+            Settings.load({"threads": str(threads)})
 
 
 def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_MAX_NUM_SEQS", "many")
     with pytest.raises(OperatorError, match=r"^PENSTOCK_MAX_NUM_SEQS: .*, not 'many'$"):
-        load_settings({})
+        Settings.load({})
 
 
 def test_a_flag_hides_a_wrong_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_PORT", "tcp://10.0.0.1:80")
-    assert load_settings({"port": "81"}).port == 81
+    assert Settings.load({"port": "81"}).port == 81
 
 
 def test_an_unknown_variable_is_named_with_what_may_have_been_meant(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_MAX_NUM_SEQ", "3")
     with pytest.raises(OperatorError, match=r"PENSTOCK_MAX_NUM_SEQ; did you mean PENSTOCK_MAX_NUM_SEQS\?"):
-        load_settings({})
+        Settings.load({})
 
 
 @pytest.mark.parametrize("name", ["SERVICE_HOST", "SERVICE_PORT", "PORT_8000_TCP_ADDR", "SERVICE_PORT_HTTP"])
 def test_what_kubernetes_adds_is_nobody_s_mistake(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(f"PENSTOCK_{name}", "10.0.0.1")
-    assert load_settings({}).port == 8000
+    assert Settings.load({}).port == 8000
 
 
 @pytest.mark.parametrize(
@@ -160,23 +160,23 @@ def test_what_kubernetes_adds_is_nobody_s_mistake(monkeypatch: pytest.MonkeyPatc
 def test_a_wrong_key_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(OperatorError) as caught:
-        load_settings({"config": str(path)})
+        Settings.load({"config": str(path)})
     assert str(caught.value).startswith(message.format(path=path))
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("arguments", [["--no-cuda-graphs"], ["--no-cuda-graphs", "--port", "81"]])
 def test_a_switch_takes_no_value(arguments: list[str]) -> None:
-    flags = _parse_settings(_Parser(), arguments)
+    flags = _parse_settings(_Parser(), arguments, Settings)
     assert flags["no_cuda_graphs"] == "true"
-    assert load_settings(flags).no_cuda_graphs
-    assert not load_settings(_parse_settings(_Parser(), [])).no_cuda_graphs
+    assert Settings.load(flags).no_cuda_graphs
+    assert not Settings.load(_parse_settings(_Parser(), [], Settings)).no_cuda_graphs
 
 
 def test_a_value_behind_a_switch_is_refused() -> None:
     with pytest.raises(OperatorError, match="unknown argument false"):
-        _parse_settings(_Parser(), ["--no-cuda-graphs", "false"])
+        _parse_settings(_Parser(), ["--no-cuda-graphs", "false"], Settings)
 
 
 def test_the_file_turns_a_switch_on_with_true(tmp_path: Path) -> None:
-    assert load_settings({"config": str(write(tmp_path, "no_cuda_graphs = true\n"))}).no_cuda_graphs
+    assert Settings.load({"config": str(write(tmp_path, "no_cuda_graphs = true\n"))}).no_cuda_graphs

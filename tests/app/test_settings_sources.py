@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from app.errors import OperatorError
-from app.settings import Settings, flag, load_settings
+from app.settings import Settings, flag
 
 SETTINGS = sorted(set(Settings.model_fields) - {"config"})
 ANY_TEXT = {
@@ -102,7 +102,7 @@ def toml(values: Mapping[str, str]) -> str:
 
 def value_of(name: str, text: str) -> Any:
     """What a setting is worth when this text is all that was said."""
-    return getattr(load_settings({name: text}), name)
+    return getattr(Settings.load({name: text}), name)
 
 
 def test_the_table_has_every_setting() -> None:
@@ -111,7 +111,7 @@ def test_the_table_has_every_setting() -> None:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_value_of_the_table_is_the_default(name: str) -> None:
-    default = getattr(load_settings({}), name)
+    default = getattr(Settings.load({}), name)
     assert default == Settings.model_fields[name].default
     assert all(value_of(name, text) != default for text in VALUES[name])
 
@@ -123,9 +123,9 @@ def test_each_source_alone_gives_the_setting(
     text = VALUES[name][0]
     wanted = value_of(name, text)
     config.write_text(toml({name: text}))
-    assert getattr(load_settings({"config": str(config)}), name) == wanted
+    assert getattr(Settings.load({"config": str(config)}), name) == wanted
     monkeypatch.setenv(f"PENSTOCK_{name.upper()}", text)
-    assert getattr(load_settings({}), name) == wanted
+    assert getattr(Settings.load({}), name) == wanted
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -136,17 +136,17 @@ def test_a_flag_goes_over_a_variable_over_the_file(
     wanted = [value_of(name, text) for text in VALUES[name]]
     config.write_text(toml({name: by_file}))
     monkeypatch.setenv(f"PENSTOCK_{name.upper()}", by_variable)
-    with_flag = getattr(load_settings({"config": str(config), name: by_flag}), name)
-    without_flag = getattr(load_settings({"config": str(config)}), name)
+    with_flag = getattr(Settings.load({"config": str(config), name: by_flag}), name)
+    without_flag = getattr(Settings.load({"config": str(config)}), name)
     monkeypatch.delenv(f"PENSTOCK_{name.upper()}")
-    assert [with_flag, without_flag, getattr(load_settings({"config": str(config)}), name)] == wanted
+    assert [with_flag, without_flag, getattr(Settings.load({"config": str(config)}), name)] == wanted
 
 
 def test_sources_are_mixed_setting_by_setting(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config.write_text(toml({"port": "1", "threads": "1", "max_num_seqs": "1"}))
     monkeypatch.setenv("PENSTOCK_THREADS", "2")
     monkeypatch.setenv("PENSTOCK_MAX_NUM_SEQS", "2")
-    settings = load_settings({"config": str(config), "max_num_seqs": "3"})
+    settings = Settings.load({"config": str(config), "max_num_seqs": "3"})
     assert (settings.port, settings.threads, settings.max_num_seqs) == (1, 2, 3)
     assert settings.max_batch_tokens == Settings.model_fields["max_batch_tokens"].default
 
@@ -158,22 +158,22 @@ def test_the_file_named_by_a_flag_is_read_in_place_of_the_variable_s(
     named_by_flag.write_text("port = 1\n")
     named_by_variable.write_text("port = 2\nthreads = 2\n")
     monkeypatch.setenv("PENSTOCK_CONFIG", str(named_by_variable))
-    settings = load_settings({"config": str(named_by_flag)})
+    settings = Settings.load({"config": str(named_by_flag)})
     assert (settings.port, settings.threads) == (1, None)
 
 
 @pytest.mark.parametrize("name", sorted(set(SETTINGS) - ANY_TEXT))
 def test_variables_are_told_apart_from_flags_when_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OperatorError, match=f"^{flag(name)}: "):
-        load_settings({name: "wrong!"})
+        Settings.load({name: "wrong!"})
     monkeypatch.setenv(f"PENSTOCK_{name.upper()}", "wrong!")
     with pytest.raises(OperatorError, match=f"^PENSTOCK_{name.upper()}: .*'wrong!'$"):
-        load_settings({})
+        Settings.load({})
 
 
 def test_a_secret_is_not_shown_when_wrong() -> None:
     with pytest.raises(OperatorError, match=r"^--cluster-secret: [^']*$"):
-        load_settings({"cluster_secret": "too-short"})
+        Settings.load({"cluster_secret": "too-short"})
 
 
 @pytest.mark.parametrize(
@@ -189,15 +189,15 @@ def test_a_secret_is_not_shown_when_wrong() -> None:
     ],
 )
 def test_memory_is_told_in_the_units_people_write(text: str, num_bytes: int, config: Path) -> None:
-    assert load_settings({"kv_memory": text}).kv_memory == num_bytes
+    assert Settings.load({"kv_memory": text}).kv_memory == num_bytes
     config.write_text(f'kv_memory = "{text}"\n')
-    assert load_settings({"config": str(config)}).kv_memory == num_bytes
+    assert Settings.load({"config": str(config)}).kv_memory == num_bytes
 
 
 @pytest.mark.parametrize("text", ["4 gibibytes", "GiB", "", "4GiB4", "--"])
 def test_a_size_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(OperatorError, match=r"^--kv-memory: "):
-        load_settings({"kv_memory": text})
+        Settings.load({"kv_memory": text})
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_size_that_is_none_is_refused(text: str) -> None:
 def test_a_file_that_is_not_toml_is_one_line(text: str, config: Path) -> None:
     config.write_text(text)
     with pytest.raises(OperatorError) as caught:
-        load_settings({"config": str(config)})
+        Settings.load({"config": str(config)})
     assert str(caught.value).startswith(f"--config {config}: not TOML: ")
     assert "\n" not in str(caught.value)
 
@@ -214,24 +214,24 @@ def test_a_file_that_is_not_toml_is_one_line(text: str, config: Path) -> None:
 def test_a_file_that_is_not_utf_8_is_one_line(config: Path) -> None:
     config.write_bytes(b"host = '\xff'\n")
     with pytest.raises(OperatorError, match="not TOML"):
-        load_settings({"config": str(config)})
+        Settings.load({"config": str(config)})
 
 
 @pytest.mark.parametrize("key", ["max-num-seqs", "MAX_NUM_SEQS", "PENSTOCK_MAX_NUM_SEQS", "serve"])
 def test_keys_of_the_file_are_spelt_one_way(key: str, config: Path) -> None:
     config.write_text(f"{key} = 4\n")
     with pytest.raises(OperatorError, match=f"^--config {config}: unknown key '{key}'"):
-        load_settings({"config": str(config)})
+        Settings.load({"config": str(config)})
 
 
 def test_a_wrong_key_is_told_although_a_flag_hides_it(config: Path) -> None:
     """A file is right or wrong as a whole: what is misspelt there today is missed by somebody tomorrow."""
     config.write_text("prot = 1\n")
     with pytest.raises(OperatorError, match=r"unknown key 'prot'; did you mean port\?"):
-        load_settings({"config": str(config), "port": "2"})
+        Settings.load({"config": str(config), "port": "2"})
 
 
 def test_settings_do_not_change_once_read() -> None:
-    settings = load_settings({})
+    settings = Settings.load({})
     with pytest.raises(ValueError, match="frozen"):
         settings.port = 1

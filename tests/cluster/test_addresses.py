@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from app.errors import OperatorError
-from app.settings import load_settings
+from app.settings import Settings
 from app.switch import ReplicasFile, make_switch
 from cluster import upstream
 from cluster.members import parse_address
@@ -55,7 +55,7 @@ def test_what_is_none_is_refused_by_name(given: str, tmp_path: Path) -> None:
 
 def test_a_switch_without_a_secret_says_what_it_needs() -> None:
     with pytest.raises(OperatorError, match="the same PENSTOCK_CLUSTER_SECRET, of at least 16 characters"):
-        make_switch(load_settings({}), None, is_open=True)
+        make_switch(Settings.load({}), None, is_open=True)
 
 
 async def test_the_secret_stands_in_no_log(caplog: pytest.LogCaptureFixture) -> None:

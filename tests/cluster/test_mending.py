@@ -11,7 +11,7 @@ import pytest
 from redis import Redis
 
 from app.bench.server_process import ServerProcess
-from app.settings import load_settings
+from app.settings import Settings
 from app.switch import make_switch
 from cluster.upstream import Address
 from gateway.sessions.owners import tag_in, tag_of
@@ -43,7 +43,7 @@ async def test_no_client_notices_that_a_replica_was_killed(redis_url: str) -> No
     journals = Redis.from_url(redis_url)
     # A busy machine is not to look like a frozen replica.
     patient = Router(stale_s=START_S)
-    switch = make_switch(load_settings({"cluster_secret": SECRET}), None, is_open=False, router=patient)
+    switch = make_switch(Settings.load({"cluster_secret": SECRET}), None, is_open=False, router=patient)
     try:
         for server in replicas:
             server.wait_ready()

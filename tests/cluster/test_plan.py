@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from app.settings import SWITCH_SETTINGS, Settings
+from app.settings import FrontSettings, Settings
 from cluster.plan import DRAIN_S, OF_SWITCH, OWN_SETTINGS, Plan, PlanError
 
 
@@ -32,7 +32,7 @@ def test_a_mistake_is_told_by_its_field(values: Any, message: str) -> None:
 
 
 def test_names_are_those_of_settings() -> None:
-    assert OF_SWITCH | {"host", "port", "cluster_secret"} == SWITCH_SETTINGS
+    assert OF_SWITCH | {"host", "port", "cluster_secret"} == FrontSettings.model_fields.keys()
     assert Settings.model_fields.keys() >= OWN_SETTINGS
     assert Settings.model_fields["drain_timeout"].default == DRAIN_S
 
