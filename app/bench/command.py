@@ -104,7 +104,11 @@ def write_figures(path: Path | None, results: dict[str, Any]) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    """The numbers in a list with commas, each of 1 or more."""
+    numbers = [int(part) for part in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{min(numbers)} is less than 1")
+    return numbers
 
 
 def _names_of(known: Collection[str], text: str) -> list[str]:

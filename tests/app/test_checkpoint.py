@@ -9,6 +9,7 @@ import pytest
 from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from app import cli
 from app.checkpoint import DEMO_MODEL, DEMO_NAME, check_files, find_checkpoint, is_hub_id, model_name
 from app.errors import OperatorError
 from app.settings import Settings
@@ -143,13 +144,13 @@ def test_weights_are_fetched_once_and_nothing_that_is_not_read(
     asked: list[list[str]] = []
     folder = make_checkpoint(here / "fetched")
 
-    def download(hub_id: str, *, allow_patterns: list[str]) -> str:
-        assert hub_id == "somebody/something"
+    def download(hub_id: str, *, revision: str, allow_patterns: list[str]) -> str:
+        assert (hub_id, revision) == ("somebody/something", "v1")
         asked.append(allow_patterns)
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert find_checkpoint("somebody/something") == folder
+    assert find_checkpoint("somebody/something", "v1") == folder
     offered = {
         "config.json", "tokenizer.json", "chat_template.jinja", "model-00001-of-00002.safetensors",
         "model.safetensors.index.json", "pytorch_model.bin", "consolidated.safetensors", "README.md", "model.gguf",
@@ -157,6 +158,35 @@ def test_weights_are_fetched_once_and_nothing_that_is_not_read(
     fetched = {name for name in offered for pattern in asked[0] if Path(name).match(pattern)}
     assert offered - fetched == {"pytorch_model.bin", "consolidated.safetensors", "README.md", "model.gguf"}
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "serve --port 0 --model some/model --revision v1",
+        "serve --port 0 --draft some/model --draft-revision v1",
+        "switch --port 0 --model some/model --revision v1 http://127.0.0.1:1 --cluster-secret=sixteen-characters",
+        "quantize some/model out --revision v1",
+        "doctor some/model --revision v1",
+    ],
+)
+def test_every_command_fetches_the_revision_that_it_was_told(
+    typed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, object]] = []
+
+    def download(hub_id: str, *, revision: str | None = None, **_: object) -> str:
+        asked.append((hub_id, revision))
+        raise LocalEntryNotFoundError("no net")
+
+    for name in ("snapshot_download", "get_safetensors_metadata"):
+        monkeypatch.setattr(huggingface_hub, name, download)
+    assert cli.main(typed.split()) == 2
+    assert set(asked) == {("some/model", "v1")}
+
+
+def test_libraries_tell_nobody_that_they_are_used() -> None:
+    assert huggingface_hub.constants.HF_HUB_DISABLE_TELEMETRY
 
 
 @pytest.mark.parametrize("error", [OSError("disk full"), LocalEntryNotFoundError("no net")])

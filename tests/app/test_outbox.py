@@ -192,6 +192,7 @@ def test_traces_need_a_collector_and_their_package(tiny_model: Path, monkeypatch
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
     with pytest.raises(OperatorError, match=f"^OTEL_EXPORTER_OTLP_ENDPOINT{hint}"):
         build(Settings(model=str(tiny_model)))
+    assert build(Settings(model=str(tiny_model), otlp_endpoint="none")).traces is None
 
 
 def test_every_setting_of_the_engine_reaches_it() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from app import settings as settings_module
 from app.cli import _parse_settings, _Parser
 from app.errors import OperatorError
-from app.settings import Settings
+from app.settings import EngineSettings, FrontSettings, Settings
 
 SOURCES = ("flag", "variable", "file")
 
@@ -180,3 +180,100 @@ def test_a_value_behind_a_switch_is_refused() -> None:
 
 def test_the_file_turns_a_switch_on_with_true(tmp_path: Path) -> None:
     assert Settings.load({"config": str(write(tmp_path, "no_cuda_graphs = true\n"))}).no_cuda_graphs
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return tmp_path / "penstock.toml"
+
+
+def test_sources_are_mixed_setting_by_setting(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config.write_text("port = 1\nthreads = 1\nmax_num_seqs = 1\n")
+    monkeypatch.setenv("PENSTOCK_THREADS", "2")
+    monkeypatch.setenv("PENSTOCK_MAX_NUM_SEQS", "2")
+    settings = Settings.load({"config": str(config), "max_num_seqs": "3"})
+    assert (settings.port, settings.threads, settings.max_num_seqs) == (1, 2, 3)
+    assert settings.max_batch_tokens == Settings.model_fields["max_batch_tokens"].default
+
+
+def test_the_file_named_by_a_flag_is_read_in_place_of_the_variable_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named_by_flag, named_by_variable = tmp_path / "flag.toml", tmp_path / "variable.toml"
+    named_by_flag.write_text("port = 1\n")
+    named_by_variable.write_text("port = 2\nthreads = 2\n")
+    monkeypatch.setenv("PENSTOCK_CONFIG", str(named_by_variable))
+    settings = Settings.load({"config": str(named_by_flag)})
+    assert (settings.port, settings.threads) == (1, None)
+
+
+def test_a_secret_is_not_shown_when_wrong() -> None:
+    with pytest.raises(OperatorError, match=r"^--cluster-secret: [^']*$"):
+        Settings.load({"cluster_secret": "too-short"})
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("4GiB", 4 << 30),
+        ("4 GiB", 4 << 30),
+        ("1.5GiB", 3 << 29),
+        ("512MiB", 512 << 20),
+        ("512mib", 512 << 20),
+        ("4GB", 4 * 10**9),
+        ("4096", 4096),
+    ],
+)
+def test_memory_is_told_in_the_units_people_write(text: str, num_bytes: int, config: Path) -> None:
+    assert Settings.load({"kv_memory": text}).kv_memory == num_bytes
+    config.write_text(f'kv_memory = "{text}"\n')
+    assert Settings.load({"config": str(config)}).kv_memory == num_bytes
+
+
+@pytest.mark.parametrize("text", ["4 gibibytes", "GiB", "", "4GiB4", "--"])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(OperatorError, match=r"^--kv-memory: "):
+        Settings.load({"kv_memory": text})
+
+
+@pytest.mark.parametrize(
+    "text", ["port = 8000 8001", "[serve\nport = 1", "port: 8000", "port = 1\nport = 2", "\x00"]
+)
+def test_a_file_that_is_not_toml_is_one_line(text: str, config: Path) -> None:
+    config.write_text(text)
+    with pytest.raises(OperatorError) as caught:
+        Settings.load({"config": str(config)})
+    assert str(caught.value).startswith(f"--config {config}: not TOML: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_utf_8_is_one_line(config: Path) -> None:
+    config.write_bytes(b"host = '\xff'\n")
+    with pytest.raises(OperatorError, match="not TOML"):
+        Settings.load({"config": str(config)})
+
+
+@pytest.mark.parametrize("key", ["max-num-seqs", "MAX_NUM_SEQS", "PENSTOCK_MAX_NUM_SEQS", "serve"])
+def test_keys_of_the_file_are_spelt_one_way(key: str, config: Path) -> None:
+    config.write_text(f"{key} = 4\n")
+    with pytest.raises(OperatorError, match=f"^--config {config}: unknown key '{key}'"):
+        Settings.load({"config": str(config)})
+
+
+def test_a_wrong_key_is_told_although_a_flag_hides_it(config: Path) -> None:
+    """A file is right or wrong as a whole: what is misspelt there today is missed by somebody tomorrow."""
+    config.write_text("prot = 1\n")
+    with pytest.raises(OperatorError, match=r"unknown key 'prot'; did you mean port\?"):
+        Settings.load({"config": str(config), "port": "2"})
+
+
+def test_what_listens_and_what_computes_know_only_their_own_settings(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A switch and a program read the file and the variables of a server, and pass over what is not theirs."""
+    config.write_text("num_blocks = 7\nport = 81\nwarm_up_tokens = 0\n")
+    monkeypatch.setenv("PENSTOCK_MAX_NUM_SEQS", "3")
+    front, engine = FrontSettings.load({"config": str(config)}), EngineSettings.load({"config": str(config)})
+    assert (front.port, engine.num_blocks, engine.max_num_seqs) == (81, 7, 3)
+    assert not hasattr(front, "num_blocks")
+    assert not hasattr(engine, "port")
