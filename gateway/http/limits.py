@@ -116,12 +116,13 @@ def headers_too_large() -> ApiError:
 
 
 def _body_too_large(max_bytes: int | None) -> ApiError:
+    """The connection stays open, and the rest of the body is passed over: to hang up on a client that is still sending
+    resets the connection, and it may never read the answer."""
     most = "" if max_bytes is None else f" It may have {max_bytes} bytes."
     return ApiError(
         HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
         f"The request body is too large.{most}",
         code="body_too_large",
-        close=True,
     )
 
 

@@ -258,7 +258,11 @@ def test_wrong_arguments_are_refused_before_anything_is_generated(
         (partial(LLM, max_num_seq=1), TypeError, "'max_num_seq'; did you mean max_num_seqs?"),
         (partial(LLM, port=8000), TypeError, "an LLM has no setting 'port'"),
         (partial(LLM, strict=True), TypeError, "an LLM has no setting 'strict'"),
-        (partial(LLM, cluster_secret="sixteen-characters"), TypeError, "an LLM has no setting 'cluster_secret'"),
+        (
+            partial(LLM, cluster_secret="sixteen-characters"),
+            TypeError,
+            "an LLM has no setting 'cluster_secret'",
+        ),
         (partial(LLM, max_num_seqs=0), ValueError, "--max-num-seqs: input should be"),
         (partial(LLM, "/nowhere"), ValueError, "there is no directory /nowhere"),
     ],
