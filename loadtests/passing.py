@@ -1,6 +1,6 @@
 """What a switch costs for each event that it passes on: `python -m loadtests.passing`.
 
-A replica on paper sends events of 170 bytes, one to every stream each 10 ms, as the steps of an engine bring them, and
+A fake replica sends events of 170 bytes, one to every stream each 10 ms, as the steps of an engine bring them, and
 its state. They are read directly, through a relay that only copies bytes, and through a switch, as plain and as
 resumable streams. Told is the processor time of the process in the middle, for an event, choosing included.
 """
@@ -26,11 +26,11 @@ from cluster.upstream import Address
 from engine.model.checkpoint import read_tokenizer
 from gateway.wire.frames import DONE
 from gateway.wire.prompts import Prompts
-from lab.bench.routing import snapshot_on_paper
+from lab.bench.routing import fake_snapshot
 from priority.routing.state import Change
 
-_SECRET = "for streams on paper"
-_IDENTITY = "paper"
+_SECRET = "for fake streams"
+_IDENTITY = "fake"
 _EVERY_S = 0.01
 _PUSH_S = 0.25
 _NUM_STREAMS = 16
@@ -72,7 +72,7 @@ class _Replica(asyncio.Protocol):
         assert self._transport is not None
         if self._transport.is_closing():
             return
-        snapshot = snapshot_on_paper("paper", self._identity)
+        snapshot = fake_snapshot("fake", self._identity)
         change = Change(epoch=snapshot.epoch, number=self._number, load=snapshot.load)
         message = snapshot if self._number == 0 else change
         self._transport.write(_chunk(orjson.dumps(message.as_wire()) + b"\n"))
@@ -205,8 +205,8 @@ def _process(main: Callable[..., Awaitable[None]], *args: object) -> Iterator[tu
         process.join()
 
 
-def paper_replica(num_events: int, identity: str) -> contextlib.AbstractContextManager[tuple[Address, int]]:
-    """A replica named "paper" whose every stream has so many events, and its process."""
+def fake_replica(num_events: int, identity: str) -> contextlib.AbstractContextManager[tuple[Address, int]]:
+    """A replica named "fake" whose every stream has so many events, and its process."""
     return _process(_replica, num_events, identity)
 
 
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     with (
-        paper_replica(options.events, _IDENTITY) as (replica, _),
+        fake_replica(options.events, _IDENTITY) as (replica, _),
         _process(_copying, replica) as copier,
         _process(_switch, replica) as switch,
     ):

@@ -49,7 +49,7 @@ class Call:
         return self._numbers[output.request_id], output
 
 
-class Desk:
+class Deliveries:
     """Where the step thread leaves what it has to say."""
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ from app.kernels import check_level
 from app.log import counter, silent
 from app.log import progress as progress_bar
 from app.offline.answers import Answer, Choice, Piece, piece_of
-from app.offline.calls import Call, Desk
+from app.offline.calls import Call, Deliveries
 from app.offline.requests import Conversation, Prompt, Requests, Sampling
 from app.offline.settings import offline_settings
 from engine.engine import EngineState
@@ -65,11 +65,13 @@ class LLM:
         """
         self._progress = progress
         self._ids = map("offline-{}".format, count())
-        desk = self._desk = Desk()
+        deliveries = self._deliveries = Deliveries()
         show = progress_bar if progress else silent
         try:
             check_level()
-            core = build_core(offline_settings(model, settings), desk.deliver, desk.announce, show=show)
+            core = build_core(
+                offline_settings(model, settings), deliveries.deliver, deliveries.announce, show=show
+            )
             self._requests = Requests(core)
         except OperatorError as error:
             raise ValueError(str(error)) from None
@@ -79,7 +81,7 @@ class LLM:
         core.engine.start()
         # Also when it is forgotten, and at the program's end: a thread inside torch does not survive the interpreter.
         self._stop = weakref.finalize(self, core.engine.stop, _STOP_S)
-        desk.settled.wait()
+        deliveries.settled.wait()
         if core.engine.failure is not None:
             raise RuntimeError(describe_failure(core.engine.failure, core.folder))
 
@@ -184,7 +186,7 @@ class LLM:
         now = time.monotonic()
         asked = [replace(request, request_id=next(self._ids), arrival_s=now) for request in requests]
         call = Call(asked, tell)
-        self._desk.calls.update(dict.fromkeys(call.open, call))
+        self._deliveries.calls.update(dict.fromkeys(call.open, call))
         try:
             if self._engine.state is not EngineState.READY:
                 raise RuntimeError(self._engine.error or "this LLM is closed")
@@ -194,7 +196,7 @@ class LLM:
             yield call
         finally:
             for request in asked:
-                del self._desk.calls[request.request_id]
+                del self._deliveries.calls[request.request_id]
             for request_id in call.open:
                 if not self._queue.cancel(request_id):
                     self._engine.cancel(request_id)

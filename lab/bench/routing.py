@@ -38,7 +38,7 @@ def measure_routing(
     num_blocks: int = 200_000,
     num_kept: int = 1_000_000,
 ) -> dict[str, float]:
-    """Sessions with shared system prompts, on replicas on paper that each have two requests open on average.
+    """Sessions with shared system prompts, on fake replicas that each have two requests open on average.
 
     Sessions are made while they come; their hashes are made outside what is timed. Times are those of the processor.
 
@@ -170,12 +170,12 @@ def _load(rng: Random) -> Load:
     )
 
 
-def snapshot_on_paper(name: str, model: str = "paper") -> Snapshot:
+def fake_snapshot(name: str, model: str = "fake") -> Snapshot:
     """What a busy replica says of itself."""
     return _snapshot(name, _load(Random(0)), model)
 
 
-def _snapshot(name: str, load: Load, model: str = "paper") -> Snapshot:
+def _snapshot(name: str, load: Load, model: str = "fake") -> Snapshot:
     return Snapshot(
         replica=name,
         epoch="first",

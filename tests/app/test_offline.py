@@ -172,7 +172,7 @@ def test_whoever_stops_reading_cancels_the_rest(llm: LLM) -> None:
     llm.generate("x", max_tokens=2)  # comes after the cancelling
     assert llm._engine.stats().num_running == 0
     assert llm._queue.depths() == dict.fromkeys(llm._queue.depths(), 0)
-    assert llm._desk.calls == {}
+    assert llm._deliveries.calls == {}
 
 
 def test_it_works_where_an_event_loop_runs(llm: LLM) -> None:
@@ -214,7 +214,7 @@ def test_a_loop_that_is_gone_does_not_harm_the_engine(llm: LLM) -> None:
     assert len(llm.generate(PROMPTS, max_tokens=4)) == 4
     with pytest.raises(StopIteration):
         pieces.aclose().send(None)
-    assert llm._desk.calls == {}
+    assert llm._deliveries.calls == {}
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ Trouble = tuple[Callable[[], None], Callable[[], None]]
 """How it begins, and how it ends."""
 
 
-class Near:
+class StoppedRedis:
     """A Redis that is stopped and comes back with nothing in it, and then one that is paused."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Near:
         return [(self.redis.stop, self.redis.start), (self.redis.pause, self.redis.resume)]
 
 
-class Distant(Near):
+class SlowRedis(StoppedRedis):
     """Every answer comes, but too late."""
 
     def __init__(self) -> None:
@@ -298,8 +298,8 @@ def keys_file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", [Near, Distant])
-async def test_nobody_but_the_operator_notices(kind: type[Near], keys_file: Path) -> None:
+@pytest.mark.parametrize("kind", [StoppedRedis, SlowRedis])
+async def test_nobody_but_the_operator_notices(kind: type[StoppedRedis], keys_file: Path) -> None:
     place, made = kind(), list[Made]()
     arguments = ["--redis-url", place.url, "--api-keys-file", str(keys_file), "--replica"]
     with place.running(), ServerProcess([*arguments, "first"]) as server:

@@ -17,9 +17,9 @@ from cluster import upstream
 from cluster.members import parse_address
 from cluster.upstream import Address
 from gateway.wire.frames import DONE
-from tests.cluster.rig import PATIENCE_S, Call, Guide, Relaying, replica
+from tests.cluster.scripted_replicas import PATIENCE_S, Call, FixedGuide, RelayApp, replica
 from tests.cluster.test_relay import asked
-from tests.cluster.test_switch import SECRET, cluster, make_desk, until
+from tests.cluster.test_switch import SECRET, cluster, make_gateway, until
 
 pytestmark = pytest.mark.anyio
 
@@ -60,7 +60,9 @@ def test_a_switch_without_a_secret_says_what_it_needs() -> None:
 
 async def test_the_secret_stands_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG")
-    async with cluster(make_desk("a"), make_desk("b", cluster_secret="another secret"), ready=1) as found:
+    async with cluster(
+        make_gateway("a"), make_gateway("b", cluster_secret="another secret"), ready=1
+    ) as found:
         await until(lambda: "does not take this switch's secret" in caplog.text)
         await found.chat()
     assert SECRET not in caplog.text
@@ -105,14 +107,14 @@ async def test_a_replica_behind_tls_is_read_like_any_other(
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     async with replica(whole, served) as address:
         assert str(address).startswith("https://")
-        reply = await asked(Relaying(Guide(address)))
+        reply = await asked(RelayApp(FixedGuide(address)))
     assert reply.content == b"data: 1\n\n" + DONE
 
 
 async def test_a_certificate_that_nobody_signed_and_no_tls_are_told(
     served: ssl.SSLContext, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with replica(whole, served) as unsigned, cluster(make_desk("a")) as found:
+    async with replica(whole, served) as unsigned, cluster(make_gateway("a")) as found:
         plain = found.addresses["a"]
         bare = Address(plain.host, plain.port, is_tls=True)
         await found.switch.members.set([plain, unsigned, bare])

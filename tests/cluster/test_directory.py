@@ -8,17 +8,14 @@ import pytest
 
 from cluster import directory
 from cluster.directory import GONE_S, Directory, Report, Stranger
-
-
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(directory, "monotonic", lambda: self.now)
+from tests.clock import Clock
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+    clock = Clock()
+    monkeypatch.setattr(directory, "monotonic", clock)
+    return clock
 
 
 def replica(name: str, identity: str = "demo 1") -> Report:

@@ -9,17 +9,14 @@ from cluster.figures import Figures
 from cluster.metrics import Metrics as SwitchMetrics
 from gateway.metrics import Metrics
 from priority.lanes import Lane
-
-
-class Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(figures, "monotonic", lambda: self.now)
+from tests.clock import Clock
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
+    clock = Clock()
+    monkeypatch.setattr(figures, "monotonic", clock)
+    return clock
 
 
 def test_of_a_replica(clock: Clock) -> None:

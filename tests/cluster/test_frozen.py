@@ -10,15 +10,15 @@ import pytest
 
 from cluster import members, switch
 from cluster.relay import last_words
-from loadtests.passing import paper_replica
+from loadtests.passing import fake_replica
 from priority.routing.router import STALE_S
 from tests.cluster.test_switch import CHAT, IDENTITY, cluster, until
-from tests.gateway.desk import chat_body
+from tests.gateway.harness import chat_body
 
 pytestmark = pytest.mark.anyio
 
 MANY_EVENTS = 1_000_000
-NAME = "paper"
+NAME = "fake"
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ async def test_nothing_new_goes_to_a_frozen_replica_and_its_streams_are_told(
 ) -> None:
     monkeypatch.setattr(members, "SILENT_S", 3 * STALE_S)
     monkeypatch.setattr(switch, "LOST_S", 0.1)
-    with paper_replica(MANY_EVENTS, IDENTITY) as (address, pid):
+    with fake_replica(MANY_EVENTS, IDENTITY) as (address, pid):
         async with cluster() as found:
             known = found.switch.members.known
 

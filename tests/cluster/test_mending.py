@@ -17,7 +17,7 @@ from cluster.upstream import Address
 from gateway.sessions.owners import tag_in, tag_of
 from priority.routing.router import Router
 from tests.app.test_survival import NUM_STREAMS, Follower, Interrupted, client, undisturbed
-from tests.cluster.rig import serving
+from tests.cluster.scripted_replicas import serving
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,7 @@ from cluster.relay import last_words
 from cluster.upstream import Address
 from gateway.http.connections import Timeouts
 from gateway.wire.frames import DONE, KEEPALIVE
-from tests.cluster.rig import PATIENCE_S, Call, Guide, Relaying, Script, replica, serving
+from tests.cluster.scripted_replicas import PATIENCE_S, Call, FixedGuide, RelayApp, Script, replica, serving
 from tests.cluster.test_position import CHAT, CHAT_ID, chat_event
 
 pytestmark = pytest.mark.anyio
@@ -39,7 +39,7 @@ async def dead(call: Call) -> None:
     await call.cut()
 
 
-async def asked(app: Relaying, path: str = CHAT) -> httpx.Response:
+async def asked(app: RelayApp, path: str = CHAT) -> httpx.Response:
     """The reply to a POST, read to its end."""
     async with serving(app) as address, httpx.AsyncClient(timeout=PATIENCE_S) as http:
         return await http.post(f"{address}{path}", content=b"{}")
@@ -47,10 +47,10 @@ async def asked(app: Relaying, path: str = CHAT) -> httpx.Response:
 
 async def relayed(
     *scripts: Script, path: str = CHAT, position: bool = False
-) -> tuple[httpx.Response, Relaying]:
+) -> tuple[httpx.Response, RelayApp]:
     async with contextlib.AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(replica(script)) for script in scripts]
-        app = Relaying(Guide(*addresses), position=(lambda: Position(path)) if position else None)
+        app = RelayApp(FixedGuide(*addresses), position=(lambda: Position(path)) if position else None)
         return await asked(app, path), app
 
 
@@ -138,7 +138,7 @@ async def test_a_recorded_stream_goes_on_after_its_last_whole_event_at_whoever_t
     asked_for: list[str] = []
     refusals = iter([404, 503])
 
-    async def heir(call: Call) -> None:
+    async def successor(call: Call) -> None:
         asked_for.append(call.target)
         if (status := next(refusals, None)) is not None:
             call.refuse(status)
@@ -146,7 +146,7 @@ async def test_a_recorded_stream_goes_on_after_its_last_whole_event_at_whoever_t
         call.reply()
         call.end(chat_event(2), chat_event(3), DONE)
 
-    reply, app = await relayed(dies, heir, position=True)
+    reply, app = await relayed(dies, successor, position=True)
     assert reply.content == b"".join(map(chat_event, range(4))) + DONE
     assert asked_for == 3 * [f"{CHAT}/{CHAT_ID}?stream=true&starting_after=1"]
     assert app.metrics.mended._value.get() == 1
@@ -164,26 +164,26 @@ async def test_a_stream_that_is_mended_may_break_again_and_a_drain_is_no_end() -
         else:
             raise AssertionError(call.target)
 
-    async def heir(call: Call) -> None:
+    async def successor(call: Call) -> None:
         call.reply()
         call.end(chat_event(1), DONE)
 
-    reply, _ = await relayed(script, heir, position=True)
+    reply, _ = await relayed(script, successor, position=True)
     assert reply.content == chat_event(0) + chat_event(1) + DONE
 
 
 async def test_who_waits_for_another_replica_is_kept_company() -> None:
     is_heard = asyncio.Event()
 
-    async def heir(call: Call) -> None:
+    async def successor(call: Call) -> None:
         if not is_heard.is_set():
             call.refuse(404)
             return
         call.reply()
         call.end(chat_event(2), DONE)
 
-    async with replica(dies) as first, replica(heir) as second:
-        app = Relaying(Guide(first, second), position=lambda: Position(CHAT))
+    async with replica(dies) as first, replica(successor) as second:
+        app = RelayApp(FixedGuide(first, second), position=lambda: Position(CHAT))
         app.timeouts = Timeouts(keepalive_s=0.05)
         async with (
             serving(app) as address,
@@ -205,7 +205,7 @@ async def test_a_stream_that_falls_silent_is_given_up() -> None:
         await call.left()
 
     async with replica(stalls) as address:
-        app = Relaying(Guide(address))
+        app = RelayApp(FixedGuide(address))
         app.stall_s = 0.05
         reply = await asked(app)
     assert reply.content == chat_event(0) + last_words(CHAT)
@@ -219,7 +219,7 @@ async def test_a_silent_stream_of_a_replica_that_is_lost_is_given_up_sooner() ->
         await call.left()
 
     async with replica(stalls) as address:
-        app = Relaying(Guide(address))
+        app = RelayApp(FixedGuide(address))
         app.lost_s = 0.05
         reply = await asked(app)
     assert reply.content == chat_event(0) + last_words(CHAT)
@@ -231,7 +231,7 @@ async def test_a_whole_reply_may_take_long_unless_the_replica_is_lost() -> None:
         await call.left()
 
     async with replica(stalls) as first, replica(whole) as second:
-        app = Relaying(Guide(first, second))
+        app = RelayApp(FixedGuide(first, second))
         app.stall_s = app.lost_s = 0.05
         reply = await asked(app)
     assert reply.headers["x-penstock-replica"] == "r1"
@@ -246,7 +246,7 @@ async def test_a_client_that_leaves_is_gone_at_the_replica_too() -> None:
         await call.left()
         is_left.set()
 
-    async with replica(script) as upstream, serving(Relaying(Guide(upstream))) as address:
+    async with replica(script) as upstream, serving(RelayApp(FixedGuide(upstream))) as address:
         async with httpx.AsyncClient() as http, http.stream("POST", f"{address}{CHAT}") as reply:
             await anext(reply.aiter_raw())
         await asyncio.wait_for(is_left.wait(), PATIENCE_S)
@@ -269,7 +269,7 @@ async def test_a_client_that_does_not_read_holds_the_replica_back_and_then_gets_
                 break
         call.end()
 
-    async with replica(script) as upstream, serving(Relaying(Guide(upstream))) as address:
+    async with replica(script) as upstream, serving(RelayApp(FixedGuide(upstream))) as address:
         reader, writer = await asyncio.open_connection(address.host, address.port, limit=1024)
         writer.write(
             f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode()
@@ -287,12 +287,12 @@ async def test_what_only_one_replica_has_is_asked_for_until_somebody_knows_it() 
         call.refuse(404)
 
     async with replica(unknown) as first, replica(whole) as second:
-        known = await asked(Relaying(Guide(first, second), id=CHAT_ID), f"{CHAT}/{CHAT_ID}")
-        nowhere = await asked(Relaying(Guide(first, first), id=CHAT_ID), f"{CHAT}/{CHAT_ID}")
+        known = await asked(RelayApp(FixedGuide(first, second), id=CHAT_ID), f"{CHAT}/{CHAT_ID}")
+        nowhere = await asked(RelayApp(FixedGuide(first, first), id=CHAT_ID), f"{CHAT}/{CHAT_ID}")
     assert (known.status_code, nowhere.status_code) == (200, 404)
 
 
 async def test_a_connection_refused_is_a_replica_that_died() -> None:
     async with replica(whole) as alive:
-        reply = await asked(Relaying(Guide(Address("127.0.0.1", 1), alive)))
+        reply = await asked(RelayApp(FixedGuide(Address("127.0.0.1", 1), alive)))
     assert reply.headers["x-penstock-replica"] == "r1"

@@ -27,13 +27,13 @@ from gateway.wire.prompts import Prompts
 from priority.lanes import Lane, Tenant
 from priority.routing.router import Router
 from priority.routing.state import parse_change, parse_snapshot
-from tests.cluster.rig import PATIENCE_S, serving
-from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, make_tokenizer
+from tests.cluster.scripted_replicas import PATIENCE_S, serving
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, make_tokenizer
 
 pytestmark = pytest.mark.anyio
 
 SECRET = "a secret of the tests"
-IDENTITY = "paper 1"
+IDENTITY = "fake 1"
 MOST_BYTES = 50_000
 CHAT = "/v1/chat/completions"
 LONG = "A story about a fox that is long enough for many blocks. " * 4
@@ -49,9 +49,9 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "AGAIN_S", 0.02)
 
 
-def make_desk(name: str, **options: Any) -> Desk:
+def make_gateway(name: str, **options: Any) -> Gateway:
     given = {"models": (MODEL,), "replica": name, "identity": IDENTITY, "cluster_secret": SECRET, **options}
-    return Desk(ServiceOptions(**given))
+    return Gateway(ServiceOptions(**given))
 
 
 async def until(is_so: Callable[[], object]) -> None:
@@ -62,24 +62,24 @@ async def until(is_so: Callable[[], object]) -> None:
 
 
 class Cluster:
-    """Desks behind a switch, and a client of it."""
+    """Gateways behind a switch, and a client of it."""
 
-    def __init__(self, switch: Switch, http: httpx.AsyncClient, desks: dict[str, Desk]) -> None:
+    def __init__(self, switch: Switch, http: httpx.AsyncClient, gateways: dict[str, Gateway]) -> None:
         self.switch = switch
         self.http = http
-        self.desks = desks
+        self.gateways = gateways
         self.addresses: dict[str, Address] = {}
 
     async def chat(self, content: str = LONG) -> str:
         """Who was chosen for a chat, and answered it."""
         asking = asyncio.create_task(self.http.post(CHAT, json=chat_body(content, max_tokens=4)))
-        taking = {asyncio.create_task(desk.taken()): desk for desk in self.desks.values()}
+        taking = {asyncio.create_task(gateway.taken()): gateway for gateway in self.gateways.values()}
         (taken,), left = await asyncio.wait(taking, return_when=asyncio.FIRST_COMPLETED)
         for task in left:
             task.cancel()
-        desk, request = taking[taken], taken.result()
-        desk.answer(request, "a", "b")
-        desk.queue.settle(request, desk.clock())
+        gateway, request = taking[taken], taken.result()
+        gateway.answer(request, "a", "b")
+        gateway.queue.settle(request, gateway.clock())
         return (await asking).headers["x-penstock-replica"]
 
     def told_requests(self) -> int:
@@ -90,7 +90,7 @@ class Cluster:
 
 @contextlib.asynccontextmanager
 async def cluster(
-    *desks: Desk, ready: int | None = None, stale_s: float = PATIENCE_S
+    *gateways: Gateway, ready: int | None = None, stale_s: float = PATIENCE_S
 ) -> AsyncIterator[Cluster]:
     switch = Switch(
         SwitchOptions(
@@ -101,13 +101,15 @@ async def cluster(
     )
     async with contextlib.AsyncExitStack() as stack:
         found = Cluster(
-            switch, httpx.AsyncClient(timeout=PATIENCE_S), {d.service.options.replica: d for d in desks}
+            switch, httpx.AsyncClient(timeout=PATIENCE_S), {d.service.options.replica: d for d in gateways}
         )
-        for desk in desks:
-            found.addresses[desk.service.options.replica] = await stack.enter_async_context(serving(desk.app))
+        for gateway in gateways:
+            found.addresses[gateway.service.options.replica] = await stack.enter_async_context(
+                serving(gateway.app)
+            )
         await stack.enter_async_context(switch.running(found.addresses.values()))
         address = await stack.enter_async_context(serving(switch.app()))
-        await until(lambda: len(switch.members.known) == (len(desks) if ready is None else ready))
+        await until(lambda: len(switch.members.known) == (len(gateways) if ready is None else ready))
         found.http.base_url = httpx.URL(str(address))
         await stack.enter_async_context(found.http)
         yield found
@@ -117,7 +119,7 @@ async def cluster(
 
 
 async def test_state_is_for_those_who_know_the_secret_and_there_is_none_without_one() -> None:
-    with_secret, without = make_desk("a"), make_desk("b", cluster_secret=None)
+    with_secret, without = make_gateway("a"), make_gateway("b", cluster_secret=None)
     async with client(with_secret.app) as http:
         assert (await http.get(f"{PATH}?switch=ab")).status_code == 401
         known = {SECRET_HEADER: SECRET}
@@ -129,10 +131,10 @@ async def test_state_is_for_those_who_know_the_secret_and_there_is_none_without_
 
 
 async def test_a_snapshot_then_what_changes_and_the_tickets_of_this_switch_alone() -> None:
-    desk = make_desk("a")
-    desk.deliver(prefix_events=[stored(b"1" * 16)])
+    gateway = make_gateway("a")
+    gateway.deliver(prefix_events=[stored(b"1" * 16)])
     async with (
-        serving(desk.app) as address,
+        serving(gateway.app) as address,
         httpx.AsyncClient(base_url=str(address), timeout=PATIENCE_S) as http,
     ):
         known = {SECRET_HEADER: SECRET}
@@ -141,12 +143,12 @@ async def test_a_snapshot_then_what_changes_and_the_tickets_of_this_switch_alone
             snapshot = parse_snapshot(json.loads(await anext(lines)))
             assert (snapshot.replica, snapshot.model, snapshot.blocks) == ("a", IDENTITY, [b"1" * 16])
             assert (snapshot.num_kv_tokens, snapshot.load.num_free_kv) == (512, 512)
-            desk.deliver(prefix_events=[stored(b"2" * 16)])
+            gateway.deliver(prefix_events=[stored(b"2" * 16)])
             asking = []
             for ticket in ("ab/7", "cd/8", "ab/x", "ab/" + "9" * 20):
                 headers = {"x-penstock-ticket": ticket}
                 asking.append(asyncio.create_task(http.post(CHAT, json=chat_body(), headers=headers)))
-            await desk.queued(4)
+            await gateway.queued(4)
             blocks: list[bytes] = []
             tickets: list[int] = []
             number = 0
@@ -159,7 +161,7 @@ async def test_a_snapshot_then_what_changes_and_the_tickets_of_this_switch_alone
                 waiting = change.load and change.load.lanes[Lane.STANDARD].num_waiting
             assert (blocks, tickets, waiting) == ([b"2" * 16], [7], 4)
             for task in asking:
-                desk.answer(await desk.taken(), "a")
+                gateway.answer(await gateway.taken(), "a")
                 await task
 
 
@@ -171,9 +173,9 @@ def stored(hash_: bytes) -> Stored:
 
 
 async def test_a_replica_counts_the_switches_that_know_it_and_not_who_only_looks() -> None:
-    desk = make_desk("a")
-    num_switches = desk.service.metrics.switches._value.get
-    async with cluster(desk) as found:
+    gateway = make_gateway("a")
+    num_switches = gateway.service.metrics.switches._value.get
+    async with cluster(gateway) as found:
         await until(lambda: num_switches() == 1)
         url = f"{found.addresses['a']}{PATH}"
         reply = await found.http.get(url, headers={SECRET_HEADER: SECRET})
@@ -183,11 +185,11 @@ async def test_a_replica_counts_the_switches_that_know_it_and_not_who_only_looks
 
 
 async def test_a_prompt_goes_to_who_holds_its_beginning_and_others_in_turn() -> None:
-    async with cluster(make_desk("a"), make_desk("b")) as found:
+    async with cluster(make_gateway("a"), make_gateway("b")) as found:
         others = "Something else, and as long as many blocks are. " * 4
         assert {await found.chat(LONG), await found.chat(others)} == {"a", "b"}
         hashes = prompt_hashes(LONG)
-        found.desks["b"].deliver(prefix_events=[stored(known) for known in hashes])
+        found.gateways["b"].deliver(prefix_events=[stored(known) for known in hashes])
         await until(lambda: found.switch.router.index.num_blocks >= len(hashes))
         for content in (LONG, LONG + "And more."):
             await until(lambda: not found.told_requests())
@@ -205,7 +207,7 @@ def prompt_hashes(content: str) -> list[bytes]:
 
 
 async def test_a_replica_that_is_gone_or_drains_is_passed_over_at_once_and_comes_back() -> None:
-    a, b = make_desk("a"), make_desk("b")
+    a, b = make_gateway("a"), make_gateway("b")
     async with cluster(a, b) as found:
         a.service.begin_drain()
         for _ in range(2):  # before it was told, and after
@@ -218,7 +220,7 @@ async def test_a_replica_that_is_gone_or_drains_is_passed_over_at_once_and_comes
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"identity": "other 2"}, "it serves other 2, and this switch is for paper 1"),
+        ({"identity": "other 2"}, "it serves other 2, and this switch is for fake 1"),
         ({"block_size": 32}, "its blocks have 32 tokens, not 16"),
         ({"cluster_secret": "another secret than ours"}, "it does not take this switch's secret"),
         ({"cluster_secret": None}, "it was started without a cluster secret"),
@@ -229,7 +231,7 @@ async def test_who_cannot_stand_in_for_the_others_is_left_out_with_one_line(
     options: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "penstock.switch")
-    async with cluster(make_desk("a")) as found, serving(make_desk("b", **options).app) as odd:
+    async with cluster(make_gateway("a")) as found, serving(make_gateway("b", **options).app) as odd:
         await found.switch.members.set([found.addresses["a"], odd])
         await until(lambda: [r for r in caplog.records if str(odd) in r.getMessage()])
         await asyncio.sleep(0.1)  # it is asked again and again
@@ -242,7 +244,7 @@ async def test_who_cannot_stand_in_for_the_others_is_left_out_with_one_line(
 
 
 async def test_ids_lead_to_who_has_what_they_name() -> None:
-    async with cluster(make_desk("a"), make_desk("b")) as found:
+    async with cluster(make_gateway("a"), make_gateway("b")) as found:
         for _ in range(2):
             made = (await found.http.post("/v1/conversations", json={})).json()["id"]
             assert tag_in(made) in (tag_of("a"), tag_of("b"))
@@ -252,14 +254,14 @@ async def test_ids_lead_to_who_has_what_they_name() -> None:
             body = {"model": MODEL, "input": "Hi", "conversation": made}
             asking = asyncio.create_task(found.http.post("/v1/responses", json=body))
             owner = "a" if tag_in(made) == tag_of("a") else "b"
-            found.desks[owner].answer(await found.desks[owner].taken(), "yes")
+            found.gateways[owner].answer(await found.gateways[owner].taken(), "yes")
             assert (await asking).status_code == 200
             assert (await found.http.delete(f"/v1/conversations/{made}")).status_code == 200
         assert (await found.http.get("/v1/conversations/conv_0123")).status_code == 404
 
 
 async def test_the_rest_is_answered_by_any_replica_or_by_the_switch() -> None:
-    async with cluster(make_desk("a"), make_desk("b")) as found:
+    async with cluster(make_gateway("a"), make_gateway("b")) as found:
         models = [await found.http.get("/v1/models") for _ in range(4)]
         assert {reply.headers["x-penstock-replica"] for reply in models} == {"a", "b"}
         assert models[0].json()["data"][0]["id"] == MODEL
@@ -279,7 +281,7 @@ async def test_the_rest_is_answered_by_any_replica_or_by_the_switch() -> None:
 
 
 async def test_without_a_replica_it_says_so_and_when_it_drains_too() -> None:
-    async with cluster(make_desk("a", identity="other"), ready=0) as found:
+    async with cluster(make_gateway("a", identity="other"), ready=0) as found:
         for path in (CHAT, "/v1/messages", "/api/chat"):
             reply = await found.http.post(path, json=chat_body())
             assert reply.status_code == (529 if path == "/v1/messages" else 503)
@@ -293,7 +295,7 @@ async def test_without_a_replica_it_says_so_and_when_it_drains_too() -> None:
 
 
 async def test_another_proxy_is_told_where_a_request_goes_and_its_place_is_reserved() -> None:
-    async with cluster(make_desk("a"), make_desk("b")) as found:
+    async with cluster(make_gateway("a"), make_gateway("b")) as found:
         reply = await found.http.post(f"/choose{CHAT}", json=chat_body(LONG))
         told = reply.json()
         name, ticket = told["replica"], told["headers"]["x-penstock-ticket"]
@@ -308,14 +310,14 @@ async def test_another_proxy_is_told_where_a_request_goes_and_its_place_is_reser
         assert not reservation.is_counted
         async with httpx.AsyncClient(base_url=told["address"], headers=told["headers"]) as http:
             asking = asyncio.create_task(http.post(CHAT, json=chat_body(LONG)))
-            request = await found.desks[name].taken()
+            request = await found.gateways[name].taken()
             await until(lambda: reservation.is_counted)
-            found.desks[name].answer(request, "x")
+            found.gateways[name].answer(request, "x")
             assert (await asking).status_code == 200
 
 
 async def test_who_asks_where_is_asked_for_a_key_and_refused_like_a_request() -> None:
-    async with cluster(make_desk("a"), make_desk("b")) as found:
+    async with cluster(make_gateway("a"), make_gateway("b")) as found:
         made = (await found.http.post("/v1/conversations", json={})).json()["id"]
         owner = "a" if tag_in(made) == tag_of("a") else "b"
         for _ in range(2):
@@ -362,10 +364,10 @@ READ = [
 
 @pytest.mark.parametrize(("path", "body"), READ)
 async def test_a_prompt_has_the_blocks_that_a_replica_makes_of_it(path: str, body: dict[str, Any]) -> None:
-    desk = make_desk("a")
-    async with client(desk.app) as http:
+    gateway = make_gateway("a")
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post(path, json=body))
-        request: Request = await desk.taken()
+        request: Request = await gateway.taken()
         asking.cancel()
     ask = Asks(Prompts(make_tokenizer()), 16, Limits()).read(path, body, 1, Tenant(name="default"))
     hashes: list[bytes] = []
@@ -382,12 +384,12 @@ async def test_a_prompt_has_the_blocks_that_a_replica_makes_of_it(path: str, bod
 
 async def test_keys_are_read_as_the_replicas_read_them() -> None:
     clients = {digest_of("sk-alice"): Tenant(name="alice")}
-    async with cluster(make_desk("a", clients=clients)) as found:
+    async with cluster(make_gateway("a", clients=clients)) as found:
         found.switch.access.replace({digest: Client(tenant) for digest, tenant in clients.items()})
         assert (await found.http.post(CHAT, json=chat_body())).status_code == 401
         found.http.headers["authorization"] = "Bearer sk-alice"
         asking = asyncio.create_task(found.http.post(CHAT, json=chat_body()))
-        request = await found.desks["a"].taken()
+        request = await found.gateways["a"].taken()
         assert request.tenant == "alice"
-        found.desks["a"].answer(request, "x")
+        found.gateways["a"].answer(request, "x")
         assert (await asking).status_code == 200

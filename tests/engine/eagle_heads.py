@@ -92,7 +92,7 @@ def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Oracle:
+class ReferenceHead:
     """A head in float32.
 
     Args:
@@ -110,7 +110,7 @@ class Oracle:
     head_dim: int = 16
 
     @classmethod
-    def of(cls, folder: Path, target_embedding: Tensor) -> Oracle:
+    def of(cls, folder: Path, target_embedding: Tensor) -> ReferenceHead:
         tensors = load_file(folder / "model.safetensors")
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         layer = {

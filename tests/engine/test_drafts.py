@@ -24,7 +24,7 @@ from engine.planning.request import DraftCount, Output, Request, SamplingParams,
 from engine.planning.step import DraftChunk, DraftRunner
 from tests.engine.checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from tests.engine.driver import Driver
-from tests.engine.paper import drafting_always
+from tests.engine.fake_runner import drafting_always
 from tests.engine.sampling.frequencies import bound
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -42,13 +42,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Prophet:
-    """Knows the answers, and tells each token of them as it is with a probability of `rightness`."""
+class AnswerProposer:
+    """Knows the answers, and tells each token of them as it is with a probability of `accuracy`."""
 
-    name = "prophet"
+    name = "proposer"
 
-    def __init__(self, answers: dict[tuple[str, int], list[int]], rightness: float, seed: int = 0) -> None:
-        self._answers, self._rightness, self._numbers = answers, rightness, random.Random(seed)
+    def __init__(self, answers: dict[tuple[str, int], list[int]], accuracy: float, seed: int = 0) -> None:
+        self._answers, self._rightness, self._numbers = answers, accuracy, random.Random(seed)
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
         return [self._propose(*pair) for pair in zip(sequences, lengths, strict=True)]
@@ -112,7 +112,7 @@ def count(driver: Driver, proposer: str) -> DraftCount:
 
 
 def num_accepted(driver: Driver) -> int:
-    return count(driver, "prophet").num_accepted
+    return count(driver, "proposer").num_accepted
 
 
 @pytest.fixture(autouse=True)
@@ -133,9 +133,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 def test_every_setting(driver: Driver, setting: str) -> None:
     requests = requests_of(SETTINGS[setting])
     expected = run(driver, requests, None)
-    for rightness in (1.0, 0.7, 0.0):
-        assert run(driver, requests, Prophet(answers(expected), rightness)) == expected
-        assert num_accepted(driver) > 0 or not rightness
+    for accuracy in (1.0, 0.7, 0.0):
+        assert run(driver, requests, AnswerProposer(answers(expected), accuracy)) == expected
+        assert num_accepted(driver) > 0 or not accuracy
     assert run(driver, requests, Lookup()) == expected
 
 
@@ -146,7 +146,7 @@ def test_every_family(tmp_path: Path, family: str) -> None:
         pytest.skip("drafts are verified by the native kernels, and there is no compiler for them")
     requests = requests_of({"temperature": 0.8})
     expected = run(driver, requests, None)
-    assert run(driver, requests, Prophet(answers(expected), 0.8)) == expected
+    assert run(driver, requests, AnswerProposer(answers(expected), 0.8)) == expected
     assert num_accepted(driver) > 0
 
 
@@ -167,7 +167,7 @@ def test_what_drafts_bring_follows_the_distribution(driver: Driver, monkeypatch:
     monkeypatch.setattr(driver, "max_num_seqs", 8)  # so that their steps have room
     # A draft costs nothing.
     monkeypatch.setattr("engine.planning.step_costs.StepCosts.seconds", lambda *_: 1.0)
-    found = run(driver, requests, Prophet(expected_answers, 0.7))
+    found = run(driver, requests, AnswerProposer(expected_answers, 0.7))
     assert num_accepted(driver) > 1_000
     first, chance = [], []
     for token_ids, logprobs, _ in (output for outputs in found.values() for output in outputs):
@@ -185,9 +185,9 @@ def test_what_drafts_bring_follows_the_distribution(driver: Driver, monkeypatch:
 def test_chunked_prompts_preemption_and_a_pool_that_is_nearly_full(driver: Driver) -> None:
     requests = requests_of({"temperature": 0.9})
     expected = run(driver, requests, None)
-    prophet = Prophet(answers(expected), 0.8)
-    assert run(driver, requests, prophet, budget=7, prefix_cache=False) == expected
-    assert run(driver, requests, prophet, before_step=preempting(driver)) == expected
+    proposer = AnswerProposer(answers(expected), 0.8)
+    assert run(driver, requests, proposer, budget=7, prefix_cache=False) == expected
+    assert run(driver, requests, proposer, before_step=preempting(driver)) == expected
     assert num_accepted(driver) > 0
 
 
@@ -200,7 +200,7 @@ def test_a_cancelled_sequence_leaves_the_others_alone(driver: Driver) -> None:
             for output in driver.scheduler.cancel("r1", 0.0):
                 driver.outputs.setdefault(("r1", output.index), []).append(replace(output, token_ids=[0]))
 
-    found = run(driver, requests, Prophet(answers(expected), 0.8), before_step=cancel)
+    found = run(driver, requests, AnswerProposer(answers(expected), 0.8), before_step=cancel)
     assert len(found.pop(("r1", 0))) < len(expected.pop(("r1", 0)))
     assert found == expected
 

@@ -20,8 +20,8 @@ from engine.planning.step import DraftChunk
 from engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.engine.driver import Driver
-from tests.engine.eagle_heads import NUM_DRAFTED, TAPS, Oracle, make_eagle
-from tests.engine.paper import drafting_always
+from tests.engine.eagle_heads import NUM_DRAFTED, TAPS, ReferenceHead, make_eagle
+from tests.engine.fake_runner import drafting_always
 from tests.engine.test_drafts import SETTINGS, count, preempting, prompt_of, requests_of, run
 
 SLACK = 0.05
@@ -40,7 +40,7 @@ class Drafted:
     temperature: float
 
 
-class Witness:
+class DraftRecorder:
     """A runner of drafts whose every answer is kept."""
 
     def __init__(self, runner: Drafter) -> None:
@@ -83,7 +83,7 @@ class Target:
         return self._known[-1][1]
 
 
-def assert_as_the_oracle_says(drafted: list[Drafted], target: Target, oracle: Oracle) -> None:
+def assert_as_the_oracle_says(drafted: list[Drafted], target: Target, oracle: ReferenceHead) -> None:
     for one in sorted(drafted, key=lambda one: -len(one.token_ids)):
         if len(one.token_ids) == 1:
             continue  # nothing is known of what the model thinks
@@ -137,7 +137,7 @@ def test_drafts_are_the_oracles_whatever_becomes_of_blocks(
     driver: Driver, folders: tuple[Path, Path]
 ) -> None:
     target = Target(folders[0])
-    oracle = Oracle.of(folders[1], target.embedding)
+    oracle = ReferenceHead.of(folders[1], target.embedding)
     requests = requests_of({"temperature": 0.7})
     preempt = preempting(driver)
     hows: tuple[dict[str, Any], ...] = (
@@ -150,10 +150,10 @@ def test_drafts_are_the_oracles_whatever_becomes_of_blocks(
     for how in hows:
         expected = run(driver, requests, None, **how)
         wipe(driver)
-        witness = Witness(drafter_of(driver))
-        assert run(driver, requests, None, model=DraftModel(witness), **how) == expected, how
-        assert len(witness.drafted) > 25, how
-        assert_as_the_oracle_says(witness.drafted[::2], target, oracle)
+        recorder = DraftRecorder(drafter_of(driver))
+        assert run(driver, requests, None, model=DraftModel(recorder), **how) == expected, how
+        assert len(recorder.drafted) > 25, how
+        assert_as_the_oracle_says(recorder.drafted[::2], target, oracle)
 
 
 def test_a_fork_drafts_once_its_block_is_copied(driver: Driver, folders: tuple[Path, Path]) -> None:
@@ -163,10 +163,10 @@ def test_a_fork_drafts_once_its_block_is_copied(driver: Driver, folders: tuple[P
     request = Request(request_id="r", prompt_token_ids=prompt_of(20, 3), sampling=sampling, n=3)
     expected = run(driver, [request], None)
     wipe(driver)
-    witness = Witness(drafter_of(driver))
-    assert run(driver, [request], None, model=DraftModel(witness)) == expected
-    assert {one.index for one in witness.drafted} == {0, 1, 2}
-    assert_as_the_oracle_says(witness.drafted, target, Oracle.of(folders[1], target.embedding))
+    recorder = DraftRecorder(drafter_of(driver))
+    assert run(driver, [request], None, model=DraftModel(recorder)) == expected
+    assert {one.index for one in recorder.drafted} == {0, 1, 2}
+    assert_as_the_oracle_says(recorder.drafted, target, ReferenceHead.of(folders[1], target.embedding))
 
 
 @pytest.mark.parametrize(
@@ -185,10 +185,10 @@ def test_every_kind_of_head(tmp_path: Path, family: str, how: dict[str, Any]) ->
     target = Target(folder)
     requests = requests_of({"temperature": 0.0})
     expected = run(driver, requests, None)
-    witness = Witness(drafter_of(driver))
-    assert run(driver, requests, None, model=DraftModel(witness)) == expected
-    assert_as_the_oracle_says(witness.drafted[::4], target, Oracle.of(head, target.embedding))
-    assert len({token for one in witness.drafted for token in one.drafts}) > 50
+    recorder = DraftRecorder(drafter_of(driver))
+    assert run(driver, requests, None, model=DraftModel(recorder)) == expected
+    assert_as_the_oracle_says(recorder.drafted[::4], target, ReferenceHead.of(head, target.embedding))
+    assert len({token for one in recorder.drafted for token in one.drafts}) > 50
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -200,8 +200,8 @@ def test_every_setting(driver: Driver, setting: str) -> None:
 
 
 def test_only_tokens_of_the_head_are_drafted(driver: Driver, folders: tuple[Path, Path]) -> None:
-    witness = Witness(drafter_of(driver))
-    run(driver, requests_of({"temperature": 2.0}), None, model=DraftModel(witness))
-    found = {token for one in witness.drafted for token in one.drafts}
+    recorder = DraftRecorder(drafter_of(driver))
+    run(driver, requests_of({"temperature": 2.0}), None, model=DraftModel(recorder))
+    found = {token for one in recorder.drafted for token in one.drafts}
     assert len(found) > NUM_DRAFTED / 2
-    assert found <= {*Oracle.of(folders[1], torch.empty(0)).drafted().tolist()}
+    assert found <= {*ReferenceHead.of(folders[1], torch.empty(0)).drafted().tolist()}

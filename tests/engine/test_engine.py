@@ -14,12 +14,12 @@ from engine.planning.request import FinishReason, Output
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import DeviceError, Plan, RunnerFacts, StepReport, StepResult
 from priority.queue import LaneQueue
-from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
+from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
 
 PATIENCE_S = 10.0
 
 
-class GatedRunner(PaperRunner):
+class GatedRunner(FakeRunner):
     """Each step waits for the test to let it through."""
 
     def __init__(self, *, gated: bool = False, load_error: Exception | None = None) -> None:
@@ -39,7 +39,7 @@ class GatedRunner(PaperRunner):
         return super().execute(plan)
 
 
-class House:
+class EngineHarness:
     """An engine at work, and everything it delivered."""
 
     def __init__(self, runner: GatedRunner) -> None:
@@ -51,7 +51,7 @@ class House:
         self.engine = Engine(
             lambda: runner,
             self.queue,
-            PaperSink(),
+            FakeSink(),
             SchedulerLimits(max_batch_tokens=32, max_num_seqs=4, max_model_len=100),
             deliver=self.deliver,
             clock=time.monotonic,
@@ -80,35 +80,35 @@ class House:
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
-    house = House(GatedRunner())
-    house.engine.start()
-    assert house.states.get(timeout=PATIENCE_S) is EngineState.READY
-    yield house
-    assert house.engine.stop(PATIENCE_S)
+def harness() -> Iterator[EngineHarness]:
+    harness = EngineHarness(GatedRunner())
+    harness.engine.start()
+    assert harness.states.get(timeout=PATIENCE_S) is EngineState.READY
+    yield harness
+    assert harness.engine.stop(PATIENCE_S)
 
 
 @pytest.fixture
-def gated() -> Iterator[House]:
-    house = House(GatedRunner(gated=True))
-    house.engine.start()
-    assert house.states.get(timeout=PATIENCE_S) is EngineState.READY
-    yield house
-    house.runner.gate.release(1_000_000)
-    assert house.engine.stop(PATIENCE_S)
+def gated() -> Iterator[EngineHarness]:
+    harness = EngineHarness(GatedRunner(gated=True))
+    harness.engine.start()
+    assert harness.states.get(timeout=PATIENCE_S) is EngineState.READY
+    yield harness
+    harness.runner.gate.release(1_000_000)
+    assert harness.engine.stop(PATIENCE_S)
 
 
-def test_tokens_arrive_in_one_report_per_step(house: House) -> None:
-    house.submit("r", [1, 2, 3])
-    assert house.last("r").finish_reason is FinishReason.LENGTH
-    tokens = [t for o in house.outputs("r") for t in o.token_ids]
+def test_tokens_arrive_in_one_report_per_step(harness: EngineHarness) -> None:
+    harness.submit("r", [1, 2, 3])
+    assert harness.last("r").finish_reason is FinishReason.LENGTH
+    tokens = [t for o in harness.outputs("r") for t in o.token_ids]
     assert tokens == expected_output(make_request("r", [1, 2, 3], max_tokens=3), 0, 100)
-    assert len(house.reports) == 3
-    assert [r.num_prefill_tokens for r in house.reports] == [3, 0, 0]
-    assert [r.num_decode_tokens for r in house.reports] == [0, 1, 1]
+    assert len(harness.reports) == 3
+    assert [r.num_prefill_tokens for r in harness.reports] == [3, 0, 0]
+    assert [r.num_decode_tokens for r in harness.reports] == [0, 1, 1]
 
 
-def test_a_cancelled_request_is_out_of_the_next_step(gated: House) -> None:
+def test_a_cancelled_request_is_out_of_the_next_step(gated: EngineHarness) -> None:
     gated.submit("a", [1], max_tokens=90)
     assert gated.runner.entered.get(timeout=PATIENCE_S) == 1
     gated.submit("b", [2], max_tokens=90)
@@ -121,43 +121,43 @@ def test_a_cancelled_request_is_out_of_the_next_step(gated: House) -> None:
     assert gated.last("b").finish_reason is FinishReason.CANCELLED
 
 
-def test_cancelling_what_is_not_there_is_nothing(house: House) -> None:
-    house.engine.cancel("never")
-    house.submit("r", [1])
-    assert house.last("r").finish_reason is FinishReason.LENGTH
+def test_cancelling_what_is_not_there_is_nothing(harness: EngineHarness) -> None:
+    harness.engine.cancel("never")
+    harness.submit("r", [1])
+    assert harness.last("r").finish_reason is FinishReason.LENGTH
 
 
-def test_a_step_that_fails_ends_its_sequences_and_the_next_works(house: House) -> None:
-    house.runner.fault = ValueError("odd shape")
-    house.submit("a", [1])
-    last = house.last("a")
+def test_a_step_that_fails_ends_its_sequences_and_the_next_works(harness: EngineHarness) -> None:
+    harness.runner.fault = ValueError("odd shape")
+    harness.submit("a", [1])
+    last = harness.last("a")
     assert (last.finish_reason, last.error) == (FinishReason.FAILED, "the step failed")
-    assert house.reports[-1].error == "ValueError: odd shape"
-    house.submit("b", [1])
-    assert house.last("b").finish_reason is FinishReason.LENGTH
-    assert house.engine.state is EngineState.READY
+    assert harness.reports[-1].error == "ValueError: odd shape"
+    harness.submit("b", [1])
+    assert harness.last("b").finish_reason is FinishReason.LENGTH
+    assert harness.engine.state is EngineState.READY
 
 
-def test_a_lost_device_ends_everything_and_the_engine(house: House) -> None:
-    house.runner.fault = DeviceError("device lost")
-    house.submit("a", [1])
-    assert house.last("a").finish_reason is FinishReason.FAILED
-    assert house.states.get(timeout=PATIENCE_S) is EngineState.FAILED
-    assert house.engine.error == "device lost"
-    assert house.engine.stop(PATIENCE_S)
-    assert house.runner.closed
+def test_a_lost_device_ends_everything_and_the_engine(harness: EngineHarness) -> None:
+    harness.runner.fault = DeviceError("device lost")
+    harness.submit("a", [1])
+    assert harness.last("a").finish_reason is FinishReason.FAILED
+    assert harness.states.get(timeout=PATIENCE_S) is EngineState.FAILED
+    assert harness.engine.error == "device lost"
+    assert harness.engine.stop(PATIENCE_S)
+    assert harness.runner.closed
 
 
 def test_a_model_that_does_not_load_fails_the_engine_with_its_reason() -> None:
-    house = House(GatedRunner(load_error=RuntimeError("no such file")))
-    house.engine.start()
-    assert house.states.get(timeout=PATIENCE_S) is EngineState.FAILED
-    assert house.engine.error == "no such file"
-    assert isinstance(house.engine.failure, RuntimeError)
-    assert house.engine.stop(PATIENCE_S)
+    harness = EngineHarness(GatedRunner(load_error=RuntimeError("no such file")))
+    harness.engine.start()
+    assert harness.states.get(timeout=PATIENCE_S) is EngineState.FAILED
+    assert harness.engine.error == "no such file"
+    assert isinstance(harness.engine.failure, RuntimeError)
+    assert harness.engine.stop(PATIENCE_S)
 
 
-def test_a_hanging_step_shows_in_the_time_of_last_progress(gated: House) -> None:
+def test_a_hanging_step_shows_in_the_time_of_last_progress(gated: EngineHarness) -> None:
     gated.submit("a", [1], max_tokens=2)
     gated.runner.entered.get(timeout=PATIENCE_S)
     stuck = gated.engine.last_progress_s
@@ -167,10 +167,10 @@ def test_a_hanging_step_shows_in_the_time_of_last_progress(gated: House) -> None
     assert gated.engine.last_progress_s > stuck
 
 
-def test_stats_of_a_resting_engine_show_a_free_pool(house: House) -> None:
-    house.submit("r", list(range(9)))
-    house.last("r")
-    stats = house.engine.stats()
+def test_stats_of_a_resting_engine_show_a_free_pool(harness: EngineHarness) -> None:
+    harness.submit("r", list(range(9)))
+    harness.last("r")
+    stats = harness.engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_pool_violations) == (0, 0, 0)
     assert stats.num_free_blocks == stats.num_blocks == 63
     assert stats.num_cached_blocks == 2
@@ -178,18 +178,18 @@ def test_stats_of_a_resting_engine_show_a_free_pool(house: House) -> None:
 
 
 def test_a_pool_that_does_not_balance_is_started_afresh(
-    house: House, caplog: pytest.LogCaptureFixture
+    harness: EngineHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    house.submit("a", [1])
-    house.last("a")
-    scheduler = house.engine._scheduler
+    harness.submit("a", [1])
+    harness.last("a")
+    scheduler = harness.engine._scheduler
     assert scheduler is not None
     scheduler.tables.pool.allocate()
-    house.submit("b", [1])
-    house.last("b")
-    house.submit("c", [2])
-    house.last("c")
-    assert house.engine.stop(PATIENCE_S)
-    assert house.engine.stats().num_pool_violations == 1
-    assert house.engine.stats().num_free_blocks == 63
+    harness.submit("b", [1])
+    harness.last("b")
+    harness.submit("c", [2])
+    harness.last("c")
+    assert harness.engine.stop(PATIENCE_S)
+    assert harness.engine.stats().num_pool_violations == 1
+    assert harness.engine.stats().num_free_blocks == 63
     assert "violation" in caplog.text

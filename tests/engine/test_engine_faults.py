@@ -14,12 +14,12 @@ from engine.planning.request import FinishReason, Output, Sequence
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import DeviceError, Plan, RunnerFacts, StepReport, StepResult
 from priority.queue import LaneQueue
-from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
+from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
 
 PATIENCE_S = 20.0
 
 
-class StepRunner(PaperRunner):
+class StepRunner(FakeRunner):
     """Loads and steps when the test lets it, and fails as the test says."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class StepRunner(PaperRunner):
         self.num_closed += 1
 
 
-class TouchySink(PaperSink):
+class TouchySink(FakeSink):
     """Fails on one request."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class TouchySink(PaperSink):
         return super().accept(sequence, token_id, is_last)
 
 
-class Workshop:
+class EngineHarness:
     """An engine on a clock that counts its readings, and all that left it."""
 
     def __init__(self) -> None:
@@ -117,54 +117,56 @@ class Workshop:
 
 
 @pytest.fixture
-def shop() -> Iterator[Workshop]:
-    shop = Workshop()
-    yield shop
-    shop.runner.may_load.set()
-    shop.runner.gate.release(1_000)
-    assert shop.engine.stop(PATIENCE_S)
+def harness() -> Iterator[EngineHarness]:
+    harness = EngineHarness()
+    yield harness
+    harness.runner.may_load.set()
+    harness.runner.gate.release(1_000)
+    assert harness.engine.stop(PATIENCE_S)
 
 
 # The runner
 
 
 @pytest.mark.parametrize("fault", [OSError("disk"), MemoryError(), SystemExit(3)])
-def test_whatever_load_raises_is_kept_and_the_runner_closed(shop: Workshop, fault: BaseException) -> None:
-    shop.runner.load_fault = fault
-    shop.runner.may_load.set()
-    shop.engine.start()
-    shop.expect(EngineState.FAILED)
-    assert shop.engine.stop(PATIENCE_S)
-    assert shop.engine.failure is fault
-    assert shop.engine.error == (str(fault) or type(fault).__name__)
-    assert shop.engine.stats() == EngineStats()
-    assert shop.runner.num_closed == 1
-    assert shop.reports == []
+def test_whatever_load_raises_is_kept_and_the_runner_closed(
+    harness: EngineHarness, fault: BaseException
+) -> None:
+    harness.runner.load_fault = fault
+    harness.runner.may_load.set()
+    harness.engine.start()
+    harness.expect(EngineState.FAILED)
+    assert harness.engine.stop(PATIENCE_S)
+    assert harness.engine.failure is fault
+    assert harness.engine.error == (str(fault) or type(fault).__name__)
+    assert harness.engine.stats() == EngineStats()
+    assert harness.runner.num_closed == 1
+    assert harness.reports == []
 
 
-def test_a_step_that_fails_once_leaves_those_who_came_later_alone(shop: Workshop) -> None:
-    shop.start()
-    shop.runner.fault = ValueError("once")
-    shop.submit("a", [1], n=3)
-    shop.last("a")
-    assert sorted(o.index for o in shop.outputs("a")) == [0, 1, 2]
-    assert {o.finish_reason for o in shop.outputs("a")} == {FinishReason.FAILED}
-    shop.submit("b", [1, 2])
-    shop.last("b")
+def test_a_step_that_fails_once_leaves_those_who_came_later_alone(harness: EngineHarness) -> None:
+    harness.start()
+    harness.runner.fault = ValueError("once")
+    harness.submit("a", [1], n=3)
+    harness.last("a")
+    assert sorted(o.index for o in harness.outputs("a")) == [0, 1, 2]
+    assert {o.finish_reason for o in harness.outputs("a")} == {FinishReason.FAILED}
+    harness.submit("b", [1, 2])
+    harness.last("b")
     request = make_request("b", [1, 2], max_tokens=3)
-    assert [t for o in shop.outputs("b") for t in o.token_ids] == expected_output(request, 0, 100)
+    assert [t for o in harness.outputs("b") for t in o.token_ids] == expected_output(request, 0, 100)
 
 
-def test_a_step_that_fails_forgets_what_it_never_computed(shop: Workshop) -> None:
+def test_a_step_that_fails_forgets_what_it_never_computed(harness: EngineHarness) -> None:
     """Blocks of a step that broke must not be found by the same prompt that comes again."""
-    shop.start()
+    harness.start()
     prompt = list(range(12))
-    shop.runner.fault = ValueError("once")
-    shop.submit("a", prompt)
-    shop.last("a")
-    assert shop.engine.stats().num_cached_blocks == 0
-    shop.submit("b", prompt)
-    timings = shop.last("b").timings
+    harness.runner.fault = ValueError("once")
+    harness.submit("a", prompt)
+    harness.last("a")
+    assert harness.engine.stats().num_cached_blocks == 0
+    harness.submit("b", prompt)
+    timings = harness.last("b").timings
     assert timings is not None
     assert timings.num_cached_tokens == 0
 
@@ -173,197 +175,201 @@ def test_a_step_that_fails_forgets_what_it_never_computed(shop: Workshop) -> Non
     "fault", [ValueError("shape"), MemoryError("no room"), KeyError(3), AssertionError()]
 )
 def test_steps_that_always_fail_end_everybody_and_the_engine_stays_ready(
-    shop: Workshop, fault: Exception
+    harness: EngineHarness, fault: Exception
 ) -> None:
-    shop.start()
-    shop.runner.always = fault
+    harness.start()
+    harness.runner.always = fault
     names = [f"r{i}" for i in range(9)]
     for name in names:
-        shop.submit(name, [1, 2])
-    assert {shop.last(name).error for name in names} == {"the step failed"}
-    assert {report.error for report in shop.reports} == {f"{type(fault).__name__}: {fault}"}
-    assert shop.engine.state is EngineState.READY
-    stats = shop.engine.stats()
+        harness.submit(name, [1, 2])
+    assert {harness.last(name).error for name in names} == {"the step failed"}
+    assert {report.error for report in harness.reports} == {f"{type(fault).__name__}: {fault}"}
+    assert harness.engine.state is EngineState.READY
+    stats = harness.engine.stats()
     assert (stats.num_free_blocks, stats.num_pool_violations) == (63, 0)
 
 
-def test_a_lost_device_ends_those_who_wait_in_the_engine_and_not_those_in_the_queue(shop: Workshop) -> None:
+def test_a_lost_device_ends_those_who_wait_in_the_engine_and_not_those_in_the_queue(
+    harness: EngineHarness,
+) -> None:
     """One computes a prefix, as many as there are seats wait for it, and two more have not been looked at."""
-    shop.runner.fault = DeviceError("lost")
+    harness.runner.fault = DeviceError("lost")
     names = [f"r{i}" for i in range(7)]
     for i, name in enumerate(names):
-        shop.submit(name, [*range(9), i])
-    shop.start()
-    shop.expect(EngineState.FAILED)
-    (report,) = shop.reports
+        harness.submit(name, [*range(9), i])
+    harness.start()
+    harness.expect(EngineState.FAILED)
+    (report,) = harness.reports
     assert [o.request_id for o in report.outputs] == names[:5]
     assert {o.error for o in report.outputs} == {"the engine failed"}
-    assert [name for name in names if shop.queue.cancel(name)] == names[5:]
-    assert isinstance(shop.engine.failure, DeviceError)
-    assert shop.runner.num_closed == 1
+    assert [name for name in names if harness.queue.cancel(name)] == names[5:]
+    assert isinstance(harness.engine.failure, DeviceError)
+    assert harness.runner.num_closed == 1
 
 
 # The sink and the receiver
 
 
-def test_a_receiver_that_raises_once_gets_the_last_report(shop: Workshop) -> None:
-    shop.faults.append(ConnectionError("nobody listens"))
-    shop.start()
-    shop.submit("r", [1])
-    shop.expect(EngineState.FAILED)
-    assert shop.engine.error == "nobody listens"
-    assert [report.error for report in shop.reports] == ["nobody listens"]
-    assert shop.outputs("r")[0].token_ids
-    assert shop.last("r").finish_reason is FinishReason.FAILED
+def test_a_receiver_that_raises_once_gets_the_last_report(harness: EngineHarness) -> None:
+    harness.faults.append(ConnectionError("nobody listens"))
+    harness.start()
+    harness.submit("r", [1])
+    harness.expect(EngineState.FAILED)
+    assert harness.engine.error == "nobody listens"
+    assert [report.error for report in harness.reports] == ["nobody listens"]
+    assert harness.outputs("r")[0].token_ids
+    assert harness.last("r").finish_reason is FinishReason.FAILED
 
 
 # Stopping
 
 
-def test_stop_during_load_ends_after_it(shop: Workshop) -> None:
-    shop.engine.start()
-    assert not shop.engine.stop(timeout_s=0.0)
-    assert shop.engine.state is EngineState.STARTING
-    shop.runner.may_load.set()
-    assert shop.engine.stop(PATIENCE_S)
-    shop.expect(EngineState.READY)
-    shop.expect(EngineState.STOPPED)
-    assert shop.runner.num_closed == 1
+def test_stop_during_load_ends_after_it(harness: EngineHarness) -> None:
+    harness.engine.start()
+    assert not harness.engine.stop(timeout_s=0.0)
+    assert harness.engine.state is EngineState.STARTING
+    harness.runner.may_load.set()
+    assert harness.engine.stop(PATIENCE_S)
+    harness.expect(EngineState.READY)
+    harness.expect(EngineState.STOPPED)
+    assert harness.runner.num_closed == 1
 
 
-def test_stop_during_a_step_lets_it_end_and_delivers_what_it_brought(shop: Workshop) -> None:
-    shop.runner.gate = threading.Semaphore(0)
-    shop.start()
-    shop.submit("r", [1, 2], max_tokens=50)
-    shop.runner.entered.get(timeout=PATIENCE_S)
-    assert not shop.engine.stop(timeout_s=0.0)
-    shop.runner.gate.release(50)
-    assert shop.engine.stop(PATIENCE_S)
-    assert [len(o.token_ids) for o in shop.outputs("r")] == [1]
-    assert shop.outputs("r")[-1].finish_reason is None, "what is unfinished stays so"
-    assert shop.runner.num_closed == 1
+def test_stop_during_a_step_lets_it_end_and_delivers_what_it_brought(harness: EngineHarness) -> None:
+    harness.runner.gate = threading.Semaphore(0)
+    harness.start()
+    harness.submit("r", [1, 2], max_tokens=50)
+    harness.runner.entered.get(timeout=PATIENCE_S)
+    assert not harness.engine.stop(timeout_s=0.0)
+    harness.runner.gate.release(50)
+    assert harness.engine.stop(PATIENCE_S)
+    assert [len(o.token_ids) for o in harness.outputs("r")] == [1]
+    assert harness.outputs("r")[-1].finish_reason is None, "what is unfinished stays so"
+    assert harness.runner.num_closed == 1
 
 
-def test_stop_twice_and_before_the_start_is_nothing_special(shop: Workshop) -> None:
-    other = Workshop()
+def test_stop_twice_and_before_the_start_is_nothing_special(harness: EngineHarness) -> None:
+    other = EngineHarness()
     assert other.engine.stop(0.0)
-    shop.start()
-    assert shop.engine.stop(PATIENCE_S)
-    assert shop.engine.stop(0.0)
-    assert shop.engine.state is EngineState.STOPPED
-    assert shop.runner.num_closed == 1
+    harness.start()
+    assert harness.engine.stop(PATIENCE_S)
+    assert harness.engine.stop(0.0)
+    assert harness.engine.state is EngineState.STOPPED
+    assert harness.runner.num_closed == 1
 
 
-def test_stop_from_several_threads_at_once(shop: Workshop) -> None:
-    shop.start()
-    shop.submit("r", [1], max_tokens=90)
+def test_stop_from_several_threads_at_once(harness: EngineHarness) -> None:
+    harness.start()
+    harness.submit("r", [1], max_tokens=90)
     answers: SimpleQueue[bool] = SimpleQueue()
-    threads = [threading.Thread(target=lambda: answers.put(shop.engine.stop(PATIENCE_S))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: answers.put(harness.engine.stop(PATIENCE_S))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert [answers.get(timeout=PATIENCE_S) for _ in range(4)] == [True] * 4
-    shop.expect(EngineState.STOPPED)
+    harness.expect(EngineState.STOPPED)
 
 
-def test_what_is_submitted_while_it_stops_is_left_in_the_queue(shop: Workshop) -> None:
-    shop.runner.gate = threading.Semaphore(0)
-    shop.start()
-    shop.submit("r", [1], max_tokens=50)
-    shop.runner.entered.get(timeout=PATIENCE_S)
-    shop.engine.stop(timeout_s=0.0)
-    shop.submit("late", [2])
-    shop.engine.cancel("late")
-    shop.runner.gate.release(50)
-    assert shop.engine.stop(PATIENCE_S)
-    assert shop.outputs("late") == []
-    assert shop.queue.cancel("late")
+def test_what_is_submitted_while_it_stops_is_left_in_the_queue(harness: EngineHarness) -> None:
+    harness.runner.gate = threading.Semaphore(0)
+    harness.start()
+    harness.submit("r", [1], max_tokens=50)
+    harness.runner.entered.get(timeout=PATIENCE_S)
+    harness.engine.stop(timeout_s=0.0)
+    harness.submit("late", [2])
+    harness.engine.cancel("late")
+    harness.runner.gate.release(50)
+    assert harness.engine.stop(PATIENCE_S)
+    assert harness.outputs("late") == []
+    assert harness.queue.cancel("late")
 
 
 # Cancelling
 
 
-def test_unknown_and_ended_ids_bring_no_output_and_no_report(shop: Workshop) -> None:
-    shop.start()
+def test_unknown_and_ended_ids_bring_no_output_and_no_report(harness: EngineHarness) -> None:
+    harness.start()
     for name in ("never", "", "r"):
-        shop.engine.cancel(name)
-    shop.submit("r", [1], max_tokens=2)
-    shop.last("r")
+        harness.engine.cancel(name)
+    harness.submit("r", [1], max_tokens=2)
+    harness.last("r")
     for _ in range(3):
-        shop.engine.cancel("r")
-    shop.submit("after", [2], max_tokens=1)
-    shop.last("after")
-    assert [o.finish_reason for o in shop.outputs("r")] == [None, FinishReason.LENGTH]
-    assert len(shop.reports) == 3
+        harness.engine.cancel("r")
+    harness.submit("after", [2], max_tokens=1)
+    harness.last("after")
+    assert [o.finish_reason for o in harness.outputs("r")] == [None, FinishReason.LENGTH]
+    assert len(harness.reports) == 3
 
 
-def test_a_cancel_during_a_step_comes_with_the_next_and_frees_the_blocks(shop: Workshop) -> None:
-    shop.runner.gate = threading.Semaphore(0)
-    shop.start()
-    shop.submit("r", list(range(10)), max_tokens=50, n=2)
-    shop.runner.entered.get(timeout=PATIENCE_S)
-    shop.engine.cancel("r")
-    shop.engine.cancel("r")
-    shop.runner.gate.release()
-    shop.wait_for(lambda: sum(o.finish_reason is not None for o in shop.outputs("r")) == 2)
-    assert [r.num_decode_tokens + r.num_prefill_tokens for r in shop.reports] == [10, 0]
-    assert shop.reports[-1].num_free_blocks == 63
-    assert {o.finish_reason for o in shop.reports[-1].outputs} == {FinishReason.CANCELLED}
+def test_a_cancel_during_a_step_comes_with_the_next_and_frees_the_blocks(harness: EngineHarness) -> None:
+    harness.runner.gate = threading.Semaphore(0)
+    harness.start()
+    harness.submit("r", list(range(10)), max_tokens=50, n=2)
+    harness.runner.entered.get(timeout=PATIENCE_S)
+    harness.engine.cancel("r")
+    harness.engine.cancel("r")
+    harness.runner.gate.release()
+    harness.wait_for(lambda: sum(o.finish_reason is not None for o in harness.outputs("r")) == 2)
+    assert [r.num_decode_tokens + r.num_prefill_tokens for r in harness.reports] == [10, 0]
+    assert harness.reports[-1].num_free_blocks == 63
+    assert {o.finish_reason for o in harness.reports[-1].outputs} == {FinishReason.CANCELLED}
 
 
 # What is seen from outside
 
 
-def test_progress_moves_with_every_step_and_with_every_turn_without_work(shop: Workshop) -> None:
-    shop.start()
-    seen = [shop.engine.last_progress_s]
+def test_progress_moves_with_every_step_and_with_every_turn_without_work(harness: EngineHarness) -> None:
+    harness.start()
+    seen = [harness.engine.last_progress_s]
     for name in ("a", "b"):
-        shop.submit(name, [1], max_tokens=2)
-        shop.last(name)
-        seen.append(shop.engine.last_progress_s)
+        harness.submit(name, [1], max_tokens=2)
+        harness.last(name)
+        seen.append(harness.engine.last_progress_s)
     assert seen == sorted(set(seen))
     asked = 0
-    while shop.engine.last_progress_s == seen[-1] and asked < 10_000_000:
-        shop.engine.wake()
+    while harness.engine.last_progress_s == seen[-1] and asked < 10_000_000:
+        harness.engine.wake()
         asked += 1
-    assert shop.engine.last_progress_s > seen[-1]
+    assert harness.engine.last_progress_s > seen[-1]
 
 
-def test_progress_stands_still_while_a_step_hangs(shop: Workshop) -> None:
-    shop.runner.gate = threading.Semaphore(0)
-    shop.start()
-    shop.submit("r", [1], max_tokens=1)
-    shop.runner.entered.get(timeout=PATIENCE_S)
-    stuck = shop.engine.last_progress_s
+def test_progress_stands_still_while_a_step_hangs(harness: EngineHarness) -> None:
+    harness.runner.gate = threading.Semaphore(0)
+    harness.start()
+    harness.submit("r", [1], max_tokens=1)
+    harness.runner.entered.get(timeout=PATIENCE_S)
+    stuck = harness.engine.last_progress_s
     for _ in range(100):
-        shop.engine.wake()
-        shop.engine.cancel("r")
-    assert shop.engine.last_progress_s == stuck
-    shop.runner.gate.release()
-    shop.last("r")
-    assert shop.engine.last_progress_s > stuck
+        harness.engine.wake()
+        harness.engine.cancel("r")
+    assert harness.engine.last_progress_s == stuck
+    harness.runner.gate.release()
+    harness.last("r")
+    assert harness.engine.last_progress_s > stuck
 
 
-def test_reports_follow_one_another_in_time_and_add_up(shop: Workshop) -> None:
-    shop.start()
+def test_reports_follow_one_another_in_time_and_add_up(harness: EngineHarness) -> None:
+    harness.start()
     for i in range(6):
-        shop.submit(f"r{i}", [*range(8), 20 + i], max_tokens=4)
+        harness.submit(f"r{i}", [*range(8), 20 + i], max_tokens=4)
     for i in range(6):
-        shop.last(f"r{i}")
-    for before, after in itertools.pairwise(shop.reports):
+        harness.last(f"r{i}")
+    for before, after in itertools.pairwise(harness.reports):
         assert before.started_s + before.duration_s < after.started_s
-    assert sum(len(o.token_ids) for r in shop.reports for o in r.outputs) == 24
-    prefill = sum(r.num_prefill_tokens for r in shop.reports)
-    hits = sum(r.num_prefix_hit_tokens for r in shop.reports)
-    assert prefill + hits == sum(r.num_prefix_query_tokens for r in shop.reports) == 54
-    assert sum(r.num_decode_tokens for r in shop.reports) == 6 * 3
-    assert {r.num_blocks for r in shop.reports} == {63}
-    assert shop.engine.stats().num_steps == len(shop.reports)
+    assert sum(len(o.token_ids) for r in harness.reports for o in r.outputs) == 24
+    prefill = sum(r.num_prefill_tokens for r in harness.reports)
+    hits = sum(r.num_prefix_hit_tokens for r in harness.reports)
+    assert prefill + hits == sum(r.num_prefix_query_tokens for r in harness.reports) == 54
+    assert sum(r.num_decode_tokens for r in harness.reports) == 6 * 3
+    assert {r.num_blocks for r in harness.reports} == {63}
+    assert harness.engine.stats().num_steps == len(harness.reports)
 
 
-def test_the_longest_sequence_is_known_once_ready(shop: Workshop) -> None:
-    assert shop.engine.max_sequence_tokens == 100
-    shop.runner.num_blocks = 6
-    shop.start()
-    assert shop.engine.max_sequence_tokens == 5 * 4
+def test_the_longest_sequence_is_known_once_ready(harness: EngineHarness) -> None:
+    assert harness.engine.max_sequence_tokens == 100
+    harness.runner.num_blocks = 6
+    harness.start()
+    assert harness.engine.max_sequence_tokens == 5 * 4

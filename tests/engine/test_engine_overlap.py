@@ -17,13 +17,13 @@ from engine.planning.request import FinishReason, Output, Sequence
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import DeviceError, OutOfMemory, Plan, StepReport, StepResult
 from priority.queue import LaneQueue
-from tests.engine.late import LateRunner, LateStep
-from tests.engine.paper import PaperProposer, PaperSink, drafting_always, expected_output, make_request
+from tests.engine.fake_runner import FakeProposer, FakeSink, drafting_always, expected_output, make_request
+from tests.engine.queued_runner import QueuedRunner, QueuedStep
 
 PATIENCE_S = 20.0
 
 
-class TroubledRunner(LateRunner):
+class TroubledRunner(QueuedRunner):
     """Notes what is asked of it, and fails when the test says so. Steps are numbered from 1."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class TroubledRunner(LateRunner):
         self.gate = threading.Semaphore(1_000_000)
         self._number_of: dict[int, int] = {}
 
-    def launch(self, plan: Plan) -> LateStep:
+    def launch(self, plan: Plan) -> QueuedStep:
         self.asked.append(("launch", plan.number))
         if faults := self.launch_faults.get(plan.number):
             raise faults.pop(0)
@@ -44,7 +44,7 @@ class TroubledRunner(LateRunner):
         self._number_of[id(step)] = plan.number
         return step
 
-    def land(self, step: LateStep) -> StepResult:
+    def land(self, step: QueuedStep) -> StepResult:
         number = self._number_of[id(step)]
         self.entered.put(number)
         assert self.gate.acquire(timeout=PATIENCE_S)
@@ -55,7 +55,7 @@ class TroubledRunner(LateRunner):
         return result
 
 
-class House:
+class EngineHarness:
     def __init__(self) -> None:
         self.runner = TroubledRunner()
         self.queue = LaneQueue(threading.Lock())
@@ -66,7 +66,7 @@ class House:
         self.engine = Engine(
             lambda: self.runner,
             self.queue,
-            PaperSink(),
+            FakeSink(),
             SchedulerLimits(max_batch_tokens=32, max_num_seqs=8, max_model_len=100),
             deliver=self.deliver,
             clock=lambda: float(next(ticks)),
@@ -112,63 +112,67 @@ class House:
 
 
 @pytest.fixture
-def house() -> Iterator[House]:
-    house = House()
-    yield house
-    house.stop()
-    stats = house.engine.stats()
+def harness() -> Iterator[EngineHarness]:
+    harness = EngineHarness()
+    yield harness
+    harness.stop()
+    stats = harness.engine.stats()
     assert stats.num_pool_violations == 0
-    for name in {o.request_id for report in house.reports for o in report.outputs}:
-        ends = [o.index for o in house.outputs(name) if o.finish_reason is not None]
+    for name in {o.request_id for report in harness.reports for o in report.outputs}:
+        ends = [o.index for o in harness.outputs(name) if o.finish_reason is not None]
         assert len(ends) == len(set(ends)), "a choice ended twice"
 
 
-def test_the_next_step_is_launched_before_one_is_waited_for(house: House) -> None:
-    house.submit("r", [1, 2, 3], max_tokens=4)
-    house.start()
-    house.assert_whole("r", [1, 2, 3], 4)
-    house.stop()
+def test_the_next_step_is_launched_before_one_is_waited_for(harness: EngineHarness) -> None:
+    harness.submit("r", [1, 2, 3], max_tokens=4)
+    harness.start()
+    harness.assert_whole("r", [1, 2, 3], 4)
+    harness.stop()
     launch, wait = "launch", "wait"
-    assert house.runner.asked == [
+    assert harness.runner.asked == [
         (launch, 1), (launch, 2), (wait, 1), (launch, 3), (wait, 2), (launch, 4), (wait, 3), (wait, 4),
     ]  # fmt: skip
-    assert house.runner.num_unknown == 3
+    assert harness.runner.num_unknown == 3
 
 
-def test_while_drafts_may_be_had_a_step_is_waited_for_before_the_next_is_planned(house: House) -> None:
-    house.start()
-    scheduler = house.engine._scheduler
+def test_while_drafts_may_be_had_a_step_is_waited_for_before_the_next_is_planned(
+    harness: EngineHarness,
+) -> None:
+    harness.start()
+    scheduler = harness.engine._scheduler
     assert scheduler is not None
-    scheduler.drafting = drafting_always(PaperProposer(random.Random(0), 0.8), 3)
-    house.submit("r", [1, 2, 3], max_tokens=30)
-    house.assert_whole("r", [1, 2, 3], 30)
-    house.stop()
-    launch, wait, asked = "launch", "wait", house.runner.asked
+    scheduler.drafting = drafting_always(FakeProposer(random.Random(0), 0.8), 3)
+    harness.submit("r", [1, 2, 3], max_tokens=30)
+    harness.assert_whole("r", [1, 2, 3], 30)
+    harness.stop()
+    launch, wait, asked = "launch", "wait", harness.runner.asked
     assert asked[:4] == [(launch, 1), (launch, 2), (wait, 1), (wait, 2)], "the first one has a prompt"
     numbers = range(3, len(asked) // 2 + 1)
     assert asked[4:] == [(what, number) for number in numbers for what in (launch, wait)]
     assert len(numbers) < 28
-    assert house.runner.num_unknown == 1
+    assert harness.runner.num_unknown == 1
 
 
-def test_while_drafts_rest_a_step_is_in_flight_as_ever(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_drafts_rest_a_step_is_in_flight_as_ever(
+    harness: EngineHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Over turns of both kinds. Only the first step of a turn without drafts finds nothing before it in flight."""
     monkeypatch.setattr("engine.planning.pace._TRIAL_STEPS", 4)
-    house.start()
-    scheduler = house.engine._scheduler
+    harness.start()
+    scheduler = harness.engine._scheduler
     assert scheduler is not None
     proposed: list[int] = []
 
-    class Wrong(PaperProposer):
+    class Wrong(FakeProposer):
         def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
             proposed.append(len(lengths))
             return [[0] for _ in sequences]
 
     scheduler.drafting = Drafting(Wrong(random.Random(0), 0.0), 3)
-    house.submit("r", [1, 2, 3], max_tokens=90)
-    house.assert_whole("r", [1, 2, 3], 90)
-    house.stop()
-    asked = house.runner.asked
+    harness.submit("r", [1, 2, 3], max_tokens=90)
+    harness.assert_whole("r", [1, 2, 3], 90)
+    harness.stop()
+    asked = harness.runner.asked
     num_alone = sum(before == ("launch", number) for before, (_, number) in pairwise(asked))
     turns = scheduler.drafting._pace(1).turn
     assert turns >= 2
@@ -176,16 +180,16 @@ def test_while_drafts_rest_a_step_is_in_flight_as_ever(house: House, monkeypatch
     assert num_alone <= len(proposed) + turns + 2
 
 
-def test_there_is_one_report_a_step_and_their_times_follow_one_another(house: House) -> None:
+def test_there_is_one_report_a_step_and_their_times_follow_one_another(harness: EngineHarness) -> None:
     prompts = {f"r{i}": [*range(8), 20 + i] for i in range(6)}
     for name, prompt in prompts.items():
-        house.submit(name, prompt, max_tokens=4)
-    house.start()
+        harness.submit(name, prompt, max_tokens=4)
+    harness.start()
     for name, prompt in prompts.items():
-        house.assert_whole(name, prompt, 4)
-    house.stop()
-    reports = house.reports
-    assert len(reports) == house.engine.stats().num_steps
+        harness.assert_whole(name, prompt, 4)
+    harness.stop()
+    reports = harness.reports
+    assert len(reports) == harness.engine.stats().num_steps
     for before, after in pairwise(reports):
         assert before.started_s + before.duration_s <= after.started_s
     prefill = sum(r.num_prefill_tokens for r in reports)
@@ -194,138 +198,138 @@ def test_there_is_one_report_a_step_and_their_times_follow_one_another(house: Ho
     assert sum(r.num_decode_tokens for r in reports) == 6 * 3
 
 
-def test_blocks_are_free_when_the_step_that_uses_them_is_back(house: House) -> None:
-    house.runner.gate = threading.Semaphore(0)
-    house.submit("r", list(range(10)), max_tokens=50, n=2)
-    house.start()
-    assert house.runner.entered.get(timeout=PATIENCE_S) == 1
-    house.engine.cancel("r")
-    house.runner.gate.release()
-    assert house.runner.entered.get(timeout=PATIENCE_S) == 2
-    assert house.engine.stats().num_free_blocks < 63, "step 2 may still write them"
-    house.runner.gate.release()
-    house.last("r")
-    house.wait_for(lambda: house.reports[-1].num_free_blocks == 63)
-    assert [o.finish_reason for o in house.outputs("r")].count(FinishReason.CANCELLED) == 2
+def test_blocks_are_free_when_the_step_that_uses_them_is_back(harness: EngineHarness) -> None:
+    harness.runner.gate = threading.Semaphore(0)
+    harness.submit("r", list(range(10)), max_tokens=50, n=2)
+    harness.start()
+    assert harness.runner.entered.get(timeout=PATIENCE_S) == 1
+    harness.engine.cancel("r")
+    harness.runner.gate.release()
+    assert harness.runner.entered.get(timeout=PATIENCE_S) == 2
+    assert harness.engine.stats().num_free_blocks < 63, "step 2 may still write them"
+    harness.runner.gate.release()
+    harness.last("r")
+    harness.wait_for(lambda: harness.reports[-1].num_free_blocks == 63)
+    assert [o.finish_reason for o in harness.outputs("r")].count(FinishReason.CANCELLED) == 2
 
 
 # Faults
 
 
-def test_a_launch_that_fails_lets_the_step_before_end_first(house: House) -> None:
-    house.runner.launch_faults[3] = [ValueError("odd shape")]
-    house.submit("r", [1, 2, 3], max_tokens=9)
-    house.start()
-    last = house.last("r")
+def test_a_launch_that_fails_lets_the_step_before_end_first(harness: EngineHarness) -> None:
+    harness.runner.launch_faults[3] = [ValueError("odd shape")]
+    harness.submit("r", [1, 2, 3], max_tokens=9)
+    harness.start()
+    last = harness.last("r")
     assert (last.finish_reason, last.error) == (FinishReason.FAILED, "the step failed")
-    assert len(house.tokens("r")) == 2, "what steps 1 and 2 brought"
-    assert [report.error for report in house.reports] == [None, None, "ValueError: odd shape"]
-    house.submit("next", [1, 2, 3])
-    house.assert_whole("next", [1, 2, 3])
+    assert len(harness.tokens("r")) == 2, "what steps 1 and 2 brought"
+    assert [report.error for report in harness.reports] == [None, None, "ValueError: odd shape"]
+    harness.submit("next", [1, 2, 3])
+    harness.assert_whole("next", [1, 2, 3])
 
 
-def test_a_step_that_fails_in_flight_ends_its_sequences_and_no_others(house: House) -> None:
-    house.runner.gate = threading.Semaphore(0)
-    house.runner.wait_faults[1] = ValueError("late")
-    house.submit("old", [1, 2, 3], max_tokens=9)
-    house.start()
-    assert house.runner.entered.get(timeout=PATIENCE_S) == 1
-    house.submit("new", [4, 5, 6])
-    house.runner.gate.release(1_000)
-    assert house.last("old").error == "the step failed"
-    assert house.tokens("old") == []
-    house.assert_whole("new", [4, 5, 6])
-    house.submit("old again", [1, 2, 3])
-    house.assert_whole("old again", [1, 2, 3])
+def test_a_step_that_fails_in_flight_ends_its_sequences_and_no_others(harness: EngineHarness) -> None:
+    harness.runner.gate = threading.Semaphore(0)
+    harness.runner.wait_faults[1] = ValueError("late")
+    harness.submit("old", [1, 2, 3], max_tokens=9)
+    harness.start()
+    assert harness.runner.entered.get(timeout=PATIENCE_S) == 1
+    harness.submit("new", [4, 5, 6])
+    harness.runner.gate.release(1_000)
+    assert harness.last("old").error == "the step failed"
+    assert harness.tokens("old") == []
+    harness.assert_whole("new", [4, 5, 6])
+    harness.submit("old again", [1, 2, 3])
+    harness.assert_whole("old again", [1, 2, 3])
 
 
 @pytest.mark.parametrize("where", ["launch", "wait"])
 def test_a_lost_device_ends_everybody_once(where: str) -> None:
-    house = House()
+    harness = EngineHarness()
     lost = DeviceError("lost")
     if where == "launch":
-        house.runner.launch_faults[3] = [lost]
+        harness.runner.launch_faults[3] = [lost]
     else:
-        house.runner.wait_faults[2] = lost
+        harness.runner.wait_faults[2] = lost
     names = [f"r{i}" for i in range(3)]
     for i, name in enumerate(names):
-        house.submit(name, [i, 2, 3], max_tokens=9, n=2)
-    house.start()
-    assert house.states.get(timeout=PATIENCE_S) is EngineState.FAILED
-    house.stop()
+        harness.submit(name, [i, 2, 3], max_tokens=9, n=2)
+    harness.start()
+    assert harness.states.get(timeout=PATIENCE_S) is EngineState.FAILED
+    harness.stop()
     for name in names:
-        ends = [(o.index, o.error) for o in house.outputs(name) if o.finish_reason is not None]
+        ends = [(o.index, o.error) for o in harness.outputs(name) if o.finish_reason is not None]
         assert sorted(ends) == [(0, "the engine failed"), (1, "the engine failed")]
-    assert house.engine.failure is lost
+    assert harness.engine.failure is lost
 
 
 # Memory
 
 
-def test_a_step_too_large_for_the_device_is_halved_until_it_fits(house: House) -> None:
-    house.runner.room = 3
+def test_a_step_too_large_for_the_device_is_halved_until_it_fits(harness: EngineHarness) -> None:
+    harness.runner.room = 3
     for i in range(4):
-        house.submit(f"r{i}", [i, 2, 3, 4, 5])
-    house.start()
+        harness.submit(f"r{i}", [i, 2, 3, 4, 5])
+    harness.start()
     for i in range(4):
-        house.assert_whole(f"r{i}", [i, 2, 3, 4, 5])
-    house.stop()
-    launches = [number for what, number in house.runner.asked if what == "launch"]
+        harness.assert_whole(f"r{i}", [i, 2, 3, 4, 5])
+    harness.stop()
+    launches = [number for what, number in harness.runner.asked if what == "launch"]
     assert launches[:5] == [1, 1, 1, 1, 2], "20 tokens, 10, 5 and 3; the steps to come are small at once"
-    assert all(report.error is None and not report.num_preemptions for report in house.reports)
+    assert all(report.error is None and not report.num_preemptions for report in harness.reports)
 
 
-def test_a_sequence_that_the_device_has_no_room_for_is_told_so(house: House) -> None:
-    house.runner.room = 0
-    house.submit("a", [1, 2, 3])
-    house.submit("b", [4, 5, 6])
-    house.start()
+def test_a_sequence_that_the_device_has_no_room_for_is_told_so(harness: EngineHarness) -> None:
+    harness.runner.room = 0
+    harness.submit("a", [1, 2, 3])
+    harness.submit("b", [4, 5, 6])
+    harness.start()
     for name in ("a", "b"):
-        assert house.last(name).error == "the device has not enough memory for this request"
-    house.runner.room = 1 << 30
-    house.submit("c", [1, 2, 3])
-    house.assert_whole("c", [1, 2, 3])
-    assert house.engine.state is EngineState.READY
-    launches = [number for what, number in house.runner.asked if what == "launch"]
+        assert harness.last(name).error == "the device has not enough memory for this request"
+    harness.runner.room = 1 << 30
+    harness.submit("c", [1, 2, 3])
+    harness.assert_whole("c", [1, 2, 3])
+    assert harness.engine.state is EngineState.READY
+    launches = [number for what, number in harness.runner.asked if what == "launch"]
     assert launches[:5] == [1, 1, 1, 1, 2], (
         "6 tokens, 3, 2, 1; then `b` alone, and nothing is tried again as it was"
     )
 
 
-def test_memory_that_runs_out_in_decode_takes_no_token_twice(house: House) -> None:
+def test_memory_that_runs_out_in_decode_takes_no_token_twice(harness: EngineHarness) -> None:
     """The step before is in flight when the launch fails, and its tokens count."""
-    house.runner.launch_faults = {number: [OutOfMemory("full")] for number in (2, 3)}
+    harness.runner.launch_faults = {number: [OutOfMemory("full")] for number in (2, 3)}
     for i in range(4):
-        house.submit(f"r{i}", [i, 2, 3], max_tokens=6)
-    house.start()
+        harness.submit(f"r{i}", [i, 2, 3], max_tokens=6)
+    harness.start()
     for i in range(4):
-        house.assert_whole(f"r{i}", [i, 2, 3], 6)
-    assert not sum(report.num_preemptions for report in house.reports)
+        harness.assert_whole(f"r{i}", [i, 2, 3], 6)
+    assert not sum(report.num_preemptions for report in harness.reports)
 
 
 # The end
 
 
-def test_stop_waits_for_what_is_in_flight_and_delivers_it(house: House) -> None:
-    house.runner.gate = threading.Semaphore(0)
-    house.submit("r", [1, 2], max_tokens=50)
-    house.start()
-    assert house.runner.entered.get(timeout=PATIENCE_S) == 1
-    assert not house.engine.stop(timeout_s=0.0)
-    house.runner.gate.release(50)
-    assert house.engine.stop(PATIENCE_S)
-    assert [len(o.token_ids) for o in house.outputs("r")] == [1, 1]
-    assert house.outputs("r")[-1].finish_reason is None, "what is unfinished stays so"
+def test_stop_waits_for_what_is_in_flight_and_delivers_it(harness: EngineHarness) -> None:
+    harness.runner.gate = threading.Semaphore(0)
+    harness.submit("r", [1, 2], max_tokens=50)
+    harness.start()
+    assert harness.runner.entered.get(timeout=PATIENCE_S) == 1
+    assert not harness.engine.stop(timeout_s=0.0)
+    harness.runner.gate.release(50)
+    assert harness.engine.stop(PATIENCE_S)
+    assert [len(o.token_ids) for o in harness.outputs("r")] == [1, 1]
+    assert harness.outputs("r")[-1].finish_reason is None, "what is unfinished stays so"
 
 
 def test_a_device_lost_while_stopping_is_told() -> None:
-    house = House()
-    house.runner.gate = threading.Semaphore(0)
-    house.runner.wait_faults[2] = DeviceError("lost")
-    house.submit("r", [1, 2], max_tokens=50)
-    house.start()
-    assert house.runner.entered.get(timeout=PATIENCE_S) == 1
-    assert not house.engine.stop(timeout_s=0.0)
-    house.stop()
-    assert house.states.get(timeout=PATIENCE_S) is EngineState.FAILED
-    assert house.last("r").error == "the engine failed"
+    harness = EngineHarness()
+    harness.runner.gate = threading.Semaphore(0)
+    harness.runner.wait_faults[2] = DeviceError("lost")
+    harness.submit("r", [1, 2], max_tokens=50)
+    harness.start()
+    assert harness.runner.entered.get(timeout=PATIENCE_S) == 1
+    assert not harness.engine.stop(timeout_s=0.0)
+    harness.stop()
+    assert harness.states.get(timeout=PATIENCE_S) is EngineState.FAILED
+    assert harness.last("r").error == "the engine failed"

@@ -17,51 +17,51 @@ from engine.model.safetensors import TensorFiles
 from engine.planning.request import FinishReason
 from engine.planning.step import DeviceError
 from tests.engine.checkpoints import make_config
-from tests.engine.test_engine_faults import Workshop
+from tests.engine.test_engine_faults import EngineHarness
 
 
-def reason(workshop: Workshop, name: str) -> FinishReason | None:
-    outputs = workshop.outputs(name)
+def reason(harness: EngineHarness, name: str) -> FinishReason | None:
+    outputs = harness.outputs(name)
     return outputs[-1].finish_reason if outputs else None
 
 
 def test_text_that_fails_ends_its_own_request_only() -> None:
-    workshop = Workshop()
-    workshop.sink.hated = "bad"
-    workshop.submit("good", [1, 2, 3], max_tokens=1)
-    workshop.submit("bad", [4, 5, 6], max_tokens=1)
-    workshop.start()
-    workshop.wait_for(lambda: reason(workshop, "good") is not None and reason(workshop, "bad") is not None)
-    assert reason(workshop, "good") is FinishReason.LENGTH
-    assert reason(workshop, "bad") is FinishReason.FAILED
-    assert workshop.engine.state is EngineState.READY
-    workshop.engine.stop()
+    harness = EngineHarness()
+    harness.sink.hated = "bad"
+    harness.submit("good", [1, 2, 3], max_tokens=1)
+    harness.submit("bad", [4, 5, 6], max_tokens=1)
+    harness.start()
+    harness.wait_for(lambda: reason(harness, "good") is not None and reason(harness, "bad") is not None)
+    assert reason(harness, "good") is FinishReason.LENGTH
+    assert reason(harness, "bad") is FinishReason.FAILED
+    assert harness.engine.state is EngineState.READY
+    harness.engine.stop()
 
 
 def test_an_engine_whose_receiver_always_raises_says_that_it_failed() -> None:
-    workshop = Workshop()
-    workshop.faults += [LookupError("nobody home")] * 9
-    workshop.start()
-    workshop.submit("r", [1, 2, 3], max_tokens=3)
-    workshop.expect(EngineState.FAILED)
-    assert workshop.engine.state is EngineState.FAILED
+    harness = EngineHarness()
+    harness.faults += [LookupError("nobody home")] * 9
+    harness.start()
+    harness.submit("r", [1, 2, 3], max_tokens=3)
+    harness.expect(EngineState.FAILED)
+    assert harness.engine.state is EngineState.FAILED
 
 
 def test_a_cancel_is_answered_although_the_device_fails_in_the_same_turn() -> None:
-    workshop = Workshop()
-    workshop.runner.gate = type(workshop.runner.gate)(0)
-    workshop.start()
-    workshop.submit("a", [1, 2, 3], max_tokens=50)
-    workshop.runner.entered.get(timeout=20)
-    workshop.submit("b", [4, 5, 6], max_tokens=50)
-    workshop.engine.cancel("a")
-    workshop.runner.gate.release()  # the step of "a" ends; the next turn answers the cancel and steps "b"
-    workshop.runner.entered.get(timeout=20)
-    workshop.runner.always = DeviceError("lost")
-    workshop.runner.gate.release()
-    workshop.expect(EngineState.FAILED)
-    assert reason(workshop, "a") is FinishReason.CANCELLED
-    assert reason(workshop, "b") is FinishReason.FAILED
+    harness = EngineHarness()
+    harness.runner.gate = type(harness.runner.gate)(0)
+    harness.start()
+    harness.submit("a", [1, 2, 3], max_tokens=50)
+    harness.runner.entered.get(timeout=20)
+    harness.submit("b", [4, 5, 6], max_tokens=50)
+    harness.engine.cancel("a")
+    harness.runner.gate.release()  # the step of "a" ends; the next turn answers the cancel and steps "b"
+    harness.runner.entered.get(timeout=20)
+    harness.runner.always = DeviceError("lost")
+    harness.runner.gate.release()
+    harness.expect(EngineState.FAILED)
+    assert reason(harness, "a") is FinishReason.CANCELLED
+    assert reason(harness, "b") is FinishReason.FAILED
 
 
 def safetensors(folder: Path, header: bytes, data: bytes = b"\0" * 64) -> TensorFiles:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from engine.planning.request import Request, SamplingParams
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
 from tests.engine.driver import Driver
-from tests.engine.shaken import check_logprobs, error_of
+from tests.engine.rounding_noise import check_logprobs, error_of
 
 MAX_TOKENS = 12
 

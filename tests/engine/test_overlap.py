@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from engine.planning.request import FinishReason, Sequence
 from engine.planning.step import Plan
 from engine.planning.stopping import TextStream
-from tests.engine.late import LateRunner
-from tests.engine.paper import expected_output, make_request
+from tests.engine.fake_runner import expected_output, make_request
+from tests.engine.queued_runner import QueuedRunner
 from tests.engine.workloads import BLOCK_SIZE, Key, Run, Workload, workloads
 from tests.few import examples
 
@@ -49,10 +49,10 @@ class StoppingSink:
         return text + stream.flush(), FinishReason.STOP if stream.stopped else FinishReason.LENGTH
 
 
-def late_run(workload: Workload, seed: int, *, stops: bool = True) -> tuple[Run, LateRunner]:
+def queued_run(workload: Workload, seed: int, *, stops: bool = True) -> tuple[Run, QueuedRunner]:
     """The device is as fast or slow as chance will have it."""
     pace = random.Random(seed)
-    runner = LateRunner(workload.num_blocks, BLOCK_SIZE, hurries=lambda: pace.random() < 0.5)
+    runner = QueuedRunner(workload.num_blocks, BLOCK_SIZE, runs_early=lambda: pace.random() < 0.5)
     run = Run(workload, runner=runner, sink=StoppingSink() if stops else None)
     runner.watch(run.tables)
     return run, runner
@@ -71,10 +71,10 @@ def assert_all_is_given_back(run: Run) -> None:
 @modest
 @given(workloads(), st.integers(0, 99))
 def test_answers_are_those_of_one_step_after_another(workload: Workload, seed: int) -> None:
-    late, _ = late_run(workload, seed)
-    late.finish()
-    assert answers(late) == answers(Run(workload, sink=StoppingSink()).finish())
-    assert_all_is_given_back(late)
+    queued, _ = queued_run(workload, seed)
+    queued.finish()
+    assert answers(queued) == answers(Run(workload, sink=StoppingSink()).finish())
+    assert_all_is_given_back(queued)
 
 
 @modest
@@ -89,16 +89,16 @@ def test_who_was_preempted_in_flight_says_the_same(
             if at == len(run.steps):
                 run.preempt(pick)
 
-    late, _ = late_run(workload, seed)
-    late.finish(disturb)
-    assert answers(late) == answers(Run(workload, sink=StoppingSink()).finish())
-    assert_all_is_given_back(late)
+    queued, _ = queued_run(workload, seed)
+    queued.finish(disturb)
+    assert answers(queued) == answers(Run(workload, sink=StoppingSink()).finish())
+    assert_all_is_given_back(queued)
 
 
 @modest
 @given(workloads(), st.booleans(), st.lists(st.tuples(st.integers(0, 25), st.integers(1, 20)), max_size=8))
 def test_a_device_that_is_short_of_memory_says_the_same(
-    workload: Workload, is_late: bool, shortages: list[tuple[int, int]]
+    workload: Workload, is_queued: bool, shortages: list[tuple[int, int]]
 ) -> None:
     """From step `at` on it has room for so many tokens."""
 
@@ -107,7 +107,7 @@ def test_a_device_that_is_short_of_memory_says_the_same(
             if at == len(run.steps):
                 run.runner.room = room
 
-    run = late_run(workload, 0)[0] if is_late else Run(workload, sink=StoppingSink())
+    run = queued_run(workload, 0)[0] if is_queued else Run(workload, sink=StoppingSink())
     run.finish(disturb)
     assert answers(run) == answers(Run(workload, sink=StoppingSink()).finish())
     assert_all_is_given_back(run)
@@ -129,15 +129,15 @@ def test_a_cancel_in_flight_concerns_nobody_else(
                 run.cancel(request)
                 gone.add(request.request_id)
 
-    late, _ = late_run(workload, seed)
-    late.finish(cancel)
+    queued, _ = queued_run(workload, seed)
+    queued.finish(cancel)
     expected = answers(Run(workload, sink=StoppingSink()).finish())
     for key, answer in expected.items():
         if key[0] not in gone:
-            assert answers(late)[key] == answer
-        elif key in late.tokens:
-            assert answer[0][: len(late.tokens[key])] == late.tokens[key]
-    assert_all_is_given_back(late)
+            assert answers(queued)[key] == answer
+        elif key in queued.tokens:
+            assert answer[0][: len(queued.tokens[key])] == queued.tokens[key]
+    assert_all_is_given_back(queued)
 
 
 def alone(*, max_tokens: int, num_blocks: int = 60, length: int = 5, n: int = 1, seed: int = 0) -> Workload:
@@ -153,7 +153,7 @@ def alone(*, max_tokens: int, num_blocks: int = 60, length: int = 5, n: int = 1,
 
 
 def test_a_decode_is_planned_before_its_token_is_known() -> None:
-    run, runner = late_run(alone(max_tokens=8), 0, stops=False)
+    run, runner = queued_run(alone(max_tokens=8), 0, stops=False)
     run.finish()
     assert runner.num_unknown == 7, "every token but the last is computed before the host sees it"
     assert len([step for step in run.steps if step.pieces]) == 8
@@ -163,7 +163,7 @@ def test_a_decode_is_planned_before_its_token_is_known() -> None:
 @given(workloads(num_choices=(1,), prefix_cache=False), st.integers(0, 99))
 def test_no_token_is_computed_beyond_a_limit_that_is_known(workload: Workload, seed: int) -> None:
     roomy = replace(workload, num_blocks=400, max_num_seqs=400)
-    run, runner = late_run(roomy, seed, stops=False)
+    run, runner = queued_run(roomy, seed, stops=False)
     run.finish()
     expected = sum(len(r.prompt_token_ids) + len(run.tokens[r.request_id, 0]) - 1 for r in workload.requests)
     assert runner.num_tokens == expected
@@ -173,7 +173,7 @@ def test_no_token_is_computed_beyond_a_limit_that_is_known(workload: Workload, s
 @given(workloads(num_choices=(1,), prefix_cache=False), st.integers(0, 99))
 def test_an_end_that_nobody_could_know_costs_one_token(workload: Workload, seed: int) -> None:
     roomy = replace(workload, num_blocks=400, max_num_seqs=400)
-    run, runner = late_run(roomy, seed)
+    run, runner = queued_run(roomy, seed)
     run.finish()
     least = sum(len(r.prompt_token_ids) + len(run.tokens[r.request_id, 0]) - 1 for r in workload.requests)
     assert least <= runner.num_tokens <= least + len(workload.requests)
@@ -187,7 +187,7 @@ def test_the_token_after_the_end_is_told_to_nobody_and_never_found() -> None:
         if tokens[2] in END_TOKENS and not set(tokens[:2]) & set(END_TOKENS):
             break
     workload = replace(alone(max_tokens=30), requests=(request,))
-    run, runner = late_run(workload, 1)
+    run, runner = queued_run(workload, 1)
     run.finish()
     assert (run.tokens["r", 0], run.ended["r", 0].finish_reason) == (tokens[:3], FinishReason.STOP)
     assert runner.num_tokens == 5 + 3, "the end itself was computed, in vain"
@@ -196,7 +196,7 @@ def test_the_token_after_the_end_is_told_to_nobody_and_never_found() -> None:
 
 def test_who_gave_way_starts_again_when_its_token_in_flight_is_known() -> None:
     """Its slot on the device, where the token is, may be another's by then."""
-    run, _ = late_run(alone(max_tokens=4), 0, stops=False)
+    run, _ = queued_run(alone(max_tokens=4), 0, stops=False)
     run.step()
     run.preempt(0)
     assert run.step().pieces == ()
@@ -207,7 +207,7 @@ def test_who_gave_way_starts_again_when_its_token_in_flight_is_known() -> None:
 
 
 def test_a_first_token_that_comes_to_one_who_gave_way_brings_forth_the_other_choices() -> None:
-    run, _ = late_run(alone(max_tokens=4, n=3), 0, stops=False)
+    run, _ = queued_run(alone(max_tokens=4, n=3), 0, stops=False)
     run.step()
     run.preempt(0)
     run.finish()
@@ -225,7 +225,7 @@ def test_who_lacks_only_what_is_on_its_way_back_waits_and_nobody_gives_way() -> 
     workload = replace(
         alone(max_tokens=1, num_blocks=6), requests=requests, arrivals=(0, 0), prefix_cache=False
     )
-    run, _ = late_run(workload, 0, stops=False)
+    run, _ = queued_run(workload, 0, stops=False)
     run.finish()
     assert run.scheduler.counters.num_preemptions == 0
     assert any(not step.pieces and "long" in {key[0] for key in step.running} for step in run.steps[:-1])
@@ -246,7 +246,7 @@ def test_nobody_gives_way_to_an_urgent_request_for_which_enough_is_on_its_way_ba
         prefix_cache=False,
         budget=64,
     )
-    run, _ = late_run(workload, 0, stops=False)
+    run, _ = queued_run(workload, 0, stops=False)
     run.finish()
     assert run.scheduler.counters.num_preemptions == 0
     started = [i for i, step in enumerate(run.steps) if "urgent" in {p.key[0] for p in step.pieces}]
@@ -261,7 +261,7 @@ def test_what_was_given_up_for_an_urgent_request_is_not_taken_back_by_who_gave_i
     workload = replace(
         alone(max_tokens=1, num_blocks=9), requests=requests, arrivals=(0, 4), prefix_cache=False, budget=64
     )
-    run, _ = late_run(workload, 0, stops=False)
+    run, _ = queued_run(workload, 0, stops=False)
     run.finish()
     assert run.scheduler.counters.num_preemptions == 1
     assert [step.num_preempted for step in run.steps].index(1) < 6
@@ -269,10 +269,10 @@ def test_what_was_given_up_for_an_urgent_request_is_not_taken_back_by_who_gave_i
         assert run.tokens[request.request_id, 0] == expected_output(request, 0, run.scheduler.max_len)
 
 
-@pytest.mark.parametrize("hurries", [True, False])
-def test_a_plan_that_is_empty_waits_for_the_step_in_flight(hurries: bool) -> None:
+@pytest.mark.parametrize("runs_early", [True, False])
+def test_a_plan_that_is_empty_waits_for_the_step_in_flight(runs_early: bool) -> None:
     """The last token is on its way: there is nothing to plan, and the work is not over."""
-    run = Run(alone(max_tokens=1), runner=LateRunner(60, BLOCK_SIZE, lambda: hurries))
+    run = Run(alone(max_tokens=1), runner=QueuedRunner(60, BLOCK_SIZE, lambda: runs_early))
     seen: list[Plan] = []
     run._watch = lambda _, plan: seen.append(plan)
     run.finish()

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from engine.planning.request import FinishReason, Pooling, Request, SamplingParams, TokenLogprobs
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
-from tests.engine.paper import drafting_always
-from tests.engine.test_drafts import Prophet
+from tests.engine.fake_runner import drafting_always
+from tests.engine.test_drafts import AnswerProposer
 
 PROMPT = tuple((37 * i + 11) % 390 for i in range(61))
 
@@ -130,12 +130,12 @@ def test_they_come_beside_drafts_that_are_verified(driver: Driver, expected: Ten
     alone = driver.tokens("plain")
     driver.fresh(budget=16)
     driver.scheduler.drafting = drafting_always(
-        Prophet({("plain", 0): alone, ("r", 0): []}, rightness=0.8), driver.facts.max_drafts
+        AnswerProposer({("plain", 0): alone, ("r", 0): []}, accuracy=0.8), driver.facts.max_drafts
     )
     driver.run(plain, scored("r"))
     timings = driver.outputs["plain", 0][-1].timings
     assert timings is not None
-    assert timings.drafts["prophet"].num_drafted
+    assert timings.drafts["proposer"].num_drafted
     assert driver.tokens("plain") == alone
     check(found_of(driver, "r"), expected)
 

@@ -21,7 +21,7 @@ from engine.planning.request import Request, SamplingParams
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
 from tests.engine.kernels.random_model import DTYPES, Checkpoint, Prompts, config
-from tests.engine.shaken import allowed, largest
+from tests.engine.rounding_noise import allowed, largest
 from tests.few import examples
 
 LENGTH = 150

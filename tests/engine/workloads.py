@@ -1,4 +1,4 @@
-"""Random work for a scheduler, and a run of it on paper that is recorded step by step."""
+"""Random work for a scheduler, and a run of it on a fake runner that is recorded step by step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.planning.request import Output, Request, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits, TokenSink
 from engine.planning.step import Plan, StepInFlight
 from priority.queue import LaneQueue
-from tests.engine.paper import PaperRunner, PaperSink, make_request
+from tests.engine.fake_runner import FakeRunner, FakeSink, make_request
 
 BLOCK_SIZE = 4
 Key = tuple[str, int]
@@ -23,7 +23,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Requests, the step before which each arrives, and the house they come to."""
+    """Requests, the step before which each arrives, and the engine they come to."""
 
     requests: tuple[Request, ...]
     arrivals: tuple[int, ...]
@@ -78,11 +78,11 @@ class Run:
         workload: Workload,
         watch: Callable[[Run, Plan], None] = lambda *_: None,
         *,
-        runner: PaperRunner | None = None,
+        runner: FakeRunner | None = None,
         sink: TokenSink | None = None,
     ) -> None:
         self.workload = workload
-        self.runner = runner or PaperRunner(workload.num_blocks, BLOCK_SIZE)
+        self.runner = runner or FakeRunner(workload.num_blocks, BLOCK_SIZE)
         self.queue = LaneQueue(Lock())
         self.tables = BlockTables(workload.num_blocks, BLOCK_SIZE, prefix_cache=workload.prefix_cache)
         limits = SchedulerLimits(
@@ -90,7 +90,7 @@ class Run:
             max_num_seqs=workload.max_num_seqs,
             max_model_len=workload.max_model_len,
         )
-        self.scheduler = Scheduler(self.queue, self.tables, sink or PaperSink(), limits)
+        self.scheduler = Scheduler(self.queue, self.tables, sink or FakeSink(), limits)
         self.steps: list[Step] = []
         self.tokens: dict[Key, list[int]] = {}
         self.texts: dict[Key, str] = {}

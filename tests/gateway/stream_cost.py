@@ -25,7 +25,7 @@ from app.build import Outbox
 from engine.engine import EngineState
 from engine.planning.request import FinishReason, Output, Request
 from gateway.http.protocol import GatewayProtocol
-from tests.gateway.desk import Desk, chat_body, make_timings, step_report
+from tests.gateway.harness import Gateway, chat_body, make_timings, step_report
 
 STEP_US = 4000
 
@@ -56,15 +56,15 @@ def main(
 
 
 async def _measure(num_streams: int, num_tokens: int, step_s: float, num_listeners: int) -> float:
-    desk = Desk(clock=time.monotonic)
-    desk.engine.ref_counts = [0, *[0, 0, 1, 0, 2, 0, 0, 0] * 4096]
-    desk.engine.findable = bytearray(b"\0" + b"\0\1" * 16384)
+    gateway = Gateway(clock=time.monotonic)
+    gateway.engine.ref_counts = [0, *[0, 0, 1, 0, 2, 0, 0, 0] * 4096]
+    gateway.engine.findable = bytearray(b"\0" + b"\0\1" * 16384)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(512)
         port = listener.getsockname()[1]
         config = uvicorn.Config(
-            desk.app, http=GatewayProtocol, log_level="critical", ws="none", access_log=False
+            gateway.app, http=GatewayProtocol, log_level="critical", ws="none", access_log=False
         )
         server = uvicorn.Server(config)
         serving = asyncio.create_task(server._serve(sockets=[listener]))
@@ -72,16 +72,16 @@ async def _measure(num_streams: int, num_tokens: int, step_s: float, num_listene
             port, num_listeners, "GET /v1/events?detail=steps,kv HTTP/1.1\r\nhost: x\r\n\r\n"
         )
         readers = _reading(port, num_streams, _http_request())
-        requests = [await desk.taken() for _ in range(num_streams)]
+        requests = [await gateway.taken() for _ in range(num_streams)]
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
         outbox = Outbox()
-        outbox.open(loop, desk.service.deliver, lambda _: done.set())
+        outbox.open(loop, gateway.service.deliver, lambda _: done.set())
         step_thread = threading.Thread(target=_step, args=(outbox, requests, num_tokens, step_s))
         before_s = time.thread_time()
         step_thread.start()
         await done.wait()
-        await desk.left()
+        await gateway.left()
         cost_s = time.thread_time() - before_s
         await asyncio.to_thread(readers.wait)
         listeners.kill()

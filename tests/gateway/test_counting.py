@@ -16,9 +16,9 @@ from gateway.metrics import WeightedHistogram
 from gateway.service import ServiceOptions
 from priority.lanes import Lane, LanePolicy
 from tests.few import examples
-from tests.gateway.desk import (
+from tests.gateway.harness import (
     MODEL,
-    Desk,
+    Gateway,
     chat_body,
     client,
     completion_body,
@@ -26,7 +26,7 @@ from tests.gateway.desk import (
     serving,
     step_report,
 )
-from tests.gateway.raw import dialled, get
+from tests.gateway.raw_http import connect, get
 
 pytestmark = pytest.mark.anyio
 
@@ -54,24 +54,26 @@ def of(found: Counts, name: str) -> Counts:
     }
 
 
-async def counted(desk: Desk) -> Counts:
-    async with client(desk.app) as http:
+async def counted(gateway: Gateway) -> Counts:
+    async with client(gateway.app) as http:
         return counts((await http.get("/metrics")).text)
 
 
-async def begin(desk: Desk, body: dict[str, Any], path: str = CHAT) -> tuple[asyncio.Task[Any], Request]:
+async def begin(
+    gateway: Gateway, body: dict[str, Any], path: str = CHAT
+) -> tuple[asyncio.Task[Any], Request]:
     async def ask() -> Any:
-        async with client(desk.app) as http:
+        async with client(gateway.app) as http:
             return await http.post(path, json=body)
 
-    return asyncio.create_task(ask()), await desk.taken()
+    return asyncio.create_task(ask()), await gateway.taken()
 
 
 async def test_the_page_is_what_prometheus_expects() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), metrics_compat="vllm"))
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(get("/metrics"))
-        answer = await line.answer()
+    gateway = Gateway(ServiceOptions(models=(MODEL,), metrics_compat="vllm"))
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(get("/metrics"))
+        answer = await connection.answer()
     assert answer.headers["content-type"].startswith("text/plain; version=")
     families = list(text_string_to_metric_families(answer.body.decode()))
     assert len({family.name for family in families}) == len(families)
@@ -83,7 +85,7 @@ async def test_the_page_is_what_prometheus_expects() -> None:
 
 
 async def test_what_is_let_in_is_counted_by_lane() -> None:
-    desk = Desk()
+    gateway = Gateway()
     asked: list[tuple[dict[str, Any], str]] = [
         (chat_body("four", service_tier="priority"), CHAT),
         (chat_body("Hi", service_tier="flex"), CHAT),
@@ -91,10 +93,10 @@ async def test_what_is_let_in_is_counted_by_lane() -> None:
         (completion_body([1, 2, 3, 4, 5], n=3), "/v1/completions"),
     ]
     for body, path in asked:
-        asking, request = await begin(desk, body, path)
-        desk.answer(request, "ok")
+        asking, request = await begin(gateway, body, path)
+        gateway.answer(request, "ok")
         await asking
-    found = await counted(desk)
+    found = await counted(gateway)
     admitted = {"admitted interactive ": 1.0, "admitted batch ": 1.0, "admitted standard ": 2.0}
     assert of(found, "penstock_admissions_total") == {key.strip(): value for key, value in admitted.items()}
     assert of(found, "penstock_prompt_tokens_total") == {"": 8.0 + 6 + 6 + 5}
@@ -103,28 +105,28 @@ async def test_what_is_let_in_is_counted_by_lane() -> None:
 
 
 async def test_every_prompt_of_a_body_is_one_request() -> None:
-    desk = Desk()
-    asking, first = await begin(desk, completion_body(["a", "bcd"]), "/v1/completions")
-    desk.answer(await desk.taken(), "ok")
-    desk.answer(first, "ok")
+    gateway = Gateway()
+    asking, first = await begin(gateway, completion_body(["a", "bcd"]), "/v1/completions")
+    gateway.answer(await gateway.taken(), "ok")
+    gateway.answer(first, "ok")
     await asking
-    found = await counted(desk)
+    found = await counted(gateway)
     assert of(found, "penstock_admissions_total") == {"admitted standard": 2}
     assert of(found, "penstock_prompt_tokens_total") == {"": 2.0 + 4}
 
 
 async def test_refusals_are_counted_by_reason_and_not_as_admitted() -> None:
-    desk = Desk(bounds={Lane.STANDARD: LanePolicy(max_requests=1, max_tokens=10**6, ttl_s=60)})
-    async with client(desk.app) as http:
+    gateway = Gateway(bounds={Lane.STANDARD: LanePolicy(max_requests=1, max_tokens=10**6, ttl_s=60)})
+    async with client(gateway.app) as http:
         waiting = asyncio.create_task(http.post(CHAT, json=chat_body()))
-        await desk.queued()
+        await gateway.queued()
         for _ in range(2):
             assert (await http.post(CHAT, json=chat_body())).status_code == 503
         # Those that are wrong in themselves never came to the queue.
         assert (await http.post(CHAT, json=chat_body(n=0))).status_code == 400
-        desk.service.tick(desk.clock.now + 61)
+        gateway.service.tick(gateway.clock.now + 61)
         assert (await waiting).json()["error"]["code"] == "queue_timeout"
-    assert of(await counted(desk), "penstock_admissions_total") == {
+    assert of(await counted(gateway), "penstock_admissions_total") == {
         "admitted standard": 1,
         "refused standard queue_full": 2,
         "refused standard queue_timeout": 1,
@@ -132,16 +134,16 @@ async def test_refusals_are_counted_by_reason_and_not_as_admitted() -> None:
 
 
 async def test_choices_are_counted_by_how_they_ended() -> None:
-    desk = Desk()
-    asking, request = await begin(desk, chat_body(n=3))
+    gateway = Gateway()
+    asking, request = await begin(gateway, chat_body(n=3))
     for index, reason in enumerate((FinishReason.STOP, FinishReason.LENGTH, FinishReason.LENGTH)):
-        desk.finish(request, "x", index, reason)
+        gateway.finish(request, "x", index, reason)
     await asking
-    failing, request = await begin(desk, chat_body(stream=True))
-    desk.bring(request, "begun")
-    desk.finish(request, reason=FinishReason.FAILED, error="no")
+    failing, request = await begin(gateway, chat_body(stream=True))
+    gateway.bring(request, "begun")
+    gateway.finish(request, reason=FinishReason.FAILED, error="no")
     await failing
-    found = await counted(desk)
+    found = await counted(gateway)
     assert of(found, "penstock_choices_total") == {
         "stop standard": 1,
         "length standard": 2,
@@ -156,41 +158,41 @@ async def test_choices_are_counted_by_how_they_ended() -> None:
 @given(st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=8))
 async def test_tokens_are_counted_once_whoever_reads_them(steps: list[list[int]]) -> None:
     """Four choices; each step brings some of them some tokens. Speculation brings several at once, or none."""
-    desk = Desk(tokenizer=TOKENIZER)
-    asking, request = await begin(desk, chat_body(n=4, stream=True))
+    gateway = Gateway(tokenizer=TOKENIZER)
+    asking, request = await begin(gateway, chat_body(n=4, stream=True))
     for step in steps:
-        outputs = [desk.output(request, "x", i, token_ids=[7] * number) for i, number in enumerate(step)]
-        desk.deliver(*outputs)
+        outputs = [gateway.output(request, "x", i, token_ids=[7] * number) for i, number in enumerate(step)]
+        gateway.deliver(*outputs)
     for index in range(4):
-        desk.finish(request, "", index, token_ids=[])
+        gateway.finish(request, "", index, token_ids=[])
     await asking
-    found = await counted(desk)
+    found = await counted(gateway)
     total = sum(map(sum, steps))
     assert of(found, "penstock_output_tokens_total") == ({"": total} if total else {})
     assert of(found, "penstock_step_seconds_count") == {"": len(steps) + 4}
 
 
 async def test_a_gauge_is_what_the_last_step_said() -> None:
-    desk = Desk()
+    gateway = Gateway()
     for running in (3, 7, 2):
-        desk.service.deliver(
+        gateway.service.deliver(
             step_report(num_running=running, num_waiting=1, num_free_blocks=8, num_preemptions=2)
         )
-    found = await counted(desk)
+    found = await counted(gateway)
     assert of(found, "penstock_running_sequences") == {"": 2}
     assert of(found, "penstock_kv_usage_ratio") == {"": 0.75}
     assert of(found, "penstock_preemptions_total") == {"": 6}
-    desk.service.deliver(step_report(error="out of memory"))
-    assert of(await counted(desk), "penstock_failed_steps_total") == {"": 1}
+    gateway.service.deliver(step_report(error="out of memory"))
+    assert of(await counted(gateway), "penstock_failed_steps_total") == {"": 1}
 
 
 async def test_streams_and_queues_are_seen_while_they_are_there() -> None:
-    desk = Desk()
-    asking, request = await begin(desk, chat_body(stream=True))
-    during = await counted(desk)
-    desk.answer(request, "ok")
+    gateway = Gateway()
+    asking, request = await begin(gateway, chat_body(stream=True))
+    during = await counted(gateway)
+    gateway.answer(request, "ok")
     await asking
-    after = await counted(desk)
+    after = await counted(gateway)
     assert (during["penstock_streams"], after["penstock_streams"]) == (1, 0)
     assert (during["penstock_queued_requests standard"], after["penstock_engine_up"]) == (0, 1)
 

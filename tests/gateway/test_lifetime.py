@@ -16,7 +16,7 @@ from gateway.http.protocol import GatewayProtocol
 from gateway.service import ServiceOptions
 from gateway.wire.streams import MAX_PENDING_BYTES, Stream
 from priority.lanes import Lane, LanePolicy
-from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, events, serving, settled
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, events, serving, settled
 
 pytestmark = pytest.mark.anyio
 
@@ -50,107 +50,107 @@ class Caller:
 
 @STREAMED
 async def test_a_queued_request_leaves_with_its_client(stream: bool) -> None:
-    desk = Desk()
-    async with serving(desk.app) as url:
+    gateway = Gateway()
+    async with serving(gateway.app) as url:
         caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=stream))
-        await desk.queued()
+        await gateway.queued()
         caller.hang_up()
-        await desk.left()
-    assert sum(desk.queue.depths().values()) == 0
-    assert desk.engine.cancelled == []
+        await gateway.left()
+    assert sum(gateway.queue.depths().values()) == 0
+    assert gateway.engine.cancelled == []
 
 
 @STREAMED
 async def test_a_request_in_prefill_is_cancelled_with_its_client(stream: bool) -> None:
-    desk = Desk()
-    async with serving(desk.app) as url:
+    gateway = Gateway()
+    async with serving(gateway.app) as url:
         caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=stream, n=2))
-        request = await desk.taken()
+        request = await gateway.taken()
         caller.hang_up()
-        await desk.left()
-    assert desk.engine.cancelled == [request.request_id]
+        await gateway.left()
+    assert gateway.engine.cancelled == [request.request_id]
 
 
 @STREAMED
 async def test_a_decoding_request_is_cancelled_with_its_client(stream: bool) -> None:
-    desk = Desk()
-    async with serving(desk.app) as url:
+    gateway = Gateway()
+    async with serving(gateway.app) as url:
         caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=stream))
-        request = await desk.taken()
-        desk.bring(request, "x")
+        request = await gateway.taken()
+        gateway.bring(request, "x")
         if stream:
             await caller.reader.readuntil(b'"x"')
         caller.hang_up()
-        await desk.left()
+        await gateway.left()
         # What the engine still brings for it has no reader, and does no harm.
-        desk.bring(request, "y")
-    assert desk.engine.cancelled == [request.request_id]
+        gateway.bring(request, "y")
+    assert gateway.engine.cancelled == [request.request_id]
 
 
 async def test_all_prompts_of_a_body_leave_with_its_client() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url:
+    gateway = Gateway()
+    async with serving(gateway.app) as url:
         caller = await Caller.post(url, "/v1/completions", completion_body(["a", "b", "c"]))
-        taken = await desk.taken()
-        await desk.queued(2)
+        taken = await gateway.taken()
+        await gateway.queued(2)
         caller.hang_up()
-        await desk.left()
-    assert desk.engine.cancelled == [taken.request_id]
-    assert sum(desk.queue.depths().values()) == 0
+        await gateway.left()
+    assert gateway.engine.cancelled == [taken.request_id]
+    assert sum(gateway.queue.depths().values()) == 0
 
 
 async def test_only_the_one_that_left_is_cancelled() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url:
+    gateway = Gateway()
+    async with serving(gateway.app) as url:
         leaving = await Caller.post(url, "/v1/chat/completions", chat_body("leaves"))
-        first = await desk.taken()
+        first = await gateway.taken()
         staying = await Caller.post(url, "/v1/chat/completions", chat_body("stays", stream=True))
-        second = await desk.taken()
+        second = await gateway.taken()
         leaving.hang_up()
-        while desk.engine.cancelled != [first.request_id]:
+        while gateway.engine.cancelled != [first.request_id]:
             await asyncio.sleep(0)
-        desk.answer(second, "still here")
+        gateway.answer(second, "still here")
         assert b"still here" in await staying.reader.readuntil(b"[DONE]")
         staying.hang_up()
 
 
 @STREAMED
 async def test_nobody_waits_for_an_answer_whose_client_left(stream: bool) -> None:
-    desk, is_over = Desk(), asyncio.Event()
+    gateway, is_over = Gateway(), asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        await desk.app(scope, receive, send)
+        await gateway.app(scope, receive, send)
         if scope["type"] == "http":
             is_over.set()
 
     async with serving(app) as url:
         caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=stream))
-        await desk.queued()
+        await gateway.queued()
         caller.hang_up()
         await asyncio.wait_for(is_over.wait(), 10)
 
 
 async def test_a_refused_body_leaves_none_of_its_prompts_behind() -> None:
     bounds = {Lane.STANDARD: LanePolicy(max_requests=2, max_tokens=10**6, ttl_s=60)}
-    desk = Desk(bounds=bounds)
-    async with client(desk.app) as http:
+    gateway = Gateway(bounds=bounds)
+    async with client(gateway.app) as http:
         response = await http.post("/v1/completions", json=completion_body(["a", "b", "c"]))
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "queue_full"
     assert int(response.headers["retry-after-ms"]) >= 1000
-    assert sum(desk.queue.depths().values()) == 0
+    assert sum(gateway.queue.depths().values()) == 0
 
 
 @STREAMED
 async def test_a_request_that_waited_too_long_is_refused(stream: bool) -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=stream)))
-        await desk.queued()
-        desk.service.tick(desk.clock.now + 1.9)
+        await gateway.queued()
+        gateway.service.tick(gateway.clock.now + 1.9)
         await settled()
         assert not asking.done()
-        desk.service.tick(desk.clock.now + 301)
+        gateway.service.tick(gateway.clock.now + 301)
         response = await asking
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "queue_timeout"
@@ -158,13 +158,13 @@ async def test_a_request_that_waited_too_long_is_refused(stream: bool) -> None:
 
 
 async def test_expiry_after_the_status_is_out_is_an_error_frame() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
-        await desk.queued()
-        desk.service.tick(desk.clock.now + 2)
+        await gateway.queued()
+        gateway.service.tick(gateway.clock.now + 2)
         await settled()
-        desk.service.tick(desk.clock.now + 301)
+        gateway.service.tick(gateway.clock.now + 301)
         response = await asking
     assert response.status_code == 200
     assert response.text.startswith(": ping\n")
@@ -174,74 +174,74 @@ async def test_expiry_after_the_status_is_out_is_an_error_frame() -> None:
 
 
 async def test_a_slow_reader_is_cut_when_too_much_is_waiting() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url:
+    gateway = Gateway()
+    async with serving(gateway.app) as url:
         caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=True), buffer=4096)
-        request = await desk.taken()
+        request = await gateway.taken()
         piece = "x" * 65536
         for _ in range(200):
-            desk.bring(request, piece)
+            gateway.bring(request, piece)
             await settled()
-            if desk.engine.cancelled:
+            if gateway.engine.cancelled:
                 break
-        await desk.left()
-        assert desk.engine.cancelled == [request.request_id]
+        await gateway.left()
+        assert gateway.engine.cancelled == [request.request_id]
         caller.hang_up()
-    assert b"penstock_slow_reader_disconnects_total 1.0" in desk.service.render_metrics()
+    assert b"penstock_slow_reader_disconnects_total 1.0" in gateway.service.render_metrics()
     assert MAX_PENDING_BYTES == 1024 * 1024
 
 
 async def test_a_reader_that_stalls_is_cut_after_its_time() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
-    async with serving(desk.app) as url:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
+    async with serving(gateway.app) as url:
         caller = await Caller.post(url, "/v1/chat/completions", chat_body(stream=True), buffer=4096)
-        request = await desk.taken()
-        (stream,) = desk.service.dispatch._streams
+        request = await gateway.taken()
+        (stream,) = gateway.service.dispatch._streams
         assert isinstance(stream, Stream)
         while stream.connection.sending_since_s is None:
-            desk.bring(request, "x" * 65536)
+            gateway.bring(request, "x" * 65536)
             await settled()
-        desk.service.tick(desk.clock.now + 29)
-        assert desk.engine.cancelled == []
-        desk.service.tick(desk.clock.now + 31)
-        await desk.left()
-        assert desk.engine.cancelled == [request.request_id]
+        gateway.service.tick(gateway.clock.now + 29)
+        assert gateway.engine.cancelled == []
+        gateway.service.tick(gateway.clock.now + 31)
+        await gateway.left()
+        assert gateway.engine.cancelled == [request.request_id]
         caller.hang_up()
 
 
 async def test_what_a_reader_did_not_take_is_joined() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
-        request = await desk.taken()
+        request = await gateway.taken()
         for text in "abcdef":
-            desk.bring(request, text)
-        desk.finish(request)
+            gateway.bring(request, text)
+        gateway.finish(request)
         chunks = events((await asking).text)
     assert [c["choices"][0]["delta"].get("content") for c in chunks[:-1]] == ["", "abcdef", None]
 
 
 async def test_an_incomplete_character_sends_nothing() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
-        request = await desk.taken()
+        request = await gateway.taken()
         for _ in range(3):
-            desk.bring(request, "")
+            gateway.bring(request, "")
             await settled()
-        desk.finish(request, "é")
+        gateway.finish(request, "é")
         response = await asking
     assert ": ping" not in response.text
     assert [c["choices"][0]["delta"].get("content") for c in events(response.text)[:-1]] == ["", "é", None]
 
 
 async def test_draining_lets_streams_end_and_takes_no_more() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
-        request = await desk.taken()
-        desk.service.begin_drain()
-        assert not await desk.service.dispatch.drained(0.01)
+        request = await gateway.taken()
+        gateway.service.begin_drain()
+        assert not await gateway.service.dispatch.drained(0.01)
         refused = await http.post("/v1/chat/completions", json=chat_body())
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "server_shutting_down"
@@ -250,42 +250,42 @@ async def test_draining_lets_streams_end_and_takes_no_more() -> None:
         assert (await http.get("/ready")).status_code == 503
         assert (await http.get("/ready")).json() == {"status": "draining"}
         assert (await http.get("/health")).status_code == 200
-        desk.answer(request, "to the ", "end")
+        gateway.answer(request, "to the ", "end")
         assert events((await asking).text)[-1] == "[DONE]"
-    assert await desk.service.dispatch.drained(1)
+    assert await gateway.service.dispatch.drained(1)
 
 
 async def test_what_is_left_after_the_drain_gets_an_error() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         begun = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
-        request = await desk.taken()
-        desk.bring(request, "begun")
+        request = await gateway.taken()
+        gateway.bring(request, "begun")
         await settled()
         waiting = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
-        await desk.queued()
-        desk.service.begin_drain()
-        desk.service.dispatch.fail_all()
-        await desk.left()
+        await gateway.queued()
+        gateway.service.begin_drain()
+        gateway.service.dispatch.fail_all()
+        await gateway.left()
         *_, error, done = events((await begun).text)
         assert error["error"]["code"] == "server_shutting_down"
         assert done == "[DONE]"
         assert (await waiting).status_code == 503
         assert (await waiting).json()["error"]["code"] == "server_shutting_down"
-    assert desk.engine.cancelled == [request.request_id]
-    assert sum(desk.queue.depths().values()) == 0
+    assert gateway.engine.cancelled == [request.request_id]
+    assert sum(gateway.queue.depths().values()) == 0
 
 
 async def test_health_is_red_when_no_step_ends() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
-        desk.clock.now += 29
+    gateway = Gateway()
+    async with client(gateway.app) as http:
+        gateway.clock.now += 29
         assert (await http.get("/health")).json() == {"status": "ok"}
-        desk.clock.now += 2
+        gateway.clock.now += 2
         stalled = await http.get("/health")
         assert (stalled.status_code, stalled.json()) == (503, {"status": "stalled"})
         assert (await http.get("/ready")).status_code == 503
-        desk.engine.last_progress_s = desk.clock.now
+        gateway.engine.last_progress_s = gateway.clock.now
         assert (await http.get("/health")).status_code == 200
 
 
@@ -299,9 +299,9 @@ async def test_health_is_red_when_no_step_ends() -> None:
     ],
 )
 async def test_health_and_readiness_follow_the_engine(state: EngineState, health: int, ready: str) -> None:
-    desk = Desk()
-    desk.engine.state = state
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    gateway.engine.state = state
+    async with client(gateway.app) as http:
         assert (await http.get("/health")).status_code == health
         assert (await http.get("/ready")).json() == {"status": ready}
         assert (await http.get("/ready")).status_code == (200 if ready == "ready" else 503)
@@ -312,16 +312,16 @@ async def test_health_and_readiness_follow_the_engine(state: EngineState, health
 
 
 async def test_nobody_waits_for_an_engine_that_failed() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
-        await desk.queued()
-        desk.engine.state = EngineState.FAILED
-        desk.service.tick(desk.clock.now)
+        await gateway.queued()
+        gateway.engine.state = EngineState.FAILED
+        gateway.service.tick(gateway.clock.now)
         response = await asking
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "engine_failed"
-    assert sum(desk.queue.depths().values()) == 0
+    assert sum(gateway.queue.depths().values()) == 0
 
 
 class Impatient(GatewayProtocol):
@@ -348,7 +348,7 @@ class Impatient(GatewayProtocol):
 )
 async def test_the_socket_is_not_held_by_nonsense(sent: bytes, status: bytes) -> None:
     protocol = Impatient if status == b"408" else GatewayProtocol
-    async with serving(Desk().app, protocol) as url:
+    async with serving(Gateway().app, protocol) as url:
         host, port = url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(sent)

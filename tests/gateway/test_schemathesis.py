@@ -27,8 +27,8 @@ from schemathesis.specs.openapi.checks import (
 
 from engine.planning.request import FinishReason, Request
 from gateway.endpoints.events import EventsApi
-from tests.gateway.desk import MODEL, Desk, chat_body, logprobs, serving
-from tests.gateway.raw import PATIENCE_S
+from tests.gateway.harness import MODEL, Gateway, chat_body, logprobs, serving
+from tests.gateway.raw_http import PATIENCE_S
 
 CHECKS = [
     not_a_server_error,
@@ -41,21 +41,21 @@ CHECKS = [
 @contextlib.contextmanager
 def answering_at_once() -> Iterator[str]:
     """A server on a real port, whose engine says the same to all."""
-    desk = Desk()
+    gateway = Gateway()
 
     def answer() -> None:
-        while (request := desk.queue.take(lambda _: True)) is not None:
+        while (request := gateway.queue.take(lambda _: True)) is not None:
             found = [logprobs((7, -0.5), (8, -1.0))] if request.sampling.num_logprobs is not None else []
             for index in range(request.n):
                 first = _of_prompt(request) if index == 0 else {}
-                desk.bring(request, "a", index, logprobs=found, **first)
-                desk.finish(request, "b", index, FinishReason.STOP, logprobs=found)
+                gateway.bring(request, "a", index, logprobs=found, **first)
+                gateway.finish(request, "b", index, FinishReason.STOP, logprobs=found)
 
     def wake() -> None:
         asyncio.get_running_loop().call_soon(answer)
 
-    desk.engine.on_wake = wake
-    with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving(desk.app)) as url:
+    gateway.engine.on_wake = wake
+    with start_blocking_portal() as portal, portal.wrap_async_context_manager(serving(gateway.app)) as url:
         yield url
 
 

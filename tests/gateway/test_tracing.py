@@ -14,8 +14,9 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 
 from gateway.tracing import Traces
 from priority.queue import Refusal
+from tests.clock import Clock
 from tests.collector import Collector, attributes
-from tests.gateway.desk import MODEL, Clock, Desk, chat_body, client, completion_body
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body
 
 pytestmark = pytest.mark.anyio
 
@@ -34,16 +35,18 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")
 
 
-def traced(url: str) -> tuple[Desk, Traces]:
+def traced(url: str) -> tuple[Gateway, Traces]:
     clock = Clock()
     traces = Traces(url, MODEL, "one", clock)
-    return Desk(clock=clock, traces=traces), traces
+    return Gateway(clock=clock, traces=traces), traces
 
 
-async def answered(desk: Desk, body: dict[str, object], path: str = CHAT, **headers: str) -> httpx.Response:
-    async with client(desk.app) as http:
+async def answered(
+    gateway: Gateway, body: dict[str, object], path: str = CHAT, **headers: str
+) -> httpx.Response:
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post(path, json=body, headers=headers))
-        desk.answer(await desk.taken(), "Good", " day")
+        gateway.answer(await gateway.taken(), "Good", " day")
         return await asking
 
 
@@ -60,9 +63,9 @@ def events(span: Span) -> dict[str, float]:
 
 
 async def test_a_span_says_what_became_of_its_request_and_when(collector: Collector) -> None:
-    desk, traces = traced(collector.url)
+    gateway, traces = traced(collector.url)
     body = chat_body(service_tier="priority", max_tokens=9)
-    reply = await answered(desk, body, traceparent=PARENT)
+    reply = await answered(gateway, body, traceparent=PARENT)
     span = await the_span(collector, traces)
     assert (span.name, span.kind) == (f"chat {MODEL}", Span.SPAN_KIND_SERVER)
     assert f"00-{span.trace_id.hex()}-{span.parent_span_id.hex()}-01" == PARENT
@@ -93,9 +96,9 @@ async def test_a_span_says_what_became_of_its_request_and_when(collector: Collec
 async def test_the_log_of_requests_names_the_trace(
     collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk, traces = traced(collector.url)
+    gateway, traces = traced(collector.url)
     with caplog.at_level(logging.INFO, "penstock.access"):
-        await answered(desk, completion_body(), "/v1/completions")
+        await answered(gateway, completion_body(), "/v1/completions")
     span = await the_span(collector, traces)
     assert span.name == f"text_completion {MODEL}"
     assert not span.parent_span_id
@@ -108,8 +111,8 @@ async def test_the_log_of_requests_names_the_trace(
 async def test_a_parent_decides_whether_there_is_a_trace_and_nonsense_is_none(
     collector: Collector, parent: str
 ) -> None:
-    desk, traces = traced(collector.url)
-    assert (await answered(desk, chat_body(), traceparent=parent)).status_code == 200
+    gateway, traces = traced(collector.url)
+    assert (await answered(gateway, chat_body(), traceparent=parent)).status_code == 200
     await asyncio.to_thread(traces.close)
     assert len(collector.spans) == (parent == "nonsense")
 
@@ -120,9 +123,9 @@ async def test_a_refusal_is_an_error_of_the_span(
     def refuse(*_: object) -> None:
         raise Refusal("promise_out_of_reach", "Too late.", 1.0)
 
-    desk, traces = traced(collector.url)
-    monkeypatch.setattr(desk.queue, "put", refuse)
-    async with client(desk.app) as http:
+    gateway, traces = traced(collector.url)
+    monkeypatch.setattr(gateway.queue, "put", refuse)
+    async with client(gateway.app) as http:
         reply = await http.post(CHAT, json=chat_body(service_tier="priority"))
     assert reply.status_code == 503
     span = await the_span(collector, traces)
@@ -132,12 +135,12 @@ async def test_a_refusal_is_an_error_of_the_span(
 
 
 async def test_who_leaves_has_a_span_without_an_end_of_its_choices(collector: Collector) -> None:
-    desk, traces = traced(collector.url)
-    async with client(desk.app) as http:
+    gateway, traces = traced(collector.url)
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post(CHAT, json=chat_body()))
-        await desk.queued()
+        await gateway.queued()
         asking.cancel()
-        await desk.left()
+        await gateway.left()
     span = await the_span(collector, traces)
     assert span.status.code == Status.STATUS_CODE_UNSET
     assert attributes(span)["gen_ai.usage.output_tokens"] == 0
@@ -147,14 +150,14 @@ async def test_who_leaves_has_a_span_without_an_end_of_its_choices(collector: Co
 async def test_a_collector_that_takes_nothing_costs_one_line(
     collector: Collector, caplog: pytest.LogCaptureFixture
 ) -> None:
-    desk, traces = traced(collector.url)
+    gateway, traces = traced(collector.url)
     collector.status = 400
     with caplog.at_level(logging.INFO):
         for number in range(1, 4):
-            await answered(desk, chat_body())
+            await answered(gateway, chat_body())
             await asyncio.to_thread(collector.wait_posts, number)
         collector.status = 200
-        await answered(desk, chat_body())
+        await answered(gateway, chat_body())
         await the_span(collector, traces)
     said = [record.getMessage() for record in caplog.records if record.name == "penstock.gateway"]
     assert said == [f"traces are lost: no collector takes them at {collector.url}", "traces are taken again"]
@@ -164,9 +167,9 @@ async def test_a_collector_that_is_not_there_costs_a_line_and_no_time(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")
-    desk, traces = traced("http://127.0.0.1:9")
+    gateway, traces = traced("http://127.0.0.1:9")
     for _ in range(3):
-        await answered(desk, chat_body())
+        await answered(gateway, chat_body())
     await asyncio.to_thread(traces.close)
     said = [record.getMessage() for record in caplog.records]
     assert said == ["traces are lost: no collector takes them at http://127.0.0.1:9"]
@@ -179,6 +182,6 @@ async def test_the_standard_variables_say_where_and_what(
     monkeypatch.setenv("OTEL_SERVICE_NAME", "of-the-operator")
     clock = Clock()
     traces = Traces(None, MODEL, "one", clock)
-    await answered(Desk(clock=clock, traces=traces), chat_body())
+    await answered(Gateway(clock=clock, traces=traces), chat_body())
     await the_span(collector, traces)
     assert collector.resources[0]["service.name"] == "of-the-operator"

@@ -14,7 +14,7 @@ from engine.kernels.kv_cache import QUANTIZED
 from engine.kernels.ops import Kernels
 from engine.kernels.select import select
 from engine.model.config import LoadOptions
-from tests.engine.kernels.scenes import Lengths, Scene
+from tests.engine.kernels.random_inputs import AttentionInput, Lengths
 from tests.engine.ranges import assert_within
 from tests.gpu.cuda import DEVICE, DTYPES, config_of, needs_cuda, table
 
@@ -39,17 +39,17 @@ LONG_BATCHES: dict[str, Lengths] = {
 }
 
 
-def scene_of(
+def input_of(
     lengths: Lengths,
     dtype: torch.dtype = torch.bfloat16,
     heads: tuple[int, int, int] = (32, 8, 128),
     block_size: int = 16,
     window: int = 0,
     kv_dtype: torch.dtype | None = None,
-) -> Scene:
-    """A scene on the GPU, and the lengths of its sequences on the host."""
+) -> AttentionInput:
+    """A case on the GPU, and the lengths of its sequences on the host."""
     num_heads, num_kv_heads, head_dim = heads
-    scene = Scene(
+    case = AttentionInput(
         lengths=lengths,
         device=DEVICE,
         group=num_heads // num_kv_heads,
@@ -60,30 +60,30 @@ def scene_of(
         window=window,
         kv_dtype=kv_dtype,
     )
-    scene.batch.host_lengths = [(new, done + new) for done, new in lengths]
-    return scene
+    case.batch.host_lengths = [(new, done + new) for done, new in lengths]
+    return case
 
 
-def table_for(scene: Scene) -> Kernels:
-    config = config_of(scene.num_heads, scene.num_kv_heads, scene.head_dim, scene.window)
-    return table(config, scene.dtype, scene.block_size)
+def table_for(case: AttentionInput) -> Kernels:
+    config = config_of(case.num_heads, case.num_kv_heads, case.head_dim, case.window)
+    return table(config, case.dtype, case.block_size)
 
 
-def attend(scene: Scene, kernels: Kernels) -> Tensor:
-    attention = kernels.attention(scene.batch, scene.shape)
-    return attention(scene.queries.to(DEVICE), scene.layer_kv, scene.window)
+def attend(case: AttentionInput, kernels: Kernels) -> Tensor:
+    attention = kernels.attention(case.batch, case.shape)
+    return attention(case.queries.to(DEVICE), case.layer_kv, case.window)
 
 
-def check(scene: Scene) -> Tensor:
-    found = attend(scene, table_for(scene))
-    assert_within(found, scene.expected())
+def check(case: AttentionInput) -> Tensor:
+    found = attend(case, table_for(case))
+    assert_within(found, case.expected())
     return found
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 def test_every_kind_of_batch(dtype: torch.dtype, lengths: Lengths) -> None:
-    check(scene_of(lengths, dtype))
+    check(input_of(lengths, dtype))
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTIZED.values(), ids=QUANTIZED)
@@ -92,7 +92,7 @@ def test_every_kind_of_batch(dtype: torch.dtype, lengths: Lengths) -> None:
 def test_every_kind_of_batch_with_a_quantized_cache(
     dtype: torch.dtype, lengths: Lengths, kv_dtype: torch.dtype
 ) -> None:
-    check(scene_of(lengths, dtype, kv_dtype=kv_dtype))
+    check(input_of(lengths, dtype, kv_dtype=kv_dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -101,64 +101,64 @@ def test_every_kind_of_batch_with_a_quantized_cache(
 def test_long_chunks_by_torch(
     lengths: Lengths, backends: list[ContiguousBackend], dtype: torch.dtype
 ) -> None:
-    scene = scene_of(lengths, dtype)
+    case = input_of(lengths, dtype)
     attention = gathered.prepare_attention(
-        scene.batch,
-        scene.shape,
-        prepare_paged=table_for(scene).attention,
+        case.batch,
+        case.shape,
+        prepare_paged=table_for(case).attention,
         backends=backends,
         min_queries=1024,
     )
-    assert_within(attention(scene.queries.to(DEVICE), scene.layer_kv, 0), scene.expected())
+    assert_within(attention(case.queries.to(DEVICE), case.layer_kv, 0), case.expected())
 
 
 def test_what_is_chosen_for_the_card_can_be_used_at_once() -> None:
-    scene = scene_of(LONG_BATCHES["long ones among others"])
+    case = input_of(LONG_BATCHES["long ones among others"])
     said: list[str] = []
     options = LoadOptions(max_batch_tokens=2048)
-    kernels = select(config_of(32, 8, 128), DEVICE, scene.dtype, options, said.append)
-    assert_within(attend(scene, kernels), scene.expected())
+    kernels = select(config_of(32, 8, 128), DEVICE, case.dtype, options, said.append)
+    assert_within(attend(case, kernels), case.expected())
     assert said == []
 
 
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("name", ["mixed", "decode, lengths of all kinds"])
 def test_every_shape_of_heads(heads: tuple[int, int, int], name: str) -> None:
-    check(scene_of(BATCHES[name], heads=heads))
+    check(input_of(BATCHES[name], heads=heads))
 
 
 @pytest.mark.parametrize("window", [1, 16, 100, 4096])
 @pytest.mark.parametrize("name", ["mixed", "decode, lengths of all kinds", "prefill"])
 def test_a_sliding_window(window: int, name: str) -> None:
-    check(scene_of(BATCHES[name], window=window))
+    check(input_of(BATCHES[name], window=window))
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64])
 def test_blocks_of_any_size(block_size: int) -> None:
-    check(scene_of(BATCHES["mixed"], heads=(16, 8, 128), block_size=block_size))
+    check(input_of(BATCHES["mixed"], heads=(16, 8, 128), block_size=block_size))
 
 
 def test_the_same_step_gives_the_same_bits() -> None:
-    scene = scene_of(BATCHES["mixed"])
-    first, kernels = check(scene), table_for(scene)
-    assert all(torch.equal(attend(scene, kernels), first) for _ in range(5))
+    case = input_of(BATCHES["mixed"])
+    first, kernels = check(case), table_for(case)
+    assert all(torch.equal(attend(case, kernels), first) for _ in range(5))
 
 
 def test_a_captured_step_follows_the_lengths_of_its_batch() -> None:
     """Captured with contexts of one token, replayed with others: no grid depends on what only the device knows."""
-    scene = scene_of(BATCHES["decode, lengths of all kinds"])
-    kernels, queries = table_for(scene), scene.queries.to(DEVICE)
-    context_lens = torch.ones_like(scene.batch.context_lens)
-    batch = replace(scene.batch, context_lens=context_lens, host_lengths=None)
+    case = input_of(BATCHES["decode, lengths of all kinds"])
+    kernels, queries = table_for(case), case.queries.to(DEVICE)
+    context_lens = torch.ones_like(case.batch.context_lens)
+    batch = replace(case.batch, context_lens=context_lens, host_lengths=None)
 
     def run() -> Tensor:
-        return kernels.attention(batch, scene.shape)(queries, scene.layer_kv, 0)
+        return kernels.attention(batch, case.shape)(queries, case.layer_kv, 0)
 
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = run()
-    context_lens.copy_(scene.batch.context_lens)
+    context_lens.copy_(case.batch.context_lens)
     graph.replay()
-    assert_within(found, scene.expected())
+    assert_within(found, case.expected())

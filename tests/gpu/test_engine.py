@@ -12,7 +12,7 @@ import torch
 
 from engine.planning.request import FinishReason, Request, SamplingParams
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
-from tests.engine.shaken import check_logprobs, error_of
+from tests.engine.rounding_noise import check_logprobs, error_of
 from tests.gpu.cuda import DEVICE, needs_cuda
 from tests.gpu.engines import RunningEngine
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.kernels.scenes import Layer, Rotation, check_norms, check_silu_mul
+from tests.engine.kernels.random_inputs import Layer, RotationInput, check_norms, check_silu_mul
 from tests.gpu.cuda import DEVICE, DTYPES, config_of, needs_cuda, table
 
 pytestmark = [*needs_cuda, pytest.mark.parametrize("dtype", DTYPES, ids=str)]
@@ -40,5 +40,7 @@ def test_rotation_and_cache(
     """Nothing is written where nothing belongs."""
     layer = Layer(*heads, block_size=16, norms=norms)
     num_blocks = 2 + num_tokens // 8
-    rotation = Rotation(layer, num_tokens, dtype, DEVICE, seed=0, num_blocks=num_blocks, num_positions=4096)
+    rotation = RotationInput(
+        layer, num_tokens, dtype, DEVICE, seed=0, num_blocks=num_blocks, num_positions=4096
+    )
     rotation.check(table(config_of(*heads), dtype).rotate_and_write, dtype)

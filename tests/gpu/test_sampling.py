@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.planning.request import Request, SamplingParams, Sequence
 from engine.sampling.sampler import Sampler
 from engine.sampling.tables import Filters
-from tests.engine.kernels.triton.choices import checked_sample
+from tests.engine.kernels.triton.allowed_tokens import checked_sample
 from tests.gpu.cuda import DEVICE, needs_cuda
 
 pytestmark = needs_cuda

@@ -17,7 +17,7 @@ from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal
 from priority.steptime import StepTimeModel
 from tests.few import examples
-from tests.priority.bench import (
+from tests.priority.simulated_engine import (
     COEFFICIENTS,
     accounts,
     ask,
@@ -25,13 +25,13 @@ from tests.priority.bench import (
     known_model,
     lines,
     make_queue,
+    permissive,
     refusal_of,
-    roomy,
     serve,
     take,
 )
 
-PROMISES = roomy(ttft_s=(1.0, 5.0, inf))
+PROMISES = permissive(ttft_s=(1.0, 5.0, inf))
 IDLE = StepLoad(
     num_prefill_tokens=0,
     num_decode_tokens=0,

@@ -14,7 +14,7 @@ from priority.simulator.run import Result, simulate
 from priority.simulator.summary import summarise
 from priority.simulator.trace import Arrival, Demand, agents
 from tests.few import examples
-from tests.priority.bench import roomy
+from tests.priority.simulated_engine import permissive
 from tests.priority.test_simulator import MACHINE, SMALL, check_whole, outcome, traces
 
 REFUSALS = {"too_long", "promise_out_of_reach", "queue_full", "queue_timeout"}
@@ -55,7 +55,7 @@ def test_the_same_trace_gives_the_same_run(trace: list[Arrival], router: str) ->
 @settings(max_examples=examples(25), deadline=None)
 def test_one_replica_is_one_server(trace: list[Arrival], router: str) -> None:
     """Where nobody is refused for being late, it makes no difference that there is a router."""
-    lanes = roomy()
+    lanes = permissive()
     alone = simulate(trace, SMALL, lanes=lanes)
     routed = simulate_cluster(trace, SMALL, router, 1, lanes=lanes)
     for a, b in zip(alone.served, routed.served, strict=True):

@@ -19,8 +19,8 @@ from priority.lanes import Lane, LanePolicy
 from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
 from priority.steptime import StepTimeModel
 from tests.few import examples
-from tests.priority.bench import (
-    PaperEngine,
+from tests.priority.simulated_engine import (
+    SimulatedEngine,
     accounts,
     ask,
     check_books,
@@ -76,7 +76,7 @@ class Conservation(RuleBasedStateMachine):
     ) -> None:
         model = known_model() if known else StepTimeModel()
         self.queue = make_queue(POLICIES, weights={"a": 3}, promises=promises, model=model)
-        self.engine = PaperEngine(
+        self.engine = SimulatedEngine(
             self.queue,
             num_blocks=num_blocks,
             budget=budget,
@@ -239,7 +239,7 @@ TestConservation = Conservation.TestCase
 
 def test_what_is_charged_is_what_was_done() -> None:
     """Invariant 13, by hand: computed, found, brought."""
-    engine = PaperEngine(make_queue(), budget=16)
+    engine = SimulatedEngine(make_queue(), budget=16)
     engine.put(ask("first", 40, max_tokens=5))
     engine.finish()
     assert engine.queue.tenants() == {"a": 40 * COST_PREFILL + 5 * COST_OUTPUT}
@@ -250,7 +250,7 @@ def test_what_is_charged_is_what_was_done() -> None:
 
 def test_a_prompt_that_was_cancelled_costs_what_was_computed() -> None:
     """Invariant 13: the rest is given back."""
-    engine = PaperEngine(make_queue(), budget=16)
+    engine = SimulatedEngine(make_queue(), budget=16)
     engine.put(ask("r", 40))
     engine.step()
     assert engine.queue.tenants() == {"a": 40 * COST_PREFILL}, "charged when it is taken"
@@ -260,7 +260,7 @@ def test_a_prompt_that_was_cancelled_costs_what_was_computed() -> None:
 
 def test_what_is_computed_again_after_a_preemption_costs_nothing() -> None:
     """Invariant 13: whoever gives way does not pay for it."""
-    engine = PaperEngine(make_queue(), budget=16, prefix_cache=False)
+    engine = SimulatedEngine(make_queue(), budget=16, prefix_cache=False)
     engine.put(ask("r", 40, max_tokens=6))
     for _ in range(5):
         engine.step()
@@ -274,7 +274,7 @@ def test_what_is_computed_again_after_a_preemption_costs_nothing() -> None:
 
 def test_choices_share_one_prompt_and_one_place() -> None:
     """Invariant 1: a request with three choices is one until its last choice has ended."""
-    engine = PaperEngine(make_queue())
+    engine = SimulatedEngine(make_queue())
     engine.put(ask("r", 20, n=3, max_tokens=4))
     engine.step()
     assert lines(engine.queue)[0].num_running == 1
@@ -285,7 +285,7 @@ def test_choices_share_one_prompt_and_one_place() -> None:
 
 def test_who_is_cancelled_during_a_step_is_in_no_later_one() -> None:
     """Invariant 15: the step that was planned already is the last, and what it brings is for nobody."""
-    engine = PaperEngine(make_queue(), budget=16)
+    engine = SimulatedEngine(make_queue(), budget=16)
     for name in ("stays", "goes"):
         engine.put(ask(name, 30, max_tokens=8))
     for _ in range(6):

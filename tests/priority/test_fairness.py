@@ -14,7 +14,16 @@ from priority.lanes import Lane
 from priority.queue import _AGED_MOST_TOKENS, AGED_PART, LEAD_TOKENS, LaneQueue
 from priority.shares import COST_OUTPUT, COST_PREFILL
 from tests.few import examples
-from tests.priority.bench import PaperEngine, ask, lines, make_queue, roomy, serve, take, take_all
+from tests.priority.simulated_engine import (
+    SimulatedEngine,
+    ask,
+    lines,
+    make_queue,
+    permissive,
+    serve,
+    take,
+    take_all,
+)
 
 LONGEST = 1_500
 MOST_OUTPUT = 200
@@ -54,7 +63,7 @@ def test_backlogged_lanes_share_by_weight(
 ) -> None:
     """Invariant 6: a lane gets its part of the work, but for one request and the lead of the more urgent."""
     contenders = [lane for lane in Lane if lane is not absent]
-    charged = serve_backlogged(make_queue(roomy(weights)), jobs, num_jobs, contenders)
+    charged = serve_backlogged(make_queue(permissive(weights)), jobs, num_jobs, contenders)
     unit = COST_PREFILL * LONGEST + COST_OUTPUT * MOST_OUTPUT
     lead = 2 * COST_PREFILL * LEAD_TOKENS
     total, sum_of_weights = sum(charged.values()), sum(weights[lane] for lane in contenders)
@@ -65,7 +74,7 @@ def test_backlogged_lanes_share_by_weight(
 
 def test_in_the_long_run_the_lanes_get_sixteen_to_four_to_one() -> None:
     """Invariant 6, with the weights that are the default."""
-    queue = make_queue(roomy())
+    queue = make_queue(permissive())
     charged = serve_backlogged(queue, [(1_000, 50)], 4_000, list(Lane))
     served = {lane: line.share.charged for lane, line in zip(Lane, lines(queue), strict=True)}
     assert served == charged
@@ -76,7 +85,7 @@ def test_in_the_long_run_the_lanes_get_sixteen_to_four_to_one() -> None:
 
 def test_the_lead_of_an_urgent_lane_is_what_it_says() -> None:
     """Invariant 6: interactive goes first for two leads at its weight, then takes turns with batch."""
-    queue = make_queue(roomy((1, 1, 1)))
+    queue = make_queue(permissive((1, 1, 1)))
     for i in range(40):
         queue.put(ask(f"i{i}", 1_024), 0.0)
         queue.put(ask(f"b{i}", 1_024, lane=Lane.BATCH), 0.0)
@@ -89,7 +98,7 @@ def test_the_lead_of_an_urgent_lane_is_what_it_says() -> None:
 @pytest.mark.parametrize("lane", [Lane.STANDARD, Lane.INTERACTIVE])
 def test_a_lane_that_was_away_does_not_catch_up(lane: Lane) -> None:
     """Invariant 5 for lanes: what was not used while nobody asked is gone."""
-    queue = make_queue(roomy((1, 1, 1)))
+    queue = make_queue(permissive((1, 1, 1)))
     for i in range(100):
         queue.put(ask(f"b{i}", 1_000, lane=Lane.BATCH), 0.0)
     for _ in range(60):
@@ -143,7 +152,7 @@ def under_flood(queue: LaneQueue, late: dict[str, tuple[Lane, int]], rate: float
 def test_nobody_waits_much_longer_than_the_ageing_time(sizes: list[int], rate: float, lane: Lane) -> None:
     """Invariant 7: A + (aged work ahead) / (a quarter of the rate) + one longest prompt, under an endless flood."""
     ageing_s = 30.0
-    queue = make_queue(roomy((10**6, 1, 1), ageing_s=(inf, ageing_s, ageing_s)))
+    queue = make_queue(permissive((10**6, 1, 1), ageing_s=(inf, ageing_s, ageing_s)))
     late = {f"late-{i}": (lane, size) for i, size in enumerate(sizes)}
     served = under_flood(queue, late, rate, int((ageing_s + 5 * sum(sizes) / rate + 10) * rate / 1_000))
     ahead = 0
@@ -158,7 +167,7 @@ def test_nobody_waits_much_longer_than_the_ageing_time(sizes: list[int], rate: f
 @settings(max_examples=examples(30))
 def test_the_aged_get_a_quarter_and_no_more(size: int, turns: int) -> None:
     """Invariant 7, the other side: a backlog of the patient does not take over once it is old."""
-    queue = make_queue(roomy((10**6, 1, 1), ageing_s=(inf, inf, 0.001)))
+    queue = make_queue(permissive((10**6, 1, 1), ageing_s=(inf, inf, 0.001)))
     late = {f"late-{i}": (Lane.BATCH, size) for i in range(turns)}
     served = under_flood(queue, late, 10_000.0, turns)
     aged = sum(turn.num_tokens for turn in served if turn.name.startswith("late"))
@@ -169,7 +178,7 @@ def test_the_aged_get_a_quarter_and_no_more(size: int, turns: int) -> None:
 
 def test_a_tenant_that_is_served_is_not_aged_however_long_its_backlog_is() -> None:
     """Ageing is for tenants who were passed over: a backlog of hours alone is no reason."""
-    queue = make_queue(roomy((9, 1, 1), ageing_s=(inf, inf, 10.0)))
+    queue = make_queue(permissive((9, 1, 1), ageing_s=(inf, inf, 10.0)))
     for i in range(400):
         queue.put(ask(f"i{i}", 1_000, tenant="i"), 0.0)
         queue.put(ask(f"b{i}", 1_000, lane=Lane.BATCH, tenant="b"), 0.0)
@@ -188,8 +197,8 @@ def test_batch_finishes_under_an_endless_interactive_flood(ageing_s: float) -> N
     """Invariant 7, in the engine: by its share alone, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("priority.queue.LEAD_TOKENS", 32)
-        queue = make_queue(roomy(ageing_s=(inf, inf, ageing_s)))
-        engine = PaperEngine(queue, budget=48, max_num_seqs=4)
+        queue = make_queue(permissive(ageing_s=(inf, inf, ageing_s)))
+        engine = SimulatedEngine(queue, budget=48, max_num_seqs=4)
         for i in range(3):
             engine.put(ask(f"batch-{i}", 40, lane=Lane.BATCH, tenant="b", max_tokens=12))
         number = 0
@@ -221,7 +230,9 @@ def test_who_could_start_now_is_not_left_waiting(
 ) -> None:
     """Invariant 3: after planning, the head whose turn it is does not fit, or the step is full."""
     queue = make_queue()
-    engine = PaperEngine(queue, num_blocks=blocks, max_num_seqs=seats, budget=24, kv_shares=(1.0, 0.9, 0.6))
+    engine = SimulatedEngine(
+        queue, num_blocks=blocks, max_num_seqs=seats, budget=24, kv_shares=(1.0, 0.9, 0.6)
+    )
     for number, (size, output, lane, _) in enumerate(jobs):
         engine.put(ask(str(number), size, lane=lane, tenant="ab"[number % 2], max_tokens=output))
     scheduler = engine.scheduler
@@ -261,7 +272,7 @@ def replay(
 ) -> list[tuple[str, int]]:
     """Who was taken, as (what, number of the event that brought it)."""
     queue = make_queue(
-        roomy((3, 2, 1), ttft_s=(1.0, 5.0, inf), ageing_s=(inf, 40.0, 30.0)),
+        permissive((3, 2, 1), ttft_s=(1.0, 5.0, inf), ageing_s=(inf, 40.0, 30.0)),
         weights={tenants[i]: 1 + i for i in range(5)},
     )
     now, log = 0.0, []

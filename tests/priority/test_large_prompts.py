@@ -15,7 +15,7 @@ from priority.simulator.run import Machine, simulate
 from priority.simulator.summary import is_kept
 from priority.simulator.trace import Arrival
 from tests.few import examples
-from tests.priority.bench import COEFFICIENTS, PaperEngine, ask, make_queue, roomy
+from tests.priority.simulated_engine import COEFFICIENTS, SimulatedEngine, ask, make_queue, permissive
 
 SHARES = (1.0, 0.92, 0.8)
 NUM_BLOCKS = 100
@@ -23,9 +23,9 @@ AGEING_S = 0.5
 FLOOD_S = 20.0
 
 
-def engine_with(ageing_s: float = AGEING_S, *, seats: int = 50) -> PaperEngine:
-    return PaperEngine(
-        make_queue(roomy(ageing_s=(inf, ageing_s, ageing_s))),
+def engine_with(ageing_s: float = AGEING_S, *, seats: int = 50) -> SimulatedEngine:
+    return SimulatedEngine(
+        make_queue(permissive(ageing_s=(inf, ageing_s, ageing_s))),
         num_blocks=NUM_BLOCKS + 1,
         max_num_seqs=seats,
         budget=200,
@@ -35,7 +35,13 @@ def engine_with(ageing_s: float = AGEING_S, *, seats: int = 50) -> PaperEngine:
 
 
 def flood_until(
-    engine: PaperEngine, name: str, *, lane: Lane, each: int, tenants: str = "xyz", until_s: float = FLOOD_S
+    engine: SimulatedEngine,
+    name: str,
+    *,
+    lane: Lane,
+    each: int,
+    tenants: str = "xyz",
+    until_s: float = FLOOD_S,
 ) -> float:
     """Keeps small requests waiting until the named one has ended, or for so long; says when that was."""
     for number in range(100_000):

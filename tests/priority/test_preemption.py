@@ -11,7 +11,7 @@ from engine.planning.request import FinishReason, Sequence
 from priority.lanes import Lane
 from priority.yielding import MAX_PREEMPTIONS, MAX_VICTIMS
 from tests.few import examples
-from tests.priority.bench import PaperEngine, ask, make_queue
+from tests.priority.simulated_engine import SimulatedEngine, ask, make_queue
 
 
 def make_sequence(name: str, lane: Lane, order: int, computed: int = 8, preemptions: int = 0) -> Sequence:
@@ -65,8 +65,8 @@ def test_nobody_gives_way_where_nobody_runs() -> None:
     assert make_queue().giving_way(ask("r", 1), []) == []
 
 
-def full_of_batch(num_preemptible: int = 2, seats: int = 2) -> PaperEngine:
-    engine = PaperEngine(make_queue(), max_num_seqs=seats, budget=64, num_blocks=60)
+def full_of_batch(num_preemptible: int = 2, seats: int = 2) -> SimulatedEngine:
+    engine = SimulatedEngine(make_queue(), max_num_seqs=seats, budget=64, num_blocks=60)
     for i in range(num_preemptible):
         engine.put(ask(f"batch-{i}", 20, lane=Lane.BATCH, max_tokens=30, first=i))
     for _ in range(4):
@@ -90,7 +90,7 @@ def test_an_urgent_request_gets_the_seat_of_a_patient_one_at_once() -> None:
 @settings(max_examples=examples(30))
 def test_equal_lanes_never_preempt_each_other_for_a_newcomer(lane: Lane, blocks: int, seats: int) -> None:
     """Invariant 11: with one lane alone, whoever runs may run to the end, whatever waits."""
-    engine = PaperEngine(make_queue(), num_blocks=blocks, max_num_seqs=seats, prefix_cache=False)
+    engine = SimulatedEngine(make_queue(), num_blocks=blocks, max_num_seqs=seats, prefix_cache=False)
     for i in range(8):
         engine.put(ask(str(i), 16, lane=lane, tenant="ab"[i % 2], max_tokens=1))
     engine.finish()
@@ -161,7 +161,7 @@ def test_whoever_gave_way_still_gets_the_tokens_of_an_undisturbed_run(
     jobs: list[tuple[Lane, int, int, int, int]], blocks: int, seats: int, prefix_cache: bool
 ) -> None:
     """Invariant 11: every output is that of a request alone on the machine, though memory is far too small for all."""
-    engine = PaperEngine(
+    engine = SimulatedEngine(
         make_queue(),
         num_blocks=blocks,
         max_num_seqs=seats,
@@ -192,7 +192,7 @@ def test_a_lane_starts_requests_only_within_its_part_of_the_memory(
     shares: tuple[float, float, float], jobs: list[tuple[Lane, int, int]]
 ) -> None:
     """Invariant 12: at every start beside others, what is in use afterwards is within the lane's share."""
-    engine = PaperEngine(
+    engine = SimulatedEngine(
         make_queue(), num_blocks=41, max_num_seqs=6, budget=200, prefix_cache=False, kv_shares=shares
     )
     tables = engine.tables
@@ -217,7 +217,7 @@ def test_a_lane_starts_requests_only_within_its_part_of_the_memory(
 
 def test_what_is_held_back_is_there_for_the_urgent() -> None:
     """Invariant 12: batch stops at its share, and an interactive request starts at once, with nobody giving way."""
-    engine = PaperEngine(
+    engine = SimulatedEngine(
         make_queue(),
         num_blocks=41,
         max_num_seqs=20,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from engine.planning.request import Request
 from priority.lanes import Lane, LanePolicy
 from priority.queue import LaneQueue, Refusal
-from tests.priority.bench import ask, check_books, lines, roomy, serve, take, take_all
-from tests.priority.bench import make_queue as make_roomy_queue
+from tests.priority.simulated_engine import ask, check_books, lines, permissive, serve, take, take_all
+from tests.priority.simulated_engine import make_queue as make_permissive_queue
 
 
 def make_queue(max_requests: int = 4, max_tokens: int = 100, ttl_s: float = 10.0) -> LaneQueue:
@@ -51,7 +51,7 @@ def test_a_head_that_does_not_fit_stays_the_head() -> None:
 
 def test_a_more_urgent_head_may_try_if_the_one_whose_turn_it_is_does_not_fit() -> None:
     """Never the other way round: what is too large must not be overtaken by what is less urgent."""
-    queue = make_roomy_queue()
+    queue = make_permissive_queue()
     for i in range(60):  # so that it is the batch lane's turn
         queue.put(ask(f"before-{i}", 4_000), 0.0)
         queue.put(ask(f"batch-{i}", 10, lane=Lane.BATCH), 0.0)
@@ -114,7 +114,7 @@ def test_the_faster_requests_finish_the_sooner_one_may_come_back() -> None:
 @given(arrivals=st.lists(st.integers(0, 5_000_000), min_size=1, max_size=20), lane=st.sampled_from(Lane))
 def test_the_earliest_deadline_of_a_tenant_goes_first(arrivals: list[int], lane: Lane) -> None:
     """Invariant 8. They are put in any order: a request that waited elsewhere brings its arrival with it."""
-    queue = make_roomy_queue(roomy(ttft_s=(1.0, 5.0, 30.0)))
+    queue = make_permissive_queue(permissive(ttft_s=(1.0, 5.0, 30.0)))
     for number, at_us in enumerate(arrivals):
         queue.put(ask(str(number), 3, lane=lane, at_s=at_us / 1e6), 6.0)
     taken = [int(name) for name in take_all(queue)]
@@ -124,7 +124,7 @@ def test_the_earliest_deadline_of_a_tenant_goes_first(arrivals: list[int], lane:
 @given(st.data())
 def test_an_earlier_deadline_is_never_overtaken_within_its_tenant(data: st.DataObject) -> None:
     """Invariant 8, with several tenants and lanes, and with heads that do not fit in between."""
-    queue = make_roomy_queue(roomy(ttft_s=(1.0, 5.0, 30.0)))
+    queue = make_permissive_queue(permissive(ttft_s=(1.0, 5.0, 30.0)))
     waiting: dict[tuple[str, int], list[tuple[float, int]]] = {}
     for number in range(data.draw(st.integers(1, 40))):
         if data.draw(st.booleans()):
@@ -184,7 +184,7 @@ def test_what_waits_too_long_expires_and_is_never_taken(
 ) -> None:
     """Invariant 16. Nothing else goes, and it takes no step of the engine."""
     ttl_s = dict(zip(Lane, ttls, strict=True))
-    queue = make_roomy_queue({lane: replace(roomy()[lane], ttl_s=ttl_s[lane]) for lane in Lane})
+    queue = make_permissive_queue({lane: replace(permissive()[lane], ttl_s=ttl_s[lane]) for lane in Lane})
     requests: dict[str, Request] = {}
     for number, at_s in enumerate(arrivals):
         lane = Lane(number % 3)
@@ -281,7 +281,7 @@ def served(queue: LaneQueue, number: int) -> list[str]:
 
 
 def test_new_weights_hold_for_those_who_are_here_and_those_who_come() -> None:
-    queue = make_roomy_queue()
+    queue = make_permissive_queue()
     queue.set_weights({"a": 3})
     for name in ("a0", "a1", "b0", "b1"):
         queue.put(ask(name, 4_000, tenant=name[0]), 0.0)

@@ -13,7 +13,17 @@ from priority.lanes import Lane
 from priority.queue import LOCALITY_TOKENS, LaneQueue
 from priority.shares import COST_OUTPUT, COST_PREFILL, DEBT_HALF_LIFE_US, Share, virtual
 from tests.few import examples
-from tests.priority.bench import PaperEngine, accounts, ask, lines, make_queue, roomy, serve, take, take_all
+from tests.priority.simulated_engine import (
+    SimulatedEngine,
+    accounts,
+    ask,
+    lines,
+    make_queue,
+    permissive,
+    serve,
+    take,
+    take_all,
+)
 
 costs = st.lists(st.integers(-(10**6), 10**7), max_size=30)
 
@@ -158,7 +168,7 @@ def test_the_service_gap_stays_bounded_while_many_run_at_once(share: int, seed: 
     seats, longest, q = 4, (24, 10), 8
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("priority.queue.LOCALITY_TOKENS", q)
-        engine = PaperEngine(make_queue(), budget=32, max_num_seqs=seats, prefix_cache=False)
+        engine = SimulatedEngine(make_queue(), budget=32, max_num_seqs=seats, prefix_cache=False)
         in_flight = seats * (COST_PREFILL * longest[0] + COST_OUTPUT * longest[1])
         number = 0
         for _ in range(150):
@@ -244,7 +254,7 @@ def test_moving_all_clocks_changes_no_decision(steps: list[tuple[str, int, int]]
     """Invariant 5: only differences count, so clocks may be rebased whenever they grow large."""
 
     def run(offset: int) -> list[str]:
-        queue = make_queue(roomy(ageing_s=(20.0, 20.0, 20.0)), weights={"t0": 3, "t1": 2})
+        queue = make_queue(permissive(ageing_s=(20.0, 20.0, 20.0)), weights={"t0": 3, "t1": 2})
         for line in lines(queue):
             line.share.clock += offset
             line.last_clock += offset

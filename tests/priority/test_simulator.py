@@ -17,7 +17,7 @@ from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
 from priority.simulator.run import POLICIES, Machine, Result, Served, simulate
 from priority.simulator.trace import BLOCK_TOKENS, SCENARIOS, Arrival, Demand, sessions
 from tests.few import examples
-from tests.priority.bench import COEFFICIENTS
+from tests.priority.simulated_engine import COEFFICIENTS
 
 MACHINE = Machine(coefficients=COEFFICIENTS)
 SMALL = replace(MACHINE, num_kv_tokens=8_000, max_num_seqs=6, max_batch_tokens=512, max_model_len=4_000)

@@ -18,7 +18,14 @@ from priority.simulator.run import Machine, simulate
 from priority.simulator.trace import Arrival
 from priority.steptime import StepTimeModel
 from tests.few import examples
-from tests.priority.bench import COEFFICIENTS, PaperEngine, ask, known_model, make_queue, roomy
+from tests.priority.simulated_engine import (
+    COEFFICIENTS,
+    SimulatedEngine,
+    ask,
+    known_model,
+    make_queue,
+    permissive,
+)
 
 MACHINE = Machine(coefficients=COEFFICIENTS)
 models = st.fixed_dictionaries(
@@ -115,8 +122,8 @@ def test_the_queue_counts_those_that_decode_and_what_they_read() -> None:
 
 def test_a_long_prompt_is_computed_in_chunks_beside_a_running_stream() -> None:
     """Invariant 19, in the engine: no chunk is longer than the budget, and the stream gets a token in every step."""
-    policies = {lane: replace(p, tpot_s=0.01) for lane, p in roomy().items()}
-    engine = PaperEngine(make_queue(policies, model=known_model()), num_blocks=600, budget=2_048)
+    policies = {lane: replace(p, tpot_s=0.01) for lane, p in permissive().items()}
+    engine = SimulatedEngine(make_queue(policies, model=known_model()), num_blocks=600, budget=2_048)
     engine.put(ask("stream", 10, max_tokens=40))
     engine.step()
     engine.put(ask("long", 1_000, tenant="b", max_tokens=2))
@@ -135,9 +142,11 @@ def test_a_long_prompt_is_computed_in_chunks_beside_a_running_stream() -> None:
 
 def test_patient_streams_take_turns_when_decoding_alone_is_too_slow() -> None:
     """Those with a promise decode in every step, those without at least once in eight."""
-    policies = {lane: replace(p, tpot_s=inf if lane is Lane.BATCH else 0.0075) for lane, p in roomy().items()}
+    policies = {
+        lane: replace(p, tpot_s=inf if lane is Lane.BATCH else 0.0075) for lane, p in permissive().items()
+    }
     model = StepTimeModel({**COEFFICIENTS, "gamma_s": 2e-4}, learns=False)
-    engine = PaperEngine(make_queue(policies, model=model), max_num_seqs=24, num_blocks=600, budget=512)
+    engine = SimulatedEngine(make_queue(policies, model=model), max_num_seqs=24, num_blocks=600, budget=512)
     for i in range(16):
         engine.put(ask(f"batch-{i}", 4, lane=Lane.BATCH, max_tokens=200))
     engine.step()

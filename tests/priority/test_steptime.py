@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from priority.steptime import NAMES, StepShape, StepTimeModel
 from tests.few import examples
-from tests.priority.bench import COEFFICIENTS, known_model
+from tests.priority.simulated_engine import COEFFICIENTS, known_model
 
 shapes = st.builds(
     StepShape,

@@ -22,14 +22,14 @@ from engine.model.drafts import DraftSource
 from engine.planning.draft_model import DraftModel
 from engine.planning.request import Pooling, Sequence
 from engine.planning.step import OutOfMemory, Plan
-from tests.engine import needs
+from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.eagle_heads import make_eagle
-from tests.engine.execution.test_steps import REQUESTS, SEATS, Party, ask
+from tests.engine.execution.test_steps import REQUESTS, SEATS, StepDriver, ask
 from tests.engine.fake_cuda import FakeCuda, HostWaits, Mixed, Raced, patched
-from tests.engine.paper import ReckonsNot
+from tests.engine.fake_runner import UnpricedDrafting
 
-pytest.importorskip("triton", reason=needs.TRITON)
+pytest.importorskip("triton", reason=skip_reasons.TRITON)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,8 @@ class Watched(ModelRunner):
         return step
 
 
-def assert_complete(party: Party) -> None:
-    assert {key: len(tokens) for key, tokens in party.tokens().items()} == {
+def assert_complete(driver: StepDriver) -> None:
+    assert {key: len(tokens) for key, tokens in driver.tokens().items()} == {
         (request.request_id, index): request.sampling.max_tokens
         for request in REQUESTS
         for index in range(request.n)
@@ -104,7 +104,7 @@ def test_no_launch_waits_for_the_device(
     runner = Watched(folder, cuda, cuda_graphs=cuda_graphs, max_drafts=max_drafts, kv_dtype=kv_dtype)
     assert runner.model.kernels.name == "triton", runner.said
     assert runner.model.kv.data.dtype == QUANTIZED.get(kv_dtype, torch.bfloat16)
-    assert_complete(Party(runner, budget=budget).run(*REQUESTS, preempt_at=(4, 9)))
+    assert_complete(StepDriver(runner, budget=budget).run(*REQUESTS, preempt_at=(4, 9)))
     assert (cuda.num_replays > 0) == cuda_graphs
     assert runner.num_copies
     assert {"rms_norm_kernel", "decode_attention_kernel", "prepare_kernel", "gather_kernel"} <= cuda.launched
@@ -131,13 +131,13 @@ def test_verifying_drafts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> Non
     runner = Watched(folder, cuda, max_drafts=4)
     verified = list[int]()
 
-    class Drafts(ReckonsNot):
+    class Drafts(UnpricedDrafting):
         def observe(self, plan: Plan, seconds: float) -> None:
             super().observe(plan, seconds)
             verified.extend(len(chunk.drafts) - chunk.num_accepted for chunk in plan.chunks if chunk.drafts)
 
     drafting = Drafts(Zeros(), 4, None, random.Random(0))
-    assert_complete(Party(runner, budget=20, drafting=drafting).run(*REQUESTS, preempt_at=(4, 9)))
+    assert_complete(StepDriver(runner, budget=20, drafting=drafting).run(*REQUESTS, preempt_at=(4, 9)))
     assert {0, 1} < set(verified), "right and wrong ones"
 
 
@@ -160,8 +160,8 @@ def test_a_draft_model_waits_for_its_tokens_once_and_at_the_end(
     monkeypatch.setattr(drafter, "_write_on", watched)
     cuda.launched.clear()
     model = DraftModel(drafter)
-    drafting = ReckonsNot(None, 4, model, random.Random(0))
-    assert_complete(Party(runner, budget=20, drafting=drafting).run(*REQUESTS, preempt_at=(4, 9)))
+    drafting = UnpricedDrafting(None, 4, model, random.Random(0))
+    assert_complete(StepDriver(runner, budget=20, drafting=drafting).run(*REQUESTS, preempt_at=(4, 9)))
     assert not drafting.failed
     assert max(drafted) > (1, 1)
     assert "decode_attention_kernel" in cuda.launched
@@ -176,12 +176,12 @@ def test_a_head_is_not_used_on_a_gpu_and_a_line_says_so(folder: Path, cuda: Fake
 
 
 def test_reading_prompts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> None:
-    party = Party(Watched(folder, cuda), budget=11)
+    driver = StepDriver(Watched(folder, cuda), budget=11)
     pooled = replace(ask("pooled", 30, max_tokens=0), pooling=Pooling.MEAN)
-    party.run(ask("scored", 40, num_prompt_logprobs=2), pooled, *REQUESTS, preempt_at=(2,))
-    assert party.outputs["pooled", 0][0].embedding
+    driver.run(ask("scored", 40, num_prompt_logprobs=2), pooled, *REQUESTS, preempt_at=(2,))
+    assert driver.outputs["pooled", 0][0].embedding
     assert cuda.num_replays
-    found = party.outputs["scored", 0][0].prompt_logprobs
+    found = driver.outputs["scored", 0][0].prompt_logprobs
     assert found is not None
     assert [len(at.top) for at in found] == [2] * 39
 
@@ -201,7 +201,7 @@ def test_a_launch_that_is_tried_again_overwrites_nothing(folder: Path, cuda: Fak
                 object.__setattr__(self.model, "decoder", decoder)
             return super().launch(plan)
 
-    assert_complete(Party(Tight(folder, cuda, cuda_graphs=False), num_blocks=8).run(*REQUESTS))
+    assert_complete(StepDriver(Tight(folder, cuda, cuda_graphs=False), num_blocks=8).run(*REQUESTS))
 
 
 def _no_room(_: object) -> Tensor:

@@ -28,7 +28,7 @@ class Replayed:
         self.replay = work
 
 
-class PaperDevice:
+class FakeDevice:
     """Every recording takes memory that smaller ones after it need not take again."""
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class PaperDevice:
         self.log.append(("record" if self.is_recording else "run", shape))
 
 
-def captured(device: PaperDevice, *ladders: Ladder) -> tuple[tuple[int, int], list[tuple[int, int]]]:
+def captured(device: FakeDevice, *ladders: Ladder) -> tuple[tuple[int, int], list[tuple[int, int]]]:
     """What `capture_all` returned, and what it told of its progress."""
     told: list[tuple[int, int]] = []
     return capture_all(ladders, device, lambda done, total: told.append((done, total))), told
@@ -119,7 +119,7 @@ def test_tokens_are_chosen_by_graphs_of_powers_of_two_rows(most: int, more: int,
 
 @given(st.integers(1, 300), st.integers(1, 400))
 def test_the_smallest_graph_that_holds_the_batch_is_chosen(most: int, num_sequences: int) -> None:
-    device = PaperDevice()
+    device = FakeDevice()
     ladder = Ladder(device.work, decode_shapes(most))
     captured(device, ladder)
     shape = StepShape(num_sequences, num_sequences, 1, True, num_sequences)
@@ -139,7 +139,7 @@ def test_a_mixed_step_is_padded_in_tokens_and_in_sequences(
     num_tokens: int, num_sequences: int, max_query_len: int
 ) -> None:
     num_sequences, max_query_len = min(num_sequences, num_tokens), min(max_query_len, num_tokens)
-    device = PaperDevice()
+    device = FakeDevice()
     ladder = Ladder(device.work, [*decode_shapes(64), *mixed_shapes(600, 64), *verifying_shapes(128, 64, 4)])
     captured(device, ladder)
     found = ladder.covering(asked(num_tokens, num_sequences, max_query_len))
@@ -155,7 +155,7 @@ def test_a_mixed_step_is_padded_in_tokens_and_in_sequences(
 
 
 def test_the_largest_is_captured_first_and_each_runs_once_before() -> None:
-    device = PaperDevice()
+    device = FakeDevice()
     _, told = captured(device, Ladder(device.work, decode_shapes(16)))
     order = [decode(size, 16) for size in (16, 8, 4, 2, 1)]
     assert device.log == [(what, shape) for shape in order for what in ("run", "record")]
@@ -163,13 +163,13 @@ def test_the_largest_is_captured_first_and_each_runs_once_before() -> None:
 
 
 def test_several_pieces_of_work_are_told_as_one() -> None:
-    device = PaperDevice()
+    device = FakeDevice()
     ladders = Ladder(device.work, decode_shapes(2)), Ladder(device.work, decode_shapes(1))
     assert captured(device, *ladders) == ((3, 2), [(1, 3), (2, 3), (3, 3)])
 
 
 def test_memory_is_looked_at_for_the_whole_and_not_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = PaperDevice()
+    device = FakeDevice()
     looks: list[int] = []
     look = device.num_bytes_in_use
 
@@ -187,7 +187,7 @@ def test_memory_is_looked_at_for_the_whole_and_not_for_each(monkeypatch: pytest.
 def test_a_shape_that_cannot_be_captured_runs_without_and_is_told_in_a_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    device = PaperDevice()
+    device = FakeDevice()
     ladder = Ladder(device.work, decode_shapes(16))
     device.broken = {decode(8, 16)}
     with caplog.at_level(logging.WARNING):
@@ -205,7 +205,7 @@ def test_a_shape_that_cannot_be_captured_runs_without_and_is_told_in_a_line(
 
 
 def test_steps_that_verify_drafts_have_graphs_of_their_own() -> None:
-    device = PaperDevice()
+    device = FakeDevice()
     shapes = verifying_shapes(32, 6, 9)
     ladder = Ladder(device.work, [*mixed_shapes(64, 6), *shapes])
     captured(device, ladder)
@@ -223,7 +223,7 @@ def test_steps_that_verify_drafts_have_graphs_of_their_own() -> None:
 
 
 def test_without_capturing_every_step_runs_without() -> None:
-    device = PaperDevice()
+    device = FakeDevice()
     ladder = Ladder(device.work, decode_shapes(64))
     assert ladder.covering(decode(2)) is None
     ladder.run(decode(2))
@@ -232,7 +232,7 @@ def test_without_capturing_every_step_runs_without() -> None:
 
 @given(st.integers(0, 70))
 def test_where_memory_runs_out_half_is_tried_and_one_line_says_so(room: int) -> None:
-    device = PaperDevice()
+    device = FakeDevice()
     device.room = room
     passes, choices = (
         Ladder(device.work, decode_shapes(128)),

@@ -11,7 +11,7 @@ from engine.planning.request import Request, SamplingParams
 from engine.planning.step import DeviceError, RunnerFacts
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
-from tests.engine.paper import make_request
+from tests.engine.fake_runner import make_request
 
 
 @pytest.fixture

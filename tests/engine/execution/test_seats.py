@@ -17,8 +17,8 @@ from engine.kernels.batch import Batch
 from engine.kernels.sequence_table import SequenceTable, StepInputs, gather
 from engine.planning.request import Sequence
 from engine.planning.step import Chunk, Plan
-from tests.engine.late import LateRunner, LateStep
-from tests.engine.paper import make_request
+from tests.engine.fake_runner import make_request
+from tests.engine.queued_runner import QueuedRunner, QueuedStep
 from tests.engine.test_overlap import StoppingSink, answers
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples
@@ -68,13 +68,13 @@ def launch(seats: Seats, plan: Plan, sampled: list[int]) -> Batch:
     return batch
 
 
-class TableRunner(LateRunner):
-    """A paper runner that looks at every batch as it comes out of the table, padded or not."""
+class TableRunner(QueuedRunner):
+    """A fake runner that looks at every batch as it comes out of the table, padded or not."""
 
     def __init__(
-        self, workload: Workload, hurries: Callable[[], bool], pad: Callable[[StepShape], StepShape]
+        self, workload: Workload, runs_early: Callable[[], bool], pad: Callable[[StepShape], StepShape]
     ) -> None:
-        super().__init__(workload.num_blocks, BLOCK_SIZE, hurries)
+        super().__init__(workload.num_blocks, BLOCK_SIZE, runs_early)
         self.seats = Seats(SequenceTable(workload.max_num_seqs, 12, BLOCK_SIZE, CPU), 64)
         self.pad = pad
 
@@ -82,7 +82,7 @@ class TableRunner(LateRunner):
         for sequence in sequences:
             self.seats.forget(sequence)
 
-    def launch(self, plan: Plan) -> LateStep:
+    def launch(self, plan: Plan) -> QueuedStep:
         placed = self.seats.place(plan, self.pad(StepShape.of(plan)))
         step = super().launch(plan)
         for flying in self.in_flight:
@@ -90,7 +90,7 @@ class TableRunner(LateRunner):
         assert step.result is not None
         inputs = inputs_of(self.seats, placed)
         batch, starts = inputs.batch, inputs.batch.query_starts.tolist()
-        for i, (order, chunk) in enumerate(zip(step.orders, plan.chunks, strict=True)):
+        for i, (order, chunk) in enumerate(zip(step.chunks, plan.chunks, strict=True)):
             rows = slice(starts[i], starts[i + 1])
             seen = [
                 self._blocks[order.table[p // BLOCK_SIZE]][p % BLOCK_SIZE]

@@ -38,7 +38,7 @@ from engine.sampling.reference import most_likely
 from priority.queue import LaneQueue
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import NoText
-from tests.engine.shaken import error_of
+from tests.engine.rounding_noise import error_of
 
 SEATS = 6
 
@@ -104,7 +104,7 @@ def device_runner(
     return runner
 
 
-class Party:
+class StepDriver:
     """A runner with a scheduler, on the test's own thread, as far ahead as the runner goes."""
 
     def __init__(
@@ -128,7 +128,7 @@ class Party:
         self.outputs: dict[tuple[str, int], list[Output]] = {}
         self.num_steps = 0
 
-    def run(self, *requests: Request, preempt_at: tuple[int, ...] = ()) -> Party:
+    def run(self, *requests: Request, preempt_at: tuple[int, ...] = ()) -> StepDriver:
         for request in requests:
             self.queue.put(request, 0.0)
         while not self.scheduler.is_idle or any(self.queue.depths().values()):
@@ -181,21 +181,21 @@ REQUESTS = (
 
 
 @pytest.fixture(scope="module")
-def expected(model: LoadedModel) -> Party:
+def expected(model: LoadedModel) -> StepDriver:
     """One step after another, without graphs."""
-    return Party(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS)
+    return StepDriver(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("budget", [32, 5])
 @pytest.mark.parametrize("max_drafts", [0, 3])
 def test_graphs_and_a_step_ahead_change_no_answer(
-    model: LoadedModel, expected: Party, graphs: bool, budget: int, max_drafts: int
+    model: LoadedModel, expected: StepDriver, graphs: bool, budget: int, max_drafts: int
 ) -> None:
     device = RepeatingDevice() if graphs else None
     runner = device_runner(model, device, max_drafts)
-    party = Party(runner, budget=budget).run(*REQUESTS)
-    assert party.tokens() == expected.tokens()
+    driver = StepDriver(runner, budget=budget).run(*REQUESTS)
+    assert driver.tokens() == expected.tokens()
     if device is not None:
         ladders = [runner.steps.passes, *runner.steps.choices.values()]
         assert device.num_recorded == sum(len(ladder.shapes) for ladder in ladders)
@@ -205,7 +205,7 @@ def test_graphs_and_a_step_ahead_change_no_answer(
         assert len({number for number in device.replays if number > num_passes}) > least
 
 
-class LimitedParty(Party):
+class LimitedStepDriver(StepDriver):
     """Two of the requests may bring the first 64 tokens alone."""
 
     limited = ("warm", "long")
@@ -222,13 +222,15 @@ class LimitedParty(Party):
 
 
 @pytest.mark.parametrize("graphs", [True, False])
-def test_masks_limit_their_rows_and_no_others(model: LoadedModel, expected: Party, graphs: bool) -> None:
+def test_masks_limit_their_rows_and_no_others(model: LoadedModel, expected: StepDriver, graphs: bool) -> None:
     """The passes are replayed; the choice is made kernel by kernel where there are masks."""
-    plain = LimitedParty(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS).tokens()
-    found = LimitedParty(device_runner(model, RepeatingDevice() if graphs else None)).run(*REQUESTS).tokens()
+    plain = LimitedStepDriver(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS).tokens()
+    found = (
+        LimitedStepDriver(device_runner(model, RepeatingDevice() if graphs else None)).run(*REQUESTS).tokens()
+    )
     assert found == plain
     for (name, index), tokens in found.items():
-        if name in LimitedParty.limited:
+        if name in LimitedStepDriver.limited:
             assert max(tokens) < 64
         else:
             assert tokens == expected.tokens()[name, index]
@@ -238,9 +240,9 @@ def test_every_step_up_to_the_largest_graph_is_replayed_whole(model: LoadedModel
     """Prompts in chunks, short ends of prompts, prompts beside decodes, and decodes."""
     device = RepeatingDevice()
     runner = device_runner(model, device)
-    party = Party(runner)
+    driver = StepDriver(runner)
     launched: list[StepShape] = []
-    launch = party.launch
+    launch = driver.launch
 
     def note(plan: Plan) -> StepInFlight:
         before = len(device.replays)
@@ -249,63 +251,63 @@ def test_every_step_up_to_the_largest_graph_is_replayed_whole(model: LoadedModel
         assert len(device.replays) - before == 2, "a pass, and a choice"
         return step
 
-    party.launch = note  # type: ignore[method-assign]
-    party.run(*REQUESTS)
+    driver.launch = note  # type: ignore[method-assign]
+    driver.run(*REQUESTS)
     assert {shape.is_decode for shape in launched} == {True, False}
     assert any(shape.num_sequences > 1 and not shape.is_decode for shape in launched)
 
 
-def test_who_gave_way_in_flight_says_the_same(model: LoadedModel, expected: Party) -> None:
-    party = Party(device_runner(model, RepeatingDevice())).run(*REQUESTS, preempt_at=(3, 4, 9))
-    assert party.scheduler.counters.num_preemptions == 3
-    assert party.tokens() == expected.tokens()
+def test_who_gave_way_in_flight_says_the_same(model: LoadedModel, expected: StepDriver) -> None:
+    driver = StepDriver(device_runner(model, RepeatingDevice())).run(*REQUESTS, preempt_at=(3, 4, 9))
+    assert driver.scheduler.counters.num_preemptions == 3
+    assert driver.tokens() == expected.tokens()
 
 
-def test_forks_and_a_short_pool_say_the_same(model: LoadedModel, expected: Party) -> None:
-    party = Party(device_runner(model, None), num_blocks=8).run(*REQUESTS)
-    assert party.scheduler.counters.num_preemptions
-    assert party.tokens() == expected.tokens()
+def test_forks_and_a_short_pool_say_the_same(model: LoadedModel, expected: StepDriver) -> None:
+    driver = StepDriver(device_runner(model, None), num_blocks=8).run(*REQUESTS)
+    assert driver.scheduler.counters.num_preemptions
+    assert driver.tokens() == expected.tokens()
 
 
 @pytest.mark.parametrize("preempt_at", [(), (4, 7)])
 def test_a_beam_search_finds_the_same(
-    model: LoadedModel, expected: Party, preempt_at: tuple[int, ...]
+    model: LoadedModel, expected: StepDriver, preempt_at: tuple[int, ...]
 ) -> None:
     """Beside steps in flight: its beams take their seats anew with every token."""
     search = replace(ask("search", 19, n=4), beams=BeamParams(length_penalty=0.5))
-    alone = Party(device_runner(model, None, num_ahead=0), num_ahead=0).run(search)
+    alone = StepDriver(device_runner(model, None, num_ahead=0), num_ahead=0).run(search)
     device = RepeatingDevice()
-    party = Party(device_runner(model, device)).run(*REQUESTS, search, preempt_at=preempt_at)
+    driver = StepDriver(device_runner(model, device)).run(*REQUESTS, search, preempt_at=preempt_at)
     assert device.replays
-    assert party.tokens() == {**expected.tokens(), **alone.tokens()}
+    assert driver.tokens() == {**expected.tokens(), **alone.tokens()}
 
 
-def test_log_probabilities_come_along(model: LoadedModel, folder: Path, expected: Party) -> None:
+def test_log_probabilities_come_along(model: LoadedModel, folder: Path, expected: StepDriver) -> None:
     error = 2 * error_of(
         folder, list(range(1, 40))
     )  # logits that are off put off their logarithm of a sum, too
-    party = Party(device_runner(model, RepeatingDevice())).run(*REQUESTS)
-    for output, other in zip(party.outputs["told", 0], expected.outputs["told", 0], strict=True):
+    driver = StepDriver(device_runner(model, RepeatingDevice())).run(*REQUESTS)
+    for output, other in zip(driver.outputs["told", 0], expected.outputs["told", 0], strict=True):
         assert output.logprobs is not None
         assert other.logprobs is not None
         for mine, theirs in zip(output.logprobs, other.logprobs, strict=True):
             assert mine.logprob == pytest.approx(theirs.logprob, abs=error)
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
-    assert all(output.logprobs is None for output in party.outputs["greedy", 0])
+    assert all(output.logprobs is None for output in driver.outputs["greedy", 0])
 
 
 @pytest.mark.parametrize("preempt_at", [(), (2, 3)])
 def test_a_prompt_is_scored_beside_steps_in_flight(
-    model: LoadedModel, expected: Party, preempt_at: tuple[int, ...]
+    model: LoadedModel, expected: StepDriver, preempt_at: tuple[int, ...]
 ) -> None:
     """What a step brings of a sequence that gave way meanwhile counts."""
     request = ask("scored", 70, num_prompt_logprobs=2)
-    (alone,) = Party(device_runner(model, None, num_ahead=0)).run(request).outputs["scored", 0][:1]
+    (alone,) = StepDriver(device_runner(model, None, num_ahead=0)).run(request).outputs["scored", 0][:1]
     device = RepeatingDevice()
-    party = Party(device_runner(model, device), budget=11)
-    party.run(request, *REQUESTS, preempt_at=preempt_at)
-    found = party.outputs["scored", 0][0].prompt_logprobs
-    assert party.scheduler.counters.num_preemptions == len(preempt_at)
+    driver = StepDriver(device_runner(model, device), budget=11)
+    driver.run(request, *REQUESTS, preempt_at=preempt_at)
+    found = driver.outputs["scored", 0][0].prompt_logprobs
+    assert driver.scheduler.counters.num_preemptions == len(preempt_at)
     assert device.replays
     assert found is not None
     assert alone.prompt_logprobs is not None
@@ -313,14 +315,14 @@ def test_a_prompt_is_scored_beside_steps_in_flight(
     for mine, theirs in zip(found, alone.prompt_logprobs, strict=True):
         assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
-    tokens = party.tokens()
+    tokens = driver.tokens()
     assert all(tokens[key] == others for key, others in expected.tokens().items())
 
 
 def test_logits_that_are_not_finite_fail_their_sequence_alone(model: LoadedModel) -> None:
     """Its next step is in flight already, with no token to compute."""
     runner = device_runner(model, None)
-    party = Party(runner)
+    driver = StepDriver(runner)
     decoder = runner.model.decoder
 
     def broken(batch: Batch) -> torch.Tensor:
@@ -330,9 +332,9 @@ def test_logits_that_are_not_finite_fail_their_sequence_alone(model: LoadedModel
         return hidden
 
     object.__setattr__(runner.model, "decoder", broken)
-    party.run(ask("bad", 4), ask("good", 5))
-    assert party.outputs["bad", 0][-1].error == "the model's output was not finite"
-    assert len(party.tokens()["good", 0]) == 9
+    driver.run(ask("bad", 4), ask("good", 5))
+    assert driver.outputs["bad", 0][-1].error == "the model's output was not finite"
+    assert len(driver.tokens()["good", 0]) == 9
 
 
 def test_a_request_that_the_sampler_cannot_take_fails_alone(
@@ -340,9 +342,9 @@ def test_a_request_that_the_sampler_cannot_take_fails_alone(
 ) -> None:
     runner = device_runner(model, None)
     monkeypatch.setattr(runner.model.sampler, "_max_biases", 2)
-    party = Party(runner).run(ask("bad", 4, logit_bias={1: 1.0, 2: 1.0, 3: 1.0}), ask("good", 5))
-    assert "tokens with a bias or a ban" in str(party.outputs["bad", 0][-1].error)
-    assert len(party.tokens()["good", 0]) == 9
+    driver = StepDriver(runner).run(ask("bad", 4, logit_bias={1: 1.0, 2: 1.0, 3: 1.0}), ask("good", 5))
+    assert "tokens with a bias or a ban" in str(driver.outputs["bad", 0][-1].error)
+    assert len(driver.tokens()["good", 0]) == 9
 
 
 @pytest.mark.parametrize(
@@ -366,20 +368,20 @@ def test_what_the_device_raises_has_a_name_of_ours(
         raise raised
 
     object.__setattr__(runner.model, "decoder", broken)
-    party = Party(runner)
-    party.queue.put(ask("r", 4), 0.0)
+    driver = StepDriver(runner)
+    driver.queue.put(ask("r", 4), 0.0)
     with pytest.raises(seen):
-        party.step()
+        driver.step()
 
 
 @pytest.mark.parametrize("where", ["decoder", "lm_head"])
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_step_that_had_no_room_can_be_launched_again(
-    model: LoadedModel, expected: Party, where: str, graphs: bool
+    model: LoadedModel, expected: StepDriver, where: str, graphs: bool
 ) -> None:
     """In smaller pieces, too; tokens that only the device knows are not lost."""
     runner = device_runner(model, RepeatingDevice() if graphs else None)
-    party = Party(runner)
+    driver = StepDriver(runner)
     launch, failures = runner.steps.launch, cycle([False, True])
 
     def sometimes(plan: Plan) -> LaunchedStep:
@@ -393,13 +395,13 @@ def test_a_step_that_had_no_room_can_be_launched_again(
         return launch(plan)
 
     runner.steps.launch = sometimes  # type: ignore[method-assign]
-    party.run(*REQUESTS)
-    assert party.tokens() == expected.tokens()
+    driver.run(*REQUESTS)
+    assert driver.tokens() == expected.tokens()
 
 
 @pytest.mark.parametrize("num_failures", [1, 4])
 def test_a_choice_that_had_no_room_is_made_again_and_counted_once(
-    model: LoadedModel, expected: Party, monkeypatch: pytest.MonkeyPatch, num_failures: int
+    model: LoadedModel, expected: StepDriver, monkeypatch: pytest.MonkeyPatch, num_failures: int
 ) -> None:
     runner = device_runner(model, None)
     left = [num_failures]
@@ -411,13 +413,13 @@ def test_a_choice_that_had_no_room_is_made_again_and_counted_once(
         return most_likely(logits, num)
 
     monkeypatch.setattr(runner_module, "most_likely", sometimes)
-    assert Party(runner).run(*REQUESTS).tokens() == expected.tokens()
+    assert StepDriver(runner).run(*REQUESTS).tokens() == expected.tokens()
     assert not left[0]
 
 
 def test_blocks_are_copied_once_however_often_a_step_is_launched(model: LoadedModel) -> None:
     runner = device_runner(model, None)
-    party = Party(runner)
+    driver = StepDriver(runner)
     copied: list[tuple[int, int]] = []
     copy_blocks, decoder = model.kv.copy_blocks, runner.model.decoder
 
@@ -437,16 +439,18 @@ def test_blocks_are_copied_once_however_often_a_step_is_launched(model: LoadedMo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model.kv, "copy_blocks", note)
         runner.steps.launch = restored  # type: ignore[method-assign]
-        found = party.run(ask("forked", 9, n=3, seed=5, top_p=0.9))
+        found = driver.run(ask("forked", 9, n=3, seed=5, top_p=0.9))
     assert copied
     assert len(copied) == len(set(copied))
-    plain = Party(device_runner(model, None)).run(ask("forked", 9, n=3, seed=5, top_p=0.9))
+    plain = StepDriver(device_runner(model, None)).run(ask("forked", 9, n=3, seed=5, top_p=0.9))
     assert found.tokens() == plain.tokens()
 
 
 def test_nothing_of_a_sequence_that_ended_is_kept(model: LoadedModel) -> None:
     runner = device_runner(model, RepeatingDevice())
-    Party(runner).run(*(replace(request, request_id=f"kept/{request.request_id}") for request in REQUESTS))
+    StepDriver(runner).run(
+        *(replace(request, request_id=f"kept/{request.request_id}") for request in REQUESTS)
+    )
     gc.collect()
     alive = [thing for thing in gc.get_objects() if type(thing) is Sequence]
     assert not [sequence for sequence in alive if sequence.request.request_id.startswith("kept/")]
@@ -482,6 +486,6 @@ def test_long_chunks_by_torch_change_no_answer(
     make_checkpoint("qwen3", tmp_path)
     monkeypatch.setattr(loader, "select", table)
     other = load_model(tmp_path, model.options, lambda _: None, lambda *_: None)
-    found = Party(device_runner(other, None)).run(*REQUESTS)
+    found = StepDriver(device_runner(other, None)).run(*REQUESTS)
     assert len(made) > 3
-    assert found.tokens() == Party(device_runner(model, None)).run(*REQUESTS).tokens()
+    assert found.tokens() == StepDriver(device_runner(model, None)).run(*REQUESTS).tokens()

@@ -23,9 +23,9 @@ from engine.planning.drafting import Proposer
 from engine.planning.request import Sequence
 from engine.planning.step import Masks, Plan, StepInFlight
 from tests.engine.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.engine.execution.test_steps import SEATS, Party, RepeatingDevice, ask, device_runner, padded
-from tests.engine.paper import ReckonsNot
-from tests.engine.shaken import error_of
+from tests.engine.execution.test_steps import SEATS, RepeatingDevice, StepDriver, ask, device_runner, padded
+from tests.engine.fake_runner import UnpricedDrafting
+from tests.engine.rounding_noise import error_of
 
 Answers = dict[tuple[str, int], list[int]]
 Captured = tuple[ModelRunner, RepeatingDevice]
@@ -43,13 +43,13 @@ REQUESTS = (
 )
 
 
-class Prophet:
-    """Knows the answers, and tells each token of them as it is with a probability of `rightness`."""
+class AnswerProposer:
+    """Knows the answers, and tells each token of them as it is with a probability of `accuracy`."""
 
-    name = "prophet"
+    name = "proposer"
 
-    def __init__(self, answers: Answers, rightness: float) -> None:
-        self._answers, self._rightness, self._random = answers, rightness, random.Random(0)
+    def __init__(self, answers: Answers, accuracy: float) -> None:
+        self._answers, self._rightness, self._random = answers, accuracy, random.Random(0)
         self.is_broken = False
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
@@ -92,9 +92,9 @@ def model(folder: Path) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def expected(model: LoadedModel) -> Party:
+def expected(model: LoadedModel) -> StepDriver:
     """Without drafts, one step after another."""
-    return Party(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS)
+    return StepDriver(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def captured(model: LoadedModel) -> Captured:
     return device_runner(model, device, max_drafts=5), device
 
 
-class Drafts(ReckonsNot):
+class Drafts(UnpricedDrafting):
     """In most steps; what was verified is counted by whether it was right."""
 
     def __init__(self, lookup: Proposer | None, most: int = 5, model: Proposer | None = None) -> None:
@@ -118,7 +118,7 @@ class Drafts(ReckonsNot):
 
 
 @pytest.mark.parametrize(
-    ("rightness", "graphs", "how"),
+    ("accuracy", "graphs", "how"),
     [
         (1.0, True, {}),
         (0.7, True, {"num_blocks": 12}),
@@ -129,26 +129,26 @@ class Drafts(ReckonsNot):
 def test_drafts_change_no_answer(
     model: LoadedModel,
     captured: Captured,
-    expected: Party,
-    rightness: float,
+    expected: StepDriver,
+    accuracy: float,
     graphs: bool,
     how: dict[str, Any],
 ) -> None:
     """All kinds of sampling at once, beside prompts in chunks, with sequences that give way, fork and share blocks."""
     runner = captured[0] if graphs else device_runner(model, None, max_drafts=5)
-    drafts = Drafts(Prophet(expected.tokens(), rightness))
-    party = Party(runner, drafting=drafts, **how).run(*REQUESTS, preempt_at=(4, 9))
-    assert party.tokens() == expected.tokens()
-    assert bool(drafts.count[True]) == (rightness > 0)
-    assert bool(drafts.count[False]) == (rightness < 1)
-    assert party.scheduler.counters.num_preemptions >= 2
+    drafts = Drafts(AnswerProposer(expected.tokens(), accuracy))
+    driver = StepDriver(runner, drafting=drafts, **how).run(*REQUESTS, preempt_at=(4, 9))
+    assert driver.tokens() == expected.tokens()
+    assert bool(drafts.count[True]) == (accuracy > 0)
+    assert bool(drafts.count[False]) == (accuracy < 1)
+    assert driver.scheduler.counters.num_preemptions >= 2
 
 
-def test_steps_with_drafts_are_replayed_whole(folder: Path, captured: Captured, expected: Party) -> None:
+def test_steps_with_drafts_are_replayed_whole(folder: Path, captured: Captured, expected: StepDriver) -> None:
     """Rows are padded to the next graph; each round of a sequence with penalties is a replay more."""
     runner, device = captured
-    party = Party(runner, drafting=Drafts(Prophet(expected.tokens(), 0.8)))
-    launch, seen = party.launch, Counter[str]()
+    driver = StepDriver(runner, drafting=Drafts(AnswerProposer(expected.tokens(), 0.8)))
+    launch, seen = driver.launch, Counter[str]()
 
     def noted(plan: Plan) -> StepInFlight:
         shape, before = StepShape.of(plan), len(device.replays)
@@ -165,11 +165,11 @@ def test_steps_with_drafts_are_replayed_whole(folder: Path, captured: Captured, 
             seen["padded"] += found.num_tokens > shape.num_tokens
         return step
 
-    party.launch = noted  # type: ignore[method-assign]
-    assert party.run(*REQUESTS).tokens() == expected.tokens()
+    driver.launch = noted  # type: ignore[method-assign]
+    assert driver.run(*REQUESTS).tokens() == expected.tokens()
     assert min(seen["in rounds"], seen["at once"], seen["padded"]) > 2
     error = 2 * error_of(folder, list(range(1, 40)))
-    for output, other in zip(party.outputs["told", 0], expected.outputs["told", 0], strict=True):
+    for output, other in zip(driver.outputs["told", 0], expected.outputs["told", 0], strict=True):
         assert output.logprobs is not None
         assert other.logprobs is not None
         (mine,), (theirs,) = output.logprobs, other.logprobs
@@ -177,7 +177,7 @@ def test_steps_with_drafts_are_replayed_whole(folder: Path, captured: Captured, 
         assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
 
 
-class LimitedParty(Party):
+class LimitedStepDriver(StepDriver):
     """Two of the requests may bring the first 64 tokens alone."""
 
     limited = ("penalised", "long")
@@ -194,46 +194,48 @@ class LimitedParty(Party):
 
 
 def test_masks_limit_the_rows_of_drafts(model: LoadedModel, captured: Captured) -> None:
-    plain = LimitedParty(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS).tokens()
-    drafts = Drafts(Prophet(plain, 0.8))
-    assert LimitedParty(captured[0], drafting=drafts).run(*REQUESTS).tokens() == plain
+    plain = LimitedStepDriver(device_runner(model, None, num_ahead=0), num_ahead=0).run(*REQUESTS).tokens()
+    drafts = Drafts(AnswerProposer(plain, 0.8))
+    assert LimitedStepDriver(captured[0], drafting=drafts).run(*REQUESTS).tokens() == plain
     assert min(drafts.count.values()) > 5
     assert max(plain["long", 0]) < 64
 
 
-def test_who_is_cancelled_leaves_the_others_alone(captured: Captured, expected: Party) -> None:
-    class Cancelling(Party):
+def test_who_is_cancelled_leaves_the_others_alone(captured: Captured, expected: StepDriver) -> None:
+    class Cancelling(StepDriver):
         def step(self) -> None:
             if self.num_steps == 5:
                 assert self.scheduler.cancel("greedy", 0.0)
             super().step()
 
-    drafts = Drafts(Prophet(expected.tokens(), 0.8))
+    drafts = Drafts(AnswerProposer(expected.tokens(), 0.8))
     found = Cancelling(captured[0], drafting=drafts).run(*REQUESTS).tokens()
     assert 0 < len(found.pop(("greedy", 0))) < 16
     assert found == {key: tokens for key, tokens in expected.tokens().items() if key != ("greedy", 0)}
 
 
-def test_a_proposer_that_fails_is_switched_off(captured: Captured, expected: Party) -> None:
-    prophet = Prophet(expected.tokens(), 0.8)
+def test_a_proposer_that_fails_is_switched_off(captured: Captured, expected: StepDriver) -> None:
+    proposer = AnswerProposer(expected.tokens(), 0.8)
 
-    class Breaking(Party):
+    class Breaking(StepDriver):
         def step(self) -> None:
-            prophet.is_broken = self.num_steps > 6
+            proposer.is_broken = self.num_steps > 6
             super().step()
 
-    drafts = Drafts(prophet)
-    party = Breaking(captured[0], drafting=drafts).run(*REQUESTS)
-    assert party.tokens() == expected.tokens()
-    assert drafts.failed == ["prophet"]
+    drafts = Drafts(proposer)
+    driver = Breaking(captured[0], drafting=drafts).run(*REQUESTS)
+    assert driver.tokens() == expected.tokens()
+    assert drafts.failed == ["proposer"]
     assert drafts.count[True]
 
 
-def test_logits_after_a_draft_that_are_not_finite_bring_no_token(model: LoadedModel, expected: Party) -> None:
+def test_logits_after_a_draft_that_are_not_finite_bring_no_token(
+    model: LoadedModel, expected: StepDriver
+) -> None:
     """The tokens before count, and the next step computes the row again."""
     runner = device_runner(model, None, max_drafts=5)
-    party = Party(runner, drafting=Drafts(Prophet(expected.tokens(), 1.0)))
-    decoder, launch, broken = runner.model.decoder, party.launch, list[int]()
+    driver = StepDriver(runner, drafting=Drafts(AnswerProposer(expected.tokens(), 1.0)))
+    decoder, launch, broken = runner.model.decoder, driver.launch, list[int]()
 
     def noted(plan: Plan) -> StepInFlight:
         if plan.num_drafts and len(plan.chunks[0].drafts) > 2 and not broken:
@@ -248,8 +250,8 @@ def test_logits_after_a_draft_that_are_not_finite_bring_no_token(model: LoadedMo
             object.__setattr__(runner.model, "decoder", breaks)
         return launch(plan)
 
-    party.launch = noted  # type: ignore[method-assign]
-    assert party.run(*REQUESTS).tokens() == expected.tokens()
+    driver.launch = noted  # type: ignore[method-assign]
+    assert driver.run(*REQUESTS).tokens() == expected.tokens()
     assert broken
 
 
@@ -267,32 +269,32 @@ def twin(folder: Path) -> Captured:
     return device_runner(replace(model, draft=draft), device, max_drafts=5), device
 
 
-def drafted(runner: ModelRunner, **how: Any) -> tuple[Party, Drafts]:
+def drafted(runner: ModelRunner, **how: Any) -> tuple[StepDriver, Drafts]:
     drafter = runner.steps.drafter
     assert drafter is not None
     drafts = Drafts(None, model=DraftModel(drafter))
-    return Party(runner, drafting=drafts, **how).run(*REQUESTS, preempt_at=(4, 9)), drafts
+    return StepDriver(runner, drafting=drafts, **how).run(*REQUESTS, preempt_at=(4, 9)), drafts
 
 
 @pytest.mark.parametrize("how", [{"num_blocks": 12}, {"prefix_cache": False, "budget": 16}])
-def test_a_model_agrees_with_itself(twin: Captured, expected: Party, how: dict[str, Any]) -> None:
+def test_a_model_agrees_with_itself(twin: Captured, expected: StepDriver, how: dict[str, Any]) -> None:
     """With penalties, too: what is drafted is not counted for those. Passes of few tokens are replayed."""
     runner, device = twin
     assert runner.steps.drafter is not None
     (ladder,) = runner.steps.drafter.ladders
     device.replays.clear()
-    party, drafts = drafted(runner, **how)
+    driver, drafts = drafted(runner, **how)
     of_draft = [number for number in device.replays if number > device.num_recorded - len(ladder.graphs)]
     assert len(set(of_draft)) > 2
-    assert party.tokens() == expected.tokens()
+    assert driver.tokens() == expected.tokens()
     assert drafts.count[True] > 10
     assert not drafts.count[False]
 
 
-def test_other_numbers_for_the_same_tokens(folder: Path, expected: Party) -> None:
+def test_other_numbers_for_the_same_tokens(folder: Path, expected: StepDriver) -> None:
     """Read as another token each, what is drafted is wrong, and the answers are right."""
     numbers = random.Random(1).sample(range(VOCAB_SIZE), VOCAB_SIZE)
     runner = device_runner(load(folder, DraftSource(folder, SharedTokens(numbers, numbers))), None, 5)
-    party, drafts = drafted(runner)
-    assert party.tokens() == expected.tokens()
+    driver, drafts = drafted(runner)
+    assert driver.tokens() == expected.tokens()
     assert drafts.count[False] > drafts.count[True]

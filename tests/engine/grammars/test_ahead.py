@@ -28,7 +28,7 @@ PATIENCE_S = 60.0
 Answers = dict[tuple[str, int], list[Output]]
 
 
-class House:
+class EngineRun:
     """An engine whose runner goes ahead by one step, and all that it delivered."""
 
     def __init__(self, max_drafts: int, num_ahead: int) -> None:
@@ -58,20 +58,20 @@ class House:
 
 
 @pytest.fixture(params=[(0, 1), (8, 0)], ids=["ahead", "with drafts"])
-def house(request: pytest.FixtureRequest) -> Iterator[House]:
-    house = House(*request.param)
-    yield house
-    assert house.engine.stop(PATIENCE_S)
+def run(request: pytest.FixtureRequest) -> Iterator[EngineRun]:
+    run = EngineRun(*request.param)
+    yield run
+    assert run.engine.stop(PATIENCE_S)
 
 
-def test_the_same_answers(house: House, alone: dict[tuple[str, int], list[object]]) -> None:
+def test_the_same_answers(run: EngineRun, alone: dict[tuple[str, int], list[object]]) -> None:
     for one in MIXTURE:
-        house.queue.put(one, 0.0)
-    house.engine.start()
-    with house.ended:
-        assert house.ended.wait_for(lambda: house.num_ended == len(alone), PATIENCE_S)
+        run.queue.put(one, 0.0)
+    run.engine.start()
+    with run.ended:
+        assert run.ended.wait_for(lambda: run.num_ended == len(alone), PATIENCE_S)
     told = {
         key: [(output.token_ids, output.text, output.logprobs, output.finish_reason) for output in outputs]
-        for key, outputs in house.answers.items()
+        for key, outputs in run.answers.items()
     }
     assert told == alone

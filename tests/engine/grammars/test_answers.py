@@ -22,10 +22,10 @@ from engine.planning.stopping import TextSink
 from engine.planning.tokenizer import Tokenizer
 from engine.sampling.tables import Filters
 from tests.engine.driver import Driver
+from tests.engine.fake_runner import drafting_always
 from tests.engine.grammars.schemas import random_schema
-from tests.engine.paper import drafting_always
 from tests.engine.sampling.cases import make_sampler
-from tests.gateway.desk import EOS, make_tokenizer
+from tests.gateway.harness import EOS, make_tokenizer
 
 NUM_SCHEMAS = 320
 CONFIG, TOKENIZER = read_config(DEMO_MODEL), read_tokenizer(DEMO_MODEL)
@@ -202,7 +202,7 @@ def test_the_same_after_preemption(driver: Driver, alone: Answers) -> None:
     assert told(driver) == alone
 
 
-class Wild:
+class RandomProposer:
     """Proposes what is allowed and what is not: the right tokens of an answer, or any."""
 
     name = "wild"
@@ -230,7 +230,7 @@ class Wild:
 @pytest.mark.parametrize("kind", ["wild", "forced", "lookup"])
 def test_the_same_with_drafts(driver: Driver, alone: Answers, kind: str) -> None:
     driver.fresh()
-    proposer = Wild(alone) if kind == "wild" else Lookup()
+    proposer = RandomProposer(alone) if kind == "wild" else Lookup()
     forced = ForcedTokens() if kind == "forced" else None
     driver.scheduler.drafting = drafting_always(proposer, driver.facts.max_drafts, forced=forced)
     driver.run(*MIXTURE)

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from engine.planning.bans import Bans, bits_of
 from engine.planning.request import FinishReason, Request
 from tests.engine.driver import Driver
+from tests.engine.fake_runner import drafting_always
 from tests.engine.grammars.test_answers import (
     END,
     PERSONS,
     TOKENIZER,
     Answers,
-    Wild,
+    RandomProposer,
     driver,
     ending,
     request,
     told,
 )
-from tests.engine.paper import drafting_always
 
 __all__ = ["driver"]
 
@@ -148,7 +148,7 @@ def test_the_same_after_preemption(driver: Driver, asked: list[Request], togethe
 
 def test_the_same_with_drafts(driver: Driver, asked: list[Request], together: Answers) -> None:
     driver.fresh()
-    driver.scheduler.drafting = drafting_always(Wild(together), driver.facts.max_drafts)
+    driver.scheduler.drafting = drafting_always(RandomProposer(together), driver.facts.max_drafts)
     driver.run(*asked)
     assert told(driver) == together
     counts = [outputs[-1].timings.drafts for outputs in driver.outputs.values() if outputs[-1].timings]

@@ -20,7 +20,7 @@ from tests.engine.kernels.random_model import (
     config,
     ints,
 )
-from tests.engine.shaken import allowed, largest
+from tests.engine.rounding_noise import allowed, largest
 
 pytestmark = pytest.mark.combinations("combinations of what the native kernels take")
 

@@ -87,7 +87,7 @@ def test_head_sizes_and_ratios(team: Team, head_dim: int, heads: tuple[int, int]
 # Batches of every size
 
 
-class Crowd:
+class SequenceMix:
     """Sequences of which some are prompts, some chunks and some decodes; `warm` brings what was computed before."""
 
     def __init__(self, count: int, seed: int) -> None:
@@ -118,8 +118,8 @@ SMALL: dict[str, object] = {"num_layers": 2, "hidden_size": 40, "intermediate_si
 @pytest.mark.parametrize("count", [*range(1, 18), 23, 24, 31, 32, 33, 47, 48, 49, 63, 64, 65, 70])
 def test_mixed_batches_of_any_size_are_those_of_plain_torch(team: Team, count: int) -> None:
     checkpoint = Checkpoint(config(**SMALL), torch.float32)
-    crowd = Crowd(count, seed=count)
-    steps = [crowd.step()] if crowd.is_cold else [crowd.warm(), crowd.step()]
+    mix = SequenceMix(count, seed=count)
+    steps = [mix.step()] if mix.is_cold else [mix.warm(), mix.step()]
     assert len(steps[-1].sample_rows) == count
     assert_equals_plain(checkpoint, checkpoint.native(team), steps)
 
@@ -135,18 +135,18 @@ def test_a_row_is_the_same_in_any_part_of_any_batch(
     team: Team, count: int, seed: int, dtype: torch.dtype, data: st.DataObject
 ) -> None:
     checkpoint = Checkpoint(config(**SMALL), dtype)
-    crowd = Crowd(count, seed)
+    mix = SequenceMix(count, seed)
     together = checkpoint.native(team)
-    if not crowd.is_cold:
-        together(crowd.warm())
-    whole = together(crowd.step())
+    if not mix.is_cold:
+        together(mix.warm())
+    whole = together(mix.step())
     members = data.draw(st.permutations(range(count)))[: data.draw(st.integers(1, min(count, 12)))]
     apart = checkpoint.native(team)
     for i in members:
-        if crowd.computed[i]:
-            apart(crowd.prompts.batch({i: (0, crowd.computed[i])}))
-    ranges = {i: (crowd.computed[i], crowd.lengths[i]) for i in members}
-    some = apart(crowd.prompts.batch(ranges, all_rows=False))
+        if mix.computed[i]:
+            apart(mix.prompts.batch({i: (0, mix.computed[i])}))
+    ranges = {i: (mix.computed[i], mix.lengths[i]) for i in members}
+    some = apart(mix.prompts.batch(ranges, all_rows=False))
     assert torch.equal(some, whole[members])
 
 

@@ -28,7 +28,7 @@ from engine.model.weights import make_recipe
 from engine.quant.float8 import Float8
 from engine.quant.integers import Integers
 from engine.quant.quantization import Quantization
-from tests.engine import needs
+from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_config
 
 CONFIG = parse_config(Fields("config.json", make_config("llama")))
@@ -113,7 +113,7 @@ class OnGpu:
 
 
 def test_a_gpu_gets_triton_in_the_dtype_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason=needs.TRITON)
+    pytest.importorskip("triton", reason=skip_reasons.TRITON)
     tried: list[str] = []
     OnGpu(monkeypatch, tried.append)
     kernels, said = choose_on_a_gpu()
@@ -158,7 +158,7 @@ def test_a_gpu_without_triton_gets_plain_torch_and_says_so(
 def test_a_kernel_that_does_not_run_is_replaced_alone(
     name: str, is_static: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("triton", reason=needs.TRITON)
+    pytest.importorskip("triton", reason=skip_reasons.TRITON)
 
     def broken(tried: str) -> None:
         if tried == name:
@@ -175,7 +175,7 @@ def test_a_kernel_that_does_not_run_is_replaced_alone(
 
 
 def test_where_no_kernel_runs_all_is_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason=needs.TRITON)
+    pytest.importorskip("triton", reason=skip_reasons.TRITON)
 
     def broken(_: str) -> None:
         raise RuntimeError("ptxas is missing")
@@ -187,7 +187,7 @@ def test_where_no_kernel_runs_all_is_plain_torch(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_lost_device_is_no_kernel_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason=needs.TRITON)
+    pytest.importorskip("triton", reason=skip_reasons.TRITON)
 
     def lost(_: str) -> None:
         raise torch.AcceleratorError("gone")
@@ -199,7 +199,7 @@ def test_a_lost_device_is_no_kernel_that_does_not_run(monkeypatch: pytest.Monkey
 
 def test_a_product_of_integers_that_does_not_run_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """And is told once for all maps of its kind."""
-    pytest.importorskip("triton", reason=needs.TRITON)
+    pytest.importorskip("triton", reason=skip_reasons.TRITON)
     from engine.kernels.triton import packed_linear
 
     def fails(*_: object) -> Tensor:

@@ -18,7 +18,7 @@ from engine.kernels.cpu.native import NativeUnavailable, load_library
 from engine.model.config import LoadOptions, RopeConfig
 from engine.model.transformer import inverse_frequencies
 from tests.engine.checkpoints import FAMILIES, make_checkpoint
-from tests.engine.shaken import error_of, largest
+from tests.engine.rounding_noise import error_of, largest
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},

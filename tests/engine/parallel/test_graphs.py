@@ -12,12 +12,12 @@ from torch import Tensor
 from engine.execution.loader import load_model
 from engine.execution.runner import ModelRunner
 from engine.model.config import LoadOptions
-from tests.engine import needs
+from tests.engine import skip_reasons
 from tests.engine.checkpoints import make_checkpoint
-from tests.engine.execution.test_steps import SEATS, Party, ask
+from tests.engine.execution.test_steps import SEATS, StepDriver, ask
 from tests.engine.fake_cuda import FakeCuda, patched
 
-pytest.importorskip("triton", reason=needs.TRITON)
+pytest.importorskip("triton", reason=skip_reasons.TRITON)
 
 NUM_LAYERS = 2
 
@@ -81,7 +81,7 @@ def test_replayed_steps_ask_the_ranks_for_nothing_that_is_not_in_the_graphs(
         }
         assert num_passes == len(runner.steps.passes.shapes)
         ranks.calls.clear()
-        party = Party(runner).run(ask("a", 20), ask("b", 9, n=2, temperature=0.8))
-        assert all(len(tokens) == 9 for tokens in party.tokens().values())
+        driver = StepDriver(runner).run(ask("a", 20), ask("b", 9, n=2, temperature=0.8))
+        assert all(len(tokens) == 9 for tokens in driver.tokens().values())
         assert cuda.num_replays
         assert not ranks.calls, "no step went beside the graphs"

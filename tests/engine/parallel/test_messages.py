@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.parallel.messages import Choose, Forget, Launch, Listener, Narrator
 from engine.planning.request import Sequence
 from engine.planning.step import Chunk, Masks, Plan, StepInFlight
-from tests.engine.paper import PaperRunner, make_request
+from tests.engine.fake_runner import FakeRunner, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples
 
@@ -32,7 +32,7 @@ def same(told: Plan, heard: Plan) -> None:
         assert own.sequence.block_table == chunk.sequence.block_table
 
 
-class Overheard(PaperRunner):
+class Overheard(FakeRunner):
     """Tells every plan and hears it, by way of bytes, before it is run."""
 
     def __init__(self, num_blocks: int) -> None:

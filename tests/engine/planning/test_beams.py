@@ -1,4 +1,4 @@
-"""Beam search on paper: whatever happens to its sequences, it finds what it finds alone."""
+"""Beam search on a fake runner: whatever happens to its sequences, it finds what it finds alone."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engine.planning.beams import BeamSearch
 from engine.planning.block_tables import most_tokens_of_forks
 from engine.planning.request import BeamParams, FinishReason, Request, Sequence, TokenLogprobs
 from engine.planning.step import Chunk, Sampled
-from tests.engine.late import LateRunner, Order
-from tests.engine.paper import VOCABULARY, PaperRunner, expected_output, make_request, next_token
+from tests.engine.fake_runner import VOCABULARY, FakeRunner, expected_output, make_request, next_token
+from tests.engine.queued_runner import QueuedChunk, QueuedRunner
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples
 
@@ -22,7 +22,7 @@ modest = settings(max_examples=examples(60), deadline=None)
 
 
 def row_of(token_ids: list[int], request: Request) -> TokenLogprobs:
-    """What the paper model says of every token that may follow."""
+    """What the fake model says of every token that may follow."""
     state = next_token(token_ids, request, 0) + 1
     logits = [(state * (37 + 11 * token_id)) % 101 / 25 for token_id in range(VOCABULARY)]
     total = math.log(sum(map(math.exp, logits)))
@@ -36,13 +36,13 @@ def with_row(sampled: Sampled, sequence: Sequence, token_ids: list[int]) -> Samp
     return sampled
 
 
-class Runner(PaperRunner):
+class Runner(FakeRunner):
     def _sample(self, chunk: Chunk) -> Sampled:
         return with_row(super()._sample(chunk), chunk.sequence, chunk.sequence.token_ids)
 
 
-class Late(LateRunner):
-    def _draw(self, order: Order) -> Sampled:
+class QueuedBeamRunner(QueuedRunner):
+    def _draw(self, order: QueuedChunk) -> Sampled:
         seen = [self._seen(order, position) for position in range(order.end)]
         return with_row(super()._draw(order), order.sequence, seen)
 
@@ -75,9 +75,9 @@ def check(run: Run, *left_out: str) -> None:
 @st.composite
 def searches(draw: st.DrawFn) -> Workload:
     """Workloads in which some requests, those that have room, are searches."""
-    house = draw(workloads(num_choices=(1, 1, 2), num_blocks=(10, 30)))
+    workload = draw(workloads(num_choices=(1, 1, 2), num_blocks=(10, 30)))
     requests = []
-    for request in house.requests:
+    for request in workload.requests:
         width = draw(st.integers(0, 4))
         params = BeamParams(
             length_penalty=draw(st.sampled_from([1.0, 0.0, -0.5, 2.0])),
@@ -85,15 +85,15 @@ def searches(draw: st.DrawFn) -> Workload:
             end_token_ids=draw(st.frozensets(st.integers(0, VOCABULARY - 1), max_size=3)),
         )
         num_prompt = len(request.prompt_token_ids)
-        longest = min(num_prompt + request.sampling.max_tokens, house.max_len)
-        most = most_tokens_of_forks(house.num_blocks - 1, BLOCK_SIZE, num_prompt, max(1, width))
-        if 0 < width <= house.max_num_seqs and longest <= most:
+        longest = min(num_prompt + request.sampling.max_tokens, workload.max_len)
+        most = most_tokens_of_forks(workload.num_blocks - 1, BLOCK_SIZE, num_prompt, max(1, width))
+        if 0 < width <= workload.max_num_seqs and longest <= most:
             request = replace(request, n=width, beams=params)
         requests.append(request)
-    return replace(house, requests=tuple(requests))
+    return replace(workload, requests=tuple(requests))
 
 
-@pytest.mark.parametrize("runner", [Runner, Late])
+@pytest.mark.parametrize("runner", [Runner, QueuedBeamRunner])
 @modest
 @given(
     searches(),
@@ -101,35 +101,35 @@ def searches(draw: st.DrawFn) -> Workload:
     st.dictionaries(st.integers(0, 25), st.integers(1, 4), max_size=4),
 )
 def test_a_search_finds_the_same_in_any_company_and_whenever_it_gives_way(
-    runner: type[PaperRunner], house: Workload, preemptions: list[tuple[int, int]], rooms: dict[int, int]
+    runner: type[FakeRunner], workload: Workload, preemptions: list[tuple[int, int]], rooms: dict[int, int]
 ) -> None:
     """`rooms` are the tokens that the device has memory for, where these are few."""
 
     def disturb(run: Run) -> None:
         run.scheduler.check()
-        assert run.scheduler.num_seats_taken <= house.max_num_seqs
+        assert run.scheduler.num_seats_taken <= workload.max_num_seqs
         run.runner.room = rooms.get(len(run.steps), 1 << 30)
         run.runner.refuses_late = len(run.steps) % 2 == 0
         for at, pick in preemptions:
             if at == len(run.steps):
                 run.preempt(pick)
 
-    check(Run(house, runner=runner(house.num_blocks, BLOCK_SIZE)).finish(disturb))
+    check(Run(workload, runner=runner(workload.num_blocks, BLOCK_SIZE)).finish(disturb))
 
 
-@pytest.mark.parametrize("runner", [Runner, Late])
+@pytest.mark.parametrize("runner", [Runner, QueuedBeamRunner])
 @modest
 @given(searches(), st.integers(0, 5), st.integers(0, 20))
 def test_a_search_that_is_cancelled_leaves_nothing(
-    runner: type[PaperRunner], house: Workload, pick: int, at: int
+    runner: type[FakeRunner], workload: Workload, pick: int, at: int
 ) -> None:
-    request = house.requests[pick % len(house.requests)]
+    request = workload.requests[pick % len(workload.requests)]
 
     def cancel(run: Run) -> None:
         if len(run.steps) == at:
             run.cancel(request)
 
-    run = Run(house, runner=runner(house.num_blocks, BLOCK_SIZE)).finish(cancel)
+    run = Run(workload, runner=runner(workload.num_blocks, BLOCK_SIZE)).finish(cancel)
     check(run, request.request_id)
     ended = [run.ended[key] for key in run.ended if key[0] == request.request_id]
     assert len(ended) in (0, request.n)
@@ -140,7 +140,7 @@ def search(name: str = "s", n: int = 3, max_tokens: int = 8, **params: object) -
     return replace(request, beams=BeamParams(**params))  # type: ignore[arg-type]
 
 
-def house_of(*requests: Request, num_blocks: int = 40, seats: int = 8, budget: int = 64) -> Workload:
+def workload_of(*requests: Request, num_blocks: int = 40, seats: int = 8, budget: int = 64) -> Workload:
     return Workload(
         requests=requests,
         arrivals=(0,) * len(requests),
@@ -160,14 +160,14 @@ def test_beams_share_the_blocks_of_what_they_have_in_common() -> None:
         if len(tables) == 3:
             shared.append(len({table[0] for table in tables}) == 1)
 
-    check(Run(house_of(search()), watch, runner=Runner(40, BLOCK_SIZE)).finish())
+    check(Run(workload_of(search()), watch, runner=Runner(40, BLOCK_SIZE)).finish())
     assert shared
     assert all(shared)
 
 
 def test_no_seat_of_a_search_is_given_to_others() -> None:
     others = [make_request(f"r{i}", [7, i], max_tokens=4) for i in range(6)]
-    run = Run(house_of(search(n=3), *others, seats=4), runner=Runner(40, BLOCK_SIZE))
+    run = Run(workload_of(search(n=3), *others, seats=4), runner=Runner(40, BLOCK_SIZE))
     run.finish(lambda run: run.scheduler.check())
     assert max(len(step.running) for step in run.steps) == 4
     check(run)
@@ -175,7 +175,7 @@ def test_no_seat_of_a_search_is_given_to_others() -> None:
 
 def test_what_is_charged_for_is_what_was_computed() -> None:
     charged: list[tuple[int, int]] = []
-    run = Run(house_of(search(n=3, max_tokens=5)), runner=Runner(40, BLOCK_SIZE))
+    run = Run(workload_of(search(n=3, max_tokens=5)), runner=Runner(40, BLOCK_SIZE))
     charge = run.queue.charge
 
     def note(work: list[tuple[Request, int, int]], now: float) -> None:
@@ -196,7 +196,7 @@ def test_a_beam_whose_logits_are_not_finite_fails_all_choices(at: int) -> None:
             runner.bad.add(("s", 0))
 
     neighbour = make_request("r", [9, 9], max_tokens=6)
-    run = Run(house_of(search(), neighbour), runner=runner).finish(spoil)
+    run = Run(workload_of(search(), neighbour), runner=runner).finish(spoil)
     reasons = [run.ended["s", index].finish_reason for index in range(3)]
     assert reasons == [FinishReason.FAILED] * 3
     check(run, "s")
@@ -208,5 +208,5 @@ def test_a_step_that_the_device_has_no_room_for_is_made_smaller() -> None:
     def narrow(run: Run) -> None:
         runner.room = 1 if len(run.steps) in (2, 3) else 64
 
-    check(Run(house_of(search(n=4), make_request("r", [9, 9])), runner=runner).finish(narrow))
+    check(Run(workload_of(search(n=4), make_request("r", [9, 9])), runner=runner).finish(narrow))
     assert runner.num_refused

@@ -5,7 +5,7 @@ import pytest
 from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import PoolViolation
 from engine.planning.request import Sequence
-from tests.engine.paper import make_request
+from tests.engine.fake_runner import make_request
 
 
 def started(tables: BlockTables, prompt: list[int], **options: bytes) -> Sequence:

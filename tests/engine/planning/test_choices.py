@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.planning.request import FinishReason, Request, SamplingParams
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.driver import Driver
-from tests.engine.paper import make_request
+from tests.engine.fake_runner import make_request
 from tests.engine.workloads import Run, Workload
 from tests.few import examples
 
@@ -113,10 +113,10 @@ def test_penalties_count_the_output_of_the_choice_alone(driver: Driver) -> None:
         assert alone(driver, separate) == [forks[index]]
 
 
-# On paper
+# On a fake runner
 
 
-def house(request: Request, num_blocks: int, seats: int, prefix_cache: bool = True) -> Workload:
+def workload(request: Request, num_blocks: int, seats: int, prefix_cache: bool = True) -> Workload:
     return Workload(
         requests=(request,),
         arrivals=(0,),
@@ -133,7 +133,7 @@ def house(request: Request, num_blocks: int, seats: int, prefix_cache: bool = Tr
 def test_a_prompt_is_computed_once_for_all_its_choices(length: int, n: int, max_tokens: int) -> None:
     """And its last token once more for each fork, whose first logits it brings."""
     request = make_request("r", list(range(length)), max_tokens=max_tokens, n=n)
-    run = Run(house(request, 200, 6)).finish()
+    run = Run(workload(request, 200, 6)).finish()
     assert run.runner.num_tokens == length + (n - 1) + n * (max_tokens - 1)
 
 
@@ -141,7 +141,7 @@ def test_a_prompt_is_computed_once_for_all_its_choices(length: int, n: int, max_
 @given(st.integers(1, 12), st.integers(2, 5), st.integers(0, 4), st.integers(0, 5))
 def test_a_choice_that_fails_takes_no_other_with_it(length: int, n: int, bad: int, seats: int) -> None:
     request = make_request("r", list(range(length)), max_tokens=4, n=n)
-    run = Run(house(request, 60, 1 + seats))
+    run = Run(workload(request, 60, 1 + seats))
     run.runner.bad.add(("r", bad % n))
     run.finish()
     reasons = [run.ended["r", index].finish_reason for index in range(n)]

@@ -11,24 +11,31 @@ from engine.planning.request import Request, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import DraftChunk
 from priority.queue import LaneQueue
-from tests.engine.paper import PaperDraft, PaperRunner, PaperSink, ReckonsNot, expected_output, make_request
+from tests.engine.fake_runner import (
+    FakeDraftModel,
+    FakeRunner,
+    FakeSink,
+    UnpricedDrafting,
+    expected_output,
+    make_request,
+)
 
 BLOCK_SIZE = 4
 
 
-class Life:
+class DraftModelRun:
     """Requests that share prompts, fork, give way, start again and are cancelled while a draft model follows them."""
 
-    def __init__(self, seed: int, rightness: float) -> None:
+    def __init__(self, seed: int, accuracy: float) -> None:
         self.pace = pace = random.Random(seed)
         num_blocks = pace.choice([12, 16, 40])
         self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=pace.random() < 0.7)
-        self.runner = PaperRunner(num_blocks, BLOCK_SIZE)
-        self.draft = PaperDraft(num_blocks, BLOCK_SIZE, pace, rightness)
-        self.drafting = ReckonsNot(None, pace.choice([1, 4, 8]), DraftModel(self.draft), pace)
+        self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
+        self.draft = FakeDraftModel(num_blocks, BLOCK_SIZE, pace, accuracy)
+        self.drafting = UnpricedDrafting(None, pace.choice([1, 4, 8]), DraftModel(self.draft), pace)
         self.queue = LaneQueue(Lock())
         limits = SchedulerLimits(max_batch_tokens=pace.choice([5, 12, 30]), max_num_seqs=5, max_model_len=32)
-        self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits, self.drafting)
+        self.scheduler = Scheduler(self.queue, self.tables, FakeSink(), limits, self.drafting)
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.counts = [0, 0]
@@ -73,17 +80,17 @@ class Life:
                 assert self.tokens[name, index] == expected_output(request, index, self.scheduler.max_len)
 
 
-@pytest.mark.parametrize("rightness", [1.0, 0.8, 0.0])
-def test_what_the_draft_knows_is_what_the_sequences_are(rightness: float) -> None:
+@pytest.mark.parametrize("accuracy", [1.0, 0.8, 0.0])
+def test_what_the_draft_knows_is_what_the_sequences_are(accuracy: float) -> None:
     drafted = accepted = 0
     for seed in range(60):
-        life = Life(seed, rightness)
+        life = DraftModelRun(seed, accuracy)
         life.run()
         assert not life.drafting.failed, f"seed {seed}"
         assert not life.drafting._model._progress, "nobody asks after those who ended"  # type: ignore[union-attr]
         drafted, accepted = drafted + life.counts[0], accepted + life.counts[1]
     assert drafted > 2_000
-    assert (accepted == drafted) == (rightness == 1.0)
+    assert (accepted == drafted) == (accuracy == 1.0)
 
 
 def started(tables: BlockTables, name: str, prompt: list[int]) -> Sequence:
@@ -94,7 +101,7 @@ def started(tables: BlockTables, name: str, prompt: list[int]) -> Sequence:
     return sequence
 
 
-class Recorder(PaperDraft):
+class Recorder(FakeDraftModel):
     """Tells what it is asked to compute."""
 
     def __init__(self) -> None:

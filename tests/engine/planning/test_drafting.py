@@ -11,7 +11,7 @@ from engine.planning.pace import _LONGEST_REST, _TRIAL_STEPS, Pace
 from engine.planning.request import DraftCount, FinishReason, Sequence
 from engine.planning.step import Chunk, Plan
 from engine.planning.step_costs import StepCosts
-from tests.engine.paper import drafting_always, make_request
+from tests.engine.fake_runner import drafting_always, make_request
 
 
 class Echo:

@@ -15,7 +15,7 @@ from engine.planning.grammar import Grammar, GrammarKind, Guide
 from engine.planning.grammar_check import GrammarCheck
 from engine.planning.grammars import GrammarError, Grammars, source_of
 from engine.planning.request import Request, SamplingParams
-from tests.gateway.desk import EOS, make_tokenizer
+from tests.gateway.harness import EOS, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 SCHEMA, REGEX, LARK = GrammarKind.JSON_SCHEMA, GrammarKind.REGEX, GrammarKind.LARK

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from engine.planning.lookup import LONGEST, SHORTEST, Lookup, TokenIndex
 from engine.planning.request import FinishReason, Sequence
-from tests.engine.paper import make_request
+from tests.engine.fake_runner import make_request
 
 tokens_of = st.lists(st.integers(0, 2), max_size=60)
 

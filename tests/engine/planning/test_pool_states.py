@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.planning.block_tables import BlockTables
 from engine.planning.blocks import BlockPool, PoolViolation
 from engine.planning.request import Sequence
-from tests.engine.paper import make_request
+from tests.engine.fake_runner import make_request
 from tests.few import examples
 
 BLOCK_SIZE = 4

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.planning.block_tables import BlockTables
 from engine.planning.prefix_index import extend_hashes
 from engine.planning.request import Request, Sequence
-from tests.engine.paper import expected_output, make_request
+from tests.engine.fake_runner import expected_output, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples
 

@@ -6,80 +6,80 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.paper import make_request
-from tests.engine.planning.test_scheduler import Bench, work
+from tests.engine.fake_runner import make_request
+from tests.engine.planning.test_scheduler import SchedulerHarness, work
 from tests.few import examples
 
 
 def test_a_follower_waits_for_a_prefix_of_several_steps_and_it_is_computed_once() -> None:
     """It waits for `first`, then for `second`, whose last step has tokens to spare while half can be found."""
-    bench = Bench(budget=12)
+    harness = SchedulerHarness(budget=12)
     shared = list(range(24))
-    bench.submit(make_request("first", [*shared[:8], 50], max_tokens=1))
-    bench.submit(make_request("second", [*shared, 51], max_tokens=1))
-    bench.submit(make_request("follower", [*shared, 52], max_tokens=1))
-    assert work(bench.step()) == [("first", 0, 9)]
-    assert [s.request.request_id for s in bench.scheduler.waiting] == ["second", "follower"]
-    assert work(bench.step()) == [("second", 8, 12)]
-    assert work(bench.step()) == [("second", 20, 5)]
-    assert work(bench.step()) == [("follower", 24, 1)]
+    harness.submit(make_request("first", [*shared[:8], 50], max_tokens=1))
+    harness.submit(make_request("second", [*shared, 51], max_tokens=1))
+    harness.submit(make_request("follower", [*shared, 52], max_tokens=1))
+    assert work(harness.step()) == [("first", 0, 9)]
+    assert [s.request.request_id for s in harness.scheduler.waiting] == ["second", "follower"]
+    assert work(harness.step()) == [("second", 8, 12)]
+    assert work(harness.step()) == [("second", 20, 5)]
+    assert work(harness.step()) == [("follower", 24, 1)]
 
 
 def test_a_follower_of_a_less_urgent_lane_waits_too() -> None:
-    bench = Bench(budget=10)
+    harness = SchedulerHarness(budget=10)
     shared = list(range(16))
-    bench.submit(make_request("owner", [*shared, 20], max_tokens=1, lane=0))
-    bench.step()
-    bench.submit(make_request("follower", [*shared, 21], max_tokens=1, lane=2))
-    bench.finish()
-    assert bench.runner.num_tokens == 16 + 2
+    harness.submit(make_request("owner", [*shared, 20], max_tokens=1, lane=0))
+    harness.step()
+    harness.submit(make_request("follower", [*shared, 21], max_tokens=1, lane=2))
+    harness.finish()
+    assert harness.runner.num_tokens == 16 + 2
 
 
 def test_an_urgent_request_does_not_wait_for_what_a_less_urgent_one_computes() -> None:
     """Newcomers of the urgent lane would hold up the owner, and the owner the one that waits for it."""
-    bench = Bench(num_blocks=600, budget=64, max_num_seqs=16, max_model_len=600)
+    harness = SchedulerHarness(num_blocks=600, budget=64, max_num_seqs=16, max_model_len=600)
     shared = [i % 50 for i in range(512)]
-    bench.submit(make_request("owner", [*shared, 1], max_tokens=2, lane=2))
-    bench.step()
-    bench.submit(make_request("urgent", [*shared, 2], max_tokens=2, lane=0, arrival_s=bench.now))
+    harness.submit(make_request("owner", [*shared, 1], max_tokens=2, lane=2))
+    harness.step()
+    harness.submit(make_request("urgent", [*shared, 2], max_tokens=2, lane=0, arrival_s=harness.now))
     num_later = 0
-    while not bench.tokens.get(("urgent", 0)):
+    while not harness.tokens.get(("urgent", 0)):
         later = [50 + num_later % 50, *range(60 + num_later % 7)]
-        bench.submit(make_request(f"later-{num_later}", later, max_tokens=1, lane=0, arrival_s=bench.now))
+        harness.submit(make_request(f"later-{num_later}", later, max_tokens=1, lane=0, arrival_s=harness.now))
         num_later += 1
-        bench.step()
+        harness.step()
         assert num_later < 50, "it starves"
     assert num_later <= 10, "512 tokens take 8 steps of 64"
-    assert not bench.tokens.get(("owner", 0)), "the owner still has its turn to wait for"
+    assert not harness.tokens.get(("owner", 0)), "the owner still has its turn to wait for"
 
 
 def test_others_wait_for_the_most_urgent_of_those_that_compute_a_prefix() -> None:
-    bench = Bench(budget=8)
+    harness = SchedulerHarness(budget=8)
     shared = list(range(20))
-    bench.submit(make_request("batch", [*shared, *range(60, 90)], max_tokens=1, lane=2))
-    assert work(bench.step()) == [("batch", 0, 8)]
-    bench.submit(make_request("urgent", [*shared, 50], max_tokens=1, lane=0))
-    assert work(bench.step()) == [("urgent", 8, 8)]
-    bench.submit(make_request("follower", [*shared, 51], max_tokens=1, lane=0))
-    assert work(bench.step()) == [("urgent", 16, 5), ("batch", 8, 3)]
-    assert [s.request.request_id for s in bench.scheduler.waiting] == ["follower"]
-    assert work(bench.step())[0] == ("follower", 20, 1)
+    harness.submit(make_request("batch", [*shared, *range(60, 90)], max_tokens=1, lane=2))
+    assert work(harness.step()) == [("batch", 0, 8)]
+    harness.submit(make_request("urgent", [*shared, 50], max_tokens=1, lane=0))
+    assert work(harness.step()) == [("urgent", 8, 8)]
+    harness.submit(make_request("follower", [*shared, 51], max_tokens=1, lane=0))
+    assert work(harness.step()) == [("urgent", 16, 5), ("batch", 8, 3)]
+    assert [s.request.request_id for s in harness.scheduler.waiting] == ["follower"]
+    assert work(harness.step())[0] == ("follower", 20, 1)
 
 
 def test_who_waited_for_a_prefix_goes_before_newcomers_of_its_lane_beside_a_long_less_urgent_prompt() -> None:
-    bench = Bench(budget=8)
+    harness = SchedulerHarness(budget=8)
     shared = list(range(8))
-    bench.submit(make_request("batch", list(range(100, 180)), max_tokens=1, lane=2))
-    bench.step()
-    bench.submit(make_request("owner", [*shared, 20], max_tokens=1))
-    bench.submit(make_request("follower", [*shared, 21], max_tokens=1))
+    harness.submit(make_request("batch", list(range(100, 180)), max_tokens=1, lane=2))
+    harness.step()
+    harness.submit(make_request("owner", [*shared, 20], max_tokens=1))
+    harness.submit(make_request("follower", [*shared, 21], max_tokens=1))
     newcomers = 0
-    while ("follower", 0) not in bench.last:
-        bench.submit(make_request(f"newcomer-{newcomers}", [40 + newcomers] * 8, max_tokens=1))
+    while ("follower", 0) not in harness.last:
+        harness.submit(make_request(f"newcomer-{newcomers}", [40 + newcomers] * 8, max_tokens=1))
         newcomers += 1
-        bench.step()
+        harness.step()
         assert newcomers < 20, "it starves"
-    overtook = [name for name, _ in bench.last if name.startswith("newcomer")]
+    overtook = [name for name, _ in harness.last if name.startswith("newcomer")]
     assert len(overtook) <= 1
 
 
@@ -107,40 +107,40 @@ def test_later_work_of_its_lane_overtakes_who_waits_for_a_prefix_only_so_often(
     cancel_at: int | None,
 ) -> None:
     """However many come: those that had their place before, and those that a step had tokens to spare for."""
-    bench = Bench(num_blocks=num_blocks, budget=budget, max_num_seqs=seats)
+    harness = SchedulerHarness(num_blocks=num_blocks, budget=budget, max_num_seqs=seats)
     length, max_tokens, at_a_time = newcomer
     shared = [i % 11 for i in range(4 * prefix)]
     if background:
-        bench.submit(make_request("background", [12] * background, max_tokens=1, lane=2))
-    bench.submit(make_request("owner", [*shared, 20], max_tokens=3, lane=owner_lane))
-    bench.step()
-    bench.submit(make_request("follower", [*shared, 21], max_tokens=1, lane=lane, arrival_s=bench.now))
+        harness.submit(make_request("background", [12] * background, max_tokens=1, lane=2))
+    harness.submit(make_request("owner", [*shared, 20], max_tokens=3, lane=owner_lane))
+    harness.step()
+    harness.submit(make_request("follower", [*shared, 21], max_tokens=1, lane=lane, arrival_s=harness.now))
     count = 0
     for step in range(400):
-        if ("follower", 0) in bench.last:
+        if ("follower", 0) in harness.last:
             break
-        if step == cancel_at and not bench.queue.cancel("owner"):
-            bench.receive(bench.scheduler.cancel("owner", bench.now))
+        if step == cancel_at and not harness.queue.cancel("owner"):
+            harness.receive(harness.scheduler.cancel("owner", harness.now))
         for _ in range(at_a_time):
             prompt = [30 + count % 20] * length
             request = make_request(
-                f"later-{count}", prompt, max_tokens=max_tokens, lane=lane, arrival_s=bench.now
+                f"later-{count}", prompt, max_tokens=max_tokens, lane=lane, arrival_s=harness.now
             )
-            bench.submit(request)
+            harness.submit(request)
             count += 1
-        bench.step()
-    assert ("follower", 0) in bench.last, "it starves"
-    overtook = sum(1 for name, _ in bench.tokens if name.startswith("later"))
+        harness.step()
+    assert ("follower", 0) in harness.last, "it starves"
+    overtook = sum(1 for name, _ in harness.tokens if name.startswith("later"))
     assert overtook <= budget + seats
 
 
 @pytest.mark.parametrize("seats", [1, 3])
 def test_no_more_followers_are_taken_from_the_queue_than_can_run(seats: int) -> None:
     """The rest keep their place in the queue, where lanes, tenants and deadlines decide."""
-    bench = Bench(budget=6, max_num_seqs=seats + 1)
+    harness = SchedulerHarness(budget=6, max_num_seqs=seats + 1)
     shared = list(range(40))
-    bench.submit(*(make_request(f"r{i}", [*shared, 50 + i], max_tokens=1) for i in range(12)))
-    bench.submit(make_request("other", [99, 98], max_tokens=1))
+    harness.submit(*(make_request(f"r{i}", [*shared, 50 + i], max_tokens=1) for i in range(12)))
+    harness.submit(make_request("other", [99, 98], max_tokens=1))
     for _ in range(7):
-        bench.step()
-    assert len(bench.scheduler.waiting) <= seats + 1
+        harness.step()
+    assert len(harness.scheduler.waiting) <= seats + 1

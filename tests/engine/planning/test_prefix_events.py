@@ -20,7 +20,7 @@ from engine.planning.request import FinishReason, Sequence
 from engine.planning.scheduler import SchedulerLimits
 from engine.planning.step import StepReport
 from priority.queue import LaneQueue
-from tests.engine.paper import PaperRunner, PaperSink, make_request
+from tests.engine.fake_runner import FakeRunner, FakeSink, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples
 
@@ -152,9 +152,9 @@ class Watched:
         self.queue = LaneQueue(threading.Lock())
         ticks = itertools.count(1)
         self.engine = Engine(
-            lambda: PaperRunner(64, BLOCK_SIZE),
+            lambda: FakeRunner(64, BLOCK_SIZE),
             self.queue,
-            PaperSink(),
+            FakeSink(),
             SchedulerLimits(max_batch_tokens=32, max_num_seqs=4, max_model_len=100),
             deliver=self.reports.put,
             clock=lambda: float(next(ticks)),

@@ -23,16 +23,16 @@ from engine.planning.request import FinishReason, Output, Request
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import OutOfMemory, Plan, StepInFlight
 from priority.queue import LaneQueue
-from tests.engine.late import LateRunner
-from tests.engine.paper import (
-    PaperDraft,
-    PaperProposer,
-    PaperRunner,
-    PaperSink,
-    ReckonsNot,
+from tests.engine.fake_runner import (
+    FakeDraftModel,
+    FakeProposer,
+    FakeRunner,
+    FakeSink,
+    UnpricedDrafting,
     expected_output,
     make_request,
 )
+from tests.engine.queued_runner import QueuedRunner
 from tests.few import examples
 
 BLOCK_SIZE = 4
@@ -45,10 +45,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         prefix_cache=st.booleans(),
         window=st.sampled_from([0, 0, 1, 3, 4, 5, 8, 11, 20]),
-        is_late=st.booleans(),
+        is_queued=st.booleans(),
         max_drafts=st.sampled_from([0, 1, 3, 8]),
         proposers=st.sampled_from(["lookup", "draft", "both"]),
-        rightness=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+        accuracy=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
         pace=st.randoms(use_true_random=False),
     )
     def build(
@@ -58,29 +58,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         prefix_cache: bool,
         window: int,
-        is_late: bool,
+        is_queued: bool,
         max_drafts: int,
         proposers: str,
-        rightness: float,
+        accuracy: float,
         pace: random.Random,
     ) -> None:
         self.queue = LaneQueue(Lock())
         self.window = window
         self.tables = BlockTables(num_blocks, BLOCK_SIZE, prefix_cache=prefix_cache, window=window)
-        self.runner: PaperRunner = PaperRunner(num_blocks, BLOCK_SIZE, window)
-        if is_late:
-            self.runner = late = LateRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, window)
+        self.runner: FakeRunner = FakeRunner(num_blocks, BLOCK_SIZE, window)
+        if is_queued:
+            self.runner = late = QueuedRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, window)
             late.watch(self.tables)
         self.flights: deque[tuple[Plan, StepInFlight]] = deque()
         self.budget = budget
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=28)
         lookup, model = None, None
         if proposers != "draft" or window:  # under a window, blocks are given back that a draft would read
-            lookup = PaperProposer(pace, rightness, window)
+            lookup = FakeProposer(pace, accuracy, window)
         if proposers != "lookup" and not window:
-            model = DraftModel(PaperDraft(num_blocks, BLOCK_SIZE, pace, rightness))
-        self.drafting = ReckonsNot(lookup, max_drafts, model, pace) if max_drafts else None
-        self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits, self.drafting)
+            model = DraftModel(FakeDraftModel(num_blocks, BLOCK_SIZE, pace, accuracy))
+        self.drafting = UnpricedDrafting(lookup, max_drafts, model, pace) if max_drafts else None
+        self.scheduler = Scheduler(self.queue, self.tables, FakeSink(), limits, self.drafting)
         self.pace = pace
         self.requests: dict[str, Request] = {}
         self.tokens: dict[tuple[str, int], list[int]] = {}

@@ -1,4 +1,4 @@
-"""What every plan keeps, over random work: requests that arrive at any time to a house short of blocks and seats."""
+"""What every plan keeps, over random work: requests that arrive at any time to an engine short of blocks and seats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.planning.request import FinishReason, Request
 from engine.planning.step import Plan
-from tests.engine.paper import expected_output, make_request
+from tests.engine.fake_runner import expected_output, make_request
 from tests.engine.workloads import BLOCK_SIZE, Key, Piece, Run, Workload, workloads
 from tests.few import examples
 

@@ -8,8 +8,8 @@ import pytest
 
 from engine.planning.request import FinishReason, Sequence, TokenLogprobs
 from engine.planning.step import Sampled, StepResult
-from tests.engine.paper import make_request
-from tests.engine.planning.test_scheduler import Bench
+from tests.engine.fake_runner import make_request
+from tests.engine.planning.test_scheduler import SchedulerHarness
 
 
 def names(sequences: list[Sequence]) -> list[str]:
@@ -17,38 +17,38 @@ def names(sequences: list[Sequence]) -> list[str]:
 
 
 def test_who_ended_or_gave_way_has_departed_once() -> None:
-    bench = Bench()
-    bench.submit(*(make_request(name, [i] * 5, max_tokens=9) for i, name in enumerate("abcd")))
-    bench.submit(make_request("short", [9], max_tokens=1))
-    bench.step()
-    assert names(bench.scheduler.take_departed()) == ["short"]
-    running = {s.request.request_id: s for s in bench.scheduler.running}
-    bench.scheduler.preempt(running["a"])
-    bench.scheduler.cancel("b", bench.now)
-    bench.scheduler.fail([running["c"]], "broken", bench.now)
-    assert names(bench.scheduler.take_departed()) == ["a", "b", "c"]
-    assert bench.scheduler.take_departed() == []
+    harness = SchedulerHarness()
+    harness.submit(*(make_request(name, [i] * 5, max_tokens=9) for i, name in enumerate("abcd")))
+    harness.submit(make_request("short", [9], max_tokens=1))
+    harness.step()
+    assert names(harness.scheduler.take_departed()) == ["short"]
+    running = {s.request.request_id: s for s in harness.scheduler.running}
+    harness.scheduler.preempt(running["a"])
+    harness.scheduler.cancel("b", harness.now)
+    harness.scheduler.fail([running["c"]], "broken", harness.now)
+    assert names(harness.scheduler.take_departed()) == ["a", "b", "c"]
+    assert harness.scheduler.take_departed() == []
 
 
 def test_who_gave_way_twice_departs_twice_and_once_more_at_its_end() -> None:
-    bench = Bench()
-    bench.submit(make_request("r", [1] * 5, max_tokens=9))
+    harness = SchedulerHarness()
+    harness.submit(make_request("r", [1] * 5, max_tokens=9))
     for _ in range(2):
-        bench.step()
-        bench.scheduler.preempt(bench.scheduler.running[0])
-    assert names(bench.scheduler.take_departed()) == ["r", "r"]
-    bench.scheduler.cancel("r", bench.now)
-    assert names(bench.scheduler.take_departed()) == ["r"]
+        harness.step()
+        harness.scheduler.preempt(harness.scheduler.running[0])
+    assert names(harness.scheduler.take_departed()) == ["r", "r"]
+    harness.scheduler.cancel("r", harness.now)
+    assert names(harness.scheduler.take_departed()) == ["r"]
 
 
 def test_a_failed_step_and_bad_logits_depart_too() -> None:
-    bench = Bench()
-    bench.submit(make_request("bad", [1]), make_request("broken", [2]))
-    bench.runner.bad.add(("bad", 0))
-    bench.step()
-    assert names(bench.scheduler.take_departed()) == ["bad"]
-    bench.scheduler.fail_step(bench.scheduler.plan(5.0), "broken", 5.0)
-    assert names(bench.scheduler.take_departed()) == ["broken"]
+    harness = SchedulerHarness()
+    harness.submit(make_request("bad", [1]), make_request("broken", [2]))
+    harness.runner.bad.add(("bad", 0))
+    harness.step()
+    assert names(harness.scheduler.take_departed()) == ["bad"]
+    harness.scheduler.fail_step(harness.scheduler.plan(5.0), "broken", 5.0)
+    assert names(harness.scheduler.take_departed()) == ["broken"]
 
 
 def sequences_alive() -> set[str]:
@@ -57,40 +57,42 @@ def sequences_alive() -> set[str]:
 
 
 def test_nothing_keeps_a_sequence_that_has_ended() -> None:
-    bench = Bench(num_blocks=12, budget=12, max_num_seqs=3)
+    harness = SchedulerHarness(num_blocks=12, budget=12, max_num_seqs=3)
     shared = list(range(8))
     for i in range(6):
-        bench.submit(make_request(f"free-{i}", [*shared, 20 + i], max_tokens=2 + i, n=1 + i % 2, lane=i % 3))
+        harness.submit(
+            make_request(f"free-{i}", [*shared, 20 + i], max_tokens=2 + i, n=1 + i % 2, lane=i % 3)
+        )
     for step in range(40):
-        bench.step()
+        harness.step()
         if step == 2:
-            bench.scheduler.preempt(bench.scheduler.running[0])
+            harness.scheduler.preempt(harness.scheduler.running[0])
         if step == 4:
-            bench.receive(bench.scheduler.cancel("free-5", bench.now))
-    bench.finish()
-    bench.scheduler.take_departed()
+            harness.receive(harness.scheduler.cancel("free-5", harness.now))
+    harness.finish()
+    harness.scheduler.take_departed()
     assert not {name for name in sequences_alive() if name.startswith("free-")}
 
 
 def test_a_request_that_was_looked_at_and_cancelled_in_the_queue_is_not_kept() -> None:
-    bench = Bench(num_blocks=9)
-    bench.submit(make_request("kept-big", [1] * 16, max_tokens=8))
-    bench.step()
-    bench.submit(make_request("kept-wide", [2] * 24, max_tokens=1))
-    bench.step()
-    assert bench.queue.cancel("kept-wide")
-    bench.step()
+    harness = SchedulerHarness(num_blocks=9)
+    harness.submit(make_request("kept-big", [1] * 16, max_tokens=8))
+    harness.step()
+    harness.submit(make_request("kept-wide", [2] * 24, max_tokens=1))
+    harness.step()
+    assert harness.queue.cancel("kept-wide")
+    harness.step()
     assert "kept-wide" not in sequences_alive()
-    bench.finish()
+    harness.finish()
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
 def test_every_token_is_an_output_with_its_logprobs_and_none_comes_after_the_end(max_tokens: int) -> None:
-    bench = Bench()
-    bench.submit(make_request("r", [1, 2], max_tokens=max_tokens))
-    plan = bench.scheduler.plan(1.0)
+    harness = SchedulerHarness()
+    harness.submit(make_request("r", [1, 2], max_tokens=max_tokens))
+    plan = harness.scheduler.plan(1.0)
     logprobs = [TokenLogprobs(-0.5 * i, ((i, -0.1),)) for i in range(2)]
-    outputs = bench.scheduler.commit(plan, StepResult([Sampled([7, 8], logprobs)]), 1.0)
+    outputs = harness.scheduler.commit(plan, StepResult([Sampled([7, 8], logprobs)]), 1.0)
     num_tokens = min(2, max_tokens)
     assert [output.token_ids for output in outputs] == [[7], [8]][:num_tokens]
     assert [output.logprobs for output in outputs] == [[one] for one in logprobs][:num_tokens]

@@ -14,8 +14,8 @@ from engine.planning.request import NO_LIMIT, Sequence
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan
 from priority.queue import LaneQueue
-from tests.engine.late import LateRunner
-from tests.engine.paper import PaperRunner, PaperSink, expected_output, make_request
+from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output, make_request
+from tests.engine.queued_runner import QueuedRunner
 from tests.few import examples
 
 BLOCK_SIZE = 4
@@ -29,22 +29,22 @@ def computed(tables: BlockTables, prompt: list[int]) -> Sequence:
     return sequence
 
 
-class House:
+class WindowedScheduler:
     """A scheduler with a window, and a runner that reads no block behind it."""
 
     def __init__(
-        self, window: int, *, num_blocks: int, budget: int = 8, is_late: bool = False, seed: int = 0
+        self, window: int, *, num_blocks: int, budget: int = 8, is_queued: bool = False, seed: int = 0
     ) -> None:
         pace = random.Random(seed)
         self.window = window
-        self.runner = PaperRunner(num_blocks, BLOCK_SIZE, window)
+        self.runner = FakeRunner(num_blocks, BLOCK_SIZE, window)
         self.tables = BlockTables(num_blocks, BLOCK_SIZE, window=window)
-        if is_late:
-            self.runner = late = LateRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, window)
+        if is_queued:
+            self.runner = late = QueuedRunner(num_blocks, BLOCK_SIZE, lambda: pace.random() < 0.5, window)
             late.watch(self.tables)
         self.queue = LaneQueue(Lock())
         limits = SchedulerLimits(max_batch_tokens=budget, max_num_seqs=4, max_model_len=400)
-        self.scheduler = Scheduler(self.queue, self.tables, PaperSink(), limits)
+        self.scheduler = Scheduler(self.queue, self.tables, FakeSink(), limits)
         self.tokens: dict[tuple[str, int], list[int]] = {}
         self.cached: dict[str, int] = {}
         self.most_held = 0
@@ -192,27 +192,27 @@ def test_a_window_sets_no_limit_to_the_length_unless_it_is_wider_than_the_pool()
     budget=st.integers(1, 20),
     lengths=st.lists(st.integers(1, 120), min_size=1, max_size=3),
     n=st.integers(1, 3),
-    is_late=st.booleans(),
+    is_queued=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_prompts_longer_than_the_pool_are_served(
-    window: int, num_blocks: int, budget: int, lengths: list[int], n: int, is_late: bool, seed: int
+    window: int, num_blocks: int, budget: int, lengths: list[int], n: int, is_queued: bool, seed: int
 ) -> None:
-    house = House(window, num_blocks=num_blocks, budget=budget, is_late=is_late, seed=seed)
-    longest = house.scheduler.max_len - 1
-    house.run(*([i % 7 for i in range(min(length, longest))] for length in lengths), n=n)
+    windowed = WindowedScheduler(window, num_blocks=num_blocks, budget=budget, is_queued=is_queued, seed=seed)
+    longest = windowed.scheduler.max_len - 1
+    windowed.run(*([i % 7 for i in range(min(length, longest))] for length in lengths), n=n)
 
 
 @pytest.mark.parametrize("window", [1, 4, 7])
 def test_a_sequence_holds_no_more_than_window_and_chunk(window: int) -> None:
-    house = House(window, num_blocks=40, budget=8)
-    house.run(list(range(150)), max_tokens=20)
-    assert house.most_held <= house.tables.blocks_for(window + 8) + 1
+    windowed = WindowedScheduler(window, num_blocks=40, budget=8)
+    windowed.run(list(range(150)), max_tokens=20)
+    assert windowed.most_held <= windowed.tables.blocks_for(window + 8) + 1
 
 
 def test_the_next_turn_of_a_long_conversation_is_a_hit() -> None:
-    house = House(8, num_blocks=12)
+    windowed = WindowedScheduler(8, num_blocks=12)
     prompt = [i % 13 for i in range(100)]
-    house.run(prompt, max_tokens=4)
-    house.run([*prompt, 1, 2, 3], max_tokens=4)
-    assert house.cached["r0"] == 100
+    windowed.run(prompt, max_tokens=4)
+    windowed.run([*prompt, 1, 2, 3], max_tokens=4)
+    assert windowed.cached["r0"] == 100

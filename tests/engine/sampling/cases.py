@@ -18,7 +18,7 @@ from engine.sampling import reference
 from engine.sampling.noise import split_mix
 from engine.sampling.sampler import Sampler
 from engine.sampling.tables import ROW, Choose, Filters, SamplingTables
-from tests.engine.sampling import by_hand
+from tests.engine.sampling import numpy_reference
 
 VOCAB = 40
 EOS = 3
@@ -99,7 +99,7 @@ def choose_next(sequences: list[Sequence], logits: Tensor, **options: Any) -> li
 
 def assert_by_hand(token_ids: list[int], logits: Tensor, sequences: Iterable[Sequence]) -> None:
     for token_id, row, sequence in zip(token_ids, logits.tolist(), sequences, strict=True):
-        assert token_id in by_hand.acceptable(row, sequence, frozenset({EOS}))
+        assert token_id in numpy_reference.acceptable(row, sequence, frozenset({EOS}))
 
 
 @lru_cache(maxsize=4)

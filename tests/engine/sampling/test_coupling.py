@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from engine.sampling import reference
-from tests.engine.sampling.by_hand import F64
 from tests.engine.sampling.cases import draws, states
+from tests.engine.sampling.numpy_reference import F64
 
 VOCAB = 32
 NUM = 4_000

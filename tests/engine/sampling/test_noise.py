@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
 from tests.engine.ranges import FUNCTION, gamma
-from tests.engine.sampling import by_hand
+from tests.engine.sampling import numpy_reference
 from tests.engine.sampling.cases import states
 from tests.engine.sampling.frequencies import assert_frequencies, assert_independent
 
@@ -32,7 +32,7 @@ def keys_of(state: NDArray[np.uint64], number: int = 0) -> Tensor:
 
 def bits_of(key: int, token_id: int) -> int:
     """In Python's integers, the bits of one token."""
-    return int(by_hand.finalized(by_hand.finalized(token_id ^ key % 2**32) ^ key // 2**32))
+    return int(numpy_reference.finalized(numpy_reference.finalized(token_id ^ key % 2**32) ^ key // 2**32))
 
 
 def top(bits: Tensor, num_bits: int) -> NDArray[np.int64]:
@@ -52,7 +52,7 @@ def test_a_seed_counts_modulo_2_to_the_64() -> None:
 
 def test_the_finalizer_is_the_published_one() -> None:
     """MurmurHash3_x86_32 of no bytes is the finalizer of its seed; test vectors of its author's test suite."""
-    assert [by_hand.finalized(seed) for seed in (0, 1, 0xFFFFFFFF)] == [0, 0x514E28B7, 0x81F16F39]
+    assert [numpy_reference.finalized(seed) for seed in (0, 1, 0xFFFFFFFF)] == [0, 0x514E28B7, 0x81F16F39]
 
 
 @given(st.lists(st.tuples(STATES, NUMBERS), min_size=1, max_size=5))
@@ -67,7 +67,7 @@ def test_the_bits_of_a_token_are_its_id_finalized_under_each_half_of_the_key(key
     found = hashes(as_int64(np.array(keys, np.uint64)), 50)
     expected = [[bits_of(key, token_id) for token_id in range(50)] for key in keys]
     assert found.tolist() == expected
-    assert [by_hand.noise_bits(key, 50).tolist() for key in keys] == expected
+    assert [numpy_reference.noise_bits(key, 50).tolist() for key in keys] == expected
 
 
 def test_the_bits_of_a_large_vocabulary() -> None:
@@ -89,7 +89,7 @@ def test_the_noise_is_that_of_float64() -> None:
     assert found.dtype == torch.float32
     # What the inner logarithm is off, relatively, is what the outer one is off beside its own error.
     atol, rtol = gamma(FUNCTION + 1), gamma(FUNCTION)
-    np.testing.assert_allclose(found.numpy(), by_hand.gumbel(np.array(bits)), atol=atol, rtol=rtol)
+    np.testing.assert_allclose(found.numpy(), numpy_reference.gumbel(np.array(bits)), atol=atol, rtol=rtol)
 
 
 def test_the_noise_lies_within_its_bounds_and_falls_as_the_bits_rise() -> None:
@@ -160,7 +160,7 @@ def test_choices_are_independent_of_each_other(index: int) -> None:
 
 
 def test_choices_and_output_tokens_have_keys_of_their_own() -> None:
-    keys = {by_hand.noise_key(7, index, number) for index in range(20) for number in range(20)}
+    keys = {numpy_reference.noise_key(7, index, number) for index in range(20) for number in range(20)}
     assert len(keys) == 400
 
 

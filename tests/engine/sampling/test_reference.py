@@ -19,7 +19,7 @@ from engine.sampling.sampler import Sampler
 from engine.sampling.tables import Filters
 from tests.engine.fake_cuda import CudaGraph, patched
 from tests.engine.ranges import assert_logprobs
-from tests.engine.sampling import by_hand
+from tests.engine.sampling import numpy_reference
 from tests.engine.sampling.cases import (
     EOS,
     PARAMS,
@@ -58,8 +58,8 @@ def test_a_token_is_chosen_as_written_down(
 ) -> None:
     sequence = make_sequence(params[0] | params[1], prompt, data.draw(st.lists(TOKENS, max_size=6)))
     (token_id,) = choose_next([sequence], torch.tensor([logits]))
-    assert token_id in by_hand.acceptable(logits, sequence, frozenset({EOS}))
-    values = by_hand.processed(logits, sequence, frozenset({EOS}))
+    assert token_id in numpy_reference.acceptable(logits, sequence, frozenset({EOS}))
+    values = numpy_reference.processed(logits, sequence, frozenset({EOS}))
     if sequence.request.sampling.temperature == 0 and values.max() > -math.inf:
         assert token_id == values.argmax(), "the lowest id of the largest"
 
@@ -102,7 +102,7 @@ def test_exactly_what_the_filters_keep_is_drawn(
 ) -> None:
     """By rank and ties, with so many draws that every token that is kept comes."""
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    expected, also = by_hand.kept(np.array(logits), params)
+    expected, also = numpy_reference.kept(np.array(logits), params)
     assert (expected == also).all()
     depth = -math.log(min_p) if min_p else math.inf
     found = draws(

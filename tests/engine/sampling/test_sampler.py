@@ -18,7 +18,7 @@ from engine.sampling import reference
 from engine.sampling.noise import noise_keys, split_mix
 from engine.sampling.sampler import Sampler, has_penalties
 from engine.sampling.tables import GRAPH_FILTERS, ROW, Filters, SamplingTables
-from tests.engine.sampling import by_hand
+from tests.engine.sampling import numpy_reference
 from tests.engine.sampling.cases import (
     CPU,
     EOS,
@@ -210,7 +210,7 @@ def test_noise_depends_on_seed_choice_and_number_and_on_nothing_else(
     rows = [one, other, *neighbours]
     numbers = torch.tensor([sequence.num_output_tokens for sequence in rows], dtype=torch.int32)
     keys = noise_keys(holding(rows, vocab=60).tables.column("state"), numbers).tolist()
-    assert keys[0] % 2**64 == by_hand.noise_key(seed, index, number)
+    assert keys[0] % 2**64 == numpy_reference.noise_key(seed, index, number)
     assert keys[0] == keys[1]
     assert keys[0] not in keys[2:]
 

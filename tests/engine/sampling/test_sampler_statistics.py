@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from engine.sampling.tables import Choose, Filters
 from tests.engine.ranges import assert_logprobs
-from tests.engine.sampling.by_hand import F64
 from tests.engine.sampling.cases import choose_next, draws, holding, make_sequence, sample, states
 from tests.engine.sampling.frequencies import assert_frequencies, assert_independent, bound, chi_square
+from tests.engine.sampling.numpy_reference import F64
 from tests.few import examples
 
 VOCAB = 24

@@ -13,8 +13,8 @@ from gateway.http.errors import ApiError
 from gateway.service import ServiceOptions
 from gateway.store.interface import Quota
 from priority.lanes import Tenant
-from tests.gateway.desk import MODEL, Desk, chat_body, serving
-from tests.gateway.raw import dialled, get, post
+from tests.gateway.harness import MODEL, Gateway, chat_body, serving
+from tests.gateway.raw_http import connect, get, post
 
 pytestmark = pytest.mark.anyio
 
@@ -26,12 +26,12 @@ KEYS = {
 }
 
 
-def locked() -> Desk:
-    return Desk(ServiceOptions(models=(MODEL,), clients=KEYS))
+def locked() -> Gateway:
+    return Gateway(ServiceOptions(models=(MODEL,), clients=KEYS))
 
 
 async def test_a_bearer_key_opens_however_it_is_spelt() -> None:
-    async with serving(locked().app) as url, dialled(url) as line:
+    async with serving(locked().app) as url, connect(url) as connection:
         for value in (
             f"Bearer {KEY}",
             f"bearer {KEY}",
@@ -39,10 +39,10 @@ async def test_a_bearer_key_opens_however_it_is_spelt() -> None:
             f"Bearer   {KEY}",
             f"Bearer {KEY}  ",
         ):
-            line.send(get("/v1/models", f"authorization: {value}"))
-            assert (await line.answer()).status == 200, value
-        line.send(get("/v1/models", f"x-api-key: {KEY}"))  # Anthropic's way
-        assert (await line.answer()).status == 200
+            connection.send(get("/v1/models", f"authorization: {value}"))
+            assert (await connection.answer()).status == 200, value
+        connection.send(get("/v1/models", f"x-api-key: {KEY}"))  # Anthropic's way
+        assert (await connection.answer()).status == 200
 
 
 NO_KEYS = [
@@ -70,10 +70,10 @@ NO_KEYS = [
 
 
 async def test_nothing_else_opens() -> None:
-    async with serving(locked().app) as url, dialled(url) as line:
+    async with serving(locked().app) as url, connect(url) as connection:
         for headers in NO_KEYS:
-            line.send(get(f"/v1/models?api_key={KEY}", *headers))
-            answer = await line.answer()
+            connection.send(get(f"/v1/models?api_key={KEY}", *headers))
+            answer = await connection.answer()
             assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer"), headers
             assert answer.error["code"] == "invalid_api_key"
             assert KEY.encode() not in answer.body
@@ -81,7 +81,7 @@ async def test_nothing_else_opens() -> None:
 
 async def test_who_may_not_enter_learns_nothing_of_what_is_inside() -> None:
     """Not which models there are, nor whether a body would have been right."""
-    async with serving(locked().app) as url, dialled(url) as line:
+    async with serving(locked().app) as url, connect(url) as connection:
         bodies = []
         for request in (
             get(f"/v1/models/{MODEL}"),
@@ -90,8 +90,8 @@ async def test_who_may_not_enter_learns_nothing_of_what_is_inside() -> None:
             post(CHAT, {"wrong": 1}),
             get(CHAT, "content-length: 0", method="POST"),
         ):
-            line.send(request)
-            answer = await line.answer()
+            connection.send(request)
+            answer = await connection.answer()
             assert answer.status == 401
             bodies.append(answer.body)
     assert len(set(bodies)) == 1
@@ -101,18 +101,18 @@ async def test_no_key_is_ever_written_down(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the right one nor, as it may be the right one of another server, a wrong one."""
-    desk = locked()
+    gateway = locked()
     right, wrong = f"authorization: Bearer {KEY}", "authorization: Bearer the-key-of-another-server"
     said = b""
-    async with serving(desk.app) as url:
+    async with serving(gateway.app) as url:
         for name in ("", "uvicorn", "uvicorn.error", "uvicorn.access"):
             caplog.set_level(logging.DEBUG, name)
             monkeypatch.setattr(logging.getLogger(name), "propagate", True)
-        async with dialled(url) as line:
-            line.send(post(CHAT, chat_body(stream=True), right))
-            desk.answer(await desk.taken(), "ok")
-            said += (await line.answer()).body
-            monkeypatch.setattr(desk.service.tokenizer, "encode", None)
+        async with connect(url) as connection:
+            connection.send(post(CHAT, chat_body(stream=True), right))
+            gateway.answer(await gateway.taken(), "ok")
+            said += (await connection.answer()).body
+            monkeypatch.setattr(gateway.service.tokenizer, "encode", None)
             for request in (
                 get("/v1/models", wrong),
                 get("/v1/models", right),
@@ -121,30 +121,30 @@ async def test_no_key_is_ever_written_down(
                 get("/metrics", right),
                 post(CHAT, chat_body(), right),
             ):
-                line.send(request)
-                answer = await line.answer()
+                connection.send(request)
+                answer = await connection.answer()
                 said += repr(answer.headers).encode() + answer.body
             assert answer.status == 500
     assert "Traceback" in caplog.text
     assert "GET /v1/models" in caplog.text
     assert b"Traceback" not in said
-    written = said.decode() + caplog.text + repr(vars(desk.service.access))
+    written = said.decode() + caplog.text + repr(vars(gateway.service.access))
     for key in (KEY, "the-key-of-another-server"):
         assert key not in written
         assert digest_of(key).hex() not in written
 
 
 async def test_a_key_belongs_to_its_request_and_not_to_its_connection() -> None:
-    desk = locked()
-    async with serving(desk.app) as url, dialled(url) as line:
+    gateway = locked()
+    async with serving(gateway.app) as url, connect(url) as connection:
         for name in ("ann", "bob"):
-            line.send(post(CHAT, chat_body(), f"authorization: Bearer the-key-of-{name}-0123456789"))
-            request = await desk.taken()
-            desk.answer(request, "ok")
-            assert (await line.answer()).status == 200
+            connection.send(post(CHAT, chat_body(), f"authorization: Bearer the-key-of-{name}-0123456789"))
+            request = await gateway.taken()
+            gateway.answer(request, "ok")
+            assert (await connection.answer()).status == 200
             assert (request.tenant, request.salt) == (name, name.encode())
-        line.send(post(CHAT, chat_body()))
-        assert (await line.answer()).status == 401
+        connection.send(post(CHAT, chat_body()))
+        assert (await connection.answer()).status == 401
 
 
 PRINTABLE = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=40)

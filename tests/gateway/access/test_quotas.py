@@ -20,14 +20,15 @@ from gateway.service import ServiceOptions
 from gateway.store.interface import LEASE_S, Grant, Quota, StoreUnavailable
 from gateway.store.memory import MemoryStore
 from priority.lanes import Tenant
-from tests.gateway.desk import MODEL, Clock, Desk, chat_body, serving, settled
+from tests.clock import Clock
+from tests.gateway.harness import MODEL, Gateway, chat_body, serving, settled
 
 pytestmark = pytest.mark.anyio
 
 MINUTE_S = 60.0
 
 
-class Told(MemoryStore):
+class RecordingStore(MemoryStore):
     """A store that remembers what it was told, and fails if it is `gone`."""
 
     def __init__(self, clock: Clock) -> None:
@@ -60,12 +61,12 @@ class Told(MemoryStore):
         await self.answer.wait()
 
 
-class Till:
+class QuotaHarness:
     """Quotas on a store and a clock that are the test's."""
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.store = Told(self.clock)
+        self.store = RecordingStore(self.clock)
         self.quotas = Quotas(self.store, self.clock)
 
     async def ask(
@@ -92,50 +93,54 @@ def ann(
 
 
 async def test_who_has_no_quota_costs_the_store_nothing() -> None:
-    till = Till()
-    async with till.quotas.running():
-        reservation = await till.ask(ann())
-        await till.quotas.renew()
+    quotas = QuotaHarness()
+    async with quotas.quotas.running():
+        reservation = await quotas.ask(ann())
+        await quotas.quotas.renew()
         reservation.end(100)
     assert reservation.headers == {}
-    assert till.store.calls == []
+    assert quotas.store.calls == []
 
 
 async def test_a_request_is_reserved_settled_and_released() -> None:
-    till, client = Till(), ann(tokens_per_minute=1_000)
-    async with till.quotas.running():
-        reservation = await till.ask(client)
+    quotas, client = QuotaHarness(), ann(tokens_per_minute=1_000)
+    async with quotas.quotas.running():
+        reservation = await quotas.ask(client)
         reservation.end(30)
-    assert till.store.calls == [("reserve", "ann", 100, "a"), ("settle", "ann", -70), ("release", "ann", "a")]
-    assert (await till.ask(client, 1, 1)).headers["x-ratelimit-remaining-tokens"] == str(1_000 - 30 - 2)
+    assert quotas.store.calls == [
+        ("reserve", "ann", 100, "a"),
+        ("settle", "ann", -70),
+        ("release", "ann", "a"),
+    ]
+    assert (await quotas.ask(client, 1, 1)).headers["x-ratelimit-remaining-tokens"] == str(1_000 - 30 - 2)
 
 
 async def test_more_than_was_guessed_is_charged() -> None:
-    till = Till()
-    async with till.quotas.running():
-        (await till.ask(ann(tokens_per_minute=10_000), 10, 4_000)).end(2_010)
-    assert till.store.calls[0] == ("reserve", "ann", 10 + FIRST_GUESS_TOKENS, "a")
-    assert ("settle", "ann", 2_000 - FIRST_GUESS_TOKENS) in till.store.calls
+    quotas = QuotaHarness()
+    async with quotas.quotas.running():
+        (await quotas.ask(ann(tokens_per_minute=10_000), 10, 4_000)).end(2_010)
+    assert quotas.store.calls[0] == ("reserve", "ann", 10 + FIRST_GUESS_TOKENS, "a")
+    assert ("settle", "ann", 2_000 - FIRST_GUESS_TOKENS) in quotas.store.calls
 
 
 async def test_only_the_first_end_counts() -> None:
-    till = Till()
-    async with till.quotas.running():
-        reservation = await till.ask(ann(tokens_per_minute=1_000))
+    quotas = QuotaHarness()
+    async with quotas.quotas.running():
+        reservation = await quotas.ask(ann(tokens_per_minute=1_000))
         reservation.end(30)
         reservation.end(90)
-    assert [call[0] for call in till.store.calls] == ["reserve", "settle", "release"]
+    assert [call[0] for call in quotas.store.calls] == ["reserve", "settle", "release"]
 
 
 async def test_the_end_waits_for_nothing() -> None:
-    till = Till()
-    reservation = await till.ask(ann(tokens_per_minute=1_000, max_streams=1))
-    till.store.answer.clear()
+    quotas = QuotaHarness()
+    reservation = await quotas.ask(ann(tokens_per_minute=1_000, max_streams=1))
+    quotas.store.answer.clear()
     reservation.end(30)
-    assert till.store.calls == [("reserve", "ann", 100, "a")]
+    assert quotas.store.calls == [("reserve", "ann", 100, "a")]
     await settled()
-    assert {call[0] for call in till.store.calls} == {"reserve", "settle", "release"}
-    till.store.answer.set()
+    assert {call[0] for call in quotas.store.calls} == {"reserve", "settle", "release"}
+    quotas.store.answer.set()
 
 
 @pytest.mark.parametrize(
@@ -149,9 +154,9 @@ async def test_the_end_waits_for_nothing() -> None:
 async def test_a_refusal_names_the_bound_and_when_to_come_back(
     client: Client, message: str, retry_after_ms: int
 ) -> None:
-    till = Till()
-    held = await till.ask(client)
-    error = await till.refusal(client)
+    quotas = QuotaHarness()
+    held = await quotas.ask(client)
+    error = await quotas.refusal(client)
     assert (error.status, error.type, error.code) == (429, "rate_limit_error", "rate_limit_exceeded")
     assert error.message == (
         f"Rate limit reached on {message}Please try again in {duration(retry_after_ms / 1000)}."
@@ -165,19 +170,19 @@ async def test_a_refusal_names_the_bound_and_when_to_come_back(
 
 
 async def test_what_was_refused_is_let_in_when_it_was_told_to_come_back() -> None:
-    till, client = Till(), ann(requests_per_minute=2)
+    quotas, client = QuotaHarness(), ann(requests_per_minute=2)
     for name in "ab":
-        await till.ask(client, lease_id=name)
-    assert (await till.refusal(client)).retry_after_s == 30.0
-    till.clock.now += 29.9
-    await till.refusal(client)
-    till.clock.now += 0.1
-    await till.ask(client)
+        await quotas.ask(client, lease_id=name)
+    assert (await quotas.refusal(client)).retry_after_s == 30.0
+    quotas.clock.now += 29.9
+    await quotas.refusal(client)
+    quotas.clock.now += 0.1
+    await quotas.ask(client)
 
 
 async def test_a_prompt_that_never_fits_is_told_so() -> None:
-    till, client = Till(), ann(tokens_per_minute=100, requests_per_minute=6)
-    error = await till.refusal(client, num_prompt=100)
+    quotas, client = QuotaHarness(), ann(tokens_per_minute=100, requests_per_minute=6)
+    error = await quotas.refusal(client, num_prompt=100)
     assert (error.status, error.type, error.code) == (429, "rate_limit_error", "rate_limit_exceeded")
     assert "Limit 100, Requested 101. It can never fit" in error.message
     headers = error.headers()
@@ -189,14 +194,14 @@ async def test_a_prompt_that_never_fits_is_told_so() -> None:
 
 
 async def test_a_guess_is_no_reason_to_refuse_for_ever() -> None:
-    till = Till()
-    await till.ask(ann(tokens_per_minute=100), num_prompt=99, max_output=4_000)
-    assert till.store.calls == [("reserve", "ann", 100, "a")]
+    quotas = QuotaHarness()
+    await quotas.ask(ann(tokens_per_minute=100), num_prompt=99, max_output=4_000)
+    assert quotas.store.calls == [("reserve", "ann", 100, "a")]
 
 
 async def test_where_the_tenant_stands_is_in_the_headers() -> None:
-    till = Till()
-    reservation = await till.ask(ann(requests_per_minute=60, tokens_per_minute=600))
+    quotas = QuotaHarness()
+    reservation = await quotas.ask(ann(requests_per_minute=60, tokens_per_minute=600))
     assert reservation.headers == {
         "x-ratelimit-limit-requests": "60",
         "x-ratelimit-remaining-requests": "59",
@@ -205,7 +210,7 @@ async def test_where_the_tenant_stands_is_in_the_headers() -> None:
         "x-ratelimit-remaining-tokens": "500",
         "x-ratelimit-reset-tokens": "10s",
     }
-    assert (await till.ask(ann(max_streams=9), lease_id="b")).headers == {}
+    assert (await quotas.ask(ann(max_streams=9), lease_id="b")).headers == {}
 
 
 async def test_a_clock_that_goes_on_meanwhile_takes_nothing_away() -> None:
@@ -216,105 +221,105 @@ async def test_a_clock_that_goes_on_meanwhile_takes_nothing_away() -> None:
 
 
 async def test_the_guess_is_what_three_quarters_of_the_last_answers_keep_within() -> None:
-    till, client = Till(), ann(tokens_per_minute=1_000_000)
+    quotas, client = QuotaHarness(), ann(tokens_per_minute=1_000_000)
     for number, output in enumerate([40, 20, 80, 10, 30, 70, 50, 60]):
-        (await till.ask(client, 10, 4_000)).end(10 + output)
-        assert till.store.calls.count(("reserve", "ann", 10 + FIRST_GUESS_TOKENS, "a")) == number + 1
+        (await quotas.ask(client, 10, 4_000)).end(10 + output)
+        assert quotas.store.calls.count(("reserve", "ann", 10 + FIRST_GUESS_TOKENS, "a")) == number + 1
         await settled()
-    ninth = await till.ask(client, 10, 4_000)
-    assert till.store.calls[-1] == ("reserve", "ann", 10 + 60, "a")
+    ninth = await quotas.ask(client, 10, 4_000)
+    assert quotas.store.calls[-1] == ("reserve", "ann", 10 + 60, "a")
     ninth.end(10 + 90)
     await settled()
-    await till.ask(client, 10, 4_000)
-    assert till.store.calls[-1] == ("reserve", "ann", 10 + 70, "a")
-    await till.ask(client, 10, 25)
-    assert till.store.calls[-1] == ("reserve", "ann", 10 + 25, "a")
-    till.clock.now += 60 * MINUTE_S + 1
-    await till.ask(client, 10, 4_000)
-    assert till.store.calls[-1] == ("reserve", "ann", 10 + FIRST_GUESS_TOKENS, "a")
+    await quotas.ask(client, 10, 4_000)
+    assert quotas.store.calls[-1] == ("reserve", "ann", 10 + 70, "a")
+    await quotas.ask(client, 10, 25)
+    assert quotas.store.calls[-1] == ("reserve", "ann", 10 + 25, "a")
+    quotas.clock.now += 60 * MINUTE_S + 1
+    await quotas.ask(client, 10, 4_000)
+    assert quotas.store.calls[-1] == ("reserve", "ann", 10 + FIRST_GUESS_TOKENS, "a")
 
 
 async def test_requests_that_came_to_nothing_do_not_count_as_answers() -> None:
-    till, client = Till(), ann(tokens_per_minute=1_000_000)
+    quotas, client = QuotaHarness(), ann(tokens_per_minute=1_000_000)
     for num_used in [0, 10] * 8:
-        (await till.ask(client, 10, 4_000)).end(num_used)
-    await till.ask(client, 10, 4_000)
-    assert till.store.calls[-1][2] == 10 + FIRST_GUESS_TOKENS
+        (await quotas.ask(client, 10, 4_000)).end(num_used)
+    await quotas.ask(client, 10, 4_000)
+    assert quotas.store.calls[-1][2] == 10 + FIRST_GUESS_TOKENS
     await settled()
 
 
 async def test_a_store_in_trouble_refuses_nobody() -> None:
-    till = Till()
-    till.store.gone = True
-    async with till.quotas.running():
-        reservation = await till.ask(ann(requests_per_minute=1, tokens_per_minute=1, max_streams=1))
+    quotas = QuotaHarness()
+    quotas.store.gone = True
+    async with quotas.quotas.running():
+        reservation = await quotas.ask(ann(requests_per_minute=1, tokens_per_minute=1, max_streams=1))
         assert reservation.headers == {}
         reservation.end(50)
-        await till.quotas.renew()
-    assert [call[0] for call in till.store.calls] == ["reserve", "release"]
+        await quotas.quotas.renew()
+    assert [call[0] for call in quotas.store.calls] == ["reserve", "release"]
 
 
 async def test_a_store_that_goes_away_meanwhile_is_told_what_can_be() -> None:
-    till = Till()
-    async with till.quotas.running():
-        reservation = await till.ask(ann(tokens_per_minute=1_000))
-        till.store.gone = True
-        await till.quotas.renew()
+    quotas = QuotaHarness()
+    async with quotas.quotas.running():
+        reservation = await quotas.ask(ann(tokens_per_minute=1_000))
+        quotas.store.gone = True
+        await quotas.quotas.renew()
         reservation.end(50)
-    assert [call[0] for call in till.store.calls] == ["reserve", "renew", "settle", "release"]
+    assert [call[0] for call in quotas.store.calls] == ["reserve", "renew", "settle", "release"]
 
 
 async def test_requests_at_work_keep_their_leases() -> None:
-    till, client = Till(), ann(max_streams=1)
-    reservation = await till.ask(client)
+    quotas, client = QuotaHarness(), ann(max_streams=1)
+    reservation = await quotas.ask(client)
     for _ in range(4):
-        till.clock.now += LEASE_S / 3
-        await till.quotas.renew()
-    await till.refusal(client)
+        quotas.clock.now += LEASE_S / 3
+        await quotas.quotas.renew()
+    await quotas.refusal(client)
     reservation.end(1)
     await settled()
-    num_calls = len(till.store.calls)
-    await till.quotas.renew()
-    assert len(till.store.calls) == num_calls
-    await till.ask(client)
+    num_calls = len(quotas.store.calls)
+    await quotas.quotas.renew()
+    assert len(quotas.store.calls) == num_calls
+    await quotas.ask(client)
 
 
 async def test_a_reservation_that_was_lost_is_renewed_no_more() -> None:
-    till, client = Till(), ann(max_streams=1)
-    reservation = await till.ask(client)
+    quotas, client = QuotaHarness(), ann(max_streams=1)
+    reservation = await quotas.ask(client)
     del reservation
     gc.collect()
-    await till.quotas.renew()
-    assert till.store.calls == [("reserve", "ann", 10 + 90, "a")]
-    till.clock.now += LEASE_S + 1
-    await till.ask(client)
+    await quotas.quotas.renew()
+    assert quotas.store.calls == [("reserve", "ann", 10 + 90, "a")]
+    quotas.clock.now += LEASE_S + 1
+    await quotas.ask(client)
 
 
 async def test_a_renewal_under_way_does_not_bring_a_released_lease_back() -> None:
-    till, client = Till(), ann(max_streams=1)
-    reservation = await till.ask(client)
-    till.store.answer.clear()
-    renewing = asyncio.create_task(till.quotas.renew())
+    quotas, client = QuotaHarness(), ann(max_streams=1)
+    reservation = await quotas.ask(client)
+    quotas.store.answer.clear()
+    renewing = asyncio.create_task(quotas.quotas.renew())
     await settled()
     reservation.end(1)
-    till.store.answer.set()
+    quotas.store.answer.set()
     await renewing
     await settled()
-    assert [call[0] for call in till.store.calls] == ["reserve", "renew", "release", "release"]
-    await till.ask(client)
+    assert [call[0] for call in quotas.store.calls] == ["reserve", "renew", "release", "release"]
+    await quotas.ask(client)
 
 
 async def test_who_goes_away_while_it_is_asked_for_leaves_no_lease() -> None:
-    till, client = Till(), ann(max_streams=1)
-    till.store.answer.clear()
-    asking = asyncio.create_task(till.ask(client))
+    quotas, client = QuotaHarness(), ann(max_streams=1)
+    quotas.store.answer.clear()
+    asking = asyncio.create_task(quotas.ask(client))
     await settled()
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
     await settled()
-    assert till.store.calls[-1] == ("release", "ann", "a")
-    till.store.answer.set()
+    assert quotas.store.calls[-1] == ("release", "ann", "a")
+    quotas.store.answer.set()
     await settled()
 
 
@@ -348,15 +353,15 @@ def test_a_duration_says_all_of_its_milliseconds(milliseconds: int) -> None:
 async def test_a_prompt_counts_once_the_engine_had_it(begun: bool) -> None:
     """However long it was computed: no token came of it before its client left."""
     client = ann(tokens_per_minute=1000)
-    desk = Desk(ServiceOptions(models=(MODEL,), clients={digest_of("key"): client}))
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients={digest_of("key"): client}))
     headers = {"authorization": "Bearer key"}
-    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url, headers=headers) as http:
+    async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url, headers=headers) as http:
         asked = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body("Hello")))
-        await desk.queued()
-        num_prompt = len((await desk.taken()).prompt_token_ids) if begun else 0
+        await gateway.queued()
+        num_prompt = len((await gateway.taken()).prompt_token_ids) if begun else 0
         asked.cancel()
-        await desk.left()
+        await gateway.left()
         await settled()
-        grant = await desk.service.store.reserve("ann", client.quota, 1, "probe")
+        grant = await gateway.service.store.reserve("ann", client.quota, 1, "probe")
     assert grant.tokens is not None
     assert grant.tokens.remaining == 1000 - num_prompt - 1

@@ -17,7 +17,7 @@ from gateway.http.connections import Timeouts
 from gateway.service import ServiceOptions
 from gateway.store.interface import Quota
 from priority.lanes import DEFAULT_POLICIES, Lane, Tenant
-from tests.gateway.desk import MODEL, Desk, client, make_tokenizer, serving
+from tests.gateway.harness import MODEL, Gateway, client, make_tokenizer, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -27,23 +27,25 @@ _CACHED: Any = {"cache_control": {"type": "ephemeral"}}
 
 
 @contextlib.asynccontextmanager
-async def connected(desk: Desk, **options: Any) -> AsyncIterator[Any]:
+async def connected(gateway: Gateway, **options: Any) -> AsyncIterator[Any]:
     settings: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 20, **options}
-    async with serving(desk.app) as url, anthropic.AsyncAnthropic(base_url=url, **settings) as api:
+    async with serving(gateway.app) as url, anthropic.AsyncAnthropic(base_url=url, **settings) as api:
         yield api
 
 
-async def answered(desk: Desk, asking: Any, *texts: str) -> Any:
+async def answered(gateway: Gateway, asking: Any, *texts: str) -> Any:
     """Awaits a call to the client while an engine answers it."""
     task = asyncio.ensure_future(asking)
-    desk.answer(await desk.taken(), *texts)
+    gateway.answer(await gateway.taken(), *texts)
     return await task
 
 
 async def test_a_message() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
-        reply = await answered(desk, api.messages.create(model=MODEL, messages=HI, max_tokens=9), "Hel", "lo")
+    gateway = Gateway()
+    async with connected(gateway) as api:
+        reply = await answered(
+            gateway, api.messages.create(model=MODEL, messages=HI, max_tokens=9), "Hel", "lo"
+        )
         counted = await api.messages.count_tokens(model=MODEL, messages=HI)
     assert (reply.type, reply.role, reply.model) == ("message", "assistant", MODEL)
     assert [(block.type, block.text) for block in reply.content] == [("text", "Hello")]
@@ -57,18 +59,18 @@ async def test_a_message() -> None:
 
 
 async def test_the_events_of_a_stream_in_their_order() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(
             api.messages.create(model=MODEL, messages=HI, max_tokens=9, stream=True)
         )
-        request = await desk.taken()
-        desk.bring(request, "Hel")
+        request = await gateway.taken()
+        gateway.bring(request, "Hel")
         stream = aiter(await asking)
         events = [await anext(stream) for _ in range(3)]
-        desk.bring(request, "lo\u2028\x85")
+        gateway.bring(request, "lo\u2028\x85")
         events.append(await anext(stream))  # it is there before the next step is
-        desk.finish(request, "!", reason=FinishReason.LENGTH)
+        gateway.finish(request, "!", reason=FinishReason.LENGTH)
         events += [event async for event in stream]
     assert [event.type for event in events] == [
         "message_start",
@@ -89,8 +91,8 @@ async def test_the_events_of_a_stream_in_their_order() -> None:
 
 
 async def test_the_clients_own_stream_adds_up_to_the_message() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
 
         async def read() -> Any:
             async with api.messages.stream(model=MODEL, messages=HI, max_tokens=9) as stream:
@@ -98,35 +100,35 @@ async def test_the_clients_own_stream_adds_up_to_the_message() -> None:
                 return texts, await stream.get_final_message()
 
         asking = asyncio.ensure_future(read())
-        request = await desk.taken()
-        desk.bring(request, "a")
-        desk.finish(request, "b", stop="STOP")
+        request = await gateway.taken()
+        gateway.bring(request, "a")
+        gateway.finish(request, "b", stop="STOP")
         texts, message = await asking
     assert "".join(texts) == message.content[0].text == "ab"
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "STOP")
 
 
 async def test_pings_keep_a_stream_that_waits() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
-    async with connected(desk) as api:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(
             api.messages.create(model=MODEL, messages=HI, max_tokens=9, stream=True)
         )
-        await desk.queued()
-        desk.clock.now += 2
-        desk.service.tick(desk.clock.now)
+        await gateway.queued()
+        gateway.clock.now += 2
+        gateway.service.tick(gateway.clock.now)
         stream = aiter(await asking)  # The status is there before any token is.
         assert (await anext(stream)).type == "message_start"
-        request = await desk.taken()
-        desk.clock.now += 6
-        desk.service.tick(desk.clock.now)
-        desk.finish(request)
+        request = await gateway.taken()
+        gateway.clock.now += 6
+        gateway.service.tick(gateway.clock.now)
+        gateway.finish(request)
         assert [event.type async for event in stream] == ["message_delta", "message_stop"]
 
 
 async def test_sampling_reaches_the_engine() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = api.messages.create(
             model=MODEL,
             messages=HI,
@@ -138,25 +140,25 @@ async def test_sampling_reaches_the_engine() -> None:
             extra_body={"temperature": 0.5, "top_p": 0.9, "top_k": 40},
         )
         task = asyncio.ensure_future(asking)
-        request = await desk.taken()
-        desk.answer(request, "ok")
+        request = await gateway.taken()
+        gateway.answer(request, "ok")
         await task
     params = request.sampling
     assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 40)
     assert (params.stop, params.max_tokens) == (("x", "y"), 9)
     assert request.lane == Lane.STANDARD
-    prompt = desk.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+    prompt = gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
     assert prompt == "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
 
 
 async def test_the_context_bounds_what_is_asked_for() -> None:
     """Clients of large models ask for tens of thousands of tokens, whatever the prompt."""
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.messages.create(model=MODEL, messages=HI, max_tokens=32_000))
-        request = await desk.taken()
+        request = await gateway.taken()
         assert request.sampling.max_tokens == 512 - len(request.prompt_token_ids)
-        desk.finish(request, "x", reason=FinishReason.LENGTH)
+        gateway.finish(request, "x", reason=FinishReason.LENGTH)
         assert (await asking).stop_reason == "model_context_window_exceeded"
         with pytest.raises(anthropic.BadRequestError, match="maximum context length is 512"):
             await api.messages.create(
@@ -165,18 +167,18 @@ async def test_the_context_bounds_what_is_asked_for() -> None:
 
 
 async def test_an_empty_answer_has_no_block() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.messages.create(model=MODEL, messages=HI, max_tokens=9))
-        desk.finish(await desk.taken(), token_ids=[])
+        gateway.finish(await gateway.taken(), token_ids=[])
         assert (await asking).content == []
 
 
 async def test_errors_are_the_right_exceptions() -> None:
     clients = {digest_of(KEY): Client(Tenant(name="ours"), Quota(max_streams=1))}
     full = {Lane.STANDARD: replace(DEFAULT_POLICIES[Lane.STANDARD], max_requests=1)}
-    desk = Desk(ServiceOptions(models=(MODEL,), clients=clients), bounds=full)
-    async with connected(desk, api_key=KEY) as api:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=clients), bounds=full)
+    async with connected(gateway, api_key=KEY) as api:
         create = api.messages.create
         with pytest.raises(anthropic.AuthenticationError) as unknown_key:
             await api.with_options(api_key="wrong").messages.create(model=MODEL, messages=HI, max_tokens=9)
@@ -189,22 +191,22 @@ async def test_errors_are_the_right_exceptions() -> None:
         assert error_of(wrong)["type"] == "invalid_request_error"
         assert wrong.value.body["request_id"] == wrong.value.response.headers["request-id"]  # type: ignore[index]
         waiting = asyncio.ensure_future(create(model=MODEL, messages=HI, max_tokens=9))
-        await desk.queued()
+        await gateway.queued()
         with pytest.raises(anthropic.InternalServerError) as refused:
             await create(model=MODEL, messages=HI, max_tokens=9, stream=True)
         assert (refused.value.status_code, error_of(refused)["type"]) == (529, "overloaded_error")
         assert int(refused.value.response.headers["retry-after"]) >= 1
-        request = await desk.taken()
+        request = await gateway.taken()
         with pytest.raises(anthropic.RateLimitError) as limited:
             await create(model=MODEL, messages=HI, max_tokens=9)
         assert error_of(limited)["type"] == "rate_limit_error"
-        desk.answer(request, "ok")
+        gateway.answer(request, "ok")
         await waiting
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "clock"}])
 async def test_a_call_cannot_be_asked_for_without_tools(choice: Any) -> None:
-    async with connected(Desk()) as api:
+    async with connected(Gateway()) as api:
         for asking in (
             api.messages.create(model=MODEL, messages=HI, max_tokens=9, tool_choice=choice),
             api.messages.count_tokens(model=MODEL, messages=HI, tool_choice=choice),
@@ -220,8 +222,8 @@ def error_of(raised: Any) -> dict[str, str]:
 
 
 async def test_a_key_opens_in_anthropics_header() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), clients={digest_of(KEY): Tenant(name="ours")}))
-    async with client(desk.app) as http:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients={digest_of(KEY): Tenant(name="ours")}))
+    async with client(gateway.app) as http:
         body = {"model": MODEL, "messages": HI}
         path, key = "/v1/messages/count_tokens", {"x-api-key": KEY}
         assert (await http.post(path, json=body, headers=key)).status_code == 200
@@ -270,8 +272,8 @@ async def test_a_turn_of_claude_code() -> None:
             ],
         },
     ]
-    desk = Desk(tokenizer=make_tokenizer(TOOL_TEMPLATE))
-    async with connected(desk) as api:
+    gateway = Gateway(tokenizer=make_tokenizer(TOOL_TEMPLATE))
+    async with connected(gateway) as api:
 
         async def read() -> Any:
             async with api.messages.stream(
@@ -287,12 +289,12 @@ async def test_a_turn_of_claude_code() -> None:
                 return await stream.get_final_message()
 
         asking = asyncio.ensure_future(read())
-        request = await desk.taken()
+        request = await gateway.taken()
         for text in ("<think>The clo", "ck again.</think>I look.", CALL[:30], CALL[30:]):
-            desk.bring(request, text)
-        desk.finish(request)
+            gateway.bring(request, text)
+        gateway.finish(request)
         message = await asking
-    prompt = desk.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+    prompt = gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
     assert prompt.partition("<|system|>")[2] == (
         "Be brief.<|end|><|user|>What time is it?<|end|><|assistant|>[call_1UTC]<|end|>"
         "<|tool|>Noon.call_1<|end|><|user|>And now?<|end|><|assistant|><think></think>"
@@ -305,27 +307,27 @@ async def test_a_turn_of_claude_code() -> None:
 
 
 async def test_an_answer_that_was_begun_is_continued() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         begun: Any = [*HI, {"role": "assistant", "content": "Hel"}]
         asking = asyncio.ensure_future(api.messages.create(model=MODEL, messages=begun, max_tokens=9))
-        request = await desk.taken()
-        desk.answer(request, "lo")
+        request = await gateway.taken()
+        gateway.answer(request, "lo")
         assert (await asking).content[0].text == "lo"
-    prompt = desk.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+    prompt = gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
     assert prompt.endswith("<|assistant|>Hel")
 
 
 async def test_an_error_in_a_stream_is_raised() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(
             api.messages.create(model=MODEL, messages=HI, max_tokens=9, stream=True)
         )
-        request = await desk.taken()
-        desk.bring(request, "x")
+        request = await gateway.taken()
+        gateway.bring(request, "x")
         stream = await asking
-        desk.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
+        gateway.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
         with pytest.raises(anthropic.APIStatusError, match="logits were not finite") as failed:
             async for _ in stream:
                 pass
@@ -333,21 +335,21 @@ async def test_an_error_in_a_stream_is_raised() -> None:
 
 
 async def test_who_leaves_is_not_answered() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(
             api.messages.create(model=MODEL, messages=HI, max_tokens=9, stream=True)
         )
-        request = await desk.taken()
-        desk.bring(request, "x")
+        request = await gateway.taken()
+        gateway.bring(request, "x")
         await (await asking).close()
-        await desk.left()
-    assert desk.engine.cancelled == [request.request_id]
+        await gateway.left()
+    assert gateway.engine.cancelled == [request.request_id]
 
 
 async def test_what_is_refused_before_the_route_is_spelt_the_same_way() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         large = await http.post("/v1/messages", content=b" " * (5 * 2**20))
         other = await http.get("/v1/messages")
         plain = await http.post("/v1/messages", content="{}", headers={"content-type": "text/plain"})

@@ -16,8 +16,8 @@ from gateway.sessions.batches import batch as batches
 from gateway.sessions.batches import files, running
 from gateway.store.interface import Quota
 from priority.lanes import Tenant
-from tests.gateway.desk import MODEL, Desk, chat_body, client
 from tests.gateway.endpoints.test_openai_client import connected
+from tests.gateway.harness import MODEL, Gateway, chat_body, client
 
 pytestmark = pytest.mark.anyio
 
@@ -61,13 +61,13 @@ async def results(api: openai.AsyncOpenAI, file_id: str | None) -> dict[str, Any
 
 
 async def test_a_batch_from_upload_to_download() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         batch = await begun(api, line("a", "one"), line("b", "two", n=0), line("c", "three"))
         assert (batch.status, batch.endpoint, batch.completion_window) == ("validating", CHAT, "24h")
-        for request in [await desk.taken(), await desk.taken()]:
+        for request in [await gateway.taken(), await gateway.taken()]:
             assert request.lane == 2, "they are in nobody's way"
-            desk.answer(request, "yes")
+            gateway.answer(request, "yes")
         batch = await ended(api, batch.id, "completed")
         assert batch.request_counts is not None
         assert batch.request_counts.to_dict() == {"total": 3, "completed": 2, "failed": 1}
@@ -100,41 +100,41 @@ async def test_a_batch_from_upload_to_download() -> None:
     ],
 )
 async def test_the_other_endpoints(url: str, body: dict[str, Any]) -> None:
-    desk = Desk()
+    gateway = Gateway()
     asked = {"custom_id": "a", "method": "POST", "url": url, "body": {"model": MODEL, **body}}
-    async with connected(desk) as api:
+    async with connected(gateway) as api:
         batch = await begun(api, asked, endpoint=url)
-        request = await desk.taken()
-        desk.finish(request, "yes", embedding=[0.5] if request.pooling else None)
+        request = await gateway.taken()
+        gateway.finish(request, "yes", embedding=[0.5] if request.pooling else None)
         batch = await ended(api, batch.id, "completed")
         answer = (await results(api, batch.output_file_id))["a"]["response"]["body"]
     assert "yes" in json.dumps(answer) or answer["data"][0]["embedding"]
 
 
 async def test_a_batch_that_is_cancelled_keeps_what_it_has() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         batch = await begun(api, line("a"), line("b"))
-        first, second = await desk.taken(), await desk.taken()
-        desk.answer(first, "yes")
+        first, second = await gateway.taken(), await gateway.taken()
+        gateway.answer(first, "yes")
         assert (await api.batches.cancel(batch.id)).status == "cancelling"
         batch = await ended(api, batch.id, "cancelled")
         assert batch.request_counts is not None
         assert (batch.request_counts.completed, batch.request_counts.total) == (1, 2)
         assert len(await results(api, batch.output_file_id)) == 1
         assert (await api.batches.cancel(batch.id)).status == "cancelled"
-    assert desk.engine.cancelled == [second.request_id]
+    assert gateway.engine.cancelled == [second.request_id]
 
 
 async def test_a_line_waits_for_its_tenants_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "MAX_PAUSE_S", 0.01)
     key = digest_of("k")
     quota = Quota(max_streams=1)
-    desk = Desk(ServiceOptions(models=(MODEL,), clients={key: Client(Tenant(name="t"), quota)}))
-    async with connected(desk, api_key="k") as api:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients={key: Client(Tenant(name="t"), quota)}))
+    async with connected(gateway, api_key="k") as api:
         batch = await begun(api, line("a"), line("b"))
-        desk.answer(await desk.taken(), "yes")
-        desk.answer(await desk.taken(), "yes")  # it was refused until the first had ended
+        gateway.answer(await gateway.taken(), "yes")
+        gateway.answer(await gateway.taken(), "yes")  # it was refused until the first had ended
         batch = await ended(api, batch.id, "completed")
         assert len(await results(api, batch.output_file_id)) == 2
 
@@ -170,7 +170,7 @@ def test_an_input_that_is_wrong_fails_before_any_line_is_run(
 
 
 async def test_a_batch_whose_input_is_wrong_says_where() -> None:
-    async with connected(Desk()) as api:
+    async with connected(Gateway()) as api:
         batch = await begun(api, line("a"), line("a"))
         batch = await ended(api, batch.id, "failed")
     assert batch.errors is not None
@@ -255,7 +255,7 @@ BATCH = {"input_file_id": UNKNOWN_FILE, "endpoint": CHAT, "completion_window": "
 )
 async def test_what_is_refused(call: tuple[str, str, dict[str, Any]], status: int, param: str | None) -> None:
     method, path, asked = call
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         reply = await http.request(method, path, **asked)
     assert reply.status_code == status, reply.text
     assert reply.json()["error"]["param"] == param
@@ -266,14 +266,14 @@ async def test_what_is_refused(call: tuple[str, str, dict[str, Any]], status: in
     [("x", "There is no file of that id."), (UNKNOWN_FILE, f"No such File object: {UNKNOWN_FILE}.")],
 )
 async def test_a_file_that_is_not_there_is_named_if_its_id_could_be_one(file_id: str, message: str) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         assert (await http.get(f"/v1/files/{file_id}")).json()["error"]["message"] == message
 
 
 async def test_a_batch_needs_an_input_of_the_tenants_own() -> None:
     clients = {digest_of(name): Tenant(name=name) for name in ("a", "b")}
-    desk = Desk(ServiceOptions(models=(MODEL,), clients=clients))
-    async with connected(desk, api_key="a") as api:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=clients))
+    async with connected(gateway, api_key="a") as api:
         file = await api.files.create(file=("in.jsonl", jsonl(line("a"))), purpose="batch")
         other = api.with_options(api_key="b")
         with pytest.raises(openai.NotFoundError):
@@ -286,7 +286,7 @@ async def test_a_batch_needs_an_input_of_the_tenants_own() -> None:
 async def test_what_a_tenant_may_keep_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_FILES", 2)
     monkeypatch.setattr(files, "MAX_BYTES", 100)
-    async with connected(Desk()) as api:
+    async with connected(Gateway()) as api:
         with pytest.raises(openai.BadRequestError, match="at most 100 bytes"):
             await api.files.create(file=("a", bytes(101)), purpose="batch")
         for _ in range(2):
@@ -301,7 +301,7 @@ async def test_what_a_tenant_may_keep_is_bounded(monkeypatch: pytest.MonkeyPatch
 
 async def test_a_large_file_comes_back_as_it_was() -> None:
     content = bytes(range(256)) * (files.PART_BYTES // 100)
-    async with connected(Desk()) as api:
+    async with connected(Gateway()) as api:
         file = await api.files.create(file=("a.bin", content), purpose="batch")
         assert (file.bytes, file.filename) == (len(content), "a.bin")
         assert (await api.files.content(file.id)).content == content

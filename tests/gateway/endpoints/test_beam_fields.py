@@ -11,25 +11,25 @@ from engine.planning.request import BeamParams, FinishReason, Request
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
 from gateway.wire.sampling import SamplingDefaults
-from tests.gateway.desk import EOS, MODEL, Desk, chat_body, client, completion_body, logprobs
+from tests.gateway.harness import EOS, MODEL, Gateway, chat_body, client, completion_body, logprobs
 
 pytestmark = pytest.mark.anyio
 
 
-def desk(**options: Any) -> Desk:
-    return Desk(ServiceOptions(models=(MODEL,), eos_token_ids=(EOS,), **options))
+def gateway(**options: Any) -> Gateway:
+    return Gateway(ServiceOptions(models=(MODEL,), eos_token_ids=(EOS,), **options))
 
 
 def path_of(body: dict[str, Any]) -> str:
     return "/v1/chat/completions" if "messages" in body else "/v1/completions"
 
 
-async def replied(at: Desk, body: dict[str, Any], **headers: str) -> Any:
+async def replied(at: Gateway, body: dict[str, Any], **headers: str) -> Any:
     async with client(at.app) as api:
         return await api.post(path_of(body), json=body, headers=headers)
 
 
-async def searched(at: Desk, body: dict[str, Any], *texts: str) -> tuple[Request, dict[str, Any]]:
+async def searched(at: Gateway, body: dict[str, Any], *texts: str) -> tuple[Request, dict[str, Any]]:
     """What the engine is asked, and the reply if it finds these answers."""
     asking = asyncio.create_task(replied(at, body))
     taken = asyncio.create_task(at.taken())
@@ -49,7 +49,7 @@ async def test_the_first_n_of_best_of_beams_are_shown_and_all_are_counted(make: 
     body = make(
         use_beam_search=True, best_of=4, n=2, max_tokens=3, length_penalty=0.5, early_stopping="never"
     )
-    request, reply = await searched(desk(), body, "a", "b", "c", "d")
+    request, reply = await searched(gateway(), body, "a", "b", "c", "d")
     assert request.n == 4
     assert request.beams == BeamParams(
         length_penalty=0.5, early_stopping="never", end_token_ids=frozenset({EOS})
@@ -65,14 +65,14 @@ async def test_the_first_n_of_best_of_beams_are_shown_and_all_are_counted(make: 
 async def test_they_stay_in_order_whatever_their_log_probabilities_are() -> None:
     """A length penalty may have put one first whose sum is smaller."""
     body = completion_body(["Hi"], use_beam_search=True, best_of=3, n=2, logprobs=1, max_tokens=3)
-    request, reply = await searched(desk(), body, "a", "b", "c")
+    request, reply = await searched(gateway(), body, "a", "b", "c")
     assert request.sampling.num_logprobs == 1
     assert [choice["text"] for choice in reply["choices"]] == ["a", "b"]
     assert [choice["logprobs"]["token_logprobs"] for choice in reply["choices"]] == [[-1.0], [-2.0]]
 
 
 async def test_n_alone_is_the_number_of_beams() -> None:
-    request, reply = await searched(desk(), chat_body(use_beam_search=True, n=2), "a", "b")
+    request, reply = await searched(gateway(), chat_body(use_beam_search=True, n=2), "a", "b")
     assert request.n == len(reply["choices"]) == 2
     assert request.beams == BeamParams(end_token_ids=frozenset({EOS}))
 
@@ -81,14 +81,14 @@ async def test_what_ends_an_answer() -> None:
     body = completion_body(
         "Hi", use_beam_search=True, n=2, stop_token_ids=[9, 8], ignore_eos=True, temperature=0
     )
-    request, _ = await searched(desk(), body, "a", "b")
+    request, _ = await searched(gateway(), body, "a", "b")
     assert request.beams is not None
     assert request.beams.end_token_ids == {8, 9}
     assert request.num_logprobs == 4
 
 
 async def test_the_defaults_of_a_checkpoint_do_not_count() -> None:
-    at = desk(defaults=SamplingDefaults(temperature=0.7, top_p=0.5, repetition_penalty=1.3))
+    at = gateway(defaults=SamplingDefaults(temperature=0.7, top_p=0.5, repetition_penalty=1.3))
     request, _ = await searched(at, completion_body("Hi", use_beam_search=True), "a")
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.repetition_penalty) == (0, 1, 1)
@@ -97,13 +97,13 @@ async def test_the_defaults_of_a_checkpoint_do_not_count() -> None:
 async def test_an_answer_is_as_long_as_all_beams_have_room_for() -> None:
     """32 blocks of 16 tokens: 15 tokens of a prompt and 7 beams, 4 blocks each."""
     body = {**chat_body("x" * 6, use_beam_search=True, n=7)}
-    request, _ = await searched(desk(), body, *"abcdefg")
+    request, _ = await searched(gateway(), body, *"abcdefg")
     num_prompt = len(request.prompt_token_ids)
     assert num_prompt < 16
     assert request.sampling.max_tokens == 64 - num_prompt
     fits = {**body, "max_tokens": 64 - num_prompt}
-    await searched(desk(), fits, *"abcdefg")
-    reply = await replied(desk(), {**body, "max_tokens": 65 - num_prompt})
+    await searched(gateway(), fits, *"abcdefg")
+    reply = await replied(gateway(), {**body, "max_tokens": 65 - num_prompt})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "max_tokens")
     assert reply.json()["error"]["code"] == "context_length_exceeded"
 
@@ -146,14 +146,14 @@ SEARCH: dict[str, Any] = {"use_beam_search": True, "n": 2}
     ],
 )
 async def test_what_a_search_has_no_use_for_is_refused_by_name(body: dict[str, Any], field: str) -> None:
-    reply = await replied(desk(), body)
+    reply = await replied(gateway(), body)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"].startswith(field)
 
 
 async def test_there_may_be_fewer_beams_than_the_engine_has_seats_for() -> None:
     body = chat_body(use_beam_search=True, n=5)
-    reply = await replied(desk(limits=Limits(max_beams=4)), body)
+    reply = await replied(gateway(limits=Limits(max_beams=4)), body)
     assert reply.json()["error"]["param"] == "n"
 
 
@@ -168,21 +168,21 @@ async def test_what_is_off_may_be_said() -> None:
         tools=[],
         response_format={"type": "text"},
     )
-    await searched(desk(), body, "a", "b")
+    await searched(gateway(), body, "a", "b")
     off = chat_body(use_beam_search=False, length_penalty=1, early_stopping=False)
-    request, _ = await searched(desk(), off, "a")
+    request, _ = await searched(gateway(), off, "a")
     assert request.beams is None
 
 
 @pytest.mark.parametrize("fields", [{"use_beam_search": True}, {"best_of": 2}])
 async def test_such_a_reply_cannot_be_fetched_again(fields: dict[str, Any]) -> None:
-    reply = await replied(desk(), chat_body(**fields), **{"idempotency-key": "k"})
+    reply = await replied(gateway(), chat_body(**fields), **{"idempotency-key": "k"})
     assert reply.json()["error"]["param"] == next(iter(fields))
 
 
 async def test_the_best_of_several_chats_is_shown() -> None:
     """Without a search, by the sum of log probabilities."""
-    at = desk()
+    at = gateway()
     asking = asyncio.create_task(replied(at, chat_body(best_of=3)))
     request = await at.taken()
     assert (request.n, request.sampling.num_logprobs) == (3, 0)

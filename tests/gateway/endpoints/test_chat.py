@@ -9,22 +9,22 @@ import pytest
 
 from engine.planning.request import FinishReason
 from gateway.sessions.prefixes.sharing import PRIVATE
-from tests.gateway.desk import MODEL, Desk, chat_body, client, events, logprobs, settled
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, events, logprobs, settled
 
 pytestmark = pytest.mark.anyio
 
 
-async def ask(desk: Desk, body: dict[str, Any], *texts: str) -> Any:
+async def ask(gateway: Gateway, body: dict[str, Any], *texts: str) -> Any:
     """Posts a chat, answers it with these tokens, and returns the response."""
-    async with client(desk.app) as http:
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
-        desk.answer(await desk.taken(), *texts)
+        gateway.answer(await gateway.taken(), *texts)
         return await asking
 
 
 async def test_a_whole_answer_has_openais_shape() -> None:
-    desk = Desk()
-    response = await ask(desk, chat_body("Hi"), "Hel", "lo")
+    gateway = Gateway()
+    response = await ask(gateway, chat_body("Hi"), "Hel", "lo")
     assert response.status_code == 200
     body = response.json()
     assert body["id"].startswith("chatcmpl-")
@@ -68,7 +68,7 @@ async def test_a_whole_answer_has_openais_shape() -> None:
 
 
 async def test_a_stream_has_openais_shape() -> None:
-    response = await ask(Desk(), chat_body("Hi", stream=True), "Hel", "lo")
+    response = await ask(Gateway(), chat_body("Hi", stream=True), "Hel", "lo")
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache, no-transform"
     assert response.headers["x-accel-buffering"] == "no"
@@ -90,7 +90,7 @@ async def test_a_stream_has_openais_shape() -> None:
 
 async def test_usage_comes_before_the_end_when_it_is_asked_for() -> None:
     body = chat_body(stream=True, stream_options={"include_usage": True})
-    *chunks, usage, done = events((await ask(Desk(), body, "a", "b")).text)
+    *chunks, usage, done = events((await ask(Gateway(), body, "a", "b")).text)
     assert done == "[DONE]"
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["choices"] == []
@@ -99,7 +99,7 @@ async def test_usage_comes_before_the_end_when_it_is_asked_for() -> None:
 
 
 async def test_every_choice_of_a_stream_is_opened_and_ended() -> None:
-    *chunks, _ = events((await ask(Desk(), chat_body(stream=True, n=3), "x", "y")).text)
+    *chunks, _ = events((await ask(Gateway(), chat_body(stream=True, n=3), "x", "y")).text)
     for index in range(3):
         own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
         assert own[0]["delta"] == {"role": "assistant", "content": ""}
@@ -109,13 +109,13 @@ async def test_every_choice_of_a_stream_is_opened_and_ended() -> None:
 
 
 async def test_choices_are_numbered_and_sorted() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(n=2)))
-        request = await desk.taken()
+        request = await gateway.taken()
         assert request.n == 2
-        desk.finish(request, "second", 1, FinishReason.LENGTH)
-        desk.finish(request, "first", 0)
+        gateway.finish(request, "second", 1, FinishReason.LENGTH)
+        gateway.finish(request, "first", 0)
         body = (await asking).json()
     assert [(c["index"], c["message"]["content"], c["finish_reason"]) for c in body["choices"]] == [
         (0, "first", "stop"),
@@ -125,7 +125,7 @@ async def test_choices_are_numbered_and_sorted() -> None:
 
 
 async def test_a_text_and_an_end_in_one_step_are_two_chunks() -> None:
-    *chunks, _ = events((await ask(Desk(), chat_body(stream=True), "all at once")).text)
+    *chunks, _ = events((await ask(Gateway(), chat_body(stream=True), "all at once")).text)
     choices = [chunk["choices"][0] for chunk in chunks]
     assert [(c["delta"].get("content"), c["finish_reason"]) for c in choices] == [
         ("", None),
@@ -135,15 +135,15 @@ async def test_a_text_and_an_end_in_one_step_are_two_chunks() -> None:
 
 
 async def test_logprobs_of_a_chat() -> None:
-    desk = Desk()
-    spelt = desk.service.tokenizer.encode("é")
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    spelt = gateway.service.tokenizer.encode("é")
+    async with client(gateway.app) as http:
         body = chat_body(logprobs=True, top_logprobs=1)
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
-        request = await desk.taken()
+        request = await gateway.taken()
         assert request.sampling.num_logprobs == 1
         found = [logprobs((spelt[0], -0.5), (9, -1.0)), logprobs((spelt[1], float("-inf")))]
-        desk.finish(request, "é", token_ids=spelt, logprobs=found)
+        gateway.finish(request, "é", token_ids=spelt, logprobs=found)
         content = (await asking).json()["choices"][0]["logprobs"]["content"]
     assert [entry["bytes"] for entry in content] == [[0xC3], [0xA9]]
     assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "é"
@@ -153,13 +153,13 @@ async def test_logprobs_of_a_chat() -> None:
 
 
 async def test_logprobs_of_a_streamed_chat() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         body = chat_body(stream=True, logprobs=True)
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=body))
-        request = await desk.taken()
+        request = await gateway.taken()
         assert request.sampling.num_logprobs == 0
-        desk.finish(request, "", token_ids=[7], logprobs=[logprobs((7, -0.25))])
+        gateway.finish(request, "", token_ids=[7], logprobs=[logprobs((7, -0.25))])
         *chunks, _ = events((await asking).text)
     entries = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     assert entries[0] is None
@@ -168,23 +168,23 @@ async def test_logprobs_of_a_streamed_chat() -> None:
 
 
 async def test_a_fault_before_the_first_token_is_a_500() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
-        desk.finish(await desk.taken(), reason=FinishReason.FAILED, error="logits were not finite")
+        gateway.finish(await gateway.taken(), reason=FinishReason.FAILED, error="logits were not finite")
         response = await asking
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "logits were not finite"
 
 
 async def test_a_fault_after_the_first_token_is_a_frame_and_the_end() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(stream=True)))
-        request = await desk.taken()
-        desk.bring(request, "Hel")
+        request = await gateway.taken()
+        gateway.bring(request, "Hel")
         await settled()
-        desk.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
+        gateway.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
         response = await asking
     assert response.status_code == 200
     *_, error, done = events(response.text)
@@ -196,10 +196,10 @@ async def test_a_fault_after_the_first_token_is_a_frame_and_the_end() -> None:
     ("fields", "is_private"), [({"store": False}, True), ({}, False), ({"store": None}, False)]
 )
 async def test_what_is_not_to_be_stored_shares_no_blocks(fields: dict[str, Any], is_private: bool) -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(**fields)))
-        request = await desk.taken()
-        desk.answer(request, "ok")
+        request = await gateway.taken()
+        gateway.answer(request, "ok")
         await asking
     assert request.salt.endswith(PRIVATE) == is_private

@@ -51,7 +51,8 @@ from gateway.store.memory import MemoryStore
 from gateway.store.redis import RedisStore
 from gateway.store.shared import SharedStore
 from priority.lanes import Tenant
-from tests.gateway.desk import Clock, serving
+from tests.clock import Clock
+from tests.gateway.harness import serving
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio
@@ -102,8 +103,8 @@ class Place:
                 access=Access({digest_of(key): Tenant(name=key) for key in keys}),
                 store=self.store,
                 grammars=None,
-                tag=tag_of("paper"),
-                options=ServiceOptions(models=("paper",)),
+                tag=tag_of("fake"),
+                options=ServiceOptions(models=("fake",)),
             ),
         )
         self.app = Starlette(

@@ -10,57 +10,57 @@ import pytest
 from engine.planning.request import FinishReason
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
-from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, events, logprobs
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, events, logprobs
 
 pytestmark = pytest.mark.anyio
 
 
-async def asked(desk: Desk, path: str, body: dict[str, Any]) -> asyncio.Task[Any]:
+async def asked(gateway: Gateway, path: str, body: dict[str, Any]) -> asyncio.Task[Any]:
     async def post() -> Any:
-        async with client(desk.app) as api:
+        async with client(gateway.app) as api:
             return await api.post(path, json=body)
 
     return asyncio.create_task(post())
 
 
-def ids(desk: Desk, text: str) -> list[int]:
-    return desk.service.tokenizer.encode(text)
+def ids(gateway: Gateway, text: str) -> list[int]:
+    return gateway.service.tokenizer.encode(text)
 
 
 async def test_an_echo_comes_before_the_answer() -> None:
-    desk = Desk()
-    asking = await asked(desk, "/v1/completions", completion_body(["Hi", "Ho"], echo=True, n=2))
+    gateway = Gateway()
+    asking = await asked(gateway, "/v1/completions", completion_body(["Hi", "Ho"], echo=True, n=2))
     for text in ("Hi", "Ho"):
-        request = await desk.taken()
+        request = await gateway.taken()
         assert request.sampling.num_prompt_logprobs is None
-        desk.answer(request, text.lower())
+        gateway.answer(request, text.lower())
     choices = (await asking).json()["choices"]
     assert [choice["text"] for choice in choices] == ["Hihi", "Hihi", "Hoho", "Hoho"]
     assert {choice["logprobs"] for choice in choices} == {None}
 
 
 async def test_an_echo_of_token_ids_is_their_text_with_special_tokens() -> None:
-    desk = Desk()
-    asking = await asked(desk, "/v1/completions", completion_body([0, *ids(desk, "Hi")], echo=True))
-    desk.answer(await desk.taken(), "!")
+    gateway = Gateway()
+    asking = await asked(gateway, "/v1/completions", completion_body([0, *ids(gateway, "Hi")], echo=True))
+    gateway.answer(await gateway.taken(), "!")
     assert (await asking).json()["choices"][0]["text"] == "<|bos|>Hi!"
 
 
 async def test_an_echo_without_output_has_the_log_probabilities_of_the_prompt() -> None:
-    desk = Desk()
-    prompt = ids(desk, "Hi")
+    gateway = Gateway()
+    prompt = ids(gateway, "Hi")
     body = completion_body(prompt, echo=True, max_tokens=0, logprobs=1)
-    asking = await asked(desk, "/v1/completions", body)
-    request = await desk.taken()
+    asking = await asked(gateway, "/v1/completions", body)
+    request = await gateway.taken()
     assert (request.sampling.max_tokens, request.sampling.num_prompt_logprobs) == (0, 1)
     found = [logprobs((prompt[1], -1.5), (9, -0.5))]
-    desk.finish(request, reason=FinishReason.LENGTH, token_ids=[], prompt_logprobs=found)
+    gateway.finish(request, reason=FinishReason.LENGTH, token_ids=[], prompt_logprobs=found)
     reply = (await asking).json()
     assert reply["usage"]["completion_tokens"] == 0
     (choice,) = reply["choices"]
     assert choice["text"] == "Hi"
     assert choice["finish_reason"] == "length"
-    best = desk.service.tokenizer.token_bytes(9).decode()
+    best = gateway.service.tokenizer.token_bytes(9).decode()
     assert choice["logprobs"] == {
         "tokens": ["H", "i"],
         "token_logprobs": [None, -1.5],
@@ -70,13 +70,15 @@ async def test_an_echo_without_output_has_the_log_probabilities_of_the_prompt() 
 
 
 async def test_every_choice_has_the_log_probabilities_that_the_first_one_brought() -> None:
-    desk = Desk()
-    prompt = ids(desk, "Hi")
-    asking = await asked(desk, "/v1/completions", completion_body(prompt, echo=True, logprobs=0, n=2))
-    request = await desk.taken()
+    gateway = Gateway()
+    prompt = ids(gateway, "Hi")
+    asking = await asked(gateway, "/v1/completions", completion_body(prompt, echo=True, logprobs=0, n=2))
+    request = await gateway.taken()
     at = logprobs((prompt[1], -2.0))
-    desk.finish(request, "!", 0, token_ids=[prompt[0]], prompt_logprobs=[at], logprobs=[logprobs((1, -3.0))])
-    desk.finish(request, "?", 1, token_ids=[prompt[1]], logprobs=[logprobs((1, -4.0))])
+    gateway.finish(
+        request, "!", 0, token_ids=[prompt[0]], prompt_logprobs=[at], logprobs=[logprobs((1, -3.0))]
+    )
+    gateway.finish(request, "?", 1, token_ids=[prompt[1]], logprobs=[logprobs((1, -4.0))])
     choices = (await asking).json()["choices"]
     assert [choice["text"] for choice in choices] == ["Hi!", "Hi?"]
     assert [choice["logprobs"]["token_logprobs"] for choice in choices] == [
@@ -88,18 +90,18 @@ async def test_every_choice_has_the_log_probabilities_that_the_first_one_brought
 
 @pytest.mark.parametrize("told", [True, False])
 async def test_a_stream_begins_with_its_echo(told: bool) -> None:
-    desk = Desk()
+    gateway = Gateway()
     more = {"logprobs": 1} if told else {}
-    asking = await asked(desk, "/v1/completions", completion_body("Hi", echo=True, stream=True, **more))
-    request = await desk.taken()
+    asking = await asked(gateway, "/v1/completions", completion_body("Hi", echo=True, stream=True, **more))
+    request = await gateway.taken()
     found: Any = {}
     if told:
         at = [logprobs((token_id, -1.0)) for token_id in request.prompt_token_ids[1:]]
         found = {"prompt_logprobs": at, "logprobs": [logprobs((7, -0.5))]}
-    desk.bring(request, "a", **found)
+    gateway.bring(request, "a", **found)
     found.pop("prompt_logprobs", None)
-    desk.bring(request, "b", **found)
-    desk.finish(request)
+    gateway.bring(request, "b", **found)
+    gateway.finish(request)
     chunks = [event for event in events((await asking).text) if event != "[DONE]"]
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "Hiab"
     if told:
@@ -110,20 +112,20 @@ async def test_a_stream_begins_with_its_echo(told: bool) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_prompt_logprobs_have_their_tokens_by_id(path: str) -> None:
-    desk = Desk()
+    gateway = Gateway()
     is_chat = "chat" in path
     body = chat_body(prompt_logprobs=1) if is_chat else completion_body("Hi", prompt_logprobs=1)
-    asking = await asked(desk, path, body)
-    request = await desk.taken()
+    asking = await asked(gateway, path, body)
+    request = await gateway.taken()
     prompt = request.prompt_token_ids
     at = [logprobs((token_id, -1.5), (9, -0.5)) for token_id in prompt[1:]]
-    desk.finish(request, "!", prompt_logprobs=at)
+    gateway.finish(request, "!", prompt_logprobs=at)
     reply = (await asking).json()
     found = reply["prompt_logprobs"] if is_chat else reply["choices"][0]["prompt_logprobs"]
     assert len(found) == len(prompt)
     assert found[0] is None
-    best = {"logprob": -0.5, "rank": 1, "decoded_token": desk.service.tokenizer.token_bytes(9).decode()}
-    text = desk.service.tokenizer.token_bytes(prompt[-1]).decode()
+    best = {"logprob": -0.5, "rank": 1, "decoded_token": gateway.service.tokenizer.token_bytes(9).decode()}
+    text = gateway.service.tokenizer.token_bytes(prompt[-1]).decode()
     mine = {"logprob": -1.5, "rank": None, "decoded_token": text}
     assert found[-1] == {str(prompt[-1]): mine, "9": best}
 
@@ -143,16 +145,16 @@ async def test_prompt_logprobs_have_their_tokens_by_id(path: str) -> None:
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(path: str, fields: dict[str, Any], field: str) -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), limits=Limits(max_logprobs=40)))
+    gateway = Gateway(ServiceOptions(models=(MODEL,), limits=Limits(max_logprobs=40)))
     body = chat_body(**fields) if "chat" in path else completion_body("Hi", **fields)
-    async with client(desk.app) as api:
+    async with client(gateway.app) as api:
         reply = await api.post(path, json=body)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == field
 
 
 async def test_a_reply_that_can_be_fetched_again_has_no_prompt_logprobs() -> None:
-    async with client(Desk().app) as api:
+    async with client(Gateway().app) as api:
         headers = {"idempotency-key": "k"}
         reply = await api.post("/v1/chat/completions", json=chat_body(prompt_logprobs=0), headers=headers)
     assert reply.json()["error"]["param"] == "prompt_logprobs"
@@ -162,18 +164,20 @@ async def test_a_reply_that_can_be_fetched_again_has_no_prompt_logprobs() -> Non
 @pytest.mark.parametrize("num_logprobs", [None, 0])
 async def test_the_best_choices_of_each_prompt_are_shown(num_logprobs: int | None, echo: bool) -> None:
     """By the sum over what was generated, and the tokens of the others are counted, too."""
-    desk = Desk()
+    gateway = Gateway()
     body = completion_body(["Hi", "Ho"], best_of=3, n=2, logprobs=num_logprobs, echo=echo)
-    asking = await asked(desk, "/v1/completions", body)
+    asking = await asked(gateway, "/v1/completions", body)
     for _ in range(2):
-        request = await desk.taken()
+        request = await gateway.taken()
         assert (request.n, request.sampling.num_logprobs) == (3, 0)
         told = [logprobs((1, -1.0))] * (len(request.prompt_token_ids) - 1)
         asked_for = request.sampling.num_prompt_logprobs is not None
         for index, first, second in [(0, -1.0, -1.0), (1, -0.1, -5.0), (2, -1.5, -0.2)]:
             more = {"prompt_logprobs": told} if asked_for and not index else {}
-            desk.bring(request, f"{index}", index, token_ids=[70], logprobs=[logprobs((70, first))], **more)
-            desk.finish(request, "!", index, token_ids=[71], logprobs=[logprobs((71, second))])
+            gateway.bring(
+                request, f"{index}", index, token_ids=[70], logprobs=[logprobs((70, first))], **more
+            )
+            gateway.finish(request, "!", index, token_ids=[71], logprobs=[logprobs((71, second))])
     reply = (await asking).json()
     assert reply["usage"]["completion_tokens"] == 12
     prompts = ["Hi", "Ho"] if echo else ["", ""]

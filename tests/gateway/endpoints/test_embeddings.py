@@ -12,31 +12,31 @@ from engine.planning.embedding import Embedding
 from engine.planning.request import FinishReason, Pooling, Request
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
-from tests.gateway.desk import MODEL, Desk, client, make_tokenizer
 from tests.gateway.endpoints.test_openai_client import connected
+from tests.gateway.harness import MODEL, Gateway, client, make_tokenizer
 
 pytestmark = pytest.mark.anyio
 TOKENIZER = make_tokenizer()
 
 
-def desk_of(embedding: Embedding | None = None) -> Desk:
-    return Desk(
+def gateway_of(embedding: Embedding | None = None) -> Gateway:
+    return Gateway(
         ServiceOptions(models=(MODEL,), embedding=embedding or Embedding(4), limits=Limits(max_inputs=3))
     )
 
 
-def bring(desk: Desk, request: Request, *values: float) -> None:
-    desk.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=list(values))
+def bring(gateway: Gateway, request: Request, *values: float) -> None:
+    gateway.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=list(values))
 
 
 @pytest.mark.parametrize("how", [{}, {"encoding_format": "float"}, {"encoding_format": "base64"}])
 async def test_several_texts_in_their_order(how: dict[str, Any]) -> None:
-    desk = desk_of()
-    async with connected(desk) as api:
+    gateway = gateway_of()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.embeddings.create(model=MODEL, input=["Hi", "there"], **how))
-        first, second = await desk.taken(), await desk.taken()
-        bring(desk, second, 0.0, 2.0, 0.0, 0.0)
-        bring(desk, first, 3.0, 4.0, 0.0, 0.0)
+        first, second = await gateway.taken(), await gateway.taken()
+        bring(gateway, second, 0.0, 2.0, 0.0, 0.0)
+        bring(gateway, first, 3.0, 4.0, 0.0, 0.0)
         reply = await asking
     assert TOKENIZER.decode(first.prompt_token_ids, skip_special=False) == "<|bos|>Hi"
     assert first.pooling is Pooling.LAST
@@ -53,32 +53,32 @@ async def test_several_texts_in_their_order(how: dict[str, Any]) -> None:
 
 
 async def test_fewer_dimensions_are_the_first_ones_with_a_length_of_1() -> None:
-    desk = desk_of()
-    async with connected(desk) as api:
+    gateway = gateway_of()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.embeddings.create(model=MODEL, input="Hi", dimensions=2))
-        bring(desk, await desk.taken(), 1.0, 1.0, 5.0, 5.0)
+        bring(gateway, await gateway.taken(), 1.0, 1.0, 5.0, 5.0)
         assert (await asking).data[0].embedding == pytest.approx([math.sqrt(0.5)] * 2)
 
 
 async def test_the_checkpoint_decides_what_is_pooled_and_whether_it_is_normalised() -> None:
-    desk = desk_of(Embedding(4, Pooling.MEAN, is_normalised=False))
-    async with connected(desk) as api:
+    gateway = gateway_of(Embedding(4, Pooling.MEAN, is_normalised=False))
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.embeddings.create(model=MODEL, input=[[5, 6], [7]]))
-        first, second = await desk.taken(), await desk.taken()
+        first, second = await gateway.taken(), await gateway.taken()
         assert (first.prompt_token_ids, second.prompt_token_ids) == ((5, 6), (7,))
         assert first.pooling is Pooling.MEAN
-        bring(desk, first, 3.0, 4.0, 0.0, 0.0)
-        bring(desk, second, 0.0, 0.0, 0.0, 0.0)
+        bring(gateway, first, 3.0, 4.0, 0.0, 0.0)
+        bring(gateway, second, 0.0, 0.0, 0.0, 0.0)
         data = (await asking).data
     assert [entry.embedding for entry in data] == [[3.0, 4.0, 0.0, 0.0], [0.0] * 4]
 
 
 async def test_a_prompt_of_token_ids_is_one_text() -> None:
-    desk = desk_of()
-    async with connected(desk) as api:
+    gateway = gateway_of()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.embeddings.create(model=MODEL, input=[5, 6, 7]))
-        request = await desk.taken()
-        bring(desk, request, 1.0, 0.0, 0.0, 0.0)
+        request = await gateway.taken()
+        bring(gateway, request, 1.0, 0.0, 0.0, 0.0)
         assert len((await asking).data) == 1
     assert request.prompt_token_ids == (5, 6, 7)
 
@@ -101,7 +101,7 @@ async def test_a_prompt_of_token_ids_is_one_text() -> None:
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(fields: dict[str, Any], param: str, status: int) -> None:
-    async with client(desk_of().app) as api:
+    async with client(gateway_of().app) as api:
         reply = await api.post("/v1/embeddings", json={"model": MODEL, "input": "Hi", **fields})
     assert reply.status_code == status, reply.text
     assert reply.json()["error"]["param"] == param

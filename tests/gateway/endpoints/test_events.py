@@ -22,7 +22,7 @@ from gateway.endpoints import events
 from gateway.service import ServiceOptions
 from gateway.watch import MAX_STEPS, StepWatch
 from priority.lanes import Lane, Tenant
-from tests.gateway.desk import MODEL, Desk, chat_body, client, serving
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -67,10 +67,10 @@ async def kinds(found: AsyncIterator[tuple[str, Any]], number: int) -> list[str]
 
 
 async def test_the_state_of_the_server_and_its_lanes() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), promises={Lane.STANDARD: 30.0}), clock=time.monotonic)
-    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), promises={Lane.STANDARD: 30.0}), clock=time.monotonic)
+    async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url) as http:
         asked = asyncio.create_task(http.post(CHAT, json=chat_body()))
-        await desk.queued()
+        await gateway.queued()
         async with listening(url, "/v1/events") as found:
             told = await first(found, "server")
             assert (told["state"], told["streams"]) == ("ready", 1)
@@ -81,7 +81,7 @@ async def test_the_state_of_the_server_and_its_lanes() -> None:
                 30_000,
                 None,
             )
-            desk.answer(await desk.taken(), "a")
+            gateway.answer(await gateway.taken(), "a")
             await asked
             while (told := await first(found, "server"))["streams"]:
                 pass
@@ -92,22 +92,22 @@ async def test_the_state_of_the_server_and_its_lanes() -> None:
 
 async def test_a_request_of_the_caller_has_its_place_while_it_waits_and_no_other() -> None:
     clients = {digest_of(name): Tenant(name=name) for name in ("ann", "bob")}
-    desk = Desk(ServiceOptions(models=(MODEL,), clients=clients))
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=clients))
     ann, bob = ({"authorization": f"Bearer {name}"} for name in ("ann", "bob"))
-    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url) as http:
         before = asyncio.create_task(http.post(CHAT, json=chat_body("a"), headers=ann))
-        await desk.queued()
+        await gateway.queued()
         mine = asyncio.create_task(
             http.post(CHAT, json=chat_body("b"), headers={**ann, "x-request-id": "mine"})
         )
-        await desk.queued(2)
+        await gateway.queued(2)
         async with listening(url, "/v1/events?request_id=mine", headers=bob) as found:
             assert await kinds(found, 3) == ["server"] * 3
         async with listening(url, "/v1/events?request_id=mine", headers=ann) as found:
             told = await first(found, "request")
             assert (told["request_id"], told["position"]) == ("mine", 1)
             for _ in range(2):
-                desk.answer(await desk.taken(), "a")
+                gateway.answer(await gateway.taken(), "a")
             await asyncio.gather(before, mine)
             async with asyncio.timeout(10):
                 while await kinds(found, 2) != ["server"] * 2:  # what was told before
@@ -118,37 +118,37 @@ async def test_a_request_of_the_caller_has_its_place_while_it_waits_and_no_other
 
 
 async def test_nothing_is_computed_for_nobody_and_once_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    desk, made = Desk(), 0
-    status = desk.service.status
+    gateway, made = Gateway(), 0
+    status = gateway.service.status
 
     def counted() -> dict[str, object]:
         nonlocal made
         made += 1
         return status()
 
-    monkeypatch.setattr(desk.service, "status", counted)
-    async with serving(desk.app) as url:
+    monkeypatch.setattr(gateway.service, "status", counted)
+    async with serving(gateway.app) as url:
         async with contextlib.AsyncExitStack() as stack:
             streams = [await stack.enter_async_context(listening(url, "/v1/events")) for _ in range(5)]
             for found in streams:
                 await first(found, "server")
-            assert made == 1  # the desk's clock stands still
+            assert made == 1  # the gateway's clock stands still
         async with asyncio.timeout(10):
             while any("run_asgi" in repr(task) for task in asyncio.all_tasks()):
                 await asyncio.sleep(0)
-        desk.clock.now += 60
+        gateway.clock.now += 60
         await asyncio.sleep(5 * events.EVERY_S)
         assert made == 1
 
 
 async def test_the_steps_since_the_event_before_in_a_bounded_list() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, listening(url, "/v1/events?detail=steps") as found:
+    gateway = Gateway()
+    async with serving(gateway.app) as url, listening(url, "/v1/events?detail=steps") as found:
         told = await first(found, "steps")
         assert (told["num_steps"], told["at_ms"], told["steps"]["started_ms"]) == (0, 0.0, [])
         count = DraftCount([2, 1], [1, 0])
         for i in range(MAX_STEPS + 1):
-            desk.deliver(
+            gateway.deliver(
                 started_s=1000 + i / 1000,
                 duration_s=0.001,
                 num_prefill_tokens=5,
@@ -158,9 +158,9 @@ async def test_the_steps_since_the_event_before_in_a_bounded_list() -> None:
                 num_prefix_query_tokens=10,
                 num_prefix_hit_tokens=4,
             )
-        desk.deliver(num_decode_tokens=0)  # a cancelled request, say: no step
-        desk.service.note_loop_lag(0.020)
-        desk.service.note_loop_lag(0.010)
+        gateway.deliver(num_decode_tokens=0)  # a cancelled request, say: no step
+        gateway.service.note_loop_lag(0.020)
+        gateway.service.note_loop_lag(0.010)
         while not (told := await first(found, "steps"))["num_steps"]:
             pass
         steps, num_steps = told.pop("steps"), MAX_STEPS + 1
@@ -200,10 +200,10 @@ async def test_each_event_counts_from_the_one_before_and_its_times_from_the_firs
 
 
 async def test_the_blocks_are_drawn_for_those_who_ask_when_they_have_changed() -> None:
-    desk = Desk()
-    desk.engine.ref_counts[1:4] = [1, 2, 3]
-    desk.engine.findable[3:5] = b"\1\1"
-    async with serving(desk.app) as url, listening(url, "/v1/events?detail=kv") as found:
+    gateway = Gateway()
+    gateway.engine.ref_counts[1:4] = [1, 2, 3]
+    gateway.engine.findable[3:5] = b"\1\1"
+    async with serving(gateway.app) as url, listening(url, "/v1/events?detail=kv") as found:
         told = await first(found, "kv")
         cells = {name: b64decode(told[name])[:5] for name in ("held", "shared", "cached", "holders")}
         assert cells == {
@@ -214,27 +214,27 @@ async def test_the_blocks_are_drawn_for_those_who_ask_when_they_have_changed() -
         }
         assert (told["num_blocks"], told["blocks_per_cell"]) == (32, 1)
         assert (told["num_shared"], told["num_saved"]) == (2, 3)
-        desk.clock.now += 60
+        gateway.clock.now += 60
         assert await kinds(found, 3) == ["server"] * 3
-        counts, desk.engine.ref_counts = desk.engine.ref_counts, []
-        desk.clock.now += 60
+        counts, gateway.engine.ref_counts = gateway.engine.ref_counts, []
+        gateway.clock.now += 60
         assert await kinds(found, 3) == ["server"] * 3
-        desk.engine.ref_counts = [0, 0, *counts[2:]]
-        desk.clock.now += 60
+        gateway.engine.ref_counts = [0, 0, *counts[2:]]
+        gateway.clock.now += 60
         assert b64decode((await first(found, "kv"))["held"])[:2] == b"\0\xff"
 
 
 async def test_details_are_for_clients_with_a_key_and_known_by_name() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), clients={digest_of("ann"): Tenant(name="ann")}))
-    async with client(desk.app) as http:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients={digest_of("ann"): Tenant(name="ann")}))
+    async with client(gateway.app) as http:
         assert (await http.get("/v1/events?detail=kv")).status_code == 401
         answer = await http.get("/v1/events?detail=kv,all", headers={"authorization": "Bearer ann"})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "detail")
 
 
 async def test_no_step_is_noted_and_no_block_drawn_while_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    desk, drawn, noted = Desk(), 0, 0
-    draw, note = desk.engine.block_map, StepWatch.note
+    gateway, drawn, noted = Gateway(), 0, 0
+    draw, note = gateway.engine.block_map, StepWatch.note
 
     def counted() -> BlockMap | None:
         nonlocal drawn
@@ -246,52 +246,52 @@ async def test_no_step_is_noted_and_no_block_drawn_while_nobody_asks(monkeypatch
         noted += 1
         note(watch, report)
 
-    monkeypatch.setattr(desk.engine, "block_map", counted)
+    monkeypatch.setattr(gateway.engine, "block_map", counted)
     monkeypatch.setattr(StepWatch, "note", counted_note)
-    async with serving(desk.app) as url:
+    async with serving(gateway.app) as url:
         async with listening(url, "/v1/events") as found:
             await first(found, "server")
-            desk.deliver(num_decode_tokens=1)
+            gateway.deliver(num_decode_tokens=1)
             await first(found, "server")
         assert (drawn, noted) == (0, 0)
         async with listening(url, "/v1/events?detail=steps,kv") as found:
             await first(found, "steps")
-            desk.deliver(num_decode_tokens=1)
+            gateway.deliver(num_decode_tokens=1)
             await first(found, "kv")
         assert (drawn, noted) == (1, 1)
         async with asyncio.timeout(10):
             while any("run_asgi" in repr(task) for task in asyncio.all_tasks()):
                 await asyncio.sleep(0)
-        desk.deliver(num_decode_tokens=1)
+        gateway.deliver(num_decode_tokens=1)
         assert noted == 1
 
 
 async def test_a_drain_is_told_and_ends_the_events_after_the_token_streams() -> None:
-    desk = Desk(clock=time.monotonic)
-    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
+    gateway = Gateway(clock=time.monotonic)
+    async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url) as http:
         asked = asyncio.create_task(http.post(CHAT, json=chat_body(stream=True)))
-        request = await desk.taken()
+        request = await gateway.taken()
         async with listening(url, "/v1/events") as found:
             assert (await first(found, "server"))["state"] == "ready"
-            desk.service.begin_drain()
+            gateway.service.begin_drain()
             while (await first(found, "server"))["state"] != "draining":
                 pass
-            desk.answer(request, "a", "b")
+            gateway.answer(request, "a", "b")
             assert "[DONE]" in (await asked).text
             assert {kind async for kind, _ in found} <= {"server"}
 
 
 async def test_routers_hear_of_the_callers_blocks_that_come_and_go() -> None:
-    desk = Desk()
+    gateway = Gateway()
 
     def block(number: int, salt: bytes = b"default") -> Stored:
         return Stored(bytes([number]), None, 1, (1,), salt)
 
     def tell(*happened: Stored | Dropped) -> None:
-        desk.service.prefixes.take(happened)
+        gateway.service.prefixes.take(happened)
 
     tell(block(1), block(2), block(3, b"somebody else"))
-    async with serving(desk.app) as url, listening(url, "/v1/prefixes/events") as found:
+    async with serving(gateway.app) as url, listening(url, "/v1/prefixes/events") as found:
         assert await first(found, "stored") == {"blocks": ["01", "02"]}
         tell(block(4), block(5), Dropped(b"\5"), Dropped(b"\1"), block(6, b"somebody else"))
         assert await anext(found) == ("removed", {"blocks": ["01"]})

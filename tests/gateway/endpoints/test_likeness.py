@@ -12,7 +12,7 @@ from engine.planning.request import FinishReason
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
 from gateway.wire.embeddings import likeness
-from tests.gateway.desk import MODEL, Desk, client, make_tokenizer
+from tests.gateway.harness import MODEL, Gateway, client, make_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -22,13 +22,13 @@ VECTORS = {"east": [2.0, 0.0], "north": [0.0, 3.0], "north-east": [1.0, 1.0], "w
 
 async def answered(path: str, **fields: Any) -> httpx.Response:
     """From an engine whose embeddings are VECTORS."""
-    desk = Desk(ServiceOptions(models=(MODEL,), limits=Limits(max_inputs=4)))
-    async with client(desk.app) as http:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), limits=Limits(max_inputs=4)))
+    async with client(gateway.app) as http:
         reply = asyncio.create_task(http.post(path, json={"model": MODEL, **fields}))
         while not reply.done():
-            while (request := desk.queue.take(lambda _: True)) is not None:
+            while (request := gateway.queue.take(lambda _: True)) is not None:
                 vector = VECTORS[TOKENIZER.decode(request.prompt_token_ids)]
-                desk.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=vector)
+                gateway.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=vector)
             await asyncio.sleep(0)
         return await reply
 
@@ -93,8 +93,8 @@ async def test_texts_are_compared(path: str, fields: dict[str, Any], scores: lis
     ],
 )
 async def test_what_is_refused(path: str, fields: dict[str, Any], status: int, param: str) -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), limits=Limits(max_inputs=4)))
-    async with client(desk.app) as http:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), limits=Limits(max_inputs=4)))
+    async with client(gateway.app) as http:
         reply = await http.post(path, json={"model": MODEL, **fields})
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param)
 

@@ -14,8 +14,8 @@ import pytest
 from engine.planning.request import FinishReason
 from gateway.http.connections import Timeouts
 from gateway.service import ServiceOptions
-from tests.gateway.desk import MODEL, Desk, client, make_tokenizer, serving
 from tests.gateway.endpoints.test_anthropic_client import CALL, TOOL_TEMPLATE
+from tests.gateway.harness import MODEL, Gateway, client, make_tokenizer, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -23,46 +23,46 @@ HI: Any = [{"role": "user", "content": "Hi"}]
 
 
 @contextlib.asynccontextmanager
-async def connected(desk: Desk) -> AsyncIterator[Any]:
-    async with serving(desk.app) as url, ollama.AsyncClient(url, verify=False) as api:
+async def connected(gateway: Gateway) -> AsyncIterator[Any]:
+    async with serving(gateway.app) as url, ollama.AsyncClient(url, verify=False) as api:
         yield api
 
 
-async def answered(desk: Desk, asking: Any, *texts: str) -> Any:
+async def answered(gateway: Gateway, asking: Any, *texts: str) -> Any:
     """Awaits a call to the client while an engine answers it."""
     task = asyncio.ensure_future(asking)
-    desk.answer(await desk.taken(), *texts)
+    gateway.answer(await gateway.taken(), *texts)
     return await task
 
 
-def prompt_of(desk: Desk, request: Any) -> str:
-    return desk.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+def prompt_of(gateway: Gateway, request: Any) -> str:
+    return gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
 
 
 async def test_a_chat_in_one_piece() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
-        reply = await answered(desk, api.chat(model=MODEL, messages=HI), "Hel", "lo")
+    gateway = Gateway()
+    async with connected(gateway) as api:
+        reply = await answered(gateway, api.chat(model=MODEL, messages=HI), "Hel", "lo")
     assert (reply.model, reply.message.role, reply.message.content) == (MODEL, "assistant", "Hello")
     assert (reply.done, reply.done_reason, reply.eval_count) == (True, "stop", 2)
     assert reply.created_at.endswith("Z")
-    # As desk.make_timings has it: queued for 10 ms, the first token after 30, the last after 70.
+    # As harness.make_timings has it: queued for 10 ms, the first token after 30, the last after 70.
     assert (reply.load_duration, reply.prompt_eval_duration) == (10_000_000, 20_000_000)
     assert (reply.eval_duration, reply.total_duration) == (40_000_000, 70_000_000)
 
 
 async def test_a_streamed_chat_arrives_line_by_line() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.chat(model=f"{MODEL}:latest", messages=HI, stream=True))
         stream = aiter(await asking)
         first = asyncio.ensure_future(anext(stream))
-        request = await desk.taken()
-        desk.bring(request, "Hel")
+        request = await gateway.taken()
+        gateway.bring(request, "Hel")
         parts = [await first]
-        desk.bring(request, "lo\u2028\x85")
+        gateway.bring(request, "lo\u2028\x85")
         parts.append(await anext(stream))  # it is there before the next step is
-        desk.finish(request, "!", reason=FinishReason.LENGTH)
+        gateway.finish(request, "!", reason=FinishReason.LENGTH)
         parts += [part async for part in stream]
     assert "".join(part.message.content for part in parts) == "Hello\u2028\x85!"
     assert [part.done for part in parts] == [False, False, False, True]
@@ -70,10 +70,10 @@ async def test_a_streamed_chat_arrives_line_by_line() -> None:
 
 
 async def test_it_is_streamed_unless_it_says_no() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.ensure_future(http.post("/api/chat", json={"model": MODEL, "messages": HI}))
-        desk.answer(await desk.taken(), "a", "b")
+        gateway.answer(await gateway.taken(), "a", "b")
         reply = await asking
     assert reply.headers["content-type"] == "application/x-ndjson"
     lines = [json.loads(line) for line in reply.text.splitlines()]
@@ -81,18 +81,20 @@ async def test_it_is_streamed_unless_it_says_no() -> None:
 
 
 async def test_a_prompt_is_a_turn_unless_it_is_raw() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.generate(model=MODEL, prompt="Hi", system="Be brief."))
-        request = await desk.taken()
-        desk.answer(request, "Hel", "lo")
+        request = await gateway.taken()
+        gateway.answer(request, "Hel", "lo")
         assert (await asking).response == "Hello"
-        assert prompt_of(desk, request) == ("<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>")
+        assert prompt_of(gateway, request) == (
+            "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
+        )
         stream = await api.generate(model=MODEL, prompt="Once", raw=True, stream=True)
         reading = asyncio.ensure_future(_texts(stream))
-        request = await desk.taken()
-        assert prompt_of(desk, request) == "<|bos|>Once"
-        desk.answer(request, " upon", " a")
+        request = await gateway.taken()
+        assert prompt_of(gateway, request) == "<|bos|>Once"
+        gateway.answer(request, " upon", " a")
         assert "".join(await reading) == " upon a"
 
 
@@ -102,7 +104,7 @@ async def _texts(stream: Any) -> list[str]:
 
 async def test_nothing_asked_is_nothing_said() -> None:
     """Clients load a model that way."""
-    async with connected(Desk()) as api:
+    async with connected(Gateway()) as api:
         loaded = await api.generate(model=MODEL)
         assert (loaded.response, loaded.done, loaded.done_reason) == ("", True, "load")
         assert (await api.chat(model=MODEL, messages=[])).message.content == ""
@@ -123,15 +125,15 @@ async def test_options_reach_the_engine() -> None:
         "num_ctx": 4096,
         "num_thread": 2,
     }
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.chat(model=MODEL, messages=HI, options=options, keep_alive="5m"))
-        request = await desk.taken()
-        desk.answer(request, "ok")
+        request = await gateway.taken()
+        gateway.answer(request, "ok")
         await asking
         unbounded = asyncio.ensure_future(api.chat(model=MODEL, messages=HI, options={"num_predict": -1}))
-        whole = await desk.taken()
-        desk.answer(whole, "ok")
+        whole = await gateway.taken()
+        gateway.answer(whole, "ok")
         await unbounded
     params = request.sampling
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.05)
@@ -141,23 +143,23 @@ async def test_options_reach_the_engine() -> None:
 
 
 async def test_a_stream_that_waits_says_so() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
-    async with connected(desk) as api:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
+    async with connected(gateway) as api:
         stream = aiter(await api.generate(model=MODEL, prompt="Hi", stream=True))
         reading = asyncio.ensure_future(anext(stream))
-        await desk.queued()
-        desk.clock.now += 2
-        desk.service.tick(desk.clock.now)  # the status is out
-        desk.clock.now += 6
-        desk.service.tick(desk.clock.now)
+        await gateway.queued()
+        gateway.clock.now += 2
+        gateway.service.tick(gateway.clock.now)  # the status is out
+        gateway.clock.now += 6
+        gateway.service.tick(gateway.clock.now)
         assert ((await reading).response, (await reading).done) == ("", False)
-        desk.finish(await desk.taken(), "a")
+        gateway.finish(await gateway.taken(), "a")
         assert [part.response async for part in stream] == ["a", ""]
 
 
 async def test_errors_are_the_clients_own() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         with pytest.raises(ollama.ResponseError, match="'other' does not exist") as unknown:
             await api.chat(model="other", messages=HI)
         assert unknown.value.status_code == 404
@@ -168,34 +170,34 @@ async def test_errors_are_the_clients_own() -> None:
             await api.chat(model=MODEL, messages=[{**HI[0], "images": [b"x"]}])
         stream = await api.chat(model=MODEL, messages=HI, stream=True)
         reading = asyncio.ensure_future(anext(aiter(stream)))
-        request = await desk.taken()
-        desk.bring(request, "x")
+        request = await gateway.taken()
+        gateway.bring(request, "x")
         await reading
-        desk.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
+        gateway.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
         with pytest.raises(ollama.ResponseError, match="logits were not finite"):
             async for _ in stream:
                 pass
 
 
 async def test_tools_and_thoughts() -> None:
-    desk = Desk(tokenizer=make_tokenizer(TOOL_TEMPLATE))
+    gateway = Gateway(tokenizer=make_tokenizer(TOOL_TEMPLATE))
     function = {"name": "clock", "parameters": {"type": "object", "properties": {}}}
     messages: Any = [
         *HI,
         {"role": "assistant", "tool_calls": [{"function": {"name": "clock", "arguments": {"zone": "UTC"}}}]},
         {"role": "tool", "tool_name": "clock", "content": "Noon."},
     ]
-    async with connected(desk) as api:
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(
             api.chat(
                 model=MODEL, messages=messages, tools=[{"type": "function", "function": function}], think=True
             )
         )
-        request = await desk.taken()
-        desk.answer(request, "<think>Hm.</think>", "Well.", CALL)
+        request = await gateway.taken()
+        gateway.answer(request, "<think>Hm.</think>", "Well.", CALL)
         message = (await asking).message
         shown = await api.show(MODEL)
-    assert prompt_of(desk, request).partition("<|user|>")[2] == (
+    assert prompt_of(gateway, request).partition("<|user|>")[2] == (
         "Hi<|end|><|assistant|>[call_1_0UTC]<|end|><|tool|>Noon.call_1_0<|end|><|assistant|><think></think>"
     )
     assert (message.thinking, message.content) == ("Hm.", "Well.")
@@ -206,8 +208,8 @@ async def test_tools_and_thoughts() -> None:
 
 
 async def test_the_model() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL, "org/alias"), created=7))
-    async with connected(desk) as api:
+    gateway = Gateway(ServiceOptions(models=(MODEL, "org/alias"), created=7))
+    async with connected(gateway) as api:
         listed, loaded = await api.list(), await api.ps()
         shown = await api.show(f"{MODEL}:latest")
     assert [model.model for model in listed.models] == [MODEL, "org/alias"]
@@ -215,39 +217,39 @@ async def test_the_model() -> None:
     assert loaded.models[0].context_length == 512
     assert shown.capabilities == ["completion"]
     assert shown.modelinfo["penstock.context_length"] == 512
-    async with client(desk.app) as http:
+    async with client(gateway.app) as http:
         assert (await http.get("/api/version")).json()["version"].count(".") == 2
 
 
 async def test_embeddings() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(
             api.embed(model=f"{MODEL}:latest", input=["Hi", "there"], dimensions=2)
         )
-        for request in (first := await desk.taken(), await desk.taken()):
+        for request in (first := await gateway.taken(), await gateway.taken()):
             vector = [3.0, 4.0, 9.0] if request is first else [0.0, 2.0, 0.0]
-            desk.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=vector)
+            gateway.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=vector)
         reply = await asking
         assert [list(one) for one in reply.embeddings] == [pytest.approx([0.6, 0.8]), [0.0, 1.0]]
         assert (reply.model, reply.prompt_eval_count) == (MODEL, 3 + 6)
         assert (reply.load_duration, reply.total_duration) == (10_000_000, 70_000_000)
         older = asyncio.ensure_future(api.embeddings(model=MODEL, prompt="Hi"))
-        request = await desk.taken()
-        assert prompt_of(desk, request) == "<|bos|>Hi"
-        desk.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=[3.0, 4.0])
+        request = await gateway.taken()
+        assert prompt_of(gateway, request) == "<|bos|>Hi"
+        gateway.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=[3.0, 4.0])
         assert list((await older).embedding) == [3.0, 4.0], "as the model has it"
         assert (await api.embed(model=MODEL, input=[])).embeddings == []
         assert (await api.embeddings(model=MODEL)).embedding == []
 
 
 async def test_what_is_too_long_to_embed_loses_its_end() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.embed(model=MODEL, input="ab" * 100_000))
-        request = await desk.taken()
-        assert prompt_of(desk, request) == "<|bos|>" + "ab" * 255
-        desk.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=[1.0])
+        request = await gateway.taken()
+        assert prompt_of(gateway, request) == "<|bos|>" + "ab" * 255
+        gateway.finish(request, reason=FinishReason.LENGTH, token_ids=[], embedding=[1.0])
         await asking
         with pytest.raises(ollama.ResponseError, match="maximum context length"):
             await api.embed(model=MODEL, input="ab" * 300, truncate=False)
@@ -269,7 +271,7 @@ async def test_what_is_too_long_to_embed_loses_its_end() -> None:
     ],
 )
 async def test_embeddings_that_are_refused(path: str, fields: dict[str, Any], status: int) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         reply = await http.post(path, json={"model": MODEL, **fields})
     assert reply.status_code == status
     assert reply.json().keys() == {"error"}
@@ -282,7 +284,7 @@ async def test_a_program_need_not_say_that_it_sends_json_and_a_page_must(
     told: dict[str, str], status: int
 ) -> None:
     content = json.dumps({"model": MODEL, "messages": []})
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         for media_type in ("application/x-www-form-urlencoded", ""):
             headers = {"content-type": media_type, **told}
             assert (await http.post("/api/chat", content=content, headers=headers)).status_code == status

@@ -13,9 +13,9 @@ from engine.planning.request import Request
 from engine.planning.tokenizer import Tokenizer
 from gateway.endpoints.intake import salt_of, salts_of
 from priority.lanes import Tenant
-from tests.gateway.desk import (
+from tests.gateway.harness import (
     SPECIAL,
-    Desk,
+    Gateway,
     chat_body,
     client,
     completion_body,
@@ -33,20 +33,20 @@ def path_of(body: dict[str, Any]) -> str:
     return CHAT if "messages" in body else COMPLETIONS
 
 
-async def replied(desk: Desk, body: dict[str, Any], **headers: str) -> Any:
-    async with client(desk.app) as api:
+async def replied(gateway: Gateway, body: dict[str, Any], **headers: str) -> Any:
+    async with client(gateway.app) as api:
         return await api.post(path_of(body), json=body, headers=headers)
 
 
-async def requested(body: dict[str, Any], desk: Desk | None = None) -> Request:
+async def requested(body: dict[str, Any], gateway: Gateway | None = None) -> Request:
     """What the engine is asked."""
-    desk = desk or Desk()
-    asking = asyncio.create_task(replied(desk, body))
-    taken = asyncio.create_task(desk.taken())
+    gateway = gateway or Gateway()
+    asking = asyncio.create_task(replied(gateway, body))
+    taken = asyncio.create_task(gateway.taken())
     await asyncio.wait([asking, taken], return_when=asyncio.FIRST_COMPLETED)
     assert taken.done(), (await asking).text
     request = taken.result()
-    desk.answer(request, "!")
+    gateway.answer(request, "!")
     assert (await asking).status_code == 200
     return request
 
@@ -138,19 +138,19 @@ def with_fim(*names: str) -> Tokenizer:
 )
 async def test_the_middle_is_filled_in(names: tuple[str, ...], prompt: str) -> None:
     tokenizer = with_fim(*names)
-    request = await requested(completion_body("a", suffix="z"), Desk(tokenizer=tokenizer))
+    request = await requested(completion_body("a", suffix="z"), Gateway(tokenizer=tokenizer))
     assert tokenizer.decode(request.prompt_token_ids, skip_special=False) == prompt
 
 
 @pytest.mark.parametrize("body", [chat_body(), completion_body()])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_token_ids_are_told(body: dict[str, Any], stream: bool) -> None:
-    desk = Desk()
-    asking = asyncio.create_task(replied(desk, {**body, "return_token_ids": True, "stream": stream}))
-    request = await desk.taken()
-    desk.bring(request, "a", token_ids=[70])
-    desk.bring(request, "", token_ids=[71])
-    desk.finish(request, "b", token_ids=[72])
+    gateway = Gateway()
+    asking = asyncio.create_task(replied(gateway, {**body, "return_token_ids": True, "stream": stream}))
+    request = await gateway.taken()
+    gateway.bring(request, "a", token_ids=[70])
+    gateway.bring(request, "", token_ids=[71])
+    gateway.finish(request, "b", token_ids=[72])
     reply = await asking
     parts = events(reply.text)[:-1] if stream else [reply.json()]
     choices = [part["choices"][0] for part in parts if part["choices"]]
@@ -162,14 +162,14 @@ async def test_token_ids_are_told(body: dict[str, Any], stream: bool) -> None:
 
 
 async def test_usage_grows_with_the_stream() -> None:
-    desk = Desk()
+    gateway = Gateway()
     options = {"include_usage": True, "continuous_usage_stats": True}
-    asking = asyncio.create_task(replied(desk, chat_body(stream=True, stream_options=options)))
-    request = await desk.taken()
+    asking = asyncio.create_task(replied(gateway, chat_body(stream=True, stream_options=options)))
+    request = await gateway.taken()
     for text in "abc":
-        desk.bring(request, text)
+        gateway.bring(request, text)
         await asyncio.sleep(0)
-    desk.finish(request)
+    gateway.finish(request)
     chunks = events((await asking).text)[:-1]
     counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert counts == sorted(counts)
@@ -210,11 +210,11 @@ LAST = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": " "}
     ],
 )
 async def test_what_cannot_be_is_refused_by_name(body: dict[str, Any], field: str) -> None:
-    reply = await replied(Desk(), body)
+    reply = await replied(Gateway(), body)
     assert reply.status_code == 400, reply.text
     assert reply.json()["error"]["param"] == field
 
 
 async def test_a_reply_that_can_be_fetched_again_tells_no_token_ids() -> None:
-    reply = await replied(Desk(), chat_body(return_token_ids=True), **{"idempotency-key": "k"})
+    reply = await replied(Gateway(), chat_body(return_token_ids=True), **{"idempotency-key": "k"})
     assert reply.json()["error"]["param"] == "return_token_ids"

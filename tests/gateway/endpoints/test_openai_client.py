@@ -17,7 +17,7 @@ from gateway.access.keys import digest_of
 from gateway.http.connections import Timeouts
 from gateway.service import ServiceOptions
 from priority.lanes import DEFAULT_POLICIES, Lane, Tenant
-from tests.gateway.desk import MODEL, Desk, logprobs, serving
+from tests.gateway.harness import MODEL, Gateway, logprobs, serving
 
 pytestmark = pytest.mark.anyio
 
@@ -25,9 +25,9 @@ HI: Any = [{"role": "user", "content": "Hi"}]
 
 
 @contextlib.asynccontextmanager
-async def connected(desk: Desk, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
+async def connected(gateway: Gateway, **options: Any) -> AsyncIterator[openai.AsyncOpenAI]:
     async with (
-        serving(desk.app) as url,
+        serving(gateway.app) as url,
         openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key=options.pop("api_key", "none"), max_retries=0, timeout=20, **options
         ) as api,
@@ -35,17 +35,19 @@ async def connected(desk: Desk, **options: Any) -> AsyncIterator[openai.AsyncOpe
         yield api
 
 
-async def answered(desk: Desk, asking: Any, *texts: str) -> Any:
+async def answered(gateway: Gateway, asking: Any, *texts: str) -> Any:
     """Awaits a call to the client while an engine answers it."""
     task = asyncio.ensure_future(asking)
-    desk.answer(await desk.taken(), *texts)
+    gateway.answer(await gateway.taken(), *texts)
     return await task
 
 
 async def test_a_chat() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
-        reply = await answered(desk, api.chat.completions.create(model=MODEL, messages=HI, n=2), "Hel", "lo")
+    gateway = Gateway()
+    async with connected(gateway) as api:
+        reply = await answered(
+            gateway, api.chat.completions.create(model=MODEL, messages=HI, n=2), "Hel", "lo"
+        )
     assert [choice.message.content for choice in reply.choices] == ["Hello", "Hello"]
     assert reply.choices[1].finish_reason == "stop"
     assert reply.usage.prompt_tokens_details.cached_tokens == 4
@@ -54,23 +56,23 @@ async def test_a_chat() -> None:
 
 
 async def test_a_streamed_chat_arrives_token_by_token() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(
             api.chat.completions.create(
                 model=MODEL, messages=HI, stream=True, stream_options={"include_usage": True}
             )
         )
-        request = await desk.taken()
-        desk.bring(request, "Hel")
+        request = await gateway.taken()
+        gateway.bring(request, "Hel")
         stream = await asking
         chunks = aiter(stream)
         assert (await anext(chunks)).choices[0].delta.role == "assistant"
         # The client has this piece before the engine brings the next.
         assert (await anext(chunks)).choices[0].delta.content == "Hel"
-        desk.bring(request, "lo")
+        gateway.bring(request, "lo")
         assert (await anext(chunks)).choices[0].delta.content == "lo"
-        desk.finish(request, reason=FinishReason.LENGTH)
+        gateway.finish(request, reason=FinishReason.LENGTH)
         last = await anext(chunks)
         assert last.choices[0].finish_reason == "length"
         assert last.model_extra is not None
@@ -83,44 +85,44 @@ async def test_a_streamed_chat_arrives_token_by_token() -> None:
 
 
 async def test_the_synchronous_client() -> None:
-    desk = Desk()
+    gateway = Gateway()
 
     def read(url: str) -> str:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20) as api:
             stream = api.chat.completions.create(model=MODEL, messages=HI, stream=True)
             return "".join(chunk.choices[0].delta.content or "" for chunk in stream)
 
-    async with serving(desk.app) as url:
-        assert await answered(desk, anyio.to_thread.run_sync(read, url), "a", "b", "c") == "abc"
+    async with serving(gateway.app) as url:
+        assert await answered(gateway, anyio.to_thread.run_sync(read, url), "a", "b", "c") == "abc"
 
 
 async def test_keepalives_do_not_disturb_the_client() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
-    async with connected(desk) as api:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.chat.completions.create(model=MODEL, messages=HI, stream=True))
-        await desk.queued()
-        desk.clock.now += 2
-        desk.service.tick(desk.clock.now)
+        await gateway.queued()
+        gateway.clock.now += 2
+        gateway.service.tick(gateway.clock.now)
         stream = await asking  # The status is there before any token is.
-        request = await desk.taken()
+        request = await gateway.taken()
         for text in "abc":
-            desk.clock.now += 6
-            desk.service.tick(desk.clock.now)
-            desk.bring(request, text)
-        desk.finish(request)
+            gateway.clock.now += 6
+            gateway.service.tick(gateway.clock.now)
+            gateway.bring(request, text)
+        gateway.finish(request)
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "abc"
 
 
 async def test_logprobs_in_both_shapes() -> None:
-    desk = Desk()
+    gateway = Gateway()
     found = [logprobs((7, -0.5), (8, -1.5))]
-    async with connected(desk) as api:
+    async with connected(gateway) as api:
         chat = asyncio.ensure_future(
             api.chat.completions.create(model=MODEL, messages=HI, logprobs=True, top_logprobs=2)
         )
-        desk.finish(await desk.taken(), "x", logprobs=found)
+        gateway.finish(await gateway.taken(), "x", logprobs=found)
         completion = asyncio.ensure_future(api.completions.create(model=MODEL, prompt="Hi", logprobs=2))
-        desk.finish(await desk.taken(), "x", logprobs=found)
+        gateway.finish(await gateway.taken(), "x", logprobs=found)
         chat_logprobs = (await chat).choices[0].logprobs
         text_logprobs = (await completion).choices[0].logprobs
     assert chat_logprobs is not None
@@ -132,8 +134,8 @@ async def test_logprobs_in_both_shapes() -> None:
 
 
 async def test_sampling_reaches_the_engine() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = api.chat.completions.create(
             model=MODEL,
             messages=HI,
@@ -156,8 +158,8 @@ async def test_sampling_reaches_the_engine() -> None:
             },
         )
         task = asyncio.ensure_future(asking)
-        request = await desk.taken()
-        desk.answer(request, "ok")
+        request = await gateway.taken()
+        gateway.answer(request, "ok")
         reply = await task
     params = request.sampling
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.05)
@@ -172,12 +174,12 @@ async def test_sampling_reaches_the_engine() -> None:
 
 
 async def test_completions_of_several_prompts() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.completions.create(model=MODEL, prompt=["a", "b"], n=2))
-        first, second = await desk.taken(), await desk.taken()
-        desk.answer(second, "of b")
-        desk.answer(first, "of a")
+        first, second = await gateway.taken(), await gateway.taken()
+        gateway.answer(second, "of b")
+        gateway.answer(first, "of a")
         reply = await asking
     assert [(c.index, c.text) for c in reply.choices] == [(0, "of a"), (1, "of a"), (2, "of b"), (3, "of b")]
     assert reply.usage is not None
@@ -188,8 +190,8 @@ async def test_completions_of_several_prompts() -> None:
 async def test_errors_are_the_right_exceptions() -> None:
     keys = {digest_of("a-key-of-16-chars"): Tenant(name="ours")}
     full = {Lane.STANDARD: replace(DEFAULT_POLICIES[Lane.STANDARD], max_requests=1)}
-    desk = Desk(ServiceOptions(models=(MODEL,), clients=keys), bounds=full)
-    async with connected(desk, api_key="a-key-of-16-chars") as api:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=keys), bounds=full)
+    async with connected(gateway, api_key="a-key-of-16-chars") as api:
         create = api.chat.completions.create
         with pytest.raises(openai.AuthenticationError):
             await api.with_options(api_key="wrong").models.list()
@@ -200,31 +202,31 @@ async def test_errors_are_the_right_exceptions() -> None:
             await create(model=MODEL, messages=HI, temperature=3)
         assert wrong.value.param == "temperature"
         waiting = asyncio.ensure_future(create(model=MODEL, messages=HI))
-        await desk.queued()
+        await gateway.queued()
         with pytest.raises(openai.InternalServerError) as refused:
             await create(model=MODEL, messages=HI, stream=True)
         assert refused.value.status_code == 503
         assert int(refused.value.response.headers["retry-after"]) >= 1
-        desk.answer(await desk.taken(), "ok")
+        gateway.answer(await gateway.taken(), "ok")
         await waiting
 
 
 async def test_an_error_in_a_stream_is_raised() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         asking = asyncio.ensure_future(api.chat.completions.create(model=MODEL, messages=HI, stream=True))
-        request = await desk.taken()
-        desk.bring(request, "x")
+        request = await gateway.taken()
+        gateway.bring(request, "x")
         stream = await asking
-        desk.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
+        gateway.finish(request, reason=FinishReason.FAILED, error="logits were not finite")
         with pytest.raises(openai.APIError, match="logits were not finite"):
             async for _ in stream:
                 pass
 
 
 async def test_models() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL, "org/alias"), created=7))
-    async with connected(desk) as api:
+    gateway = Gateway(ServiceOptions(models=(MODEL, "org/alias"), created=7))
+    async with connected(gateway) as api:
         assert [model.id async for model in api.models.list()] == [MODEL, "org/alias"]
         model = await api.models.retrieve("org/alias")
     assert (model.id, model.created, model.owned_by) == ("org/alias", 7, "penstock")

@@ -13,14 +13,14 @@ from gateway.endpoints.openapi import OpenApi
 from gateway.endpoints.operations import OPERATIONS
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
-from tests.gateway.desk import MODEL, Desk, client
+from tests.gateway.harness import MODEL, Gateway, client
 
 
 @pytest.mark.anyio
 async def test_every_route_is_described(tmp_path: Path) -> None:
     (tmp_path / "index.html").write_text("")
-    desk = Desk(ServiceOptions(models=(MODEL,), cluster_secret="so that every route is there"))
-    app: Any = create_app(desk.service, tmp_path)
+    gateway = Gateway(ServiceOptions(models=(MODEL,), cluster_secret="so that every route is there"))
+    app: Any = create_app(gateway.service, tmp_path)
     async with client(app) as http:
         described = (await http.get("/openapi.json")).json()["paths"]
     assert described.keys() == OPERATIONS.keys()
@@ -45,7 +45,7 @@ async def test_limits_and_keys_are_said() -> None:
     assert keyed["security"] == [{"key": []}]
     assert keyed["paths"]["/openapi.json"]["get"]["security"] == []
     options = ServiceOptions(models=(MODEL,), limits=Limits(max_messages=3, max_choices=2))
-    async with client(Desk(options).app) as http:
+    async with client(Gateway(options).app) as http:
         schemas = (await http.get("/openapi.json")).json()["components"]["schemas"]
     assert schemas["ChatBody"]["properties"]["messages"]["maxItems"] == 3
     assert {"maximum": 2, "minimum": 1, "type": "integer"} in schemas["ChatBody"]["properties"]["n"]["anyOf"]

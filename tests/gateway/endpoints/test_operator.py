@@ -17,8 +17,8 @@ from gateway.http.errors import ApiError
 from gateway.http.page import Page
 from gateway.service import ServiceOptions
 from priority.lanes import Lane, Tenant
-from tests.gateway.desk import MODEL, Desk, chat_body, client, make_timings, settled, step_report
-from tests.gateway.sessions.recordings.paper import make_request
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, make_timings, settled, step_report
+from tests.gateway.sessions.recordings.fakes import make_request
 
 pytestmark = pytest.mark.anyio
 
@@ -71,7 +71,7 @@ def test_every_key_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 async def test_what_needs_a_key(method: str, path: str) -> None:
-    async with client(Desk(ServiceOptions(models=(MODEL,), clients=KEYS)).app) as http:
+    async with client(Gateway(ServiceOptions(models=(MODEL,), clients=KEYS)).app) as http:
         response = await http.request(method, path, json={})
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
@@ -80,40 +80,40 @@ async def test_what_needs_a_key(method: str, path: str) -> None:
 
 @pytest.mark.parametrize("path", ["/health", "/ready", "/metrics", "/load", "/version"])
 async def test_what_needs_no_key(path: str) -> None:
-    async with client(Desk(ServiceOptions(models=(MODEL,), clients=KEYS)).app) as http:
+    async with client(Gateway(ServiceOptions(models=(MODEL,), clients=KEYS)).app) as http:
         assert (await http.get(path)).status_code == 200
         assert (await http.head(path)).content == b""
 
 
 async def test_load_is_what_waits_and_runs() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
-        await desk.queued()
+        await gateway.queued()
         assert (await http.get("/load")).json() == {"server_load": 1}
-        desk.answer(await desk.taken(), "ok")
+        gateway.answer(await gateway.taken(), "ok")
         await asking
         assert (await http.get("/load")).json() == {"server_load": 0}
 
 
 async def test_the_version_is_the_packages() -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         assert (await http.get("/version")).json() == {"version": metadata.version("penstock")}
 
 
 async def test_the_tenant_salts_the_prefix_cache() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), clients=KEYS))
-    async with client(desk.app) as http:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=KEYS))
+    async with client(gateway.app) as http:
         headers = {"authorization": "Bearer key-of-bob"}
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(), headers=headers))
-        request = await desk.taken()
-        desk.answer(request, "ok")
+        request = await gateway.taken()
+        gateway.answer(request, "ok")
         await asking
     assert (request.tenant, request.salt) == ("bob", b"bob")
 
 
 async def test_a_usable_request_id_is_echoed() -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         assert (await http.get("/health", headers={"x-request-id": "a-1"})).headers["x-request-id"] == "a-1"
         for unusable in ("a b", "x" * 129, "<a>", ""):
             reply = await http.get("/health", headers={"x-request-id": unusable})
@@ -121,27 +121,27 @@ async def test_a_usable_request_id_is_echoed() -> None:
 
 
 async def test_the_same_request_id_twice_is_two_requests() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         headers = {"x-request-id": "same"}
         body = chat_body()
         asking = [
             asyncio.create_task(http.post("/v1/chat/completions", json=body, headers=headers))
             for _ in range(2)
         ]
-        first, second = await desk.taken(), await desk.taken()
-        desk.answer(second, "second")
-        desk.answer(first, "first")
+        first, second = await gateway.taken(), await gateway.taken()
+        gateway.answer(second, "second")
+        gateway.answer(first, "first")
         texts = [(await task).json()["choices"][0]["message"]["content"] for task in asking]
     assert texts == ["first", "second"]
 
 
 async def test_origins_are_closed_unless_named() -> None:
     origin = {"origin": "https://ours.example", "access-control-request-method": "POST"}
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         assert "access-control-allow-origin" not in (await http.get("/health", headers=origin)).headers
-    desk = Desk(ServiceOptions(models=(MODEL,), cors_origins=("https://ours.example",)))
-    async with client(desk.app) as http:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), cors_origins=("https://ours.example",)))
+    async with client(gateway.app) as http:
         preflight = await http.options("/v1/chat/completions", headers=origin)
         assert preflight.headers["access-control-allow-origin"] == "https://ours.example"
         other = await http.get("/health", headers={"origin": "https://other.example"})
@@ -159,22 +159,22 @@ def samples(text: str) -> dict[str, float]:
 
 
 async def test_metrics_tell_what_happened() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
-        request = await desk.taken()
-        desk.bring(request, "a")
-        desk.finish(request, "b")
+        request = await gateway.taken()
+        gateway.bring(request, "a")
+        gateway.finish(request, "b")
         await asking
         failing = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body()))
-        desk.finish(await desk.taken(), reason=FinishReason.FAILED, error="x")
+        gateway.finish(await gateway.taken(), reason=FinishReason.FAILED, error="x")
         await failing
         waiting = asyncio.create_task(
             http.post("/v1/chat/completions", json=chat_body(service_tier="priority"))
         )
-        await desk.queued()
+        await gateway.queued()
         found = samples((await http.get("/metrics")).text)
-        desk.answer(await desk.taken(), "x")
+        gateway.answer(await gateway.taken(), "x")
         await waiting
     assert found["penstock_choices_total finish_reason=stop lane=standard"] == 1
     assert found["penstock_choices_total finish_reason=failed lane=standard"] == 1
@@ -192,25 +192,25 @@ async def test_metrics_tell_what_happened() -> None:
 
 
 async def test_cancelled_and_refused_are_counted_once() -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(n=2)))
-        request = await desk.taken()
+        request = await gateway.taken()
         asking.cancel()
         await settled()
         for index in range(2):
-            desk.finish(request, "", index, FinishReason.CANCELLED)
+            gateway.finish(request, "", index, FinishReason.CANCELLED)
         found = samples((await http.get("/metrics")).text)
     assert found["penstock_choices_total finish_reason=cancelled lane=standard"] == 2
 
 
 async def test_vllms_names_say_the_same() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), metrics_compat="vllm"))
-    desk.service.deliver(
+    gateway = Gateway(ServiceOptions(models=(MODEL,), metrics_compat="vllm"))
+    gateway.service.deliver(
         step_report(num_running=3, num_waiting=1, num_preemptions=2, num_prefix_hit_tokens=5)
     )
-    desk.service.metrics.note_finished(Lane.STANDARD, FinishReason.STOP, make_timings(make_request()))
-    async with client(desk.app) as http:
+    gateway.service.metrics.note_finished(Lane.STANDARD, FinishReason.STOP, make_timings(make_request()))
+    async with client(gateway.app) as http:
         found = samples((await http.get("/metrics")).text)
     label = f" engine=0 model_name={MODEL}"
     assert found[f"vllm:num_requests_running{label}"] == found["penstock_running_sequences"] == 3
@@ -230,7 +230,7 @@ async def test_vllms_names_say_the_same() -> None:
 
 
 async def test_two_apps_share_no_metric() -> None:
-    first, second = Desk(), Desk()
+    first, second = Gateway(), Gateway()
     first.service.deliver(step_report())
     assert samples(second.service.render_metrics().decode())["penstock_step_seconds_count"] == 0
 
@@ -245,7 +245,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def test_the_page_is_served_under_a_strict_policy(folder: Path) -> None:
-    async with client(create_app(Desk().service, folder)) as http:
+    async with client(create_app(Gateway().service, folder)) as http:
         page, script = await http.get("/"), await http.get("/static/main.js")
         assert page.headers["content-type"].startswith("text/html")
         assert script.headers["content-type"].startswith("text/javascript")
@@ -260,7 +260,7 @@ async def test_the_page_is_served_under_a_strict_policy(folder: Path) -> None:
 
 
 async def test_the_page_is_packed_for_clients_that_take_it(folder: Path) -> None:
-    async with client(create_app(Desk().service, folder)) as http:
+    async with client(create_app(Gateway().service, folder)) as http:
         for encoding, packed in (("gzip, br", "gzip"), ("identity", None)):
             reply = await http.get("/static/main.js", headers={"accept-encoding": encoding})
             assert reply.headers.get("content-encoding") == packed
@@ -279,14 +279,14 @@ async def test_the_page_is_packed_for_clients_that_take_it(folder: Path) -> None
     ],
 )
 async def test_nothing_else_is_served(folder: Path, path: str) -> None:
-    async with client(create_app(Desk().service, folder)) as http:
+    async with client(create_app(Gateway().service, folder)) as http:
         reply = await http.get(path)
     assert reply.status_code == 404
     assert reply.json()["error"]["code"] == "unknown_url"
 
 
 async def test_without_a_page_there_is_none() -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         assert (await http.get("/")).status_code == 404
 
 
@@ -296,20 +296,20 @@ def test_the_page_of_this_project_is_complete() -> None:
 
 
 async def test_a_key_names_the_lane_of_requests_that_do_not() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), clients=KEYS))
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=KEYS))
     headers = {"authorization": "Bearer key-of-bob"}
-    async with client(desk.app) as http:
+    async with client(gateway.app) as http:
         reply = asyncio.create_task(http.post("/v1/chat/completions", json=chat_body(), headers=headers))
-        request = await desk.taken()
+        request = await gateway.taken()
         assert request.lane == Lane.BATCH
-        desk.finish(request, "done")
+        gateway.finish(request, "done")
         assert (await reply).json()["service_tier"] == "flex"
 
 
 async def test_nobody_raises_its_lane_above_what_its_key_allows() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), clients=KEYS))
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=KEYS))
     headers = {"authorization": "Bearer key-of-ann"}
-    async with client(desk.app) as http:
+    async with client(gateway.app) as http:
         body = chat_body(service_tier="priority")
         reply = await http.post("/v1/chat/completions", json=body, headers=headers)
     assert reply.status_code == 403

@@ -12,7 +12,7 @@ from engine.planning.prefix_index import extend_hashes
 from gateway.access.keys import digest_of
 from gateway.service import ServiceOptions
 from priority.lanes import Tenant
-from tests.gateway.desk import MODEL, Desk, client, step_report
+from tests.gateway.harness import MODEL, Gateway, client, step_report
 
 pytestmark = pytest.mark.anyio
 
@@ -25,21 +25,21 @@ def as_(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer the-key-of-{name}"}
 
 
-def warm_desk() -> Desk:
+def warm_gateway() -> Gateway:
     """Three blocks of ann's are resident."""
-    desk = Desk(ServiceOptions(models=(MODEL,), clients=KEYS, replica="here"))
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=KEYS, replica="here"))
     hashes: list[bytes] = []
     extend_hashes(hashes, TOKENS, 3, 16, b"ann")
     events = [
         Stored(known, hashes[i - 1] if i else None, i + 1, TOKENS[16 * i : 16 * (i + 1)], b"ann")
         for i, known in enumerate(hashes)
     ]
-    desk.service.deliver(step_report(prefix_events=tuple(events)))
-    return desk
+    gateway.service.deliver(step_report(prefix_events=tuple(events)))
+    return gateway
 
 
 async def test_a_tenant_sees_its_own_prefixes_only() -> None:
-    async with client(warm_desk().app) as http:
+    async with client(warm_gateway().app) as http:
         ann = (await http.get("/v1/prefixes", headers=as_("ann"))).json()
         bob = (await http.get("/v1/prefixes", headers=as_("bob"))).json()
         nobody = await http.get("/v1/prefixes")
@@ -49,9 +49,9 @@ async def test_a_tenant_sees_its_own_prefixes_only() -> None:
 
 
 async def test_by_tokens_and_by_messages_by_get_and_by_post() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), replica="here"))
+    gateway = Gateway(ServiceOptions(models=(MODEL,), replica="here"))
     messages = [{"role": "user", "content": "Hi"}]
-    async with client(desk.app) as http:
+    async with client(gateway.app) as http:
         replies = [
             await http.get(LOCATE, params={"messages": json.dumps(messages)}),
             await http.post(LOCATE, json={"messages": messages}),
@@ -82,7 +82,7 @@ async def test_by_tokens_and_by_messages_by_get_and_by_post() -> None:
     ],
 )
 async def test_bad_bodies_are_refused_by_name(body: dict[str, Any], param: str) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         reply = await http.post(LOCATE, json=body)
     assert reply.status_code == 400
     assert reply.json()["error"]["param"].startswith(param.partition("[")[0])
@@ -90,6 +90,6 @@ async def test_bad_bodies_are_refused_by_name(body: dict[str, Any], param: str) 
 
 @pytest.mark.parametrize("query", ["tokens=1,x", "tokens=", "messages=[", "messages=1", "what=1"])
 async def test_bad_queries_are_refused(query: str) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         reply = await http.get(f"{LOCATE}?{query}")
     assert reply.status_code == 400, reply.text

@@ -11,20 +11,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.planning.step import StepLoad
 from gateway.service import ServiceOptions
 from priority.lanes import DEFAULT_POLICIES, Lane
-from tests.gateway.desk import MODEL, Desk, chat_body, client
+from tests.gateway.harness import MODEL, Gateway, chat_body, client
 
 pytestmark = pytest.mark.anyio
 
 PROMISE_S = 1.0
 
 
-def slow_desk(seconds_per_token: float) -> Desk:
+def slow_gateway(seconds_per_token: float) -> Gateway:
     """A server whose steps were measured, with an interactive promise of a second."""
     bounds = {Lane.INTERACTIVE: replace(DEFAULT_POLICIES[Lane.INTERACTIVE], ttft_s=PROMISE_S)}
-    desk = Desk(ServiceOptions(models=(MODEL,), promises={Lane.INTERACTIVE: PROMISE_S}), bounds=bounds)
+    gateway = Gateway(ServiceOptions(models=(MODEL,), promises={Lane.INTERACTIVE: PROMISE_S}), bounds=bounds)
     for number in range(40):
         num_prefill = 16 * (1 + number % 4)
-        desk.queue.observe(
+        gateway.queue.observe(
             StepLoad(
                 num_prefill_tokens=num_prefill,
                 num_decode_tokens=number % 3,
@@ -37,7 +37,7 @@ def slow_desk(seconds_per_token: float) -> Desk:
                 num_kv_tokens=100_000,
             )
         )
-    return desk
+    return gateway
 
 
 def urgent(text: str) -> dict[str, object]:
@@ -47,45 +47,45 @@ def urgent(text: str) -> dict[str, object]:
 
 
 async def test_a_request_that_can_be_kept_is_let_in_and_told_when() -> None:
-    desk = slow_desk(0.0005)
-    async with client(desk.app) as http:
+    gateway = slow_gateway(0.0005)
+    async with client(gateway.app) as http:
         reply = asyncio.create_task(http.post("/v1/chat/completions", json=urgent("short")))
-        desk.finish(await desk.taken(), "done")
+        gateway.finish(await gateway.taken(), "done")
         timings = (await reply).json()["timings"]
     assert 0 < timings["predicted_ttft_ms"] < PROMISE_S * 1000
     assert timings["lane"] == "interactive"
 
 
 async def test_what_cannot_be_kept_is_refused_before_the_engine_sees_it() -> None:
-    desk = slow_desk(0.002)
-    async with client(desk.app) as http:
+    gateway = slow_gateway(0.002)
+    async with client(gateway.app) as http:
         first = asyncio.create_task(http.post("/v1/chat/completions", json=urgent("a" * 300)))
-        await desk.queued()
+        await gateway.queued()
         refused = await http.post("/v1/chat/completions", json=urgent("b" * 300))
         assert refused.status_code == 503
         assert refused.json()["error"]["code"] == "promise_out_of_reach"
         assert 1 <= int(refused.headers["retry-after"]) <= 60
         assert 1000 <= int(refused.headers["retry-after-ms"]) <= 60_000
-        assert sum(desk.queue.depths().values()) == 1
-        desk.finish(await desk.taken(), "done")
+        assert sum(gateway.queue.depths().values()) == 1
+        gateway.finish(await gateway.taken(), "done")
         assert (await first).status_code == 200
 
 
 async def test_the_batch_lane_refuses_nobody_for_being_late() -> None:
-    desk = slow_desk(0.002)
-    async with client(desk.app) as http:
+    gateway = slow_gateway(0.002)
+    async with client(gateway.app) as http:
         bodies = [{**urgent("c" * 300), "service_tier": "flex"} for _ in range(3)]
         replies = [asyncio.create_task(http.post("/v1/chat/completions", json=body)) for body in bodies]
         for _ in bodies:
-            desk.finish(await desk.taken(), "done")
+            gateway.finish(await gateway.taken(), "done")
         assert [(await reply).status_code for reply in replies] == [200, 200, 200]
 
 
 async def test_the_metrics_say_how_promises_and_forecasts_came_out() -> None:
-    desk = slow_desk(0.0005)
-    async with client(desk.app) as http:
+    gateway = slow_gateway(0.0005)
+    async with client(gateway.app) as http:
         reply = asyncio.create_task(http.post("/v1/chat/completions", json=urgent("short")))
-        desk.finish(await desk.taken(), "done")
+        gateway.finish(await gateway.taken(), "done")
         await reply
         text = (await http.get("/metrics")).text
     samples = {

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from engine.planning.request import FinishReason
-from tests.gateway.desk import MODEL, Desk, chat_body, client, events, logprobs, make_timings
-from tests.gateway.endpoints.test_tools import CHAT, RESPONSES, desk
+from tests.gateway.endpoints.test_tools import CHAT, RESPONSES, gateway
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, events, logprobs, make_timings
 
 pytestmark = pytest.mark.anyio
 
@@ -19,7 +19,7 @@ THOUGHT, SAID = "<think>Hm.</think>", "Yes."
 LOGPROBS = "message.output_text.logprobs"
 
 
-async def answered(here: Desk, path: str, body: dict[str, Any]) -> httpx.Response:
+async def answered(here: Gateway, path: str, body: dict[str, Any]) -> httpx.Response:
     """Token by token, as an engine does: each is a character, and is half as likely as the one before."""
     async with client(here.app) as http:
         reply = asyncio.create_task(http.post(path, json={"model": MODEL, **body}))
@@ -68,7 +68,7 @@ async def answered(here: Desk, path: str, body: dict[str, Any]) -> httpx.Respons
 )
 async def test_reasoning_is_counted(path: str, body: dict[str, Any], details: str, field: str) -> None:
     is_streamed = bool(body.get("stream") or body.get("stream_options"))
-    reply = await answered(desk(), path, {**body, "stream": is_streamed})
+    reply = await answered(gateway(), path, {**body, "stream": is_streamed})
     told = events(reply.text) if is_streamed else [reply.json()]
     usages = [json.dumps(event) for event in told if details in json.dumps(event)]
     assert f'"{details}": {{"{field}": {len(THOUGHT)}}}' in usages[-1]
@@ -76,26 +76,26 @@ async def test_reasoning_is_counted(path: str, body: dict[str, Any], details: st
 
 async def test_a_response_tells_how_likely_what_it_says_was() -> None:
     asked = {"input": "Hi", "include": [LOGPROBS], "top_logprobs": 1}
-    whole = (await answered(desk(), RESPONSES, asked)).json()
+    whole = (await answered(gateway(), RESPONSES, asked)).json()
     told = whole["output"][1]["content"][0]["logprobs"]
     assert [entry["token"] for entry in told] == list(SAID), "its reasoning is not told of"
     assert [entry["logprob"] for entry in told] == [-float(len(THOUGHT) + i) for i in range(len(SAID))]
     assert [len(entry["top_logprobs"]) for entry in told] == [1] * len(SAID)
     assert (whole["top_logprobs"], told[0]["bytes"]) == (1, [ord(SAID[0])])
 
-    streamed = events((await answered(desk(), RESPONSES, {**asked, "stream": True})).text)
+    streamed = events((await answered(gateway(), RESPONSES, {**asked, "stream": True})).text)
     deltas = [event for event in streamed if event["type"] == "response.output_text.delta"]
     assert [entry["token"] for event in deltas for entry in event["logprobs"]] == list(SAID)
     assert [event["delta"] for event in deltas] == list(SAID)
     (done,) = (event for event in streamed if event["type"] == "response.output_text.done")
     assert done["logprobs"] == told
     assert streamed[-1]["response"]["output"][1]["content"][0]["logprobs"] == told
-    plain = (await answered(desk(), RESPONSES, {"input": "Hi"})).json()
+    plain = (await answered(gateway(), RESPONSES, {"input": "Hi"})).json()
     assert plain["output"][1]["content"][0]["logprobs"] == []
 
 
 async def test_log_probabilities_that_cannot_be_kept_are_refused() -> None:
-    here = desk()
+    here = gateway()
     here.engine.max_sequence_tokens = 4096
     async with client(here.app) as http:
         fields = {"top_logprobs": 20, "max_output_tokens": 3000}

@@ -11,18 +11,18 @@ import pytest
 
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
-from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, make_tokenizer
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, make_tokenizer
 
 pytestmark = pytest.mark.anyio
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-async def post(path: str, body: Any, desk: Desk | None = None, **kwargs: Any) -> Any:
-    desk = desk or Desk()
-    async with client(desk.app) as http:
+async def post(path: str, body: Any, gateway: Gateway | None = None, **kwargs: Any) -> Any:
+    gateway = gateway or Gateway()
+    async with client(gateway.app) as http:
         response = await asyncio.wait_for(http.post(path, json=body, **kwargs), 10)
-    assert sum(desk.queue.depths().values()) == 0
+    assert sum(gateway.queue.depths().values()) == 0
     return response
 
 
@@ -185,7 +185,7 @@ WRONG_COMPLETIONS = [
 
 @pytest.mark.parametrize(("fields", "param"), WRONG_COMPLETIONS)
 async def test_a_wrong_completion_is_refused_by_field(fields: dict[str, Any], param: str) -> None:
-    allowed = Desk(ServiceOptions(models=(MODEL,), limits=Limits(max_prompts=64)))
+    allowed = Gateway(ServiceOptions(models=(MODEL,), limits=Limits(max_prompts=64)))
     error = error_of(await post(COMPLETIONS, {**completion_body("ab"), **fields}, allowed))
     assert (error["param"] or "").split("[")[0] == param, error
 
@@ -218,14 +218,14 @@ async def test_too_long_a_prompt_has_its_own_code() -> None:
 
 
 async def test_a_prompt_far_too_long_is_not_tokenised() -> None:
-    desk = Desk()
+    gateway = Gateway()
 
     def encode(*_: object, **__: object) -> list[int]:
         raise AssertionError("tokenised")
 
-    desk.service.tokenizer.encode = encode  # type: ignore[method-assign]
-    error_of(await post(CHAT, chat_body("x" * 512 * 17), desk))
-    error_of(await post(COMPLETIONS, completion_body("x" * 512 * 17), desk))
+    gateway.service.tokenizer.encode = encode  # type: ignore[method-assign]
+    error_of(await post(CHAT, chat_body("x" * 512 * 17), gateway))
+    error_of(await post(COMPLETIONS, completion_body("x" * 512 * 17), gateway))
 
 
 async def test_an_unknown_model_is_a_404() -> None:
@@ -234,13 +234,13 @@ async def test_an_unknown_model_is_a_404() -> None:
 
 
 async def test_a_model_without_a_template_has_no_chat() -> None:
-    error = error_of(await post(CHAT, chat_body(), Desk(tokenizer=make_tokenizer(None))))
+    error = error_of(await post(CHAT, chat_body(), Gateway(tokenizer=make_tokenizer(None))))
     assert (error["param"], error["code"]) == ("messages", "no_chat_template")
 
 
 async def test_what_the_template_says_reaches_the_client() -> None:
-    desk = Desk(tokenizer=make_tokenizer("{{ raise_exception('roles must alternate') }}"))
-    error = error_of(await post(CHAT, chat_body(), desk))
+    gateway = Gateway(tokenizer=make_tokenizer("{{ raise_exception('roles must alternate') }}"))
+    error = error_of(await post(CHAT, chat_body(), gateway))
     assert error["param"] == "messages"
     assert "roles must alternate" in error["message"]
 
@@ -250,28 +250,28 @@ async def test_what_the_template_says_reaches_the_client() -> None:
     [b"{", b"", b"[]", b'"x"', b"\xff\xfe", b'{"n": NaN}', b'{"n": ' + b"9" * 5000 + b"}", b"{} {}"],
 )
 async def test_what_is_no_json_object_is_refused(content: bytes) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         response = await http.post(CHAT, content=content, headers={"content-type": "application/json"})
     assert error_of(response)["code"] == "invalid_json"
 
 
 async def test_deep_json_is_refused_before_it_is_parsed() -> None:
     content = b'{"messages":' + b"[" * 10_000
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         response = await http.post(CHAT, content=content, headers={"content-type": "application/json"})
     assert error_of(response)["code"] == "json_too_deep"
 
 
 @pytest.mark.parametrize("media_type", ["text/plain", "application/x-www-form-urlencoded", ""])
 async def test_only_json_is_taken(media_type: str) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         content = json.dumps(chat_body())
         response = await http.post(CHAT, content=content, headers={"content-type": media_type})
     assert error_of(response, 415)["code"] == "unsupported_media_type"
 
 
 async def test_a_compressed_body_is_not_taken() -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         headers = {"content-type": "application/json", "content-encoding": "gzip"}
         response = await http.post(CHAT, content=gzip.compress(b"{}"), headers=headers)
     error = error_of(response, 415)
@@ -288,7 +288,7 @@ async def test_a_body_that_is_too_long_is_refused_declared_or_not() -> None:
             yield b"x" * 100
 
     for content in (b"x" * 1001, pieces()):
-        async with client(Desk(options).app) as http:
+        async with client(Gateway(options).app) as http:
             response = await http.post(CHAT, content=content, headers=headers)
         assert error_of(response, 413)["code"] == "body_too_large"
 
@@ -297,7 +297,7 @@ async def test_a_body_that_is_too_long_is_refused_declared_or_not() -> None:
     "headers", [{"x": "y" * 40_000}, {f"x-{i}": "y" for i in range(101)}, {"content-length": "-1"}]
 )
 async def test_headers_are_bounded(headers: dict[str, str]) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         response = await http.get("/v1/models", headers=headers)
     assert response.status_code in (413, 431)
     assert response.json()["error"]["code"] in ("headers_too_large", "body_too_large")
@@ -316,20 +316,20 @@ async def test_headers_are_bounded(headers: dict[str, str]) -> None:
     ],
 )
 async def test_unknown_urls_and_methods(method: str, path: str, status: int, code: str) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         response = await http.request(method, path)
     assert error_of(response, status)["code"] == code
     assert status != 405 or response.headers["allow"]
 
 
 async def test_a_fault_of_ours_is_a_500_without_a_trace() -> None:
-    desk = Desk()
+    gateway = Gateway()
 
     def fail(*_: object, **__: object) -> list[int]:
         raise RuntimeError("secret path /etc")
 
-    desk.service.tokenizer.encode = fail  # type: ignore[method-assign]
-    async with client(desk.app) as http:
+    gateway.service.tokenizer.encode = fail  # type: ignore[method-assign]
+    async with client(gateway.app) as http:
         response = await http.post(CHAT, json=chat_body())
     assert error_of(response, 500)["code"] == "internal_error"
     assert "secret" not in response.text
@@ -357,19 +357,19 @@ async def test_half_a_character_is_refused_wherever_it_is(field: str) -> None:
     half = {"metadata": {"a": "\ud800"}}.get(field, "\ud800")
     content = json.dumps({**chat_body(), field: half})
     headers = {"content-type": "application/json", "idempotency-key": "k"}
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         response = await http.post(CHAT, content=content, headers=headers)
     assert error_of(response)["code"] == "invalid_json"
 
 
 @pytest.mark.parametrize("name", ["int", "str", "none", "list[x]", "function-f"])
 async def test_an_unknown_field_is_named_whatever_its_name(name: str) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         error = (await http.post("/v1/chat/completions", json={**chat_body(), name: 1})).json()["error"]
     assert error["param"] == name
 
 
 async def test_a_model_may_have_a_name_of_one_letter() -> None:
-    async with client(Desk(ServiceOptions(models=("m",))).app) as http:
+    async with client(Gateway(ServiceOptions(models=("m",))).app) as http:
         refused = await http.post(CHAT, json=chat_body(model="m", n=0))
     assert refused.json()["error"]["param"] == "n"

@@ -24,25 +24,28 @@ from gateway.http.refusals import answer_api_error
 from gateway.service import ServiceOptions
 from gateway.store.interface import Key, StoreUnavailable
 from priority.lanes import Lane, Tenant
-from tests.gateway.desk import MODEL, Desk, client, serving
-from tests.gateway.raw import dialled, get, post
+from tests.gateway.harness import MODEL, Gateway, client, serving
+from tests.gateway.raw_http import connect, get, post
 
 pytestmark = pytest.mark.anyio
 
 RESPONSES = "/v1/responses"
 
 
-def app_of(desk: Desk) -> Any:
-    intake = Intake(desk.service)
-    routes = [*ResponsesApi(desk.service, intake).routes(), *ConversationsApi(desk.service, intake).routes()]
+def app_of(gateway: Gateway) -> Any:
+    intake = Intake(gateway.service)
+    routes = [
+        *ResponsesApi(gateway.service, intake).routes(),
+        *ConversationsApi(gateway.service, intake).routes(),
+    ]
     handlers: Any = {ApiError: answer_api_error}
     return ServerSendMiddleware(Starlette(routes=routes, exception_handlers=handlers))
 
 
 @contextlib.asynccontextmanager
-async def connected(desk: Desk, **options: Any) -> AsyncIterator[Any]:
+async def connected(gateway: Gateway, **options: Any) -> AsyncIterator[Any]:
     async with (
-        serving(app_of(desk)) as url,
+        serving(app_of(gateway)) as url,
         openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key=options.pop("api_key", "none"), max_retries=0, timeout=20
         ) as api,
@@ -50,28 +53,28 @@ async def connected(desk: Desk, **options: Any) -> AsyncIterator[Any]:
         yield api
 
 
-def told(desk: Desk, request: Request, *texts: str, reason: FinishReason = FinishReason.STOP) -> None:
+def told(gateway: Gateway, request: Request, *texts: str, reason: FinishReason = FinishReason.STOP) -> None:
     """The model says these texts, with the tokens that spell them, and ends."""
     for text in texts:
-        desk.bring(request, text, token_ids=desk.service.tokenizer.encode(text))
-    desk.finish(request, reason=reason, token_ids=[1] if reason is FinishReason.STOP else [])
+        gateway.bring(request, text, token_ids=gateway.service.tokenizer.encode(text))
+    gateway.finish(request, reason=reason, token_ids=[1] if reason is FinishReason.STOP else [])
 
 
-async def answered(desk: Desk, asking: Any, *texts: str, **fields: Any) -> Any:
+async def answered(gateway: Gateway, asking: Any, *texts: str, **fields: Any) -> Any:
     """Awaits a call to the client while an engine answers it."""
     task = asyncio.ensure_future(asking)
-    told(desk, await desk.taken(), *texts, **fields)
+    told(gateway, await gateway.taken(), *texts, **fields)
     return await asyncio.wait_for(task, 10)
 
 
-async def taken_of(desk: Desk, asking: Any) -> tuple[Request, Any]:
+async def taken_of(gateway: Gateway, asking: Any) -> tuple[Request, Any]:
     """A call that is not answered yet, and what the engine has of it."""
     task = asyncio.ensure_future(asking)
-    return await desk.taken(), task
+    return await gateway.taken(), task
 
 
-def spelt(desk: Desk, request: Request) -> str:
-    return desk.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
+def spelt(gateway: Gateway, request: Request) -> str:
+    return gateway.service.tokenizer.decode(request.prompt_token_ids, skip_special=False)
 
 
 async def refused(asking: Any) -> Any:
@@ -85,9 +88,9 @@ async def refused(asking: Any) -> Any:
 
 
 async def test_a_response_and_what_is_kept_of_it() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
-        made = await answered(desk, api.responses.create(model=MODEL, input="Hi"), "Hel", "lo")
+    gateway = Gateway()
+    async with connected(gateway) as api:
+        made = await answered(gateway, api.responses.create(model=MODEL, input="Hi"), "Hel", "lo")
         assert (made.status, made.output_text) == ("completed", "Hello")
         assert made.usage.input_tokens_details.cached_tokens == 4
         assert made.timings["lane"] == "standard"
@@ -100,10 +103,10 @@ async def test_a_response_and_what_is_kept_of_it() -> None:
 
 
 async def test_what_is_asked_for_reaches_the_engine() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         request, task = await taken_of(
-            desk,
+            gateway,
             api.responses.create(
                 model=MODEL,
                 instructions="Be brief.",
@@ -113,23 +116,23 @@ async def test_what_is_asked_for_reaches_the_engine() -> None:
                 temperature=0.5,
             ),
         )
-        assert spelt(desk, request) == "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
+        assert spelt(gateway, request) == "<|bos|><|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>"
         assert (request.lane, request.sampling.max_tokens, request.sampling.temperature) == (
             Lane.BATCH,
             2,
             0.5,
         )
-        told(desk, request, "a", "b", reason=FinishReason.LENGTH)
+        told(gateway, request, "a", "b", reason=FinishReason.LENGTH)
         made = await task
     assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (made.service_tier, made.max_output_tokens) == ("flex", 2)
 
 
 async def test_a_stream_and_the_rest_of_it_from_every_event_on() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         stream = await answered(
-            desk, api.responses.create(model=MODEL, input="Hi", stream=True), "Hel", "", "lo"
+            gateway, api.responses.create(model=MODEL, input="Hi", stream=True), "Hel", "", "lo"
         )
         events = [event async for event in stream]
         assert [event.sequence_number for event in events] == list(range(10))
@@ -143,33 +146,33 @@ async def test_a_stream_and_the_rest_of_it_from_every_event_on() -> None:
 
 
 async def test_the_openai_stream_helper_reads_it() -> None:
-    desk = Desk()
+    gateway = Gateway()
 
     async def read(api: Any) -> str:
         async with api.responses.stream(model=MODEL, input="Hi") as stream:
             found: str = (await stream.get_final_response()).output_text
             return found
 
-    async with connected(desk) as api:
-        assert await answered(desk, read(api), "Hel", "lo") == "Hello"
+    async with connected(gateway) as api:
+        assert await answered(gateway, read(api), "Hel", "lo") == "Hello"
 
 
 async def test_a_fault_before_the_first_byte_is_a_plain_one() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
-        request, task = await taken_of(desk, api.responses.create(model=MODEL, input="Hi", stream=True))
-        desk.finish(request, reason=FinishReason.FAILED)
+    gateway = Gateway()
+    async with connected(gateway) as api:
+        request, task = await taken_of(gateway, api.responses.create(model=MODEL, input="Hi", stream=True))
+        gateway.finish(request, reason=FinishReason.FAILED)
         assert (await refused(task)).status_code == 500
 
 
 async def test_a_fault_after_the_first_byte_ends_with_response_failed() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
-        request, task = await taken_of(desk, api.responses.create(model=MODEL, input="Hi", stream=True))
-        desk.bring(request, "Hel")
+    gateway = Gateway()
+    async with connected(gateway) as api:
+        request, task = await taken_of(gateway, api.responses.create(model=MODEL, input="Hi", stream=True))
+        gateway.bring(request, "Hel")
         stream = await task
         first = await anext(stream)
-        desk.finish(request, reason=FinishReason.FAILED)
+        gateway.finish(request, reason=FinishReason.FAILED)
         last = [event async for event in stream][-1]
         assert (last.type, last.response.error.code) == ("response.failed", "server_error")
         assert last.response.output_text == "Hel"
@@ -177,19 +180,19 @@ async def test_a_fault_after_the_first_byte_ends_with_response_failed() -> None:
 
 
 async def test_a_client_that_leaves_ends_its_response() -> None:
-    desk = Desk()
-    async with serving(app_of(desk)) as url, dialled(url) as line:
-        line.send(post(RESPONSES, {"model": MODEL, "input": "Hi"}))
-        request = await desk.taken()
-        line.hang_up()
-        await desk.left()
-    assert desk.engine.cancelled == [request.request_id]
+    gateway = Gateway()
+    async with serving(app_of(gateway)) as url, connect(url) as connection:
+        connection.send(post(RESPONSES, {"model": MODEL, "input": "Hi"}))
+        request = await gateway.taken()
+        connection.hang_up()
+        await gateway.left()
+    assert gateway.engine.cancelled == [request.request_id]
 
 
 async def test_what_is_not_to_be_stored_cannot_be_asked_for() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
-        made = await answered(desk, api.responses.create(model=MODEL, input="Hi", store=False), "a")
+    gateway = Gateway()
+    async with connected(gateway) as api:
+        made = await answered(gateway, api.responses.create(model=MODEL, input="Hi", store=False), "a")
         assert (await refused(api.responses.retrieve(made.id))).status_code == 404
         assert (await refused(api.responses.delete(made.id))).status_code == 404
         error = await refused(api.responses.create(model=MODEL, input="b", previous_response_id=made.id))
@@ -200,34 +203,34 @@ async def test_what_is_not_to_be_stored_cannot_be_asked_for() -> None:
 
 
 async def test_a_response_in_the_background() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         made = await api.responses.create(model=MODEL, input="Hi", background=True)
         assert (made.status, made.output) == ("queued", [])
-        request = await desk.taken()
-        desk.bring(request, "Hel", token_ids=[7])
+        request = await gateway.taken()
+        gateway.bring(request, "Hel", token_ids=[7])
         assert (await api.responses.retrieve(made.id)).status == "in_progress"
         (item,) = (await api.responses.input_items.list(made.id)).data
         assert item.content[0].text == "Hi"
         stream = await api.responses.retrieve(made.id, stream=True, starting_after=3)
         assert (await anext(stream)).delta == "Hel"
-        desk.finish(request, "lo")
+        gateway.finish(request, "lo")
         assert [event async for event in stream][-1].response.output_text == "Hello"
         assert (await api.responses.retrieve(made.id)).output_text == "Hello"
 
 
 async def test_cancelling() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         stream = await api.responses.create(model=MODEL, input="Hi", background=True, stream=True)
-        request = await desk.taken()
-        desk.bring(request, "Hel", token_ids=[7])
+        request = await gateway.taken()
+        gateway.bring(request, "Hel", token_ids=[7])
         response_id = (await anext(stream)).response.id
         cancelled = await api.responses.cancel(response_id)
         assert (cancelled.status, cancelled.output_text) == ("cancelled", "Hel")
         last = [event async for event in stream][-1]
         assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
-        assert desk.engine.cancelled == [request.request_id]
+        assert gateway.engine.cancelled == [request.request_id]
         assert (await api.responses.cancel(response_id)).status == "cancelled"
         assert (await api.responses.retrieve(response_id)).status == "cancelled"
         whole = [event async for event in await api.responses.retrieve(response_id, stream=True)]
@@ -239,25 +242,25 @@ async def test_cancelling() -> None:
 
 
 async def test_only_the_background_can_be_cancelled() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
-        made = await answered(desk, api.responses.create(model=MODEL, input="Hi"), "a")
+    gateway = Gateway()
+    async with connected(gateway) as api:
+        made = await answered(gateway, api.responses.create(model=MODEL, input="Hi"), "a")
         for _ in range(2):
             error = await refused(api.responses.cancel(made.id))
             assert (error.status_code, error.body["message"]) == (
                 400,
                 "Cannot cancel a synchronous response.",
             )
-            _forget_all(desk)
+            _forget_all(gateway)
 
 
 async def test_deleting_ends_what_is_at_work() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         made = await api.responses.create(model=MODEL, input="Hi", background=True)
-        request = await desk.taken()
+        request = await gateway.taken()
         await api.responses.delete(made.id)
-        assert desk.engine.cancelled == [request.request_id]
+        assert gateway.engine.cancelled == [request.request_id]
         assert (await refused(api.responses.retrieve(made.id))).status_code == 404
 
 
@@ -266,38 +269,38 @@ async def test_deleting_ends_what_is_at_work() -> None:
 
 @pytest.mark.parametrize("header", [True, False])
 async def test_what_is_resumable_goes_on_without_its_client(header: bool) -> None:
-    desk = Desk()
+    gateway = Gateway()
     body = {"model": MODEL, "input": "Hi", "stream": True}
     options = {} if header else {"stream_options": {"resumable": True}}
     sent = post(RESPONSES, body | options, *(["idempotency-key: k"] if header else []))
-    async with serving(app_of(desk)) as url, dialled(url) as line, dialled(url) as other:
-        line.send(sent)
-        request = await desk.taken()
-        desk.bring(request, "Hel")
-        await line.head()
-        line.hang_up()
-        recording = await desk.service.recordings.find("default", request.request_id)
+    async with serving(app_of(gateway)) as url, connect(url) as connection, connect(url) as other:
+        connection.send(sent)
+        request = await gateway.taken()
+        gateway.bring(request, "Hel")
+        await connection.head()
+        connection.hang_up()
+        recording = await gateway.service.recordings.find("default", request.request_id)
         assert recording is not None
         while recording.is_read:
             await asyncio.sleep(0)
-        assert desk.engine.cancelled == []
-        desk.finish(request, "lo")
+        assert gateway.engine.cancelled == []
+        gateway.finish(request, "lo")
         other.send(sent if header else get(f"{RESPONSES}/{request.request_id}?stream=true"))
         assert b'"text":"Hello"' in (await other.answer()).body
 
 
-def _forget_all(desk: Desk) -> None:
+def _forget_all(gateway: Gateway) -> None:
     """The recordings are gone; what is in the store stays."""
-    desk.clock.now += 301
-    desk.service.recordings.tick(desk.clock.now)
-    assert len(desk.service.recordings) == 0
+    gateway.clock.now += 301
+    gateway.service.recordings.tick(gateway.clock.now)
+    assert len(gateway.service.recordings) == 0
 
 
 async def test_a_response_outlives_its_events() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
-        made = await answered(desk, api.responses.create(model=MODEL, input="Hi"), "a")
-        _forget_all(desk)
+    gateway = Gateway()
+    async with connected(gateway) as api:
+        made = await answered(gateway, api.responses.create(model=MODEL, input="Hi"), "a")
+        _forget_all(gateway)
         assert await api.responses.retrieve(made.id) == made
         assert len((await api.responses.input_items.list(made.id)).data) == 1
         error = await refused(api.responses.retrieve(made.id, stream=True))
@@ -305,23 +308,23 @@ async def test_a_response_outlives_its_events() -> None:
 
 
 async def test_each_look_at_a_response_keeps_it_for_a_day() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
-        made = await answered(desk, api.responses.create(model=MODEL, input="Hi"), "a")
+    gateway = Gateway()
+    async with connected(gateway) as api:
+        made = await answered(gateway, api.responses.create(model=MODEL, input="Hi"), "a")
         for _ in range(3):
-            desk.clock.now += 23 * 3600
+            gateway.clock.now += 23 * 3600
             assert (await api.responses.retrieve(made.id)).id == made.id
-        desk.clock.now += 25 * 3600
-        desk.service.recordings.tick(desk.clock.now)
+        gateway.clock.now += 25 * 3600
+        gateway.service.recordings.tick(gateway.clock.now)
         assert (await refused(api.responses.retrieve(made.id))).status_code == 404
 
 
 async def test_anothers_response_is_no_response() -> None:
     keys = {digest_of(key): Tenant(name=key) for key in ("ann", "bob")}
-    desk = Desk(ServiceOptions(models=(MODEL,), clients=keys))
-    async with connected(desk, api_key="ann") as ann:
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=keys))
+    async with connected(gateway, api_key="ann") as ann:
         bob = ann.with_options(api_key="bob")
-        made = await answered(desk, ann.responses.create(model=MODEL, input="Hi"), "a")
+        made = await answered(gateway, ann.responses.create(model=MODEL, input="Hi"), "a")
         unknown = "resp_" + "0" * 48
         for find in (
             bob.responses.retrieve,
@@ -343,8 +346,8 @@ async def _awaited(call: Any) -> Any:
 
 
 async def test_malformed_questions() -> None:
-    desk = Desk()
-    async with client(app_of(desk)) as http:
+    gateway = Gateway()
+    async with client(app_of(gateway)) as http:
         for path, param in (
             ("resp-1", "response_id"),
             ("conv_1", "response_id"),
@@ -356,9 +359,9 @@ async def test_malformed_questions() -> None:
 
 
 async def test_a_corrupt_record_is_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    desk = Desk()
-    await desk.service.store.put(Key("response", "default", "resp_1"), b'{"object":', 60.0)
-    async with client(app_of(desk)) as http:
+    gateway = Gateway()
+    await gateway.service.store.put(Key("response", "default", "resp_1"), b'{"object":', 60.0)
+    async with client(app_of(gateway)) as http:
         with caplog.at_level(logging.WARNING):
             reply = await http.get(f"{RESPONSES}/resp_1")
     assert reply.status_code == 404
@@ -369,34 +372,34 @@ async def test_a_corrupt_record_is_a_line_in_the_log(caplog: pytest.LogCaptureFi
 
 
 async def test_a_thread_goes_on_from_its_own_tokens() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         request, task = await taken_of(
-            desk, api.responses.create(model=MODEL, input="Hi", instructions="Be brief.")
+            gateway, api.responses.create(model=MODEL, input="Hi", instructions="Be brief.")
         )
-        told(desk, request, "Hel", "lo")
+        told(gateway, request, "Hel", "lo")
         first = await task
         request, task = await taken_of(
-            desk, api.responses.create(model=MODEL, input="And?", previous_response_id=first.id)
+            gateway, api.responses.create(model=MODEL, input="And?", previous_response_id=first.id)
         )
         # The instructions were the first turn's alone.
         asked = "<|bos|><|user|>Hi<|end|><|assistant|>Hello<|end|><|user|>And?<|end|><|assistant|>"
-        assert spelt(desk, request) == asked
-        told(desk, request, "Yes")
+        assert spelt(gateway, request) == asked
+        told(gateway, request, "Yes")
         second = await task
         request, task = await taken_of(
-            desk, api.responses.create(model=MODEL, input="So", previous_response_id=second.id)
+            gateway, api.responses.create(model=MODEL, input="So", previous_response_id=second.id)
         )
-        assert spelt(desk, request) == f"{asked}Yes<|end|><|user|>So<|end|><|assistant|>"
-        told(desk, request, "x")
+        assert spelt(gateway, request) == f"{asked}Yes<|end|><|user|>So<|end|><|assistant|>"
+        told(gateway, request, "x")
         assert (await task).previous_response_id == second.id
 
 
 async def test_what_has_no_answer_is_not_gone_on_from() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         made = await api.responses.create(model=MODEL, input="Hi", background=True)
-        await desk.taken()
+        await gateway.taken()
         going_on = {"model": MODEL, "input": "b", "previous_response_id": made.id}
         assert (await refused(api.responses.create(**going_on))).code == "previous_response_not_ready"
         await api.responses.cancel(made.id)
@@ -407,18 +410,18 @@ async def test_what_has_no_answer_is_not_gone_on_from() -> None:
 
 
 async def test_a_conversation_takes_in_its_responses() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         conversation = await api.conversations.create()
         ask = {"model": MODEL, "conversation": conversation.id}
-        first = await answered(desk, api.responses.create(input="Hi", **ask), "Hel", "lo")
+        first = await answered(gateway, api.responses.create(input="Hi", **ask), "Hel", "lo")
         assert first.conversation.id == conversation.id
-        request, task = await taken_of(desk, api.responses.create(input="And?", **ask))
-        assert "<|assistant|>Hello<|end|><|user|>And?" in spelt(desk, request)
+        request, task = await taken_of(gateway, api.responses.create(input="And?", **ask))
+        assert "<|assistant|>Hello<|end|><|user|>And?" in spelt(gateway, request)
         # One at a time.
         error = await refused(api.responses.create(input="Me, too", **ask))
         assert (error.status_code, error.code) == (409, "conversation_locked")
-        told(desk, request, "Yes")
+        told(gateway, request, "Yes")
         await task
         items = (await api.conversations.items.list(conversation.id, order="asc")).data
         assert [(item.role, item.content[0].text) for item in items] == [
@@ -431,23 +434,23 @@ async def test_a_conversation_takes_in_its_responses() -> None:
 
 
 async def test_a_response_that_fails_leaves_its_conversation_as_it_was_and_free() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         conversation = await api.conversations.create()
         ask = {"model": MODEL, "conversation": conversation.id}
-        request, task = await taken_of(desk, api.responses.create(input="Hi", **ask))
-        desk.finish(request, reason=FinishReason.FAILED)
+        request, task = await taken_of(gateway, api.responses.create(input="Hi", **ask))
+        gateway.finish(request, reason=FinishReason.FAILED)
         assert (await refused(task)).status_code == 500
         # Too long: refused before it was queued.
         assert (await refused(api.responses.create(input="x" * 600, **ask))).code == "context_length_exceeded"
         assert (await api.conversations.items.list(conversation.id)).data == []
-        await answered(desk, api.responses.create(input="Hi", **ask), "a")
+        await answered(gateway, api.responses.create(input="Hi", **ask), "a")
         assert len((await api.conversations.items.list(conversation.id)).data) == 2
 
 
 async def test_a_conversation_that_is_not_there() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         error = await refused(api.responses.create(model=MODEL, input="Hi", conversation="conv_0"))
         assert error.status_code == 404
 
@@ -455,8 +458,8 @@ async def test_a_conversation_that_is_not_there() -> None:
 async def test_a_store_that_is_away_for_a_moment_costs_a_conversation_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    desk = Desk()
-    store, times_away = desk.service.store, 2
+    gateway = Gateway()
+    store, times_away = gateway.service.store, 2
     get = store.get
 
     async def away_at_first(key: Key, ttl_s: float | None = None) -> bytes | None:
@@ -466,24 +469,24 @@ async def test_a_store_that_is_away_for_a_moment_costs_a_conversation_nothing(
             raise StoreUnavailable
         return await get(key, ttl_s)
 
-    async with connected(desk) as api:
+    async with connected(gateway) as api:
         conversation = await api.conversations.create()
         request, task = await taken_of(
-            desk, api.responses.create(model=MODEL, input="Hi", conversation=conversation.id)
+            gateway, api.responses.create(model=MODEL, input="Hi", conversation=conversation.id)
         )
         monkeypatch.setattr(store, "get", away_at_first)
-        told(desk, request, "a")
+        told(gateway, request, "a")
         assert (await task).status == "completed"
         assert len((await api.conversations.items.list(conversation.id)).data) == 2
 
 
 async def test_a_request_that_is_sent_twice_is_done_once() -> None:
-    desk = Desk()
-    async with connected(desk) as api:
+    gateway = Gateway()
+    async with connected(gateway) as api:
         ask = {"model": MODEL, "input": "Hi", "extra_headers": {"Idempotency-Key": "k"}}
-        first = await answered(desk, api.responses.create(**ask), "a")
+        first = await answered(gateway, api.responses.create(**ask), "a")
         assert await api.responses.create(**ask) == first
-        _forget_all(desk)
+        _forget_all(gateway)
         assert await api.responses.create(**ask) == first
         ask["input"] = "Ho"
         assert (await refused(api.responses.create(**ask))).code == "idempotency_key_reused"
@@ -491,7 +494,7 @@ async def test_a_request_that_is_sent_twice_is_done_once() -> None:
 
 @pytest.mark.parametrize("max_tokens", [None, 100, 400])
 async def test_what_is_too_long_loses_its_oldest_turns(max_tokens: int | None) -> None:
-    desk = Desk()  # 512 tokens, one a byte
+    gateway = Gateway()  # 512 tokens, one a byte
     said = {"role": "system", "content": "Rule one."}
     turns = [
         message
@@ -504,11 +507,11 @@ async def test_what_is_too_long_loses_its_oldest_turns(max_tokens: int | None) -
     asked: dict[str, Any] = {"model": MODEL, "input": [said, *turns, {"role": "user", "content": "Now?"}]}
     if max_tokens is not None:
         asked["max_output_tokens"] = max_tokens
-    async with connected(desk) as api:
+    async with connected(gateway) as api:
         error = await refused(api.responses.create(**asked))
         assert error.code == "context_length_exceeded"
-        request, task = await taken_of(desk, api.responses.create(**asked, truncation="auto"))
-        text, room = spelt(desk, request), max_tokens or 512 // 8
+        request, task = await taken_of(gateway, api.responses.create(**asked, truncation="auto"))
+        text, room = spelt(gateway, request), max_tokens or 512 // 8
         head = "<|bos|><|system|>Rule one.<|end|><|user|>"
         assert text.startswith(head)
         assert text.endswith("<|user|>Now?<|end|><|assistant|>")
@@ -517,12 +520,12 @@ async def test_what_is_too_long_loses_its_oldest_turns(max_tokens: int | None) -
         assert [int(number) for number in re.findall(r"Answer (\d+)", text)] == numbers
         one_more = len(turns[0]["content"]) + len(turns[1]["content"]) + 4
         assert len(request.prompt_token_ids) + room <= 512 < len(request.prompt_token_ids) + room + one_more
-        told(desk, request, "x")
+        told(gateway, request, "x")
         assert (await task).truncation == "auto"
         short = {**asked, "input": "Hi", "max_output_tokens": 9}
-        request, task = await taken_of(desk, api.responses.create(**short, truncation="auto"))
-        assert spelt(desk, request) == "<|bos|><|user|>Hi<|end|><|assistant|>"
-        told(desk, request, "x")
+        request, task = await taken_of(gateway, api.responses.create(**short, truncation="auto"))
+        assert spelt(gateway, request) == "<|bos|><|user|>Hi<|end|><|assistant|>"
+        told(gateway, request, "x")
         await task
         error = await refused(
             api.responses.create(model=MODEL, input="x" * 600, instructions="y", truncation="auto")

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from tests.gateway.desk import Desk, chat_body, serving
-from tests.gateway.raw import dialled, post
+from tests.gateway.harness import Gateway, chat_body, serving
+from tests.gateway.raw_http import connect, post
 
 pytestmark = pytest.mark.anyio
 
@@ -27,22 +27,22 @@ async def test_a_reply_that_was_sent_to_its_end_is_whole(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "penstock.access")
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(CHAT, chat_body(stream=stream)))
-        desk.answer(await desk.taken(), "all ", "of it")
-        await line.answer()
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(CHAT, chat_body(stream=stream)))
+        gateway.answer(await gateway.taken(), "all ", "of it")
+        await connection.answer()
     assert endings(caplog) == [True]
 
 
 @STREAMED
 async def test_a_reply_whose_client_left_is_not_whole(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.access")
-    desk = Desk()
-    async with serving(desk.app) as url:
-        async with dialled(url) as line:
-            line.send(post(CHAT, chat_body(stream=stream)))
-            desk.bring(await desk.taken(), "some")
-            line.hang_up()
-        await desk.left()
+    gateway = Gateway()
+    async with serving(gateway.app) as url:
+        async with connect(url) as connection:
+            connection.send(post(CHAT, chat_body(stream=stream)))
+            gateway.bring(await gateway.taken(), "some")
+            connection.hang_up()
+        await gateway.left()
     assert endings(caplog) == [False]

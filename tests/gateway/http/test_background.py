@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gateway.http.background import Rounds, every, meanwhile
-from tests.gateway.desk import settled
+from tests.gateway.harness import settled
 
 
 @pytest.mark.anyio
@@ -35,13 +35,13 @@ async def test_a_fault_is_a_line_and_not_the_end(caplog: pytest.LogCaptureFixtur
         nonlocal num_calls
         num_calls += 1
         if num_calls == 1:
-            raise RuntimeError("no paper")
+            raise RuntimeError("out of order")
         done.set()
 
     async with meanwhile(every(0.0, work, "printing")):
         await done.wait()
     assert [record.getMessage() for record in caplog.records] == ["printing failed; going on"]
-    assert "no paper" in caplog.text
+    assert "out of order" in caplog.text
 
 
 class Gated:
@@ -99,10 +99,10 @@ async def test_a_round_that_fails_is_told_to_all_who_wait_for_it_and_the_next_on
         nonlocal num_rounds
         num_rounds += 1
         if num_rounds == 1:
-            raise RuntimeError("no paper")
+            raise RuntimeError("out of order")
 
     rounds = Rounds(work)
     told = await asyncio.gather(rounds.next(), rounds.next(), return_exceptions=True)
-    assert [str(error) for error in told] == ["no paper"] * 2
+    assert [str(error) for error in told] == ["out of order"] * 2
     await rounds.next()
     assert num_rounds == 2

@@ -16,8 +16,8 @@ from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
 from priority.lanes import Tenant
 from tests.few import examples
-from tests.gateway.desk import MODEL, Desk, chat_body, make_tokenizer, serving
-from tests.gateway.raw import dialled, get, post, read_events
+from tests.gateway.harness import MODEL, Gateway, chat_body, make_tokenizer, serving
+from tests.gateway.raw_http import connect, get, post, read_events
 
 pytestmark = pytest.mark.anyio
 
@@ -35,39 +35,41 @@ def said(stream: bytes) -> str:
 
 async def test_pipelined_requests_are_answered_in_order() -> None:
     paths = ["/health", "/v1/nothing", "/v1/models", CHAT, "/ready"]
-    async with serving(Desk().app) as url, dialled(url) as line:
-        line.send(b"".join(get(path, f"x-request-id: r{number}") for number, path in enumerate(paths)))
-        answers = [await line.answer() for _ in paths]
+    async with serving(Gateway().app) as url, connect(url) as connection:
+        connection.send(b"".join(get(path, f"x-request-id: r{number}") for number, path in enumerate(paths)))
+        answers = [await connection.answer() for _ in paths]
     assert [answer.headers["x-request-id"] for answer in answers] == ["r0", "r1", "r2", "r3", "r4"]
     assert [answer.status for answer in answers] == [200, 404, 200, 405, 200]
 
 
 async def test_what_is_pipelined_behind_a_stream_waits_for_its_end() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(CHAT, chat_body("one", stream=True)) + get("/health") + post(CHAT, chat_body("two")))
-        first = await desk.taken()
-        desk.bring(first, "Hel")
-        status, _ = await line.head()
-        begun = await line.chunk()
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(
+            post(CHAT, chat_body("one", stream=True)) + get("/health") + post(CHAT, chat_body("two"))
+        )
+        first = await gateway.taken()
+        gateway.bring(first, "Hel")
+        status, _ = await connection.head()
+        begun = await connection.chunk()
         assert status == 200
         assert b'"Hel"' in begun
         # Nothing of the others has begun: they would answer into the middle of the stream.
-        assert sum(desk.queue.depths().values()) == 0
-        desk.finish(first, "lo")
-        assert said(begun + b"".join([chunk async for chunk in line.chunks()])) == "Hello"
-        assert json.loads((await line.answer()).body) == {"status": "ok"}
-        desk.answer(await desk.taken(), "second")
-        assert json.loads((await line.answer()).body)["choices"][0]["message"]["content"] == "second"
+        assert sum(gateway.queue.depths().values()) == 0
+        gateway.finish(first, "lo")
+        assert said(begun + b"".join([chunk async for chunk in connection.chunks()])) == "Hello"
+        assert json.loads((await connection.answer()).body) == {"status": "ok"}
+        gateway.answer(await gateway.taken(), "second")
+        assert json.loads((await connection.answer()).body)["choices"][0]["message"]["content"] == "second"
 
 
 async def test_a_connection_is_kept_whatever_was_answered_on_it() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line:
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection:
         for text in ("first", "again"):
-            line.send(post(CHAT, chat_body(stream=True)))
-            desk.answer(await desk.taken(), text)
-            answer = await line.answer()
+            connection.send(post(CHAT, chat_body(stream=True)))
+            gateway.answer(await gateway.taken(), text)
+            answer = await connection.answer()
             assert said(answer.body) == text
             assert "connection" not in answer.headers
             for request, status in (
@@ -77,39 +79,39 @@ async def test_a_connection_is_kept_whatever_was_answered_on_it() -> None:
                 (get(CHAT, "content-length: 2", method="POST") + b"{}", 415),
                 (post(TOKENIZE, {"prompt": "Hi"}), 200),
             ):
-                line.send(request)
-                assert (await line.answer()).status == status
+                connection.send(request)
+                assert (await connection.answer()).status == status
 
 
 async def test_the_connection_ends_after_a_stream_if_the_client_asked_for_it() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(CHAT, chat_body(stream=True), "connection: close"))
-        desk.answer(await desk.taken(), "one", " and only")
-        answer = await line.answer()
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(CHAT, chat_body(stream=True), "connection: close"))
+        gateway.answer(await gateway.taken(), "one", " and only")
+        answer = await connection.answer()
         assert answer.headers["connection"] == "close"
         assert said(answer.body) == "one and only"
-        assert await line.rest() == b""
+        assert await connection.rest() == b""
 
 
 async def test_a_client_of_http_1_0_gets_a_plain_whole_answer() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(CHAT, chat_body()).replace(b"HTTP/1.1", b"HTTP/1.0"))
-        desk.answer(await desk.taken(), "old ", "friend")
-        answer = await line.answer()
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(CHAT, chat_body()).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        gateway.answer(await gateway.taken(), "old ", "friend")
+        answer = await connection.answer()
         assert "transfer-encoding" not in answer.headers
         assert json.loads(answer.body)["choices"][0]["message"]["content"] == "old friend"
-        assert await line.rest() == b""
+        assert await connection.rest() == b""
 
 
 async def test_a_client_that_asks_first_is_told_to_go_on() -> None:
     head, _, body = post(TOKENIZE, {"prompt": "Hi"}, "expect: 100-continue").partition(b"\r\n\r\n")
-    async with serving(Desk().app) as url, dialled(url) as line:
-        line.send(head + b"\r\n\r\n")
-        assert (await line.answer()).status == 100
-        line.send(body)
-        answer = await line.answer()
+    async with serving(Gateway().app) as url, connect(url) as connection:
+        connection.send(head + b"\r\n\r\n")
+        assert (await connection.answer()).status == 100
+        connection.send(body)
+        answer = await connection.answer()
     assert answer.status == 200
     assert json.loads(answer.body) == HI_TOKENS
 
@@ -124,41 +126,41 @@ async def test_a_client_that_asks_first_is_told_to_go_on() -> None:
 )
 async def test_a_client_that_asks_first_is_refused_before_it_sends(headers: list[str], status: int) -> None:
     keys = {digest_of("the-key-of-ann"): Tenant(name="ann")}
-    desk = Desk(ServiceOptions(models=(MODEL,), clients=keys, limits=Limits(max_body_bytes=1000)))
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=keys, limits=Limits(max_body_bytes=1000)))
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(
             get(CHAT, "expect: 100-continue", "content-type: application/json", *headers, method="POST")
         )
-        assert (await line.answer()).status == status
+        assert (await connection.answer()).status == status
 
 
 async def test_too_many_headers_end_the_connection() -> None:
-    async with serving(Desk().app) as url, dialled(url) as line:
-        line.send(get("/health", f"x: {'y' * 32_700}", "z: " + "y" * 60))
-        answer = await line.answer()
+    async with serving(Gateway().app) as url, connect(url) as connection:
+        connection.send(get("/health", f"x: {'y' * 32_700}", "z: " + "y" * 60))
+        answer = await connection.answer()
         assert (answer.status, answer.headers["connection"]) == (431, "close")
         assert answer.error["message"] == "The request's headers are too many or too long."
-        assert await line.rest() == b""
+        assert await connection.rest() == b""
 
 
 async def test_a_body_that_was_refused_is_passed_over() -> None:
     """A client that is still sending it is not hung up on, or it might never read why."""
     size = 4 * 1024 * 1024 + 1
-    async with serving(Desk().app) as url, dialled(url) as line:
-        line.send(get(CHAT, f"content-length: {size}", "content-type: application/json", method="POST"))
-        answer = await line.answer()
+    async with serving(Gateway().app) as url, connect(url) as connection:
+        connection.send(get(CHAT, f"content-length: {size}", "content-type: application/json", method="POST"))
+        answer = await connection.answer()
         assert answer.status == 413
         assert answer.error["message"] == "The request body is too large. It may have 4194304 bytes."
-        line.send(b"x" * size + post(TOKENIZE, {"prompt": "Hi"}))
-        assert json.loads((await line.answer()).body) == HI_TOKENS
+        connection.send(b"x" * size + post(TOKENIZE, {"prompt": "Hi"}))
+        assert json.loads((await connection.answer()).body) == HI_TOKENS
 
 
 async def test_a_request_that_trickles_in_is_answered_like_any_other() -> None:
-    async with serving(Desk().app) as url, dialled(url) as line:
+    async with serving(Gateway().app) as url, connect(url) as connection:
         for byte in post(TOKENIZE, {"prompt": "Hi"}):
-            line.send(bytes([byte]))
+            connection.send(bytes([byte]))
             await asyncio.sleep(0)
-        assert json.loads((await line.answer()).body) == HI_TOKENS
+        assert json.loads((await connection.answer()).body) == HI_TOKENS
 
 
 def cut(data: bytes, places: Iterable[int]) -> list[bytes]:
@@ -187,33 +189,33 @@ async def test_no_cut_changes_what_was_asked(
         head = get(TOKENIZE, "content-type: application/json", "transfer-encoding: chunked", method="POST")
         request = head + chunked(content, chunk_places)
     # Two on one connection: the second shows that the end of the first was found.
-    async with serving(Desk(tokenizer=TOKENIZER).app) as url, dialled(url) as line:
+    async with serving(Gateway(tokenizer=TOKENIZER).app) as url, connect(url) as connection:
         for piece in cut(request + request, cut_places):
-            line.send(piece)
+            connection.send(piece)
             await asyncio.sleep(0)
-        counts = [json.loads((await line.answer()).body)["count"] for _ in range(2)]
+        counts = [json.loads((await connection.answer()).body)["count"] for _ in range(2)]
     assert counts == [len(prompt.encode())] * 2
 
 
 async def test_a_chunked_body_is_bounded_like_any_other() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), limits=Limits(max_body_bytes=1000)))
+    gateway = Gateway(ServiceOptions(models=(MODEL,), limits=Limits(max_body_bytes=1000)))
     head = get(CHAT, "content-type: application/json", "transfer-encoding: chunked", method="POST")
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(head + chunked(b"x" * 1001, [1000]))
-        answer = await line.answer()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(head + chunked(b"x" * 1001, [1000]))
+        answer = await connection.answer()
         assert (answer.status, answer.error["code"]) == (413, "body_too_large")
 
 
 async def test_connections_side_by_side_do_not_mix() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as one, dialled(url) as other:
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as one, connect(url) as other:
         one.send(post(CHAT, chat_body("one", stream=True)))
-        first = await desk.taken()
+        first = await gateway.taken()
         other.send(post(CHAT, chat_body("other", stream=True)))
-        second = await desk.taken()
+        second = await gateway.taken()
         for letter in "abc":
-            desk.deliver(desk.output(second, letter.upper()), desk.output(first, letter))
-        desk.finish(second)
-        desk.finish(first)
+            gateway.deliver(gateway.output(second, letter.upper()), gateway.output(first, letter))
+        gateway.finish(second)
+        gateway.finish(first)
         assert said((await one.answer()).body) == "abc"
         assert said((await other.answer()).body) == "ABC"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from gateway.http.descriptors import TELL_EVERY_S
-from tests.gateway.desk import Desk
+from tests.gateway.harness import Gateway
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +25,7 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 async def test_no_descriptor_left_is_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    service = Desk().service
+    service = Gateway().service
     service.tick(0.0)
     assert caplog.messages == []
     with no_descriptor_left():

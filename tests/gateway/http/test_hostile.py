@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.desk import Desk, serving
-from tests.gateway.raw import dialled, get
+from tests.gateway.harness import Gateway, serving
+from tests.gateway.raw_http import connect, get
 
 pytestmark = pytest.mark.anyio
 
@@ -26,24 +26,24 @@ def sent(pieces: list[str | list[Any]]) -> bytes:
 
 async def status_of(url: str, data: bytes) -> int | None:
     """None if the server hangs up without a word."""
-    async with dialled(url) as line:
-        line.send(data)
+    async with connect(url) as connection:
+        connection.send(data)
         try:
-            status, _ = await line.head()
+            status, _ = await connection.head()
         except asyncio.IncompleteReadError:
             return None
     return status
 
 
 async def test_every_opening_has_its_answer() -> None:
-    async with serving(Desk().app) as url:
+    async with serving(Gateway().app) as url:
         found = {case["name"]: await status_of(url, sent(case["sent"])) for case in HOSTILE["openings"]}
         assert await status_of(url, get("/health")) == 200
     assert found == {case["name"]: case["status"] for case in HOSTILE["openings"]}
 
 
 async def test_every_body_has_its_answer() -> None:
-    async with serving(Desk().app) as url:
+    async with serving(Gateway().app) as url:
         found = {
             case["name"]: await _answer_to(url, case["path"], sent(case["sent"]))
             for case in HOSTILE["bodies"]

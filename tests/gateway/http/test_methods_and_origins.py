@@ -11,8 +11,8 @@ from gateway.access.keys import digest_of
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
 from priority.lanes import Tenant
-from tests.gateway.desk import MODEL, Desk, chat_body, serving
-from tests.gateway.raw import Answer, dialled, get, post
+from tests.gateway.harness import MODEL, Gateway, chat_body, serving
+from tests.gateway.raw_http import Answer, connect, get, post
 
 pytestmark = pytest.mark.anyio
 
@@ -32,22 +32,22 @@ METHODS = {
 OURS = "https://ours.example"
 
 
-def open_to_ours() -> Desk:
-    return Desk(ServiceOptions(models=(MODEL,), cors_origins=(OURS, "http://localhost:3000")))
+def open_to_ours() -> Gateway:
+    return Gateway(ServiceOptions(models=(MODEL,), cors_origins=(OURS, "http://localhost:3000")))
 
 
-async def asked(desk: Desk, request: bytes, method: str = "GET") -> Answer:
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(request)
-        return await line.answer(method)
+async def asked(gateway: Gateway, request: bytes, method: str = "GET") -> Answer:
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(request)
+        return await connection.answer(method)
 
 
 @pytest.mark.parametrize("path", METHODS)
 async def test_a_method_that_a_path_lacks_is_a_405_that_names_the_others(path: str) -> None:
-    async with serving(Desk().app) as url, dialled(url) as line:
+    async with serving(Gateway().app) as url, connect(url) as connection:
         for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"):
-            line.send(get(path, "content-length: 0", method=method))
-            answer = await line.answer(method)
+            connection.send(get(path, "content-length: 0", method=method))
+            answer = await connection.answer(method)
             assert (answer.status != 405) == (method in METHODS[path]), method
             if answer.status == 405:
                 assert set(answer.headers["allow"].split(", ")) == METHODS[path]
@@ -57,9 +57,9 @@ async def test_a_method_that_a_path_lacks_is_a_405_that_names_the_others(path: s
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/models/other", "/v1/nothing", CHAT])
 async def test_head_says_what_get_would_and_sends_no_body(path: str) -> None:
-    async with serving(Desk().app) as url, dialled(url) as line:
-        line.send(get(path, "x-request-id: same", method="HEAD") + get(path, "x-request-id: same"))
-        head, full = await line.answer("HEAD"), await line.answer()
+    async with serving(Gateway().app) as url, connect(url) as connection:
+        connection.send(get(path, "x-request-id: same", method="HEAD") + get(path, "x-request-id: same"))
+        head, full = await connection.answer("HEAD"), await connection.answer()
     assert head.status == full.status
     both = [{**answer.headers, "date": ""} for answer in (head, full)]
     if full.status < 400:
@@ -102,14 +102,14 @@ FOREIGN = [
 
 
 async def test_any_other_origin_is_told_nothing() -> None:
-    async with serving(open_to_ours().app) as url, dialled(url) as line:
+    async with serving(open_to_ours().app) as url, connect(url) as connection:
         for origin in FOREIGN:
             for request, status in (
                 (preflight(origin, "POST"), 400),
                 (get("/v1/models", f"origin: {origin}"), 200),
             ):
-                line.send(request)
-                answer = await line.answer()
+                connection.send(request)
+                answer = await connection.answer()
                 assert answer.status == status, origin
                 assert "access-control-allow-origin" not in answer.headers, origin
                 assert "origin" in answer.headers["vary"].lower()
@@ -131,8 +131,8 @@ async def test_scripts_may_read_refusals_and_their_headers() -> None:
         limits=Limits(max_body_bytes=1000),
     )
     origin, key = f"origin: {OURS}", "authorization: Bearer the-key-of-ann"
-    desk = Desk(options)
-    async with serving(desk.app) as url:
+    gateway = Gateway(options)
+    async with serving(gateway.app) as url:
         for request, status in (
             (get("/v1/models", origin, key), 200),
             (get("/v1/models", origin), 401),
@@ -141,26 +141,26 @@ async def test_scripts_may_read_refusals_and_their_headers() -> None:
             (post(CHAT, chat_body(n=0), origin, key), 400),
             (post(CHAT, chat_body("x" * 1000), origin, key), 413),
         ):
-            async with dialled(url) as line:
-                line.send(request)
-                answer = await line.answer()
+            async with connect(url) as connection:
+                connection.send(request)
+                answer = await connection.answer()
             assert answer.status == status
             assert answer.headers["access-control-allow-origin"] == OURS
             exposed = set(answer.headers["access-control-expose-headers"].split(", "))
             assert {"x-request-id", "retry-after", "retry-after-ms"} <= exposed
-        desk.service.begin_drain()
-        draining = await asked(desk, post(CHAT, chat_body(), origin, key))
+        gateway.service.begin_drain()
+        draining = await asked(gateway, post(CHAT, chat_body(), origin, key))
     assert draining.status == 503
     assert draining.headers["access-control-allow-origin"] == OURS
     assert draining.headers["retry-after"]
 
 
 async def test_scripts_may_read_streams() -> None:
-    desk = open_to_ours()
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(CHAT, chat_body(stream=True), f"origin: {OURS}"))
-        desk.answer(await desk.taken(), "ok")
-        answer = await line.answer()
+    gateway = open_to_ours()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(CHAT, chat_body(stream=True), f"origin: {OURS}"))
+        gateway.answer(await gateway.taken(), "ok")
+        answer = await connection.answer()
     assert answer.headers["access-control-allow-origin"] == OURS
     assert "x-request-id" in answer.headers["access-control-expose-headers"]
     assert answer.body.endswith(b"data: [DONE]\n\n")
@@ -171,51 +171,51 @@ UNUSABLE = ["", "x" * 129, "a b", "a\tb", "é", "<script>", 'a"b', "a;b", "a,b",
 
 
 async def test_a_usable_request_id_is_kept_and_any_other_replaced() -> None:
-    async with serving(Desk().app) as url, dialled(url) as line:
+    async with serving(Gateway().app) as url, connect(url) as connection:
         for given in (*USABLE, *UNUSABLE):
-            line.send(get("/health", f"x-request-id: {given}"))
-            found = (await line.answer()).headers["x-request-id"]
+            connection.send(get("/health", f"x-request-id: {given}"))
+            found = (await connection.answer()).headers["x-request-id"]
             assert (found == given) == (given in USABLE)
             assert given in USABLE or re.fullmatch(r"req_[0-9a-f]{24}", found)
 
 
 async def test_the_first_usable_request_id_counts() -> None:
     ids = [f"x-request-id: {given}" for given in ("not usable", "first", "second")]
-    assert (await asked(Desk(), get("/health", *ids))).headers["x-request-id"] == "first"
+    assert (await asked(Gateway(), get("/health", *ids))).headers["x-request-id"] == "first"
 
 
 async def test_requests_without_an_id_get_different_ones() -> None:
-    async with serving(Desk().app) as url, dialled(url) as line:
-        line.send(get("/health") * 20)
-        answers = [await line.answer() for _ in range(20)]
+    async with serving(Gateway().app) as url, connect(url) as connection:
+        connection.send(get("/health") * 20)
+        answers = [await connection.answer() for _ in range(20)]
     assert len({answer.headers["x-request-id"] for answer in answers}) == 20
 
 
 async def test_every_answer_has_its_request_id() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line:
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection:
         for request, status in (
             (get("/v1/nothing", "x-request-id: mine"), 404),
             (get(CHAT, "x-request-id: mine"), 405),
             (post(CHAT, {}, "x-request-id: mine"), 400),
             (get(CHAT, "x-request-id: mine", "content-length: 0", method="POST"), 415),
         ):
-            line.send(request)
-            answer = await line.answer()
+            connection.send(request)
+            answer = await connection.answer()
             assert (answer.status, answer.headers["x-request-id"]) == (status, "mine")
-        line.send(post(CHAT, chat_body(stream=True), "x-request-id: mine"))
-        desk.answer(await desk.taken(), "ok")
-        assert (await line.answer()).headers["x-request-id"] == "mine"
+        connection.send(post(CHAT, chat_body(stream=True), "x-request-id: mine"))
+        gateway.answer(await gateway.taken(), "ok")
+        assert (await connection.answer()).headers["x-request-id"] == "mine"
 
 
 async def test_a_fault_of_ours_has_its_request_id_and_no_trace() -> None:
-    desk = Desk()
+    gateway = Gateway()
 
     def fail(*_: object, **__: object) -> list[int]:
         raise RuntimeError("/etc/secret")
 
-    desk.service.tokenizer.encode = fail  # type: ignore[method-assign]
-    answer = await asked(desk, post(CHAT, chat_body(), "x-request-id: mine"))
+    gateway.service.tokenizer.encode = fail  # type: ignore[method-assign]
+    answer = await asked(gateway, post(CHAT, chat_body(), "x-request-id: mine"))
     assert (answer.status, answer.headers["x-request-id"]) == (500, "mine")
     assert answer.error["type"] == "server_error"
     assert json.loads(answer.body).keys() == {"error"}

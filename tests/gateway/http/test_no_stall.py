@@ -22,7 +22,7 @@ import pytest
 
 from gateway.http.limits import Limits
 from gateway.service import ServiceOptions
-from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body, logprobs, make_tokenizer
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body, logprobs, make_tokenizer
 
 pytestmark = pytest.mark.anyio
 
@@ -179,16 +179,16 @@ class Watch:
 
 
 @contextlib.asynccontextmanager
-async def answering(desk: Desk) -> AsyncIterator[httpx.AsyncClient]:
+async def answering(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
     """A client of an engine that says one word to everything."""
 
     async def answer() -> None:
         while True:
-            desk.answer(await desk.taken(), "ok")
+            gateway.answer(await gateway.taken(), "ok")
 
     task = asyncio.create_task(answer())
     try:
-        async with client(desk.app) as http:
+        async with client(gateway.app) as http:
             yield http
     finally:
         task.cancel()
@@ -196,10 +196,10 @@ async def answering(desk: Desk) -> AsyncIterator[httpx.AsyncClient]:
             await task
 
 
-def desk_of_a_long_context() -> Desk:
-    desk = Desk(ServiceOptions(models=(MODEL,)), tokenizer=make_tokenizer())
-    desk.engine.max_sequence_tokens = CONTEXT
-    return desk
+def gateway_of_a_long_context() -> Gateway:
+    gateway = Gateway(ServiceOptions(models=(MODEL,)), tokenizer=make_tokenizer())
+    gateway.engine.max_sequence_tokens = CONTEXT
+    return gateway
 
 
 async def send(http: httpx.AsyncClient, path: str, body: bytes) -> int:
@@ -234,7 +234,7 @@ async def test_no_body_holds_the_server_up(name: str, monkeypatch: pytest.Monkey
         return watch.loop_s, watch.piece_s
 
     gc.collect()
-    async with answering(desk_of_a_long_context()) as http:
+    async with answering(gateway_of_a_long_context()) as http:
         unit_s = await plain_s(http)
         loop_s, piece_s = await least(2, measure)
         if loop_s > HELD_BY_LOOP * unit_s or piece_s > HELD_IN_ONE_PIECE * unit_s:
@@ -250,19 +250,19 @@ NUM_CHOICES, NUM_TOKENS = 16, 400
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_no_answer_holds_the_loop(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer of tens of megabytes, in one piece for its client."""
-    desk, watch = desk_of_a_long_context(), Watch()
+    gateway, watch = gateway_of_a_long_context(), Watch()
     wanted = {"logprobs": True, "top_logprobs": 20} if path == CHAT else {"logprobs": 20}
     fields: dict[str, Any] = {"n": NUM_CHOICES, "max_tokens": NUM_TOKENS, **wanted}
     body = chat_body(**fields) if path == CHAT else completion_body(**fields)
     found = logprobs(*((token_id, -0.1 * token_id) for token_id in range(5, 25)))
-    async with answering(desk) as http:
+    async with answering(gateway) as http:
         unit_s = await plain_s(http)
-    async with client(desk.app) as http:
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post(path, json=body))
-        request = await desk.taken()
+        request = await gateway.taken()
         for index in range(NUM_CHOICES):
             token_ids, many = [7] * NUM_TOKENS, [found] * NUM_TOKENS
-            desk.finish(request, "x", index, token_ids=token_ids, logprobs=many)
+            gateway.finish(request, "x", index, token_ids=token_ids, logprobs=many)
         gc.collect()
         with watch.watching(monkeypatch):
             reply = await asking
@@ -280,17 +280,17 @@ async def test_no_answer_holds_the_loop(path: str, monkeypatch: pytest.MonkeyPat
     ],
 )
 async def test_an_answer_in_one_piece_is_bounded(path: str, fields: dict[str, Any], param: str) -> None:
-    desk = desk_of_a_long_context()
+    gateway = gateway_of_a_long_context()
     body = chat_body(n=128, **fields) if path == CHAT else completion_body(n=128, **fields)
-    async with client(desk.app) as http:
+    async with client(gateway.app) as http:
         refused = await http.post(path, json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
         asking = asyncio.create_task(http.post(path, json={**body, "stream": True}))
-        assert (await desk.taken()).sampling.max_tokens == 400
+        assert (await gateway.taken()).sampling.max_tokens == 400
         del body[param]
         asking_all = asyncio.create_task(http.post(path, json=body))
         most = Limits().max_logprobs // (128 * 21)
-        assert (await desk.taken()).sampling.max_tokens == (most if path == CHAT else 16)
+        assert (await gateway.taken()).sampling.max_tokens == (most if path == CHAT else 16)
         for task in (asking, asking_all):
             task.cancel()
         await asyncio.gather(asking, asking_all, return_exceptions=True)
@@ -315,7 +315,7 @@ def forget_peak() -> int:
 @pytest.mark.parametrize("name", CORPUS)
 async def test_no_body_takes_many_times_its_size(name: str) -> None:
     path, body = CORPUS[name]
-    async with answering(desk_of_a_long_context()) as http:
+    async with answering(gateway_of_a_long_context()) as http:
         await plain_s(http)
         before = forget_peak()
         await send(http, path, body)

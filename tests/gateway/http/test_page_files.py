@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from gateway.app import create_app
-from tests.gateway.desk import Desk, serving
-from tests.gateway.raw import Answer, dialled, get
+from tests.gateway.harness import Gateway, serving
+from tests.gateway.raw_http import Answer, connect, get
 
 pytestmark = pytest.mark.anyio
 
@@ -37,16 +37,16 @@ def folder(tmp_path: Path) -> Path:
 
 
 async def asked(folder: Path, request: bytes, method: str = "GET") -> Answer:
-    async with serving(create_app(Desk().service, folder)) as url, dialled(url) as line:
-        line.send(request)
-        return await line.answer(method)
+    async with serving(create_app(Gateway().service, folder)) as url, connect(url) as connection:
+        connection.send(request)
+        return await connection.answer(method)
 
 
 async def test_a_file_has_its_bytes_and_its_type(folder: Path) -> None:
-    async with serving(create_app(Desk().service, folder)) as url, dialled(url) as line:
+    async with serving(create_app(Gateway().service, folder)) as url, connect(url) as connection:
         for name, media_type in TYPES.items():
-            line.send(get(f"/static/{name}"))
-            answer = await line.answer()
+            connection.send(get(f"/static/{name}"))
+            answer = await connection.answer()
             assert (answer.status, answer.headers["content-type"]) == (200, media_type)
             assert answer.body == (folder / name).read_bytes()
             assert answer.headers["x-content-type-options"] == "nosniff"
@@ -86,14 +86,14 @@ NOT_THERE = [
 
 
 async def test_nothing_but_its_files_is_served(folder: Path) -> None:
-    async with serving(create_app(Desk().service, folder)) as url, dialled(url) as line:
+    async with serving(create_app(Gateway().service, folder)) as url, connect(url) as connection:
         for path in (
             *NOT_THERE,
             f"/static/{folder.parent}/secret.txt",
             f"/static/%2f{folder.parent}/secret.txt",
         ):
-            line.send(get(path))
-            answer = await line.answer()
+            connection.send(get(path))
+            answer = await connection.answer()
             assert (answer.status, answer.error["code"]) == (404, "unknown_url"), path
             assert SECRET.encode() not in answer.body
 
@@ -114,21 +114,21 @@ async def test_a_file_is_sent_again_only_if_it_is_another(folder: Path) -> None:
 
 
 async def test_an_answer_without_a_body_leaves_the_connection_usable(folder: Path) -> None:
-    async with serving(create_app(Desk().service, folder)) as url, dialled(url) as line:
-        line.send(get("/", method="HEAD"))
-        head = await line.answer("HEAD")
-        line.send(get("/", f"if-none-match: {head.headers['etag']}"))
-        assert (await line.answer()).status == 304
-        line.send(get("/"))
-        full = await line.answer()
+    async with serving(create_app(Gateway().service, folder)) as url, connect(url) as connection:
+        connection.send(get("/", method="HEAD"))
+        head = await connection.answer("HEAD")
+        connection.send(get("/", f"if-none-match: {head.headers['etag']}"))
+        assert (await connection.answer()).status == 304
+        connection.send(get("/"))
+        full = await connection.answer()
     assert head.headers["content-length"] == str(len(full.body))
 
 
 async def test_the_policy_lets_in_nothing_foreign(folder: Path) -> None:
-    async with serving(create_app(Desk().service, folder)) as url, dialled(url) as line:
+    async with serving(create_app(Gateway().service, folder)) as url, connect(url) as connection:
         for path in ("/", *(f"/static/{name}" for name in TYPES)):
-            line.send(get(path))
-            headers = (await line.answer()).headers
+            connection.send(get(path))
+            headers = (await connection.answer()).headers
             directives = [part.split(" ") for part in headers["content-security-policy"].split("; ")]
             policy = {name: sources for name, *sources in directives}
             assert policy["default-src"] == ["'none'"]

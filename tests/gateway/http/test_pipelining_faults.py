@@ -6,26 +6,26 @@ import json
 
 import pytest
 
-from tests.gateway.desk import Desk, chat_body, serving, settled
-from tests.gateway.plug import Plug
-from tests.gateway.raw import dialled, get, post, read_events
+from tests.gateway.harness import Gateway, chat_body, serving, settled
+from tests.gateway.in_memory_connection import InMemoryConnection
+from tests.gateway.raw_http import connect, get, post, read_events
 
 pytestmark = pytest.mark.anyio
 
 CHAT = "/v1/chat/completions"
 
 
-async def whole_stream(desk: Desk, plug: Plug, behind: bytes) -> bytes:
+async def whole_stream(gateway: Gateway, connection: InMemoryConnection, behind: bytes) -> bytes:
     """A stream that gets a token before and one long after the client sends something behind it; all that came."""
-    await plug.send(post(CHAT, chat_body(stream=True)))
-    request = await desk.taken()
-    desk.bring(request, "Hel")
+    await connection.send(post(CHAT, chat_body(stream=True)))
+    request = await gateway.taken()
+    gateway.bring(request, "Hel")
     await settled()
-    await plug.send(behind)
-    plug.loop.pass_s(86_400)
-    desk.finish(request, "lo")
+    await connection.send(behind)
+    connection.loop.pass_s(86_400)
+    gateway.finish(request, "lo")
     await settled()
-    return plug.body()
+    return connection.body()
 
 
 def text_of(stream: bytes) -> str:
@@ -45,38 +45,38 @@ def text_of(stream: bytes) -> str:
     ids=["garbage", "garbage after a request", "half a header", "half a body"],
 )
 async def test_a_stream_ends_whole_whatever_comes_behind_it(behind: bytes) -> None:
-    desk = Desk()
-    assert text_of(await whole_stream(desk, Plug(desk), behind)) == "Hello"
+    gateway = Gateway()
+    assert text_of(await whole_stream(gateway, InMemoryConnection(gateway), behind)) == "Hello"
 
 
 async def test_after_garbage_behind_a_stream_the_connection_ends_with_it() -> None:
-    desk = Desk()
-    plug = Plug(desk)
-    await whole_stream(desk, plug, b"garbage\r\n\r\n")
-    assert plug.wire.written.endswith(b"0\r\n\r\n")
-    assert plug.wire.closed
+    gateway = Gateway()
+    connection = InMemoryConnection(gateway)
+    await whole_stream(gateway, connection, b"garbage\r\n\r\n")
+    assert connection.transport.written.endswith(b"0\r\n\r\n")
+    assert connection.transport.closed
 
 
 async def test_a_hang_up_behind_a_pipelined_request_cancels_the_stream() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(CHAT, chat_body(stream=True)) + get("/health"))
-        request = await desk.taken()
-        desk.bring(request, "Hel")
-        await line.head()
-        line.hang_up()
-        await desk.left()
-        assert desk.engine.cancelled == [request.request_id]
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(CHAT, chat_body(stream=True)) + get("/health"))
+        request = await gateway.taken()
+        gateway.bring(request, "Hel")
+        await connection.head()
+        connection.hang_up()
+        await gateway.left()
+        assert gateway.engine.cancelled == [request.request_id]
 
 
 async def test_an_upgrade_to_what_is_no_http_is_refused() -> None:
-    async with serving(Desk().app) as url, dialled(url) as line:
-        line.send(get("/health"))
-        assert (await line.answer()).status == 200
-        line.send(get("/", "connection: Upgrade", "Upgrade: websocket", "sec-websocket-version: 13"))
-        refused = await line.answer()
+    async with serving(Gateway().app) as url, connect(url) as connection:
+        connection.send(get("/health"))
+        assert (await connection.answer()).status == 200
+        connection.send(get("/", "connection: Upgrade", "Upgrade: websocket", "sec-websocket-version: 13"))
+        refused = await connection.answer()
         assert (refused.status, refused.error["code"]) == (400, "upgrade_not_supported")
-        assert await line.rest() == b""
+        assert await connection.rest() == b""
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
@@ -84,10 +84,10 @@ async def test_an_offer_to_speak_http_2_is_passed_over(size: int) -> None:
     """Java's HttpClient makes it with every request, bodies included; what it pipelines behind it is answered, too."""
     offer = ("connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
     asked = post("/tokenize", {"prompt": "Hi"}, *offer) + get("/health", *offer) + get("/ready")
-    async with serving(Desk().app) as url, dialled(url) as line:
+    async with serving(Gateway().app) as url, connect(url) as connection:
         for start in range(0, len(asked), size):
-            line.send(asked[start : start + size])
-        answers = [await line.answer() for _ in range(3)]
+            connection.send(asked[start : start + size])
+        answers = [await connection.answer() for _ in range(3)]
     assert [answer.status for answer in answers] == [200, 200, 200]
     assert json.loads(answers[0].body)["count"] == 3
     assert json.loads(answers[2].body) == {"status": "ready"}

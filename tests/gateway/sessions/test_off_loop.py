@@ -15,9 +15,10 @@ from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.responses.objects import input_items
 from gateway.sessions.responses.records import RECORDS, Record
 from gateway.sessions.responses.threads import Thread
-from tests.gateway.desk import Clock, Desk
-from tests.gateway.sessions.recordings.paper import make_recording
-from tests.gateway.sessions.recordings.surviving import SurvivingStore
+from tests.clock import Clock
+from tests.gateway.harness import Gateway
+from tests.gateway.sessions.recordings.fakes import make_recording
+from tests.gateway.sessions.recordings.orphaning_store import OrphaningStore
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +29,7 @@ ITEMS = input_items("All work and no play. " * 20_000)
 THREAD = Thread(({"role": "user", "content": "All work and no play. " * 20_000},), TOKENS)
 KEPT = Record(object={}, input=ITEMS, thread=THREAD)
 
-Work = Callable[[Desk], Coroutine[None, None, None]]
+Work = Callable[[Gateway], Coroutine[None, None, None]]
 
 
 def recording() -> Recording:
@@ -41,28 +42,28 @@ def recording() -> Recording:
     return made
 
 
-async def write_journal(desk: Desk) -> None:
-    desk.service.recordings._enter(made := recording())
-    assert await desk.service.recordings._write([made])
+async def write_journal(gateway: Gateway) -> None:
+    gateway.service.recordings._enter(made := recording())
+    assert await gateway.service.recordings._write([made])
 
 
-async def take_up(desk: Desk) -> None:
-    await write_journal(desk)
-    desk.service.recordings._all.clear()
-    assert await desk.service.recordings.find(TENANT, "chatcmpl-1") is not None
+async def take_up(gateway: Gateway) -> None:
+    await write_journal(gateway)
+    gateway.service.recordings._all.clear()
+    assert await gateway.service.recordings.find(TENANT, "chatcmpl-1") is not None
 
 
-async def keep_response(desk: Desk) -> None:
-    await RECORDS.put(desk.service.store, TENANT, "resp_1", KEPT)
+async def keep_response(gateway: Gateway) -> None:
+    await RECORDS.put(gateway.service.store, TENANT, "resp_1", KEPT)
 
 
-async def read_response(desk: Desk) -> None:
-    await keep_response(desk)
-    assert await RECORDS.get(desk.service.store, TENANT, "resp_1") == KEPT
+async def read_response(gateway: Gateway) -> None:
+    await keep_response(gateway)
+    assert await RECORDS.get(gateway.service.store, TENANT, "resp_1") == KEPT
 
 
-async def change_conversation(desk: Desk) -> None:
-    store, talk = desk.service.store, Conversation("conv_1", 1, items=ITEMS, token_ids=TOKENS)
+async def change_conversation(gateway: Gateway) -> None:
+    store, talk = gateway.service.store, Conversation("conv_1", 1, items=ITEMS, token_ids=TOKENS)
     await CONVERSATIONS.put(store, TENANT, talk.id, talk)
     assert await CONVERSATIONS.change(store, TENANT, talk.id, lambda found: found.metadata.clear())
 
@@ -77,11 +78,11 @@ async def held_s(work: Work, monkeypatch: pytest.MonkeyPatch) -> float:
         run(handle)
         longest_s = max(longest_s, time.thread_time() - started_s)
 
-    desk = Desk(store=SurvivingStore(Clock()))
-    desk.engine.max_sequence_tokens = 10**6
+    gateway = Gateway(store=OrphaningStore(Clock()))
+    gateway.engine.max_sequence_tokens = 10**6
     with monkeypatch.context() as patched:
         patched.setattr(asyncio.Handle, "_run", timed)
-        await asyncio.create_task(work(desk))
+        await asyncio.create_task(work(gateway))
     return longest_s
 
 

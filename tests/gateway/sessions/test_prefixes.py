@@ -27,11 +27,12 @@ from gateway.sessions.prefixes.tracker import MAX_RECENT, PASS_ON_S, PrefixTrack
 from gateway.sessions.prefixes.warming import WarmUp, choose_prefixes
 from gateway.store.interface import PrefixChange, StoreUnavailable
 from priority.queue import LaneQueue
-from tests.engine.paper import PaperRunner, PaperSink, make_request
+from tests.clock import Clock
+from tests.engine.fake_runner import FakeRunner, FakeSink, make_request
 from tests.engine.workloads import BLOCK_SIZE, Run, Workload, workloads
 from tests.few import examples
-from tests.gateway.desk import MODEL, Desk
-from tests.gateway.store.kept import KeptStore
+from tests.gateway.harness import MODEL, Gateway
+from tests.gateway.store.durable_store import DurableStore
 from tests.gateway.store.stores import OPENED, redis_store
 from tests.redis_server import RedisServer
 
@@ -40,15 +41,7 @@ pytestmark = pytest.mark.anyio
 modest = settings(max_examples=examples(40), deadline=None)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_700_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Kept(KeptStore):
+class PrefixStore(DurableStore):
     """Away when the test says so."""
 
     def __init__(self) -> None:
@@ -299,7 +292,7 @@ def test_a_block_that_comes_and_goes_between_two_writes_is_gone_for_the_store_to
 
 
 async def test_changes_are_written_in_batches_and_kept_while_the_store_is_away() -> None:
-    tracker, store = PrefixTracker(), Kept()
+    tracker, store = PrefixTracker(), PrefixStore()
     writer = PrefixWriter(tracker, store, max_changes=2)
     tracker.take(stored(range(12)))
     store.away = True
@@ -317,7 +310,7 @@ async def test_changes_are_written_in_batches_and_kept_while_the_store_is_away()
 @pytest.mark.parametrize("with_tokens", [True, False])
 async def test_prompts_leave_the_process_only_where_they_may(with_tokens: bool) -> None:
     """What is resident where is told all the same."""
-    tracker, store = PrefixTracker(), Kept()
+    tracker, store = PrefixTracker(), PrefixStore()
     prompts = {salt: stored(range(8), salt) for salt in (b"ann", b"ann" + PRIVATE)}
     for events in prompts.values():
         tracker.take(events)
@@ -330,7 +323,7 @@ async def test_prompts_leave_the_process_only_where_they_may(with_tokens: bool) 
 
 
 async def test_a_store_that_lost_its_memory_is_told_everything_again() -> None:
-    tracker, store = PrefixTracker(), Kept()
+    tracker, store = PrefixTracker(), PrefixStore()
     writer = PrefixWriter(tracker, store)
     tracker.take(stored(range(12)))
     await writer.write()
@@ -346,7 +339,7 @@ async def test_it_is_written_by_itself_while_running_and_faults_do_not_end_that(
     tracker = PrefixTracker()
     told = asyncio.Event()
 
-    class Faulty(Kept):
+    class Faulty(PrefixStore):
         fault: Exception | None = LookupError("a fault")
 
         async def write_prefixes(self, changes: Sequence[PrefixChange]) -> None:
@@ -415,14 +408,14 @@ def test_chains_that_are_not_what_they_say_are_left_out() -> None:
 # Computing it again
 
 
-class House:
-    """A real engine on paper whose reports come to the event loop, where a tracker follows them."""
+class TrackedEngine:
+    """A real engine on a fake runner whose reports come to the event loop, where a tracker follows them."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self.queue = LaneQueue(threading.Lock())
         self.tracker = PrefixTracker()
-        self.runner = PaperRunner(64, BLOCK_SIZE)
+        self.runner = FakeRunner(64, BLOCK_SIZE)
         self.ended: dict[str, asyncio.Future[None]] = {}
         self.salts: list[bytes] = []
         self._names = itertools.count()
@@ -430,7 +423,7 @@ class House:
         self.engine = Engine(
             lambda: self.runner,
             self.queue,
-            PaperSink(),
+            FakeSink(),
             SchedulerLimits(max_batch_tokens=32, max_num_seqs=4, max_model_len=100),
             deliver=self._hand_over,
             clock=lambda: float(next(ticks)),
@@ -438,13 +431,13 @@ class House:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls) -> AsyncIterator[House]:
-        house = cls()
-        house.engine.start()
+    async def open(cls) -> AsyncIterator[TrackedEngine]:
+        tracked = cls()
+        tracked.engine.start()
         try:
-            yield house
+            yield tracked
         finally:
-            assert await asyncio.to_thread(house.engine.stop, 20.0)
+            assert await asyncio.to_thread(tracked.engine.stop, 20.0)
 
     def _hand_over(self, report: StepReport) -> None:
         self._loop.call_soon_threadsafe(self._deliver, report)
@@ -465,49 +458,49 @@ class House:
         await asyncio.wait_for(self.ended[name], 20)
 
 
-def warm_up(house: House, max_tokens: int = 1_000) -> WarmUp:
-    return WarmUp(house.generate, lambda: True, block_size=BLOCK_SIZE, max_tokens=max_tokens, poll_s=0.001)
+def warm_up(tracked: TrackedEngine, max_tokens: int = 1_000) -> WarmUp:
+    return WarmUp(tracked.generate, lambda: True, block_size=BLOCK_SIZE, max_tokens=max_tokens, poll_s=0.001)
 
 
 async def test_after_a_restart_the_hot_prefixes_are_cached_again(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.gateway")
-    store = Kept()
+    store = PrefixStore()
     hers, his = [*range(1, 23)], [*range(1, 9), 40, 41, 42]
-    async with House.open() as house:
-        await house.generate(hers, b"alice", max_tokens=6)
-        await house.generate(hers, b"alice")
-        await house.generate(his, b"bob")
-        await PrefixWriter(house.tracker, store).write()
-        before = {b"alice": house.engine.num_cached_tokens([*hers, 0, 0, 0], b"alice")}
-        known = house.tracker.num_tracked
+    async with TrackedEngine.open() as tracked:
+        await tracked.generate(hers, b"alice", max_tokens=6)
+        await tracked.generate(hers, b"alice")
+        await tracked.generate(his, b"bob")
+        await PrefixWriter(tracked.tracker, store).write()
+        before = {b"alice": tracked.engine.num_cached_tokens([*hers, 0, 0, 0], b"alice")}
+        known = tracked.tracker.num_tracked
     assert before == {b"alice": 20}
 
-    async with House.open() as house:
-        assert house.engine.num_cached_tokens(hers, b"alice") == 0
-        await warm_up(house).run(store, house.tracker)
-        assert house.engine.num_cached_tokens([*hers, 0, 0, 0], b"alice") == 20
-        assert house.engine.num_cached_tokens(his, b"bob") == 8
-        assert house.engine.num_cached_tokens(hers, b"bob") == 8
-        assert house.engine.num_cached_tokens(hers, b"") == 0
-        assert house.salts[0] == b"alice"
-        assert house.tracker.num_tracked == known
+    async with TrackedEngine.open() as tracked:
+        assert tracked.engine.num_cached_tokens(hers, b"alice") == 0
+        await warm_up(tracked).run(store, tracked.tracker)
+        assert tracked.engine.num_cached_tokens([*hers, 0, 0, 0], b"alice") == 20
+        assert tracked.engine.num_cached_tokens(his, b"bob") == 8
+        assert tracked.engine.num_cached_tokens(hers, b"bob") == 8
+        assert tracked.engine.num_cached_tokens(hers, b"") == 0
+        assert tracked.salts[0] == b"alice"
+        assert tracked.tracker.num_tracked == known
     first, last = (record.getMessage() for record in caplog.records if "again" in record.getMessage())
     assert first == "computing 3 prefixes of before again, 32 tokens"
     assert last.startswith("computed 3 prefixes again, 32 tokens in ")
 
 
 async def test_exactly_the_blocks_of_a_chain_are_computed_again() -> None:
-    store = Kept()
+    store = PrefixStore()
     await store.write_prefixes(changes_of((range(12), 2), salt=b"alice"))
-    async with House.open() as house:
-        await warm_up(house).run(store, house.tracker)
-        assert house.runner.num_tokens == 12
-        assert {change.hash for change in house.tracker.changes(99)} == set(hashes_of(range(12), b"alice"))
-        assert house.tracker.hottest(1, [b"alice"])[0].hits == 2
+    async with TrackedEngine.open() as tracked:
+        await warm_up(tracked).run(store, tracked.tracker)
+        assert tracked.runner.num_tokens == 12
+        assert {change.hash for change in tracked.tracker.changes(99)} == set(hashes_of(range(12), b"alice"))
+        assert tracked.tracker.hottest(1, [b"alice"])[0].hits == 2
 
 
 async def test_it_gives_way_at_once_and_goes_on_when_it_is_idle_again() -> None:
-    store = Kept()
+    store = PrefixStore()
     await store.write_prefixes(changes_of((range(8), 2), (range(50, 58), 1)))
     began: asyncio.Queue[list[int]] = asyncio.Queue()
     cancelled: list[list[int]] = []
@@ -542,7 +535,7 @@ async def test_it_gives_way_at_once_and_goes_on_when_it_is_idle_again() -> None:
 
 
 async def test_cancelling_a_warm_up_cancels_its_request() -> None:
-    store = Kept()
+    store = PrefixStore()
     await store.write_prefixes(changes_of((range(8), 2)))
     began, ended = asyncio.Event(), asyncio.Event()
 
@@ -563,7 +556,7 @@ async def test_cancelling_a_warm_up_cancels_its_request() -> None:
 
 
 async def test_a_prefix_that_fails_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
-    store = Kept()
+    store = PrefixStore()
     await store.write_prefixes(changes_of((range(8), 2), (range(50, 58), 1)))
     done: list[list[int]] = []
 
@@ -578,20 +571,20 @@ async def test_a_prefix_that_fails_is_passed_over(caplog: pytest.LogCaptureFixtu
 
 
 async def test_a_prefix_that_was_computed_again_is_no_longer_waited_for() -> None:
-    store = KeptStore()
+    store = DurableStore()
     await store.write_prefixes(changes_of((range(8), 2)))
-    desk = Desk(ServiceOptions(models=(MODEL,), block_size=BLOCK_SIZE, warm_up_tokens=100), store=store)
-    desk.service.warm_up()
-    request = await desk.taken()
+    gateway = Gateway(ServiceOptions(models=(MODEL,), block_size=BLOCK_SIZE, warm_up_tokens=100), store=store)
+    gateway.service.warm_up()
+    request = await gateway.taken()
     assert request.prompt_token_ids == tuple(range(8))
-    assert len(desk.service.dispatch) == 1
-    desk.finish(request)
-    await desk.left()
+    assert len(gateway.service.dispatch) == 1
+    gateway.finish(request)
+    await gateway.left()
 
 
 @pytest.mark.parametrize(("away", "max_tokens"), [(True, 100), (False, 0)])
 async def test_without_a_store_or_tokens_nothing_is_computed(away: bool, max_tokens: int) -> None:
-    store = Kept()
+    store = PrefixStore()
     await store.write_prefixes(changes_of((range(8), 2)))
     store.away = away
 
@@ -608,7 +601,7 @@ async def test_without_a_store_or_tokens_nothing_is_computed(away: bool, max_tok
 # Who holds it
 
 
-class Neighbours(Kept):
+class BusyStore(PrefixStore):
     """A store that several replicas write to."""
 
     def __init__(self, **held: int) -> None:
@@ -622,12 +615,12 @@ class Neighbours(Kept):
         return dict(self.held)
 
 
-def locator(store: Kept, num_cached: int = 0) -> PrefixLocator:
+def locator(store: PrefixStore, num_cached: int = 0) -> PrefixLocator:
     return PrefixLocator(store, "here", BLOCK_SIZE, lambda *_: num_cached)
 
 
 async def test_replicas_are_listed_best_first_and_this_one_speaks_for_itself() -> None:
-    store = Neighbours(here=3, there=1, elsewhere=2)
+    store = BusyStore(here=3, there=1, elsewhere=2)
     assert await locator(store, num_cached=4).locate(b"alice", range(14)) == {
         "object": "prefix.location",
         "block_size": BLOCK_SIZE,
@@ -642,7 +635,7 @@ async def test_replicas_are_listed_best_first_and_this_one_speaks_for_itself() -
 
 
 async def test_the_block_of_the_last_token_is_not_asked_for() -> None:
-    store = Neighbours()
+    store = BusyStore()
     await locator(store).locate(b"", range(8))
     assert store.asked == [hashes_of(range(4))]
     await locator(store).locate(b"", range(4))
@@ -651,7 +644,7 @@ async def test_the_block_of_the_last_token_is_not_asked_for() -> None:
 
 
 async def test_another_tenant_asks_for_other_hashes() -> None:
-    store = Kept()
+    store = PrefixStore()
     await store.write_prefixes(changes_of((range(8), 0), salt=b"alice"))
     for salt, expected in ((b"alice", 8), (b"bob", 0), (b"", 0)):
         neighbour = PrefixLocator(store, "new", BLOCK_SIZE, lambda *_: 0)
@@ -661,7 +654,7 @@ async def test_another_tenant_asks_for_other_hashes() -> None:
 
 
 async def test_without_the_store_this_replica_is_known() -> None:
-    store = Neighbours(there=3)
+    store = BusyStore(there=3)
     store.away = True
     location = await locator(store, num_cached=8).locate(b"", range(14))
     assert location["replicas"] == [{"replica": "here", "num_cached_tokens": 8, "this": True}]
@@ -695,11 +688,11 @@ async def test_redis_keeps_prefixes_for_the_neighbours_and_for_the_time_after_a_
     server: RedisServer,
 ) -> None:
     prompt = [*range(1, 23)]
-    async with House.open() as house:
-        await house.generate(prompt, b"alice")
-        await house.generate(prompt, b"alice")
+    async with TrackedEngine.open() as tracked:
+        await tracked.generate(prompt, b"alice")
+        await tracked.generate(prompt, b"alice")
         store = redis_store(server, replica="a")
-        await PrefixWriter(house.tracker, store).write()
+        await PrefixWriter(tracked.tracker, store).write()
         neighbour = PrefixLocator(redis_store(server, replica="b"), "b", BLOCK_SIZE, lambda *_: 0)
         assert (await neighbour.locate(b"alice", prompt))["replicas"] == [
             {"replica": "a", "num_cached_tokens": 20, "this": False},
@@ -709,10 +702,10 @@ async def test_redis_keeps_prefixes_for_the_neighbours_and_for_the_time_after_a_
             {"replica": "b", "num_cached_tokens": 0, "this": True}
         ]
 
-    async with House.open() as house:
-        await warm_up(house).run(redis_store(server, replica="a"), house.tracker)
-        assert house.engine.num_cached_tokens(prompt, b"alice") == 20
-        assert [prefix.hits for prefix in house.tracker.hottest(1, [b"alice"])] == [1]
+    async with TrackedEngine.open() as tracked:
+        await warm_up(tracked).run(redis_store(server, replica="a"), tracked.tracker)
+        assert tracked.engine.num_cached_tokens(prompt, b"alice") == 20
+        assert [prefix.hits for prefix in tracked.tracker.hottest(1, [b"alice"])] == [1]
 
 
 @pytest.mark.usefixtures("closing")

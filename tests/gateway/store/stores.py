@@ -11,25 +11,15 @@ from gateway.store.link import Link
 from gateway.store.memory import MemoryStore
 from gateway.store.redis import RedisStore
 from gateway.store.shared import SharedStore
-from tests.gateway.store.kept import KeptStore
+from tests.gateway.store.durable_store import DurableStore
 from tests.redis_server import RedisServer
 
 KINDS = ["memory", "redis", "shared"]
-DURABLE_KINDS = ["kept", "redis"]
+DURABLE_KINDS = ["durable", "redis"]
 
 
 OPENED: list[Link] = []
 """Closed after each test that uses the fixture `closing`."""
-
-
-class Clock:
-    """Stands still until the test moves it."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def redis_store(
@@ -52,8 +42,8 @@ async def opened(kind: str, server: RedisServer, clock: Callable[[], float]) -> 
     store: Store
     if kind == "memory":
         store = local
-    elif kind == "kept":
-        store = KeptStore(clock, replica="a")
+    elif kind == "durable":
+        store = DurableStore(clock, replica="a")
     elif kind == "redis":
         store = redis_store(server, clock=clock)
     else:

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from gateway.store.interface import LEASE_S, Durable, JournalChange, Key, Quota, Store
-from tests.gateway.store.stores import DURABLE_KINDS, KINDS, Clock, block, opened, record
+from tests.clock import Clock
+from tests.gateway.store.stores import DURABLE_KINDS, KINDS, block, opened, record
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("closing")]

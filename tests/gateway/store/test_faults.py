@@ -17,7 +17,8 @@ from gateway.store.memory import MemoryStore
 from gateway.store.patience import PATIENCE, Patience
 from gateway.store.redis import RedisStore
 from gateway.store.shared import SharedStore
-from tests.gateway.store.stores import Clock, block, record, redis_store
+from tests.clock import Clock
+from tests.gateway.store.stores import block, record, redis_store
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("closing")]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from gateway.store.gcra import LocalQuotas, cost_us
 from gateway.store.interface import Quota
 from gateway.store.memory import MemoryStore
+from tests.clock import Clock
 from tests.few import examples
-from tests.gateway.store.stores import Clock, redis_store
+from tests.gateway.store.stores import redis_store
 from tests.redis_server import RedisServer
 
 # Limits that divide a minute: then all three are exact to the microsecond.

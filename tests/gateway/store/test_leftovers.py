@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from gateway.store.interface import JournalChange, Quota
+from tests.clock import Clock
 from tests.few import examples
-from tests.gateway.store.kept import KeptStore
-from tests.gateway.store.stores import OPENED, Clock, record, redis_store
+from tests.gateway.store.durable_store import DurableStore
+from tests.gateway.store.stores import OPENED, record, redis_store
 from tests.redis_server import RedisServer
 
 IDS = st.sampled_from("abc")
@@ -32,7 +33,7 @@ class TwoStores(RuleBasedStateMachine):
         self.server.call("FLUSHALL")
         self.runner = asyncio.Runner()
         clock = Clock()
-        self.memory, self.redis = KeptStore(clock), redis_store(self.server, clock=clock)
+        self.memory, self.redis = DurableStore(clock), redis_store(self.server, clock=clock)
         self.quota = Quota(requests_per_minute=10, tokens_per_minute=100, max_streams=2)
 
     def do(self, one: Coroutine[Any, Any, Any], other: Coroutine[Any, Any, Any]) -> None:

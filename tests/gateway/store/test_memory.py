@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from gateway.store.memory import MemoryStore
-from tests.gateway.store.stores import Clock, record
+from tests.clock import Clock
+from tests.gateway.store.stores import record
 
 pytestmark = pytest.mark.anyio
 

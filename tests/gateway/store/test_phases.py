@@ -13,7 +13,7 @@ import pytest
 from gateway.store.memory import MemoryStore
 from gateway.store.redis import RedisStore
 from gateway.store.shared import SharedStore
-from tests.gateway.desk import MODEL, Desk, chat_body, serving
+from tests.gateway.harness import MODEL, Gateway, chat_body, serving
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("real_waits")]
@@ -44,7 +44,7 @@ PHASES: dict[str, tuple[Step, Step]] = {
 }
 
 
-class Visitor:
+class StoreReader:
     """Asks for everything that is kept somewhere; each answer must be the right one."""
 
     def __init__(self, http: httpx.AsyncClient) -> None:
@@ -81,22 +81,22 @@ class Visitor:
         assert len(items["data"]) == 2 * len(self.kept)  # type: ignore[arg-type]
 
 
-async def answer_all(desk: Desk) -> None:
+async def answer_all(gateway: Gateway) -> None:
     while True:
         with contextlib.suppress(TimeoutError):  # nobody asked for a while
-            desk.answer(await desk.taken(), "a", "b")
+            gateway.answer(await gateway.taken(), "a", "b")
 
 
 async def test_no_request_fails_whatever_becomes_of_redis(server: RedisServer) -> None:
     remote = RedisStore(server.url, namespace="test", replica="a")
-    desk = Desk(store=SharedStore(MemoryStore(), remote), clock=time.monotonic)
-    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
-        answering = asyncio.create_task(answer_all(desk))
-        visitor = Visitor(http)
+    gateway = Gateway(store=SharedStore(MemoryStore(), remote), clock=time.monotonic)
+    async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
+        answering = asyncio.create_task(answer_all(gateway))
+        reader = StoreReader(http)
         for phase, (begin, end) in PHASES.items():
             await asyncio.to_thread(begin, server)
-            await visitor.visit(f"{phase}, meanwhile")
+            await reader.visit(f"{phase}, meanwhile")
             await asyncio.to_thread(end, server)
-            await visitor.visit(f"{phase}, afterwards")
+            await reader.visit(f"{phase}, afterwards")
         answering.cancel()
     assert remote.stats().failures

@@ -10,7 +10,8 @@ from gateway.store import redis as redis_module
 from gateway.store.interface import ALIVE_S, HEARTBEAT_S, JournalChange, Quota
 from gateway.store.link import Command
 from gateway.store.redis import RedisStore
-from tests.gateway.store.stores import Clock, block, record, redis_store
+from tests.clock import Clock
+from tests.gateway.store.stores import block, record, redis_store
 from tests.redis_server import RedisServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("closing")]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.wire.conversation import as_dict
 from gateway.wire.prompts import Prompts
 from gateway.wire.schemas import Message
-from tests.gateway.desk import MODEL, SPECIAL, TEMPLATE, Desk, client, make_tokenizer
+from tests.gateway.harness import MODEL, SPECIAL, TEMPLATE, Gateway, client, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 PROMPTS = Prompts(TOKENIZER)
@@ -90,7 +90,7 @@ def test_a_name_is_no_way_in_either(name: str, content: str) -> None:
 )
 async def test_the_part_that_is_wrong_is_named(content: Any, param: str) -> None:
     messages = [{"role": "system", "content": "x"}, {"role": "user", "content": content}]
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         response = await http.post(
             CHAT,
             content=json.dumps({"model": MODEL, "messages": messages}),
@@ -104,12 +104,12 @@ async def test_the_part_that_is_wrong_is_named(content: Any, param: str) -> None
 @pytest.mark.parametrize("content", [parts(*"x" * 200), parts(""), []], ids=["many", "an empty one", "none"])
 async def test_a_chat_in_parts_reaches_the_engine_as_tokenize_shows_it(content: list[dict[str, str]]) -> None:
     messages = [{"role": "user", "content": content}]
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         shown = (await http.post("/tokenize", json={"messages": messages})).json()
         asking = asyncio.create_task(http.post(CHAT, json={"model": MODEL, "messages": messages}))
-        request = await desk.taken()
-        desk.answer(request, "ok")
+        request = await gateway.taken()
+        gateway.answer(request, "ok")
         usage = (await asking).json()["usage"]
     assert list(request.prompt_token_ids) == shown["tokens"]
     assert usage["prompt_tokens"] == shown["count"] == len(shown["tokens"])
@@ -117,9 +117,9 @@ async def test_a_chat_in_parts_reaches_the_engine_as_tokenize_shows_it(content: 
 
 @pytest.mark.anyio
 async def test_the_length_of_all_parts_counts_together() -> None:
-    desk = Desk()
+    gateway = Gateway()
     long = [{"role": "user", "content": parts(*["x" * 100] * 6)}]
-    async with client(desk.app) as http:
+    async with client(gateway.app) as http:
         response = await http.post(CHAT, json={"model": MODEL, "messages": long})
     assert response.json()["error"]["code"] == "context_length_exceeded"
     assert response.json()["error"]["param"] == "messages"

@@ -11,8 +11,8 @@ import pytest
 from engine.planning.request import FinishReason, Request
 from gateway.http.connections import Timeouts
 from gateway.service import ServiceOptions
-from tests.gateway.desk import MODEL, Desk, chat_body, completion_body, logprobs, serving, settled
-from tests.gateway.raw import Event, dialled, post, read_events
+from tests.gateway.harness import MODEL, Gateway, chat_body, completion_body, logprobs, serving, settled
+from tests.gateway.raw_http import Event, connect, post, read_events
 
 pytestmark = pytest.mark.anyio
 
@@ -34,34 +34,34 @@ HARD = [
     "\ufeff",
     "</script>",
 ]
-Bring = Callable[[Desk, Request], Awaitable[None]]
+Bring = Callable[[Gateway, Request], Awaitable[None]]
 
 
-async def streamed(desk: Desk, path: str, body: dict[str, Any], bring: Bring) -> bytes:
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(path, {**body, "stream": True}))
-        await bring(desk, await desk.taken())
-        answer = await line.answer()
+async def streamed(gateway: Gateway, path: str, body: dict[str, Any], bring: Bring) -> bytes:
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(path, {**body, "stream": True}))
+        await bring(gateway, await gateway.taken())
+        answer = await connection.answer()
     assert answer.status == 200
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
     return answer.body
 
 
-async def whole(desk: Desk, path: str, body: dict[str, Any], bring: Bring) -> Any:
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(path, body))
-        await bring(desk, await desk.taken())
-        answer = await line.answer()
+async def whole(gateway: Gateway, path: str, body: dict[str, Any], bring: Bring) -> Any:
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(path, body))
+        await bring(gateway, await gateway.taken())
+        answer = await connection.answer()
     assert answer.headers["content-type"] == "application/json"
     return json.loads(answer.body)
 
 
 def answered_with(*texts: str) -> Bring:
-    async def bring(desk: Desk, request: Request) -> None:
+    async def bring(gateway: Gateway, request: Request) -> None:
         for text in texts:
-            desk.deliver(*(desk.output(request, text, index) for index in range(request.n)))
+            gateway.deliver(*(gateway.output(request, text, index) for index in range(request.n)))
             await settled()
-        desk.answer(request, "")
+        gateway.answer(request, "")
 
     return bring
 
@@ -77,7 +77,7 @@ def parsed(stream: bytes) -> list[Any]:
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_every_event_is_one_line_of_ascii(path: str) -> None:
     body = chat_body() if path == CHAT else completion_body()
-    stream = await streamed(Desk(), path, body, answered_with("a", *HARD, "".join(HARD)))
+    stream = await streamed(Gateway(), path, body, answered_with("a", *HARD, "".join(HARD)))
     # Stricter than the standard: these lines survive every way that clients are known to split them.
     assert stream.isascii()
     lines = stream.decode().splitlines()
@@ -92,63 +92,63 @@ async def test_every_event_is_one_line_of_ascii(path: str) -> None:
 
 
 async def test_no_piece_on_the_wire_ends_within_an_event() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(CHAT, chat_body(stream=True, n=2)))
-        request = await desk.taken()
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(CHAT, chat_body(stream=True, n=2)))
+        request = await gateway.taken()
         for text in HARD:
-            desk.deliver(desk.output(request, text, 0), desk.output(request, text[::-1], 1))
+            gateway.deliver(gateway.output(request, text, 0), gateway.output(request, text[::-1], 1))
             await settled()
-        desk.finish(request, "", 0)
-        desk.finish(request, "", 1)
-        await line.head()
-        pieces = [chunk async for chunk in line.chunks()]
+        gateway.finish(request, "", 0)
+        gateway.finish(request, "", 1)
+        await connection.head()
+        pieces = [chunk async for chunk in connection.chunks()]
     assert all(piece.startswith(b"data: ") and piece.endswith(b"\n\n") for piece in pieces)
 
 
 async def test_a_sign_of_life_is_no_event() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(CHAT, chat_body(stream=True)))
-        request = await desk.taken()
+    gateway = Gateway(ServiceOptions(models=(MODEL,), timeouts=Timeouts(tick_s=3600)))
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(CHAT, chat_body(stream=True)))
+        request = await gateway.taken()
         pieces: list[bytes] = []
         for text in ("a", "b"):
-            desk.clock.now += 6
-            desk.service.tick(desk.clock.now)
+            gateway.clock.now += 6
+            gateway.service.tick(gateway.clock.now)
             if not pieces:
-                status, _ = await line.head()
+                status, _ = await connection.head()
                 assert status == 200
-            pieces.append(await line.chunk())
-            desk.bring(request, text)
-            pieces.append(await line.chunk())
-        desk.finish(request)
-        stream = b"".join([*pieces, *[chunk async for chunk in line.chunks()]])
+            pieces.append(await connection.chunk())
+            gateway.bring(request, text)
+            pieces.append(await connection.chunk())
+        gateway.finish(request)
+        stream = b"".join([*pieces, *[chunk async for chunk in connection.chunks()]])
     assert pieces[0] == pieces[2] == b": ping\n"
     contents = [chunk["choices"][0]["delta"].get("content") for chunk in parsed(stream)]
     assert contents == ["", "a", "b", None]
 
 
-def tokens_of(desk: Desk, text: str) -> dict[str, Any]:
+def tokens_of(gateway: Gateway, text: str) -> dict[str, Any]:
     """A text as the engine would bring it: its tokens, and what they were worth."""
-    token_ids = desk.service.tokenizer.encode(text)
+    token_ids = gateway.service.tokenizer.encode(text)
     found = [logprobs((token_id, -0.5 - number), (9, -7.0)) for number, token_id in enumerate(token_ids)]
     return {"token_ids": token_ids, "logprobs": found}
 
 
-async def bring_with_logprobs(desk: Desk, request: Request) -> None:
+async def bring_with_logprobs(gateway: Gateway, request: Request) -> None:
     for text in ("é", "", "日本", "x😀"):
-        spelt = tokens_of(desk, text)
-        desk.deliver(*(desk.output(request, text, index, **spelt) for index in range(request.n)))
+        spelt = tokens_of(gateway, text)
+        gateway.deliver(*(gateway.output(request, text, index, **spelt) for index in range(request.n)))
         await settled()
-    desk.finish(request, "!", 0, **tokens_of(desk, "!"))
-    desk.finish(request, "?", 1, FinishReason.LENGTH, **tokens_of(desk, "?"))
+    gateway.finish(request, "!", 0, **tokens_of(gateway, "!"))
+    gateway.finish(request, "?", 1, FinishReason.LENGTH, **tokens_of(gateway, "?"))
 
 
 async def test_a_streamed_chat_adds_up_to_the_whole_one() -> None:
     asked = chat_body(n=2, logprobs=True, top_logprobs=2)
     stream_body = {**asked, "stream_options": {"include_usage": True}}
-    *chunks, usage = parsed(await streamed(Desk(), CHAT, stream_body, bring_with_logprobs))
-    answer = await whole(Desk(), CHAT, asked, bring_with_logprobs)
+    *chunks, usage = parsed(await streamed(Gateway(), CHAT, stream_body, bring_with_logprobs))
+    answer = await whole(Gateway(), CHAT, asked, bring_with_logprobs)
     for choice in answer["choices"]:
         own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
         assert "".join(c["delta"].get("content", "") for c in own) == choice["message"]["content"]
@@ -164,8 +164,8 @@ async def test_a_streamed_chat_adds_up_to_the_whole_one() -> None:
 
 async def test_a_streamed_completion_adds_up_to_the_whole_one() -> None:
     asked = completion_body(n=2, logprobs=2)
-    chunks = parsed(await streamed(Desk(), COMPLETIONS, asked, bring_with_logprobs))
-    answer = await whole(Desk(), COMPLETIONS, asked, bring_with_logprobs)
+    chunks = parsed(await streamed(Gateway(), COMPLETIONS, asked, bring_with_logprobs))
+    answer = await whole(Gateway(), COMPLETIONS, asked, bring_with_logprobs)
     for choice in answer["choices"]:
         own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
         assert "".join(c["text"] for c in own) == choice["text"]
@@ -178,15 +178,15 @@ async def test_a_streamed_completion_adds_up_to_the_whole_one() -> None:
 
 
 async def test_the_choices_of_several_prompts_are_told_apart() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(COMPLETIONS, completion_body(["a", "b"], n=2, stream=True)))
-        first, second = await desk.taken(), await desk.taken()
-        desk.deliver(*(desk.output(r, t, i) for r, t in ((second, "B"), (first, "A")) for i in (1, 0)))
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(COMPLETIONS, completion_body(["a", "b"], n=2, stream=True)))
+        first, second = await gateway.taken(), await gateway.taken()
+        gateway.deliver(*(gateway.output(r, t, i) for r, t in ((second, "B"), (first, "A")) for i in (1, 0)))
         for request in (second, first):
-            desk.finish(request, "1", 1)
-            desk.finish(request, "0", 0)
-        chunks = parsed((await line.answer()).body)
+            gateway.finish(request, "1", 1)
+            gateway.finish(request, "0", 0)
+        chunks = parsed((await connection.answer()).body)
     texts = dict.fromkeys(range(4), "")
     for chunk in chunks:
         texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
@@ -195,7 +195,7 @@ async def test_the_choices_of_several_prompts_are_told_apart() -> None:
 
 async def test_usage_is_null_until_it_is_known() -> None:
     body = chat_body(stream_options={"include_usage": True})
-    *chunks, usage = parsed(await streamed(Desk(), CHAT, body, answered_with("a", "b", "c")))
+    *chunks, usage = parsed(await streamed(Gateway(), CHAT, body, answered_with("a", "b", "c")))
     assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
     assert usage["usage"]["completion_tokens"] == 4
     assert {chunk["id"] for chunk in chunks} == {usage["id"]}

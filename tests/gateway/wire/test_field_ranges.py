@@ -15,7 +15,7 @@ from engine.planning.request import Request
 from gateway.http.errors import ApiError
 from gateway.http.limits import Limits
 from gateway.wire.schemas import ChatBody, CompletionBody, check_chat, check_completion, read
-from tests.gateway.desk import Desk, chat_body, client, completion_body, make_tokenizer
+from tests.gateway.harness import Gateway, chat_body, client, completion_body, make_tokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODIES = {CHAT: chat_body(), COMPLETIONS: completion_body()}
@@ -51,11 +51,11 @@ EVERY_RANGE = pytest.mark.parametrize("range_", RANGES, ids=lambda found: found.
 
 async def accepted(path: str, body: dict[str, Any]) -> Request:
     """The request that the engine gets."""
-    desk = Desk(tokenizer=TOKENIZER)
-    async with client(desk.app) as http:
+    gateway = Gateway(tokenizer=TOKENIZER)
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post(path, json=body))
-        request = await desk.taken()
-        desk.answer(request, "ok")
+        request = await gateway.taken()
+        gateway.answer(request, "ok")
         assert (await asking).status_code == 200
     return request
 
@@ -63,7 +63,7 @@ async def accepted(path: str, body: dict[str, Any]) -> Request:
 async def params_of_refusals(path: str, *contents: str) -> list[str | None]:
     """What each of these bodies is refused for."""
     headers = {"content-type": "application/json"}
-    async with client(Desk(tokenizer=TOKENIZER).app) as http:
+    async with client(Gateway(tokenizer=TOKENIZER).app) as http:
         answers = [await asyncio.wait_for(http.post(path, content=c, headers=headers), 10) for c in contents]
     assert {answer.status_code for answer in answers} == {400}
     errors = [answer.json()["error"] for answer in answers]

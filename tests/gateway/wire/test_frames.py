@@ -14,7 +14,7 @@ from gateway.wire.frames import StreamWriter, Usage, error_frame, timings_json
 from gateway.wire.shapes import ChatShape, CompletionShape, Head, Told
 from gateway.wire.streams import Delta
 from priority.lanes import Lane
-from tests.gateway.desk import events, logprobs, make_timings, make_tokenizer
+from tests.gateway.harness import events, logprobs, make_timings, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 ANYTHING = st.text(st.characters(), max_size=40)

@@ -15,8 +15,8 @@ from engine.planning.request import Output, Request
 from engine.planning.step import StepReport
 from gateway.http.connections import WRITABLE
 from gateway.wire import streams
-from tests.gateway.desk import (
-    Desk,
+from tests.gateway.harness import (
+    Gateway,
     chat_body,
     completion_body,
     events,
@@ -26,7 +26,7 @@ from tests.gateway.desk import (
     settled,
     step_report,
 )
-from tests.gateway.raw import dialled, post, read_events
+from tests.gateway.raw_http import connect, post, read_events
 
 pytestmark = pytest.mark.anyio
 
@@ -35,10 +35,10 @@ PATIENCE_S = 10
 TOKENIZER = make_tokenizer()
 
 
-class Guest:
+class FakeClient:
     """A client without a socket, whose connection is stuffed and freed by the test."""
 
-    def __init__(self, desk: Desk, body: dict[str, Any], path: str = CHAT) -> None:
+    def __init__(self, gateway: Gateway, body: dict[str, Any], path: str = CHAT) -> None:
         self.sent: list[bytes] = []
         self.is_writable = True
         self.claims_writable = False
@@ -53,7 +53,7 @@ class Guest:
             "headers": [(b"content-type", b"application/json")],
             "extensions": {WRITABLE: lambda: self.is_writable or self.claims_writable},
         }
-        self._asking = asyncio.ensure_future(desk.app(scope, self._receive, self._send))
+        self._asking = asyncio.ensure_future(gateway.app(scope, self._receive, self._send))
 
     def stuff(self) -> None:
         self.is_writable = False
@@ -80,13 +80,13 @@ class Guest:
         self.sent.append(message.get("body", b""))
 
 
-async def begun(desk: Desk, **fields: Any) -> tuple[Guest, Request]:
+async def begun(gateway: Gateway, **fields: Any) -> tuple[FakeClient, Request]:
     """A stream whose first token is out."""
-    guest = Guest(desk, chat_body(stream=True, **fields))
-    request = await desk.taken()
-    desk.bring(request, "<")
+    client = FakeClient(gateway, chat_body(stream=True, **fields))
+    request = await gateway.taken()
+    gateway.bring(request, "<")
     await settled()
-    return guest, request
+    return client, request
 
 
 def contents(body: str) -> list[str]:
@@ -95,41 +95,41 @@ def contents(body: str) -> list[str]:
 
 
 async def test_a_token_is_out_when_the_delivery_returns() -> None:
-    desk = Desk()
-    guest, request = await begun(desk)
-    desk.bring(request, "now")
-    assert b'"now"' in guest.sent[-1]
-    desk.finish(request)
-    assert contents(await guest.answered()) == ["<", "now"]
+    gateway = Gateway()
+    client, request = await begun(gateway)
+    gateway.bring(request, "now")
+    assert b'"now"' in client.sent[-1]
+    gateway.finish(request)
+    assert contents(await client.answered()) == ["<", "now"]
 
 
 async def test_a_delivery_waits_for_no_reader() -> None:
-    desk = Desk()
-    guest, request = await begun(desk)
-    guest.stuff()
-    before = list(guest.sent)
+    gateway = Gateway()
+    client, request = await begun(gateway)
+    client.stuff()
+    before = list(client.sent)
     for text in "abc":
-        desk.bring(request, text)
+        gateway.bring(request, text)
         await settled()
-    assert guest.sent == before
-    guest.free()
+    assert client.sent == before
+    client.free()
     await settled()
-    desk.bring(request, "d")
-    desk.finish(request, ">")
+    gateway.bring(request, "d")
+    gateway.finish(request, ">")
     # The first of them was under way; what came while it waited was joined.
-    assert contents(await guest.answered()) == ["<", "a", "bc", "d", ">"]
+    assert contents(await client.answered()) == ["<", "a", "bc", "d", ">"]
 
 
 async def test_what_is_kept_goes_before_what_comes_after_it() -> None:
     """Also if the connection is freed before the reader has woken up for what was kept."""
-    desk = Desk()
-    guest, request = await begun(desk)
-    guest.stuff()
-    desk.bring(request, "kept")
-    guest.free()
-    desk.bring(request, ", then this")
-    desk.finish(request)
-    assert contents(await guest.answered()) == ["<", "kept, then this"]
+    gateway = Gateway()
+    client, request = await begun(gateway)
+    client.stuff()
+    gateway.bring(request, "kept")
+    client.free()
+    gateway.bring(request, ", then this")
+    gateway.finish(request)
+    assert contents(await client.answered()) == ["<", "kept, then this"]
 
 
 TEXTS = st.text(
@@ -139,7 +139,7 @@ STEPS = st.dictionaries(st.integers(0, 2), TEXTS, max_size=3)
 HAPPENINGS = st.lists(STEPS | st.sampled_from(["stuff", "free", "turn"]), max_size=25)
 
 
-class LateDesk(Desk):
+class LaggingGateway(Gateway):
     """Its event loop comes for so many reports at a time."""
 
     def __init__(self, num_at_a_time: int) -> None:
@@ -154,15 +154,15 @@ class LateDesk(Desk):
             self.service.deliver(*reports)
 
 
-async def happen(desk: Desk, guest: Guest, request: Request, what: Any, **fields: Any) -> None:
+async def happen(gateway: Gateway, client: FakeClient, request: Request, what: Any, **fields: Any) -> None:
     if what == "turn":
         await settled()
     elif what == "stuff":
-        guest.stuff()
+        client.stuff()
     elif what == "free":
-        guest.free()
+        client.free()
     else:
-        desk.deliver(*(desk.output(request, text, index, **fields) for index, text in what.items()))
+        gateway.deliver(*(gateway.output(request, text, index, **fields) for index, text in what.items()))
 
 
 @given(HAPPENINGS, STEPS, st.booleans(), st.sampled_from([CHAT, "/v1/completions"]), st.integers(1, 4))
@@ -170,21 +170,21 @@ async def test_nothing_is_lost_or_out_of_order(
     happenings: list[Any], last: dict[int, str], with_logprobs: bool, path: str, num_at_a_time: int
 ) -> None:
     """Reports come one by one, or several at a time, as they do while the event loop is busy."""
-    desk = LateDesk(num_at_a_time)
+    gateway = LaggingGateway(num_at_a_time)
     asked: dict[str, Any] = {"stream": True, "n": 3, "stream_options": {"include_usage": True}}
     brought: dict[str, Any] = {"logprobs": [logprobs((7, -0.5))]} if with_logprobs else {}
     if path == CHAT:
-        guest = Guest(desk, chat_body(**asked, logprobs=with_logprobs))
+        client = FakeClient(gateway, chat_body(**asked, logprobs=with_logprobs))
     else:
-        guest = Guest(desk, completion_body(**asked, logprobs=0 if with_logprobs else None), path)
-    request = await desk.taken()
+        client = FakeClient(gateway, completion_body(**asked, logprobs=0 if with_logprobs else None), path)
+    request = await gateway.taken()
     for what in happenings:
-        await happen(desk, guest, request, what, **brought)
+        await happen(gateway, client, request, what, **brought)
     for index in range(3):
-        desk.finish(request, last.get(index, ""), index, **brought)
-    guest.free()
+        gateway.finish(request, last.get(index, ""), index, **brought)
+    client.free()
     steps = [what for what in happenings if isinstance(what, dict)]
-    *chunks, usage, done = events(await guest.answered())
+    *chunks, usage, done = events(await client.answered())
     assert done == "[DONE]"
     assert usage["usage"]["completion_tokens"] == sum(map(len, steps)) + 3
     for index in range(3):
@@ -201,17 +201,17 @@ async def test_nothing_is_lost_or_out_of_order(
 
 
 async def test_a_narrow_connection_gets_the_same_text_in_fewer_pieces() -> None:
-    desk = Desk()
+    gateway = Gateway()
     pieces = [f"{number:08}" * 2560 for number in range(48)]
-    async with serving(desk.app) as url, dialled(url, narrow=True) as line:
-        line.send(post(CHAT, chat_body(stream=True)))
-        request = await desk.taken()
+    async with serving(gateway.app) as url, connect(url, narrow=True) as connection:
+        connection.send(post(CHAT, chat_body(stream=True)))
+        request = await gateway.taken()
         for piece in pieces:
-            desk.bring(request, piece)
+            gateway.bring(request, piece)
             await settled()
-        desk.finish(request)
-        await line.head()
-        stream = b"".join([chunk async for chunk in line.chunks()])
+        gateway.finish(request)
+        await connection.head()
+        stream = b"".join([chunk async for chunk in connection.chunks()])
     chunks = [json.loads(event.data) for event in read_events(stream)[:-1]]
     texts = [text for chunk in chunks if (text := chunk["choices"][0]["delta"].get("content"))]
     assert "".join(texts) == "".join(pieces)
@@ -221,62 +221,62 @@ async def test_a_narrow_connection_gets_the_same_text_in_fewer_pieces() -> None:
 async def test_a_connection_that_waits_after_all_fails_its_own_stream_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    desk = Desk()
-    before, bad, after = [await begun(desk) for _ in range(3)]
+    gateway = Gateway()
+    before, bad, after = [await begun(gateway) for _ in range(3)]
     bad[0].stuff()
     bad[0].claims_writable = True
-    desk.deliver(*(desk.output(request, "token") for _, request in (before, bad, after)))
+    gateway.deliver(*(gateway.output(request, "token") for _, request in (before, bad, after)))
     assert f"passing on the output of {bad[1].request_id} failed" in caplog.text
     bad[0].free()
     *_, error, done = events(await bad[0].answered())
     assert (error["error"]["code"], done) == ("internal_error", "[DONE]")
-    assert desk.engine.cancelled == [bad[1].request_id]
-    for guest, request in (before, after):
-        desk.finish(request, ">")
-        assert contents(await guest.answered()) == ["<", "token", ">"]
+    assert gateway.engine.cancelled == [bad[1].request_id]
+    for client, request in (before, after):
+        gateway.finish(request, ">")
+        assert contents(await client.answered()) == ["<", "token", ">"]
 
 
 async def test_the_step_is_counted_although_a_push_failed() -> None:
-    desk = Desk()
-    guest, request = await begun(desk)
-    guest.stuff()
-    guest.claims_writable = True
-    desk.bring(request, "token")
-    guest.free()
-    await guest.answered()
-    found = desk.service.render_metrics()
+    gateway = Gateway()
+    client, request = await begun(gateway)
+    client.stuff()
+    client.claims_writable = True
+    gateway.bring(request, "token")
+    client.free()
+    await client.answered()
+    found = gateway.service.render_metrics()
     assert b"penstock_output_tokens_total 2.0" in found
     assert b"penstock_step_seconds_count 2.0" in found
     assert b'penstock_choices_total{finish_reason="cancelled",lane="standard"} 1.0' in found
 
 
 async def test_what_the_engine_brings_after_a_failed_push_harms_nobody() -> None:
-    desk = Desk()
-    guest, request = await begun(desk)
-    guest.stuff()
-    guest.claims_writable = True
-    desk.bring(request, "lost")
-    guest.free()
-    desk.bring(request, "late")
-    desk.finish(request, "later")
-    body = await guest.answered()
+    gateway = Gateway()
+    client, request = await begun(gateway)
+    client.stuff()
+    client.claims_writable = True
+    gateway.bring(request, "lost")
+    client.free()
+    gateway.bring(request, "late")
+    gateway.finish(request, "later")
+    body = await client.answered()
     assert body.count("[DONE]") == 1
     assert body.count('"error"') == 1
-    await desk.left()
+    await gateway.left()
 
 
 async def test_log_probabilities_that_nobody_reads_count_as_what_they_take(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(streams, "MAX_PENDING_BYTES", 100_000)
-    desk, cut = Desk(), 0
+    gateway, cut = Gateway(), 0
     asked = chat_body(stream=True, logprobs=True, top_logprobs=20)
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post("/v1/chat/completions", asked))
-        request = await desk.taken()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post("/v1/chat/completions", asked))
+        request = await gateway.taken()
         top = logprobs(*((number, -1.0) for number in range(20)))
         for _ in range(100):  # no turn of the loop in between: the reader takes nothing
-            desk.bring(request, "x", logprobs=[top])
-            cut += bool(desk.service.metrics.slow_readers._value.get())
-        await desk.left()
+            gateway.bring(request, "x", logprobs=[top])
+            cut += bool(gateway.service.metrics.slow_readers._value.get())
+        await gateway.left()
     assert cut == 100 - 100_000 // (21 * 100 + 1)

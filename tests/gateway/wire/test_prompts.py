@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from gateway.http.errors import ApiError
 from gateway.wire.prompts import Prompts
-from tests.gateway.desk import SPECIAL, TEMPLATE, Desk, client, make_tokenizer
+from tests.gateway.harness import SPECIAL, TEMPLATE, Gateway, client, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 PROMPTS = Prompts(TOKENIZER)
@@ -103,7 +103,7 @@ def test_renders_what_transformers_renders() -> None:
 
 @pytest.mark.anyio
 async def test_tokenize_and_detokenize_are_inverses() -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         reply = (await http.post("/tokenize", json={"prompt": "Ünï", "return_token_strs": True})).json()
         assert reply["count"] == len(reply["tokens"]) == len(reply["token_strs"]) == 6
         assert reply["max_model_len"] == 512
@@ -130,7 +130,7 @@ async def test_tokenize_and_detokenize_are_inverses() -> None:
     ],
 )
 async def test_tokenize_names_what_is_wrong(path: str, body: dict[str, Any], param: str) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         response = await http.post(path, json=body)
     assert response.status_code in (400, 404)
     assert response.json()["error"]["param"] == param
@@ -138,17 +138,17 @@ async def test_tokenize_names_what_is_wrong(path: str, body: dict[str, Any], par
 
 @pytest.mark.anyio
 async def test_long_prompts_are_tokenised_off_the_loop() -> None:
-    desk = Desk()
-    desk.engine.max_sequence_tokens = 200_000
+    gateway = Gateway()
+    gateway.engine.max_sequence_tokens = 200_000
     seen: list[str] = []
-    encode = desk.service.tokenizer.encode
+    encode = gateway.service.tokenizer.encode
 
     def spy(*args: Any, **kwargs: Any) -> list[int]:
         seen.append(threading.current_thread().name)
         return encode(*args, **kwargs)
 
-    desk.service.tokenizer.encode = spy  # type: ignore[method-assign]
-    async with client(desk.app) as http:
+    gateway.service.tokenizer.encode = spy  # type: ignore[method-assign]
+    async with client(gateway.app) as http:
         for length in (10, 40_000):
             assert (await http.post("/tokenize", json={"prompt": "x" * length})).status_code == 200
     assert seen[0] == "MainThread"

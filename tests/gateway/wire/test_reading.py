@@ -7,7 +7,7 @@ import pytest
 from app.settings import choices
 from gateway.wire.parsing import Answer, answer_of
 from gateway.wire.reading import REASONING_FORMATS, TOOL_FORMATS, Formats, Reading
-from tests.gateway.desk import make_tokenizer
+from tests.gateway.harness import make_tokenizer
 
 CALL = '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
 

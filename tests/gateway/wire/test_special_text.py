@@ -11,7 +11,7 @@ from httpx import Response
 
 from app.checkpoint import DEMO_MODEL
 from engine.planning.tokenizer import Tokenizer
-from tests.gateway.desk import Desk, chat_body, client, completion_body
+from tests.gateway.harness import Gateway, chat_body, client, completion_body
 
 TOKENIZER = Tokenizer.load(DEMO_MODEL)
 SPECIAL = sorted(TOKENIZER.decode([token_id], skip_special=False) for token_id in TOKENIZER.special_ids)
@@ -21,8 +21,8 @@ BOS = TOKENIZER.id_of("<|bos|>")
 pytestmark = pytest.mark.anyio
 
 
-def desk() -> Desk:
-    return Desk(tokenizer=TOKENIZER)
+def gateway() -> Gateway:
+    return Gateway(tokenizer=TOKENIZER)
 
 
 def special(token_ids: list[int]) -> list[str]:
@@ -37,7 +37,7 @@ def test_the_demo_model_has_special_tokens() -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 async def test_tokenize_reads_text_and_detokenize_brings_it_back(text: str) -> None:
-    async with client(desk().app) as http:
+    async with client(gateway().app) as http:
         body = {"prompt": text, "add_special_tokens": False}
         token_ids = (await http.post("/tokenize", json=body)).json()["tokens"]
         assert special(token_ids) == []
@@ -48,7 +48,7 @@ async def test_tokenize_reads_text_and_detokenize_brings_it_back(text: str) -> N
 
 @pytest.mark.parametrize("text", TEXTS)
 async def test_tokenize_of_messages_has_the_templates_special_tokens_alone(text: str) -> None:
-    async with client(desk().app) as http:
+    async with client(gateway().app) as http:
         body = {"messages": [{"role": "user", "content": text}]}
         token_ids = (await http.post("/tokenize", json=body)).json()["tokens"]
         assert special(token_ids) == ["<|bos|>", "<|user|>", "<|end|>", "<|assistant|>"]
@@ -57,7 +57,7 @@ async def test_tokenize_of_messages_has_the_templates_special_tokens_alone(text:
 
 
 async def test_detokenize_shows_special_tokens() -> None:
-    async with client(desk().app) as http:
+    async with client(gateway().app) as http:
         tokens = [TOKENIZER.id_of(text) for text in SPECIAL]
         reply = await http.post("/detokenize", json={"tokens": tokens})
     assert reply.json() == {"prompt": "".join(SPECIAL)}
@@ -65,7 +65,7 @@ async def test_detokenize_shows_special_tokens() -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 async def test_the_engine_gets_a_chats_text_as_text(text: str) -> None:
-    here = desk()
+    here = gateway()
     async with client(here.app) as http:
         token_ids = await prompt_of(here, http.post("/v1/chat/completions", json=chat_body(text)))
     assert special(token_ids) == ["<|bos|>", "<|user|>", "<|end|>", "<|assistant|>"]
@@ -74,7 +74,7 @@ async def test_the_engine_gets_a_chats_text_as_text(text: str) -> None:
 
 @pytest.mark.parametrize("text", TEXTS)
 async def test_the_engine_gets_a_completions_text_as_text(text: str) -> None:
-    here = desk()
+    here = gateway()
     async with client(here.app) as http:
         token_ids = await prompt_of(here, http.post("/v1/completions", json=completion_body(text)))
     assert special(token_ids) == ["<|bos|>"]
@@ -83,13 +83,13 @@ async def test_the_engine_gets_a_completions_text_as_text(text: str) -> None:
 
 async def test_a_completion_of_token_ids_may_have_any() -> None:
     """Ids say which token is meant: so a prompt with its own template is written."""
-    here, tokens = desk(), sorted(TOKENIZER.special_ids)
+    here, tokens = gateway(), sorted(TOKENIZER.special_ids)
     async with client(here.app) as http:
         found = await prompt_of(here, http.post("/v1/completions", json=completion_body(tokens)))
     assert found == tokens
 
 
-async def prompt_of(here: Desk, call: Coroutine[Any, Any, Response]) -> list[int]:
+async def prompt_of(here: Gateway, call: Coroutine[Any, Any, Response]) -> list[int]:
     """The prompt that the engine is given; the request is answered."""
     reply = asyncio.create_task(call)
     request = await here.taken()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.planning.grammar import Grammar, GrammarKind
-from tests.gateway.desk import MODEL, Desk, chat_body, client, completion_body
+from tests.gateway.harness import MODEL, Gateway, chat_body, client, completion_body
 
 pytestmark = pytest.mark.anyio
 
@@ -23,11 +23,11 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "
 
 async def grammar_of(path: str, body: dict[str, Any]) -> Grammar | None:
     """What the engine is told."""
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post(path, json=body))
-        request = await desk.taken()
-        desk.answer(request, "ok")
+        request = await gateway.taken()
+        gateway.answer(request, "ok")
         assert (await asking).status_code == 200
     return request.sampling.grammar
 
@@ -69,12 +69,12 @@ async def test_what_is_asked_for_reaches_the_engine(
     ],
 )
 async def test_a_response_has_its_form_and_tells_it(format: dict[str, Any], expected: Grammar | None) -> None:
-    desk = Desk()
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    async with client(gateway.app) as http:
         body = {"model": MODEL, "input": "Hi", "text": {"format": format}}
         asking = asyncio.create_task(http.post(RESPONSES, json=body))
-        request = await desk.taken()
-        desk.answer(request, "ok")
+        request = await gateway.taken()
+        gateway.answer(request, "ok")
         reply = (await asking).json()
     assert request.sampling.grammar == expected
     assert reply["text"]["format"] == format
@@ -89,6 +89,6 @@ async def test_a_response_has_its_form_and_tells_it(format: dict[str, Any], expe
     ],
 )
 async def test_a_wrong_form_of_a_response_is_refused_by_field(format: dict[str, Any], param: str) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         reply = await http.post(RESPONSES, json={"model": MODEL, "input": "Hi", "text": {"format": format}})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from priority.routing.index import BlockIndex
 from tests.few import examples
-from tests.priority.routing.pushes import chain
+from tests.priority.routing.messages import chain
 
 CHAIN = chain("a", 40)
 EVERYBODY = 0b1111

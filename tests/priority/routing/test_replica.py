@@ -13,19 +13,19 @@ from priority.queue import LaneQueue
 from priority.routing.replica import Replica
 from priority.waiting import Account
 from tests.few import examples
-from tests.priority.bench import PaperEngine, ask, known_model, lines, make_queue, roomy
-from tests.priority.routing.pushes import snapshot
+from tests.priority.routing.messages import snapshot
+from tests.priority.simulated_engine import SimulatedEngine, ask, known_model, lines, make_queue, permissive
 
-POLICIES = roomy(ttft_s=(1.0, 5.0, 60.0))
+POLICIES = permissive(ttft_s=(1.0, 5.0, 60.0))
 
 requests = st.lists(
     st.tuples(st.sampled_from(Lane), st.sampled_from("abc"), st.integers(1, 400)), min_size=0, max_size=12
 )
 
 
-def busy_queue(waiting: list[tuple[Lane, str, int]], num_steps: int) -> tuple[LaneQueue, PaperEngine]:
+def busy_queue(waiting: list[tuple[Lane, str, int]], num_steps: int) -> tuple[LaneQueue, SimulatedEngine]:
     queue = make_queue(POLICIES, model=known_model())
-    engine = PaperEngine(queue, num_blocks=400, max_num_seqs=4)
+    engine = SimulatedEngine(queue, num_blocks=400, max_num_seqs=4)
     for number, (lane, tenant, num_prompt) in enumerate(waiting):
         engine.put(ask(str(number), num_prompt, lane=lane, tenant=tenant, max_tokens=30))
     for _ in range(num_steps):

@@ -14,7 +14,7 @@ from priority.queue import Refusal
 from priority.routing.router import LEASE_S, STALE_S, Ask, Choice, OutOfStep, Router
 from priority.routing.state import Change, LaneWork, Load, StateError
 from tests.few import examples
-from tests.priority.routing.pushes import ask, chain, change, load, snapshot
+from tests.priority.routing.messages import ask, chain, change, load, snapshot
 
 SYSTEM = chain("system", 64)
 

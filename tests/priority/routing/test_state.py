@@ -19,7 +19,7 @@ from priority.routing.state import (
     parse_snapshot,
     with_largest,
 )
-from tests.priority.routing.pushes import chain, change, load, snapshot
+from tests.priority.routing.messages import chain, change, load, snapshot
 
 BUSY = replace(
     load(

@@ -14,7 +14,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from tests.engine import needs
+from tests.engine import skip_reasons
 
 _ON_GPU = torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
 
@@ -30,7 +30,7 @@ class _Skipped(pytest.Module):
     """A test module that cannot be imported here."""
 
     def collect(self) -> NoReturn:
-        pytest.skip(needs.TRITON, allow_module_level=True)
+        pytest.skip(skip_reasons.TRITON, allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

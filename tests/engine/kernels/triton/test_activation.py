@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from engine.kernels import reference
 from engine.kernels.triton.activation import BLOCK, silu_mul
-from tests.engine.kernels.scenes import check_silu_mul
-from tests.engine.kernels.triton.agreement import DTYPES
+from tests.engine.kernels.random_inputs import check_silu_mul
+from tests.engine.kernels.triton.dtypes import DTYPES
 from tests.few import examples
 
 # exp(100) is infinite in float32, as it should be: the gate is closed.

@@ -20,8 +20,8 @@ from engine.kernels.triton import attention_segments as segmenting
 from engine.kernels.triton import attention_tiling as tilings
 from engine.kernels.triton.attention import TritonAttention, Workspace
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
-from tests.engine.kernels import scenes
-from tests.engine.kernels.scenes import Lengths, int32
+from tests.engine.kernels import random_inputs
+from tests.engine.kernels.random_inputs import Lengths, int32
 from tests.engine.ranges import assert_within
 from tests.few import examples
 
@@ -42,8 +42,8 @@ def _small_tiles() -> Iterator[None]:
         yield
 
 
-class Scene(scenes.Scene):
-    """A scene that Triton's kernels attend."""
+class AttentionInput(random_inputs.AttentionInput):
+    """A case that Triton's kernels attend."""
 
     def workspace(self, **changes: Any) -> Workspace:
         options: dict[str, Any] = {"windows": (self.window,), "chip": Chip(num_sms=8)}
@@ -70,17 +70,19 @@ DECODE: Lengths = [(70, 1), (3, 1), (31, 1)]
 @pytest.mark.parametrize("group", [1, 2, 4, 7, 8])
 @pytest.mark.parametrize("lengths", [MIXED, DECODE], ids=["mixed", "decode"])
 def test_heads_share_keys_and_values_in_groups(group: int, lengths: Lengths, device: torch.device) -> None:
-    Scene(lengths=lengths, group=group, device=device).check()
+    AttentionInput(lengths=lengths, group=group, device=device).check()
 
 
 def test_more_heads_in_a_group_than_a_tile_has_rows(device: torch.device) -> None:
-    Scene(lengths=[(20, 1), (3, 6)], group=20, num_kv_heads=1, device=device).check()
+    AttentionInput(lengths=[(20, 1), (3, 6)], group=20, num_kv_heads=1, device=device).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
 def test_heads_of_all_sizes(head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    Scene(lengths=[(17, 1), (3, 15)], head_dim=head_dim, num_kv_heads=1, dtype=dtype, device=device).check()
+    AttentionInput(
+        lengths=[(17, 1), (3, 15)], head_dim=head_dim, num_kv_heads=1, dtype=dtype, device=device
+    ).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,28 +99,28 @@ def test_scales_of_a_quantized_cache_belong_to_scores_and_weights(
     shape: dict[str, int], kv_dtype: torch.dtype, dtype: torch.dtype, device: torch.device
 ) -> None:
     for lengths in (MIXED, DECODE):
-        Scene(lengths=lengths, dtype=dtype, kv_dtype=kv_dtype, device=device, **shape).check()
+        AttentionInput(lengths=lengths, dtype=dtype, kv_dtype=kv_dtype, device=device, **shape).check()
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTIZED.values(), ids=QUANTIZED)
 def test_small_weights_of_small_values_do_not_vanish(kv_dtype: torch.dtype, device: torch.device) -> None:
     """All but one have weights of 2^-15 and scales of 1/127 or 1/448: float16 would round their products by tenths."""
-    scene = Scene(
+    case = AttentionInput(
         lengths=[(127, 1)], dtype=torch.float16, kv_dtype=kv_dtype, group=1, num_kv_heads=1, device=device
     )
     keys, values = torch.zeros(2, 128, 1, 16, dtype=torch.float16)
     keys[0, :, 0], values[1:, :, 1] = 8.0, 1.0
-    scene.queries.zero_()
-    scene.queries[:, :, 0] = 15 * math.log(2) * 16**0.5 / 8
-    write_kv(scene.layer_kv, keys, values, scene._slots(scene.batch.block_tables[0], torch.arange(128)))
-    found = float(scene.attend()[0, 1])
+    case.queries.zero_()
+    case.queries[:, :, 0] = 15 * math.log(2) * 16**0.5 / 8
+    write_kv(case.layer_kv, keys, values, case._slots(case.batch.block_tables[0], torch.arange(128)))
+    found = float(case.attend()[0, 1])
     assert found == pytest.approx(127 * 2**-15 / (1 + 127 * 2**-15), rel=0.004)
 
 
 @pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 33, 200])
 @pytest.mark.parametrize("lengths", [[(9, 29), (60, 2)], DECODE], ids=["mixed", "decode"])
 def test_windows_hide_what_lies_before_them(window: int, lengths: Lengths, device: torch.device) -> None:
-    Scene(lengths=lengths, window=window, num_kv_heads=1, device=device).check()
+    AttentionInput(lengths=lengths, window=window, num_kv_heads=1, device=device).check()
 
 
 @pytest.mark.parametrize("lengths", [[(150, 1), (99, 2)], [(70, 20)]], ids=["decode", "prefill"])
@@ -126,7 +128,7 @@ def test_a_tile_may_begin_with_blocks_that_the_window_has_left(
     lengths: Lengths, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tilings, "TILE_BYTES", 64 * 16 * 4)
-    Scene(lengths=lengths, window=20, num_kv_heads=1, device=device).check()
+    AttentionInput(lengths=lengths, window=20, num_kv_heads=1, device=device).check()
 
 
 def test_hopper_has_wider_tiles_of_keys(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,31 +136,33 @@ def test_hopper_has_wider_tiles_of_keys(device: torch.device, monkeypatch: pytes
     monkeypatch.setattr(tilings, "TILE_BYTES", 64 * 16 * 4)
     monkeypatch.setattr(tilings, "PREFILL_TOKENS", 40)
     hopper, blackwell = Chip(8, TensorCores.WGMMA, 227 << 10), Chip(8, TensorCores.TCGEN05, 227 << 10)
-    scene = Scene(lengths=[(150, 50), (3, 20)], num_kv_heads=1, device=device)
-    workspace = scene.workspace(chip=hopper)
+    case = AttentionInput(lengths=[(150, 50), (3, 20)], num_kv_heads=1, device=device)
+    workspace = case.workspace(chip=hopper)
     assert (workspace.prefill_tiling(70).tile, workspace.prefill_tiling(30).tile) == (128, 64)
-    assert scene.workspace(chip=blackwell).prefill_tiling(70).tile == 64
-    assert scene.workspace().prefill_tiling(70).tile == 32
-    scene.check(workspace)
+    assert case.workspace(chip=blackwell).prefill_tiling(70).tile == 64
+    assert case.workspace().prefill_tiling(70).tile == 32
+    case.check(workspace)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 48])
 def test_blocks_need_not_be_tiles(block_size: int, device: torch.device) -> None:
-    Scene(lengths=[(50, 12), (100, 1)], block_size=block_size, num_kv_heads=1, device=device).check()
+    AttentionInput(lengths=[(50, 12), (100, 1)], block_size=block_size, num_kv_heads=1, device=device).check()
 
 
 @pytest.mark.parametrize("num_queries", [1, 2, 5, 8, 16])
 def test_drafts_are_verified_in_segments(num_queries: int, device: torch.device) -> None:
-    scene = Scene(lengths=[(75, num_queries), (0, num_queries), (20, 1)], num_kv_heads=1, device=device)
-    workspace = scene.workspace(max_decode_queries=num_queries)
-    scene.check(workspace, num_queries)
+    case = AttentionInput(
+        lengths=[(75, num_queries), (0, num_queries), (20, 1)], num_kv_heads=1, device=device
+    )
+    workspace = case.workspace(max_decode_queries=num_queries)
+    case.check(workspace, num_queries)
     assert workspace.segments[0].first_items[1] > 2
 
 
 def test_few_queries_of_a_mixed_batch_are_cut_into_segments_too(device: torch.device) -> None:
-    scene = Scene(lengths=[(0, 30), (90, 3)], num_kv_heads=1, device=device)
-    workspace = scene.workspace(max_decode_queries=3)
-    scene.check(workspace)
+    case = AttentionInput(lengths=[(0, 30), (90, 3)], num_kv_heads=1, device=device)
+    workspace = case.workspace(max_decode_queries=3)
+    case.check(workspace)
     first_items = workspace.segments[0].first_items
     assert first_items[1] == 0
     assert first_items[2] > 2
@@ -166,16 +170,16 @@ def test_few_queries_of_a_mixed_batch_are_cut_into_segments_too(device: torch.de
 
 @pytest.mark.parametrize("kv_dtype", [None, *QUANTIZED.values()], ids=["", *QUANTIZED])
 def test_it_agrees_with_the_reference(kv_dtype: torch.dtype | None, device: torch.device) -> None:
-    scene = Scene(lengths=MIXED, kv_dtype=kv_dtype, device=device)
-    num_scales, floats = scene.num_kv_heads * scene.block_size, scene.layer_kv
+    case = AttentionInput(lengths=MIXED, kv_dtype=kv_dtype, device=device)
+    num_scales, floats = case.num_kv_heads * case.block_size, case.layer_kv
     if kv_dtype is not None:
         numbers = floats[..., : -4 * num_scales].view(torch.uint8)
         numbers[(numbers == 0xFF) & (kv_dtype != torch.int8)] = 0  # no number in e4m3: nobody wrote it
         floats = floats.view(torch.float32)[..., -num_scales:]
     floats.nan_to_num_()
-    attended = PagedAttention(scene.batch, scene.shape)(scene.queries.to(device), scene.layer_kv, 0)
-    for found in (scene.attend(), attended):
-        assert_within(found, scene.expected())
+    attended = PagedAttention(case.batch, case.shape)(case.queries.to(device), case.layer_kv, 0)
+    for found in (case.attend(), attended):
+        assert_within(found, case.expected())
 
 
 @settings(max_examples=examples(8))
@@ -196,7 +200,7 @@ def test_any_step(
     seed: int,
     device: torch.device,
 ) -> None:
-    scene = Scene(
+    case = AttentionInput(
         lengths=lengths,
         group=group,
         num_kv_heads=1,
@@ -204,23 +208,23 @@ def test_any_step(
         seed=seed,
         device=device,
     )
-    workspace = scene.workspace(
+    workspace = case.workspace(
         max_decode_queries=max_decode_queries,
         chip=Chip(num_sms),
     )
-    scene.check(workspace)
+    case.check(workspace)
 
 
 @pytest.mark.parametrize("max_decode_queries", [1, 16])
 def test_rows_of_unused_slots_and_of_no_sequence_are_0(max_decode_queries: int, device: torch.device) -> None:
     """A graph's batch: a slot with a row and no context, one with neither, and rows beyond the last sequence."""
-    scene = Scene(lengths=[(40, 1), (11, 3)], num_kv_heads=1, device=device)
-    expected = scene.expected()
-    batch = scene.batch
+    case = AttentionInput(lengths=[(40, 1), (11, 3)], num_kv_heads=1, device=device)
+    expected = case.expected()
+    batch = case.batch
     num_unused = 7
-    end = len(scene.queries)
-    scene.queries = torch.cat((scene.queries, torch.randn(num_unused, 2, 16)))
-    scene.batch = replace(
+    end = len(case.queries)
+    case.queries = torch.cat((case.queries, torch.randn(num_unused, 2, 16)))
+    case.batch = replace(
         batch,
         positions=torch.cat((batch.positions, batch.positions.new_zeros(num_unused))),
         query_starts=torch.cat((batch.query_starts, int32([end + 1, end + 1]).to(device))),
@@ -228,37 +232,37 @@ def test_rows_of_unused_slots_and_of_no_sequence_are_0(max_decode_queries: int, 
         block_tables=torch.cat((batch.block_tables, torch.zeros_like(batch.block_tables))),
     )
     workspace = Workspace(
-        scene.shape, scene.dtype, 2, 4, device, max_decode_queries=max_decode_queries, chip=Chip(8)
+        case.shape, case.dtype, 2, 4, device, max_decode_queries=max_decode_queries, chip=Chip(8)
     )
-    found = scene.attend(workspace, max_queries=3)
+    found = case.attend(workspace, max_queries=3)
     assert_within(found[:end], expected)
     assert not found[end:].any()
 
 
 def test_one_workspace_serves_steps_and_layers_in_any_order(device: torch.device) -> None:
     steps = [(MIXED, 0), (DECODE, 20), (MIXED, 20), (DECODE, 0), ([(0, 20)], 0)]
-    scenes = [Scene(lengths=ls, window=window, num_kv_heads=1, device=device) for ls, window in steps]
-    workspace = scenes[0].workspace(windows=(0, 20), max_decode_queries=2)
-    for scene in scenes:
-        scene.check(workspace)
+    cases = [AttentionInput(lengths=ls, window=window, num_kv_heads=1, device=device) for ls, window in steps]
+    workspace = cases[0].workspace(windows=(0, 20), max_decode_queries=2)
+    for case in cases:
+        case.check(workspace)
 
 
 def test_queries_may_lie_between_keys_and_values(device: torch.device) -> None:
-    scene = Scene(lengths=[(9, 4), (40, 1)], device=device)
-    expected = scene.expected()
+    case = AttentionInput(lengths=[(9, 4), (40, 1)], device=device)
+    expected = case.expected()
     qkv = torch.randn(5, 8, 16)
-    qkv[:, :4] = scene.queries
-    scene.queries = qkv[:, :4]
-    assert_within(scene.attend(), expected)
+    qkv[:, :4] = case.queries
+    case.queries = qkv[:, :4]
+    assert_within(case.attend(), expected)
 
 
 def test_fewer_sequences_are_cut_into_more_segments(device: torch.device) -> None:
-    alone = Scene(lengths=[(90, 1)], num_kv_heads=1, device=device)
-    crowd = Scene(lengths=[(90, 1)] * 9, num_kv_heads=1, device=device)
+    alone = AttentionInput(lengths=[(90, 1)], num_kv_heads=1, device=device)
+    crowd = AttentionInput(lengths=[(90, 1)] * 9, num_kv_heads=1, device=device)
     counts = []
-    for scene in (alone, crowd):
-        workspace = scene.workspace()
-        scene.attend(workspace)
+    for case in (alone, crowd):
+        workspace = case.workspace()
+        case.attend(workspace)
         counts.append(int(workspace.segments[0].first_items[1]))
     assert counts[0] > counts[1]
 

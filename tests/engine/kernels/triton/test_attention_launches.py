@@ -14,7 +14,7 @@ from engine.kernels.kv_cache import KVShape
 from engine.kernels.triton import attention
 from engine.kernels.triton.attention import TritonAttention, Workspace
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
-from tests.engine.kernels.triton.test_attention import DECODE, Scene
+from tests.engine.kernels.triton.test_attention import DECODE, AttentionInput
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -70,10 +70,10 @@ def test_grids_follow_from_shapes_and_nothing_is_asked_of_the_device(monkeypatch
 
 
 def test_a_step_beyond_the_workspace_is_refused(device: torch.device) -> None:
-    scene = Scene(lengths=DECODE, device=device)
-    workspace = Workspace(scene.shape, scene.dtype, 4, 2, device)
+    case = AttentionInput(lengths=DECODE, device=device)
+    workspace = Workspace(case.shape, case.dtype, 4, 2, device)
     with pytest.raises(ValueError, match="3 sequences"):
-        scene.attend(workspace)
+        case.attend(workspace)
 
 
 def test_a_workspace_knows_its_size(device: torch.device) -> None:

@@ -24,7 +24,7 @@ from engine.kernels.triton.attention import TritonAttention, Workspace
 from engine.kernels.triton.attention_tiling import Chip
 from engine.kernels.triton.rotary import rotate_and_write, slot_mapping
 from tests.engine import ranges
-from tests.engine.kernels.scenes import Lengths, int32
+from tests.engine.kernels.random_inputs import Lengths, int32
 from tests.engine.ranges import assert_within, exactly
 from tests.few import examples
 

@@ -19,13 +19,13 @@ from engine.kernels.ops import Kernels, reference_kernels
 from engine.kernels.reference import PagedAttention
 from engine.kernels.triton import attention
 from engine.kernels.triton.attention import TritonAttention
+from tests.engine.kernels.random_inputs import Lengths, int32
 from tests.engine.kernels.random_model import Checkpoint, Prompts
-from tests.engine.kernels.scenes import Lengths, int32
 from tests.engine.kernels.test_gathered import lower_right
-from tests.engine.kernels.triton.test_attention import DTYPES, Scene
+from tests.engine.kernels.triton.test_attention import DTYPES, AttentionInput
 from tests.engine.kernels.triton.test_table import WAITING, Recorder, small, table
 from tests.engine.ranges import UNIT, Range, assert_within
-from tests.engine.shaken import allowed, largest
+from tests.engine.rounding_noise import allowed, largest
 
 pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
 
@@ -46,19 +46,19 @@ STEPS: dict[str, Lengths] = {
 }
 
 
-def mixed(scene: Scene, backends: Backends, prepare_paged: PrepareAttention | None = None) -> Tensor:
+def mixed(case: AttentionInput, backends: Backends, prepare_paged: PrepareAttention | None = None) -> Tensor:
     """[T, heads * d]"""
-    prepare_paged = prepare_paged or partial(TritonAttention, workspace=scene.workspace())
-    batch = replace(scene.batch, host_lengths=[(new, done + new) for done, new in scene.lengths])
+    prepare_paged = prepare_paged or partial(TritonAttention, workspace=case.workspace())
+    batch = replace(case.batch, host_lengths=[(new, done + new) for done, new in case.lengths])
     attend = gathered.prepare_attention(
-        batch, scene.shape, prepare_paged=prepare_paged, backends=backends, min_queries=MIN_QUERIES
+        batch, case.shape, prepare_paged=prepare_paged, backends=backends, min_queries=MIN_QUERIES
     )
-    return attend(scene.queries.to(scene.device), scene.layer_kv, 0).cpu()
+    return attend(case.queries.to(case.device), case.layer_kv, 0).cpu()
 
 
-def check(scene: Scene, backends: Backends) -> None:
+def check(case: AttentionInput, backends: Backends) -> None:
     """What nobody wrote is not a number, and must not matter."""
-    assert_within(mixed(scene, backends), scene.expected())
+    assert_within(mixed(case, backends), case.expected())
 
 
 needs_half = pytest.mark.skipif(ON_GPU, reason="on a GPU torch's kernels are for half precision")
@@ -68,7 +68,7 @@ needs_half = pytest.mark.skipif(ON_GPU, reason="on a GPU torch's kernels are for
 @pytest.mark.parametrize("backends", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
 def test_every_sequence_gets_its_own(lengths: Lengths, backends: Backends, device: torch.device) -> None:
-    check(Scene(lengths=lengths, device=device), backends)
+    check(AttentionInput(lengths=lengths, device=device), backends)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[ON_GPU:])
@@ -78,7 +78,7 @@ def test_heads_share_keys_and_values_in_groups(
     backends: Backends, group: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     lengths = [(40, 1), (0, 37), (19, 25)]
-    check(Scene(lengths=lengths, group=group, dtype=dtype, device=device), backends)
+    check(AttentionInput(lengths=lengths, group=group, dtype=dtype, device=device), backends)
 
 
 @needs_half
@@ -88,7 +88,7 @@ def test_heads_and_blocks_of_all_sizes(
     backends: Backends, head_dim: int, block_size: int, device: torch.device
 ) -> None:
     lengths = [(0, 37), (7, 1), (50, 50)]
-    check(Scene(lengths=lengths, head_dim=head_dim, block_size=block_size, device=device), backends)
+    check(AttentionInput(lengths=lengths, head_dim=head_dim, block_size=block_size, device=device), backends)
 
 
 @needs_half
@@ -97,8 +97,8 @@ def test_heads_and_blocks_of_all_sizes(
 def test_a_quantized_cache_is_gathered_as_what_it_stands_for(
     backends: Backends, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
-    scene = Scene(lengths=STEPS["between others"], kv_dtype=kv_dtype, device=device)
-    assert_within(mixed(scene, backends), nearly(scene.expected()))
+    case = AttentionInput(lengths=STEPS["between others"], kv_dtype=kv_dtype, device=device)
+    assert_within(mixed(case, backends), nearly(case.expected()))
 
 
 def nearly(expected: Range) -> Range:
@@ -108,18 +108,18 @@ def nearly(expected: Range) -> Range:
 
 @needs_half
 def test_it_agrees_with_the_reference(device: torch.device) -> None:
-    scene = Scene(lengths=STEPS["between others"], device=device)
-    scene.layer_kv.nan_to_num_()
-    attended = PagedAttention(scene.batch, scene.shape)(scene.queries.to(device), scene.layer_kv, 0)
-    for found in (mixed(scene, BACKENDS["flash"]), attended):
-        assert_within(found, scene.expected())
+    case = AttentionInput(lengths=STEPS["between others"], device=device)
+    case.layer_kv.nan_to_num_()
+    attended = PagedAttention(case.batch, case.shape)(case.queries.to(device), case.layer_kv, 0)
+    for found in (mixed(case, BACKENDS["flash"]), attended):
+        assert_within(found, case.expected())
 
 
 class Others:
     """Notes the batches that are not torch's to attend."""
 
-    def __init__(self, scene: Scene) -> None:
-        self.workspace = scene.workspace()
+    def __init__(self, case: AttentionInput) -> None:
+        self.workspace = case.workspace()
         self.batches: list[Batch] = []
 
     def __call__(self, batch: Batch, shape: Any) -> TritonAttention:
@@ -132,16 +132,16 @@ def test_decodes_beside_a_long_chunk_need_no_kernel_for_many_queries(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention, "prefill_attention_kernel", None)
-    check(Scene(lengths=[(40, 1), (0, 37), (5, 1)], device=device), BACKENDS["flash"])
+    check(AttentionInput(lengths=[(40, 1), (0, 37), (5, 1)], device=device), BACKENDS["flash"])
 
 
 @needs_half
 def test_paged_attention_sees_no_context_of_what_it_does_not_attend(device: torch.device) -> None:
-    scene = Scene(lengths=STEPS["between others"], device=device)
-    others = Others(scene)
-    mixed(scene, BACKENDS["flash"], others)
+    case = AttentionInput(lengths=STEPS["between others"], device=device)
+    others = Others(case)
+    mixed(case, BACKENDS["flash"], others)
     (batch,) = others.batches  # one for all of them
-    contexts = [0 if new >= MIN_QUERIES else done + new for done, new in scene.lengths]
+    contexts = [0 if new >= MIN_QUERIES else done + new for done, new in case.lengths]
     assert batch.context_lens.tolist() == contexts
     assert batch.max_query_len == 9
     assert batch.host_lengths is None
@@ -149,9 +149,9 @@ def test_paged_attention_sees_no_context_of_what_it_does_not_attend(device: torc
 
 @needs_half
 def test_a_step_of_long_chunks_alone_needs_no_paged_attention(device: torch.device) -> None:
-    scene = Scene(lengths=STEPS["two"], device=device)
-    others = Others(scene)
-    assert_within(mixed(scene, BACKENDS["flash"], others), scene.expected())
+    case = AttentionInput(lengths=STEPS["two"], device=device)
+    others = Others(case)
+    assert_within(mixed(case, BACKENDS["flash"], others), case.expected())
     assert others.batches == []
 
 
@@ -163,12 +163,12 @@ def test_a_step_of_long_chunks_alone_needs_no_paged_attention(device: torch.devi
 def test_a_step_without_long_chunks_is_left_as_it_is(
     lengths: Lengths, told: bool, device: torch.device
 ) -> None:
-    scene = Scene(lengths=lengths, device=device)
-    others = Others(scene)
+    case = AttentionInput(lengths=lengths, device=device)
+    others = Others(case)
     host_lengths = [(new, done + new) for done, new in lengths] if told else None
-    batch = replace(scene.batch, host_lengths=host_lengths)
+    batch = replace(case.batch, host_lengths=host_lengths)
     attend = gathered.prepare_attention(
-        batch, scene.shape, prepare_paged=others, backends=[PADDED], min_queries=MIN_QUERIES
+        batch, case.shape, prepare_paged=others, backends=[PADDED], min_queries=MIN_QUERIES
     )
     assert isinstance(attend, TritonAttention)
     assert others.batches[0] is batch
@@ -178,9 +178,9 @@ def test_a_step_without_long_chunks_is_left_as_it_is(
 def test_nothing_waits_for_the_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     # torch's own cannot be made while a recorder is at work; on a CPU it becomes this mask, too.
     monkeypatch.setattr(gathered, "causal_lower_right", lower_right)
-    scene = Scene(lengths=STEPS["between others"], device=device)
+    case = AttentionInput(lengths=STEPS["between others"], device=device)
     with Recorder() as recorder:
-        mixed(scene, BACKENDS["flash"])
+        mixed(case, BACKENDS["flash"])
     assert "index_select" in recorder.names
     assert not set(recorder.names) & WAITING
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from engine.kernels import reference
 from engine.kernels.triton.norms import add_rms_norm, num_warps, rms_norm
 from tests.engine import ranges
-from tests.engine.kernels.scenes import check_norms
-from tests.engine.kernels.triton.agreement import DTYPES
+from tests.engine.kernels.random_inputs import check_norms
+from tests.engine.kernels.triton.dtypes import DTYPES
 from tests.engine.ranges import assert_within, exactly
 from tests.few import examples
 

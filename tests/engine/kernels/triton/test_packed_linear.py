@@ -29,7 +29,7 @@ from engine.kernels.triton.packed_linear import (
 from engine.kernels.triton.tiles import ROW_CLASSES, Card
 from engine.quant.float8 import FLOAT8, LARGEST
 from engine.quant.integers import Integers
-from tests.engine.kernels.triton.agreement import DTYPES
+from tests.engine.kernels.triton.dtypes import DTYPES
 from tests.engine.kernels.triton.packed_weights import Kind
 from tests.engine.ranges import UNIT, assert_within, gamma
 from tests.few import examples

@@ -12,9 +12,9 @@ from engine.kernels.kv_cache import QUANTIZED, KVCache
 from engine.kernels.reference import TokenPlaces, write_kv
 from engine.kernels.triton import rotary
 from engine.kernels.triton.rotary import rotate_and_write, slot_mapping
-from tests.engine.kernels.scenes import EPS, Layer, Rotation
+from tests.engine.kernels.random_inputs import EPS, Layer, RotationInput
 from tests.engine.kernels.test_reference import BLOCK_SIZE, SEQUENCES, make_batch
-from tests.engine.kernels.triton.agreement import DTYPES
+from tests.engine.kernels.triton.dtypes import DTYPES
 from tests.few import examples
 
 pytestmark = pytest.mark.combinations("combinations of what Triton's kernels take")
@@ -41,13 +41,13 @@ def test_it_is_the_reference(
     dtype: torch.dtype, layer: Layer, num_tokens: int, seed: int, device: torch.device
 ) -> None:
     num_tokens = min(num_tokens, NUM_BLOCKS * layer.block_size)
-    step = Rotation(layer, num_tokens, dtype, device, seed)
+    step = RotationInput(layer, num_tokens, dtype, device, seed)
     for function in (rotate_and_write, reference.rotate_and_write):
         step.check(function, dtype)
 
 
 def test_the_cache_may_be_of_another_dtype(device: torch.device) -> None:
-    step = Rotation(Layer(4, 2, 16, 4, norms=True), 7, torch.float32, device, seed=2)
+    step = RotationInput(Layer(4, 2, 16, 4, norms=True), 7, torch.float32, device, seed=2)
     for function in (rotate_and_write, reference.rotate_and_write):
         step.check(function, torch.float16)
 
@@ -60,7 +60,7 @@ def test_a_quantized_cache_has_the_bits_of_the_specification(
 ) -> None:
     """Of what the same kernel stores unquantized: numbers and scales, zeros, large and lost heads among them."""
     layer = Layer(6, 3, 20, 4, norms=False)
-    step = Rotation(layer, 30, dtype, device, seed=4)
+    step = RotationInput(layer, 30, dtype, device, seed=4)
     step.places.slots.copy_(torch.randperm(NUM_BLOCKS * 4)[:30])
     step.places.slots[3] = -1
     heads = step.qkv.view(30, 12, 20)
@@ -81,7 +81,7 @@ def test_a_quantized_cache_has_the_bits_of_the_specification(
     assert (same | both_nan).all()
 
 
-def quantized_kv(step: Rotation, dtype: torch.dtype) -> Tensor:
+def quantized_kv(step: RotationInput, dtype: torch.dtype) -> Tensor:
     """One layer's cache, full of what others wrote."""
     data = KVCache(step.layer.shape, NUM_BLOCKS, dtype, step.qkv.device).data
     data.view(torch.int8).fill_(77)
@@ -93,7 +93,7 @@ def quantized_kv(step: Rotation, dtype: torch.dtype) -> Tensor:
 )  # they are rotated, for nothing
 def test_values_are_stored_as_they_are(device: torch.device) -> None:
     layer = Layer(1, 1, 4, 4, norms=True)
-    step = Rotation(layer, 1, torch.float16, device, seed=0)
+    step = RotationInput(layer, 1, torch.float16, device, seed=0)
     values = torch.tensor([torch.inf, -torch.inf, 6e-8, -0.0], dtype=torch.float16, device=device)
     step.qkv[0, 8:] = values
     kv = step.kv(torch.float16)
@@ -103,7 +103,7 @@ def test_values_are_stored_as_they_are(device: torch.device) -> None:
 
 
 def test_rows_without_a_slot_write_nothing(device: torch.device) -> None:
-    step = Rotation(Layer(4, 2, 16, 4, norms=False), 5, torch.float32, device, seed=1)
+    step = RotationInput(Layer(4, 2, 16, 4, norms=False), 5, torch.float32, device, seed=1)
     step.places.slots.fill_(-1)
     kv = step.kv(torch.float32)
     step.run(rotate_and_write, kv)
@@ -111,7 +111,7 @@ def test_rows_without_a_slot_write_nothing(device: torch.device) -> None:
 
 
 def test_a_row_does_not_depend_on_its_company(device: torch.device) -> None:
-    step = Rotation(Layer(6, 3, 16, 4, norms=True), 8, torch.float16, device, seed=3)
+    step = RotationInput(Layer(6, 3, 16, 4, norms=True), 8, torch.float16, device, seed=3)
     step.places.slots.copy_(torch.arange(8))
     step.places.positions.copy_(torch.arange(8))
     together, alone = step.kv(torch.float16), step.kv(torch.float16)

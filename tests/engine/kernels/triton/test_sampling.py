@@ -23,7 +23,7 @@ from engine.sampling.noise import gumbel, hashes, noise_keys, split_mix
 from engine.sampling.sampler import Sampler
 from engine.sampling.tables import Filters
 from tests.engine.kernels.sampling_rows import all_allowed, random_masks
-from tests.engine.kernels.triton.choices import ULPS, checked_sample
+from tests.engine.kernels.triton.allowed_tokens import ULPS, checked_sample
 from tests.few import examples
 
 # The interpreter computes with numpy, which warns of what a GPU does in silence: arithmetic modulo 2^64 and on NaN.
@@ -69,7 +69,7 @@ def make_logits(num_rows: int, seed: int, device: torch.device, vocab: int = VOC
     return torch.from_numpy(logits.astype(np.float32)).to(device)
 
 
-class Party:
+class SequenceGroup:
     """Sequences that the kernels choose tokens for, each of which the reference must allow."""
 
     def __init__(
@@ -107,12 +107,12 @@ class Party:
         return token_ids
 
 
-def reference_tokens(party: Party, logits: Tensor, slots: list[int]) -> list[int]:
+def reference_tokens(group: SequenceGroup, logits: Tensor, slots: list[int]) -> list[int]:
     """What the reference chooses now; nothing is counted."""
-    counts = party.sampler.tables.counts.clone()
-    arguments = party.arguments(slots)
-    found, _ = reference.choose(logits, party.sampler.tables, *arguments, party.sampler.filters(slots))
-    party.sampler.tables.counts.copy_(counts)
+    counts = group.sampler.tables.counts.clone()
+    arguments = group.arguments(slots)
+    found, _ = reference.choose(logits, group.sampler.tables, *arguments, group.sampler.filters(slots))
+    group.sampler.tables.counts.copy_(counts)
     return found.tolist()
 
 
@@ -127,10 +127,10 @@ def test_same_tokens_as_plain_torch(device: torch.device, tile: int, num_example
     )
     @settings(max_examples=examples(num_examples), deadline=None)
     def check(rows: list[Any], seed: int, share: float | None) -> None:
-        party = Party([make_sequence(*row) for row in rows], device, tile)
+        group = SequenceGroup([make_sequence(*row) for row in rows], device, tile)
         for step, slots in enumerate(([0, -1, 1], [1])):
             masks = None if share is None else random_masks(len(slots), VOCAB, share, seed + step)
-            found = party.step(make_logits(len(slots), seed + step, device), slots, masks=masks)
+            found = group.step(make_logits(len(slots), seed + step, device), slots, masks=masks)
             assert masks is None or all_allowed(torch.tensor(found), masks)
 
     check()
@@ -171,8 +171,8 @@ def test_filters_on_flat_and_on_steep_rows(
     device: torch.device, vocab: int, tile: int, scale: float, params: dict[str, Any]
 ) -> None:
     """With more and with fewer tokens in the top k than groups, and cuts in the first bin and in the last."""
-    party = Party([make_sequence(params, [], []) for _ in range(2)], device, tile, vocab)
-    party.step(make_logits(2, params["seed"], device, vocab) * scale, [0, 1])
+    group = SequenceGroup([make_sequence(params, [], []) for _ in range(2)], device, tile, vocab)
+    group.step(make_logits(2, params["seed"], device, vocab) * scale, [0, 1])
 
 
 EACH_FILTER: list[dict[str, Any]] = [
@@ -195,10 +195,10 @@ EACH_FILTER: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("params", EACH_FILTER, ids=str)
 def test_every_filter_alone(device: torch.device, params: dict[str, Any]) -> None:
-    party = Party([make_sequence(params | {"seed": seed}, [], []) for seed in range(2)], device, 32)
+    group = SequenceGroup([make_sequence(params | {"seed": seed}, [], []) for seed in range(2)], device, 32)
     logits = make_logits(2, 7, device)
-    expected = reference_tokens(party, logits, [0, 1])
-    assert party.step(logits, [0, 1]) == expected
+    expected = reference_tokens(group, logits, [0, 1])
+    assert group.step(logits, [0, 1]) == expected
     assert min(expected) >= 0
 
 
@@ -237,16 +237,16 @@ def test_a_cut_is_neither_early_nor_late(device: torch.device, params: dict[str,
     early = int((winners.indices == last).nonzero()[0])
     late = int((scores[:, following] > winners.values).nonzero()[0])
     rows = [params | {"temperature": 4.0, "seed": seed} for seed in (early, late)]
-    party = Party([make_sequence(row, [], []) for row in rows], device, 64, vocab)
-    assert party.step(logits.expand(2, -1).to(device), [0, 1]) == [int(last), int(winners.indices[late])]
+    group = SequenceGroup([make_sequence(row, [], []) for row in rows], device, 64, vocab)
+    assert group.step(logits.expand(2, -1).to(device), [0, 1]) == [int(last), int(winners.indices[late])]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_logits_in_half_precision_and_not_contiguous(device: torch.device, dtype: torch.dtype) -> None:
-    party = Party([make_sequence({"top_p": 0.8, "logit_bias": {4: 1.0}}, [], [])], device, 32)
+    group = SequenceGroup([make_sequence({"top_p": 0.8, "logit_bias": {4: 1.0}}, [], [])], device, 32)
     wide = make_logits(1, 7, device, vocab=2 * VOCAB).to(dtype)
-    party.step(wide[:, :VOCAB], [0])
-    party.step(wide[:, ::2], [0])
+    group.step(wide[:, :VOCAB], [0])
+    group.step(wide[:, ::2], [0])
 
 
 def test_what_ties_with_the_last_kept_is_kept(device: torch.device) -> None:
@@ -255,8 +255,10 @@ def test_what_ties_with_the_last_kept_is_kept(device: torch.device) -> None:
     logits[0, [5, 15, 16, 40]] = torch.tensor([0.0, -0.0, 0.0, -0.0], device=device)
     logits[0, 20] = 1.0
     params = {"top_k": 2, "temperature": 9.0}
-    party = Party([make_sequence(params | {"seed": seed}, [], []) for seed in (1, 0, 3, 4, 7)], device, 32)
-    assert party.step(logits.expand(5, -1), [0, 1, 2, 3, 4]) == [5, 15, 16, 20, 40]
+    group = SequenceGroup(
+        [make_sequence(params | {"seed": seed}, [], []) for seed in (1, 0, 3, 4, 7)], device, 32
+    )
+    assert group.step(logits.expand(5, -1), [0, 1, 2, 3, 4]) == [5, 15, 16, 20, 40]
 
 
 @pytest.mark.parametrize("below", [1e-45, 7e-6])
@@ -264,8 +266,8 @@ def test_what_shares_a_level_with_the_last_kept_is_kept(device: torch.device, be
     """The smallest float there is below the largest logit, and nearly a level (2^-17 nat) below."""
     logits = torch.full((1, VOCAB), -1.0, device=device)
     logits[0, [5, 40]] = torch.tensor([0.0, -below], device=device)
-    party = Party([make_sequence({"top_k": 1, "seed": seed}, [], []) for seed in (0, 3)], device, 64)
-    assert party.step(logits.expand(2, -1), [0, 1]) == [5, 40]
+    group = SequenceGroup([make_sequence({"top_k": 1, "seed": seed}, [], []) for seed in (0, 3)], device, 64)
+    assert group.step(logits.expand(2, -1), [0, 1]) == [5, 40]
 
 
 def test_the_lowest_of_equal_scores_is_chosen(device: torch.device) -> None:
@@ -277,10 +279,10 @@ def test_the_lowest_of_equal_scores_is_chosen(device: torch.device) -> None:
     huge = {"repetition_penalty": 1e-3, "top_k": VOCAB - 1}
     params: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.0}, huge]
     prompts = [[], [], [30, 7, 25]]
-    party = Party(
+    group = SequenceGroup(
         [make_sequence(p, prompt, []) for p, prompt in zip(params, prompts, strict=True)], device, 16
     )
-    assert party.step(logits, [0, 1, 2]) == [20, 10, 7]
+    assert group.step(logits, [0, 1, 2]) == [20, 10, 7]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -292,10 +294,10 @@ def test_a_row_that_is_not_finite_fails_alone(device: torch.device, bad: float) 
         {"top_k": 5, "top_p": 0.9},
         {},
     ]
-    party = Party([make_sequence(row, [], []) for row in params], device, 32)
+    group = SequenceGroup([make_sequence(row, [], []) for row in params], device, 32)
     logits = make_logits(5, 1, device)
     logits[:4, 40] = bad
-    tokens = party.step(logits, [0, 1, 2, 3, 4])
+    tokens = group.step(logits, [0, 1, 2, 3, 4])
     assert tokens[:4] == [-1, -1, -1, -1]
     assert tokens[4] >= 0
 
@@ -304,8 +306,8 @@ def test_a_row_that_is_not_finite_fails_alone(device: torch.device, bad: float) 
 def test_a_row_with_every_token_banned_fails(device: torch.device, penalties: dict[str, Any]) -> None:
     """A ban outlives the penalties of what was seen."""
     params = {"logit_bias": dict.fromkeys(range(VOCAB), -math.inf), "top_k": 2, **penalties}
-    party = Party([make_sequence(params, [3, 4], [5])], device, 16)
-    assert party.step(make_logits(1, 0, device), [0]) == [-1]
+    group = SequenceGroup([make_sequence(params, [3, 4], [5])], device, 16)
+    assert group.step(make_logits(1, 0, device), [0]) == [-1]
 
 
 def test_penalties_that_overflow_ban_nothing(device: torch.device) -> None:
@@ -314,37 +316,39 @@ def test_penalties_that_overflow_ban_nothing(device: torch.device) -> None:
     for penalty in ({"repetition_penalty": 1e38}, {"repetition_penalty": 1e-38}):
         params = {"logit_bias": banned, "top_k": 3, "top_p": 0.9} | penalty
         for sign in (1e30, -1e30):
-            party = Party([make_sequence(params, [30, 31], [])], device, 16)
-            assert party.step(torch.full((1, VOCAB), sign, device=device), [0]) == [30]
+            group = SequenceGroup([make_sequence(params, [30, 31], [])], device, 16)
+            assert group.step(torch.full((1, VOCAB), sign, device=device), [0]) == [30]
 
 
 def test_more_biases_than_one_block(device: torch.device) -> None:
     """Bans of all but one of 300 tokens, in three blocks and over two tiles, until there is one token."""
     bans = frozenset(range(300)) - {271}
     params = {"temperature": 0.0, "min_tokens": 1, "stop_token_ids": bans, "repetition_penalty": 2.0}
-    party = Party([make_sequence(params, [271], [])], device, 256, vocab=300)
+    group = SequenceGroup([make_sequence(params, [271], [])], device, 256, vocab=300)
     logits = make_logits(1, 0, device, vocab=300)
-    assert party.step(logits, [0]) == [271]
-    assert party.step(logits, [0]) == [int(logits.argmax())]
+    assert group.step(logits, [0]) == [271]
+    assert group.step(logits, [0]) == [int(logits.argmax())]
 
 
 def test_a_slot_is_used_again(device: torch.device) -> None:
     first = make_sequence({"frequency_penalty": 5.0, "temperature": 0.0}, [], [])
-    party = Party([first], device, 64)
+    group = SequenceGroup([first], device, 64)
     logits = make_logits(1, 3, device)
-    assert party.step(logits, [0]) != party.step(logits, [0])
-    party.sequences[0] = make_sequence({"presence_penalty": 5.0, "temperature": 0.0}, [], [])
-    party.sampler.release(0)
-    party.sampler.assign(0, party.sequences[0])
-    assert party.step(logits, [0]) == [int(logits.argmax())]
+    assert group.step(logits, [0]) != group.step(logits, [0])
+    group.sequences[0] = make_sequence({"presence_penalty": 5.0, "temperature": 0.0}, [], [])
+    group.sampler.release(0)
+    group.sampler.assign(0, group.sequences[0])
+    assert group.step(logits, [0]) == [int(logits.argmax())]
 
 
 def test_a_row_does_not_depend_on_the_rows_around_it(device: torch.device) -> None:
     params: list[dict[str, Any]] = [{"top_k": 4}, {"top_p": 0.8}, {"temperature": 0.0}, {"min_p": 0.1}, {}]
     logits = make_logits(5, 11, device)
-    together = Party([make_sequence(row, [], []) for row in params], device, 32).step(logits, list(range(5)))
+    together = SequenceGroup([make_sequence(row, [], []) for row in params], device, 32).step(
+        logits, list(range(5))
+    )
     for row, alone in enumerate(params):
-        assert Party([make_sequence(alone, [], [])], device, 32).step(logits[row : row + 1], [0]) == [
+        assert SequenceGroup([make_sequence(alone, [], [])], device, 32).step(logits[row : row + 1], [0]) == [
             together[row]
         ]
 
@@ -357,9 +361,9 @@ def test_rows_without_biases_and_penalties_are_read_where_they_are(device: torch
         {"top_k": 4, "top_p": 0.8},
         {"frequency_penalty": 0.5},
     ]
-    party = Party([make_sequence(row, [], [7, 7]) for row in params], device, 16)
-    values = party.choose._values.fill_(math.nan)
-    assert all(token_id >= 0 for token_id in party.step(make_logits(4, 2, device), [0, 1, 2, 3]))
+    group = SequenceGroup([make_sequence(row, [], [7, 7]) for row in params], device, 16)
+    values = group.choose._values.fill_(math.nan)
+    assert all(token_id >= 0 for token_id in group.step(make_logits(4, 2, device), [0, 1, 2, 3]))
     assert values[:4, :VOCAB].isnan().all(1).tolist() == [True, False, True, False]
 
 
@@ -369,14 +373,14 @@ def test_tiles_with_nothing_that_is_kept(device: torch.device, params: dict[str,
     logits = make_logits(1, 4, device, vocab=80) - 20
     logits[0, 32:48] += 20
     banned = {"logit_bias": dict.fromkeys(range(64, 80), -math.inf)}
-    party = Party([make_sequence(params | banned | {"seed": 5}, [], [])], device, 16, vocab=80)
-    assert 32 <= party.step(logits, [0])[0] < 48
+    group = SequenceGroup([make_sequence(params | banned | {"seed": 5}, [], [])], device, 16, vocab=80)
+    assert 32 <= group.step(logits, [0])[0] < 48
 
 
 def test_filters_that_no_row_asks_for_change_no_token(device: torch.device) -> None:
     logits = make_logits(3, 5, device)
     least, most = (
-        Party([make_sequence({"seed": seed}, [], []) for seed in range(3)], device, 64).step(
+        SequenceGroup([make_sequence({"seed": seed}, [], []) for seed in range(3)], device, 64).step(
             logits, [0, 1, 2], filters
         )
         for filters in (Filters(top_k=False, top_p=False, logprobs=False), Filters())
@@ -393,11 +397,11 @@ def test_nothing_is_left_over_from_the_step_before(device: torch.device, params:
     logits = make_logits(1, 13, device)
     tokens = []
     for garbage in (0, 1, -77):
-        party = Party([make_sequence(params, [], [])], device, 32)
-        for tensor in vars(party.choose).values():
+        group = SequenceGroup([make_sequence(params, [], [])], device, 32)
+        for tensor in vars(group.choose).values():
             if isinstance(tensor, Tensor):
                 tensor.fill_(garbage)
-        tokens.append([party.step(rows, [0]) for rows in (logits, -logits)])
+        tokens.append([group.step(rows, [0]) for rows in (logits, -logits)])
     assert tokens[0] == tokens[1] == tokens[2]
 
 
@@ -458,13 +462,13 @@ def test_a_row_is_read_as_often_as_its_filters_need(
     passes: list[set[int]],
 ) -> None:
     """Once without filters, six times with top-k and top-p. The last launch reads only the chosen token."""
-    party = Party([make_sequence(row, [], []) for row in rows], device, 16)
+    group = SequenceGroup([make_sequence(row, [], []) for row in rows], device, 16)
     slots = list(range(len(rows)))
-    assert party.sampler.filters(slots) == Filters(filters.top_k, filters.top_p)
+    assert group.sampler.filters(slots) == Filters(filters.top_k, filters.top_p)
     logits = make_logits(len(rows), 21, device)
-    expected = reference_tokens(party, logits, slots)
+    expected = reference_tokens(group, logits, slots)
     reading = Reading(monkeypatch, passes)
-    assert party.sampler.sample(logits, *party.arguments(slots), filters)[0].tolist() == expected
+    assert group.sampler.sample(logits, *group.arguments(slots), filters)[0].tolist() == expected
     num_passes = max(map(len, passes))
     assert reading.num_launches == num_passes + 1 <= 7
 

@@ -20,8 +20,8 @@ from engine.model.config import LoadOptions, ModelConfig
 from engine.planning.drafting import Drafting
 from engine.planning.request import Request
 from tests.engine.checkpoints import make_checkpoint
-from tests.engine.execution.test_steps import Party, RepeatingDevice, ask
-from tests.engine.execution.test_verified_steps import Drafts, Prophet
+from tests.engine.execution.test_steps import RepeatingDevice, StepDriver, ask
+from tests.engine.execution.test_verified_steps import AnswerProposer, Drafts
 
 NUM_SEQS, BUDGET = 2, 8
 CPU = torch.device("cpu")
@@ -50,24 +50,24 @@ def load(
         return load_model(folder, options, lambda _: None, lambda *_: None)
 
 
-def party(
+def driver(
     make: Callable[[], LoadedModel],
     graphs: RepeatingDevice | None,
     requests: tuple[Request, ...] = REQUESTS,
     drafting: Drafting | None = None,
-) -> Party:
+) -> StepDriver:
     runner = ModelRunner(make, make_device=lambda _: graphs, num_ahead=1)
     runner.load()
-    return Party(runner, budget=BUDGET, num_blocks=12, drafting=drafting).run(*requests)
+    return StepDriver(runner, budget=BUDGET, num_blocks=12, drafting=drafting).run(*requests)
 
 
 def test_a_whole_step_says_what_plain_torch_says(folder: Path, device: torch.device) -> None:
     """Prompts in chunks, short ends of prompts, decodes alone and together, out of graphs that do the work again."""
     graphs = RepeatingDevice()
-    found = party(
+    found = driver(
         lambda: load(folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS)), graphs
     )
-    expected = party(lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32)), None)
+    expected = driver(lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32)), None)
     assert found.tokens() == expected.tokens()
     assert len(set(graphs.replays)) > 3
 
@@ -78,11 +78,11 @@ def test_a_step_with_drafts_says_what_plain_torch_says_without(folder: Path, dev
         ask("greedy", 5, max_tokens=5, temperature=0.0),
         ask("drawn", 2, max_tokens=5, seed=3, presence_penalty=1.0),
     )
-    expected = party(
+    expected = driver(
         lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32)), None, requests
     )
-    drafts = Drafts(Prophet(expected.tokens(), 0.7), 1)
-    found = party(
+    drafts = Drafts(AnswerProposer(expected.tokens(), 0.7), 1)
+    found = driver(
         lambda: load(folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS)),
         None,
         requests,
@@ -103,23 +103,23 @@ def test_a_quantized_cache_says_what_plain_torch_reads_from_one(folder: Path, de
         assert model.kv.data.dtype == QUANTIZED[kv_dtype]
         return model
 
-    found = party(
+    found = driver(
         lambda: loaded(device, lambda c: triton_kernels(c, device, torch.float32, options)), RepeatingDevice()
     )
-    expected = party(lambda: loaded(CPU, lambda _: reference_kernels(CPU, torch.float32)), None)
+    expected = driver(lambda: loaded(CPU, lambda _: reference_kernels(CPU, torch.float32)), None)
     assert found.tokens() == expected.tokens()
 
 
 @pytest.mark.long("whole steps by Triton's interpreter")
 def test_a_model_in_int8_says_what_it_says_by_the_specification(folder: Path, device: torch.device) -> None:
     """The linear maps have the bits of the CPU's, in whatever chunks and batches."""
-    found = party(
+    found = driver(
         lambda: load(
             folder, device, lambda c: triton_kernels(c, device, torch.float32, OPTIONS), quantize="int8"
         ),
         None,
     )
-    expected = party(
+    expected = driver(
         lambda: load(folder, CPU, lambda _: reference_kernels(CPU, torch.float32), quantize="int8"), None
     )
     assert found.tokens() == expected.tokens()

@@ -16,9 +16,9 @@ from engine.kernels.select import triton_kernels
 from engine.kernels.sequence_table import FROM_TABLE, SequenceTable, StepTokens
 from engine.model.config import LoadOptions, ModelConfig
 from tests.engine.kernels.random_model import Checkpoint, Prompts, config
-from tests.engine.kernels.triton.agreement import DTYPES
+from tests.engine.kernels.triton.dtypes import DTYPES
 from tests.engine.ranges import gamma
-from tests.engine.shaken import allowed, largest
+from tests.engine.rounding_noise import allowed, largest
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"num_layers": 1},

@@ -24,7 +24,7 @@ from engine.model.gguf.container import read_header
 from engine.model.weights import check_tensors, make_recipe
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.gguf_files import same, write_gguf
-from tests.engine.model.gguf.raw import U32, U64, Raw, text
+from tests.engine.model.gguf.raw_gguf import U32, U64, Raw, text
 from tests.few import examples
 
 CPU = torch.device("cpu")

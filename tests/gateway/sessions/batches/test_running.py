@@ -19,7 +19,7 @@ from gateway.sessions.batches.files import Files, new_file_id
 from gateway.sessions.batches.running import Answer, Batches
 from gateway.store.interface import Store, StoreUnavailable
 from gateway.store.memory import MemoryStore
-from tests.gateway.desk import Desk
+from tests.gateway.harness import Gateway
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +32,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "WRITE_S", 0.001)
 
 
-class Cable:
+class StoreConnection:
     """The way to a store; once it is cut, the process at this end is as good as killed."""
 
     def __init__(self, store: Store) -> None:
@@ -55,7 +55,7 @@ class Process:
         self._answer = answer
         self.files = Files(store)
         self.batches = Batches(
-            store, Desk().service.dispatch, Limits(), self.files, self._ask, replica=replica, model="m"
+            store, Gateway().service.dispatch, Limits(), self.files, self._ask, replica=replica, model="m"
         )
 
     async def _ask(self, tenant: str, endpoint: str, body: dict[str, Any]) -> Answer | None:
@@ -118,20 +118,20 @@ async def results(process: Process, file_id: str) -> dict[str, Any]:
 
 async def test_a_process_goes_on_with_what_another_left() -> None:
     store = MemoryStore()
-    cable, written, output_id = Cable(store), set[str](), new_file_id()
+    connection, written, output_id = StoreConnection(store), set[str](), new_file_id()
 
     async def cut_off(name: str) -> Answer:
-        if first.asked.total() == NUM_LINES // 2 and not cable.is_cut:
+        if first.asked.total() == NUM_LINES // 2 and not connection.is_cut:
             while not written:  # some results are written down, others are not
                 await asyncio.sleep(0.001)
                 found = await first.files.part(TENANT, output_id, 0)
                 written.update(json.loads(line)["custom_id"] for line in (found or b"").splitlines())
-            cable.is_cut = True
+            connection.is_cut = True
         return await right(name)
 
-    first, second = Process(cable, cut_off), Process(store, right)
+    first, second = Process(connection, cut_off), Process(store, right)
     batch_id = await started(first, output_file_id=output_id)
-    while not cable.is_cut:
+    while not connection.is_cut:
         await asyncio.sleep(0.001)
     await second.batches._claim()
     batch = await ended(store, batch_id)
@@ -153,23 +153,23 @@ async def test_a_batch_that_ends_every_process_fails_and_keeps_what_it_has() -> 
     store = MemoryStore()
     batch_ids, asked = list[str](), Counter[str]()
     for number in range(running.MAX_ATTEMPTS + 1):
-        cable = Cable(store)
+        connection = StoreConnection(store)
 
-        async def poisoned(name: str, cable: Cable = cable) -> Answer:
+        async def poisoned(name: str, connection: StoreConnection = connection) -> Answer:
             if name == "c7":
                 while not (batch_ids and await has_results(store, batch_ids[0])):
                     await asyncio.sleep(0.001)
-                cable.is_cut = True
+                connection.is_cut = True
                 await asyncio.Event().wait()
             return await right(name)
 
-        process = Process(cable, poisoned)
+        process = Process(connection, poisoned)
         if number:
             await process.batches._claim()
         else:
             batch_ids.append(await started(process))
         async with asyncio.timeout(10):
-            while process.batches._tasks and not cable.is_cut:
+            while process.batches._tasks and not connection.is_cut:
                 await asyncio.sleep(0.001)
         for task in list(process.batches._tasks.values()):
             task.cancel()
@@ -316,10 +316,10 @@ async def test_a_batch_whose_input_is_gone_fails() -> None:
 
 async def test_a_batch_that_could_not_be_written_down_takes_nobodys_place() -> None:
     store = MemoryStore()
-    cable = Cable(store)
-    process = Process(cable, right)
+    connection = StoreConnection(store)
+    process = Process(connection, right)
     file = await process.files.add(TENANT, "in", "batch", b"")
-    cable.is_cut = True
+    connection.is_cut = True
     for _ in range(running.MAX_AT_WORK):
         batch = Batch(
             id=new_batch_id(),
@@ -331,6 +331,6 @@ async def test_a_batch_that_could_not_be_written_down_takes_nobodys_place() -> N
         )
         with pytest.raises(StoreUnavailable):
             await process.batches.create(TENANT, batch)
-    cable.is_cut = False
+    connection.is_cut = False
     async with asyncio.timeout(10):
         assert (await ended(store, await started(process))).status == "completed"

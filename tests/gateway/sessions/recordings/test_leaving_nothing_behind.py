@@ -18,25 +18,26 @@ from gateway.sessions.recordings.completions import CompletionFormat
 from gateway.sessions.recordings.recording import Reader, Recording
 from gateway.store.interface import Quota, StoreUnavailable
 from priority.lanes import Tenant
+from tests.clock import Clock
 from tests.few import examples
-from tests.gateway.desk import Clock, Desk
-from tests.gateway.desk import settled as turns
-from tests.gateway.sessions.recordings.paper import PaperConnection, make_recording, make_request
-from tests.gateway.sessions.recordings.surviving import SurvivingStore
+from tests.gateway.harness import Gateway
+from tests.gateway.harness import settled as turns
+from tests.gateway.sessions.recordings.fakes import FakeConnection, make_recording, make_request
+from tests.gateway.sessions.recordings.orphaning_store import OrphaningStore
 
 _Result = TypeVar("_Result")
 ANN = Client(Tenant(name="ann"), Quota(max_streams=5, tokens_per_minute=100_000))
 picks = st.integers(0, 100)
 
 
-class Life(RuleBasedStateMachine):
+class RecordingsMachine(RuleBasedStateMachine):
     """Recordings with quotas, on a store that outlives the server; the engine's side is played here."""
 
     def __init__(self) -> None:
         super().__init__()
         self.runner = asyncio.Runner()
         self.clock = Clock()
-        self.store = SurvivingStore(self.clock)
+        self.store = OrphaningStore(self.clock)
         self.num_started = 0
         self.readers: list[tuple[Recording, Reader]] = []
         self.begin()
@@ -46,8 +47,8 @@ class Life(RuleBasedStateMachine):
 
     def begin(self) -> None:
         async def enter() -> None:
-            self.desk = Desk(store=self.store, clock=self.clock)
-            self.recordings = self.desk.service.recordings
+            self.gateway = Gateway(store=self.store, clock=self.clock)
+            self.recordings = self.gateway.service.recordings
             with contextlib.suppress(StoreUnavailable):
                 await self.recordings._claim(self.store.durable)
 
@@ -68,7 +69,7 @@ class Life(RuleBasedStateMachine):
 
         async def start() -> None:
             try:
-                reservation = await self.desk.service.quotas.reserve(ANN, 2, 10, request.request_id)
+                reservation = await self.gateway.service.quotas.reserve(ANN, 2, 10, request.request_id)
             except ApiError as error:
                 assert error.status == 429  # noqa: PT017
                 return
@@ -91,12 +92,12 @@ class Life(RuleBasedStateMachine):
         recording = self.alive[pick % len(self.alive)]
 
         async def bring() -> None:
-            while self.desk.queue.take(lambda _: True) is not None:
+            while self.gateway.queue.take(lambda _: True) is not None:
                 pass
             if ends:
-                self.desk.finish(recording.request, "", token_ids=[1], reason=FinishReason.STOP)
+                self.gateway.finish(recording.request, "", token_ids=[1], reason=FinishReason.STOP)
             else:
-                self.desk.bring(recording.request, "a", token_ids=[100])
+                self.gateway.bring(recording.request, "a", token_ids=[100])
             await turns()
 
         self.run(bring())
@@ -105,8 +106,10 @@ class Life(RuleBasedStateMachine):
     @rule(pick=picks)
     def a_reader_comes(self, pick: int) -> None:
         recording = self.picked(pick)
-        connection: Any = PaperConnection()
-        reader = Reader(recording, CompletionFormat(recording, self.desk.service.tokenizer), connection, -1)
+        connection: Any = FakeConnection()
+        reader = Reader(
+            recording, CompletionFormat(recording, self.gateway.service.tokenizer), connection, -1
+        )
         recording.attach(reader)
         self.readers.append((recording, reader))
 
@@ -143,7 +146,7 @@ class Life(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         async def tick() -> None:
             self.clock.now += seconds
-            self.desk.service.tick(self.clock())
+            self.gateway.service.tick(self.clock())
             await turns()
 
         self.run(tick())
@@ -166,8 +169,8 @@ class Life(RuleBasedStateMachine):
     @rule()
     def the_server_stops(self) -> None:
         async def stop() -> None:
-            self.desk.service.begin_drain()
-            self.desk.service.dispatch.fail_all()
+            self.gateway.service.begin_drain()
+            self.gateway.service.dispatch.fail_all()
             await turns()
             await self.recordings._write_down()
 
@@ -176,7 +179,7 @@ class Life(RuleBasedStateMachine):
 
     @invariant()
     def what_has_ended_holds_nothing(self) -> None:
-        service = self.desk.service
+        service = self.gateway.service
         assert {r.id for r in self.alive} == set(service.dispatch._by_request)
         assert set(self.alive) == set(service.dispatch._streams)
         for recording in self.recordings._all.values():
@@ -193,14 +196,14 @@ class Life(RuleBasedStateMachine):
                 await self.recordings._claim(self.store.durable)
                 await self.recordings._write_down()
                 self.clock.now += seconds
-                self.desk.service.tick(self.clock())
+                self.gateway.service.tick(self.clock())
                 await turns()
             await self.recordings._write_down()
             assert len(self.recordings) == 0
             assert self.recordings._dirty == self.recordings._written == self.recordings._doomed == {}
             assert self.store.journals == []
-            assert not self.desk.service.dispatch._streams
-            assert not any(self.desk.queue.depths().values())
+            assert not self.gateway.service.dispatch._streams
+            assert not any(self.gateway.queue.depths().values())
             grant = await self.store.reserve("ann", ANN.quota, 1, "last")
             assert grant.refused is None
             assert len(asyncio.all_tasks()) == 1
@@ -211,5 +214,5 @@ class Life(RuleBasedStateMachine):
             self.runner.close()
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+TestRecordings = RecordingsMachine.TestCase
+TestRecordings.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

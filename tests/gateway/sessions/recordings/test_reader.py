@@ -10,7 +10,7 @@ from gateway.http.errors import ApiError
 from gateway.sessions.recordings.recording import EVENT_BYTES
 from gateway.wire.parsing import TextDelta
 from tests.few import examples
-from tests.gateway.sessions.recordings.paper import PaperReader, bring, end, make_recording
+from tests.gateway.sessions.recordings.fakes import FakeReader, bring, end, make_recording
 
 texts = st.lists(st.sampled_from(["", "a", "é", "\n", '"', "long " * 9]), max_size=12)
 
@@ -20,7 +20,7 @@ def canonical(brought: list[str], *, include_usage: bool) -> list[bytes]:
     for text in brought:
         bring(recording, text)
     end(recording)
-    reader = PaperReader(recording)
+    reader = FakeReader(recording)
     reader.take()
     return reader.frames
 
@@ -32,11 +32,11 @@ def test_every_reader_gets_every_event_after_its_position_once(
 ) -> None:
     expected = canonical(brought, include_usage=include_usage)
     recording = make_recording(include_usage=include_usage)
-    readers: list[tuple[int, PaperReader]] = []
+    readers: list[tuple[int, FakeReader]] = []
     for text in brought:
         if data.draw(st.booleans(), label="a reader comes"):
             position = data.draw(st.integers(-1, recording.num_events), label="position")
-            readers.append((position, PaperReader(recording, position)))
+            readers.append((position, FakeReader(recording, position)))
         for _, reader in readers:
             reader.connection.writable = data.draw(st.booleans(), label="writable")
         bring(recording, text)
@@ -69,7 +69,7 @@ def test_what_replaying_brings_is_what_was_said() -> None:
     end(again)
     again.timings_json = recording.timings_json
     again.settled = True
-    first, second = PaperReader(recording), PaperReader(again)
+    first, second = FakeReader(recording), FakeReader(again)
     first.take()
     second.take()
     assert first.frames == second.frames
@@ -78,7 +78,7 @@ def test_what_replaying_brings_is_what_was_said() -> None:
 def test_a_reader_that_falls_behind_what_is_kept_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 500)
     recording = make_recording()
-    reader = PaperReader(recording)
+    reader = FakeReader(recording)
     reader.connection.writable = False
     for text in "abcdefg":
         bring(recording, text)

@@ -11,14 +11,15 @@ from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.recordings.registry import Keeping
 from gateway.store.interface import Journal, JournalChange, StoreUnavailable
 from gateway.store.patience import PATIENCE, Patience
-from tests.gateway.desk import Clock, Desk
-from tests.gateway.sessions.recordings.paper import bring, end, make_recording, make_request
-from tests.gateway.sessions.recordings.surviving import SurvivingStore
+from tests.clock import Clock
+from tests.gateway.harness import Gateway
+from tests.gateway.sessions.recordings.fakes import bring, end, make_recording, make_request
+from tests.gateway.sessions.recordings.orphaning_store import OrphaningStore
 
 pytestmark = pytest.mark.anyio
 
 
-class Counting(SurvivingStore):
+class Counting(OrphaningStore):
     """A store that brings a token with every write, as a step does that takes no longer than it."""
 
     def __init__(self) -> None:
@@ -41,55 +42,55 @@ class Counting(SurvivingStore):
         return await super().claim()
 
 
-def entered(desk: Desk, number: int = 1) -> Recording:
+def entered(gateway: Gateway, number: int = 1) -> Recording:
     recording = make_recording(make_request(f"chatcmpl-{number}"))
-    desk.service.recordings._enter(recording)
+    gateway.service.recordings._enter(recording)
     return recording
 
 
 async def test_writing_ends_though_every_write_takes_as_long_as_a_step() -> None:
     """Or else whoever died would not be taken over, and nothing deleted, while anybody is served."""
     store = Counting()
-    desk = Desk(store=store)
-    store.busy = entered(desk)
-    entered(desk, 2)
-    desk.service.recordings.keeping = Keeping(batch=1)
-    await asyncio.wait_for(desk.service.recordings._write_down(), 10)
+    gateway = Gateway(store=store)
+    store.busy = entered(gateway)
+    entered(gateway, 2)
+    gateway.service.recordings.keeping = Keeping(batch=1)
+    await asyncio.wait_for(gateway.service.recordings._write_down(), 10)
     assert store.asked == ["write", "write"]
 
 
 async def test_it_is_written_down_again_and_again_while_it_goes_on() -> None:
     store = Counting()
-    desk = Desk(store=store)
-    store.busy = entered(desk)
-    desk.service.recordings.keeping = Keeping(flush_s=0.001)
-    async with desk.service.recordings.running(), asyncio.timeout(10):
+    gateway = Gateway(store=store)
+    store.busy = entered(gateway)
+    gateway.service.recordings.keeping = Keeping(flush_s=0.001)
+    async with gateway.service.recordings.running(), asyncio.timeout(10):
         while store.asked.count("write") < 2:
             await asyncio.sleep(0.001)
 
 
 async def test_those_that_ended_first_go_when_there_are_too_many_bytes() -> None:
-    desk = Desk(store=SurvivingStore(Clock()))
-    recordings = desk.service.recordings
-    kept = [entered(desk, number) for number in range(4)]
+    gateway = Gateway(store=OrphaningStore(Clock()))
+    recordings = gateway.service.recordings
+    kept = [entered(gateway, number) for number in range(4)]
     for number, recording in enumerate(kept):
         bring(recording, "x" * 1000)
-        recording.ended_s = desk.clock.now + (number + 1) % 4
+        recording.ended_s = gateway.clock.now + (number + 1) % 4
         if number != 2:
             end(recording)
     recordings.keeping = Keeping(max_bytes=2 * kept[0].num_bytes + 1000)
-    recordings.tick(desk.clock.now)
+    recordings.tick(gateway.clock.now)
     here = [number for number, one in enumerate(kept) if recordings.here("", one.id) is one]
     assert here == [0, 1, 2]  # 3 ended first, and 2 has not ended
 
 
 async def test_for_an_id_that_nobody_knows_the_store_is_asked_once() -> None:
     store = Counting()
-    assert await Desk(store=store).service.recordings.find("ann", "chatcmpl-0") is None
+    assert await Gateway(store=store).service.recordings.find("ann", "chatcmpl-0") is None
     assert store.asked == ["read"]
 
 
-class Crowded(SurvivingStore):
+class SerialStore(OrphaningStore):
     """A store that answers a call after some turns of the loop, and one at a time."""
 
     def __init__(self, *, num_refused: int = 0) -> None:
@@ -109,8 +110,8 @@ class Crowded(SurvivingStore):
             await super().write_journals(changes)
 
 
-async def begin(desk: Desk, number: int) -> None:
-    await desk.service.recordings.start(
+async def begin(gateway: Gateway, number: int) -> None:
+    await gateway.service.recordings.start(
         make_request(f"chatcmpl-{number}"),
         kind="chat",
         about=make_recording().about,
@@ -122,18 +123,18 @@ async def begin(desk: Desk, number: int) -> None:
 
 async def test_what_begins_at_a_time_is_written_down_together_before_its_id_is_given_away() -> None:
     """A connection for each would not be had, and who had none would be lost with its server."""
-    store = Crowded()
-    desk = Desk(store=store)
-    await asyncio.gather(*(begin(desk, number) for number in range(50)))
+    store = SerialStore()
+    gateway = Gateway(store=store)
+    await asyncio.gather(*(begin(gateway, number) for number in range(50)))
     assert len(store.journals) == 50
     assert store.num_writes <= 3
 
 
 @pytest.mark.parametrize(("num_refused", "num_known"), [(1, 50), (2, 0)])
 async def test_what_is_not_written_down_at_once_is_tried_once_more(num_refused: int, num_known: int) -> None:
-    store = Crowded(num_refused=num_refused)
-    desk = Desk(store=store)
-    begun = [asyncio.create_task(begin(desk, number)) for number in range(50)]
+    store = SerialStore(num_refused=num_refused)
+    gateway = Gateway(store=store)
+    begun = [asyncio.create_task(begin(gateway, number)) for number in range(50)]
     await asyncio.gather(*begun)
     assert (len(store.journals), store.num_writes) == (num_known, 2)
 
@@ -141,14 +142,14 @@ async def test_what_is_not_written_down_at_once_is_tried_once_more(num_refused: 
 async def test_a_reply_is_written_down_although_its_request_has_waited_for_redis_long_enough() -> None:
     seen: list[Patience | None] = []
 
-    class Patient(SurvivingStore):
+    class SlowStore(OrphaningStore):
         async def write_journals(self, changes: Sequence[JournalChange]) -> None:
             seen.append(PATIENCE.get())
             await super().write_journals(changes)
 
     before = PATIENCE.set(Patience(num_glances=0))
     try:
-        await begin(Desk(store=Patient(Clock())), 1)
+        await begin(Gateway(store=SlowStore(Clock())), 1)
     finally:
         PATIENCE.reset(before)
     assert seen == [None]

@@ -14,9 +14,9 @@ from gateway.access.keys import digest_of
 from gateway.http.connections import Timeouts
 from gateway.service import ServiceOptions
 from priority.lanes import Tenant
-from tests.gateway.desk import (
+from tests.gateway.harness import (
     MODEL,
-    Desk,
+    Gateway,
     chat_body,
     client,
     completion_body,
@@ -25,7 +25,7 @@ from tests.gateway.desk import (
     settled,
     step_report,
 )
-from tests.gateway.raw import Event, dialled, get, post, read_events
+from tests.gateway.raw_http import Event, connect, get, post, read_events
 
 pytestmark = pytest.mark.anyio
 
@@ -43,158 +43,160 @@ def numbers(events: list[Event]) -> list[int]:
     return [int(event.id) for event in events if event.data != "[DONE]"]
 
 
-async def finished(desk: Desk, texts: list[str], **fields: Any) -> tuple[str, list[Event]]:
+async def finished(gateway: Gateway, texts: list[str], **fields: Any) -> tuple[str, list[Event]]:
     """Id and events of a resumable reply that was read to its end."""
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(CHAT, chat_body(**{**RESUMABLE, **fields})))
-        request = await desk.taken()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(CHAT, chat_body(**{**RESUMABLE, **fields})))
+        request = await gateway.taken()
         for text in texts[:-1]:
-            desk.bring(request, text)
+            gateway.bring(request, text)
             await settled()
-        desk.finish(request, texts[-1])
-        events = read_events((await line.answer()).body)
+        gateway.finish(request, texts[-1])
+        events = read_events((await connection.answer()).body)
     return json.loads(events[0].data)["id"], events
 
 
 async def test_every_event_has_the_next_number() -> None:
-    _, events = await finished(Desk(), ["a", "", "b", "c"])
+    _, events = await finished(Gateway(), ["a", "", "b", "c"])
     assert events[-1].data == "[DONE]"
     assert said(events) == "abc"
     assert numbers(events) == [0, 1, 2, 3, 4]
 
 
 async def test_steps_that_come_together_stay_events_apart() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line:
-        line.send(post(CHAT, chat_body(**RESUMABLE)))
-        request = await desk.taken()
-        desk.service.deliver(*(step_report(desk.output(request, text)) for text in "ab"))
-        desk.finish(request, "c")
-        events = read_events((await line.answer()).body)
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection:
+        connection.send(post(CHAT, chat_body(**RESUMABLE)))
+        request = await gateway.taken()
+        gateway.service.deliver(*(step_report(gateway.output(request, text)) for text in "ab"))
+        gateway.finish(request, "c")
+        events = read_events((await connection.answer()).body)
     assert said(events) == "abc"
     assert numbers(events) == [0, 1, 2, 3, 4]
 
 
 async def test_a_stream_that_did_not_ask_has_no_numbers() -> None:
-    _, events = await finished(Desk(), ["a", "b"], stream_options=None)
+    _, events = await finished(Gateway(), ["a", "b"], stream_options=None)
     assert {event.id for event in events} == {""}
 
 
 async def test_from_every_event_on_the_rest_is_the_same() -> None:
-    desk = Desk()
+    gateway = Gateway()
     id, events = await finished(
-        desk, ["a", "b", "", "c"], stream_options={"resumable": True, "include_usage": True}
+        gateway, ["a", "b", "", "c"], stream_options={"resumable": True, "include_usage": True}
     )
-    async with serving(desk.app) as url, dialled(url) as line:
+    async with serving(gateway.app) as url, connect(url) as connection:
         for position in [-1, *numbers(events)]:
-            line.send(get(f"{CHAT}/{id}?starting_after={position}"))
-            assert read_events((await line.answer()).body) == events[position + 1 :]
-        line.send(get(f"{CHAT}/{id}", "last-event-id: 1"))
-        assert read_events((await line.answer()).body) == events[2:]
+            connection.send(get(f"{CHAT}/{id}?starting_after={position}"))
+            assert read_events((await connection.answer()).body) == events[position + 1 :]
+        connection.send(get(f"{CHAT}/{id}", "last-event-id: 1"))
+        assert read_events((await connection.answer()).body) == events[2:]
 
 
 async def test_a_reply_goes_on_without_its_client_and_is_followed_again() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url:
-        async with dialled(url) as line:
-            line.send(post(CHAT, chat_body(**RESUMABLE)))
-            request = await desk.taken()
-            desk.bring(request, "a")
-            await line.head()
-            first = read_events(await anext(line.chunks()))
-            line.hang_up()
-        desk.bring(request, "b")
-        async with dialled(url) as line:
-            line.send(get(f"{CHAT}/{json.loads(first[0].data)['id']}?starting_after={numbers(first)[-1]}"))
-            await line.head()
-            desk.bring(request, "c")
-            desk.finish(request, "d")
-            rest = read_events(b"".join([chunk async for chunk in line.chunks()]))
-    assert desk.engine.cancelled == []
+    gateway = Gateway()
+    async with serving(gateway.app) as url:
+        async with connect(url) as connection:
+            connection.send(post(CHAT, chat_body(**RESUMABLE)))
+            request = await gateway.taken()
+            gateway.bring(request, "a")
+            await connection.head()
+            first = read_events(await anext(connection.chunks()))
+            connection.hang_up()
+        gateway.bring(request, "b")
+        async with connect(url) as connection:
+            connection.send(
+                get(f"{CHAT}/{json.loads(first[0].data)['id']}?starting_after={numbers(first)[-1]}")
+            )
+            await connection.head()
+            gateway.bring(request, "c")
+            gateway.finish(request, "d")
+            rest = read_events(b"".join([chunk async for chunk in connection.chunks()]))
+    assert gateway.engine.cancelled == []
     assert said(first) == "a"
     assert said(rest) == "bcd"
     assert numbers(rest) == [2, 3, 4, 5]
 
 
 async def test_two_clients_follow_one_reply() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line, dialled(url) as other:
-        line.send(post(CHAT, chat_body(**RESUMABLE)))
-        request = await desk.taken()
-        desk.bring(request, "a")
-        await line.head()
-        id = json.loads(read_events(await anext(line.chunks()))[0].data)["id"]
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection, connect(url) as other:
+        connection.send(post(CHAT, chat_body(**RESUMABLE)))
+        request = await gateway.taken()
+        gateway.bring(request, "a")
+        await connection.head()
+        id = json.loads(read_events(await anext(connection.chunks()))[0].data)["id"]
         other.send(get(f"{CHAT}/{id}"))
         await other.head()
-        desk.bring(request, "b")
-        desk.finish(request, "c")
-        here = read_events(b"".join([chunk async for chunk in line.chunks()]))
+        gateway.bring(request, "b")
+        gateway.finish(request, "c")
+        here = read_events(b"".join([chunk async for chunk in connection.chunks()]))
         there = read_events(b"".join([chunk async for chunk in other.chunks()]))
     assert said(here) == "bc"
     assert said(there) == "abc"
 
 
 async def test_what_nobody_reads_for_too_long_is_cancelled() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), timeouts=Timeouts(detached_s=60)))
-    async with serving(desk.app) as url:
-        async with dialled(url) as line:
-            line.send(post(CHAT, chat_body(**RESUMABLE)))
-            request = await desk.taken()
-            desk.bring(request, "a")
-            await line.head()
-            line.hang_up()
-        await settled_until_detached(desk, request)
-        desk.clock.now += 59
-        desk.service.tick(desk.clock())
-        assert desk.engine.cancelled == []
-        desk.clock.now += 2
-        desk.service.tick(desk.clock())
-        await desk.left()
-    assert desk.engine.cancelled == [request.request_id]
+    gateway = Gateway(ServiceOptions(models=(MODEL,), timeouts=Timeouts(detached_s=60)))
+    async with serving(gateway.app) as url:
+        async with connect(url) as connection:
+            connection.send(post(CHAT, chat_body(**RESUMABLE)))
+            request = await gateway.taken()
+            gateway.bring(request, "a")
+            await connection.head()
+            connection.hang_up()
+        await settled_until_detached(gateway, request)
+        gateway.clock.now += 59
+        gateway.service.tick(gateway.clock())
+        assert gateway.engine.cancelled == []
+        gateway.clock.now += 2
+        gateway.service.tick(gateway.clock())
+        await gateway.left()
+    assert gateway.engine.cancelled == [request.request_id]
 
 
-async def settled_until_detached(desk: Desk, request: Request) -> None:
-    recording = await desk.service.recordings.find(request.tenant, request.request_id)
+async def settled_until_detached(gateway: Gateway, request: Request) -> None:
+    recording = await gateway.service.recordings.find(request.tenant, request.request_id)
     assert recording is not None
     while recording.is_read:
         await settled()
 
 
 async def test_deleting_stops_and_forgets() -> None:
-    desk = Desk()
-    async with serving(desk.app) as url, dialled(url) as line, dialled(url) as other:
-        line.send(post(CHAT, chat_body(**RESUMABLE)))
-        request = await desk.taken()
-        desk.bring(request, "a")
-        await line.head()
-        events = read_events(await anext(line.chunks()))
+    gateway = Gateway()
+    async with serving(gateway.app) as url, connect(url) as connection, connect(url) as other:
+        connection.send(post(CHAT, chat_body(**RESUMABLE)))
+        request = await gateway.taken()
+        gateway.bring(request, "a")
+        await connection.head()
+        events = read_events(await anext(connection.chunks()))
         id = json.loads(events[0].data)["id"]
         other.send(get(f"{CHAT}/{id}").replace(b"GET", b"DELETE", 1))
         answer = await other.answer()
         assert json.loads(answer.body) == {"id": id, "object": "chat.completion.deleted", "deleted": True}
-        rest = read_events(b"".join([chunk async for chunk in line.chunks()]))
+        rest = read_events(b"".join([chunk async for chunk in connection.chunks()]))
         assert json.loads(rest[-2].data)["error"]["code"] == "cancelled"
         assert rest[-1].data == "[DONE]"
         other.send(get(f"{CHAT}/{id}"))
         assert (await other.answer()).status == 404
-    assert desk.engine.cancelled == [request.request_id]
-    assert len(desk.service.recordings) == 0
+    assert gateway.engine.cancelled == [request.request_id]
+    assert len(gateway.service.recordings) == 0
 
 
 async def test_what_has_ended_is_forgotten_after_a_while() -> None:
-    desk = Desk()
-    id, _ = await finished(desk, ["a"])
-    desk.clock.now += desk.service.recordings.keeping.keep_s + 1
-    desk.service.tick(desk.clock())
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    id, _ = await finished(gateway, ["a"])
+    gateway.clock.now += gateway.service.recordings.keeping.keep_s + 1
+    gateway.service.tick(gateway.clock())
+    async with client(gateway.app) as http:
         assert (await http.get(f"{CHAT}/{id}")).status_code == 404
 
 
 async def test_a_beginning_that_is_forgotten_is_410(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.sessions.recordings.recording.MAX_TEXT_BYTES", 500)
-    desk = Desk()
-    id, events = await finished(desk, ["a", "b", "c", "d", "e"])
-    async with client(desk.app) as http:
+    gateway = Gateway()
+    id, events = await finished(gateway, ["a", "b", "c", "d", "e"])
+    async with client(gateway.app) as http:
         reply = await http.get(f"{CHAT}/{id}")
         assert reply.status_code == 410
         error = reply.json()["error"]
@@ -209,12 +211,12 @@ KEYS = {digest_of(f"the-key-of-{name}"): Tenant(name=name) for name in ("ann", "
 
 
 async def test_another_tenants_reply_is_as_unknown_as_none() -> None:
-    desk = Desk(ServiceOptions(models=(MODEL,), clients=KEYS))
+    gateway = Gateway(ServiceOptions(models=(MODEL,), clients=KEYS))
     ann, bob = ({"authorization": f"Bearer the-key-of-{name}"} for name in ("ann", "bob"))
-    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url) as http:
         sent = asyncio.create_task(http.post(CHAT, json=chat_body(**RESUMABLE), headers=ann))
-        request = await desk.taken()
-        desk.answer(request, "secret")
+        request = await gateway.taken()
+        gateway.answer(request, "secret")
         await sent
         path = f"{CHAT}/{request.request_id}"
         assert (await http.get(path, headers=ann)).status_code == 200
@@ -235,14 +237,14 @@ async def test_another_tenants_reply_is_as_unknown_as_none() -> None:
     ],
 )
 async def test_bad_addresses_are_refused_by_name(path: str, status: int, param: str) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         reply = await http.get(path)
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param)
 
 
 @pytest.mark.parametrize("field", ["prompt_logprobs", "return_token_ids"])
 async def test_what_cannot_be_resumed_is_refused_by_name(field: str) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         reply = await http.post(CHAT, json={**chat_body(**RESUMABLE), field: 1})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, field)
 
@@ -254,13 +256,13 @@ TOLD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-async def two_choices(desk: Desk, request: Request) -> None:
+async def two_choices(gateway: Gateway, request: Request) -> None:
     """The first one is ahead, and longer."""
     for index, text in [(0, "a"), (0, "b"), (1, "x"), (0, ""), (0, "c")]:
-        desk.bring(request, text, index, token_ids=[ord(text or "_")], logprobs=[known(text or "_")])
+        gateway.bring(request, text, index, token_ids=[ord(text or "_")], logprobs=[known(text or "_")])
         await settled()
-    desk.finish(request, "d", 0, token_ids=[ord("d")], logprobs=[known("d")])
-    desk.finish(request, "y", 1, token_ids=[ord("y")], logprobs=[known("y")])
+    gateway.finish(request, "d", 0, token_ids=[ord("d")], logprobs=[known("d")])
+    gateway.finish(request, "y", 1, token_ids=[ord("y")], logprobs=[known("y")])
 
 
 def known(text: str) -> TokenLogprobs:
@@ -269,23 +271,23 @@ def known(text: str) -> TokenLogprobs:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_choices_and_log_probabilities_are_as_where_nothing_is_recorded(path: str) -> None:
-    desk = Desk()
+    gateway = Gateway()
     body, again = TOLD[path]
     found = {}
     for name, extra in (("plain", {}), ("recorded", RESUMABLE["stream_options"])):
-        async with serving(desk.app) as url, dialled(url) as line:
-            line.send(
+        async with serving(gateway.app) as url, connect(url) as connection:
+            connection.send(
                 post(path, {**body, "stream": True, "stream_options": {**extra, "include_usage": True}})
             )
-            request = await desk.taken()
-            await two_choices(desk, request)
-            events = read_events((await line.answer()).body)
+            request = await gateway.taken()
+            await two_choices(gateway, request)
+            events = read_events((await connection.answer()).body)
             found[name] = by_choice(events)
             if name == "recorded":
                 assert numbers(events) == list(range(len(events) - 1))
                 for position in [-1, *numbers(events)]:
-                    line.send(get(f"{again.format(request.request_id)}?starting_after={position}"))
-                    assert read_events((await line.answer()).body) == events[position + 1 :]
+                    connection.send(get(f"{again.format(request.request_id)}?starting_after={position}"))
+                    assert read_events((await connection.answer()).body) == events[position + 1 :]
     assert found["plain"] == found["recorded"]
     assert found["plain"][0][0] == "abcd"
     assert found["plain"][1][0] == "xy"
@@ -317,14 +319,14 @@ def _entries(told: dict[str, Any] | None) -> list[Any]:
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 async def test_a_key_twice_is_one_reply_with_all_choices(path: str) -> None:
-    desk = Desk()
+    gateway = Gateway()
     body, _ = TOLD[path]
     bodies: list[dict[str, Any]] = []
-    async with serving(desk.app) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(gateway.app) as url, httpx.AsyncClient(base_url=url) as http:
         for headers in ({}, {"Idempotency-Key": "k"}, {"Idempotency-Key": "k"}):
             sent = asyncio.create_task(http.post(path, json=body, headers=headers))
             if len(bodies) < 2:
-                await two_choices(desk, await desk.taken())
+                await two_choices(gateway, await gateway.taken())
             bodies.append((await sent).json())
     plain, first, second = bodies
     assert first == second
@@ -334,7 +336,7 @@ async def test_a_key_twice_is_one_reply_with_all_choices(path: str) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("echo", True), ("best_of", 2), ("prompt", ["a", "b"])])
 async def test_what_a_recorded_text_cannot_have_is_refused_by_name(field: str, value: Any) -> None:
-    async with client(Desk().app) as http:
+    async with client(Gateway().app) as http:
         reply = await http.post(
             COMPLETIONS, json={**completion_body(), field: value}, headers={"Idempotency-Key": "k"}
         )

@@ -22,10 +22,11 @@ from gateway.http.errors import ApiError
 from gateway.sessions.recordings.recording import Recording
 from gateway.sessions.recordings.registry import MAX_ATTEMPTS
 from gateway.store.interface import Journal, JournalChange, StoreUnavailable
+from tests.clock import Clock
 from tests.few import examples
-from tests.gateway.desk import Clock, Desk, make_timings, make_tokenizer
-from tests.gateway.sessions.recordings.paper import PaperReader, make_recording, make_request
-from tests.gateway.sessions.recordings.surviving import SurvivingStore
+from tests.gateway.harness import Gateway, make_timings, make_tokenizer
+from tests.gateway.sessions.recordings.fakes import FakeReader, make_recording, make_request
+from tests.gateway.sessions.recordings.orphaning_store import OrphaningStore
 
 pytestmark = pytest.mark.anyio
 
@@ -36,15 +37,15 @@ ID = "chatcmpl-" + "1" * 32
 
 
 @asynccontextmanager
-async def serving(store: SurvivingStore) -> AsyncIterator[Desk]:
-    desk = Desk(store=store, clock=store.clock)
-    async with desk.service.recordings.running():
-        yield desk
+async def serving(store: OrphaningStore) -> AsyncIterator[Gateway]:
+    gateway = Gateway(store=store, clock=store.clock)
+    async with gateway.service.recordings.running():
+        yield gateway
 
 
-async def begun(desk: Desk, request: Request | None = None) -> Recording:
+async def begun(gateway: Gateway, request: Request | None = None) -> Recording:
     like = make_recording()
-    recordings = desk.service.recordings
+    recordings = gateway.service.recordings
     recording = await recordings.start(
         request or make_request(ID, tenant="ann"),
         kind="chat",
@@ -53,18 +54,20 @@ async def begun(desk: Desk, request: Request | None = None) -> Recording:
         detachable=True,
         journalled=True,
     )
-    assert await desk.taken() == recording.request
+    assert await gateway.taken() == recording.request
     return recording
 
 
-def engine_brings(desk: Desk, recording: Recording, first: int, last: int, *, ends: bool = False) -> None:
+def engine_brings(
+    gateway: Gateway, recording: Recording, first: int, last: int, *, ends: bool = False
+) -> None:
     """The text of TOKENS from `first` to `last`, as the engine's own text side would cut it."""
-    texts, _ = desk.sink.replay(recording.request, TOKENS, 512)
+    texts, _ = gateway.sink.replay(recording.request, TOKENS, 512)
     for i in range(first, last):
-        desk.bring(recording.request, texts[i], token_ids=[TOKENS[i]])
+        gateway.bring(recording.request, texts[i], token_ids=[TOKENS[i]])
     if ends:
-        desk.deliver(
-            desk.output(
+        gateway.deliver(
+            gateway.output(
                 recording.request, "", token_ids=[1], finish_reason=FinishReason.STOP,
                 timings=make_timings(recording.request),
             )
@@ -78,31 +81,31 @@ async def settled(recording: Recording) -> None:
 
 
 def frames(recording: Recording, position: int = -1) -> list[bytes]:
-    reader = PaperReader(recording, position)
+    reader = FakeReader(recording, position)
     reader.take()
     return reader.frames
 
 
 async def expected_frames() -> list[bytes]:
-    async with serving(SurvivingStore(Clock())) as desk:
-        recording = await begun(desk)
-        engine_brings(desk, recording, 0, len(TOKENS), ends=True)
+    async with serving(OrphaningStore(Clock())) as gateway:
+        recording = await begun(gateway)
+        engine_brings(gateway, recording, 0, len(TOKENS), ends=True)
         await settled(recording)
         return frames(recording)
 
 
 @pytest.mark.parametrize("recorded", range(len(TOKENS) + 1))
 async def test_from_any_token_on(recorded: int) -> None:
-    store = SurvivingStore(Clock())
-    async with serving(store) as desk:
-        engine_brings(desk, await begun(desk), 0, recorded)
+    store = OrphaningStore(Clock())
+    async with serving(store) as gateway:
+        engine_brings(gateway, await begun(gateway), 0, recorded)
     store.orphan()
-    async with serving(store) as desk:
-        recording = await desk.service.recordings.find("ann", ID)
+    async with serving(store) as gateway:
+        recording = await gateway.service.recordings.find("ann", ID)
         assert recording is not None
-        taken = await desk.taken()
+        taken = await gateway.taken()
         assert taken.output_token_ids == tuple(TOKENS[:recorded])
-        engine_brings(desk, recording, recorded, len(TOKENS), ends=True)
+        engine_brings(gateway, recording, recorded, len(TOKENS), ends=True)
         await settled(recording)
         found = frames(recording)
         assert recording.num_output_tokens == len(TOKENS) + 1
@@ -110,24 +113,24 @@ async def test_from_any_token_on(recorded: int) -> None:
 
 
 async def test_what_was_not_written_down_is_made_again() -> None:
-    store = SurvivingStore(Clock())
-    desk = Desk(store=store, clock=store.clock)
-    recording = await begun(desk)  # nobody flushes here: only the header is in the journal
-    engine_brings(desk, recording, 0, 5)
+    store = OrphaningStore(Clock())
+    gateway = Gateway(store=store, clock=store.clock)
+    recording = await begun(gateway)  # nobody flushes here: only the header is in the journal
+    engine_brings(gateway, recording, 0, 5)
     told = frames(recording)
     store.orphan()
-    async with serving(store) as desk:
-        recording = await begun_again(desk)
+    async with serving(store) as gateway:
+        recording = await begun_again(gateway)
         assert recording.request.output_token_ids == ()
-        engine_brings(desk, recording, 0, len(TOKENS), ends=True)
+        engine_brings(gateway, recording, 0, len(TOKENS), ends=True)
         await settled(recording)
         assert told + frames(recording, len(told) - 1) == await expected_frames()
 
 
-async def begun_again(desk: Desk) -> Recording:
-    recording = await desk.service.recordings.find("ann", ID)
+async def begun_again(gateway: Gateway) -> Recording:
+    recording = await gateway.service.recordings.find("ann", ID)
     assert recording is not None
-    await desk.taken()
+    await gateway.taken()
     return recording
 
 
@@ -140,12 +143,12 @@ def several(**fields: Any) -> Request:
     return replace(make_request(ID, tenant="ann"), n=len(WORDS), sampling=sampling, **fields)
 
 
-async def begun_with_several(desk: Desk, kind: str) -> Recording:
+async def begun_with_several(gateway: Gateway, kind: str) -> Recording:
     about = {**make_recording().about, "num_choices": len(WORDS)}
-    recording = await desk.service.recordings.start(
+    recording = await gateway.service.recordings.start(
         several(), kind=kind, about=about, created=7, detachable=True, journalled=True
     )
-    await desk.taken()
+    await gateway.taken()
     return recording
 
 
@@ -155,14 +158,14 @@ def steps(order: Sequence[int]) -> list[tuple[int, int]]:
     return [(index, left[index].popleft()[0]) for index in order]
 
 
-def bring_steps(desk: Desk, recording: Recording, brought: Iterable[tuple[int, int]]) -> None:
+def bring_steps(gateway: Gateway, recording: Recording, brought: Iterable[tuple[int, int]]) -> None:
     for index, number in brought:
         (request,) = [r for r in recording.requests if r.index == index or r.n > 1]
         text = WORDS[index][number : number + 1]
         token_id = make_tokenizer().encode(text)[0] if text else 1
         told = [TokenLogprobs(float(np.float32(-0.1 * (number + 1))), ((token_id, -0.75),))]
         fields = {"finish_reason": FinishReason.STOP, "timings": make_timings(request)} if not text else {}
-        desk.bring(request, text, index, token_ids=[token_id], logprobs=told, **fields)
+        gateway.bring(request, text, index, token_ids=[token_id], logprobs=told, **fields)
 
 
 @pytest.mark.parametrize("kind", ["chat", "completion"])
@@ -174,34 +177,34 @@ def test_choices_of_one_request_go_on_whatever_their_order_was(kind: str, data: 
     num_before, flushes = data.draw(st.integers(0, len(every))), data.draw(st.booleans())
 
     async def killed() -> list[bytes]:
-        store = SurvivingStore(Clock())
+        store = OrphaningStore(Clock())
         async with contextlib.AsyncExitStack() as stack:
-            desk = (
+            gateway = (
                 await stack.enter_async_context(serving(store))
                 if flushes
-                else Desk(store=store, clock=store.clock)
+                else Gateway(store=store, clock=store.clock)
             )
-            recording = await begun_with_several(desk, kind)
-            bring_steps(desk, recording, steps(first)[:num_before])
+            recording = await begun_with_several(gateway, kind)
+            bring_steps(gateway, recording, steps(first)[:num_before])
             seen = frames(recording) if num_before < len(every) else []
         store.orphan()
-        async with serving(store) as desk:
-            recording = found(await desk.service.recordings.find("ann", ID))
+        async with serving(store) as gateway:
+            recording = found(await gateway.service.recordings.find("ann", ID))
             known = [len(choice.token_ids) for choice in recording.choices]
             ended = [choice.ended for choice in recording.choices]
             assert [r.index for r in recording.requests if not all(ended)] == [
                 i for i in range(3) if not ended[i]
             ]
-            bring_steps(desk, recording, [(i, n) for i, n in steps(second) if n >= known[i]])
+            bring_steps(gateway, recording, [(i, n) for i, n in steps(second) if n >= known[i]])
             await settled(recording)
             assert recording.num_output_tokens == len(every)
             assert frames(recording)[: len(seen)] == seen
             return frames(recording)
 
     async def whole() -> list[bytes]:
-        async with serving(SurvivingStore(Clock())) as desk:
-            recording = await begun_with_several(desk, kind)
-            bring_steps(desk, recording, steps(every))
+        async with serving(OrphaningStore(Clock())) as gateway:
+            recording = await begun_with_several(gateway, kind)
+            bring_steps(gateway, recording, steps(every))
             await settled(recording)
             return frames(recording)
 
@@ -219,78 +222,78 @@ def without_timings(frames: list[bytes]) -> list[bytes]:
 
 
 async def test_one_that_ended_is_told_by_the_next_server_too() -> None:
-    store = SurvivingStore(Clock())
-    async with serving(store) as desk:
-        recording = await begun(desk)
-        engine_brings(desk, recording, 0, len(TOKENS), ends=True)
+    store = OrphaningStore(Clock())
+    async with serving(store) as gateway:
+        recording = await begun(gateway)
+        engine_brings(gateway, recording, 0, len(TOKENS), ends=True)
         await settled(recording)
     store.orphan()
-    async with serving(store) as desk:
-        again = await desk.service.recordings.find("ann", ID)
+    async with serving(store) as gateway:
+        again = await gateway.service.recordings.find("ann", ID)
         assert again is not None
         assert frames(again) == frames(recording)
-        assert not any(desk.queue.depths().values())
+        assert not any(gateway.queue.depths().values())
 
 
 async def test_one_whose_end_alone_was_not_written_down_ends() -> None:
-    store = SurvivingStore(Clock())
-    async with serving(store) as desk:
-        recording = await begun(desk)
-        engine_brings(desk, recording, 0, len(TOKENS))
-        desk.bring(recording.request, "", token_ids=[1])
+    store = OrphaningStore(Clock())
+    async with serving(store) as gateway:
+        recording = await begun(gateway)
+        engine_brings(gateway, recording, 0, len(TOKENS))
+        gateway.bring(recording.request, "", token_ids=[1])
     store.orphan()
-    async with serving(store) as desk:
-        again = await desk.service.recordings.find("ann", ID)
+    async with serving(store) as gateway:
+        again = await gateway.service.recordings.find("ann", ID)
         assert again is not None
         await settled(again)
         assert again.finish_reason is FinishReason.STOP
-        assert not any(desk.queue.depths().values())
+        assert not any(gateway.queue.depths().values())
         assert "".join(event.text for event in again.events) == TEXT
 
 
 async def test_one_that_the_server_could_not_finish_goes_on() -> None:
-    store = SurvivingStore(Clock())
-    async with serving(store) as desk:
-        recording = await begun(desk)
-        engine_brings(desk, recording, 0, 4)
-        desk.service.dispatch.fail_all()
+    store = OrphaningStore(Clock())
+    async with serving(store) as gateway:
+        recording = await begun(gateway)
+        engine_brings(gateway, recording, 0, 4)
+        gateway.service.dispatch.fail_all()
         await settled(recording)
         assert b"server_shutting_down" in b"".join(frames(recording))
     store.orphan()
-    async with serving(store) as desk:
-        again = await begun_again(desk)
-        engine_brings(desk, again, 4, len(TOKENS), ends=True)
+    async with serving(store) as gateway:
+        again = await begun_again(gateway)
+        engine_brings(gateway, again, 4, len(TOKENS), ends=True)
         await settled(again)
         assert frames(again) == await expected_frames()
 
 
 async def test_one_that_was_cancelled_is_over() -> None:
-    store = SurvivingStore(Clock())
-    async with serving(store) as desk:
-        recording = await begun(desk)
-        engine_brings(desk, recording, 0, 4)
-        desk.service.recordings.cancel(recording)
+    store = OrphaningStore(Clock())
+    async with serving(store) as gateway:
+        recording = await begun(gateway)
+        engine_brings(gateway, recording, 0, 4)
+        gateway.service.recordings.cancel(recording)
         await settled(recording)
     store.orphan()
-    async with serving(store) as desk:
-        again = await desk.service.recordings.find("ann", ID)
+    async with serving(store) as gateway:
+        again = await gateway.service.recordings.find("ann", ID)
         assert again is not None
         assert again.cancelled
-        assert not any(desk.queue.depths().values())
+        assert not any(gateway.queue.depths().values())
 
 
 async def test_nobody_says_that_there_is_none_before_it_can_be_known() -> None:
-    store = SurvivingStore(Clock())
-    async with serving(store) as desk:
-        engine_brings(desk, await begun(desk), 0, 4)
+    store = OrphaningStore(Clock())
+    async with serving(store) as gateway:
+        engine_brings(gateway, await begun(gateway), 0, 4)
     store.orphan()
-    async with serving(store) as desk:
-        find = desk.service.recordings.find
-        desk.engine.state = EngineState.STARTING
+    async with serving(store) as gateway:
+        find = gateway.service.recordings.find
+        gateway.engine.state = EngineState.STARTING
         with pytest.raises(ApiError) as refused:
             await find("ann", ID)
         assert refused.value.code == "model_loading"
-        desk.engine.state = EngineState.READY
+        gateway.engine.state = EngineState.READY
         store.away = True
         with pytest.raises(StoreUnavailable):
             await find("ann", ID)
@@ -299,10 +302,10 @@ async def test_nobody_says_that_there_is_none_before_it_can_be_known() -> None:
         with pytest.raises(StoreUnavailable):
             await find("ann", ID)
         store.loses_answers = False
-        assert (await begun_again(desk)).request.output_token_ids == tuple(TOKENS[:4])
+        assert (await begun_again(gateway)).request.output_token_ids == tuple(TOKENS[:4])
 
 
-class Leaving(SurvivingStore):
+class Leaving(OrphaningStore):
     """Goes away after so many journals were read."""
 
     num_reads_left = 1_000
@@ -315,70 +318,70 @@ class Leaving(SurvivingStore):
 
 async def test_one_that_was_taken_over_before_the_store_went_away_is_found() -> None:
     store = Leaving(Clock())
-    async with serving(store) as desk:
-        await begun(desk)
-        await begun(desk, make_request("chatcmpl-" + "2" * 32, tenant="ann"))
+    async with serving(store) as gateway:
+        await begun(gateway)
+        await begun(gateway, make_request("chatcmpl-" + "2" * 32, tenant="ann"))
     store.orphan()
-    desk = Desk(store=store, clock=store.clock)
+    gateway = Gateway(store=store, clock=store.clock)
     store.num_reads_left = 2  # to look for it, and to take it over; the other one is claimed with it
-    assert await desk.service.recordings.find("ann", ID) is not None
+    assert await gateway.service.recordings.find("ann", ID) is not None
     assert store.away
-    assert len(desk.service.recordings) == 1
+    assert len(gateway.service.recordings) == 1
 
 
 async def test_nobody_else_finds_it() -> None:
-    store = SurvivingStore(Clock())
-    async with serving(store) as desk:
-        await begun(desk)
-        assert await desk.service.recordings.find("bob", ID) is None
+    store = OrphaningStore(Clock())
+    async with serving(store) as gateway:
+        await begun(gateway)
+        assert await gateway.service.recordings.find("bob", ID) is None
     store.orphan()
-    async with serving(store) as desk:
-        assert await desk.service.recordings.find("bob", ID) is None
-        assert await desk.service.recordings.find("ann", ID) is not None
+    async with serving(store) as gateway:
+        assert await gateway.service.recordings.find("bob", ID) is None
+        assert await gateway.service.recordings.find("ann", ID) is not None
 
 
 async def test_a_request_that_kills_every_server_fails_in_the_end() -> None:
-    store = SurvivingStore(Clock())
-    async with serving(store) as desk:
-        await begun(desk)
+    store = OrphaningStore(Clock())
+    async with serving(store) as gateway:
+        await begun(gateway)
     for _ in range(MAX_ATTEMPTS - 1):
         store.orphan()
-        async with serving(store) as desk:
-            await begun_again(desk)
+        async with serving(store) as gateway:
+            await begun_again(gateway)
     store.orphan()
-    async with serving(store) as desk:
-        recording = await desk.service.recordings.find("ann", ID)
+    async with serving(store) as gateway:
+        recording = await gateway.service.recordings.find("ann", ID)
         assert recording is not None
         await settled(recording)
         assert recording.error is not None
         assert recording.error.status == 500
-        assert not any(desk.queue.depths().values())
+        assert not any(gateway.queue.depths().values())
     store.orphan()
     assert await store.claim() == []
 
 
 @pytest.mark.parametrize("header", [b"", b"{}", b"\xff", b'{"kind": 1}'])
 async def test_a_broken_journal_is_a_miss(header: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    store = SurvivingStore(Clock())
-    async with serving(store) as desk:
-        recording = await begun(desk)
-        engine_brings(desk, recording, 0, 3)
+    store = OrphaningStore(Clock())
+    async with serving(store) as gateway:
+        recording = await begun(gateway)
+        engine_brings(gateway, recording, 0, 3)
     journal = await store.read_journal(ID)
     assert journal is not None
     await store.delete_journals([ID])
     await store.write_journals([JournalChange(ID, header, 0, journal.token_ids, 100.0)])
     store.orphan()
-    async with serving(store) as desk:
-        assert await desk.service.recordings.find("ann", ID) is None
+    async with serving(store) as gateway:
+        assert await gateway.service.recordings.find("ann", ID) is None
     assert sum("passed over" in record.getMessage() for record in caplog.records) == 1
 
 
 async def test_a_store_that_is_away_holds_nobody_up_and_catches_up() -> None:
-    store = SurvivingStore(Clock())
+    store = OrphaningStore(Clock())
     store.away = True
-    async with serving(store) as desk:
-        recording = await begun(desk)
-        engine_brings(desk, recording, 0, 5)
+    async with serving(store) as gateway:
+        recording = await begun(gateway)
+        engine_brings(gateway, recording, 0, 5)
         assert store.journals == []
         store.away = False
     journal = await store.read_journal(ID)
@@ -387,13 +390,13 @@ async def test_a_store_that_is_away_holds_nobody_up_and_catches_up() -> None:
 
 
 async def test_what_the_store_lost_is_written_again() -> None:
-    store = SurvivingStore(Clock())
-    async with serving(store) as desk:
-        recording = await begun(desk)
-        engine_brings(desk, recording, 0, 5)
+    store = OrphaningStore(Clock())
+    async with serving(store) as gateway:
+        recording = await begun(gateway)
+        engine_brings(gateway, recording, 0, 5)
         await store.delete_journals([ID])
         store.num_losses += 1
-        engine_brings(desk, recording, 5, 6)
+        engine_brings(gateway, recording, 5, 6)
     journal = await store.read_journal(ID)
     assert journal is not None
     assert journal.token_ids == tuple(TOKENS[:6])

@@ -17,8 +17,8 @@ from gateway.sessions.responses.schemas import (
     read_stream_query,
 )
 from gateway.wire.schemas import read
-from tests.gateway.desk import MODEL
-from tests.gateway.sessions.responses.made import body_of
+from tests.gateway.harness import MODEL
+from tests.gateway.sessions.responses.recorded_responses import body_of
 
 HARMLESS: dict[str, Any] = {
     "background": False,

@@ -38,8 +38,8 @@ from gateway.sessions.responses.threads import Thread
 from gateway.store.interface import Journal, Key
 from gateway.store.memory import MemoryStore
 from tests.few import examples
-from tests.gateway.desk import EOS, make_timings, make_tokenizer
-from tests.gateway.sessions.responses.made import (
+from tests.gateway.harness import EOS, make_timings, make_tokenizer
+from tests.gateway.sessions.responses.recorded_responses import (
     EVENT,
     SAMPLING,
     body_of,

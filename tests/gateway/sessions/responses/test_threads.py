@@ -18,7 +18,7 @@ from gateway.http.errors import ApiError
 from gateway.sessions.responses.threads import Message, Thread, extend, splice
 from gateway.wire.prompts import Prompts
 from tests.engine.checkpoints import byte_level_tokenizer, metaspace_tokenizer
-from tests.gateway import desk
+from tests.gateway import harness
 
 THREADS = TypeAdapter(Thread)
 
@@ -64,7 +64,7 @@ def tokenizer_of(kind: str) -> str:
     import tokenizers
 
     made = {
-        "bytes": lambda: tokenizers.Tokenizer.from_str(desk.tokenizer_json()),
+        "bytes": lambda: tokenizers.Tokenizer.from_str(harness.tokenizer_json()),
         "byte-level": lambda: tokenizers.Tokenizer.from_str(byte_level_tokenizer().to_str()),
         "metaspace": lambda: tokenizers.Tokenizer.from_str(metaspace_tokenizer().to_str()),
     }[kind]()
@@ -267,7 +267,7 @@ def test_tokens_of_another_model_change_nothing(known: tuple[int, ...]) -> None:
 
 def test_a_model_without_a_template_is_a_400() -> None:
     with pytest.raises(ApiError) as error:
-        extend(Prompts(desk.make_tokenizer(None)), Thread(), [user("x")])
+        extend(Prompts(harness.make_tokenizer(None)), Thread(), [user("x")])
     assert error.value.code == "no_chat_template"
 
 

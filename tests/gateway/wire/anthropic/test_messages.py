@@ -14,7 +14,7 @@ from gateway.http.errors import ApiError
 from gateway.wire.anthropic.messages import MessageWriter
 from gateway.wire.parsing import ArgumentsDelta, CallBegun, Piece, ReasoningDelta, TextDelta
 from gateway.wire.streams import Delta
-from tests.gateway.wire.scripted_reply import HEAD, MAX_TOKENS, Script, ending, streamed
+from tests.gateway.wire.scripted_parser import HEAD, MAX_TOKENS, ScriptedParser, ending, streamed
 
 PIECES: list[Piece] = [
     ReasoningDelta("Two "),
@@ -38,7 +38,7 @@ def events_of(text: str) -> list[Any]:
 
 
 def test_every_piece_is_in_a_block_of_its_kind() -> None:
-    script = Script(*PIECES)
+    script = ScriptedParser(*PIECES)
     events = events_of(streamed(MessageWriter(HEAD, MAX_TOKENS, script), script.text))
     assert [event["type"] for event in events if event["type"] != "ping"] == [
         "message_start",
@@ -71,7 +71,7 @@ def test_every_piece_is_in_a_block_of_its_kind() -> None:
 
 
 def test_the_same_in_one_piece() -> None:
-    script = Script(*PIECES)
+    script = ScriptedParser(*PIECES)
     generation, last = ending()
     body: Any = MessageWriter(HEAD, MAX_TOKENS, script).whole(
         generation, [(0, Delta(script.text, finish_reason=last.finish_reason))]
@@ -109,7 +109,7 @@ def test_why_it_ended(reason: FinishReason, stop: str | None, asked: int, expect
 
 
 def test_a_call_that_is_cut_off_has_no_input() -> None:
-    script = Script(CallBegun(0, "call_0", "add"), ArgumentsDelta(0, '{"a":'))
+    script = ScriptedParser(CallBegun(0, "call_0", "add"), ArgumentsDelta(0, '{"a":'))
     generation, last = ending(FinishReason.LENGTH)
     body: Any = MessageWriter(HEAD, MAX_TOKENS, script).whole(
         generation, [(0, Delta(script.text, finish_reason=last.finish_reason))]

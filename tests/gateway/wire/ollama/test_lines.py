@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.wire.ollama.lines import LineWriter
 from gateway.wire.parsing import ArgumentsDelta, CallBegun, ReasoningDelta, TextDelta
 from gateway.wire.streams import Delta
-from tests.gateway.wire.scripted_reply import HEAD, Script, ending, streamed
+from tests.gateway.wire.scripted_parser import HEAD, ScriptedParser, ending, streamed
 
 CALLS: list[Any] = [
     {"id": "call_0", "function": {"name": "clock", "arguments": {}}},
@@ -20,8 +20,8 @@ CALLS: list[Any] = [
 ]
 
 
-def script() -> Script:
-    return Script(
+def script() -> ScriptedParser:
+    return ScriptedParser(
         ReasoningDelta("Hm."),
         TextDelta("I look."),
         CallBegun(0, "call_0", "clock"),

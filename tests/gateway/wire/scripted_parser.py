@@ -7,13 +7,13 @@ from gateway.wire.parsing import Piece
 from gateway.wire.shapes import Head
 from gateway.wire.streams import Delta, Generation
 from gateway.wire.writers import Writer
-from tests.gateway.desk import make_timings
+from tests.gateway.harness import make_timings
 
 HEAD = Head(id="id-1", created=7, model="m", service_tier="default")
 MAX_TOKENS = 16
 
 
-class Script:
+class ScriptedParser:
     """A parser that makes one piece of each character that it is fed."""
 
     def __init__(self, *pieces: Piece) -> None:
@@ -31,7 +31,7 @@ class Script:
         return self._pieces
 
 
-class Ended(Generation):
+class EndedGeneration(Generation):
     """It came to its end."""
 
     def __init__(self) -> None:
@@ -52,9 +52,11 @@ class Ended(Generation):
         pass
 
 
-def ending(reason: FinishReason = FinishReason.STOP, stop: str | None = None) -> tuple[Ended, Delta]:
+def ending(
+    reason: FinishReason = FinishReason.STOP, stop: str | None = None
+) -> tuple[EndedGeneration, Delta]:
     """A generation with its last delta, which has no text."""
-    generation = Ended()
+    generation = EndedGeneration()
     timings = make_timings(generation.requests[0])
     generation.push(Output("r", 0, [7], "", finish_reason=reason, timings=timings, stop=stop))
     return generation, Delta(finish_reason=reason, stop=stop)
@@ -63,6 +65,6 @@ def ending(reason: FinishReason = FinishReason.STOP, stop: str | None = None) ->
 def streamed(writer: Writer, text: str, reason: FinishReason = FinishReason.STOP) -> str:
     """All that is said of a text that comes a character at a time."""
     generation, last = ending(reason)
-    said = writer.news(Ended(), [])
+    said = writer.news(EndedGeneration(), [])
     said += b"".join(writer.text(0, character) for character in text)
     return (said + writer.news(generation, [(0, last)])).decode("ascii")

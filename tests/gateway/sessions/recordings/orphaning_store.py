@@ -1,14 +1,14 @@
-"""A kept store that knows which of its streams nobody works on."""
+"""A durable store that knows which of its streams nobody works on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from gateway.store.interface import Journal, JournalChange, Key, StoreUnavailable
-from tests.gateway.store.kept import KeptStore
+from tests.gateway.store.durable_store import DurableStore
 
 
-class SurvivingStore(KeptStore):
+class OrphaningStore(DurableStore):
     """It is `away` while the test says so."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -10,7 +10,7 @@ from gateway.sessions.recordings.completions import CompletionFormat, about, scr
 from gateway.sessions.recordings.recording import Reader, Recording
 from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.shapes import Head
-from tests.gateway.desk import make_timings, make_tokenizer
+from tests.gateway.harness import make_timings, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 
@@ -24,7 +24,7 @@ def make_request(request_id: str = "chatcmpl-1", **fields: Any) -> Request:
 def make_recording(
     request: Request | None = None, *, include_usage: bool = False, reading: Reading = PLAIN
 ) -> Recording:
-    head = Head(id="chatcmpl-1", created=7, model="paper", service_tier="default")
+    head = Head(id="chatcmpl-1", created=7, model="fake", service_tier="default")
     known = about(head, reading, stream=True, include_usage=include_usage)
     return Recording(
         request or make_request(),
@@ -50,7 +50,7 @@ def end(recording: Recording) -> None:
     recording.settled = True
 
 
-class PaperConnection:
+class FakeConnection:
     """Takes frames at once while `writable`."""
 
     def __init__(self) -> None:
@@ -74,11 +74,11 @@ class PaperConnection:
         """It is patient."""
 
 
-class PaperReader:
+class FakeReader:
     """A reader, and all that it was sent."""
 
     def __init__(self, recording: Recording, position: int = -1) -> None:
-        self.connection = PaperConnection()
+        self.connection = FakeConnection()
         format = CompletionFormat(recording, TOKENIZER)
         self.reader = Reader(recording, format, cast(Connection, self.connection), position)
         recording.attach(self.reader)

@@ -10,7 +10,7 @@ from gateway.store.interface import Durable, Journal, JournalChange, PrefixChang
 from gateway.store.memory import MemoryStore
 
 
-class KeptStore(MemoryStore):
+class DurableStore(MemoryStore):
     """Durable as long as the test keeps it; `test_contract` holds it against Redis."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, *, replica: str = "local") -> None:

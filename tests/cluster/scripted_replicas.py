@@ -81,7 +81,7 @@ async def replica(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIte
         yield Address("127.0.0.1", server.sockets[0].getsockname()[1], is_tls=tls is not None)
 
 
-class Guide:
+class FixedGuide:
     """Replicas in a fixed order; a `cluster.relay.Guide`."""
 
     def __init__(self, *addresses: Address) -> None:
@@ -104,10 +104,12 @@ class Guide:
         return iter(self.places)
 
 
-class Relaying:
+class RelayApp:
     """An app whose every request is relayed as this says."""
 
-    def __init__(self, guide: Guide, *, position: Callable[[], Position] | None = None, id: str = "") -> None:
+    def __init__(
+        self, guide: FixedGuide, *, position: Callable[[], Position] | None = None, id: str = ""
+    ) -> None:
         self.guide = guide
         self.metrics = Metrics()
         self.timeouts = Timeouts()

@@ -60,7 +60,7 @@ class Layer:
         )
 
 
-class Rotation:
+class RotationInput:
     """The projection of some tokens, at random positions, with random slots; some have none."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Rotation:
 
 
 @dataclass(kw_only=True)
-class Scene:
+class AttentionInput:
     """A step of random queries, its KV, and what attention makes of it; what nobody wrote is not a number."""
 
     lengths: Lengths

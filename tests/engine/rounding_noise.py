@@ -35,7 +35,7 @@ Decode = Callable[[Batch], Tensor]
 
 
 @dataclass
-class Shaken:
+class NoisyReference:
     """The reference's operations, each result moved by its roundings.
 
     Attributes:
@@ -86,7 +86,7 @@ class Shaken:
     def linear(
         self, tensors: NamedTensors, format: Format, bias: Tensor | None, *, gated: bool = False
     ) -> Linear:
-        return _ShakenLinear(self, self.reference.linear(tensors, format, bias, gated=gated))
+        return _NoisyLinear(self, self.reference.linear(tensors, format, bias, gated=gated))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self.moved(self.reference.rms_norm(x, weight, eps), 3, x.shape[-1])
@@ -131,8 +131,8 @@ class Shaken:
 
 
 @dataclass
-class _ShakenLinear:
-    shaken: Shaken
+class _NoisyLinear:
+    noisy: NoisyReference
     product: Linear
 
     @property
@@ -140,7 +140,7 @@ class _ShakenLinear:
         return self.product.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.shaken.moved(self.product(self.shaken.read(x)), 2, x.shape[-1])
+        return self.noisy.moved(self.product(self.noisy.read(x)), 2, x.shape[-1])
 
 
 def unit_of(dtype: torch.dtype) -> float:
@@ -160,14 +160,14 @@ def allowed(
     Args:
         decoder: makes one over a kernel table.
         dtype: of activations.
-        read_as, attends_in: see Shaken.
+        read_as, attends_in: see NoisyReference.
     """
     steps, plain = list(steps), decoder(reference_kernels(torch.device("cpu"), torch.float32))
     expected, worst = [plain(step) for step in steps], [0.0] * len(steps)
     for seed in range(RUNS):
         generator = torch.Generator().manual_seed(seed)
-        shaken = Shaken(unit_of(dtype), kv_dtype, read_as, attends_in, generator)
-        decode = decoder(shaken.kernels())
+        noisy = NoisyReference(unit_of(dtype), kv_dtype, read_as, attends_in, generator)
+        decode = decoder(noisy.kernels())
         for i, step in enumerate(steps):
             worst[i] = max(worst[i], largest(decode(step) - expected[i]))
     return [MARGIN * each for each in worst]

@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from gateway.http.protocol import GatewayProtocol
-from tests.gateway.desk import Desk, settled
+from tests.gateway.harness import Gateway, settled
 
 HEADER_S, BODY_S, KEEP_ALIVE_S = 10, 30, 5
 
@@ -31,7 +31,7 @@ class Timer:
 
 
 @dataclass(slots=True)
-class HandLoop:
+class ManualLoop:
     """The running loop, but for its timers: those go off when the test says that time has passed."""
 
     now_s: float = 0.0
@@ -54,7 +54,7 @@ class HandLoop:
                 timer.callback()
 
 
-class Wire(asyncio.Transport):
+class InMemoryTransport(asyncio.Transport):
     """Keeps what was written to it."""
 
     def __init__(self) -> None:
@@ -79,17 +79,17 @@ class Wire(asyncio.Transport):
         pass
 
 
-class Plug:
+class InMemoryConnection:
     """A connection that has just been accepted."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, gateway: Gateway) -> None:
         config = uvicorn.Config(
-            desk.app, log_level="critical", ws="none", timeout_keep_alive=KEEP_ALIVE_S, lifespan="off"
+            gateway.app, log_level="critical", ws="none", timeout_keep_alive=KEEP_ALIVE_S, lifespan="off"
         )
-        self.loop: Any = HandLoop()
-        self.wire = Wire()
+        self.loop: Any = ManualLoop()
+        self.transport = InMemoryTransport()
         self._protocol = GatewayProtocol(config, ServerState(), {}, _loop=self.loop)
-        self._protocol.connection_made(self.wire)
+        self._protocol.connection_made(self.transport)
 
     async def send(self, data: bytes) -> None:
         self._protocol.data_received(data)
@@ -97,12 +97,12 @@ class Plug:
 
     def status(self) -> int | None:
         """Of the last answer; None as long as there is none."""
-        lines = [line for line in self.wire.written.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+        lines = [line for line in self.transport.written.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
         return int(lines[-1].split()[1]) if lines else None
 
     def body(self) -> bytes:
         """Of the first answer, whole."""
-        with io.BytesIO(self.wire.written) as written:
+        with io.BytesIO(self.transport.written) as written:
             answer = http.client.HTTPResponse(
                 cast(socket.socket, SimpleNamespace(makefile=lambda _: written))
             )

@@ -22,7 +22,7 @@ from gateway.wire.frames import timings_of
 from gateway.wire.reading import PLAIN, Reading
 from gateway.wire.schemas import read
 from priority.lanes import Lane
-from tests.gateway.desk import MODEL, make_timings, make_tokenizer
+from tests.gateway.harness import MODEL, make_timings, make_tokenizer
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 

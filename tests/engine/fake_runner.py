@@ -30,7 +30,7 @@ VOCABULARY = 50
 
 
 def next_token(token_ids: list[int], request: Request, index: int, window: int = 0) -> int:
-    """The paper model: depends on every token before that is in the window, on the seed and on the choice."""
+    """The fake model: depends on every token before that is in the window, on the seed and on the choice."""
     state = request.sampling.seed * 31 + index
     for token_id in token_ids[-window:]:
         state = (state * 1_000_003 + token_id + 1) % 2_147_483_647
@@ -48,7 +48,7 @@ def expected_output(request: Request, index: int, max_len: int, window: int = 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EndedStep:
     """A step that ended before `launch` returned."""
 
     result: StepResult
@@ -60,7 +60,7 @@ class Ended:
         return self.result
 
 
-class PaperRunner:
+class FakeRunner:
     """Executes plans on blocks of (position, token) pairs."""
 
     def __init__(self, num_blocks: int, block_size: int, window: int = 0) -> None:
@@ -99,7 +99,7 @@ class PaperRunner:
         self.closed = True
 
     def launch(self, plan: Plan) -> StepInFlight:
-        return Ended(self.execute(plan))
+        return EndedStep(self.execute(plan))
 
     def execute(self, plan: Plan) -> StepResult:
         if self.fault is not None:
@@ -159,13 +159,13 @@ class PaperRunner:
         return entry
 
 
-class PaperProposer:
-    """Knows what the paper model says, and tells it as it is with a probability of `rightness`."""
+class FakeProposer:
+    """Knows what the fake model says, and tells it as it is with a probability of `accuracy`."""
 
-    name = "paper"
+    name = "fake"
 
-    def __init__(self, pace: random.Random, rightness: float, window: int = 0) -> None:
-        self._pace, self._rightness, self._window = pace, rightness, window
+    def __init__(self, pace: random.Random, accuracy: float, window: int = 0) -> None:
+        self._pace, self._rightness, self._window = pace, accuracy, window
 
     def propose(self, sequences: list[Sequence], lengths: list[int]) -> list[list[int]]:
         return [self._propose(*pair) for pair in zip(sequences, lengths, strict=True)]
@@ -185,16 +185,16 @@ class PaperProposer:
         assert sequence.finish_reason is not None
 
 
-class PaperDraft:
+class FakeDraftModel:
     """A draft model on blocks of its own, of the same numbers; it says at once if these are not what they should be."""
 
     max_tokens, reads_target = 16, False
 
-    def __init__(self, num_blocks: int, block_size: int, pace: random.Random, rightness: float) -> None:
+    def __init__(self, num_blocks: int, block_size: int, pace: random.Random, accuracy: float) -> None:
         self.block_size = block_size
         self.num_tokens = 0
         """It computed so many, drafts aside."""
-        self._pace, self._rightness = pace, rightness
+        self._pace, self._rightness = pace, accuracy
         self._blocks: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(num_blocks)]
 
     def knows(self, sequence: Sequence) -> bool:  # noqa: ARG002
@@ -234,7 +234,7 @@ class PaperDraft:
         return self._blocks[sequence.block_table[position // self.block_size]][position % self.block_size]
 
 
-class ReckonsNot(Drafting):
+class UnpricedDrafting(Drafting):
     """Has as many drafts as there is room for, or some of them, whatever they cost."""
 
     def __init__(
@@ -277,7 +277,7 @@ def drafting_always(
     return drafting
 
 
-class PaperSink:
+class FakeSink:
     """Text is the token's number; a sequence ends by its length."""
 
     def accept(self, sequence: Sequence, token_id: int, is_last: bool) -> tuple[str, FinishReason | None]:  # noqa: ARG002

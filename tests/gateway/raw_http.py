@@ -26,7 +26,7 @@ class Answer:
         return found
 
 
-class Line:
+class HttpConnection:
     """One connection; what is sent and read on it is the test's choice, byte by byte."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -84,7 +84,7 @@ class Line:
 
 
 @contextlib.asynccontextmanager
-async def dialled(url: str, *, narrow: bool = False) -> AsyncIterator[Line]:
+async def connect(url: str, *, narrow: bool = False) -> AsyncIterator[HttpConnection]:
     """A connection; a narrow one holds little, so that the server soon has to wait for its reader."""
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
@@ -92,7 +92,7 @@ async def dialled(url: str, *, narrow: bool = False) -> AsyncIterator[Line]:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**15)
     reader, writer = await asyncio.open_connection(sock=connection, limit=2**14 if narrow else 2**22)
     try:
-        yield Line(reader, writer)
+        yield HttpConnection(reader, writer)
     finally:
         writer.transport.abort()
 

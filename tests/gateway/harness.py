@@ -36,8 +36,9 @@ from gateway.store.interface import Store
 from gateway.store.memory import MemoryStore
 from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.queue import LaneQueue
+from tests.clock import Clock
 
-MODEL = "paper"
+MODEL = "fake"
 EOS = 1
 SPECIAL = ["<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 TEMPLATE = (
@@ -69,17 +70,7 @@ def make_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     return Tokenizer(tokenizer_json(), config, template)
 
 
-class Clock:
-    """Stands still until the test moves it."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class EngineDouble:
+class FakeEngine:
     """Remembers what it was told. `on_wake` is called when there may be work."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -109,7 +100,7 @@ class EngineDouble:
         return block_map(self.ref_counts, self.findable) if self.ref_counts else None
 
 
-class Desk:
+class Gateway:
     """One service, and what an engine would do with its requests."""
 
     def __init__(
@@ -125,7 +116,7 @@ class Desk:
         self.clock = Clock()
         used = clock or self.clock
         tokenizer = tokenizer or make_tokenizer()
-        self.engine = EngineDouble(used)
+        self.engine = FakeEngine(used)
         self.queue = LaneQueue(threading.Lock(), {**DEFAULT_POLICIES, **(bounds or {})})
         self.sink = TextSink(tokenizer, (EOS,))
         self.service = Service(

@@ -1,4 +1,4 @@
-"""What the tests of the lanes share: roomy policies, requests, and a paper engine with a clock of its own."""
+"""What the tests of the lanes share: permissive policies, requests, and a simulated engine with a clock of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from priority.queue import LaneQueue, Refusal
 from priority.shares import COST_HIT, COST_OUTPUT, COST_PREFILL
 from priority.steptime import StepTimeModel
 from priority.waiting import Account, LaneLine, Stage
-from tests.engine.paper import PaperRunner, PaperSink, expected_output
+from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output
 
 COEFFICIENTS = {"alpha_s": 7e-3, "beta_s": 28e-6, "gamma_s": 20e-6, "delta_s": 40e-9}
 """Of a machine that prefills some 30,000 tokens a second."""
@@ -25,7 +25,7 @@ ROOMY = LanePolicy(max_requests=10**6, max_tokens=10**9, max_bytes=10**12, ttl_s
 _COUNTING = tuple(range(40)) * 200
 
 
-def roomy(
+def permissive(
     weights: tuple[int, int, int] = (16, 4, 1),
     ttft_s: tuple[float, float, float] = (inf, inf, inf),
     ageing_s: tuple[float, float, float] = (inf, inf, inf),
@@ -44,7 +44,7 @@ def make_queue(
     promises: bool = False,
     model: StepTimeModel | None = None,
 ) -> LaneQueue:
-    return LaneQueue(nullcontext(), policies or roomy(), weights=weights, promises=promises, model=model)
+    return LaneQueue(nullcontext(), policies or permissive(), weights=weights, promises=promises, model=model)
 
 
 def known_model(factor: float = 1.0) -> StepTimeModel:
@@ -135,8 +135,8 @@ def check_books(queue: LaneQueue) -> None:
             assert [key for key, _ in account.tickets] == sorted(t.key for _, t in account.tickets)
 
 
-class PaperEngine:
-    """Queue, scheduler and a runner on paper, in steps that take what the step model says."""
+class SimulatedEngine:
+    """Queue, scheduler and a fake runner, in steps that take what the step model says."""
 
     def __init__(
         self,
@@ -150,12 +150,12 @@ class PaperEngine:
         kv_shares: tuple[float, ...] = (),
     ) -> None:
         self.queue = queue
-        self.runner = PaperRunner(num_blocks, block_size)
+        self.runner = FakeRunner(num_blocks, block_size)
         self.tables = BlockTables(num_blocks, block_size, prefix_cache=prefix_cache)
         self.limits = SchedulerLimits(
             max_batch_tokens=budget, max_num_seqs=max_num_seqs, max_model_len=10_000, kv_shares=kv_shares
         )
-        self.scheduler = Scheduler(queue, self.tables, PaperSink(), self.limits)
+        self.scheduler = Scheduler(queue, self.tables, FakeSink(), self.limits)
         self.model = known_model()
         self.now = 0.0
         self.requests: dict[str, Request] = {}

@@ -9,7 +9,7 @@ from priority.lanes import DEFAULT_POLICIES, Lane, LanePolicy
 from priority.room import Held
 from priority.routing.router import Ask
 from priority.routing.state import Change, LaneWork, Load, Snapshot
-from tests.priority.bench import COEFFICIENTS
+from tests.priority.simulated_engine import COEFFICIENTS
 
 BLOCK_SIZE = 16
 MEASURED = (

@@ -1,4 +1,4 @@
-"""A paper runner beside which the host goes on: a device double with one queue of steps, as a CUDA stream is one.
+"""A fake runner beside which the host goes on: a device double with one queue of steps, as a CUDA stream is one.
 
 What a step needs of the host is taken when it is launched; it runs at any time between then and the moment when it is
 waited for, after those launched before. Tokens that the host did not know at launch are taken from the device.
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from engine.planning.block_tables import BlockTables
 from engine.planning.request import Sequence
 from engine.planning.step import Chunk, Plan, Sampled, StepResult
-from tests.engine.paper import PaperRunner, next_token
+from tests.engine.fake_runner import FakeRunner, next_token
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class QueuedChunk:
     """A chunk as it was when it was launched."""
 
     sequence: Sequence
@@ -31,7 +31,7 @@ class Order:
     table: tuple[int, ...]
 
     @classmethod
-    def of(cls, chunk: Chunk, block_size: int) -> Order:
+    def of(cls, chunk: Chunk, block_size: int) -> QueuedChunk:
         end, known = chunk.start + chunk.num_tokens, [*chunk.sequence.token_ids, *chunk.drafts]
         return cls(
             sequence=chunk.sequence,
@@ -44,17 +44,17 @@ class Order:
         )
 
 
-class LateStep:
-    def __init__(self, runner: LateRunner, plan: Plan) -> None:
+class QueuedStep:
+    def __init__(self, runner: QueuedRunner, plan: Plan) -> None:
         self.runner = runner
-        self.orders = [Order.of(chunk, runner.block_size) for chunk in plan.chunks]
+        self.chunks = [QueuedChunk.of(chunk, runner.block_size) for chunk in plan.chunks]
         self.copies = list(plan.copies)
         self.result: StepResult | None = None
 
     @property
     def touched(self) -> set[int]:
         """Blocks that it may read or write."""
-        tables = {b for order in self.orders for b in order.table if b}
+        tables = {b for chunk in self.chunks for b in chunk.table if b}
         return tables | {b for copy in self.copies for b in copy}
 
     def choose(self) -> None:
@@ -64,23 +64,23 @@ class LateStep:
         return self.runner.land(self)
 
 
-class LateRunner(PaperRunner):
-    """`hurries` says, each time the device could run a step that nobody waits for yet, whether it does."""
+class QueuedRunner(FakeRunner):
+    """`runs_early` says, each time the device could run a step that nobody waits for yet, whether it does."""
 
     def __init__(
         self,
         num_blocks: int,
         block_size: int,
-        hurries: Callable[[], bool] = lambda: False,
+        runs_early: Callable[[], bool] = lambda: False,
         window: int = 0,
     ) -> None:
         super().__init__(num_blocks, block_size, window)
         self.num_ahead = 1
-        self.in_flight: deque[LateStep] = deque()
+        self.in_flight: deque[QueuedStep] = deque()
         """Launched and not waited for, oldest first."""
         self.num_unknown = 0
         """Tokens that were computed before the host knew them."""
-        self._hurries = hurries
+        self._hurries = runs_early
         self._last: dict[Sequence, tuple[int, int]] = {}
         """What each sequence sampled last: position and token."""
 
@@ -96,12 +96,12 @@ class LateRunner(PaperRunner):
 
         tables.pool.allocate = watched  # type: ignore[method-assign]
 
-    def launch(self, plan: Plan) -> LateStep:
+    def launch(self, plan: Plan) -> QueuedStep:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
         assert len(self.in_flight) <= self.num_ahead
-        step = LateStep(self, plan)
+        step = QueuedStep(self, plan)
         if not self._has_room(plan) and self.refuses_late:
             self._break_off(step)
             plan.copies = []
@@ -110,7 +110,7 @@ class LateRunner(PaperRunner):
         self._run_some()
         return step
 
-    def land(self, step: LateStep) -> StepResult:
+    def land(self, step: QueuedStep) -> StepResult:
         assert self.in_flight[0] is step, "steps are waited for in the order of their launch"
         self._run(step)
         self._run_some()
@@ -118,13 +118,13 @@ class LateRunner(PaperRunner):
         assert step.result is not None
         return step.result
 
-    def _break_off(self, step: LateStep) -> None:
+    def _break_off(self, step: QueuedStep) -> None:
         """Its turn comes, and it ends before it samples."""
         for earlier in self.in_flight:
             self._run(earlier)
         self._copy(step.copies)
-        for order in step.orders:
-            self._put(order)
+        for chunk in step.chunks:
+            self._put(chunk)
 
     def _run_some(self) -> None:
         for step in self.in_flight:
@@ -133,42 +133,42 @@ class LateRunner(PaperRunner):
                     return
                 self._run(step)
 
-    def _run(self, step: LateStep) -> None:
+    def _run(self, step: QueuedStep) -> None:
         if step.result is not None:
             return
         self._copy(step.copies)
-        for order in step.orders:
-            self._put(order)
-        step.result = StepResult([self._draw(order) for order in step.orders if order.samples])
+        for chunk in step.chunks:
+            self._put(chunk)
+        step.result = StepResult([self._draw(chunk) for chunk in step.chunks if chunk.samples])
 
-    def _put(self, order: Order) -> None:
-        for position, known in enumerate(order.token_ids, order.start):
+    def _put(self, chunk: QueuedChunk) -> None:
+        for position, known in enumerate(chunk.token_ids, chunk.start):
             token_id = known
             if token_id is None:
                 self.num_unknown += 1
-                place, token_id = self._last[order.sequence]
-                assert place == position, f"{order} needs token {position}, the device has {place}"
-            block = order.table[position // self.block_size]
+                place, token_id = self._last[chunk.sequence]
+                assert place == position, f"{chunk} needs token {position}, the device has {place}"
+            block = chunk.table[position // self.block_size]
             assert block != 0, "block 0 is padding"
             self._blocks[block][position % self.block_size] = (position, token_id)
             self.num_tokens += 1
 
-    def _draw(self, order: Order) -> Sampled:
-        sequence = order.sequence
+    def _draw(self, chunk: QueuedChunk) -> Sampled:
+        sequence = chunk.sequence
         if sequence.key in self.bad:
-            self._last[sequence] = (order.end, 0)
+            self._last[sequence] = (chunk.end, 0)
             return Sampled([], error="logits were not finite")
         drawn: list[int] = []
         while True:
-            end = order.end - len(order.drafts) + len(drawn)
-            tokens = [self._seen(order, position) for position in self.visible(end)]
+            end = chunk.end - len(chunk.drafts) + len(drawn)
+            tokens = [self._seen(chunk, position) for position in self.visible(end)]
             drawn.append(next_token(tokens, sequence.request, sequence.index, self.window))
-            if len(drawn) > len(order.drafts) or drawn[-1] != order.drafts[len(drawn) - 1]:
+            if len(drawn) > len(chunk.drafts) or drawn[-1] != chunk.drafts[len(drawn) - 1]:
                 self._last[sequence] = (end, drawn[-1])
                 return Sampled(drawn)
 
-    def _seen(self, order: Order, position: int) -> int:
-        entry = self._blocks[order.table[position // self.block_size]][position % self.block_size]
-        assert entry is not None, f"{order} reads position {position}, which nobody wrote"
-        assert entry[0] == position, f"{order} sees {entry} at {position}"
+    def _seen(self, chunk: QueuedChunk, position: int) -> int:
+        entry = self._blocks[chunk.table[position // self.block_size]][position % self.block_size]
+        assert entry is not None, f"{chunk} reads position {position}, which nobody wrote"
+        assert entry[0] == position, f"{chunk} sees {entry} at {position}"
         return entry[1]
