@@ -66,7 +66,7 @@ class Collector:
 
 
 def attributes(of: Any) -> dict[str, Any]:
-    """Of a span, an event or a resource."""
+    """Returns the attributes of a span, an event or a resource."""
     return {each.key: _value(each.value) for each in of.attributes}
 
 

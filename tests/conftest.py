@@ -1,4 +1,4 @@
-"""What tests of all packages share: a real server, and a real browser to look at it."""
+"""Fixtures of all packages: a real server, and a real browser to look at it."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class Tests:
 
 
 def _files(paths: Sequence[str]) -> list[str]:
-    """Those that are folders stand for the modules in them."""
+    """Returns the modules; a folder stands for those in it."""
     return [
         str(file.relative_to(ROOT))
         for path in paths
@@ -214,7 +214,7 @@ def _files(paths: Sequence[str]) -> list[str]:
 
 
 def _folder(file: str) -> str:
-    """Of the tests of a file."""
+    """Returns the folder of the tests of a file."""
     return next(str(folder) for folder in Path("tests", file).parents if (ROOT / folder).is_dir())
 
 

@@ -101,7 +101,7 @@ class RedisServer:
         self.start()
 
     def call(self, *command: str | bytes | int | float) -> Any:
-        """What Redis answers, as bytes; for a test to look behind the store."""
+        """Returns Redis' answer, as bytes; for a test to look behind the store."""
         with redis.Redis.from_url(self.url, protocol=2) as client:
             client.response_callbacks.clear()
             return client.execute_command(*command)

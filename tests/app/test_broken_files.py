@@ -38,7 +38,7 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 def refusal(*arguments: str) -> str:
-    """What the command says last before it gives up; before that it may only have told how far it came."""
+    """Returns the last line that the command writes before it gives up; earlier lines may only report progress."""
     done = subprocess.run(
         [PENSTOCK, *arguments],
         stdin=subprocess.DEVNULL,

@@ -40,7 +40,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def cache_snapshot(cache: Path, owner: str, name: str) -> Path:
-    """What an earlier download has left in the cache."""
+    """Makes the snapshot that an earlier download leaves in the cache."""
     repository = cache / f"models--{owner}--{name}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("c0ffee")

@@ -42,7 +42,7 @@ def failed(lines: Mapping[str, str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def without_torch(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the doctor says where torch is there and cannot be imported."""
+    """Makes an environment in which torch is installed and cannot be imported."""
     folder = tmp_path_factory.mktemp("broken")
     (folder / "torch.py").write_text("raise ImportError('libtorch.so: undefined symbol')\n")
     with socket.create_server(("127.0.0.1", 0)) as listener:

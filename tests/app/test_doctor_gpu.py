@@ -1,4 +1,4 @@
-"""What the doctor says of a GPU: a card that is played, since the machine of the tests has none."""
+"""The doctor describes a GPU; the card is a fake one, since the machine of the tests has none."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ LARGE = make_config(
     max_position_embeddings=32768,
     dtype="bfloat16",
 )
-"""Of about a billion parameters."""
+"""The shape has about a billion parameters."""
 
 
 @pytest.fixture(autouse=True)

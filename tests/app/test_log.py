@@ -1,4 +1,4 @@
-"""What the server says on stderr: its own lines from a level on, and how far loading has come."""
+"""The server writes its own lines from a level on, and its progress in loading, to stderr."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_what_comes_while_the_loop_is_busy_comes_in_one_call() -> None:
 
 
 def test_states_keep_their_place_among_the_reports() -> None:
-    """That the engine failed is told after the last tokens it brought, never before."""
+    """The failure of the engine is delivered after the last tokens that it brought, never before."""
     (report,), received = reports(1), list[object]()
 
     async def run() -> None:

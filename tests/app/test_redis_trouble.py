@@ -72,13 +72,13 @@ class SlowRedis(StoppedRedis):
 
 @dataclass
 class Reply:
-    """What a stream said; only one that is complete has `finish_reason`."""
+    """The text and the end of a stream; only a complete one has `finish_reason`."""
 
     id: str = ""
     text: str = ""
     finish_reason: str | None = None
     numbers: list[int] = field(default_factory=list)
-    """Of its events, where they have some."""
+    """The numbers of its events, if events are numbered."""
 
 
 async def filled_lines(reply: httpx.Response) -> AsyncIterator[str]:
@@ -260,7 +260,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 @dataclass
 class Made:
-    """What somebody may come back for."""
+    """The objects that a client may ask for again later."""
 
     reply: Reply
     response_id: str

@@ -71,7 +71,7 @@ async def test_the_secret_stands_in_no_log(caplog: pytest.LogCaptureFixture) -> 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 127.0.0.1, with its key in the same file."""
+    """A certificate of 127.0.0.1, with its key in the same file."""
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl here")
     path = tmp_path_factory.mktemp("tls") / "both.pem"

@@ -1,4 +1,4 @@
-"""What `penstock cluster` says before it needs a Ray."""
+"""`penstock cluster` checks its arguments before it needs Ray."""
 
 from __future__ import annotations
 

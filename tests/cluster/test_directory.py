@@ -13,7 +13,7 @@ from tests.clock import Clock
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
+    clock = Clock(0.0)
     monkeypatch.setattr(directory, "monotonic", clock)
     return clock
 

@@ -1,4 +1,4 @@
-"""What is read from the metrics of a replica and of a switch."""
+"""Figures are read from the metrics of a replica and of a switch."""
 
 from __future__ import annotations
 

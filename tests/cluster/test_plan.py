@@ -1,4 +1,4 @@
-"""What a cluster is deployed with."""
+"""The plan of a cluster's deployment."""
 
 from __future__ import annotations
 

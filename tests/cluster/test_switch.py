@@ -83,7 +83,7 @@ class Cluster:
         return (await asking).headers["x-penstock-replica"]
 
     def told_requests(self) -> int:
-        """Those that the replicas have told of, and that they have not told the end of."""
+        """The number of requests that replicas have reported as begun and not as ended."""
         works = [work for one in self.switch.router.replicas.values() for work in one.load.lanes.values()]
         return sum(work.num_waiting + work.num_running for work in works)
 

@@ -27,7 +27,7 @@ def pyproject() -> dict[str, Any]:
 
 
 def wanted() -> dict[str, Requirement]:
-    """What pyproject.toml asks for, of the server and of its traces."""
+    """Returns the requirements that pyproject.toml has for the server and for traces."""
     project = pyproject()["project"]
     lines = project["dependencies"] + project["optional-dependencies"]["otel"]
     return {one.name: one for one in map(Requirement, lines)}

@@ -226,7 +226,7 @@ def _metaspace_normalizer() -> normalizers.Normalizer:
 
 
 def _without_special_bytes(trained: Tokenizer) -> Tokenizer:
-    """The same model, with byte tokens that are ordinary ones: the trainer can add them as special tokens only."""
+    """Makes byte tokens ordinary ones: the trainer can add them as special tokens only."""
     content = json.loads(trained.to_str())
     content["added_tokens"] = [t for t in content["added_tokens"] if not t["content"].startswith("<0x")]
     tokenizer = Tokenizer.from_str(json.dumps(content))

@@ -60,7 +60,7 @@ class Driver:
             lambda: load_model(folder, options, lambda _: None, lambda *_: None, draft, ranks)
         )
         self.runs: Runner = self.runner
-        """What runs the steps: the runner itself, or all ranks, of which it is the first."""
+        """The object that runs the steps: the runner itself, or all ranks, of which it is the first."""
         if followers is not None:
             self.runs = ParallelRunner(
                 folder, options, start=lambda: followers, make_runner=lambda _: self.runner

@@ -38,7 +38,7 @@ def next_token(token_ids: list[int], request: Request, index: int, window: int =
 
 
 def expected_output(request: Request, index: int, max_len: int, window: int = 0) -> list[int]:
-    """What an undisturbed run brings."""
+    """Returns the tokens that an undisturbed run brings."""
     known = list(request.prompt_token_ids)
     for _ in range(request.sampling.max_tokens):
         if len(known) >= max_len:

@@ -82,7 +82,7 @@ class QueuedRunner(FakeRunner):
         """Tokens that were computed before the host knew them."""
         self._hurries = runs_early
         self._last: dict[Sequence, tuple[int, int]] = {}
-        """What each sequence sampled last: position and token."""
+        """The position and the token that each sequence sampled last."""
 
     def watch(self, tables: BlockTables) -> None:
         """From now on no block may be handed out that a launched step may touch."""

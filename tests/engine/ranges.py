@@ -20,7 +20,7 @@ UNIT = 2.0**-24
 FUNCTION = 4
 """Unit roundoffs that exp, tanh or rsqrt of one argument may be off; CUDA, SLEEF and libm promise 1 to 4."""
 _TINY = torch.finfo(torch.float32).tiny
-"""What may be lost where a result is subnormal."""
+"""The largest loss where a result is subnormal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def attend(
 
 
 def attention(queries: Tensor, keys: Tensor, values: Tensor, window: int = 0) -> Range:
-    """What queries [n, num_heads, d] of the last n tokens see of keys and values [context, num_kv_heads, d].
+    """Attends from queries [n, num_heads, d] of the last n tokens to keys and values [context, num_kv_heads, d].
 
     Returns:
         [n, num_heads * d], rounded to the queries' dtype.

@@ -74,13 +74,13 @@ class NoisyReference:
         return x + (rounded + summed) * (2 * torch.rand(x.shape, generator=self.generator) - 1)
 
     def stored(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """What a rounding to a dtype makes of x; int8 has a scale for every row."""
+        """Rounds x to a dtype; int8 has a scale for every row."""
         is_integer = dtype == torch.int8
         step = x.abs().amax(-1, keepdim=True) / 254 if is_integer else unit_of(dtype) * x.abs()
         return x + step * (2 * torch.rand(x.shape, generator=self.generator) - 1)
 
     def read(self, x: Tensor) -> Tensor:
-        """What a linear map makes of its activations."""
+        """Rounds activations as a linear map reads them."""
         return x if self.read_as == torch.float32 else self.stored(x, self.read_as)
 
     def linear(
@@ -180,7 +180,7 @@ def error_of(
     dtype: torch.dtype = torch.float32,
     hidden: bool = False,
 ) -> float:
-    """What two decoders of a checkpoint may be apart of which each is as far off as its roundings bring it.
+    """Returns how far the logits of two decoders may be apart, if each is as far off as its roundings bring it.
 
     Args:
         hidden: of the last hidden states, not of the logits.

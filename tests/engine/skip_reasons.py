@@ -1,3 +1,3 @@
-"""What tests need that a machine may lack, as they say it when they are skipped."""
+"""Reasons for skipping tests on machines that lack something."""
 
 TRITON = "needs Triton, which pip installs on Linux for x86-64 only"

@@ -90,7 +90,7 @@ def told(outputs: list[Output]) -> list[Any]:
 
 
 def run(driver: Driver, requests: list[Request], proposer: Proposer | None, **how: Any) -> dict[Any, Any]:
-    """What is said, with the drafts of a proposer that costs nothing or, as `model`, of a draft model."""
+    """Runs requests with the drafts of a proposer that costs nothing or, as `model`, of a draft model."""
     before_step: Callable[[int], None] = how.pop("before_step", lambda _: None)
     driver.fresh(proposer=proposer, **how)
     driver.run(*requests, before_step=before_step)
@@ -151,7 +151,7 @@ def test_every_family(tmp_path: Path, family: str) -> None:
 
 
 def test_what_drafts_bring_follows_the_distribution(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two likely tokens, over many seeds, each is taken as often as its probability says: Pearson's chi-square."""
+    """Over many seeds, each of two likely tokens is taken as often as its probability says: Pearson's chi-square."""
     sampling = SamplingParams(temperature=0.125, top_k=2, max_tokens=16, num_logprobs=2, ignore_eos=True)
     requests = [
         Request(
@@ -231,7 +231,7 @@ def preempting(driver: Driver) -> Callable[[int], None]:
 
 
 def assert_always_right(twin: Driver, requests: list[Request], least: int, **how: Any) -> None:
-    """What is said is what is said without drafts, and each of more than `least` drafts is right."""
+    """Checks that tokens are those without drafts, and that each of more than `least` drafts is right."""
     expected = run(twin, requests, None)
     assert run(twin, requests, None, model=draft_model(twin), **how) == expected, how
     found = count(twin, "draft")

@@ -25,12 +25,12 @@ from tests.engine.fake_runner import drafting_always
 from tests.engine.test_drafts import SETTINGS, count, preempting, prompt_of, requests_of, run
 
 SLACK = 0.05
-"""Of logits whose standard deviation is about 1: kernels round as the oracle does not, features to 8 bits among it."""
+"""The tolerance of logits with a standard deviation of about 1: kernels round more than the oracle, features to 8 bits."""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a head was asked, and said."""
+    """The inputs of a head, and its drafts."""
 
     token_ids: list[int]
     num_outputs: int
@@ -157,7 +157,7 @@ def test_drafts_are_the_oracles_whatever_becomes_of_blocks(
 
 
 def test_a_fork_drafts_once_its_block_is_copied(driver: Driver, folders: tuple[Path, Path]) -> None:
-    """What the head reads of a block is copied with it, but after the step is planned."""
+    """The block that the head reads is copied after the step is planned."""
     target = Target(folders[0])
     sampling = SamplingParams(seed=5, temperature=0.9, max_tokens=12, ignore_eos=True)
     request = Request(request_id="r", prompt_token_ids=prompt_of(20, 3), sampling=sampling, n=3)

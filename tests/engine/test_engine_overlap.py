@@ -79,7 +79,7 @@ class EngineHarness:
             self.news.notify_all()
 
     def start(self) -> None:
-        """What was submitted before is all in the queue when the first step is planned."""
+        """Starts the engine; all that was submitted before is in the queue when the first step is planned."""
         self.engine.start()
         assert self.states.get(timeout=PATIENCE_S) is EngineState.READY
 

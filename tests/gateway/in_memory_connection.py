@@ -96,12 +96,12 @@ class InMemoryConnection:
         await settled()
 
     def status(self) -> int | None:
-        """Of the last answer; None as long as there is none."""
+        """Returns the status of the last answer; None as long as there is none."""
         lines = [line for line in self.transport.written.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
         return int(lines[-1].split()[1]) if lines else None
 
     def body(self) -> bytes:
-        """Of the first answer, whole."""
+        """Returns the whole body of the first answer."""
         with io.BytesIO(self.transport.written) as written:
             answer = http.client.HTTPResponse(
                 cast(socket.socket, SimpleNamespace(makefile=lambda _: written))

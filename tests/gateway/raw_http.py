@@ -115,7 +115,7 @@ class Event:
 
 
 def read_events(stream: bytes) -> list[Event]:
-    """What an EventSource would dispatch, by the rules of the HTML standard: an unfinished event is none."""
+    """Reads the events that an EventSource would dispatch, by the HTML standard; an unfinished event is none."""
     text = stream.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
     *blocks, _ = text.split("\n\n")
     return [event for block in blocks if (event := _read_event(block)) is not None]

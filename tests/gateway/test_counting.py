@@ -46,7 +46,7 @@ def counts(text: str) -> Counts:
 
 
 def of(found: Counts, name: str) -> Counts:
-    """Those of one name, by labels; what never happened is not there, or zero."""
+    """Returns the counts of one name, by labels; what never happened is not there, or zero."""
     return {
         key.removeprefix(name).strip(): value
         for key, value in found.items()

@@ -60,7 +60,7 @@ def answering_at_once() -> Iterator[str]:
 
 
 def _of_prompt(request: Request) -> dict[str, Any]:
-    """What the first output brings of its prompt, as far as it was asked for."""
+    """Returns the fields of the first output that describe the prompt, as far as they were asked for."""
     is_scored = request.sampling.num_prompt_logprobs is not None
     return {
         "prompt_logprobs": [logprobs((7, -0.5))] * (len(request.prompt_token_ids) - 1) if is_scored else None,
@@ -161,7 +161,7 @@ def test_nothing_that_the_description_leads_to_is_a_fault(
 def _statuses(
     cases: SearchStrategy[Case[Any]], each: int, ids: dict[str, str], url: str, session: requests.Session
 ) -> Counter[int]:
-    """Of the answers to these requests, which must be as described."""
+    """Counts the statuses of the answers to these requests, which must be as described."""
     found: Counter[int] = Counter()
 
     @settings(

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: they need CUDA, and say so where there is none."""
+"""Constants of the tests of this folder, which are skipped where there is no CUDA."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ SIZES = [(70, 384), (1000, 1152), (4096, 4096)]
 
 @pytest.fixture(autouse=True)
 def _torch_adds_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of its own accord it may add parts of the inputs in 16 bits."""
+    """By default torch may add parts of the inputs in 16 bits."""
     for name in ("bf16", "fp16"):
         option = f"allow_{name}_reduced_precision_reduction"
         monkeypatch.setattr(torch.backends.cuda.matmul, option, False)

@@ -1,4 +1,4 @@
-"""What fails on a GPU is told, and leaves the rest to be measured."""
+"""A failure on a GPU is reported, and leaves the rest to be measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is missing is told in a line each, and wheels bring it without a network."""
+"""Missing packages are named in a line each, and wheels bring them without a network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the lanes share: permissive policies, requests, and a simulated engine with a clock of its own."""
+"""Permissive policies, requests, and a simulated engine with a clock of its own, for tests of the lanes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from priority.waiting import Account, LaneLine, Stage
 from tests.engine.fake_runner import FakeRunner, FakeSink, expected_output
 
 COEFFICIENTS = {"alpha_s": 7e-3, "beta_s": 28e-6, "gamma_s": 20e-6, "delta_s": 40e-9}
-"""Of a machine that prefills some 30,000 tokens a second."""
+"""The coefficients of a machine that prefills some 30,000 tokens a second."""
 ROOMY = LanePolicy(max_requests=10**6, max_tokens=10**9, max_bytes=10**12, ttl_s=10**6, tenant_share=1.0)
 """Bounds that nobody reaches, and no promise."""
 _COUNTING = tuple(range(40)) * 200

@@ -96,7 +96,7 @@ def situation(
 def forecast(
     queue: LaneQueue, num_prompt: int, lane: Lane, *, cached: int = 0, at_s: float = 0.0
 ) -> Forecast:
-    """What a request of tenant `a` is told."""
+    """Returns the forecast for a request of tenant `a`."""
     found = queue.put(ask("probe", num_prompt, lane=lane, at_s=at_s), at_s, cached)
     assert found is not None
     return found
@@ -190,7 +190,7 @@ def test_less_free_memory_is_never_sooner(
 
 
 def test_drafts_that_are_right_bring_room_sooner() -> None:
-    """Of eight streams, each has 3 drafts in every step; what is left of each takes fewer steps if they are right."""
+    """Each of eight streams has 3 drafts in every step; the rest of each takes fewer steps if they are right."""
     drafted = replace(
         IDLE, num_decode_tokens=32, num_drafts=24, num_context_tokens=800, max_num_seqs=8, num_running=8
     )

@@ -41,7 +41,7 @@ POLICIES = {
 
 
 class Meter:
-    """What the engine reports of one request, and what that should cost."""
+    """The reports of one request, and what that should cost."""
 
     def __init__(self, request: Request) -> None:
         self.num_prompt = len(request.prompt_token_ids)
@@ -56,7 +56,7 @@ class Meter:
 
     @property
     def cost(self) -> int:
-        """What was computed, once, whatever was computed again; what was found; what was brought."""
+        """The expected cost: tokens computed, each once; tokens found; tokens brought."""
         num_computed = min(self.num_prompt, self.num_computed)
         num_hit = self.num_prompt - num_computed if self.num_output else 0
         return COST_PREFILL * num_computed + COST_HIT * num_hit + COST_OUTPUT * self.num_output
@@ -86,7 +86,7 @@ class Conservation(RuleBasedStateMachine):
         )
         self.meters: dict[str, Meter] = {}
         self.ends: Counter[str] = Counter()
-        """Of those that left without the engine: cancelled in the queue, or expired."""
+        """Counts the requests that left without the engine: cancelled in the queue, or expired."""
         self.number = 0
         charge = self.queue.charge
 

@@ -258,7 +258,7 @@ def goodput(result: Result) -> float:
 
 
 def quiet_attainment(result: Result) -> float:
-    """Of all that the quiet tenants asked for, refused ones included."""
+    """Returns the share of promises kept to the quiet tenants, refused requests included."""
     quiet = [s for s in result.served if s.arrival.tenant.startswith("quiet")]
     return sum(map(is_kept, quiet)) / len(quiet)
 

@@ -141,7 +141,7 @@ def test_a_long_prompt_is_computed_in_chunks_beside_a_running_stream() -> None:
 
 
 def test_patient_streams_take_turns_when_decoding_alone_is_too_slow() -> None:
-    """Those with a promise decode in every step, those without at least once in eight."""
+    """Streams with a promise decode in every step, those without at least once in eight."""
     policies = {
         lane: replace(p, tpot_s=inf if lane is Lane.BATCH else 0.0075) for lane, p in permissive().items()
     }

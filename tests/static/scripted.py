@@ -89,7 +89,7 @@ CUT = Cut()
 
 @dataclass(frozen=True)
 class Thought:
-    """What the model says to itself, told apart by the server."""
+    """Reasoning of the model, told apart by the server."""
 
     text: str
 
@@ -131,7 +131,7 @@ def frame(content: dict[str, Any]) -> bytes:
 
 
 def error_frame(message: str, code: str | None = None) -> bytes:
-    """Of both formats: a stream of chat completions has an object, one of responses an event."""
+    """Makes the error of either format: a stream of chat completions has an object, one of responses an event."""
     error = {"message": message, "type": "error", "param": None, "code": code}
     return frame({"error": error, **error})
 
@@ -215,7 +215,7 @@ class Answer:
 
 
 class ChatAnswer(Answer):
-    """The same as the chunks of a chat completion."""
+    """The stream as the chunks of a chat completion."""
 
     def _numbered(self, number: int, content: dict[str, Any]) -> bytes:
         return b"id: %d\n%b" % (number, frame({"id": self.id, **content}))
@@ -299,7 +299,7 @@ class ScriptedServer:
         self.replies: deque[Refusal | Stream] = deque()
         self._requests: list[dict[str, Any]] = []
         self.refusals: deque[Refusal] = deque()
-        """What the next attempts to follow an answer get."""
+        """The answers to the next attempts to follow a stream."""
         self.followed: list[int] = []
         """After which events."""
         self.discarded: SimpleQueue[str] = SimpleQueue()

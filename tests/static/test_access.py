@@ -1,4 +1,4 @@
-"""What axe-core finds in the page's main states: nothing that is serious."""
+"""Axe-core finds nothing serious in the page's main states."""
 
 from importlib.resources import files
 from typing import Any

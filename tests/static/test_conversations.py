@@ -1,4 +1,4 @@
-"""What a person does with conversations: versions, search, files, and long ones."""
+"""Conversations as a person uses them: versions, search, files, and long ones."""
 
 import json
 import re

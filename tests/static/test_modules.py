@@ -524,7 +524,7 @@ def test_hostile_shapes_take_linear_time(call: Call, shape: Callable[[int], str]
 
 
 def test_an_open_block_grows_under_a_selection(call: Call) -> None:
-    """What is there stays the same nodes: a selection in it holds, and code stays where it was scrolled to."""
+    """Nodes that are there stay the same: a selection in them holds, and code stays where it was scrolled to."""
     assert call(
         "markdown.js",
         r"""

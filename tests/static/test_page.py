@@ -29,7 +29,7 @@ def expect_state(page: Page, state: str) -> None:
 
 
 def stop_clock(page: Page) -> None:
-    """What the page shows for a while only, it shows until the test moves its clock."""
+    """Stops the page's clock: what it shows for a while only stays until the test moves the clock."""
     page.clock.install()
     page.clock.pause_at(datetime.now() + timedelta(hours=1))
 
@@ -642,7 +642,7 @@ def test_reduced_motion_stops_the_pipe(open_page: OpenPage, server: ScriptedServ
 
 
 def wait_for(page: Page, condition: str) -> None:
-    """What `Page.wait_for_function` does where a Content-Security-Policy allows no eval."""
+    """Waits as `Page.wait_for_function` does, where a Content-Security-Policy allows no eval."""
     page.evaluate(
         f"""async () => {{
             const end = performance.now() + {PATIENCE_S * 1000};

@@ -1,4 +1,4 @@
-"""What the server keeps of a conversation, and what it is told where it keeps nothing."""
+"""Conversations on a server that keeps responses, and on one that keeps none."""
 
 from playwright.sync_api import Page, expect
 
@@ -8,7 +8,7 @@ from tests.static.test_page import expect_state, last_answer, say
 
 
 def new_in(server: ScriptedServer, count: int) -> list[tuple[str | None, list[str]]]:
-    """What so many requests go on from, and what they say."""
+    """Returns for so many requests the response that each continues, and its messages."""
     return [
         (body.get("previous_response_id"), [each["content"] for each in body["input"]])
         for body in server.requests(count)

@@ -111,7 +111,7 @@ def test_no_launch_waits_for_the_device(
 
 
 class Zeros:
-    """What the device says, where no kernel ever runs, but for every third draft."""
+    """A proposer of the token 0, which is all that a device without kernels samples; every third draft is wrong."""
 
     name = "zeros"
 
@@ -187,7 +187,7 @@ def test_reading_prompts_waits_for_nothing(folder: Path, cuda: FakeCuda) -> None
 
 
 def test_a_launch_that_is_tried_again_overwrites_nothing(folder: Path, cuda: FakeCuda) -> None:
-    """What the failed ones sent may be under way still, beside the step in flight; they alone may wait."""
+    """Copies of the failed launches may be under way still, beside the step in flight; only these launches may wait."""
 
     class Tight(Watched):
         def launch(self, plan: Plan) -> LaunchedStep:

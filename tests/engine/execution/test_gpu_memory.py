@@ -1,4 +1,4 @@
-"""What of a GPU's memory becomes KV cache: arithmetic on what a card reports, without the card."""
+"""The share of a GPU's memory that becomes KV cache is arithmetic on what a card reports; no card is needed."""
 
 from __future__ import annotations
 

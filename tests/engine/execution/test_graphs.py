@@ -70,7 +70,7 @@ class FakeDevice:
 
 
 def captured(device: FakeDevice, *ladders: Ladder) -> tuple[tuple[int, int], list[tuple[int, int]]]:
-    """What `capture_all` returned, and what it told of its progress."""
+    """Returns the result of `capture_all`, and the progress that it reported."""
     told: list[tuple[int, int]] = []
     return capture_all(ladders, device, lambda done, total: told.append((done, total))), told
 

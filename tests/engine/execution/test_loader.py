@@ -159,7 +159,7 @@ def parts(weights: Weights) -> Iterator[Tensor | Linear]:
 
 
 def real_bytes(weights: Weights) -> int:
-    """Of all storages, shared ones once; packed linears by their own account, their biases left out."""
+    """Counts the bytes of all storages, shared ones once; packed linears count by `num_bytes`, without biases."""
     storages: dict[int, int] = {}
     packed = 0
     for part in parts(weights):

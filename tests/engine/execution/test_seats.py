@@ -61,7 +61,7 @@ def choose(seats: Seats, plan: Plan, placed: Placed, sampled: list[int]) -> None
 
 
 def launch(seats: Seats, plan: Plan, sampled: list[int]) -> Batch:
-    """What a runner does with a plan, but for the model."""
+    """Does all that a runner does with a plan, except for running the model."""
     placed = place(seats, plan)
     batch = inputs_of(seats, placed).batch
     choose(seats, plan, placed, sampled)

@@ -300,7 +300,7 @@ def test_log_probabilities_come_along(model: LoadedModel, folder: Path, expected
 def test_a_prompt_is_scored_beside_steps_in_flight(
     model: LoadedModel, expected: StepDriver, preempt_at: tuple[int, ...]
 ) -> None:
-    """What a step brings of a sequence that gave way meanwhile counts."""
+    """The tokens that a step brings for a sequence count even if it was preempted meanwhile."""
     request = ask("scored", 70, num_prompt_logprobs=2)
     (alone,) = StepDriver(device_runner(model, None, num_ahead=0)).run(request).outputs["scored", 0][:1]
     device = RepeatingDevice()
@@ -470,7 +470,7 @@ def test_a_closed_runner_has_no_model(model: LoadedModel) -> None:
 def test_long_chunks_by_torch_change_no_answer(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the step says of its lengths is what they are."""
+    """The lengths that a step states are its real ones."""
     made: list[gathered.GatheredAttention] = []
 
     def attention(batch: Batch, shape: KVShape) -> Attention:

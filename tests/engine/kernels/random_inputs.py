@@ -17,7 +17,7 @@ from tests.engine.ranges import Range, assert_within, concatenated, exactly
 
 EPS = 1e-5
 Lengths = list[tuple[int, int]]
-"""Of each sequence: (tokens computed before, tokens of this step)."""
+"""For each sequence: (tokens computed before, tokens of this step)."""
 RmsNorm = Callable[[Tensor, Tensor, float], Tensor]
 AddRmsNorm = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
@@ -141,7 +141,7 @@ class AttentionInput:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
-    """Of a quantized cache; None is that of queries."""
+    """The dtype of a quantized cache; None stands for that of queries."""
     window: int = 0
     seed: int = 0
 
@@ -204,7 +204,7 @@ class AttentionInput:
         )
 
     def _stored(self, x: Tensor) -> Tensor:
-        """What the cache has of x [tokens, num_kv_heads, head_dim], exactly."""
+        """Returns exactly what the cache stores of x [tokens, num_kv_heads, head_dim]."""
         if self.kv_dtype is None:
             return x
         numbers, scale = quantize_kv(x, self.kv_dtype)

@@ -30,7 +30,7 @@ WITH_TILES = ("amx", "tiles")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Types:
-    """What each part of a native model is stored in."""
+    """The dtype of each part of a native model."""
 
     linear: torch.dtype
     embedding: torch.dtype | None
@@ -203,7 +203,7 @@ class TableModel:
 
 
 class PlainModel:
-    """The same in the reference operations of `engine.kernels.reference`, float32."""
+    """The decoder in the reference operations of `engine.kernels.reference`, float32."""
 
     def __init__(self, checkpoint: Checkpoint, kv: KVCache) -> None:
         self.checkpoint, self.kv = checkpoint, kv

@@ -20,7 +20,7 @@ EXPONENTS = {
     "denormal sums": (60, 66),
     "infinite sums": (187, 193),
 }
-"""Of the operands, as they are stored."""
+"""The dtypes that operands are stored in."""
 
 
 @pytest.fixture(scope="module", params=[AVX512BF16])

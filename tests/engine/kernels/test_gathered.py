@@ -231,7 +231,7 @@ def test_nothing_of_the_trials_stays_on_the_device(monkeypatch: pytest.MonkeyPat
 
 
 def lower_right(num_queries: int, context: int) -> Tensor:
-    """What torch makes of its own mask, which cannot be made while a mode is at work."""
+    """Returns torch's own mask as a tensor; it cannot be made while a mode is at work."""
     return torch.ones(num_queries, context, dtype=torch.bool).tril(context - num_queries)
 
 
@@ -249,7 +249,7 @@ class Lengths(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def on_hopper(patch: pytest.MonkeyPatch, longest: int) -> ContiguousBackend:
-    """What stands for cuDNN where there is none, for chunks of 32 tokens up to the longest."""
+    """Makes a backend that stands in for cuDNN, for chunks of 32 tokens up to the longest."""
     patch.setattr(gathered, "PLAN_ALIGNMENT", 4)
     patch.setattr(gathered, "CUDNN", replace(CUDNN, backend=SDPBackend.FLASH_ATTENTION))
     return gathered.backends_for(HOPPER, longest)[0]

@@ -166,7 +166,7 @@ def test_a_level_needs_what_the_one_below_needs_and_more(names: tuple[levels.Lev
 
 @pytest.mark.long("other instruction sets")
 def test_every_level_of_this_architecture_compiles() -> None:
-    """Those that this machine has are compiled for the other tests anyway."""
+    """The other levels, which this machine has, are compiled for other tests anyway."""
     try:
         build.find_compiler()
     except NativeUnavailable as error:

@@ -135,7 +135,7 @@ def made_up(shape: Shape, seed: int = 0) -> Tensor:
 
 
 def quantized(x: Range) -> Range:
-    """What an int8 cache makes of keys or values [T, heads, head_dim]."""
+    """Returns keys or values [T, heads, head_dim] as an int8 cache stores them."""
     largest = torch.maximum(x.low.abs(), x.high.abs()).amax(-1, keepdim=True)
     scale = Range(largest, largest).widened(4 * UNIT).scaled(1 / 127)
     quotients = torch.stack([a / b for a in (x.low, x.high) for b in (scale.low, scale.high)]).nan_to_num(0)

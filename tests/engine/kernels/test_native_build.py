@@ -1,4 +1,4 @@
-"""What is said of a compiler that could not build the CPU kernels: one line with the cause, and what can be done."""
+"""A compiler that cannot build the CPU kernels is reported in one line with the cause, and what can be done."""
 
 from __future__ import annotations
 

@@ -269,7 +269,7 @@ def test_a_tiny_temperature_is_the_argmax(choose: NativeChoose) -> None:
 
 
 def test_ties_are_kept_together(choose: NativeChoose) -> None:
-    """What shares the level of the last token that top-k or top-p keeps is kept too."""
+    """All tokens on the level of the last one that top-k or top-p keeps are kept, too."""
     logits = torch.tensor([2.0] + [1.0] * 5 + [-9.0]).repeat(500, 1)
     for changes in ({"top_k": 2}, {"top_p": 0.5}):
         tokens, _ = run(choose, logits, [Row(seed=seed, **changes) for seed in range(500)])

@@ -25,7 +25,7 @@ PHASES = {
     "gather": 1,
     "head": 1,
 }
-"""Of one step of a model with LAYERS layers."""
+"""The sections of one step of a model with LAYERS layers."""
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def test_slots_follow_the_block_tables(sequences: list[tuple[int, int]]) -> None
 
 
 def test_rows_that_pad_a_batch_have_no_slot() -> None:
-    """Those past the last sequence, sequences without rows among them, and those of a negative position."""
+    """Padding is past the last sequence, of sequences without rows, or at a negative position."""
     batch = make_batch([(2, 2), (0, 1), (7, 1)])
     slots = slot_mapping(batch, BLOCK_SIZE).tolist()
     batch.positions = torch.cat((batch.positions, int32([3, 90])))

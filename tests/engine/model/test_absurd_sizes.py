@@ -21,7 +21,7 @@ from engine.model.weights import check_tensors
 from tests.engine.checkpoints import FAMILIES, make_checkpoint, make_config
 
 MOST_BYTES = 4 << 20
-"""Of Python's memory, for one load of a tiny checkpoint, or its refusal."""
+"""The most of Python's memory that one load of a tiny checkpoint, or its refusal, may take."""
 
 ABSURD = (10**6, 2**31 - 1, 10**12)
 BACKED_BY_TENSORS = (
@@ -101,7 +101,7 @@ def checkpoint(tmp_path: Path, tensors: Callable[[str], Path]) -> Callable[..., 
 
 
 def load(folder: Path) -> LoadedModel | CheckpointError | NotEnoughMemory:
-    """What loading comes to, in plain torch; it may not take more than MOST_BYTES."""
+    """Loads in plain torch, or returns the refusal; neither may take more than MOST_BYTES."""
     options = LoadOptions(device="cpu", block_size=8, max_num_seqs=2, max_batch_tokens=16, kv_bytes=1 << 20)
     tracemalloc.start()
     try:

@@ -1,4 +1,4 @@
-"""What is kept of `--quantize` is what would be made again, and trouble with it is a line and nothing worse."""
+"""The cache of `--quantize` has what would be made again, and trouble with it is a line and nothing worse."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make(folder: Path, family: str = "llama", seed: int = 0) -> Path:
 
 
 def prepare(folder: Path, name: str = "int4") -> tuple[Checkpoint, list[str]]:
-    """What weights would be loaded from, and what was said."""
+    """Returns the checkpoint that weights would be loaded from, and the lines of progress."""
     said: list[str] = []
     source = Checkpoint(read_config(folder), TensorFiles(folder), Recipe(quantization=Quantization(name)))
     return quantized(source, said.append, lambda *_: None), said

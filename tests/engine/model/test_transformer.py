@@ -58,7 +58,7 @@ class Oracle:
     token_ids: list[int]
     expected: Tensor
     error: float
-    """Of any logit, between two decoders in float32."""
+    """The largest difference of any logit between two decoders in float32."""
 
 
 class Case:

@@ -30,7 +30,7 @@ class FirstOfTwo:
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
         self.captured: Counter[str] = Counter()
-        """Those that were asked for while a graph was recorded."""
+        """Counts the calls that were made while a graph was recorded."""
 
     def sum(self, x: Tensor) -> Tensor:
         self._count("sum")

@@ -22,7 +22,7 @@ modest = settings(max_examples=examples(60), deadline=None)
 
 
 def row_of(token_ids: list[int], request: Request) -> TokenLogprobs:
-    """What the fake model says of every token that may follow."""
+    """Returns the log probabilities that the fake model gives to the tokens that may follow."""
     state = next_token(token_ids, request, 0) + 1
     logits = [(state * (37 + 11 * token_id)) % 101 / 25 for token_id in range(VOCABULARY)]
     total = math.log(sum(map(math.exp, logits)))
@@ -48,7 +48,7 @@ class QueuedBeamRunner(QueuedRunner):
 
 
 def found(request: Request, max_len: int) -> list[list[int]]:
-    """What a search without an engine finds."""
+    """Searches without an engine."""
     assert request.beams is not None
     prompt = list(request.prompt_token_ids)
     most = min(request.sampling.max_tokens, max_len - len(prompt))

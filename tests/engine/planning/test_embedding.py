@@ -1,4 +1,4 @@
-"""What sentence-transformers' files say of a checkpoint's embeddings."""
+"""The files of sentence-transformers decide how a checkpoint's embeddings are pooled."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def sequence_of(prompt: list[int], answer: list[int], tenant: str = "ann") -> Se
 
 
 def best_by_hand(tokens: list[int], recent: list[int]) -> tuple[int, int]:
-    """Of the four latest places after the last three tokens, the one after the longest run."""
+    """Finds, of the four latest places after the last three tokens, the one after the longest run."""
     places = [
         place
         for place in range(SHORTEST, len(tokens))

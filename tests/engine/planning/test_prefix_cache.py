@@ -1,4 +1,4 @@
-"""What a prompt finds of those before it, what is given up first, and how those who wait for a prefix go on."""
+"""The prefix cache: what a prompt finds in it, what is evicted first, and how requests that wait for a prefix go on."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def logged(workload: Workload) -> tuple[Run, PrefixLog]:
 
 
 def hashes_of(tables: BlockTables, replay: Replay) -> set[bytes]:
-    """What the index knows, as far as a replay could ever have heard of it; and it is all there is."""
+    """Returns the hashes in the index that a replay can know of, and checks that there are no others."""
     known = {block_hash for block_hash in replay.ever if tables.index.knows_hash(block_hash)}
     assert len(known) == len(tables.index)
     return known
@@ -162,7 +162,7 @@ class Watched:
         )
 
     def events_of(self, name: str, prompt: list[int]) -> list[PrefixEvent]:
-        """What the reports tell until the request has ended."""
+        """Returns the events of all reports until the request has ended."""
         self.queue.put(make_request(name, prompt, max_tokens=1), 0.0)
         self.engine.wake()
         told: list[PrefixEvent] = []

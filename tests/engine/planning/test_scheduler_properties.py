@@ -1,4 +1,4 @@
-"""What every plan keeps, over random work: requests that arrive at any time to an engine short of blocks and seats."""
+"""Invariants of every plan, over random work: requests arrive at any time to an engine short of blocks and seats."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_without_preemption_and_prefix_cache_every_token_is_computed_once(worklo
 @modest
 @given(workloads(num_choices=(1,)))
 def test_the_requests_of_one_lane_start_in_the_order_in_which_they_came(workload: Workload) -> None:
-    """Those that wait for a prefix excepted, which is why each has a salt of its own here."""
+    """Requests that wait for a prefix are excepted, which is why each has a salt of its own here."""
     alone = tuple(replace(r, salt=r.request_id.encode()) for r in workload.requests)
     run = Run(replace(workload, requests=alone)).finish()
     came = sorted(zip(workload.arrivals, alone, strict=True), key=lambda pair: pair[0])

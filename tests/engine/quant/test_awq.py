@@ -13,7 +13,7 @@ IN = 64
 
 
 def inputs() -> Tensor:
-    """Of [samples, in], with a few channels that are much larger than the rest."""
+    """Returns inputs [samples, in], with a few channels that are much larger than the rest."""
     x = torch.randn(800, IN, generator=torch.Generator().manual_seed(1))
     x[:, [3, 40]] *= 30
     return x

@@ -52,7 +52,7 @@ def test_tensors_are_as_announced(grid: Grid) -> None:
 
 
 def test_the_library_writes_the_config_alike() -> None:
-    """What we write and what the library makes of it mean the same."""
+    """The config that we write means to the library what it means to us."""
     ours = quantization_config(
         [(["re:.*layers\\.(0)\\..*"], Grid(8, None, True, torch.float16), False),
          (["re:.*layers\\.(1|2)\\..*"], Grid(4, 64, False, torch.float16), True)],

@@ -1,4 +1,4 @@
-"""What each quantization makes of which linear map."""
+"""Each quantization changes the linear maps that it is for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the description of a stored tensor allows."""
+"""The description of a stored tensor decides what is accepted."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def assert_by_hand(token_ids: list[int], logits: Tensor, sequences: Iterable[Seq
 
 @lru_cache(maxsize=4)
 def states(num: int, index: int = 0) -> NDArray[np.uint64]:
-    """Those of choice `index` of the requests with the seeds 0, 1, ..."""
+    """Returns the states of choice `index` of the requests with the seeds 0, 1, ..."""
     return np.array([split_mix(seed, index) for seed in range(num)], np.uint64)
 
 

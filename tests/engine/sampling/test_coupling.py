@@ -43,7 +43,7 @@ def by_gumbel_max(p: F64, q: F64) -> float:
 
 
 def by_inverse_cdf(p: F64, q: F64) -> float:
-    """The same of two distributions that one uniform number is looked up in: the overlap of their intervals."""
+    """Returns the probability that one uniform number finds the same token in both: the overlap of their intervals."""
     p_ends, q_ends = p.cumsum(), q.cumsum()
     overlaps = np.minimum(p_ends, q_ends) - np.maximum(p_ends - p, q_ends - q)
     return float(np.maximum(overlaps, 0).sum())

@@ -139,7 +139,7 @@ def test_two_tokens_are_independent_over_all_keys(pair: tuple[int, int]) -> None
 
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_output_tokens_are_independent_of_each_other(distance: int) -> None:
-    """Of one sequence, `distance` steps apart."""
+    """The tokens are of one sequence, `distance` steps apart."""
     num = 20_000
     state = as_int64(np.full(num + distance, states(1)[0]))
     bits = hashes(noise_keys(state, torch.arange(num + distance, dtype=torch.int32)), 2)[:, 1]

@@ -67,7 +67,7 @@ def test_a_token_is_chosen_as_written_down(
 @given(st.lists(ROWS, min_size=1, max_size=5), st.integers(0, 2**32 - 1), st.sampled_from([0.5, 4.0]))
 @settings(max_examples=examples(80))
 def test_the_tokens_of_some_steps_are_those_by_hand(rows: list[Any], seed: int, scale: float) -> None:
-    """What was chosen is counted, and penalised in the next step."""
+    """A token that was chosen is counted, and penalised in the next step."""
     sequences = [make_sequence(params, prompt, output, i) for i, (params, prompt, output) in enumerate(rows)]
     sampler = holding(sequences)
     for step in range(3):

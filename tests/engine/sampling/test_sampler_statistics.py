@@ -75,7 +75,7 @@ def test_frequencies_over_the_tokens_of_one_sequence_are_the_probabilities(
 
 
 def test_frequencies_of_a_sampler_are_the_probabilities(choose: Choose) -> None:
-    """Of requests, all parameters together."""
+    """The requests have all parameters together."""
     params: dict[str, Any] = {"temperature": 1.7, "top_k": 15, "top_p": 0.9, "min_p": 0.03}
     logits = random_logits(7)
     sequences = [make_sequence({**params, "seed": seed}) for seed in range(2_000)]

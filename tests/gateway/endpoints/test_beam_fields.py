@@ -30,7 +30,7 @@ async def replied(at: Gateway, body: dict[str, Any], **headers: str) -> Any:
 
 
 async def searched(at: Gateway, body: dict[str, Any], *texts: str) -> tuple[Request, dict[str, Any]]:
-    """What the engine is asked, and the reply if it finds these answers."""
+    """Returns the engine's request, and the reply if the engine finds these answers."""
     asking = asyncio.create_task(replied(at, body))
     taken = asyncio.create_task(at.taken())
     await asyncio.wait([asking, taken], return_when=asyncio.FIRST_COMPLETED)

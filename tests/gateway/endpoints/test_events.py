@@ -62,7 +62,7 @@ async def first(found: AsyncIterator[tuple[str, Any]], kind: str) -> Any:
 
 
 async def kinds(found: AsyncIterator[tuple[str, Any]], number: int) -> list[str]:
-    """Of so many events."""
+    """Returns the kinds of so many events."""
     return [(await anext(found))[0] for _ in range(number)]
 
 

@@ -39,7 +39,7 @@ async def replied(gateway: Gateway, body: dict[str, Any], **headers: str) -> Any
 
 
 async def requested(body: dict[str, Any], gateway: Gateway | None = None) -> Request:
-    """What the engine is asked."""
+    """Returns the request that the engine gets."""
     gateway = gateway or Gateway()
     asking = asyncio.create_task(replied(gateway, body))
     taken = asyncio.create_task(gateway.taken())

@@ -1,4 +1,4 @@
-"""What the operator sees and sets: keys, metrics, request ids, origins, the page."""
+"""The operator's side: keys, metrics, request ids, origins, the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reply tells of its tokens: how many were reasoning, and on `/v1/responses` how likely the others were."""
+"""A reply counts its reasoning tokens, and on `/v1/responses` has the log probabilities of the others."""
 
 from __future__ import annotations
 

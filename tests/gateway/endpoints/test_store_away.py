@@ -1,4 +1,4 @@
-"""What this process knows of a response it says, whatever state the store is in."""
+"""A process answers with what it knows of a response, whatever state the store is in."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ STREAMED = pytest.mark.parametrize("stream", [True, False], ids=["streamed", "in
 
 
 def endings(caplog: pytest.LogCaptureFixture) -> list[bool]:
-    """Of each logged request, whether its reply was whole."""
+    """Returns for each logged request whether its reply was whole."""
     return [
         record.__dict__["fields"]["whole"] for record in caplog.records if record.name == "penstock.access"
     ]

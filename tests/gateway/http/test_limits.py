@@ -1,4 +1,4 @@
-"""What is counted in a body before it is parsed, and what is found of its nesting afterwards."""
+"""Limits of a body: entries are counted before it is parsed, nesting afterwards."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ HELD_BY_LOOP = 40
 HELD_IN_ONE_PIECE = 200
 TIMES_ITS_SIZE = 20
 SPARE_BYTES = 8 * 1024 * 1024
-"""What any request may take beside, however small: thousands of empty messages come to a few megabytes."""
+"""The memory that any request may take beside, however small: thousands of empty messages come to a few megabytes."""
 
 
 def filled(start: str, entry: str, end: str, most: int = MAX_BYTES) -> bytes:
@@ -46,7 +46,7 @@ def filled(start: str, entry: str, end: str, most: int = MAX_BYTES) -> bytes:
 
 
 def numbered(start: str, entry: str, end: str, number: int) -> bytes:
-    """The same of different entries, each with its number in it."""
+    """Repeats an entry, each with its own number in it."""
     return f"{start}{','.join(entry % i for i in range(number))}{end}".encode()[:MAX_BYTES]
 
 
@@ -208,7 +208,7 @@ async def send(http: httpx.AsyncClient, path: str, body: bytes) -> int:
 
 
 async def plain_s(http: httpx.AsyncClient) -> float:
-    """What one plain request takes of the processor, client included."""
+    """Returns the processor time of one plain request, client included."""
     body, times = orjson.dumps(chat_body()), 20
     started_s = time.process_time()
     for _ in range(times):

@@ -1,4 +1,4 @@
-"""What is large is packed and read beside the event loop: each is measured against the same work done on it."""
+"""Large values are packed and read beside the event loop: each is measured against the same work done on it."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ async def test_changes_are_written_in_batches_and_kept_while_the_store_is_away()
 
 @pytest.mark.parametrize("with_tokens", [True, False])
 async def test_prompts_leave_the_process_only_where_they_may(with_tokens: bool) -> None:
-    """What is resident where is told all the same."""
+    """The store is still told which blocks are resident."""
     tracker, store = PrefixTracker(), PrefixStore()
     prompts = {salt: stored(range(8), salt) for salt in (b"ann", b"ann" + PRIVATE)}
     for events in prompts.values():
@@ -360,7 +360,7 @@ async def test_it_is_written_by_itself_while_running_and_faults_do_not_end_that(
 
 
 def changes_of(*chains: tuple[Sequence[int], int], salt: bytes = b"") -> list[PrefixChange]:
-    """What a store has of these chains and their hits, one used after the other."""
+    """Returns the records of these chains and their hits, one used after the other."""
     clock = Clock()
     tracker = PrefixTracker(clock=clock)
     for chain, num_hits in chains:

@@ -1,4 +1,4 @@
-"""What every store does alike: in memory, in Redis, and in both together."""
+"""The contract of all stores: in memory, in Redis, and in both together."""
 
 from __future__ import annotations
 

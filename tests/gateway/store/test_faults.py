@@ -50,7 +50,7 @@ CALLS: dict[str, Callable[[SharedStore], Awaitable[object]]] = {
     "beat": lambda store: store.beat(),
 }
 STANDING_IN = ("put", "add", "replace", "list", "reserve", "settle", "renew", "release")
-"""What memory does while Redis is gone; the others say so."""
+"""The operations that memory does while Redis is gone; the others are refused."""
 
 
 def shared_store(server: RedisServer, link_clock: Clock) -> SharedStore:
@@ -272,7 +272,7 @@ async def test_it_is_found_out_although_the_answer_that_told_it_was_lost(
 
 
 async def test_a_redis_that_was_emptied_is_found_out_by_whoever_asks_first(server: RedisServer) -> None:
-    """What this process has is served, and an idempotency key that was used stays used."""
+    """The objects of this process are served, and an idempotency key that was used stays used."""
     store = SharedStore(MemoryStore(), redis_store(server))
     key, claim = record("kept"), record("claim", kind="idempotency")
     await store.beat()

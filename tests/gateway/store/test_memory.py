@@ -1,4 +1,4 @@
-"""What is in this process is bounded, and expires."""
+"""The memory store is bounded, and its entries expire."""
 
 from __future__ import annotations
 

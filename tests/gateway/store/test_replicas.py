@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("closing")]
 SECTIONS = {"record", "records", "journal", "tokens", "unfinished", "used", "leases"} | {
     *("prefix", "hot", "resident", "replicas", "since")
 }
-"""Of keys, as the README names them."""
+"""The kinds of keys, as the README names them."""
 BEGUN = JournalChange("s", b"header", 0, (1,), 600)
 
 

@@ -49,7 +49,7 @@ def form(text: str) -> Form:
 
 
 async def slow_ones(compiling: Compiling, compiler: Compiler, num: int) -> list[asyncio.Task[None]]:
-    """Of so many tenants, all begun."""
+    """Begins a slow compilation for each of so many tenants."""
     tasks = [asyncio.create_task(compiling.compile(f"slow {i}", form("slow"))) for i in range(num)]
     for _ in tasks:
         assert await asyncio.to_thread(compiler.begun.acquire, timeout=30)

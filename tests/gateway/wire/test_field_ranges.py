@@ -61,7 +61,7 @@ async def accepted(path: str, body: dict[str, Any]) -> Request:
 
 
 async def params_of_refusals(path: str, *contents: str) -> list[str | None]:
-    """What each of these bodies is refused for."""
+    """Returns the field that each of these bodies is refused for."""
     headers = {"content-type": "application/json"}
     async with client(Gateway(tokenizer=TOKENIZER).app) as http:
         answers = [await asyncio.wait_for(http.post(path, content=c, headers=headers), 10) for c in contents]

@@ -1,4 +1,4 @@
-"""What a user writes is text: where it spells the demo model's special tokens, the model reads their letters."""
+"""A user's message is text: where it spells the demo model's special tokens, the model reads their letters."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "
 
 
 async def grammar_of(path: str, body: dict[str, Any]) -> Grammar | None:
-    """What the engine is told."""
+    """Returns the grammar that the engine gets."""
     gateway = Gateway()
     async with client(gateway.app) as http:
         asking = asyncio.create_task(http.post(path, json=body))

@@ -1,4 +1,4 @@
-"""What k drafts in every step come to, and how it is told."""
+"""The figures of k drafts in every step, and their table."""
 
 from __future__ import annotations
 

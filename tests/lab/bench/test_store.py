@@ -1,4 +1,4 @@
-"""What the part store of `penstock bench` is made of: a Redis of its own, a slow line to it, and the whole, quick."""
+"""The parts of the store's bench: a Redis of its own, a slow line to it, and the whole, quick."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of the demo model share: a small tokenizer, and tensors too small for a second thread."""
+"""Fixtures of the demo model's tests: a small tokenizer, and one thread for small tensors."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """Of 320 tokens; a module that needs another has its own."""
+    """A tokenizer of 320 tokens; a module that needs another has its own."""
     return train_tokenizer(texts(1, 40), vocab_size=320)

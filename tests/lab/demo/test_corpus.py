@@ -1,4 +1,4 @@
-"""What the generated corpus promises."""
+"""Properties of the generated corpus."""
 
 import json
 import re
@@ -91,7 +91,7 @@ def worked_out(expression: str) -> float:
 
 
 def plainly_answered() -> Iterator[tuple[str, str, str]]:
-    """What precedes a conversation, a question that no tool was called for, and its answer."""
+    """Yields the system prompt of a conversation, a question that no tool was called for, and its answer."""
     for messages in lessons():
         first = messages[0][1] if messages[0][0] == "system" else ""
         for (role, question), (_, answer) in pairwise(messages):

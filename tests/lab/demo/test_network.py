@@ -169,7 +169,7 @@ def test_what_rotated_vectors_say_to_each_other_depends_on_their_distance(
 
 @given(SEEDS, st.integers(2, 24), st.integers(2, 24))
 def test_orthogonalising_brings_every_singular_value_near_one(seed: int, rows: int, columns: int) -> None:
-    """Of matrices that are well away from singular; the coefficients leave values between 0.7 and 1.2."""
+    """The matrices are well away from singular; the coefficients leave values between 0.7 and 1.2."""
     generator = torch.Generator().manual_seed(seed)
     u, _, vh = torch.linalg.svd(torch.randn(rows, columns, generator=generator), full_matrices=False)
     values = torch.rand(min(rows, columns), generator=generator) + 0.5

@@ -1,4 +1,4 @@
-"""What the demo model is taught: of each conversation the assistant's words alone, and nothing across conversations."""
+"""The demo model is taught the assistant's words alone of each conversation, and nothing across conversations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of routing share: messages of replicas that differ in what is asked for alone."""
+"""Messages of replicas for tests of routing; they differ in the given fields alone."""
 
 from __future__ import annotations
 

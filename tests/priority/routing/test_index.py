@@ -61,7 +61,7 @@ def test_what_is_expected_is_found_until_it_is_not() -> None:
 
 
 def test_memory_is_bounded_and_long_hits_are_still_found() -> None:
-    """Of 4,000 blocks 1,000 are kept, so a hit is known to within a few blocks; which are kept is the same for all."""
+    """A quarter of the 4,000 blocks is kept, the same ones of all chains, so a hit is known to within a few blocks."""
     index = BlockIndex(1_000)
     chains = [chain(f"{i}", 400) for i in range(10)]
     for slot, blocks in enumerate(chains):

@@ -1,4 +1,4 @@
-"""What replicas push survives the wire, and what is malformed is refused by the name of its field."""
+"""Messages of replicas survive the wire, and a malformed one is refused by the name of its field."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.engine.ranges import assert_logprobs
 ULPS = 4
 """Two scores may change places if they differ by less, in units in the last place of their logit and their noise."""
 SHARE = 2.0**-18
-"""Of top_p: exponentials are rounded, too, so that the mass above a level may be so much more or less."""
+"""The tolerance of top_p: exponentials are rounded, too, so that the mass above a level may be so much more or less."""
 
 
 def checked_sample(
@@ -80,7 +80,7 @@ def _nearly_best(
 
 
 def _with_top_p(tables: SamplingTables, share: float) -> SamplingTables:
-    """The same parameters, but for top_p where it is less than 1."""
+    """Returns the parameters with another top_p where it is less than 1."""
     copied = copy(tables)
     copied.rows = tables.rows.clone()
     copied._by_dtype = {dtype: copied.rows.view(dtype) for dtype in tables._by_dtype}

@@ -13,7 +13,7 @@ OPTIONS = {"enable_fp_fusion": False}
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """What the layers of a model look like."""
+    """The sizes of a model's layers."""
 
     name: str
     hidden: int

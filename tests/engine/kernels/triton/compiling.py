@@ -55,7 +55,7 @@ class Case:
 
     name: str
     kernel: Any
-    """What `@triton.jit` made."""
+    """The function that `@triton.jit` returned."""
     arguments: Mapping[str, str]
     """Type of every argument that is no constexpr: "*bf16", "*i32", "i32", "fp32"."""
     constexprs: Mapping[str, Any] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What ptxas made of a case on one architecture."""
+    """The result of ptxas for a case on one architecture."""
 
     registers: int
     """Per thread."""
@@ -99,7 +99,7 @@ def cases() -> Iterator[Case]:
 
 
 def compile_all(keys: Sequence[str]) -> dict[str, Compiled | str]:
-    """What became of each case on an architecture, by `key`; a text is the error that stopped it."""
+    """Returns the result of each case on an architecture, by `key`; a text is the error that stopped it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     finished = subprocess.run(
         [sys.executable, "-m", __name__, *keys],

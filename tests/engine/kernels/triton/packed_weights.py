@@ -45,7 +45,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What a weight is like, apart from its sizes."""
+    """The format of a weight; its sizes are given later."""
 
     code: Code
     group_size: int | None = None

@@ -52,7 +52,7 @@ def _small_tiles() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a layer made of a step."""
+    """The output and the cache of a layer after a step."""
 
     slots: Tensor
     queries: Tensor

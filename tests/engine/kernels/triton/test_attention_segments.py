@@ -79,7 +79,7 @@ def test_the_workspace_of_256_sequences_is_small() -> None:
 def reduced(
     first_items: list[int], query_starts: list[int], num_tokens: int, group: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the reduction makes of random segments: (the result, which was NaN, and outputs and scales)."""
+    """Reduces random segments; returns (the result, which was NaN before, and outputs and scales)."""
     heads, dim, queries = 2 * group, 12, 3
     generator = torch.Generator().manual_seed(0)
     outputs = torch.randn(first_items[-1], 2, queries * group, dim, generator=generator)

@@ -32,7 +32,7 @@ def trials() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> dict[str, Compiled | str]:
-    """What became of the cases that the tests of this run ask for."""
+    """Compiles the cases that the tests of this run ask for."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     return compile_all(
         [item.callspec.id for item in items if item.originalname == "test_kernel_fits_the_card"]

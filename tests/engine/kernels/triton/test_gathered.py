@@ -57,7 +57,7 @@ def mixed(case: AttentionInput, backends: Backends, prepare_paged: PrepareAttent
 
 
 def check(case: AttentionInput, backends: Backends) -> None:
-    """What nobody wrote is not a number, and must not matter."""
+    """Compares with the expected result; cache that nobody wrote is NaN, and must not matter."""
     assert_within(mixed(case, backends), case.expected())
 
 

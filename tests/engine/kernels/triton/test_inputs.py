@@ -88,7 +88,7 @@ def test_the_kernel_says_what_plain_torch_says(
 
 
 def test_a_replay_goes_on_where_the_step_before_it_ended(device: torch.device) -> None:
-    """The same tensors, as in a graph: a prompt, then tokens that only the device knows."""
+    """The tensors are reused as in a graph: a prompt, then tokens that only the device knows."""
     table = SequenceTable(2, 4, BLOCK_SIZE, CPU)
     table.block_tables[:-1] = torch.arange(1, 9).view(2, 4)
     table.prompt_lens[:-1] = 3

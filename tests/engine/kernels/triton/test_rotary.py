@@ -58,7 +58,7 @@ def test_the_cache_may_be_of_another_dtype(device: torch.device) -> None:
 def test_a_quantized_cache_has_the_bits_of_the_specification(
     dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Of what the same kernel stores unquantized: numbers and scales, zeros, large and lost heads among them."""
+    """Quantized heads are those of the unquantized kernel, with zeros, large heads and lost ones among them."""
     layer = Layer(6, 3, 20, 4, norms=False)
     step = RotationInput(layer, 30, dtype, device, seed=4)
     step.places.slots.copy_(torch.randperm(NUM_BLOCKS * 4)[:30])

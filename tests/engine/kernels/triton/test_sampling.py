@@ -108,7 +108,7 @@ class SequenceGroup:
 
 
 def reference_tokens(group: SequenceGroup, logits: Tensor, slots: list[int]) -> list[int]:
-    """What the reference chooses now; nothing is counted."""
+    """Returns the tokens that the reference chooses now; it counts none."""
     counts = group.sampler.tables.counts.clone()
     arguments = group.arguments(slots)
     found, _ = reference.choose(logits, group.sampler.tables, *arguments, group.sampler.filters(slots))

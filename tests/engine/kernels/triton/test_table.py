@@ -151,9 +151,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal", "masked_select", "unique_dim"}
-"""What needs a value or a length from the device."""
+"""Operations that need a value or a length from the device."""
 MOVING = {"_to_copy", "clone", "index", "cat"}
-"""What is a pass over memory of its own. (The interpreter itself uses copy_.)"""
+"""Operations that are a pass over memory of their own. (The interpreter itself uses copy_.)"""
 
 
 def test_torch_is_left_with_the_linear_maps(device: torch.device) -> None:

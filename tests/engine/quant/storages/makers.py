@@ -30,7 +30,7 @@ INT4 = torch.int4  # type: ignore[attr-defined]
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What a checkpoint stores of a weight, by suffix, and what it stands for."""
+    """The tensors that a checkpoint stores of a weight, by suffix, and the weight that they stand for."""
 
     tensors: dict[str, Tensor]
     weight: Tensor

@@ -123,7 +123,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, label: str) -> None:
 
 
 def tolerance(way: Way) -> float:
-    """What a relative error of logits may be; the library may have the weights in 16 bits."""
+    """Returns the largest allowed relative error of logits; the library may have the weights in 16 bits."""
     storage = storage_of(way.config, Q)
     if isinstance(storage.format(64, 96), Integers):
         return 0.05

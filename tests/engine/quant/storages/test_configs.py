@@ -1,4 +1,4 @@
-"""What quantization_config says: which linear maps it means, and what in it is refused."""
+"""The entries of quantization_config: which linear maps they mean, and which are refused."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def storage_of(config: Config, name: str = NAME) -> Storage:
 def repacked(
     storage: Storage, tensors: dict[str, Tensor], out_features: int, in_features: int
 ) -> NamedTensors:
-    """What the loader makes of the tensors, with all its checks."""
+    """Reads the tensors as the loader does, with all its checks."""
     wanted = {}
     for tensor in storage.tensors(out_features, in_features):
         if tensor.suffix not in tensors:

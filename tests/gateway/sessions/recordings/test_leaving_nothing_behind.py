@@ -161,7 +161,7 @@ class RecordingsMachine(RuleBasedStateMachine):
 
     @rule()
     def the_server_is_killed(self) -> None:
-        """What it had in memory is gone, and whatever its clients had."""
+        """Its memory is lost, and so are the connections of its clients."""
         self.readers.clear()
         self.store.orphan()
         self.begin()

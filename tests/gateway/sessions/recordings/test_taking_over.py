@@ -1,4 +1,4 @@
-"""What one server began another one finishes: same events, same numbers."""
+"""A stream that one server began is finished by another one: same events, same numbers."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ async def begun_again(gateway: Gateway) -> Recording:
 
 
 WORDS = ["ab", "xyz", "q"]
-"""What the choices of one request say, a token a character."""
+"""The texts of the choices of one request, a token a character."""
 
 
 def several(**fields: Any) -> Request:

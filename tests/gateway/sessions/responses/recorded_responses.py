@@ -114,7 +114,7 @@ def data_of(frame: bytes) -> Any:
 
 
 def strict(value: Any) -> Any:
-    """What openai's own type reads, and that it reads all of it but our timings."""
+    """Reads the value as openai's own type, and checks that nothing but our timings is unknown to it."""
     found = Response.model_validate_json(json.dumps(value), strict=True)
     assert set(found.model_extra or {}) <= {"store", "timings"}
     return found

@@ -300,7 +300,7 @@ def test_openai_reads_every_event_and_the_numbers_have_no_gap(
 @given(TEXTS)
 @settings(max_examples=examples(50))
 def test_a_clients_snapshot_is_the_response(texts: list[str]) -> None:
-    """What openai's own accumulator makes of the events."""
+    """The snapshot is made of the events by openai's own accumulator."""
     recording = ended("completed", *texts)
     state: Any = ResponseStreamState(input_tools=[], text_format=omit)
     for event in read_events(recording):

@@ -86,7 +86,7 @@ def demo() -> Prompts:
 
 
 def reading(tokenizer: Tokenizer, token_ids: list[int]) -> list[int | str]:
-    """What tokens say: the special ones, and the texts between."""
+    """Splits tokens into special ones and the texts between."""
     found: list[int | str] = []
     run: list[int] = []
     for token_id in [*token_ids, -1]:
@@ -99,7 +99,7 @@ def reading(tokenizer: Tokenizer, token_ids: list[int]) -> list[int | str]:
 
 
 def text_of(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """What the engine makes of generated tokens."""
+    """Decodes generated tokens as the engine does."""
     detokenizer = make_detokenizer(tokenizer)
     return "".join(map(detokenizer.push, token_ids)) + detokenizer.flush()
 

@@ -1,4 +1,4 @@
-"""What a body of Anthropic's asks of a chat."""
+"""A body of Anthropic's becomes that of a chat."""
 
 from __future__ import annotations
 

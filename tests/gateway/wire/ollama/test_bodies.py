@@ -1,4 +1,4 @@
-"""What a body of Ollama's asks of a chat."""
+"""A body of Ollama's becomes that of a chat."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ SCHEMAS: dict[str, Any] = {
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"]
 EOS = 256
 END_OF_TEXT = b"\n</parameter>\n"
-"""Of an argument that is any text: by chance alone it would never end."""
+"""The end of an argument that is any text: by chance alone it would never come."""
 
 
 class Bytes:
