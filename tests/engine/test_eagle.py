@@ -25,7 +25,7 @@ from tests.engine.fake_runner import drafting_always
 from tests.engine.test_drafts import SETTINGS, count, preempting, prompt_of, requests_of, run
 
 SLACK = 0.05
-"""The tolerance of logits with a standard deviation of about 1: kernels round more than the oracle, features to 8 bits."""
+"""The tolerance of logits with a deviation of about 1: kernels round more than the oracle, features to 8 bits."""
 
 
 @dataclass(frozen=True)

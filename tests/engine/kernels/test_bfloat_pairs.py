@@ -20,7 +20,7 @@ EXPONENTS = {
     "denormal sums": (60, 66),
     "infinite sums": (187, 193),
 }
-"""The dtypes that operands are stored in."""
+"""The exponents of the operands, as they are stored."""
 
 
 @pytest.fixture(scope="module", params=[AVX512BF16])

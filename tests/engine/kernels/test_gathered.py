@@ -231,7 +231,7 @@ def test_nothing_of_the_trials_stays_on_the_device(monkeypatch: pytest.MonkeyPat
 
 
 def lower_right(num_queries: int, context: int) -> Tensor:
-    """Returns torch's own mask as a tensor; it cannot be made while a mode is at work."""
+    """Returns the mask of torch's `causal_lower_right` as a tensor; its own cannot be made while a mode is at work."""
     return torch.ones(num_queries, context, dtype=torch.bool).tril(context - num_queries)
 
 

@@ -25,7 +25,7 @@ PHASES = {
     "gather": 1,
     "head": 1,
 }
-"""The sections of one step of a model with LAYERS layers."""
+"""How often each phase runs in one step of a model with LAYERS layers."""
 
 
 @pytest.fixture(scope="module")
