@@ -1,0 +1,1 @@
+"""The documentation, and what makes its reference pages."""

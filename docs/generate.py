@@ -1,0 +1,266 @@
+"""Writes docs/reference from the code: `python -m docs.generate`. Nothing on the pages depends on the machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+from unittest import mock
+
+from prometheus_client import CollectorRegistry
+from pydantic import ByteSize
+from pydantic.fields import FieldInfo
+from starlette.routing import Route
+
+import cluster.metrics
+import gateway.metrics
+from app.cli import main
+from app.settings import ENV_PREFIX, Settings, default_text, flag
+from engine.kernels.cpu import levels, prebuilt
+from gateway.endpoints.openapi import OpenApi
+from gateway.endpoints.operations import OPERATIONS
+from gateway.http.limits import Limits
+from gateway.store.interface import StoreStats
+from priority.lanes import LanePolicy
+
+FOLDER = Path(__file__).parent / "reference"
+_NOTE = "<!-- Written by `python -m docs.generate`: change the code, not this page. -->"
+
+
+def pages() -> dict[str, str]:
+    """Makes the pages, by their names."""
+    return {
+        "settings.md": _page("Settings", _settings()),
+        "commands.md": _page("Commands", _command([])),
+        "http.md": _page("The HTTP API", _http()),
+        "metrics.md": _page("Metrics", _metrics()),
+    }
+
+
+def _page(title: str, blocks: Iterable[str]) -> str:
+    return "\n\n".join([f"# {title}", _NOTE, *blocks]) + "\n"
+
+
+def _table(heads: str, rows: Iterable[Iterable[str]]) -> str:
+    lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
+    rule = " | ".join("---" for _ in heads.split("|"))
+    return "\n".join(f"| {line} |" for line in [heads, rule, *lines])
+
+
+def _codes(values: Iterable[object]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
+# Settings
+
+
+def _settings() -> Iterator[str]:
+    yield """\
+Every setting is a flag of `penstock serve`, a variable, and a key of the TOML file that `--config` names. A flag counts
+before a variable, and a variable before the file. A flag that is on or off takes no value."""
+    fields = Settings.model_fields.items()
+    rows = ((_names(name), _value(field), _default(field), _sentence(field)) for name, field in fields)
+    yield _table("flag, variable, key | value | default | what it does", rows)
+    yield f"""\
+Two more variables are about the [CPU kernels](../internals/kernels.md), for all commands:
+
+- `{levels.VARIABLE}` names the level of instruction sets to use in place of the best one.
+- `{prebuilt.VARIABLE}` names the folder that has prebuilt kernels."""
+
+
+def _names(name: str) -> str:
+    names = [flag(name), (ENV_PREFIX + name).upper(), *([] if name == "config" else [name])]
+    return "<br>".join(f"`{each}`" for each in names)
+
+
+def _sentence(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
+
+
+def _default(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    return "" if default in (None, (), False) else _codes(default_text(default).split(","))
+
+
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "min_length": "at least"}
+_KINDS = {
+    **{bool: "on or off", int: "whole number", float: "number", str: "text", Path: "path", ByteSize: "size"},
+    **{tuple: "comma-separated", LanePolicy: "`KEY=N,...`"},
+}
+
+
+def _value(field: FieldInfo) -> str:
+    """What may be given, in words."""
+    extra = field.json_schema_extra
+    if isinstance(extra, Mapping) and isinstance(metavar := extra.get("metavar"), str):
+        return _codes(metavar.split("|"))
+    bounds = ((text, getattr(bound, key, None)) for bound in field.metadata for key, text in _BOUNDS.items())
+    values = (f"{text} {value}" for text, value in bounds if value is not None)
+    return ", ".join([_kind(field.annotation), *values])
+
+
+def _kind(annotation: Any) -> str:
+    if get_origin(annotation) in (Union, UnionType):
+        return next(_kind(one) for one in get_args(annotation) if one is not NoneType)
+    if get_origin(annotation) is Literal:
+        return _codes(get_args(annotation))
+    return _KINDS[get_origin(annotation) or annotation]
+
+
+# Commands
+
+
+def _command(words: list[str]) -> Iterator[str]:
+    """Describes a command, and below it those that its help lists."""
+    parser = _parser_of(words)
+    if words:
+        yield f"#{'#' * len(words)} {' '.join(words)}"
+    yield str(parser.description)
+    own = [action for action in parser._actions if action.dest != "help"]
+    shared = [action for action in own if _is_setting(action)]
+    if rows := [(_usage(action), _help(action)) for action in own if action not in shared]:
+        yield _table("argument | what it does", rows)
+    if len(shared) == len(Settings.model_fields):
+        yield "It takes all [settings](settings.md)."
+    elif shared:
+        names = _codes(flag(action.dest) for action in shared)
+        yield f"It takes these [settings](settings.md): {names}."
+    for name in re.findall(r"^  (\w+) ", parser.epilog or "", re.MULTILINE):
+        yield from _command([*words, name])
+
+
+def _parser_of(words: list[str]) -> argparse.ArgumentParser:
+    """The parser of a command, which has all its arguments by the time that it prints its help."""
+    with (
+        mock.patch.object(argparse.ArgumentParser, "print_help", autospec=True) as shown,
+        suppress(SystemExit),
+    ):
+        main([*words, "--help"])
+    parser: argparse.ArgumentParser = shown.call_args.args[0]
+    return parser
+
+
+def _is_setting(action: argparse.Action) -> bool:
+    field = Settings.model_fields.get(action.dest)
+    return field is not None and _help(action).startswith(_sentence(field))
+
+
+def _usage(action: argparse.Action) -> str:
+    metavar = action.metavar or "|".join(map(str, action.choices or ())) or action.dest.upper()
+    if action.nargs == 0:
+        return f"`{action.option_strings[0]}`"
+    return f"`{' '.join([*action.option_strings[-1:], str(metavar)])}`"
+
+
+def _help(action: argparse.Action) -> str:
+    return " ".join((action.help or "").replace("%%", "%").split())
+
+
+# HTTP
+
+
+def _http() -> Iterator[str]:
+    async def nowhere(_: object) -> None: ...
+
+    routes = [
+        Route(path, nowhere, methods=list(of)) for path, of in OPERATIONS.items() if path != "/openapi.json"
+    ]
+    document = OpenApi(routes, Limits(), with_keys=False).document()
+    schemas = document["components"]["schemas"]
+    yield """\
+A server says all of this, and what it answers, at `/openapi.json`. [Clients](../guide/clients.md) says which programs
+use which routes, and what becomes of their fields."""
+    bodies: dict[str, list[str]] = {}
+    rows = []
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            endpoint = f"`{method.upper()} {path}`"
+            body = _body(operation)
+            if body:
+                bodies.setdefault(body, []).append(endpoint)
+            parameters = _codes(_parameter(one) for one in operation["parameters"] if one["in"] != "path")
+            link = f"[{body}](#{body.lower()})" if body else ""
+            rows.append((endpoint, operation["summary"], parameters, link))
+    yield _table("endpoint | what it does | parameters | body", rows)
+    for body, endpoints in bodies.items():
+        yield f"## {body}"
+        yield f"The body of {', '.join(endpoints)}. Fields in bold are required."
+        required = schemas[body].get("required", ())
+        fields = schemas[body]["properties"].items()
+        names = ((f"**`{name}`**" if name in required else f"`{name}`", schema) for name, schema in fields)
+        yield _table("field | value", ((name, _type(schema, schemas)) for name, schema in names))
+
+
+def _body(operation: dict[str, Any]) -> str:
+    content = operation.get("requestBody", {}).get("content", {}).values()
+    return "".join(media["schema"]["$ref"].rpartition("/")[2] for media in content)
+
+
+def _parameter(parameter: dict[str, Any]) -> str:
+    name: str = parameter["name"]
+    return f"?{name}" if parameter["in"] == "query" else f"{name}:"
+
+
+_LIMITS = {
+    **{"minimum": "at least {}", "exclusiveMinimum": "above {}", "maximum": "at most {}"},
+    **{"minLength": "at least {} long", "maxLength": "at most {} long", "minItems": "at least {}"},
+    **{"maxItems": "at most {}", "maxProperties": "at most {} members"},
+}
+_INT64 = 2**63
+
+
+def _type(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
+    """A schema in words; of an object that it refers to, the names of its members."""
+    if "$ref" in schema:
+        found = schemas[schema["$ref"].rpartition("/")[2]]
+        return f"object of {_codes(found['properties'])}" if "properties" in found else _type(found, schemas)
+    forms = schema.get("anyOf") or schema.get("oneOf")
+    if forms:
+        return " or ".join(
+            dict.fromkeys(_type(form, schemas) for form in forms if form.get("type") != "null")
+        )
+    if "enum" in schema or "const" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return _codes(value if isinstance(value, str) and value else json.dumps(value) for value in values)
+    known = ((text, schema[key]) for key, text in _LIMITS.items() if key in schema)
+    limits = ", ".join(text.format(number) for text, number in known if abs(number) < _INT64)
+    kind = schema.get("type", "anything")
+    if "items" in schema:
+        return f"list{f' ({limits})' if limits else ''} of {_type(schema['items'], schemas)}"
+    return f"{kind}, {limits}" if limits else kind
+
+
+# Metrics
+
+
+def _metrics() -> Iterator[str]:
+    yield """\
+Prometheus reads them at `/metrics`. The samples of a counter have `_total` behind its name, those of a histogram
+`_bucket`, `_sum` and `_count`. With `--metrics-compat vllm`, many are there under vLLM's names, too."""
+    store = CollectorRegistry()
+    store.register(gateway.metrics.StoreMetrics(lambda: StoreStats(state="ok")))
+    of_server, of_switch = gateway.metrics.Metrics().registry, cluster.metrics.Metrics().registry
+    for title, registries in (("A server's", [of_server, store]), ("A switch's", [of_switch])):
+        yield f"## {title}"
+        rows = [
+            (f"`{metric.name}`", metric.type, _codes(_labels(registry, metric.name)), metric.documentation)
+            for registry in registries
+            for metric in registry.collect()
+        ]
+        yield _table("name | type | labels | what it says", sorted(rows))
+
+
+def _labels(registry: CollectorRegistry, name: str) -> Iterable[str]:
+    collector = registry._names_to_collectors.get(name)
+    return getattr(collector, "_labelnames", ())
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for name, text in pages().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
