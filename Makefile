@@ -2,7 +2,7 @@
 
 ARGS ?=
 
-.PHONY: serve check test test-long test-all explore mutants loadtest soak bench clean
+.PHONY: serve check docs test test-long test-all explore mutants loadtest soak bench clean
 
 serve:     ## sets up everything and serves the demo model on http://127.0.0.1:8000
 	@.ci/setup
@@ -14,6 +14,10 @@ check:     ## ruff, mypy --strict, import-linter
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+
+docs:      ## the documentation as a site in site/
+	@.ci/setup docs
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 
 test:      ## the tests but for the long ones, which its last line counts, with a real browser and a real Redis
 	@.ci/setup check test
@@ -50,4 +54,4 @@ bench:     ## this server against transformers' generate
 	.venv/bin/penstock bench $(ARGS)
 
 clean:
-	rm -rf .venv .venv-oldest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-oldest build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
