@@ -63,9 +63,8 @@ def _settings() -> Iterator[str]:
     yield """\
 Every setting is a flag of `penstock serve`, a variable, and a key of the TOML file that `--config` names. A flag counts
 before a variable, and a variable before the file. A flag that is on or off takes no value."""
-    fields = Settings.model_fields.items()
-    rows = ((_names(name), _value(field), _default(field), _sentence(field)) for name, field in fields)
-    yield _table("flag, variable, key | value | default | what it does", rows)
+    rows = ((_names(name), _about(field)) for name, field in Settings.model_fields.items())
+    yield _table("flag, variable, key | what it does", rows)
     yield f"""\
 Two more variables are about the [CPU kernels](../internals/kernels.md), for all commands:
 
@@ -76,6 +75,11 @@ Two more variables are about the [CPU kernels](../internals/kernels.md), for all
 def _names(name: str) -> str:
     names = [flag(name), (ENV_PREFIX + name).upper(), *([] if name == "config" else [name])]
     return "<br>".join(f"`{each}`" for each in names)
+
+
+def _about(field: FieldInfo) -> str:
+    default = _default(field)
+    return f"{_sentence(field)}<br>Value: {_value(field)}.{f' Default: {default}.' if default else ''}"
 
 
 def _sentence(field: FieldInfo) -> str:
