@@ -121,7 +121,7 @@ def _kind(annotation: Any) -> str:
 
 def _command(words: list[str]) -> Iterator[str]:
     """Describes a command, and below it those that its help lists."""
-    parser = _parser_of(words)
+    parser = parser_of(words)
     if words:
         yield f"#{'#' * len(words)} {' '.join(words)}"
     yield str(parser.description)
@@ -138,7 +138,7 @@ def _command(words: list[str]) -> Iterator[str]:
         yield from _command([*words, name])
 
 
-def _parser_of(words: list[str]) -> argparse.ArgumentParser:
+def parser_of(words: list[str]) -> argparse.ArgumentParser:
     """The parser of a command, which has all its arguments by the time that it prints its help."""
     with (
         mock.patch.object(argparse.ArgumentParser, "print_help", autospec=True) as shown,
