@@ -9,6 +9,7 @@ import tomllib
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -41,13 +42,8 @@ IDENTIFIER = re.compile(r"(?=\w*_|\w*[a-z][A-Z])[A-Za-z_]\w*")
 FOLDERS = {path.relative_to(ROOT).parts[0] for path in tracked() if path.parent != ROOT}
 PACKAGES = sorted(name for name in FOLDERS if (ROOT / name / "__init__.py").exists())
 ELSEWHERE = {
-    "ext_authz",
-    "json_slices",
-    "sm_86",
-    "input_global_scale",
-    "penstock.lane",
-    "--build-arg",
-    "build",
+    *("ext_authz", "json_slices", "sm_86", "input_global_scale", "activation_scale", "tile_packed_to_4d"),
+    *("--build-arg", "build"),
 }
 """Names of other programs and of cards."""
 
@@ -110,6 +106,14 @@ def test_blocks_of_code_parse(page: Page) -> None:
             list(yaml.safe_load_all(text))
         elif language in ("sh", "bash"):
             subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+@every_page
+def test_blocks_of_code_are_whole(page: Page) -> None:
+    """A line of prose right above an indented one is a block whose first line lost its indentation."""
+    lines = page.prose.splitlines()
+    pairs = pairwise(lines)
+    assert [above for above, line in pairs if line.startswith("    ") and re.match(r"[^\s|*>-]", above)] == []
 
 
 def test_the_readme_is_short() -> None:
