@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-import shutil
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ from app.listen import bind, check_exposure
 from app.settings import Settings
 from engine.cores import num_cores
 from engine.kernels.cpu import prebuilt
+from engine.kernels.cpu.build import NativeUnavailable, find_compiler
 from engine.kernels.cpu.levels import this_machine
 
 _GIB = 1 << 30
@@ -151,13 +152,14 @@ def _no_gpu(settings: Settings, torch_version: str) -> Check:
 
 
 def check_compiler() -> Check:
-    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    if found is None and _is_prebuilt():
-        return Check(Level.OK, "compiler", "none, and none is needed: the native kernels are prebuilt")
-    if found is None:
+    """Looks where the build of the native kernels does: at $CXX first."""
+    try:
+        return Check(Level.OK, "compiler", shlex.join(find_compiler()))
+    except NativeUnavailable as error:
+        if _is_prebuilt():
+            return Check(Level.OK, "compiler", f"{error}; none is needed: the native kernels are prebuilt")
         advice = "install g++ to have the fast ones (Debian: apt-get install g++)"
-        return Check(Level.WARN, "compiler", "none, native kernels cannot be built", advice)
-    return Check(Level.OK, "compiler", found)
+        return Check(Level.WARN, "compiler", f"{error}, native kernels cannot be built", advice)
 
 
 def _is_prebuilt() -> bool:
@@ -168,7 +170,7 @@ def _is_prebuilt() -> bool:
 def check_kernels() -> Check:
     """Builds the native kernels if that was never done: then it is done."""
     try:
-        from engine.kernels.cpu.native import NativeUnavailable, load_library
+        from engine.kernels.cpu.native import load_library
     except (ImportError, OSError) as error:
         return Check(Level.FAIL, "kernels", f"cannot be imported ({error})", "see torch")
     said: list[str] = []

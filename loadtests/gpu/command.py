@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from loadtests.gpu.figures import say
-from loadtests.gpu.packages import ON_CUDA, ROOT, PackagesMissing, advice, missing_packages, prepare
+from loadtests.gpu.packages import ROOT, PackagesMissing, check_packages, needed, prepare
 from loadtests.gpu.parts import PARTS, Outcome, Part, run_part
 
 REPORTS = ROOT / "loadtests" / "reports"
@@ -29,10 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             prepare(Path(scratch) / "packages", say)
             check_device(options.dry_run)
-        except PackagesMissing as error:
-            print(f"gpu: {error}", file=sys.stderr)
-            return EXIT_CANNOT
-        except NoDevice as error:
+        except (PackagesMissing, NoDevice) as error:
             print(f"gpu: {error}", file=sys.stderr)
             return EXIT_CANNOT
         return _Run(options, Path(scratch), started_s + options.limit).run()
@@ -94,8 +91,7 @@ def check_device(dry_run: bool) -> None:
         raise NoDevice(
             f"torch {torch.__version__} sees no CUDA device, nothing to measure; --dry-run works without"
         )
-    if missing := missing_packages(ON_CUDA):
-        raise PackagesMissing(advice(missing))
+    check_packages(needed("gpu"))
 
 
 class _Run:

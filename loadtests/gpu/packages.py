@@ -6,37 +6,19 @@ import importlib
 import importlib.util
 import os
 import sys
+import tomllib
 import zipfile
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = Path(__file__).parent / "wheels"
 
-NEEDED = {
-    "torch": "torch",
-    "numpy": "numpy",
-    "starlette": "starlette",
-    "uvicorn": "uvicorn",
-    "httptools": "httptools",
-    "anyio": "anyio",
-    "prometheus_client": "prometheus-client",
-    "pydantic": "pydantic",
-    "pydantic_settings": "pydantic-settings",
-    "redis": "redis",
-    "tokenizers": "tokenizers",
-    "safetensors": "safetensors",
-    "jinja2": "jinja2",
-    "rich": "rich",
-    "httpx": "httpx",
-    "pytest": "pytest",
-    "hypothesis": "hypothesis",
-    "transformers": "transformers",
-}
-"""Modules, and what each is called in a package index."""
-
-ON_CUDA = {"triton": "triton"}
-"""More that are needed where there is a GPU."""
+_TESTS = ("packaging", "pytest", "hypothesis")
+"""What the tests on a GPU and this module need beside what Penstock needs."""
+_AS_BUILT = "torch"
+"""Its builds for CUDA come from several indexes, and name packages that another build brings with it."""
 
 
 class PackagesMissing(RuntimeError):
@@ -58,14 +40,56 @@ def prepare(target: Path, say: Callable[[str], None], wheels: Path = WHEELS) -> 
         say(f"unpacking {len(wanted)} wheels")
         _install(wanted, target)
         _extend_path(target)
-    if missing := missing_packages(NEEDED):
+    check_packages(needed("bench"))
+
+
+def needed(*extras: str) -> list[str]:
+    """The requirements of Penstock with these extras as pyproject.toml has them, and those of the tests."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    optional = (line for extra in extras for line in project["optional-dependencies"][extra])
+    return [*project["dependencies"], *optional, *_TESTS]
+
+
+def check_packages(requirements: Sequence[str]) -> None:
+    """
+    Raises:
+        PackagesMissing: one of them, or what it requires in turn, is not here or cannot be imported.
+    """
+    if importlib.util.find_spec("packaging") is None:
+        raise PackagesMissing(advice(["packaging"]))
+    here, missing = _closure(requirements)
+    if missing:
         raise PackagesMissing(advice(missing))
-    if broken := [line for module in NEEDED if (line := _import_error(module))]:
+    if broken := [line for name in here if (line := _import_error(name.replace("-", "_")))]:
         raise PackagesMissing("\n".join(broken))
 
 
-def missing_packages(needed: dict[str, str]) -> list[str]:
-    return [name for module, name in needed.items() if importlib.util.find_spec(module) is None]
+def _closure(requirements: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The names that are required on this machine, and those of them and of what they require that are not here.
+
+    Versions are not compared: a machine with a card has the builds that its driver takes.
+    """
+    from packaging.requirements import Requirement
+
+    roots, missing, seen = list[str](), list[str](), set[str]()
+    left = [(Requirement(line), {""}, True) for line in requirements]
+    while left:
+        one, extras, is_root = left.pop(0)
+        if one.marker is not None and not any(one.marker.evaluate({"extra": extra}) for extra in extras):
+            continue
+        if is_root:
+            roots.append(one.name)
+        if str(one) in seen:
+            continue
+        seen.add(str(one))
+        try:
+            requires = distribution(one.name).requires or []
+        except PackageNotFoundError:
+            missing.append(one.name)
+            continue
+        if one.name != _AS_BUILT:
+            left += [(Requirement(line), {"", *one.extras}, False) for line in requires]
+    return roots, list(dict.fromkeys(missing))
 
 
 def advice(missing: Sequence[str]) -> str:
@@ -83,8 +107,6 @@ def advice(missing: Sequence[str]) -> str:
 
 def _is_installed(wheel: Path) -> bool:
     """A wheel never takes the place of what the machine has."""
-    from importlib.metadata import PackageNotFoundError, distribution
-
     try:
         distribution(wheel.name.split("-")[0])
     except PackageNotFoundError:

@@ -70,6 +70,13 @@ def test_no_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.check_compiler().level is Level.WARN
 
 
+def test_the_compiler_is_the_one_that_builds_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/bin/true -O1")
+    assert doctor.check_compiler().text == "/bin/true -O1"
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    assert "/nowhere/c++ not found" in doctor.check_compiler().text
+
+
 def test_kernels_that_cannot_be_built_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.kernels.cpu import native
 

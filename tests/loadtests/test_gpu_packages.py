@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from loadtests.gpu import packages
-from loadtests.gpu.packages import PackagesMissing, advice, missing_packages, prepare
+from loadtests.gpu.packages import PackagesMissing, advice, check_packages, needed, prepare
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_a_wheel_is_put_on_the_path_of_this_process_and_of_those_it_starts(
 ) -> None:
     name = "a_package_of_these_tests"
     write_wheel(tmp_path / "wheels", name)
-    monkeypatch.setattr(packages, "NEEDED", {name: name})
+    monkeypatch.setattr(packages, "needed", lambda *_: [name])
     said: list[str] = []
     prepare(tmp_path / "target", said.append, tmp_path / "wheels")
     assert importlib.import_module(name).ANSWER == 42
@@ -48,7 +48,7 @@ def test_a_wheel_is_put_on_the_path_of_this_process_and_of_those_it_starts(
 def test_a_wheel_does_not_take_the_place_of_what_is_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packages, "NEEDED", {"numpy": "numpy"})
+    monkeypatch.setattr(packages, "needed", lambda *_: ["numpy"])
     write_wheel(tmp_path / "wheels", "numpy")
     prepare(tmp_path / "target", lambda _: None, tmp_path / "wheels")
     assert not (tmp_path / "target").exists()
@@ -66,9 +66,7 @@ def test_a_broken_wheel_is_one_line(tmp_path: Path) -> None:
 def test_what_is_missing_has_a_line_each_and_one_that_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needed = {"json": "json", "nowhere_at_all": "nowhere-at-all", "nor_here": "nor-here"}
-    assert missing_packages(needed) == ["nowhere-at-all", "nor-here"]
-    monkeypatch.setattr(packages, "NEEDED", needed)
+    monkeypatch.setattr(packages, "needed", lambda *_: ["numpy", "nowhere-at-all>=2", "nor-here"])
     with pytest.raises(PackagesMissing) as caught:
         prepare(tmp_path / "target", lambda _: None, tmp_path)
     first, second, help_ = str(caught.value).splitlines()
@@ -77,9 +75,44 @@ def test_what_is_missing_has_a_line_each_and_one_that_helps(
     assert advice(["nowhere-at-all", "nor-here"]) == str(caught.value)
 
 
-def test_a_package_that_lacks_another_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_penstock_requires_is_needed() -> None:
+    wanted = needed("gpu")
+    for name in (
+        "torch>=",
+        "orjson>=",
+        "llguidance>=",
+        "sse-starlette>=",
+        "huggingface-hub>=",
+        "triton>=",
+        "pytest",
+    ):
+        assert any(line.startswith(name) for line in wanted)
+    check_packages(needed("bench"))
+
+
+def test_what_a_package_requires_in_turn_is_needed_too_where_its_marker_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "lacks_one-1.0.dist-info"
+    info.mkdir()
+    requires = ["nowhere-at-all", 'another; extra == "more"', 'a-third; sys_platform == "amiga"']
+    lines = [f"Requires-Dist: {line}\n" for line in requires]
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: lacks-one\nVersion: 1.0\n" + "".join(lines), encoding="utf-8"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(PackagesMissing, match=r"^nowhere-at-all is missing\non a machine"):
+        check_packages(["lacks-one"])
+    with pytest.raises(PackagesMissing, match="another is missing"):
+        check_packages(["lacks-one[more]"])
+    check_packages(['lacks-one; sys_platform == "amiga"'])
+
+
+def test_a_package_that_cannot_be_imported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_wheel(tmp_path / "wheels", "lacks_one")
+    with zipfile.ZipFile(tmp_path / "wheels" / "lacks_one-1.0-py3-none-any.whl") as wheel:
+        wheel.extractall(tmp_path)
     (tmp_path / "lacks_one.py").write_text("import nowhere_at_all", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(packages, "NEEDED", {"lacks_one": "lacks-one"})
     with pytest.raises(PackagesMissing, match="lacks_one is there and cannot be imported: No module named"):
-        prepare(tmp_path / "target", lambda _: None, tmp_path)
+        check_packages(["lacks-one"])
