@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import isnan
 from typing import Any, Literal
 
 from app.bench.reader import Answer
@@ -49,8 +50,8 @@ class Outcome:
     @property
     def tpot_ms(self) -> float | None:
         """Per token after the first."""
-        several = self.answer.token_times_s and self.answer.num_output_tokens > 1
-        return self.answer.tpot_s * 1000 if several else None
+        tpot_ms = self.answer.tpot_s * 1000
+        return None if isnan(tpot_ms) else tpot_ms
 
     @property
     def e2e_ms(self) -> float:

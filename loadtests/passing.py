@@ -18,6 +18,7 @@ from typing import ClassVar, cast
 
 import orjson
 
+from app.bench.client import exchange
 from app.checkpoint import find_checkpoint
 from app.listen import bind, port_of
 from app.loop import Server, loop_factory, settle_garbage, uvicorn_config
@@ -119,33 +120,6 @@ class _Copy(asyncio.Protocol):
         other._transport.write(request)
 
 
-class _Reader(asyncio.Protocol):
-    """A client: asks, and reads to the end."""
-
-    def __init__(self, request: bytes) -> None:
-        self._request = request
-        self._transport: asyncio.Transport | None = None
-        self._end = b""
-        self.num_events = 0
-        self.over = asyncio.get_running_loop().create_future()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._transport.write(self._request)
-
-    def data_received(self, data: bytes) -> None:
-        self.num_events += data.count(b"\n\n")
-        self._end = (self._end + data)[-5:]
-        if self._end == b"0\r\n\r\n" and not self.over.done():
-            assert self._transport is not None
-            self._transport.close()
-            self.over.set_result(None)
-
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        if not self.over.done():
-            self.over.set_exception(ConnectionError("the stream was cut"))
-
-
 async def _listen(factory: Callable[[], asyncio.Protocol], pipe: Pipe) -> None:
     with bind("127.0.0.1", 0) as listener:
         server = await asyncio.get_running_loop().create_server(factory, sock=listener)
@@ -217,22 +191,18 @@ def cpu_s(pid: int) -> float:
 
 async def _read_all(address: Address, *, resumable: bool) -> int:
     """All streams at once, to their ends; the number of events."""
-    body = orjson.dumps(
-        {
-            "model": "m",
-            "messages": [{"role": "user", "content": "Tell me about a fox. " * 8}],
-            "stream": True,
-            "stream_options": {"resumable": resumable},
-        }
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "Tell me about a fox. " * 8}],
+        "stream": True,
+        "stream_options": {"resumable": resumable},
+    }
+    recordings = await asyncio.gather(
+        *(exchange(address.host, address.port, "/v1/chat/completions", body) for _ in range(_NUM_STREAMS))
     )
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    request = head + b"content-length: %d\r\n\r\n%b" % (len(body), body)
-    loop = asyncio.get_running_loop()
-    readers = [_Reader(request) for _ in range(_NUM_STREAMS)]
-    for reader in readers:
-        await loop.create_connection(lambda one=reader: one, address.host, address.port)  # type: ignore[misc]
-    await asyncio.gather(*(reader.over for reader in readers))
-    return sum(reader.num_events for reader in readers)
+    if not all(recording.is_done for recording in recordings):
+        raise ConnectionError("a stream was cut")
+    return sum(recording.data.count(b"\n\n") for recording in recordings)
 
 
 def measure(address: Address, pid: int, *, resumable: bool) -> float:

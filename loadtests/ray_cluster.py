@@ -20,17 +20,19 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from os import kill
-from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
-import openai
 
+from app.bench.client import exchange
+from app.bench.reader import Recording, read_answer
 from app.listen import bind, port_of
+from lab.bench.redis_process import RedisProcess
 from loadtests import replicas as sessions
 from loadtests.local_ray import LocalRay
-from tests.redis_server import RedisServer
 
 COMMAND_S = 300.0
+_ANSWER_S = 120.0
 _MODEL = "penstock-demo"
 _SESSIONS = sessions.Load(num_sessions=12, num_turns=4, served_as=_MODEL)
 _LINE = re.compile(r"  (http://\S+)  (\S+)  pid (\d+) on (\S+)  (.*)")
@@ -118,40 +120,32 @@ class Tally:
 
 
 async def ask(
-    client: openai.AsyncOpenAI,
-    words: str,
-    max_tokens: int = 8,
-    on_first: Callable[[], None] = lambda: None,
-    **more: Any,
+    url: str, words: str, max_tokens: int = 8, on_first: Callable[[], None] = lambda: None, **more: object
 ) -> str:
-    """The text of a resumable stream; AssertionError if it is not whole."""
-    stream = await client.chat.completions.create(
-        model=_MODEL,
-        messages=[{"role": "user", "content": words}],
-        max_tokens=max_tokens,
-        stream=True,
-        extra_body={"ignore_eos": True, "stream_options": {"resumable": True}},
+    """The text of a resumable stream; RuntimeError if it is not whole."""
+    address, has_begun = urlsplit(url), False
+    body = {
+        "model": _MODEL,
+        "messages": [{"role": "user", "content": words}],
+        "max_tokens": max_tokens,
+        "stream": True,
+        "ignore_eos": True,
+        "stream_options": {"resumable": True, "include_usage": True},
         **more,
-    )
-    text, reason = "", None
-    async for chunk in stream:
-        if not text:
+    }
+
+    def watch(recording: Recording) -> None:
+        nonlocal has_begun
+        if not has_begun and read_answer(recording).text:
+            has_begun = True
             on_first()
-        text += chunk.choices[0].delta.content or ""
-        reason = reason or chunk.choices[0].finish_reason
-    assert reason == "length", f"it ended with {reason}"
-    return text
 
-
-@contextlib.asynccontextmanager
-async def clients_of(urls: Sequence[str]) -> AsyncIterator[list[openai.AsyncOpenAI]]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield [
-            await stack.enter_async_context(
-                openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
-            )
-            for url in urls
-        ]
+    async with asyncio.timeout(_ANSWER_S):
+        host, port = address.hostname or "", address.port or 80
+        answer = read_answer(await exchange(host, port, "/v1/chat/completions", body, watch=watch))
+    if answer.error or answer.num_output_tokens != max_tokens:
+        raise RuntimeError(answer.error or f"it ended after {answer.num_output_tokens} tokens")
+    return answer.text
 
 
 @contextlib.asynccontextmanager
@@ -160,19 +154,17 @@ async def light_load(urls: Sequence[str], pause_s: float = 0.2) -> AsyncIterator
     tally, is_over, began_s = Tally(), False, time.perf_counter()
 
     async def go_on() -> None:
-        number = 0
-        async with clients_of(urls) as clients:
-            in_turn = cycle(clients)
-            while not is_over:
-                number += 1
-                try:
-                    await ask(next(in_turn), f"Tell me about fox {number}.")
-                    tally.num_answered += 1
-                except Exception as error:
-                    tally.failures.append(
-                        f"{time.perf_counter() - began_s:.1f} s: {type(error).__name__}: {error}"
-                    )
-                await asyncio.sleep(pause_s)
+        for number, url in enumerate(cycle(urls), 1):
+            if is_over:
+                return
+            try:
+                await ask(url, f"Tell me about fox {number}.")
+                tally.num_answered += 1
+            except (OSError, RuntimeError) as error:  # a timeout is an OSError
+                tally.failures.append(
+                    f"{time.perf_counter() - began_s:.1f} s: {type(error).__name__}: {error}"
+                )
+            await asyncio.sleep(pause_s)
 
     task = asyncio.create_task(go_on())
     try:
@@ -187,7 +179,7 @@ async def killed_under_streams(
 ) -> tuple[list[str], list[str]]:
     """The texts of resumable streams without, and with, a replica that is killed with -9 on the way."""
 
-    async def all_of_them(clients: Sequence[openai.AsyncOpenAI], on_begun: Callable[[], None]) -> list[str]:
+    async def all_of_them(on_begun: Callable[[], object]) -> list[str]:
         """`on_begun` is called when each has said something."""
         num_begun = 0
 
@@ -199,14 +191,13 @@ async def killed_under_streams(
 
         async def one(seed: int) -> str:
             words = f"Tell me a long story about knight {seed}."
-            client = clients[seed % len(clients)]
-            return await ask(client, words, max_tokens, note_begun, seed=seed, temperature=1.0)
+            url = urls[seed % len(urls)]
+            return await ask(url, words, max_tokens, note_begun, seed=seed, temperature=1.0)
 
         return await asyncio.gather(*map(one, range(num_streams)))
 
-    async with clients_of(urls) as clients:
-        expected = await all_of_them(clients, on_begun=lambda: None)
-        return expected, await all_of_them(clients, on_begun=lambda: kill(victim.pid, signal.SIGKILL))
+    expected = await all_of_them(on_begun=lambda: None)
+    return expected, await all_of_them(on_begun=lambda: kill(victim.pid, signal.SIGKILL))
 
 
 async def life(cluster: Cluster, redis_url: str, port: int) -> list[str]:
@@ -264,7 +255,7 @@ def main() -> int:
     if port is None:
         with bind("127.0.0.1", 0) as listener:
             port = port_of(listener)
-    with RedisServer() as redis, LocalRay(num_cpus=8) as ray:
+    with RedisProcess() as redis, LocalRay(num_cpus=8) as ray:
         failures = asyncio.run(life(Cluster(ray), redis.url, port))
     for failure in failures:
         print(f"failed: {failure}")

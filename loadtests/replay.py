@@ -15,8 +15,9 @@ from pathlib import Path
 
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Job, ask
+from app.bench.job import run_module
 from app.bench.replay import compare, print_comparison
-from app.bench.runs import Subject, read_subject, run_module
+from app.bench.runs import Subject, read_subject
 from app.bench.server_process import ServerFailed, ServerProcess
 from app.bench.workloads import Workload
 from app.checkpoint import DEMO_MODEL

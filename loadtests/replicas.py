@@ -10,16 +10,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import secrets
-import statistics
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
 
-import httpx
-
+from app.bench.client import exchange
+from app.bench.reader import Answer, read_answer
 from app.bench.server_process import ServerProcess
+from app.bench.statistics import summarise
 from app.listen import bind, url
 from app.loop import Server, uvicorn_config
 from app.settings import Settings
@@ -31,27 +30,9 @@ from priority.routing.router import RandomRouter, Router
 _INSTRUCTIONS = "You tell stories about knights, foxes and old trees, kindly and in short sentences. " * 8
 _SAID = "He rode on, and the fox {} went with him as far as the old tree. "
 _MAX_TOKENS = 24
+_AT_ONCE = 4
 _SERVED_AS = "sessions"
 _WARM_S = 20.0
-
-
-@dataclass
-class Tally:
-    """What all turns of one run came to."""
-
-    num_prompt: int = 0
-    num_cached: int = 0
-    ttfts_s: list[float] = field(default_factory=list)
-    num_failed: int = 0
-
-    def __str__(self) -> str:
-        p50, p75 = (
-            1000 * q for q in (statistics.median(self.ttfts_s), statistics.quantiles(self.ttfts_s)[-1])
-        )
-        return (
-            f"{len(self.ttfts_s)} turns, {self.num_failed} failed: {self.num_cached / self.num_prompt:.1%} of "
-            f"{self.num_prompt} prompt tokens cached, TTFT P50 {p50:.1f} ms, P75 {p75:.1f} ms"
-        )
 
 
 @dataclass(frozen=True)
@@ -65,9 +46,11 @@ class Load:
     served_as: str = _SERVED_AS
 
 
-async def session(http: httpx.AsyncClient, number: int, load: Load, salt: str, tally: Tally) -> None:
-    """One conversation; `salt` keeps what earlier runs cached out of it."""
+async def session(base_url: str, number: int, load: Load, salt: str) -> list[Answer]:
+    """One conversation, until a turn fails; `salt` keeps what earlier runs cached out of it."""
+    address = urlsplit(base_url)
     messages = [{"role": "system", "content": _INSTRUCTIONS}]
+    answers: list[Answer] = []
     for turn in range(load.num_turns):
         said = "".join(_SAID.format(f"{number}.{turn}.{i}") for i in range(load.num_sentences))
         messages.append({"role": "user", "content": f"{said}Tell me about knight {number}, part {turn}."})
@@ -80,39 +63,32 @@ async def session(http: httpx.AsyncClient, number: int, load: Load, salt: str, t
             "cache_salt": salt,
             "stream_options": {"include_usage": True},
         }
-        began_s, first_s, text = time.perf_counter(), 0.0, ""
-        async with http.stream("POST", "/v1/chat/completions", json=body) as reply:
-            if reply.status_code != 200:
-                tally.num_failed += 1
-                return
-            async for line in reply.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                event = json.loads(line.removeprefix("data: "))
-                for choice in event.get("choices", ()):
-                    text += choice["delta"].get("content") or ""
-                first_s = first_s or (time.perf_counter() if text else 0.0)
-                if (usage := event.get("usage")) is not None:
-                    tally.num_prompt += usage["prompt_tokens"]
-                    tally.num_cached += usage["prompt_tokens_details"]["cached_tokens"]
-        tally.ttfts_s.append(first_s - began_s)
-        messages.append({"role": "assistant", "content": text})
+        recording = await exchange(address.hostname or "", address.port or 80, "/v1/chat/completions", body)
+        answers.append(read_answer(recording))
+        if answers[-1].error:
+            break
+        messages.append({"role": "assistant", "content": answers[-1].text})
+    return answers
 
 
-async def run(base_url: str, load: Load) -> Tally:
-    tally, salt = Tally(), secrets.token_hex(4)
-    async with httpx.AsyncClient(base_url=base_url, timeout=120) as http:
-        limit = asyncio.Semaphore(4)
+async def run(base_url: str, load: Load) -> str:
+    """All sessions, a few at a time, and what they came to."""
+    salt, limit = secrets.token_hex(4), asyncio.Semaphore(_AT_ONCE)
 
-        async def one(number: int) -> None:
-            async with limit:
-                await session(http, number, load, salt, tally)
+    async def one(number: int) -> list[Answer]:
+        async with limit:
+            return await session(base_url, number, load, salt)
 
-        await asyncio.gather(*map(one, range(load.num_sessions)))
-    return tally
+    sessions = await asyncio.gather(*map(one, range(load.num_sessions)))
+    found = summarise([answer for answers in sessions for answer in answers], _AT_ONCE)
+    return (
+        f"{found.requests} turns, {found.failed} failed: {found.cached_tokens / max(1, found.prompt_tokens):.1%} of "
+        f"{found.prompt_tokens} prompt tokens cached, "
+        f"TTFT P50 {found.ttft_p50_ms:.1f} ms, P99 {found.ttft_p99_ms:.1f} ms"
+    )
 
 
-async def behind(switch: Switch, urls: Sequence[str], load: Load) -> Tally:
+async def behind(switch: Switch, urls: Sequence[str], load: Load) -> str:
     with bind("127.0.0.1", 0) as listener:
         server = Server(uvicorn_config(switch.app(), lifespan="off"))
         async with switch.running([parse_address(each) for each in urls]):

@@ -1,14 +1,9 @@
-"""What the machine can do at most: how fast it reads memory, and how fast each instruction multiplies and adds.
-
-`python -m app.bench.ceilings` takes its arguments as JSON on stdin and writes the Ceilings to stdout.
-"""
+"""The machine's limits: how fast it reads memory, and how fast each instruction multiplies and adds."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from app.bench.arithmetic import Arithmetic
 from app.bench.workloads import Workload
@@ -93,7 +88,7 @@ def most_tokens_per_s(workload: Workload, arithmetic: Arithmetic, sizes: Sizes, 
 
 
 def measure(threads: int) -> Ceilings:
-    """What the native kernels' measuring loops say; nothing is known where there are no native kernels."""
+    """Runs the measuring loops of the native kernels; nothing is known where there are no native kernels."""
     # Not above: the figures are read where torch is not needed.
     from app.bench.measures import INSTRUCTIONS, measure_memory, measure_peak
     from engine.kernels.cpu.native import NativeUnavailable, load_library
@@ -103,11 +98,3 @@ def measure(threads: int) -> Ceilings:
     except NativeUnavailable:
         return Ceilings(math.nan, {})
     return Ceilings(measure_memory(team), {name: measure_peak(team, name) for name in INSTRUCTIONS})
-
-
-def main() -> None:
-    json.dump(asdict(measure(**json.load(sys.stdin))), sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

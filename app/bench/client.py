@@ -1,19 +1,19 @@
-"""The load: many SSE streams read with as little work as possible, in a process of its own.
+"""The load driver: SSE streams read with as little work as possible, best in a process of its own.
 
-`python -m app.bench.client` takes a Job as JSON on stdin and writes Answers to stdout.
+Streams of one request after another are a closed loop; streams of one request each, with the times at which they start,
+are an open one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from app.bench.job import Run
 from app.bench.reader import Answer, Recording, read_answer, request_bytes
 
 
@@ -33,33 +33,44 @@ class Job:
     keys: list[str] | None = None
     """The API key of each stream; empty for none."""
 
-
-Run = Callable[[str, object], Any]
-"""Runs a module in a process of its own: its name, its job, and the figures that it writes."""
-
-
-def ask(run: Run, job: Job) -> list[Answer]:
-    """Sends all requests of a job from a process of its own."""
-    return [Answer(**answer) for answer in run("app.bench.client", asdict(job))["answers"]]
+    def share(self, number: int, of: int) -> Job:
+        """Every so many streams, beginning with that one."""
+        own = slice(number, None, of)
+        starts_s = None if self.starts_s is None else self.starts_s[own]
+        keys = None if self.keys is None else self.keys[own]
+        return replace(self, bodies=self.bodies[own], starts_s=starts_s, keys=keys)
 
 
-class Recorder(asyncio.Protocol):
+def ask(run: Run, job: Job, num_processes: int = 1) -> list[Answer]:
+    """Sends all requests of a job, from so many processes of its own among which the streams are shared out."""
+    shares = [asdict(job.share(number, num_processes)) for number in range(num_processes)]
+    with ThreadPoolExecutor(num_processes) as pool:
+        results = list(pool.map(lambda share: run("app.bench.client", share)["answers"], shares))
+    answers = []
+    for number, result in enumerate(results):
+        answers += [Answer(**one | {"stream": one["stream"] * num_processes + number}) for one in result]
+    return sorted(answers, key=lambda answer: answer.stream)
+
+
+class _Recorder(asyncio.Protocol):
     """Sends one request and notes what comes back, and when."""
 
-    def __init__(self, request: bytes) -> None:
-        self.request = request
+    def __init__(self, request: bytes, watch: Callable[[Recording], object]) -> None:
         self.recording = Recording()
         self.done = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._watch = watch
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self.recording.started_s = time.perf_counter()
-        transport.write(self.request)
+        transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
         self.recording.note(data)
+        self._watch(self.recording)
         if self.recording.is_done and self._transport is not None:
             self._transport.close()
 
@@ -68,40 +79,52 @@ class Recorder(asyncio.Protocol):
             self.done.set_result(None)
 
 
-async def _run_stream(job: Job, number: int, began_s: float) -> list[Recorder]:
-    loop = asyncio.get_running_loop()
-    recorders: list[Recorder] = []
-    key = job.keys[number] if job.keys is not None else ""
+async def exchange(
+    host: str,
+    port: int,
+    path: str,
+    body: object,
+    key: str = "",
+    watch: Callable[[Recording], object] = lambda _: None,
+) -> Recording:
+    """Posts one request and notes the answer until its end; `watch` sees what came so far with every piece.
+
+    Raises:
+        OSError: there is no connection.
+    """
     headers = {"authorization": f"Bearer {key}"} if key else {}
+    request = request_bytes("POST", path, f"{host}:{port}", body, headers)
+    loop = asyncio.get_running_loop()
+    _, recorder = await loop.create_connection(lambda: _Recorder(request, watch), host, port)
+    await recorder.done
+    return recorder.recording
+
+
+async def _run_stream(job: Job, number: int, began_s: float) -> list[Recording]:
+    loop = asyncio.get_running_loop()
+    recordings: list[Recording] = []
     if job.starts_s is not None:
         await asyncio.sleep(began_s + job.starts_s[number] - loop.time())
     for body in job.bodies[number]:
         if job.stop_s is not None and loop.time() - began_s > job.stop_s:
             break
-        request = request_bytes("POST", job.path, f"{job.host}:{job.port}", body, headers)
-        _, recorder = await loop.create_connection(partial(Recorder, request), job.host, job.port)
-        await recorder.done
-        recorders.append(recorder)
-    return recorders
+        key = job.keys[number] if job.keys is not None else ""
+        recordings.append(await exchange(job.host, job.port, job.path, body, key))
+    return recordings
 
 
 async def run_job(job: Job) -> list[Answer]:
     """All streams at once; the answers in the order of the streams."""
     began_s = asyncio.get_running_loop().time()
     streams = await asyncio.gather(*(_run_stream(job, number, began_s) for number in range(len(job.bodies))))
-    answers = []
-    for number, recorders in enumerate(streams):
-        for recorder in recorders:
-            answers.append(read_answer(recorder.recording))
-            answers[-1].stream = number
-    return answers
+    return [
+        replace(read_answer(recording), stream=number)
+        for number, recordings in enumerate(streams)
+        for recording in recordings
+    ]
 
 
-def main() -> None:
-    job = Job(**json.load(sys.stdin))
-    answers = asyncio.run(run_job(job))
-    json.dump({"cpu_s": time.process_time(), "answers": [asdict(answer) for answer in answers]}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+def measure(**job: Any) -> dict[str, object]:
+    """Runs a job in this process: its answers, and the processor time that they took here."""
+    answers = asyncio.run(run_job(Job(**job)))
+    return {"cpu_s": time.process_time(), "answers": answers}

@@ -1,12 +1,7 @@
-"""The baseline: transformers' `generate`, one request after another, in a process of its own.
-
-`python -m app.bench.generate` takes its arguments as JSON on stdin and writes {"seconds": [...]} to stdout.
-"""
+"""The baseline: transformers' `generate`, one request after another, in a process of its own (app/bench/job.py)."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 
 
@@ -35,11 +30,3 @@ def measure(model: str, prompts: list[list[int]], num_output_tokens: int, thread
 
     run(prompts[0], 4)
     return [run(prompt, num_output_tokens) for prompt in prompts]
-
-
-def main() -> None:
-    json.dump({"seconds": measure(**json.load(sys.stdin))}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

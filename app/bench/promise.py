@@ -17,7 +17,8 @@ from math import nan
 from random import Random
 from typing import Any
 
-from app.bench.client import Job, Run, ask
+from app.bench.client import Job, ask
+from app.bench.job import Run
 from app.bench.reader import Answer
 from app.bench.replay import compare
 from app.bench.server_process import ServerProcess

@@ -7,6 +7,7 @@ that it measures. What the bytes say is read afterwards: chat and text completio
 from __future__ import annotations
 
 import json
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
@@ -70,6 +71,7 @@ class Answer:
     """Of a response."""
     last_event: int = -1
     """The number of the last event that was read of a response; -1 before the first."""
+    text: str = ""
 
     @property
     def was_refused(self) -> bool:
@@ -82,7 +84,9 @@ class Answer:
 
     @property
     def tpot_s(self) -> float:
-        """Mean time per token after the first; 0 for one token."""
+        """Mean time per token after the first; a frame can carry several. NaN of a single frame."""
+        if len(self.token_times_s) < 2:
+            return math.nan
         return (self.token_times_s[-1] - self.token_times_s[0]) / max(1, self.num_output_tokens - 1)
 
     @property
@@ -196,7 +200,8 @@ def _read_frame(frame: dict[str, Any], time_s: float, answer: Answer) -> None:
     _read_totals(frame, answer)
     if choices := frame.get("choices"):
         choice = choices[0]
-        if choice.get("text") or (choice.get("delta") or {}).get("content"):
+        if text := choice.get("text") or (choice.get("delta") or {}).get("content"):
+            answer.text += text
             answer.token_times_s.append(time_s)
 
 
@@ -209,6 +214,7 @@ def _read_event(event: dict[str, Any], time_s: float, answer: Answer) -> None:
         answer.error = answer.error or f"event {number} came after event {answer.last_event}"
     answer.last_event = number
     if kind == "response.output_text.delta":
+        answer.text += event["delta"]
         answer.token_times_s.append(time_s)
     elif response := event.get("response"):
         answer.id = response["id"]

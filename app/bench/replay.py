@@ -9,7 +9,8 @@ from statistics import median
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from app.bench.client import Job, Run, ask
+from app.bench.client import Job, ask
+from app.bench.job import Run
 from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import number, table

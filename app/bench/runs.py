@@ -6,10 +6,8 @@ import argparse
 import itertools
 import json
 import math
-import os
 import platform
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +19,7 @@ from app.bench.arithmetic import Arithmetic, read_arithmetic
 from app.bench.ceilings import Ceilings, Sizes, most_tokens_per_s
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
 from app.bench.client import Job
+from app.bench.job import run_module
 from app.bench.ladder import Ladder, print_ladder
 from app.bench.promise import SECONDS, PromiseBench
 from app.bench.reader import Answer
@@ -34,7 +33,6 @@ from engine.cores import num_cores
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 32, 128
 PREFIX_TOKENS = 512
-_PACKAGES = Path(__file__).parents[2]
 
 Row = dict[str, Any]
 
@@ -171,27 +169,6 @@ def _processor() -> str:
     )
 
 
-def run_module(module: str, job: object) -> Any:
-    """Runs a module in a process of its own, named as it is imported: a job as JSON in, figures as JSON out."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", module],
-        env=_own_packages_first(),
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise OperatorError(f"{module} failed: {done.stderr.strip().splitlines()[-1:] or ['no message']}")
-    return json.loads(done.stdout)
-
-
-def _own_packages_first() -> dict[str, str]:
-    """The variables of a process that imports this `app` (with -P, even if the working directory has another)."""
-    known = os.environ.get("PYTHONPATH")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(_PACKAGES), *([known] if known else [])])}
-
-
 def generate(subject: Subject, quick: bool) -> Row:
     """transformers' generate, one request after another."""
     num_requests, length = (1, OUTPUT_TOKENS // 4) if quick else (3, OUTPUT_TOKENS)
@@ -206,7 +183,7 @@ def generate(subject: Subject, quick: bool) -> Row:
         "num_output_tokens": length,
         "threads": num_cores(),
     }
-    seconds = run_module("app.bench.generate", job)["seconds"]
+    seconds = run_module("app.bench.generate", job)
     return {"model": subject.name, "tokens_per_s": length * len(seconds) / sum(seconds), "seconds": seconds}
 
 

@@ -1,17 +1,12 @@
-"""How far a draft model should draft: the same stories with k drafts in every step, for each k, and what comes of them.
-
-`python -m lab.bench.depth` takes a Job as JSON on stdin and writes a Depth for each number of streams and each k.
-"""
+"""How far a draft model should draft: the same stories with k drafts in every step, for each k."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -181,10 +176,6 @@ def gains(rows: Sequence[Mapping[str, Any]]) -> list[float]:
     return found
 
 
-def main() -> None:
-    bench = DepthBench(Job(**json.load(sys.stdin)))
-    json.dump([asdict(depth) for depth in bench.measure()], sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+def measure(**job: Any) -> list[Depth]:
+    """A Depth for each number of streams and each k of a Job."""
+    return DepthBench(Job(**job)).measure()

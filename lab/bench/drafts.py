@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from app.bench.client import Job
+from app.bench.client import Job, ask
+from app.bench.job import Run
 from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import summarise
@@ -28,7 +29,7 @@ class DraftsBench:
 
     drafting: ServerProcess
     plain: ServerProcess
-    run_module: Callable[[str, object], Any]
+    run_module: Run
     token_ids: Sequence[int]
     """That prompts are made of."""
     quick: bool
@@ -85,8 +86,7 @@ class DraftsBench:
 
     def _answers(self, server: ServerProcess, bodies: list[list[dict[str, object]]]) -> list[Answer]:
         path = "/v1/chat/completions" if "messages" in bodies[0][0] else "/v1/completions"
-        job = asdict(Job(server.host, server.port, path, bodies))
-        return [Answer(**answer) for answer in self.run_module("app.bench.client", job)["answers"]]
+        return ask(self.run_module, Job(server.host, server.port, path, bodies))
 
 
 def _story(source: random.Random, temperature: float, length: int) -> dict[str, object]:

@@ -1,7 +1,5 @@
 """Quantized checkpoints beside `--quantize` of the same width: speed, size, and memory while they are loaded.
 
-`python -m lab.bench.formats` takes its arguments as JSON on stdin and writes a row for each of SUBJECTS to stdout.
-
 All models of a shape are loaded in one process and take their steps in turns, so that other processes slow all of
 them, and none finds its weights in a cache; the best step counts. The output head is not in the times: `--quantize`
 rounds it, and most of these checkpoints do not.
@@ -9,16 +7,14 @@ rounds it, and most of these checkpoints do not.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.bench.checkpoint import HALF_B, LLAMA_135M, LLAMA_TINY, Shape
+from app.bench.checkpoint import HALF_B, LLAMA_135M, LLAMA_TINY
 from engine.execution.loader import LoadedModel
 from engine.heap import trim_heap
 from engine.kernels.cpu.native import NativeDecoder
@@ -95,9 +91,9 @@ def _anonymous_bytes() -> int:
     return (int(pages[1]) - int(pages[2])) * os.sysconf("SC_PAGE_SIZE")
 
 
-def measure(shape: Shape, seconds: float, threads: int, root: Path | None = None) -> list[Row]:
+def measure(shape_name: str, seconds: float, threads: int, root: Path | None = None) -> list[Row]:
     """A row for each subject; `seconds` are those of the steps of each case."""
-    rows, models = [], []
+    shape, rows, models = SHAPES[shape_name], [], []
     for subject in SUBJECTS:
         path = MAKERS[subject.format](shape, root)
         quantize = subject.like if subject.format == "dense" else None
@@ -134,12 +130,3 @@ def _best_steps(models: list[LoadedModel], case: Case, seconds: float) -> list[f
             model.decoder(batch)
             best[i] = min(best[i], time.perf_counter() - started)
     return best
-
-
-def main() -> None:
-    job = json.load(sys.stdin)
-    json.dump(measure(SHAPES[job["shape"]], job["seconds"], job["threads"]), sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

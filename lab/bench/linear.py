@@ -1,12 +1,7 @@
-"""The ceiling: the linear operators of a model alone, packed as the server packs them, weights coming from memory.
-
-`python -m lab.bench.linear` takes its arguments as JSON on stdin and writes {"gflop_per_s": [...]} to stdout.
-"""
+"""The ceiling: the linear operators of a model alone, packed as the server packs them, weights coming from memory."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -95,11 +90,3 @@ def _torch_rate(size: Size, num_rows: int, num_passes: int = 10) -> float:
 
     best = min(seconds() for _ in range(num_passes))
     return 2.0 * num_rows * size[0] * size[1] * copies / best / 1e9
-
-
-def main() -> None:
-    json.dump({"gflop_per_s": measure(**json.load(sys.stdin))}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

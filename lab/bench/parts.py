@@ -1,12 +1,7 @@
-"""Where a step on the CPU spends its time: the parts of the decoder, the output head, choosing, and the host.
-
-`python -m lab.bench.parts` takes its arguments as JSON on stdin and writes a row for each of CASES to stdout.
-"""
+"""Where a step on the CPU spends its time: the parts of the decoder, the output head, choosing, and the host."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -180,11 +175,7 @@ def load(model: Path, types: dict[str, Any], threads: int) -> LoadedModel:
     return load_model(model, options, lambda _: None, lambda *_: None)
 
 
-def main() -> None:
-    job = json.load(sys.stdin)
-    steps = StepParts(load(Path(job["model"]), job["types"], job["threads"]))
-    json.dump([steps.measure(case, job["most_repeats"]) for case in CASES], sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+def measure(model: str, types: dict[str, Any], threads: int, most_repeats: int) -> list[Row]:
+    """A row for each of CASES."""
+    steps = StepParts(load(Path(model), types, threads))
+    return [steps.measure(case, most_repeats) for case in CASES]

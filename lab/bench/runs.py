@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 from app.bench.checkpoint import HALF_B, LLAMA_135M, Shape, ensure_checkpoint
+from app.bench.job import run_module
 from app.bench.runs import (
     Row,
     Subject,
     measure_ceilings,
     model_paths,
     read_subject,
-    run_module,
     say,
     start_server,
     type_arguments,
@@ -33,7 +33,7 @@ def measure_formats(options: argparse.Namespace) -> list[Row]:
 
 def _formats(shape: Shape, quick: bool) -> list[Row]:
     say(f"{shape.name}: quantized checkpoints beside --quantize of the same width")
-    job = {"shape": shape.name, "seconds": 2 if quick else 8, "threads": num_cores()}
+    job = {"shape_name": shape.name, "seconds": 2 if quick else 8, "threads": num_cores()}
     return run_module("lab.bench.formats", job)  # type: ignore[no-any-return]
 
 
@@ -97,7 +97,7 @@ def _linear(subject: Subject, dtype: str, options: argparse.Namespace) -> list[R
         "rows": options.streams,
         "threads": num_cores(),
     }
-    rates = run_module("lab.bench.linear", job)["gflop_per_s"]
+    rates = run_module("lab.bench.linear", job)
     return [
         {"model": subject.name, "dtype": label, "streams": rows, "gflop_per_s": rate}
         for rows, rate in zip(options.streams, rates, strict=True)

@@ -12,7 +12,8 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from app.bench.client import Job, Run, ask
+from app.bench.client import Job, ask
+from app.bench.job import Run
 from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import Figures, summarise

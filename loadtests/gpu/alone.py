@@ -1,21 +1,18 @@
-"""The engine without a server in front of it: the pace of its steps with nobody attached, and the device's share of it.
-
-`python -m loadtests.gpu.alone` takes a Job as JSON on stdin and writes Paces to stdout.
-"""
+"""The engine without a server: the pace of its steps with nobody attached, and the device's share of it."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as ListLike
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 
@@ -225,14 +222,10 @@ def _say(text: str) -> None:
     print(f"gpu: alone: {text}", file=sys.stderr, flush=True)
 
 
-def main() -> None:
-    job = Job(**json.load(sys.stdin))
-    bench = Bench(job)
+def measure(**job: Any) -> list[Pace]:
+    """The pace of each number of streams of a Job."""
+    bench = Bench(Job(**job))
     bench.start()
-    paces = [bench.pace(streams) for streams in job.streams]
+    paces = [bench.pace(streams) for streams in bench.job.streams]
     bench.engine.stop(10.0)
-    json.dump([asdict(pace) for pace in paces], sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    return paces

@@ -5,22 +5,20 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
-from app.bench.client import Job
+from app.bench.client import Job, ask
+from app.bench.job import run_module
 from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import summarise
@@ -118,7 +116,7 @@ class Bench:
         answers = self._send(
             server, self._workload(1, PROMPT_TOKENS, self.sizes.tpot_tokens, self.sizes.rounds)
         )
-        value = statistics.median(tpot_ms(answer) for answer in answers)
+        value = _stream_tpot_ms(answers)
         how = f"{PROMPT_TOKENS} in, {self.sizes.tpot_tokens} out, the median of {len(answers)}"
         emit(f"{self.name}: TPOT, batch 1", value, "ms", how)
 
@@ -128,7 +126,7 @@ class Bench:
         for context in self.sizes.contexts:
             say(f"{self.name}: one stream, context {context:,}")
             answers = self._send(server, self._workload(1, context, self.sizes.slope_tokens))
-            values.append(tpot_ms(answers[0]))
+            values.append(_stream_tpot_ms(answers))
             emit(f"{self.name}: TPOT, batch 1, context {context:,}", values[-1], "ms")
         slope = statistics.linear_regression(self.sizes.contexts, values).slope
         contexts = ", ".join(f"{context:,}" for context in self.sizes.contexts)
@@ -157,7 +155,7 @@ class Bench:
         num_clients = self.sizes.clients
         say(f"{self.name}: {num_clients} clients")
         answers = self._send(server, self._workload(num_clients, PROMPT_TOKENS, self.sizes.client_tokens))
-        value = statistics.median(tpot_ms(answer) for answer in answers)
+        value = _stream_tpot_ms(answers)
         emit(
             f"{self.name}: TPOT, {num_clients} streaming clients", value, "ms", "the median of their streams"
         )
@@ -205,8 +203,8 @@ class Bench:
             max_batch_tokens=self.sizes.max_batch_tokens,
             max_num_seqs=self.sizes.max_num_seqs,
         )
-        done = _run_module("loadtests.gpu.alone", asdict(job), _ALONE_S)
-        return [alone.Pace(**pace) for pace in json.loads(done)]
+        found = run_module("loadtests.gpu.alone", asdict(job), timeout_s=_ALONE_S, stderr=None)
+        return [alone.Pace(**pace) for pace in found]
 
     def _workload(self, streams: int, prompt_tokens: int, output_tokens: int, rounds: int = 1) -> Workload:
         return Workload(
@@ -221,42 +219,17 @@ class Bench:
         """
         bodies = workload.bodies("bench", token_ids(), self._seeds())
         num_processes = min(_CLIENT_PROCESSES, max(1, len(bodies) // 32))
-        jobs = [
-            asdict(Job(server.host, server.port, "/v1/completions", bodies[i::num_processes]))
-            for i in range(num_processes)
-        ]
-        with ThreadPoolExecutor(num_processes) as pool:
-            results = [json.loads(text) for text in pool.map(_run_client, jobs)]
-        answers = [Answer(**answer) for result in results for answer in result["answers"]]
+        job = Job(server.host, server.port, "/v1/completions", bodies)
+        answers = ask(partial(run_module, timeout_s=_CLIENT_S), job, num_processes)
         for answer in answers:
             if answer.error is not None:
                 raise RuntimeError(f"a request failed: {answer.error}")
         return answers
 
 
-def tpot_ms(answer: Answer) -> float:
-    """From the first frame to the last, by the token; a frame may carry several. NaN of a single frame."""
-    times_s = answer.token_times_s
-    if len(times_s) < 2:
-        return math.nan
-    return (times_s[-1] - times_s[0]) * 1000 / max(1, answer.num_output_tokens - 1)
-
-
-def _run_client(job: dict[str, object]) -> str:
-    return _run_module("app.bench.client", job, _CLIENT_S)
-
-
-def _run_module(module: str, job: dict[str, object], timeout_s: float | None) -> str:
-    """`python -m module`: a job in, what it writes out; its stderr is ours."""
-    done = subprocess.run(
-        [sys.executable, "-m", module],
-        input=json.dumps(job),
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-        timeout=timeout_s,
-    )
-    return done.stdout
+def _stream_tpot_ms(answers: Sequence[Answer]) -> float:
+    """The median of the streams."""
+    return 1000 * statistics.median(answer.tpot_s for answer in answers)
 
 
 def _say_memory(server: ServerProcess) -> None:

@@ -17,7 +17,7 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
     try:
-        return measure(LLAMA_TINY, 0, 1, tmp_path_factory.mktemp("formats"))
+        return measure(LLAMA_TINY.name, 0, 1, tmp_path_factory.mktemp("formats"))
     except NoNativeDecoder as error:
         pytest.skip(str(error))
 
