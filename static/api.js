@@ -1,4 +1,66 @@
-/** The server's HTTP interface: which models, is it ready, and an answer's stream. */
+/**
+ * The server's HTTP interface: which models, is it ready, and an answer's stream.
+ *
+ * @import { Body, Piece, WirePath } from "./wires.js"
+ *
+ * @typedef {object} Model
+ * @property {string} id
+ * @property {number} [max_model_len]
+ * @property {Record<string, string|number>} [defaults]  of its requests
+ *
+ * @typedef {object} Request  for a streamed answer
+ * @property {WirePath} path
+ * @property {?Body} body
+ * @property {string} name  the same name gets the same answer
+ *
+ * @typedef {{signal: AbortSignal, key: ?string}} Options
+ *
+ * @typedef {object} LaneStatus
+ * @property {number} waiting
+ * @property {?number} forecast_ttft_ms
+ * @property {?number} promised_ttft_ms
+ * @property {?number} attainment
+ *
+ * @typedef {object} ServerStatus
+ * @property {string} state
+ * @property {number} streams
+ * @property {Record<string, LaneStatus>} lanes
+ * @property {{running: number, waiting: number, steps: number, kv_blocks: number, kv_free_blocks: number}} engine
+ *
+ * @typedef {{duration_ms: number[], prefill: number[], decode: number[], drafts: number[], accepted: number[]}} Steps
+ *   one after the other
+ *
+ * @typedef {object} StepsStatus  what happened since the event before
+ * @property {number} at_ms
+ * @property {number} num_steps
+ * @property {number} busy_ms
+ * @property {number} loop_lag_ms
+ * @property {number} output_tokens
+ * @property {number} prefill_tokens
+ * @property {number} decode_tokens
+ * @property {number} draft_tokens
+ * @property {number} accepted_tokens
+ * @property {number} prefix_query_tokens
+ * @property {number} prefix_hit_tokens
+ * @property {Steps} steps
+ *
+ * @typedef {object} BlocksStatus  base64 with one byte for each cell, and counts of blocks
+ * @property {string} held
+ * @property {string} shared
+ * @property {string} cached
+ * @property {string} holders
+ * @property {number} num_blocks
+ * @property {number} blocks_per_cell
+ * @property {number} num_held
+ * @property {number} num_shared
+ * @property {number} num_cached
+ * @property {number} num_saved
+ *
+ * @typedef {{position: number, first_token_in_ms: ?number}} Place  of a request that waits
+ *
+ * @typedef {{kind: "server", data: ServerStatus}|{kind: "steps", data: StepsStatus}|{kind: "kv", data: BlocksStatus}
+ *   |{kind: "request", data: Place}} StatusEvent
+ */
 
 import { ApiError } from "./fault.js";
 import { readEvents } from "./sse.js";
@@ -6,7 +68,8 @@ import { RESPONSES, WIRES } from "./wires.js";
 
 /**
  * How long the server asks to be left alone.
- * @param {Headers} headers  @param {number} now  epoch, ms
+ * @param {Headers} headers
+ * @param {number} now  epoch, ms
  * @returns {?number} ms, null where it did not ask
  */
 export function retryDelayMs(headers, now) {
@@ -19,7 +82,10 @@ export function retryDelayMs(headers, now) {
   return Number.isNaN(date) ? null : Math.max(0, date - now);
 }
 
-/** @returns {Promise<?{id: string, max_model_len?: number}>} the model that is served */
+/**
+ * @param {?string} key
+ * @returns {Promise<?Model>} the model that is served
+ */
 export async function servedModel(key) {
   const response = await request("v1/models", { headers: authorization(key) });
   const { data } = await response.json();
@@ -30,19 +96,21 @@ export async function servedModel(key) {
  * What the server says of itself, for as long as it does.
  * @param {string} query  of v1/events
  * @param {{key?: ?string, signal: AbortSignal}} options
- * @returns {AsyncGenerator<{kind: ?string, data: object}>}
+ * @returns {AsyncGenerator<StatusEvent>}
  * @throws {ApiError}
  */
 export async function* serverEvents(query, { key = null, signal }) {
   const response = await request(`v1/events${query}`, { cache: "no-store", headers: authorization(key), signal });
-  for await (const { event, data } of readEvents(response.body)) yield { kind: event, data: JSON.parse(data) };
+  for await (const { event, data } of eventsOf(response)) {
+    yield /** @type {StatusEvent} */ ({ kind: event, data: JSON.parse(data) });
+  }
 }
 
 /**
  * One streamed answer. It goes on without a reader for a while: discard() ends it.
- * @param {{path: string, body: object, name: string}} stream  the same name gets the same answer
- * @param {{signal: AbortSignal, key: ?string}} options
- * @returns {AsyncGenerator<import("./wires.js").Piece>}
+ * @param {Request} stream
+ * @param {Options} options
+ * @returns {AsyncGenerator<Piece>}
  * @throws {ApiError}
  */
 export async function* openAnswer({ path, body, name }, { signal, key }) {
@@ -52,30 +120,53 @@ export async function* openAnswer({ path, body, name }, { signal, key }) {
   yield* readPieces(response, path, signal);
 }
 
-/** What comes after the piece of that number. */
+/**
+ * What comes after the piece of that number.
+ * @param {{path: WirePath, id: ?string, number: number}} stream
+ * @param {Options} options
+ * @returns {AsyncGenerator<Piece>}
+ * @throws {ApiError}
+ */
 export async function* followAnswer({ path, id, number }, { signal, key }) {
   const query = `stream=true&starting_after=${number}`;
   const response = await request(`${path}/${id}?${query}`, { headers: authorization(key), signal }).catch(orGone);
   yield* readPieces(response, path, signal);
 }
 
-/** Ends an answer on the server, and has it forgotten, even while the page closes. */
+/**
+ * Ends an answer on the server, and has it forgotten, even while the page closes.
+ * @param {{path: WirePath, id: ?string}} answer
+ * @param {?string} key
+ */
 export async function discard({ path, id }, key) {
   await request(`${path}/${id}`, { method: "DELETE", headers: authorization(key), keepalive: true });
 }
 
-/** Has the server forget what it keeps of these answers, as far as it can be told. */
+/**
+ * Has the server forget what it keeps of these answers, as far as it can be told.
+ * @param {string[]} responseIds
+ * @param {?string} key
+ */
 export function forget(responseIds, key) {
   for (const id of responseIds) discard({ path: RESPONSES, id }, key).catch(() => {}); // it is gone, or the server is
 }
 
+/**
+ * @param {unknown} fault
+ * @returns {never}
+ */
 function orGone(fault) {
-  if (fault.status !== 404 && fault.status !== 410) throw fault;
+  if (!(fault instanceof ApiError) || (fault.status !== 404 && fault.status !== 410)) throw fault;
   throw new ApiError({ kind: "gone", message: "The server no longer has it. What came so far stays here." });
 }
 
+/**
+ * @param {Response} response
+ * @param {WirePath} path
+ * @param {AbortSignal} signal
+ */
 async function* readPieces(response, path, signal) {
-  for await (const { data, id } of untilLost(readEvents(response.body), signal)) {
+  for await (const { data, id } of untilLost(eventsOf(response), signal)) {
     if (data === "[DONE]") return;
     const piece = readPiece(data, id === null ? null : Number(id), path);
     yield piece;
@@ -84,6 +175,13 @@ async function* readPieces(response, path, signal) {
   throw new ApiError({ kind: "lost", message: "The connection ended before the answer did." });
 }
 
+/** @param {Response} response  that streams */
+function eventsOf({ body }) {
+  if (body === null) throw new ApiError({ kind: "failed", message: "The server sent nothing." });
+  return readEvents(body);
+}
+
+/** @param {string} path  @param {RequestInit} options */
 async function request(path, options) {
   let response;
   try {
@@ -96,7 +194,12 @@ async function request(path, options) {
   return response;
 }
 
-/** A connection that breaks ends the stream like one that is closed too early. */
+/**
+ * A connection that breaks ends the stream like one that is closed too early.
+ * @template T
+ * @param {AsyncGenerator<T>} events
+ * @param {AbortSignal} signal
+ */
 async function* untilLost(events, signal) {
   try {
     yield* events;
@@ -105,6 +208,11 @@ async function* untilLost(events, signal) {
   }
 }
 
+/**
+ * @param {string} data
+ * @param {?number} number
+ * @param {WirePath} path
+ */
 function readPiece(data, number, path) {
   let told;
   try {
@@ -115,6 +223,7 @@ function readPiece(data, number, path) {
   return WIRES[path].read(told, number);
 }
 
+/** @param {Response} response */
 async function refusal(response) {
   const { error } = await response.json().catch(() => ({})); // a proxy's page is not JSON
   return new ApiError({
@@ -126,6 +235,10 @@ async function refusal(response) {
   });
 }
 
+/**
+ * @param {?string} key
+ * @returns {Record<string, string>}
+ */
 function authorization(key) {
   return key ? { authorization: `Bearer ${key}` } : {};
 }

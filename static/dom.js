@@ -1,40 +1,72 @@
-/** Builds DOM nodes. Text becomes text nodes, always: nothing here parses HTML. */
-
-export const byId = (id) => document.getElementById(id);
-
-const SVG = "http://www.w3.org/2000/svg";
+/**
+ * Finds and builds DOM nodes. Text becomes text nodes, always: nothing here parses HTML.
+ *
+ * @typedef {Record<string, string|number|boolean|null|(() => void)>} Properties  attributes by name; functions are
+ *   listeners, named "on…"; true sets an empty attribute, false and null set none
+ */
 
 /**
- * @param {string} tag
- * @param {object} properties  attributes by name; "on…" listeners; true sets an empty attribute,
- *   false and null set none
+ * The element with this id, which index.html has.
+ * @param {string} id
+ */
+export const byId = (id) => find(`#${id}`, HTMLElement);
+
+/**
+ * The first element that the selector matches.
+ * @template {Element} T
+ * @param {string} selector
+ * @param {new () => T} kind
+ * @param {ParentNode} within
+ * @returns {T}
+ */
+export function find(selector, kind, within = document) {
+  const found = within.querySelector(selector);
+  if (!(found instanceof kind)) throw new Error(`There is no ${kind.name} ${selector}.`);
+  return found;
+}
+
+/**
+ * @template {keyof HTMLElementTagNameMap} K
+ * @param {K} tag
+ * @param {Properties} properties
  * @param {...(Node|string)} children
  */
 export function el(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
-    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    if (typeof value === "function") element.addEventListener(name.slice(2), value);
     else if (value === true) element.setAttribute(name, "");
-    else if (value !== false && value !== null) element.setAttribute(name, value);
+    else if (value !== false && value !== null) element.setAttribute(name, String(value));
   }
   element.append(...children);
   return element;
 }
 
-/** The same for the elements of a picture; its properties are attributes, as they are. */
+/**
+ * An element of a picture.
+ * @template {keyof SVGElementTagNameMap} K
+ * @param {K} tag
+ * @param {Record<string, string|number>} attributes
+ * @param {...(Node|string)} children
+ */
 export function svg(tag, attributes = {}, ...children) {
-  const element = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, String(value));
   element.append(...children);
   return element;
 }
 
-/** One of the symbols at the top of index.html. */
+/** One of the symbols at the top of index.html. @param {string} name */
 export function icon(name) {
   return svg("svg", { class: "icon", "aria-hidden": "true" }, svg("use", { href: `#icon-${name}` }));
 }
 
-/** A button that shows only an icon; its label is what a screen reader and a tooltip say. */
+/**
+ * A button that shows only an icon; its label is what a screen reader and a tooltip say.
+ * @param {string} name
+ * @param {string} label
+ * @param {() => void} onclick
+ */
 export function iconButton(name, label, onclick) {
   return el(
     "button",
@@ -46,9 +78,11 @@ export function iconButton(name, label, onclick) {
 /**
  * A table: the first cell of a row is its head.
  * @param {string} caption  for those who do not see it, perhaps empty
- * @param {string[]} heads  @param {(Node|string)[][]} rows
+ * @param {string[]} heads
+ * @param {(Node|string)[][]} rows
  */
 export function tableOf(caption, heads, rows) {
+  /** @param {(Node|string)[]} cells */
   const row = ([first, ...others]) => el("tr", {}, el("th", { scope: "row" }, first), ...others.map((cell) => el("td", {}, cell)));
   const head = el("tr", {}, ...heads.map((text) => el("th", { scope: "col" }, text)));
   return el(

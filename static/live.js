@@ -1,6 +1,14 @@
-/** What the server tells of itself, heard while the page is seen, over as many connections as it takes. */
+/**
+ * What the server tells of itself, heard while the page is seen, over as many connections as it takes.
+ *
+ * @typedef {object} Listeners
+ * @property {(event: import("./api.js").StatusEvent) => void} event
+ * @property {() => void} [begin]
+ * @property {(message: string) => void} lost
+ */
 
 import { serverEvents } from "./api.js";
+import { messageOf } from "./fault.js";
 
 const AGAIN_MS = 2_000;
 
@@ -8,12 +16,13 @@ export class Live {
   #query;
   #key;
   #on;
+  /** @type {?AbortController} */
   #listening = null;
 
   /**
    * @param {string} query  of v1/events
    * @param {() => ?string} key
-   * @param {{event: (kind: ?string, data: object) => void, begin?: () => void, lost: (fault: Error) => void}} on
+   * @param {Listeners} on
    */
   constructor(query, key, on) {
     this.#query = query;
@@ -25,18 +34,19 @@ export class Live {
   /** Listens, or listens anew. Browsers give a server few connections: a page that is not seen takes none. */
   async open() {
     this.close();
-    const { signal } = (this.#listening = new AbortController());
+    this.#listening = new AbortController();
+    const { signal } = this.#listening;
     while (!document.hidden && !signal.aborted) {
-      let fault = new Error("The server ended the connection.");
+      let message = "The server ended the connection.";
       try {
         this.#on.begin?.();
         const events = serverEvents(this.#query, { key: this.#key(), signal });
-        for await (const { kind, data } of events) this.#on.event(kind, data);
-      } catch (thrown) {
-        fault = thrown;
+        for await (const event of events) this.#on.event(event);
+      } catch (fault) {
+        message = messageOf(fault);
       }
       if (signal.aborted) return;
-      this.#on.lost(fault);
+      this.#on.lost(message);
       await new Promise((resolve) => setTimeout(resolve, AGAIN_MS));
     }
   }

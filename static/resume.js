@@ -4,7 +4,10 @@ const PAUSES_MS = [500, 1000, 2000, 4000, 5000];
 const PATIENCE_MS = 120_000;
 const PASSING = [429, 502, 503, 504]; // 502 and 504 are a proxy's, while the server restarts
 
-/** @param {import("./api.js").ApiError} fault  @returns {boolean} true if the rest may come yet */
+/**
+ * @param {import("./fault.js").ApiError} fault
+ * @returns {boolean} true if the rest may come yet
+ */
 export function isPassing({ kind, status, code }) {
   if (kind === "lost" || kind === "unreachable") return true;
   return PASSING.includes(status) || code === "server_shutting_down";
@@ -12,6 +15,7 @@ export function isPassing({ kind, status, code }) {
 
 /** Pauses that grow while nothing comes. Times are those of performance.now(), in ms. */
 export class Pauses {
+  /** @type {?number} */
   #lostAt = null;
   #count = 0;
 
@@ -36,7 +40,12 @@ export class Pauses {
   }
 }
 
-/** Throws as soon as the signal is aborted; ends early when the browser is online again. */
+/**
+ * Throws as soon as the signal is aborted; ends early when the browser is online again.
+ * @param {number} ms
+ * @param {AbortSignal} signal
+ * @returns {Promise<void>}
+ */
 export function pause(ms, signal) {
   return new Promise((resolve, reject) => {
     const end = () => {

@@ -1,11 +1,30 @@
-/** What the user chose, kept in the browser. An empty choice leaves the value to the server. */
+/**
+ * What the user chose, kept in the browser. An empty choice leaves the value to the server.
+ *
+ * @typedef {object} Texts
+ * @property {string} systemPrompt
+ * @property {string} stop  one in a line
+ * @property {string} lane
+ * @property {string} kept  where conversations are: "server", or "browser" alone
+ *
+ * @typedef {"temperature"|"topP"|"topK"|"minP"|"presencePenalty"|"frequencyPenalty"|"repetitionPenalty"|"maxTokens"
+ *   |"seed"} NumberName
+ *
+ * @typedef {Texts & Record<NumberName, ?number>} Settings
+ *
+ * @typedef {"localStorage"|"sessionStorage"} Area
+ */
 
 const SETTINGS = "penstock.settings";
 const KEY = "penstock.key";
 
-/** Each lane and the service_tier that asks for it. */
+/**
+ * Each lane and the service_tier that asks for it.
+ * @type {Record<string, string>}
+ */
 export const LANES = { interactive: "priority", standard: "default", batch: "flex" };
 
+/** @type {Settings} */
 export const DEFAULTS = {
   systemPrompt: "",
   temperature: null,
@@ -22,19 +41,23 @@ export const DEFAULTS = {
   kept: "server",
 };
 
+export const settingNames = /** @type {(keyof Settings)[]} */ (Object.keys(DEFAULTS));
+
+/** @returns {Settings} */
 export function loadSettings() {
   try {
-    return { ...DEFAULTS, ...JSON.parse(read("localStorage", SETTINGS)) };
+    return { ...DEFAULTS, ...JSON.parse(read("localStorage", SETTINGS) ?? "{}") };
   } catch {
     return { ...DEFAULTS };
   }
 }
 
+/** @param {Settings} settings */
 export function saveSettings(settings) {
   write("localStorage", SETTINGS, JSON.stringify(settings));
 }
 
-/** The fields of a chat completion request that follow from the settings. */
+/** The fields of a chat completion request that follow from the settings. @param {Settings} settings */
 export function requestFields(settings) {
   const stops = settings.stop.split("\n").filter(Boolean);
   const chosen = { ...numbersOf(settings), stop: stops.length > 0 ? stops : null };
@@ -42,13 +65,16 @@ export function requestFields(settings) {
   return { ...Object.fromEntries(set), service_tier: LANES[settings.lane] ?? LANES.standard };
 }
 
-/** The settings that are numbers, by their names in a request: topP is top_p. */
+/** The settings that are numbers, by their names in a request: topP is top_p. @param {Settings} settings */
 function numbersOf(settings) {
-  const names = Object.keys(DEFAULTS).filter((name) => DEFAULTS[name] === null);
+  const names = settingNames.filter((name) => DEFAULTS[name] === null);
   return Object.fromEntries(names.map((name) => [wireName(name), settings[name]]));
 }
 
-/** @param {string} name  a setting's  @returns {string} the same in a request and in a model's defaults */
+/**
+ * @param {string} name  a setting's
+ * @returns {string} the same in a request and in a model's defaults
+ */
 export function wireName(name) {
   return name.replace(/[A-Z]/g, (letter) => `_${letter.toLowerCase()}`);
 }
@@ -58,7 +84,11 @@ export function loadKey() {
   return read("sessionStorage", KEY) ?? read("localStorage", KEY);
 }
 
-/** Keeps the key for this tab, or in this browser where the user asked for that. */
+/**
+ * Keeps the key for this tab, or in this browser where the user asked for that.
+ * @param {?string} key
+ * @param {boolean} remember
+ */
 export function saveKey(key, remember) {
   write("sessionStorage", KEY, remember ? null : key);
   write("localStorage", KEY, remember ? key : null);
@@ -67,6 +97,11 @@ export function saveKey(key, remember) {
 // A browser may refuse storage altogether: then a choice lasts as long as the page.
 const fallback = new Map();
 
+/**
+ * @param {Area} area
+ * @param {string} name
+ * @returns {?string}
+ */
 function read(area, name) {
   try {
     return globalThis[area].getItem(name);
@@ -75,6 +110,11 @@ function read(area, name) {
   }
 }
 
+/**
+ * @param {Area} area
+ * @param {string} name
+ * @param {?string} value
+ */
 function write(area, name, value) {
   try {
     if (value === null) globalThis[area].removeItem(name);

@@ -15,8 +15,11 @@ const LINE_END = /\r\n|\r|\n/g;
 /** Turns decoded text, cut anywhere, into complete events. */
 export class EventStreamParser {
   #line = ""; // the line that has not ended yet
-  #data = []; // the data lines of the event that has not ended yet
-  #id = null; // of that event
+  /** @type {string[]} the data lines of the event that has not ended yet */
+  #data = [];
+  /** @type {?string} of that event */
+  #id = null;
+  /** @type {?string} */
   #event = null;
   #afterCarriageReturn = false; // a "\n" that opens the next piece belongs to the last line end
 
@@ -26,6 +29,7 @@ export class EventStreamParser {
    */
   push(text) {
     if (text === "") return [];
+    /** @type {ServerEvent[]} */
     const events = [];
     let start = this.#afterCarriageReturn && text.startsWith("\n") ? 1 : 0;
     LINE_END.lastIndex = start;
@@ -39,6 +43,7 @@ export class EventStreamParser {
     return events;
   }
 
+  /** @param {string} line  @param {ServerEvent[]} events  that have ended */
   #endLine(line, events) {
     if (line === "") {
       if (this.#data.length > 0) events.push({ data: this.#data.join("\n"), id: this.#id, event: this.#event });
@@ -55,7 +60,11 @@ export class EventStreamParser {
   }
 }
 
-/** One space after the colon belongs to the syntax, any further one to the value. */
+/**
+ * One space after the colon belongs to the syntax, any further one to the value.
+ * @param {string} line
+ * @param {number} colon
+ */
 function valueAfter(line, colon) {
   return line.slice(line[colon + 1] === " " ? colon + 2 : colon + 1);
 }

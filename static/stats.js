@@ -8,14 +8,19 @@
  * @property {?number} ttftMs  from sending to the first text, as the reader saw it
  * @property {?number} tokensPerS  after the first token; at the end the server's own measure
  * @property {?string} finish  OpenAI's finish_reason
- * @property {?object} timings  the server's
+ * @property {?Partial<Timings>} timings  the server's; of an imported answer, what the file had
+ *
+ * @import { Piece, Timings } from "./wires.js"
  */
 
 import { count, duration, number } from "./format.js";
 
 const SHORTEST_MS = 100; // a shorter stretch says nothing about speed
 
-/** @returns {Stats} of an answer that is asked for now */
+/**
+ * @param {number} now  epoch, ms
+ * @returns {Stats} of an answer that is asked for now
+ */
 export function newStats(now) {
   const unknown = { firstAt: null, ttftMs: null, tokensPerS: null, finish: null, timings: null };
   return { sentAt: now, tokens: 0, ...unknown };
@@ -28,7 +33,7 @@ export class Meter {
     this.stats = stats;
   }
 
-  /** @param {import("./wires.js").Piece} piece */
+  /** @param {Piece} piece  @param {number} now */
   take({ text, thinking, finish, timings, tokens }, now) {
     if (text !== "" || thinking !== "") this.#countToken(now);
     if (finish !== null) this.stats.finish = finish;
@@ -37,6 +42,7 @@ export class Meter {
     if (tokens !== null) this.stats.tokens = tokens;
   }
 
+  /** @param {number} now */
   #countToken(now) {
     const { stats } = this;
     stats.tokens += 1;
@@ -46,10 +52,10 @@ export class Meter {
     if (elapsed >= SHORTEST_MS) stats.tokensPerS = ((stats.tokens - 1) * 1000) / elapsed;
   }
 
-  /** The server measures its pace without the network in between. */
+  /** The server measures its pace without the network in between. @param {Timings} timings */
   #believe(timings) {
     this.stats.timings = timings;
-    if (timings.tpot_ms > 0) this.stats.tokensPerS = 1000 / timings.tpot_ms;
+    if (timings.tpot_ms) this.stats.tokensPerS = 1000 / timings.tpot_ms;
   }
 }
 
@@ -62,6 +68,7 @@ export function statsLine(stats) {
   return [...measured(stats), ...(stats.timings ? reported(stats.timings) : [])];
 }
 
+/** @param {Stats} stats */
 function measured({ tokens, ttftMs, tokensPerS }) {
   const parts = [{ label: count(tokens, "token"), hint: "Length of this answer" }];
   if (tokensPerS) {
@@ -76,19 +83,18 @@ function measured({ tokens, ttftMs, tokensPerS }) {
   return parts;
 }
 
+/** @param {Partial<Timings>} timings */
 function reported(timings) {
-  const { lane, queue_ms, predicted_ttft_ms, cached_tokens, prompt_tokens } = timings;
-  const { draft_tokens, accepted_tokens, preemptions } = timings;
+  const { lane, queue_ms, predicted_ttft_ms, cached_tokens = 0, prompt_tokens = 0 } = timings;
+  const { draft_tokens = 0, accepted_tokens, preemptions = 0 } = timings;
+  /** @type {{label: string, hint: string}[]} */
   const parts = [];
+  /** @param {string} label  @param {string} hint */
   const add = (label, hint) => parts.push({ label, hint });
-  if (predicted_ttft_ms > 0) {
-    add(`predicted ${duration(predicted_ttft_ms)}`, "Time to first token the server expected");
-  }
-  if (Number.isFinite(queue_ms)) add(`queued ${duration(queue_ms)}`, "Wait before the first step");
+  if (predicted_ttft_ms) add(`predicted ${duration(predicted_ttft_ms)}`, "Time to first token the server expected");
+  if (typeof queue_ms === "number") add(`queued ${duration(queue_ms)}`, "Wait before the first step");
   if (lane) add(`${lane} lane`, "Lane that this request was served in");
-  if (prompt_tokens > 0) {
-    add(`${cached_tokens ?? 0} of ${prompt_tokens} cached`, "Prompt tokens found in the KV cache");
-  }
+  if (prompt_tokens > 0) add(`${cached_tokens} of ${prompt_tokens} cached`, "Prompt tokens found in the KV cache");
   if (draft_tokens > 0) {
     add(`${accepted_tokens} of ${draft_tokens} drafts`, "Draft tokens accepted by the model");
   }

@@ -4,7 +4,11 @@
   const THEMES = ["system", "light", "dark"];
   const { dataset } = document.documentElement;
 
-  /** A browser that keeps nothing throws: the choice lasts as long as the page. */
+  /**
+   * A browser that keeps nothing throws: the choice lasts as long as the page.
+   * @template T
+   * @param {() => T} act
+   */
   function tried(act) {
     try {
       return act();
@@ -13,15 +17,19 @@
     }
   }
 
-  const kept = tried(() => localStorage.getItem(NAME));
-  dataset.theme = THEMES.includes(kept) ? kept : "system";
+
+  let theme = tried(() => localStorage.getItem(NAME)) ?? "system";
+  if (!THEMES.includes(theme)) theme = "system";
+  dataset.theme = theme;
   document.addEventListener("DOMContentLoaded", () => {
     const button = document.getElementById("theme");
-    const show = () => (button.ariaLabel = button.title = `Colours: ${dataset.theme}. Change`);
+    if (button === null) return;
+    const show = () => (button.ariaLabel = button.title = `Colours: ${theme}. Change`);
     show();
     button.addEventListener("click", () => {
-      dataset.theme = THEMES[(THEMES.indexOf(dataset.theme) + 1) % THEMES.length];
-      tried(() => localStorage.setItem(NAME, dataset.theme));
+      theme = THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length];
+      dataset.theme = theme;
+      tried(() => localStorage.setItem(NAME, theme));
       show();
     });
   });

@@ -21,7 +21,7 @@ export function splitThinking(text) {
 }
 
 /**
- * @param {import("./conversation.js").Message} message
+ * @param {{thinking: string, text: string}} message
  * @returns {{thinking: string, answer: string, isThinking: boolean}} as splitThinking
  */
 export function partsOf({ thinking, text }) {

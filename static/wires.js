@@ -8,9 +8,56 @@
  * @property {string} text
  * @property {string} thinking
  * @property {?string} finish  OpenAI's finish_reason
- * @property {?object} timings
+ * @property {?Timings} timings
  * @property {?number} tokens  how many the answer has, once it is known
  * @property {boolean} isLast
+ *
+ * @typedef {object} Timings  the server's: milliseconds and counts
+ * @property {number} queue_ms
+ * @property {number} ttft_ms
+ * @property {?number} tpot_ms
+ * @property {number} cached_tokens
+ * @property {number} prompt_tokens
+ * @property {?number} predicted_ttft_ms
+ * @property {number} preemptions
+ * @property {number} draft_tokens
+ * @property {number} accepted_tokens
+ * @property {string} lane
+ * @property {TimelineMarks} timeline
+ *
+ * @typedef {object} TimelineMarks  milliseconds since the request came
+ * @property {[at: number, tokens: number][]} prefills
+ * @property {number[]} preempted_ms
+ * @property {number[]} resumed_ms
+ * @property {[at: number, drafted: number, accepted: number][]} drafts
+ * @property {number} ended_ms
+ *
+ * @typedef {Record<string, unknown>} Body  of a request
+ *
+ * @typedef {object} Said  what the model is to know
+ * @property {?string} previous  the response that the messages follow; null: they are all that was said
+ * @property {{role: string, content: string}[]} messages
+ *
+ * @typedef {{message?: unknown, code?: ?string}} Failure  as the server reports it
+ *
+ * @typedef {object} ResponseEvent
+ * @property {string} type
+ * @property {number} sequence_number
+ * @property {string} [delta]
+ * @property {object} [response]
+ * @property {string} [response.id]
+ * @property {?string} [response.status]
+ * @property {?Failure} [response.error]
+ * @property {?object} [response.incomplete_details]
+ * @property {?Timings} [response.timings]
+ * @property {?{output_tokens: number}} [response.usage]
+ *
+ * @typedef {object} Chunk
+ * @property {string} [id]
+ * @property {Failure} [error]
+ * @property {{delta?: {content?: ?string, reasoning_content?: ?string}, finish_reason?: ?string}[]} [choices]
+ * @property {?Timings} [timings]
+ * @property {?{completion_tokens: number}} [usage]
  */
 
 import { ApiError } from "./fault.js";
@@ -18,14 +65,18 @@ import { ApiError } from "./fault.js";
 export const RESPONSES = "v1/responses";
 export const CHAT = "v1/chat/completions";
 
+/** @typedef {typeof RESPONSES|typeof CHAT} WirePath */
+
 export const WIRES = { [RESPONSES]: { body: responseBody, read: readEvent }, [CHAT]: { body: chatBody, read: readChunk } };
 
 /**
- * @param {object} fields  of a chat completion request
- * @param {{previous: ?string, messages: {role: string, content: string}[]}} said  what is new since that response
+ * @param {Body} fields  of a chat completion request
+ * @param {Said} said
  * @param {string} system  prompt, perhaps empty
+ * @returns {Body}
  */
 function responseBody({ max_tokens, ...fields }, { previous, messages }, system) {
+  /** @type {Body} */
   const body = { ...fields, input: messages, stream: true, stream_options: { resumable: true } };
   if (max_tokens !== undefined) body.max_output_tokens = max_tokens;
   if (system !== "") body.instructions = system;
@@ -33,12 +84,21 @@ function responseBody({ max_tokens, ...fields }, { previous, messages }, system)
   return body;
 }
 
+/**
+ * @param {Body} fields
+ * @param {Said} said
+ * @param {string} system
+ * @returns {Body}
+ */
 function chatBody(fields, { messages }, system) {
   const all = system === "" ? messages : [{ role: "system", content: system }, ...messages];
   return { ...fields, messages: all, stream: true, stream_options: { include_usage: true, resumable: true } };
 }
 
-/** @returns {Piece} */
+/**
+ * @param {ResponseEvent & Failure} event
+ * @returns {Piece}
+ */
 function readEvent({ type, sequence_number: number, delta, response, ...event }) {
   if (type === "error") throw failure(event);
   if (response?.error) throw failure(response.error);
@@ -47,16 +107,20 @@ function readEvent({ type, sequence_number: number, delta, response, ...event })
   return {
     id: response?.id ?? null,
     number,
-    text: type === "response.output_text.delta" ? delta : "",
-    thinking: type === "response.reasoning_text.delta" ? delta : "",
-    finish: isLast ? (response.incomplete_details ? "length" : "stop") : null,
+    text: (type === "response.output_text.delta" && delta) || "",
+    thinking: (type === "response.reasoning_text.delta" && delta) || "",
+    finish: isLast ? (response?.incomplete_details ? "length" : "stop") : null,
     timings: response?.timings ?? null,
     tokens: response?.usage?.output_tokens ?? null,
     isLast,
   };
 }
 
-/** @returns {Piece} */
+/**
+ * @param {Chunk} chunk
+ * @param {?number} number
+ * @returns {Piece}
+ */
 function readChunk({ id, error, choices, timings, usage }, number) {
   if (error) throw failure(error);
   const choice = choices?.[0];
@@ -72,7 +136,7 @@ function readChunk({ id, error, choices, timings, usage }, number) {
   };
 }
 
-/** What a stream reports instead of going on. */
+/** What a stream reports instead of going on. @param {Failure} reported */
 function failure({ message, code }) {
   return new ApiError({ kind: "failed", message: String(message), code: code ?? null });
 }
