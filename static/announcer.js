@@ -1,5 +1,7 @@
 /** Reads an answer to screen readers by whole sentences, at a bearable pace. */
 
+/** @import { Message } from "./conversation.js" */
+
 import { RECONNECTING } from "./conversation.js";
 import { partsOf } from "./thinking.js";
 
@@ -9,6 +11,7 @@ const SENTENCE_END = /[.!?:](?=\s)|\n/g;
 
 export class Announcer {
   #log;
+  /** @type {?Message} */
   #message = null;
   #spoken = 0; // how much of the message's text was announced
   #lastAt = -Infinity;
@@ -19,7 +22,11 @@ export class Announcer {
     this.#log = log;
   }
 
-  /** Announces what a growing answer gained, that it waits for its connection, and its end. */
+  /**
+   * Announces what a growing answer gained, that it waits for its connection, and its end.
+   * @param {Message} message
+   * @param {boolean} ended
+   */
   follow(message, ended, now = performance.now()) {
     const text = partsOf(message).answer;
     if (message !== this.#message || text.length < this.#spoken) {
@@ -38,15 +45,17 @@ export class Announcer {
     this.say(news);
   }
 
+  /** @param {string} text */
   say(text) {
     const line = document.createElement("p");
     line.textContent = text;
     this.#log.append(line);
-    while (this.#log.childElementCount > KEPT) this.#log.firstElementChild.remove();
+    while (this.#log.childElementCount > KEPT) this.#log.firstElementChild?.remove();
   }
 }
 
+/** @param {string} text  @param {number} from */
 function lastSentenceEnd(text, from) {
-  const ends = [...text.slice(from).matchAll(SENTENCE_END)];
-  return from + (ends.length === 0 ? 0 : ends.at(-1).index + 1);
+  const last = [...text.slice(from).matchAll(SENTENCE_END)].at(-1);
+  return from + (last === undefined ? 0 : last.index + 1);
 }

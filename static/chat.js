@@ -1,4 +1,24 @@
-/** What the user can do: the conversations, and the answers being made in them. */
+/**
+ * What the user can do: the conversations, and the answers being made in them.
+ *
+ * @import { Conversation, Message } from "./conversation.js"
+ * @import { Store } from "./store.js"
+ * @import { Told } from "./tabs.js"
+ * @import { Body, WirePath } from "./wires.js"
+ *
+ * @typedef {object} ChatView
+ * @property {(conversation: Conversation) => void} showConversation
+ * @property {(message: Message) => void} showMessage
+ * @property {() => void} showVersions
+ * @property {() => void} showList
+ * @property {() => void} showUnkept  the browser did not keep a change
+ *
+ * @typedef {object} Choices  what goes with each request, read when it is sent
+ * @property {() => Promise<Body>} fields
+ * @property {() => string} systemPrompt
+ * @property {() => boolean} isKept  by the server, too
+ * @property {() => ?string} key
+ */
 
 import { forget } from "./api.js";
 import {
@@ -21,24 +41,28 @@ const MAX_AUTOMATIC_RETRIES = 3;
 const SAVE_EVERY_MS = 1000;
 
 export class Chat {
+  /** @type {Conversation[]} */
   conversations = [];
   current = newConversation();
   #store;
   #view;
   #choices;
-  #runs = new Map(); // conversation id -> AbortController of its answer
-  #made = new Set(); // answers that this tab makes; others that run are another's
+  /** @type {Map<string, AbortController>} of its answer, by a conversation's id */
+  #runs = new Map();
+  /** @type {Set<Message>} the answers that this tab makes; others that run are another's */
+  #made = new Set();
   #tabs = new Tabs((told) => this.#hear(told));
+  /** @type {?Promise<void>} */
   #loading = null;
-  #retries = new WeakMap(); // answer -> automatic retries since the user last acted
-  #unsaved = new Set(); // conversations with news that are kept soon
+  /** @type {WeakMap<Message, number>} an answer's automatic retries since the user last acted */
+  #retries = new WeakMap();
+  /** @type {Set<Conversation>} with news that are kept soon */
+  #unsaved = new Set();
 
   /**
-   * @param {object} store  see store.js
-   * @param {object} view  showConversation(conversation), showMessage(message), showVersions(), showList(), and
-   *   showUnkept(): the browser did not keep a change
-   * @param {{fields: () => Promise<object>, systemPrompt: () => string, isKept: () => boolean, key: () => ?string}}
-   *   choices  what goes with each request, read when it is sent; isKept: by the server, too
+   * @param {Store} store
+   * @param {ChatView} view
+   * @param {Choices} choices
    */
   constructor(store, view, choices) {
     this.#store = store;
@@ -79,7 +103,10 @@ export class Chat {
     this.#view.showConversation(this.current);
   }
 
-  /** @param {?object} edited  the user's message that the text is another version of: a branch of its own */
+  /**
+   * @param {string} text
+   * @param {?Message} edited  the user's message that the text is another version of: a branch of its own
+   */
   send(text, edited = null) {
     if (this.isBusy) return;
     const conversation = this.current;
@@ -88,12 +115,13 @@ export class Chat {
     this.#answer(conversation, answer);
   }
 
-  /** Another answer to the same question. */
+  /** Another answer to the same question. @param {Message} answer */
   retry(answer) {
     this.#retries.delete(answer);
     this.#again(answer);
   }
 
+  /** @param {Message} answer */
   retryAutomatically(answer) {
     const done = this.#retries.get(answer) ?? 0;
     if (done >= MAX_AUTOMATIC_RETRIES || hasFollowers(this.current.messages, answer)) {
@@ -104,18 +132,19 @@ export class Chat {
     this.#again(answer);
   }
 
+  /** @param {Message} answer */
   dropRetry(answer) {
     answer.retryAt = null;
     this.#view.showMessage(answer);
   }
 
-  /** Which of its siblings a message is: the place of its version, and all of them. */
+  /** Which of its siblings a message is: the place of its version, and all of them. @param {Message} message */
   versionsOf(message) {
     const versions = siblingsOf(this.current.messages, message);
     return { versions, at: versions.indexOf(message) };
   }
 
-  /** Shows the branch of this message, down to what was said last there. */
+  /** Shows the branch of this message, down to what was said last there. @param {Message} message */
   choose(message) {
     this.current.tip = newestEnd(this.current.messages, message).id;
     this.#save(this.current);
@@ -125,20 +154,22 @@ export class Chat {
     this.#runs.get(this.current.id)?.abort();
   }
 
+  /** @param {Conversation} conversation  @param {string} title */
   rename(conversation, title) {
     conversation.title = title;
     this.#save(conversation);
     this.#view.showList();
   }
 
-  /** Nothing of it is left, here and on the server. */
+  /** Nothing of it is left, here and on the server. @param {Conversation} conversation */
   remove(conversation) {
     this.#drop(conversation);
     this.#tabs.tell({ removed: conversation.id });
     this.#store.delete(conversation.id).catch(() => this.#view.showUnkept());
-    forget(conversation.messages.map(({ responseId }) => responseId).filter(Boolean), this.#choices.key());
+    forget(conversation.messages.flatMap(({ responseId }) => responseId ?? []), this.#choices.key());
   }
 
+  /** @param {Conversation} conversation */
   #drop(conversation) {
     this.#runs.get(conversation.id)?.abort();
     this.conversations = this.conversations.filter((each) => each !== conversation);
@@ -146,7 +177,7 @@ export class Chat {
     else this.#view.showList();
   }
 
-  /** Takes over conversations of another browser. */
+  /** Takes over conversations of another browser. @param {Conversation[]} conversations */
   add(conversations) {
     const replaced = new Set(conversations.map(({ id }) => id));
     const kept = this.conversations.filter(({ id }) => !replaced.has(id));
@@ -155,11 +186,13 @@ export class Chat {
     this.open(this.current.id);
   }
 
+  /** @param {Message} answer */
   #again(answer) {
     if (this.isBusy) return;
     this.#answer(this.current, askAgain(this.current, answer));
   }
 
+  /** @param {Conversation} conversation  @param {Message} answer */
   #answer(conversation, answer) {
     this.#sort();
     this.#run(conversation, answer);
@@ -170,7 +203,11 @@ export class Chat {
     this.conversations.sort((a, b) => b.updated - a.updated);
   }
 
-  /** @param {() => Promise<void>} prepare  what comes first when no other tab makes the answer */
+  /**
+   * @param {Conversation} conversation
+   * @param {Message} answer
+   * @param {() => Promise<void>} prepare  what comes first when no other tab makes the answer
+   */
   async #run(conversation, answer, prepare = async () => {}) {
     const controller = new AbortController();
     const { signal } = controller;
@@ -181,7 +218,10 @@ export class Chat {
     });
   }
 
-  /** An answer that is not made here is made by another tab, or by none: when that one is gone, it goes on here. */
+  /**
+   * An answer that is not made here is made by another tab, or by none: when that one is gone, it goes on here.
+   * @param {Conversation} conversation
+   */
   #follow(conversation) {
     const answer = runningIn(conversation);
     if (answer === null || this.#runs.has(conversation.id)) return;
@@ -191,6 +231,11 @@ export class Chat {
     });
   }
 
+  /**
+   * @param {Conversation} conversation
+   * @param {Message} answer
+   * @param {AbortSignal} signal
+   */
   async #make(conversation, answer, signal) {
     const { key } = this.#choices;
     this.#made.add(answer);
@@ -204,13 +249,24 @@ export class Chat {
     await this.#save(conversation); // the next tab reads it as it ended
   }
 
+  /**
+   * @param {Conversation} conversation
+   * @param {Message} answer
+   * @param {boolean} isWhole
+   */
   async #request(conversation, answer, isWhole) {
     const { fields, isKept, systemPrompt } = this.#choices;
+    /** @type {WirePath} */
     const path = isKept() ? RESPONSES : CHAT;
     const said = saidBefore(conversation, answer, isWhole || path === CHAT);
     return { path, body: WIRES[path].body(await fields(), said, systemPrompt()) };
   }
 
+  /**
+   * @param {Conversation} conversation
+   * @param {Message} answer
+   * @param {boolean} urgent
+   */
   #changed(conversation, answer, urgent) {
     const ended = !isRunning(answer);
     if (ended) this.#runs.delete(conversation.id);
@@ -220,7 +276,7 @@ export class Chat {
     else this.#saveSoon(conversation);
   }
 
-  /** What a stream brings is kept every second. */
+  /** What a stream brings is kept every second. @param {Conversation} conversation */
   #saveSoon(conversation) {
     if (this.#unsaved.size === 0) setTimeout(() => this.#saveAll(), SAVE_EVERY_MS);
     this.#unsaved.add(conversation);
@@ -231,7 +287,7 @@ export class Chat {
     this.#unsaved.clear();
   }
 
-  /** A deleted conversation stays deleted, even when its answer ends later. */
+  /** A deleted conversation stays deleted, even when its answer ends later. @param {Conversation} conversation */
   async #save(conversation) {
     this.#unsaved.delete(conversation);
     if (!this.conversations.includes(conversation)) return;
@@ -241,13 +297,16 @@ export class Chat {
 
   // What other tabs do.
 
-  async #hear({ changed, removed }) {
+  /** @param {Told} told */
+  async #hear(told) {
     await this.#loading;
-    let known = this.conversations.find(({ id }) => id === (removed ?? changed.id));
-    if (removed !== undefined) {
-      if (known !== undefined) this.#drop(known);
+    if ("removed" in told) {
+      const removed = this.conversations.find(({ id }) => id === told.removed);
+      if (removed !== undefined) this.#drop(removed);
       return;
     }
+    const { changed } = told;
+    let known = this.conversations.find(({ id }) => id === changed.id);
     if (known === undefined) {
       known = { ...changed, messages: [] };
       this.conversations.push(known);
@@ -258,6 +317,7 @@ export class Chat {
     this.#view.showList();
   }
 
+  /** @param {Conversation} conversation  @param {Conversation} theirs */
   #takeOver(conversation, theirs) {
     const before = conversation.tip;
     const changed = takeOver(conversation, theirs, (message) => this.#made.has(message));

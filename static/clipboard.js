@@ -4,7 +4,11 @@ import { icon, iconButton } from "./dom.js";
 
 const CONFIRMED_MS = 1500;
 
-/** A button that copies what getText returns at the moment of the click. */
+/**
+ * A button that copies what getText returns at the moment of the click.
+ * @param {string} label
+ * @param {() => string} getText
+ */
 export function copyButton(label, getText) {
   const button = iconButton("copy", label, async () => {
     const copied = await copyText(getText());
@@ -14,12 +18,18 @@ export function copyButton(label, getText) {
   return button;
 }
 
+/**
+ * @param {HTMLButtonElement} button
+ * @param {string} iconName
+ * @param {string} label
+ */
 function show(button, iconName, label) {
   button.replaceChildren(icon(iconName));
   button.setAttribute("aria-label", label);
   button.title = label;
 }
 
+/** @param {string} text */
 async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -29,7 +39,7 @@ async function copyText(text) {
   }
 }
 
-/** The clipboard API exists only on https and localhost; this works on a LAN address too. */
+/** The clipboard API exists only on https and localhost; this works on a LAN address too. @param {string} text */
 function copyBySelection(text) {
   const focused = document.activeElement;
   const area = document.createElement("textarea");
@@ -39,6 +49,6 @@ function copyBySelection(text) {
   area.select();
   const copied = document.execCommand("copy");
   area.remove();
-  focused?.focus();
+  if (focused instanceof HTMLElement) focused.focus();
   return copied;
 }

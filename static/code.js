@@ -5,13 +5,18 @@ import { el } from "./dom.js";
 
 const MOST_CHARS = 8_000; // of a chunk that gets colours
 
-let highlight = null; // highlight.js's, once it is here
-let loading = null;
+/** @type {?typeof import("./highlight.js").highlight} */
+let highlight = null; // once it is here
+let isLoading = false;
+
+/** @type {WeakMap<Element, ?number>} */
+const insides = new WeakMap(); // of painted chunks
 
 /**
  * @param {string} language  as the fence names it
  * @param {string[]} chunks  the code, cut between lines: so much of it is painted as one
  * @param {?number} inside  what highlight() gave for the chunk before, null for the first one
+ * @returns {HTMLElement}
  */
 export function codeFigure(language, chunks, inside) {
   const caption = el("figcaption", {}, el("span", {}, language || "code"));
@@ -22,15 +27,25 @@ export function codeFigure(language, chunks, inside) {
     shown.append(chunk);
     open = paint(chunk, text, language, open);
   }
-  caption.append(copyButton("Copy code", () => caption.nextElementSibling.textContent));
+  caption.append(copyButton("Copy code", () => caption.nextElementSibling?.textContent ?? ""));
   const label = language ? `Code, ${language}` : "Code";
   return el("figure", { class: "code" }, caption, el("pre", { tabindex: "0", role: "region", "aria-label": label }, shown));
 }
 
-/** The chunk remembers what it began inside of: code that goes on after it is painted from there. */
+/** The span that is open where a painted chunk begins: code that goes on after it is painted from there. @param {Element} chunk */
+export function insideOf(chunk) {
+  return insides.get(chunk) ?? null;
+}
+
+/**
+ * @param {Element} chunk
+ * @param {string} text
+ * @param {string} language
+ * @param {?number} inside
+ */
 function paint(chunk, text, language, inside) {
-  chunk.inside = inside;
-  if (language && highlight === null) loading ??= load();
+  insides.set(chunk, inside);
+  if (language && highlight === null) load();
   if (!language || highlight === null || text.length > MOST_CHARS) {
     chunk.replaceChildren(text);
     return null;
@@ -41,13 +56,16 @@ function paint(chunk, text, language, inside) {
 }
 
 async function load() {
+  if (isLoading) return;
+  isLoading = true;
   try {
     ({ highlight } = await import("./highlight.js"));
   } catch {
     return; // code stays without colours
   }
   for (const shown of document.querySelectorAll("code[data-language]")) {
+    const language = shown.getAttribute("data-language") ?? "";
     let open = null;
-    for (const chunk of shown.children) open = paint(chunk, chunk.textContent, shown.dataset.language, open);
+    for (const chunk of shown.children) open = paint(chunk, chunk.textContent, language, open);
   }
 }

@@ -1,16 +1,23 @@
 /** Where the user writes. */
 
-import { byId } from "./dom.js";
+/** @import { Message } from "./conversation.js" */
+
+import { byId, find } from "./dom.js";
 
 const coarsePointer = matchMedia("(pointer: coarse)");
-const [form, field, send, stop, note] = ["composer", "field", "send", "stop", "editing"].map(byId);
+const form = find("#composer", HTMLFormElement);
+const field = find("#field", HTMLTextAreaElement);
+const send = find("#send", HTMLButtonElement);
+const stop = byId("stop");
+const note = byId("editing");
 
 export class Composer {
   #send;
   #busy = false;
+  /** @type {?Message} */
   #edited = null; // the message whose new text is being written
 
-  /** @param {{send: (text: string, edited: ?object) => void, stop: () => void}} actions */
+  /** @param {{send: (text: string, edited: ?Message) => void, stop: () => void}} actions */
   constructor(actions) {
     this.#send = actions.send;
     form.addEventListener("submit", (event) => {
@@ -25,7 +32,7 @@ export class Composer {
     this.#fit();
   }
 
-  /** While an answer is made, Stop stands where Send was; writing goes on. */
+  /** While an answer is made, Stop stands where Send was; writing goes on. @param {boolean} busy */
   setBusy(busy) {
     this.#busy = busy;
     const focused = document.activeElement;
@@ -36,7 +43,7 @@ export class Composer {
     if (swapped) this.focus();
   }
 
-  /** Writes a message anew. */
+  /** Writes a message anew. @param {Message} message */
   edit(message) {
     this.#edited = message;
     note.hidden = false;
@@ -67,7 +74,7 @@ export class Composer {
     this.#send(text, edited);
   }
 
-  /** An input method's Enter chooses a word (229 is what Safari sends then). */
+  /** An input method's Enter chooses a word (229 is what Safari sends then). @param {KeyboardEvent} event */
   #key(event) {
     const plainEnter = event.key === "Enter" && !event.shiftKey;
     if (!plainEnter || event.isComposing || event.keyCode === 229 || coarsePointer.matches) return;
@@ -75,6 +82,7 @@ export class Composer {
     form.requestSubmit();
   }
 
+  /** @param {string} text */
   #write(text) {
     field.value = text;
     this.#fit();

@@ -8,17 +8,19 @@
  * @property {string} text
  * @property {string} thinking  what the server told apart of an answer
  * @property {"waiting"|"streaming"|"reconnecting"|"done"|"stopped"|"failed"} state
- * @property {?{kind: string, message: string, status: number, code: ?string}} error  when failed
+ * @property {?Fault} error  when failed
  * @property {?number} retryAt  epoch in ms of the automatic retry, null when there is none
- * @property {?import("./stats.js").Stats} stats
+ * @property {?Stats} stats
  * @property {?Stream} stream  while it runs
  * @property {?string} requestId  the x-request-id of an answer
  * @property {?string} responseId  under which the server keeps an answer and all that was said before it
  *
+ * @typedef {Pick<ApiError, "kind"|"message"|"status"|"code">} Fault
+ *
  * @typedef {object} Stream  where an answer comes from, for the next connection
- * @property {string} path  that it was asked under, one of those in wires.js
+ * @property {WirePath} path  that it was asked under
  * @property {string} name  the page's for the request
- * @property {?object} body  the request, until the id is known
+ * @property {?Body} body  the request, until the id is known
  * @property {?string} id  the server's for the answer
  * @property {number} number  of the last chunk that is in the text, -1 before the first
  *
@@ -28,6 +30,10 @@
  * @property {number} updated  epoch, ms
  * @property {Message[]} messages  all that were ever made, a tree (see tree.js)
  * @property {?string} tip  id of the last message of the branch that is shown
+ *
+ * @import { ApiError } from "./fault.js"
+ * @import { Stats } from "./stats.js"
+ * @import { Body, Said, WirePath } from "./wires.js"
  */
 
 import { partsOf } from "./thinking.js";
@@ -42,7 +48,12 @@ export function newConversation() {
   return { id: newId(), title: "", updated: Date.now(), messages: [], tip: null };
 }
 
-/** @returns {Message} */
+/**
+ * @param {Message["role"]} role
+ * @param {string} text
+ * @param {?string} parent
+ * @returns {Message}
+ */
 export function newMessage(role, text, parent) {
   return {
     id: newId(),
@@ -62,6 +73,8 @@ export function newMessage(role, text, parent) {
 
 /**
  * Adds what the user said and the place for its answer, which it returns.
+ * @param {Conversation} conversation
+ * @param {string} text
  * @param {?string} parent  id of the message that this follows: any, and so a new branch, or the last of this one
  */
 export function ask(conversation, text, parent = conversation.tip) {
@@ -73,6 +86,8 @@ export function ask(conversation, text, parent = conversation.tip) {
 
 /**
  * The place for another answer to the same question. One that failed, and that nothing follows, gives up its own.
+ * @param {Conversation} conversation
+ * @param {Message} answer
  * @returns {Message}
  */
 export function askAgain(conversation, answer) {
@@ -84,6 +99,7 @@ export function askAgain(conversation, answer) {
   return answer;
 }
 
+/** @param {Conversation} conversation  @param {?string} parent */
 function addAnswer(conversation, parent) {
   const answer = newMessage("assistant", "", parent);
   conversation.messages.push(answer);
@@ -92,7 +108,7 @@ function addAnswer(conversation, parent) {
   return answer;
 }
 
-/** The branch that is shown. */
+/** The branch that is shown. @param {Conversation} conversation */
 export function shownIn({ messages, tip }) {
   return pathTo(messages, tip);
 }
@@ -100,8 +116,10 @@ export function shownIn({ messages, tip }) {
 /**
  * What the server is sent for an answer: all that was said before it, or what is new since the last response that it
  * keeps.
+ * @param {Conversation} conversation
+ * @param {Message} answer
  * @param {boolean} isWhole  all of it
- * @returns {{previous: ?string, messages: {role: string, content: string}[]}}
+ * @returns {Said}
  */
 export function saidBefore(conversation, answer, isWhole) {
   const path = pathTo(conversation.messages, answer.parent);
@@ -111,7 +129,7 @@ export function saidBefore(conversation, answer, isWhole) {
   return { previous: path[last]?.responseId ?? null, messages };
 }
 
-/** What a model thought before it answered is not for the next turn: its makers train it without. */
+/** What a model thought before it answered is not for the next turn: its makers train it without. @param {Message} message */
 function contentOf(message) {
   return message.role === "assistant" ? partsOf(message).answer : message.text;
 }
@@ -119,11 +137,13 @@ function contentOf(message) {
 /**
  * A stored conversation whose page was closed: an answer that ran goes on if it is known where. One that was stored
  * without branches has one.
+ * @param {Conversation} conversation
+ * @param {number} now  epoch, ms
  */
 export function settle(conversation, now) {
   const { messages, updated } = conversation;
   if (conversation.tip === undefined) {
-    messages.forEach((message, at) => (message.parent = messages[at - 1]?.id ?? null));
+    for (const [at, message] of messages.entries()) message.parent = messages[at - 1]?.id ?? null;
     conversation.tip = messages.at(-1)?.id ?? null;
   }
   for (const message of messages) {
@@ -139,18 +159,21 @@ export function settle(conversation, now) {
 
 /**
  * Takes over what another tab made of the same conversation. A reader stays on the branch that is shown here.
+ * @param {Conversation} conversation
+ * @param {Conversation} theirs
  * @param {(message: Message) => boolean} isOurs  this tab makes it
  * @returns {Message[]} those that were here and have changed
  */
 export function takeOver(conversation, theirs, isOurs) {
   const here = new Map(conversation.messages.map((each) => [each.id, each]));
+  const seen = /** @type {const} */ (["text", "thinking", "state"]);
   const changed = [];
   for (const each of theirs.messages) {
     const message = { ...each, retryAt: null }; // that tab tries again, and this one does not
     const own = here.get(message.id);
     if (own === undefined) conversation.messages.push(message);
     else if (!isOurs(own)) {
-      if (["text", "thinking", "state"].some((name) => own[name] !== message[name])) changed.push(own);
+      if (seen.some((name) => own[name] !== message[name])) changed.push(own);
       Object.assign(own, message);
     }
   }
@@ -160,16 +183,20 @@ export function takeOver(conversation, theirs, isOurs) {
   return changed;
 }
 
-/** @returns {?Message} the answer that is being made */
+/**
+ * @param {Conversation} conversation
+ * @returns {?Message} the answer that is being made
+ */
 export function runningIn(conversation) {
   return conversation.messages.find(isRunning) ?? null;
 }
 
+/** @param {Message} message */
 export function isRunning(message) {
   return ["waiting", "streaming", "reconnecting"].includes(message.state);
 }
 
-/** The first line, cut between words. */
+/** The first line, cut between words. @param {string} text */
 export function titleFrom(text) {
   const line = text.trim().split("\n", 1)[0].replace(/\s+/g, " ");
   if (line.length <= TITLE_LENGTH) return line;

@@ -1,66 +1,112 @@
 /** The page's dialogs: settings, the API key, and one question. Escape and Cancel change nothing. */
 
-import { DEFAULTS, wireName } from "./settings.js";
+import { find } from "./dom.js";
+import { DEFAULTS, settingNames, wireName } from "./settings.js";
+
+/**
+ * @import { Model } from "./api.js"
+ * @import { Settings } from "./settings.js"
+ *
+ * @typedef {HTMLInputElement|HTMLTextAreaElement|HTMLSelectElement} Field
+ */
 
 /**
  * Opens the settings.
- * @param {?{max_model_len: number, defaults: object}} model  whose defaults stand where nothing was chosen
- * @param {(settings: object) => void} onSave
+ * @param {HTMLDialogElement} dialog
+ * @param {Settings} settings
+ * @param {?Model} model  whose defaults stand where nothing was chosen
+ * @param {(settings: Settings) => void} onSave
  */
 export function openSettings(dialog, settings, model, onSave) {
-  const form = dialog.querySelector("form");
+  const form = formIn(dialog);
+  /** @type {Record<string, string|number>} */
   const given = { ...OPENAI_DEFAULTS, ...model?.defaults, max_tokens: roomOf(model) };
-  for (const [name, empty] of Object.entries(DEFAULTS)) {
-    form.elements[name].value = settings[name] ?? "";
-    if (empty === null) form.elements[name].placeholder = given[wireName(name)] ?? "";
+  for (const name of settingNames) {
+    const field = fieldOf(form, name);
+    field.value = String(settings[name] ?? "");
+    if (field instanceof HTMLInputElement) field.placeholder = String(given[wireName(name)] ?? "");
   }
-  const isRare = [...form.querySelectorAll("details [name]")].some((each) => each.value !== "");
-  form.querySelector("details").open = isRare;
-  form.querySelector("[data-reset]").onclick = () => {
-    for (const [name, value] of Object.entries(DEFAULTS)) form.elements[name].value = value ?? "";
+  const details = find("details", HTMLDetailsElement, form);
+  details.open = settingNames.some((name) => {
+    const field = fieldOf(form, name);
+    return details.contains(field) && field.value !== "";
+  });
+  find("[data-reset]", HTMLButtonElement, form).onclick = () => {
+    for (const name of settingNames) fieldOf(form, name).value = String(DEFAULTS[name] ?? "");
   };
   onSubmit(dialog, () => onSave(readSettings(form)));
   dialog.showModal();
 }
 
-/** Asks for a key. @param {(key: ?string, remember: boolean) => void} onSave  null: without a key */
+/**
+ * Asks for a key.
+ * @param {HTMLDialogElement} dialog
+ * @param {?string} key
+ * @param {(key: ?string, remember: boolean) => void} onSave  null: without a key
+ */
 export function openKey(dialog, key, onSave) {
-  const { elements } = dialog.querySelector("form");
-  elements.key.value = key ?? "";
-  onSubmit(dialog, () => onSave(elements.key.value.trim() || null, elements.remember.checked));
+  const field = find("[name=key]", HTMLInputElement, dialog);
+  const remember = find("[name=remember]", HTMLInputElement, dialog);
+  field.value = key ?? "";
+  onSubmit(dialog, () => onSave(field.value.trim() || null, remember.checked));
   dialog.showModal();
 }
 
-/** Asks before something is lost. */
+/**
+ * Asks before something is lost.
+ * @param {HTMLDialogElement} dialog
+ * @param {string} question
+ * @param {() => void} onYes
+ */
 export function openConfirm(dialog, question, onYes) {
-  dialog.querySelector("p").textContent = question;
+  find("p", HTMLElement, dialog).textContent = question;
   onSubmit(dialog, onYes);
   dialog.showModal();
+}
+
+/** @param {HTMLDialogElement} dialog */
+function formIn(dialog) {
+  return find("form", HTMLFormElement, dialog);
+}
+
+/** @param {HTMLFormElement} form  @param {keyof Settings} name */
+function fieldOf({ elements }, name) {
+  return /** @type {Field} */ (elements.namedItem(name));
 }
 
 // Those that a checkpoint cannot change.
 const OPENAI_DEFAULTS = { presence_penalty: 0, frequency_penalty: 0, seed: "random" };
 
+/** @param {?Model} model */
 function roomOf(model) {
   return model?.max_model_len ? `what fits in ${model.max_model_len.toLocaleString("en")}` : "";
 }
 
+/**
+ * @param {HTMLFormElement} form
+ * @returns {Settings}
+ */
 function readSettings(form) {
-  const entries = Object.entries(DEFAULTS).map(([name, empty]) => {
-    const value = form.elements[name].value.trim();
-    return [name, typeof empty === "string" ? value : numberOrNull(value)];
+  const entries = settingNames.map((name) => {
+    const value = fieldOf(form, name).value.trim();
+    return [name, typeof DEFAULTS[name] === "string" ? value : numberOrNull(value)];
   });
   return Object.fromEntries(entries);
 }
 
+/** @param {string} text */
 function numberOrNull(text) {
   return text === "" ? null : Number(text);
 }
 
-/** One listener at a time: a dialog opens often. */
+/**
+ * One listener at a time: a dialog opens often.
+ * @param {HTMLDialogElement} dialog
+ * @param {() => void} act
+ */
 function onSubmit(dialog, act) {
-  const form = dialog.querySelector("form");
-  dialog.querySelector("[data-cancel]").onclick = () => dialog.close();
+  const form = formIn(dialog);
+  find("[data-cancel]", HTMLButtonElement, dialog).onclick = () => dialog.close();
   form.onsubmit = (event) => {
     event.preventDefault();
     dialog.close();

@@ -1,9 +1,21 @@
-/** The card that says why an answer did not come, and when to try again. */
+/**
+ * The card that says why an answer did not come, and when to try again.
+ *
+ * @import { Fault } from "./conversation.js"
+ *
+ * @typedef {object} ErrorActions
+ * @property {() => void} retry
+ * @property {() => void} retryAutomatically
+ * @property {() => void} dropRetry
+ * @property {() => void} askForKey
+ * @property {() => void} newConversation
+ */
 
 import { el, icon } from "./dom.js";
 
 const TICK_MS = 250;
 
+/** @type {Record<string|number, string>} */
 const TITLES = {
   400: "The server did not accept this",
   401: "This server asks for a key",
@@ -25,12 +37,12 @@ const BUTTONS = {
 };
 
 /**
- * @param {import("./conversation.js").Message} message  that failed
- * @param {object} actions  retry(), retryAutomatically(), dropRetry(), askForKey(), newConversation()
+ * @param {Fault} error
+ * @param {?number} retryAt  epoch in ms of the automatic retry
+ * @param {ErrorActions} actions
  * @returns {{element: Element, dispose: () => void}}
  */
-export function errorCard(message, actions) {
-  const { error, retryAt } = message;
+export function errorCard(error, retryAt, actions) {
   const waiting = retryAt !== null && retryAt > Date.now();
   const countdown = el("p", { class: "countdown", "aria-live": "off", hidden: !waiting });
   const element = el(
@@ -44,16 +56,22 @@ export function errorCard(message, actions) {
   return { element, dispose: stop };
 }
 
+/** @param {Fault} error */
 function titleOf({ kind, status, code }) {
   if (code === "context_length_exceeded") return "The conversation is too long for this model";
   return TITLES[status] ?? TITLES[kind] ?? "The server made a mistake";
 }
 
-/** What goes by with time, as opposed to what the user has to change. */
+/** What goes by with time, as opposed to what the user has to change. @param {Fault} error */
 function isPassing({ kind, status }) {
   return kind === "lost" || kind === "gone" || status === 429 || status === 503;
 }
 
+/**
+ * @param {Fault} error
+ * @param {boolean} waiting
+ * @param {ErrorActions} actions
+ */
 function buttons({ status, code }, waiting, actions) {
   if (status === 401) return [button("key", actions.askForKey)];
   if (code === "context_length_exceeded") return [button("fresh", actions.newConversation)];
@@ -61,11 +79,17 @@ function buttons({ status, code }, waiting, actions) {
   return waiting ? [retry, button("wait", actions.dropRetry)] : [retry];
 }
 
+/** @param {keyof typeof BUTTONS} name  @param {() => void} onclick */
 function button(name, onclick) {
   const { label, class: look } = BUTTONS[name];
   return el("button", { type: "button", class: look, onclick }, label);
 }
 
+/**
+ * @param {Element} node
+ * @param {number} deadline
+ * @param {() => void} onEnd
+ */
 function countDown(node, deadline, onEnd) {
   const tick = () => {
     const left = deadline - Date.now();

@@ -1,4 +1,20 @@
-/** The conversation on the page, and the rule for when it scrolls by itself. */
+/**
+ * The conversation on the page, and the rule for when it scrolls by itself.
+ *
+ * @import { Message } from "./conversation.js"
+ *
+ * @typedef {object} LogActions
+ * @property {(answer: Message) => void} retry
+ * @property {(answer: Message) => void} retryAutomatically
+ * @property {(answer: Message) => void} dropRetry
+ * @property {(question: Message) => void} edit
+ * @property {(message: Message, step: number) => void} choose
+ * @property {(message: Message) => {versions: Message[], at: number}} versionsOf
+ * @property {() => void} askForKey
+ * @property {() => void} newConversation
+ *
+ * @typedef {AnswerView|QuestionView} View
+ */
 
 import { isRunning } from "./conversation.js";
 import { byId } from "./dom.js";
@@ -13,18 +29,19 @@ const [scroller, list, jump] = ["scroller", "messages", "jump"].map(byId);
 
 export class Log {
   #actions;
-  #views = new Map(); // message -> its view
-  #changed = new Set(); // messages that the next frame brings up to date
-  #path = []; // the messages that are shown, in order
-  #missing = []; // those of them that the next frames build views for, in order
+  /** @type {Map<Message, View>} */
+  #views = new Map();
+  /** @type {Set<Message>} that the next frame brings up to date */
+  #changed = new Set();
+  /** @type {Message[]} that are shown, in order */
+  #path = [];
+  /** @type {Message[]} those of them that the next frames build views for, in order */
+  #missing = [];
   #fromEnd = true; // which of these come first
   #following = true; // the reader is at the end and wants to stay there
   #lastTop = 0;
 
-  /**
-   * @param {object} actions  by message: retry, retryAutomatically, dropRetry, edit, choose, and versionsOf, which
-   *   gives its siblings; and askForKey, newConversation
-   */
+  /** @param {LogActions} actions */
   constructor(actions) {
     this.#actions = actions;
     scroller.addEventListener("scroll", () => this.#noticeScroll(), { passive: true });
@@ -38,7 +55,8 @@ export class Log {
   /**
    * Shows exactly these messages. Views of messages that stay are kept; new ones come a few in a frame, from the end
    * that the reader looks at.
-   * @param {?{message: object, step: number}} chosen  the version to stay at, and how it was reached; without one the
+   * @param {Message[]} messages
+   * @param {?{message: Message, step: number}} chosen  the version to stay at, and how it was reached; without one the
    *   last message comes into view
    */
   show(messages, chosen = null) {
@@ -56,7 +74,7 @@ export class Log {
     for (const view of this.#views.values()) view.showVersions();
   }
 
-  /** The first text and the end of an answer show at once, what is between at the next frame. */
+  /** The first text and the end of an answer show at once, what is between at the next frame. @param {Message} message */
   update(message) {
     const view = this.#views.get(message);
     if (view === undefined) return;
@@ -77,7 +95,7 @@ export class Log {
     this.#keepEnd();
   }
 
-  /** Puts it before the view of what follows it, which is there already or comes at the end. */
+  /** Puts it before the view of what follows it, which is there already or comes at the end. @param {Message} message */
   #add(message) {
     const view = this.#viewOf(message);
     const next = this.#views.get(this.#path[this.#path.indexOf(message) + 1]);
@@ -86,6 +104,7 @@ export class Log {
     if (message.role === "assistant") tellAnswer(message, "shown");
   }
 
+  /** @param {Message} message  @param {View} view */
   #remove(message, view) {
     view.dispose();
     view.element.remove();
@@ -93,6 +112,7 @@ export class Log {
     this.#changed.delete(message);
   }
 
+  /** @param {Message} message */
   #viewOf(message) {
     const { retry, retryAutomatically, dropRetry, edit, choose, versionsOf, ...others } = this.#actions;
     const versions = { versionsOf: () => versionsOf(message), choose };
@@ -111,13 +131,16 @@ export class Log {
     this.#changed.clear();
   }
 
+  /** @param {Message[]} messages */
   #draw(messages) {
     for (const message of messages) this.#views.get(message)?.update();
     this.#keepEnd();
   }
 
   #tick() {
-    for (const [message, view] of this.#views) if (isRunning(message)) view.showStats();
+    for (const [message, view] of this.#views) {
+      if (view instanceof AnswerView && isRunning(message)) view.showStats();
+    }
   }
 
   /** How much there is below what is seen, in px. */

@@ -1,12 +1,18 @@
-/** Wires the page: who shows what, and what happens on a click. */
+/**
+ * Wires the page: who shows what, and what happens on a click.
+ *
+ * @import { Model } from "./api.js"
+ * @import { Conversation, Message } from "./conversation.js"
+ */
 
 import { servedModel } from "./api.js";
 import { Announcer } from "./announcer.js";
 import { Chat } from "./chat.js";
 import { Composer } from "./composer.js";
 import { isRunning } from "./conversation.js";
-import { byId, el } from "./dom.js";
+import { byId, el, find } from "./dom.js";
 import { openConfirm, openKey, openSettings } from "./dialogs.js";
+import { messageOf } from "./fault.js";
 import { Log } from "./log.js";
 import { loadKey, loadSettings, requestFields, saveKey, saveSettings } from "./settings.js";
 import { Sidebar } from "./sidebar.js";
@@ -17,7 +23,10 @@ import { exportName, exportText, newIn, readExport } from "./transfer.js";
 const REVOKE_AFTER_MS = 60_000;
 
 const app = byId("app");
+const settingsDialog = find("#settings-dialog", HTMLDialogElement);
+const importFile = find("#import-file", HTMLInputElement);
 
+/** @type {?Model} */
 let model = null;
 let settings = loadSettings();
 const store = await openStore();
@@ -52,6 +61,7 @@ const chat = new Chat(
   { fields, systemPrompt: () => settings.systemPrompt, isKept: () => settings.kept === "server", key: loadKey },
 );
 
+/** @param {Conversation} conversation */
 function showConversation(conversation) {
   const messages = chat.shown;
   const empty = messages.length === 0;
@@ -62,6 +72,7 @@ function showConversation(conversation) {
   showList();
 }
 
+/** @param {Message} message */
 function showMessage(message) {
   log.update(message);
   const shown = chat.current.messages.includes(message);
@@ -78,16 +89,18 @@ function showUnkept() {
   byId("unkept").hidden = false;
 }
 
+/** @param {Message} message  @param {number} step */
 function showVersion(message, step) {
   chat.choose(message);
   log.show(chat.shown, { message, step });
 }
 
-/** The address names the conversation: a reload and the Back button find it. */
+/** The address names the conversation: a reload and the Back button find it. @param {string} hash */
 function showAddress(hash) {
   if (location.hash !== hash) history.pushState(null, "", hash || location.pathname);
 }
 
+/** @param {?string} id */
 function openConversation(id) {
   composer.clear();
   chat.open(id);
@@ -99,27 +112,31 @@ function startNew() {
   openConversation(null);
 }
 
+/** @param {string} text  @param {?Message} edited */
 function send(text, edited) {
   chat.send(text, edited);
   log.follow();
 }
 
-/** The button that was pressed goes away with its card: the focus has to go somewhere. */
+/** The button that was pressed goes away with its card: the focus has to go somewhere. @param {Message} answer */
 function retry(answer) {
   chat.retry(answer);
   composer.focus();
 }
 
+/** @param {Conversation} conversation */
 function askToRemove(conversation) {
-  openConfirm(byId("confirm"), `Delete “${conversation.title}”?`, () => chat.remove(conversation));
+  openConfirm(find("#confirm", HTMLDialogElement), `Delete “${conversation.title}”?`, () => chat.remove(conversation));
 }
 
+/** @param {Conversation[]} conversations */
 function saveFile(conversations) {
   const url = URL.createObjectURL(new Blob([exportText(conversations)], { type: "application/json" }));
   el("a", { href: url, download: exportName(conversations, Date.now()) }).click();
   setTimeout(() => URL.revokeObjectURL(url), REVOKE_AFTER_MS);
 }
 
+/** @param {File} file */
 async function openFile(file) {
   byId("imported").textContent = await file
     .text()
@@ -128,11 +145,11 @@ async function openFile(file) {
       chat.add(added);
       return added.length === 0 ? "Everything in this file is here already." : `Imported ${added.length}.`;
     })
-    .catch((fault) => fault.message);
+    .catch(messageOf);
 }
 
 function askForKey() {
-  openKey(byId("key-dialog"), loadKey(), (key, remember) => {
+  openKey(find("#key-dialog", HTMLDialogElement), loadKey(), (key, remember) => {
     saveKey(key, remember);
     showModel().catch(() => {});
     const last = chat.shown.at(-1);
@@ -156,23 +173,24 @@ async function showModel() {
 byId("skip").addEventListener("click", () => byId("field").focus());
 byId("new").addEventListener("click", startNew);
 byId("settings").addEventListener("click", () => {
-  openSettings(byId("settings-dialog"), settings, model, (chosen) => {
+  openSettings(settingsDialog, settings, model, (chosen) => {
     settings = chosen;
     saveSettings(settings);
   });
 });
 byId("export").addEventListener("click", () => saveFile(chat.conversations));
-byId("import").addEventListener("click", () => byId("import-file").click());
-byId("import-file").addEventListener("change", ({ target }) => {
-  if (target.files.length > 0) openFile(target.files[0]);
-  target.value = ""; // the same file can be chosen again
+byId("import").addEventListener("click", () => importFile.click());
+importFile.addEventListener("change", () => {
+  const file = importFile.files?.[0];
+  if (file !== undefined) openFile(file);
+  importFile.value = ""; // the same file can be chosen again
 });
 byId("change-key").addEventListener("click", () => {
-  byId("settings-dialog").close();
+  settingsDialog.close();
   askForKey();
 });
 byId("suggestions").addEventListener("click", ({ target }) => {
-  if (target.localName === "button") send(target.textContent, null);
+  if (target instanceof HTMLButtonElement) send(target.textContent, null);
 });
 document.addEventListener("keydown", (event) => {
   if (document.querySelector("dialog[open]") || event.isComposing) return;

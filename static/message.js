@@ -1,4 +1,13 @@
-/** One message on the page. */
+/**
+ * One message on the page.
+ *
+ * @import { Message } from "./conversation.js"
+ * @import { ErrorActions } from "./errors.js"
+ *
+ * @typedef {object} VersionActions
+ * @property {() => {versions: Message[], at: number}} versionsOf
+ * @property {(message: Message, step: number) => void} choose
+ */
 
 import { copyButton } from "./clipboard.js";
 import { RECONNECTING, isRunning } from "./conversation.js";
@@ -8,6 +17,7 @@ import { MarkdownView } from "./markdown.js";
 import { statsLine } from "./stats.js";
 import { partsOf } from "./thinking.js";
 
+/** @type {Record<string, {label: string, hint: string}>} */
 const ENDINGS = {
   stopped: { label: "stopped", hint: "This answer was stopped before its end" },
   length: { label: "cut at the token limit", hint: "finish_reason: length" },
@@ -20,7 +30,7 @@ class VersionsView {
   #buttons;
   #place = el("span", {});
 
-  /** @param {{versionsOf: () => {versions: object[], at: number}, choose: (message: object, step: number) => void}} actions */
+  /** @param {VersionActions} actions */
   constructor(actions) {
     this.#actions = actions;
     this.#buttons = [
@@ -39,13 +49,14 @@ class VersionsView {
     this.#buttons[1].disabled = at === versions.length - 1;
   }
 
-  /** The button that was pressed is gone with its version: the same one of this version takes the focus. */
+  /** The button that was pressed is gone with its version: the same one of this version takes the focus. @param {number} step */
   focus(step) {
     const [previous, next] = this.#buttons;
     const wanted = step < 0 ? previous : next;
     (wanted.disabled ? (step < 0 ? next : previous) : wanted).focus();
   }
 
+  /** @param {number} step */
   #go(step) {
     const { versions, at } = this.#actions.versionsOf();
     this.#actions.choose(versions[at + step], step);
@@ -56,7 +67,7 @@ class VersionsView {
 export class QuestionView {
   #versions;
 
-  /** @param {object} actions  edit(), and those of VersionsView */
+  /** @param {Message} message  @param {{edit: () => void} & VersionActions} actions */
   constructor(message, { edit, ...versions }) {
     this.#versions = new VersionsView(versions);
     const actions = el(
@@ -76,6 +87,7 @@ export class QuestionView {
     this.#versions.show();
   }
 
+  /** @param {number} step */
   focusVersions(step) {
     this.#versions.focus(step);
   }
@@ -89,6 +101,7 @@ class ThinkingView {
   #text = document.createTextNode("");
   element = el("details", { class: "thinking", hidden: true }, this.#summary, el("div", {}, this.#text));
 
+  /** @param {string} thinking  @param {boolean} isThinking */
   update(thinking, isThinking) {
     this.element.hidden = thinking === "" && !isThinking;
     const label = isThinking ? "Thinking…" : "Thoughts";
@@ -111,11 +124,12 @@ export class AnswerView {
   #stats = el("p", { class: "stats" });
   #buttons;
   #versions;
+  /** @type {?ReturnType<typeof errorCard>} */
   #card = null;
   #shown = ""; // state and retryAt as the page shows them
   #waitingSince = performance.now();
 
-  /** @param {object} actions  those of errorCard, which call for a retry of this very answer, and of VersionsView */
+  /** @param {Message} message  @param {ErrorActions & VersionActions} actions */
   constructor(message, actions) {
     this.#message = message;
     this.#actions = actions;
@@ -154,6 +168,7 @@ export class AnswerView {
     this.#versions.show();
   }
 
+  /** @param {number} step */
   focusVersions(step) {
     this.#versions.focus(step);
   }
@@ -162,8 +177,10 @@ export class AnswerView {
     this.#card?.dispose();
   }
 
+  /** @param {Message["state"]} state */
   #enter(state) {
     if (state === "waiting") this.#waitingSince = performance.now();
+    const { error, retryAt } = this.#message;
     this.element.dataset.state = state;
     const running = isRunning(this.#message);
     this.element.setAttribute("aria-busy", String(running));
@@ -171,7 +188,7 @@ export class AnswerView {
     this.#buttons.hidden = running || state === "failed";
     this.#card?.dispose();
     this.#card?.element.remove();
-    this.#card = state === "failed" ? errorCard(this.#message, this.#actions) : null;
+    this.#card = error !== null && state === "failed" ? errorCard(error, retryAt, this.#actions) : null;
     if (this.#card) this.#body.append(this.#card.element);
   }
 
@@ -189,7 +206,7 @@ export class AnswerView {
 
   #ownLine() {
     const { stats, state } = this.#message;
-    const ending = ENDINGS[state === "stopped" ? "stopped" : stats?.finish];
+    const ending = ENDINGS[state === "stopped" ? "stopped" : (stats?.finish ?? "")];
     const shown = stats !== null && stats.tokens > 0 ? statsLine(stats) : [];
     return ending ? [ending, ...shown] : shown;
   }

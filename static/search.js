@@ -4,25 +4,32 @@ const BEFORE = 12; // characters of a message that an excerpt shows before what 
 const AFTER = 60;
 
 /**
- * @param {import("./conversation.js").Conversation[]} conversations
+ * @typedef {{conversation: Conversation, excerpt: ?string}} Found
+ *
+ * @import { Conversation } from "./conversation.js"
+ */
+
+/**
+ * @param {Conversation[]} conversations
  * @param {string} query  words that must all be there; case does not count
- * @returns {{conversation: object, excerpt: ?string}[]} those that have them in their title or in one message, of which
- *   the excerpt is
+ * @returns {Found[]} those that have them in their title or in one message, of which the excerpt is
  */
 export function find(conversations, query) {
   const words = query.toLowerCase().split(/\s+/).filter(Boolean);
-  return conversations.flatMap((conversation) => {
+  return conversations.flatMap(/** @returns {Found[]} */ (conversation) => {
     if (hasAll(conversation.title, words)) return [{ conversation, excerpt: null }];
     const found = conversation.messages.findLast((each) => hasAll(each.text, words));
     return found ? [{ conversation, excerpt: excerpt(found.text, words[0]) }] : [];
   });
 }
 
+/** @param {string} text  @param {string[]} words  in lower case */
 function hasAll(text, words) {
   const lower = text.toLowerCase();
   return words.every((word) => lower.includes(word));
 }
 
+/** @param {string} text  @param {string} word  in it */
 function excerpt(text, word) {
   const at = text.toLowerCase().indexOf(word);
   const start = text.lastIndexOf(" ", at - BEFORE) + 1;
@@ -33,7 +40,11 @@ function excerpt(text, word) {
 
 const DAY_MS = 86_400_000;
 
-/** The group that a conversation of that time stands in. Both are epochs, in ms. */
+/**
+ * The group that a conversation of that time stands in. Both are epochs, in ms.
+ * @param {number} updated
+ * @param {number} now
+ */
 export function ageOf(updated, now) {
   const midnight = new Date(now).setHours(0, 0, 0, 0);
   if (updated >= midnight) return "Today";

@@ -1,22 +1,33 @@
-/** The list of conversations: find, open, rename, export, delete. On a narrow screen it is a drawer. */
+/**
+ * The list of conversations: find, open, rename, export, delete. On a narrow screen it is a drawer.
+ *
+ * @import { Conversation } from "./conversation.js"
+ *
+ * @typedef {object} SidebarActions
+ * @property {(conversation: Conversation) => void} open
+ * @property {(conversation: Conversation, title: string) => void} rename
+ * @property {(conversation: Conversation) => void} save  to a file
+ * @property {(conversation: Conversation) => void} remove
+ */
 
-import { byId, el, iconButton } from "./dom.js";
+import { byId, el, find, iconButton } from "./dom.js";
 import { count } from "./format.js";
-import { ageOf, find } from "./search.js";
+import { ageOf, find as findIn } from "./search.js";
 
 const UNTITLED = "Untitled";
 
-const [nav, list, search, toggle] = ["sidebar", "conversations", "search", "menu"].map(byId);
+const nav = byId("sidebar");
+const list = byId("conversations");
+const search = find("#search", HTMLInputElement);
+const toggle = byId("menu");
 
 export class Sidebar {
   #actions;
-  #shown = []; // what show() was last called with
+  /** @type {{conversations: Conversation[], currentId: string, running: Set<string>}} */
+  #shown = { conversations: [], currentId: "", running: new Set() };
   #drawn = ""; // as much of it as the list shows
 
-  /**
-   * @param {object} actions  open(conversation), rename(conversation, title), save(conversation), to a file, and
-   *   remove(conversation)
-   */
+  /** @param {SidebarActions} actions */
   constructor(actions) {
     this.#actions = actions;
     search.addEventListener("input", () => this.#draw());
@@ -35,12 +46,12 @@ export class Sidebar {
   }
 
   /**
-   * @param {import("./conversation.js").Conversation[]} conversations
+   * @param {Conversation[]} conversations
    * @param {string} currentId
    * @param {Set<string>} running  ids of conversations in which an answer is being made
    */
   show(conversations, currentId, running) {
-    this.#shown = [conversations, currentId, running];
+    this.#shown = { conversations, currentId, running };
     const drawn = JSON.stringify([conversations.map(({ id, title }) => [id, title]), currentId, [...running]]);
     if (drawn !== this.#drawn) this.#draw(); // a list that is made anew loses its focus
     this.#drawn = drawn;
@@ -55,9 +66,9 @@ export class Sidebar {
 
   #draw() {
     if (list.querySelector(".rename")) return; // somebody writes in it
-    const [conversations, currentId, running] = this.#shown;
+    const { conversations, currentId, running } = this.#shown;
     const query = search.value.trim();
-    const found = query === "" ? conversations.map((conversation) => ({ conversation })) : find(conversations, query);
+    const found = findIn(conversations, query);
     const now = Date.now();
     const groups = Map.groupBy(found, ({ conversation }) => (query === "" ? ageOf(conversation.updated, now) : ""));
     const nodes = [...groups].flatMap(([age, members]) => [
@@ -72,12 +83,13 @@ export class Sidebar {
     byId("found").textContent = query === "" ? "" : said;
   }
 
-  /** Enter opens the first that was found; Escape ends the search. */
+  /** Enter opens the first that was found; Escape ends the search. @param {KeyboardEvent} event */
   #searchKey(event) {
     if (event.isComposing) return;
     if (event.key === "Enter") {
       event.preventDefault();
-      list.querySelector(".conversation")?.click();
+      const first = list.querySelector(".conversation");
+      if (first instanceof HTMLElement) first.click();
     } else if (event.key === "Escape" && search.value !== "") {
       event.stopPropagation();
       search.value = "";
@@ -93,15 +105,20 @@ export class Sidebar {
 
   #openDrawer() {
     this.#setDrawer(true);
-    nav.querySelector("button").focus();
+    find("button", HTMLButtonElement, nav).focus();
   }
 
+  /** @param {boolean} open */
   #setDrawer(open) {
     nav.classList.toggle("open", open);
     byId("main").inert = open;
     toggle.setAttribute("aria-expanded", String(open));
   }
 
+  /**
+   * @param {Conversation} conversation
+   * @param {{current: boolean, running: boolean, excerpt: ?string}} look
+   */
   #row(conversation, { current, running, excerpt }) {
     const title = conversation.title || UNTITLED;
     const open = el(
@@ -128,11 +145,16 @@ export class Sidebar {
     return row;
   }
 
-  /** Enter and leaving the field keep the new title, Escape the old one. */
+  /**
+   * Enter and leaving the field keep the new title, Escape the old one.
+   * @param {HTMLElement} row
+   * @param {Conversation} conversation
+   */
   #rename(row, conversation) {
     const field = el("input", { "aria-label": "Title", maxlength: "120", class: "rename" });
     field.value = conversation.title;
     let open = true;
+    /** @param {string} title */
     const end = (title) => {
       if (!open) return;
       open = false;

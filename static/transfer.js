@@ -1,13 +1,22 @@
-/** Conversations as a file: what the page exports, and what it takes back from anybody's disk. */
+/**
+ * Conversations as a file: what the page exports, and what it takes back from anybody's disk.
+ *
+ * @import { Conversation, Message } from "./conversation.js"
+ * @import { Stats } from "./stats.js"
+ */
+
+/**
+ * @template T
+ * @typedef {{[K in keyof T]?: unknown}} Unread  what stands in a file where a T should be
+ */
 
 import { isRunning, titleFrom } from "./conversation.js";
-import { pathTo } from "./tree.js";
 
 const FORMAT = "penstock.conversations";
 const ID = /^[\w-]{1,64}$/;
 const MOST_MESSAGES = 20_000;
 
-/** @param {import("./conversation.js").Conversation[]} conversations */
+/** @param {Conversation[]} conversations */
 export function exportText(conversations) {
   const kept = conversations.map(({ id, title, updated, tip, messages }) => {
     return { id, title, updated, tip, messages: messages.map(exported) };
@@ -15,11 +24,16 @@ export function exportText(conversations) {
   return JSON.stringify({ format: FORMAT, version: 1, conversations: kept }, null, 1);
 }
 
+/** @param {Message} message */
 function exported({ id, parent, role, text, thinking, state, stats }) {
   return { id, parent, role, text, thinking, state: state === "done" ? "done" : "stopped", stats };
 }
 
-/** A name for the file that says what is in it. */
+/**
+ * A name for the file that says what is in it.
+ * @param {Conversation[]} conversations
+ * @param {number} now
+ */
 export function exportName(conversations, now) {
   const day = new Date(now).toISOString().slice(0, 10);
   const [only] = conversations.length === 1 ? conversations : [];
@@ -29,7 +43,7 @@ export function exportName(conversations, now) {
 
 /**
  * @param {string} text  of a file
- * @returns {import("./conversation.js").Conversation[]}
+ * @returns {Conversation[]}
  * @throws {Error} with a message for the user, where it is no export or was damaged
  */
 export function readExport(text) {
@@ -41,6 +55,7 @@ export function readExport(text) {
   return content.conversations.map(readConversation);
 }
 
+/** @param {string} text */
 function parse(text) {
   try {
     return JSON.parse(text);
@@ -49,43 +64,77 @@ function parse(text) {
   }
 }
 
+/**
+ * @param {?Unread<Conversation>} conversation
+ * @param {number} at
+ * @returns {Conversation}
+ */
 function readConversation(conversation, at) {
   const { id, title, updated, tip, messages } = conversation ?? {};
+  /** @type {(fine: boolean) => asserts fine} */
   const check = (fine) => {
     if (!fine) throw new Error(`Conversation ${at + 1} in this file is damaged.`);
   };
-  check(ID.test(id) && Number.isFinite(updated) && Array.isArray(messages));
+  check(isId(id) && isFigure(updated) && Array.isArray(messages));
   check(messages.length > 0 && messages.length <= MOST_MESSAGES);
+  /** @type {Set<?string>} */
   const known = new Set([null]);
+  /** @type {Message[]} */
+  const read = [];
   for (const message of messages) {
-    check(ID.test(message?.id) && !known.has(message.id) && known.has(message.parent));
-    check(["user", "assistant"].includes(message.role) && typeof message.text === "string");
-    known.add(message.id);
+    const { id, parent, role, text, ...others } = /** @type {Unread<Message>} */ (message ?? {});
+    check(isId(id) && !known.has(id) && (parent === null || isId(parent)) && known.has(parent));
+    check((role === "user" || role === "assistant") && typeof text === "string");
+    known.add(id);
+    read.push(readMessage({ id, parent, role, text }, others));
   }
-  const read = messages.map(readMessage);
-  const end = pathTo(read, tip).length > 0 ? tip : read.at(-1).id;
-  return { id, title: titleFrom(String(title ?? "")), updated, tip: end, messages: read };
+  const end = read.find((each) => each.id === tip) ?? read[read.length - 1];
+  return { id, title: titleFrom(String(title ?? "")), updated, tip: end.id, messages: read };
 }
 
-function readMessage({ id, parent, role, text, thinking, state, stats }) {
-  const ended = role === "user" || state === "done" ? "done" : "stopped";
+/**
+ * @param {Pick<Message, "id"|"parent"|"role"|"text">} said
+ * @param {Unread<Message>} others
+ * @returns {Message}
+ */
+function readMessage(said, { thinking, state, stats }) {
+  const ended = said.role === "user" || state === "done" ? "done" : "stopped";
   const none = { error: null, retryAt: null, stream: null, requestId: null, responseId: null };
   const thought = typeof thinking === "string" ? thinking : "";
-  return { id, parent, role, text, thinking: thought, state: ended, stats: readStats(stats), ...none };
+  return { ...said, thinking: thought, state: ended, stats: readStats(stats), ...none };
 }
 
-/** Its figures, where they are figures. */
-function readStats(stats) {
-  if (stats === null || typeof stats !== "object" || !Number.isFinite(stats.tokens)) return null;
-  const number = (value) => (Number.isFinite(value) ? value : null);
-  const { tokens, finish, timings } = stats;
-  const kept = Object.entries(timings ?? {}).filter(([name, value]) => Number.isFinite(value) || name === "lane");
+/**
+ * @param {unknown} value
+ * @returns {value is string}
+ */
+function isId(value) {
+  return typeof value === "string" && ID.test(value);
+}
+
+/**
+ * @param {unknown} value
+ * @returns {value is number}
+ */
+function isFigure(value) {
+  return Number.isFinite(value);
+}
+
+/**
+ * Its figures, where they are figures.
+ * @param {unknown} given
+ * @returns {?Stats}
+ */
+function readStats(given) {
+  const { tokens, ttftMs, tokensPerS, finish, timings } = /** @type {Unread<Stats>} */ (given ?? {});
+  if (!isFigure(tokens)) return null;
+  const kept = Object.entries(timings ?? {}).filter(([name, value]) => isFigure(value) || name === "lane");
   return {
     sentAt: 0,
     firstAt: null,
     tokens,
-    ttftMs: number(stats.ttftMs),
-    tokensPerS: number(stats.tokensPerS),
+    ttftMs: isFigure(ttftMs) ? ttftMs : null,
+    tokensPerS: isFigure(tokensPerS) ? tokensPerS : null,
     finish: typeof finish === "string" ? finish : null,
     timings: timings ? Object.fromEntries(kept) : null,
   };
@@ -94,6 +143,8 @@ function readStats(stats) {
 /**
  * What of a file is new here: a conversation that is here already is replaced where the file's is later, unless an
  * answer is being made in it.
+ * @param {Conversation[]} read
+ * @param {Conversation[]} here
  */
 export function newIn(read, here) {
   const known = new Map(here.map((each) => [each.id, each]));
