@@ -5,6 +5,20 @@
 
 import { el } from "./dom.js";
 
+/**
+ * @typedef {[opening: string, closing: string, kind: string]} SpanRule  kind: its class
+ *
+ * @typedef {object} Parts  expressions
+ * @property {string} [comment]
+ * @property {string} [string]
+ * @property {SpanRule[]} [spans]  over any number of lines
+ * @property {string} [extra]
+ * @property {boolean} [ignoreCase]  of keywords
+ *
+ * @typedef {ReturnType<typeof family>} Family
+ */
+
+/** @param {string} text */
 const words = (text) => new Set(text.split(" "));
 const LITERALS = words("true false null undefined nil None True False NaN NULL nullptr");
 
@@ -27,7 +41,7 @@ const HASH = String.raw`(?<![^\s;])#.*`;
 const QUOTES = `${DOUBLE}|${SINGLE}`;
 
 /**
- * @param {object} parts  expressions; spans: [what opens it, what closes it, its class], over any number of lines
+ * @param {Parts} parts
  * @param {string} keywords
  */
 function family({ comment, string = QUOTES, spans = [], extra = "", ignoreCase = false }, keywords = "") {
@@ -44,7 +58,9 @@ function family({ comment, string = QUOTES, spans = [], extra = "", ignoreCase =
   return { pattern: new RegExp(pattern, "gmu"), spans, keywords: words(keywords), ignoreCase };
 }
 
+/** @type {SpanRule} */
 const BLOCK = ["/*", "*/", "comment"];
+/** @type {Record<string, () => Family>} */
 const FAMILIES = {
   js: () => family({ comment: SLASHES, spans: [BLOCK, ["`", "`", "string"]] }, JS),
   python: () => family({ comment: HASH, spans: [['"""', '"""', "string"], ["'''", "'''", "string"]] }, PYTHON),
@@ -79,13 +95,16 @@ const NAMES = {
   diff: "diff patch",
 };
 const FAMILY_OF = new Map(Object.entries(NAMES).flatMap(([own, names]) => names.split(" ").map((name) => [name, own])));
+/** @type {Map<string, Family>} */
 const built = new Map();
 
+/** @param {string} language */
 function familyOf(language) {
   const name = FAMILY_OF.get(language.toLowerCase());
   if (name === undefined) return null;
-  if (!built.has(name)) built.set(name, FAMILIES[name]());
-  return built.get(name);
+  const known = built.get(name) ?? FAMILIES[name]();
+  built.set(name, known);
+  return known;
 }
 
 /**
@@ -97,14 +116,17 @@ function familyOf(language) {
 export function highlight(text, language, inside = null) {
   const known = familyOf(language);
   if (known === null) return { nodes: [text], inside: null };
+  /** @type {(Node|string)[]} */
   const nodes = [];
   let plainFrom = 0;
   let at = 0;
+  /** @param {string} kind  @param {number} from  @param {number} to */
   const add = (kind, from, to) => {
     if (from > plainFrom) nodes.push(text.slice(plainFrom, from));
     nodes.push(el("span", { class: `hl-${kind}` }, text.slice(from, to)));
     plainFrom = to;
   };
+  /** @param {number} span  @param {number} from  @param {number} searchFrom */
   const close = (span, from, searchFrom) => {
     const [, closing, kind] = known.spans[span];
     const found = text.indexOf(closing, searchFrom);
@@ -118,7 +140,7 @@ export function highlight(text, language, inside = null) {
     const found = known.pattern.exec(text);
     if (found === null) break;
     at = found.index + found[0].length;
-    const { span, word, ...others } = found.groups;
+    const { span, word, ...others } = found.groups ?? {};
     if (span !== undefined) inside = close(known.spans.findIndex(([open]) => open === span), found.index, at);
     else {
       const kind = word === undefined ? kindIn(others) : kindOf(word, text[at], known);
@@ -129,11 +151,17 @@ export function highlight(text, language, inside = null) {
   return { nodes, inside };
 }
 
+/** @param {Record<string, string|undefined>} groups */
 function kindIn(groups) {
   const name = Object.keys(groups).find((each) => groups[each] !== undefined);
-  return name.replace(/\d$/, "");
+  return name?.replace(/\d$/, "") ?? null;
 }
 
+/**
+ * @param {string} word
+ * @param {string} next  the character behind it
+ * @param {Family} family
+ */
 function kindOf(word, next, { keywords, ignoreCase }) {
   if (keywords.has(ignoreCase ? word.toLowerCase() : word)) return "keyword";
   if (LITERALS.has(word)) return "number";

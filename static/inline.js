@@ -6,6 +6,10 @@
 import { el } from "./dom.js";
 import { formula } from "./math.js";
 
+/**
+ * @typedef {{node: Node, depth: number}|{text: string, depth: number}|{parts: Item[], depth: number}} Item
+ */
+
 const SPECIAL = /\\|\$\$?|`+|\*+|_+|~+|!?\[|\]|\n|<?https?:\/\//g;
 const DESTINATION = /\(\s*([^\s()]{1,2000}(?:\([^\s()]{0,200}\)[^\s()]{0,200})?)(?:\s+"[^"]{0,200}")?\s*\)/y;
 const BARE_URL = /https?:\/\/[^\s<>"`]+/y;
@@ -25,7 +29,7 @@ export function renderInline(text) {
   return new InlineParser(text).run();
 }
 
-/** The address, where it is one that a link may have. */
+/** The address, where it is one that a link may have. @param {string} text */
 export function safeUrl(text) {
   try {
     const url = new URL(text);
@@ -38,14 +42,21 @@ export function safeUrl(text) {
 class InlineParser {
   #text;
   #at = 0;
-  #items = []; // {text}, {node} or {parts}, in order, with a depth; an opener is its own text until a closer comes
-  #openers = []; // {index, mark, length}: delimiter runs that may yet begin an element
-  #brackets = []; // indices of "[" that may yet begin a link
-  #open = new Map(); // how many openers of a kind there are: spares looking for one in vain
-  #lastFence = null; // length of a run of backticks -> where the last such run is
-  #marks = new Map(); // what ends a formula -> where it comes next
+  /** @type {Item[]} in order; an opener is its own text until a closer comes */
+  #items = [];
+  /** @type {{index: number, mark: string, length: number}[]} delimiter runs that may yet begin an element */
+  #openers = [];
+  /** @type {number[]} indices of "[" that may yet begin a link */
+  #brackets = [];
+  /** @type {Map<string, number>} how many openers of a kind there are: spares looking for one in vain */
+  #open = new Map();
+  /** @type {?Map<number, number>} length of a run of backticks -> where the last such run is */
+  #lastFence = null;
+  /** @type {Map<string, number>} what ends a formula -> where it comes next */
+  #marks = new Map();
   #noUrlUntil = 0; // up to here stands what began like an address and is none
 
+  /** @param {string} text */
   constructor(text) {
     this.#text = text;
   }
@@ -65,6 +76,7 @@ class InlineParser {
     return SPECIAL.exec(this.#text);
   }
 
+  /** @param {string} found  @param {number} start */
   #special(found, start) {
     const first = found[0];
     if (first === "\\") this.#escape();
@@ -77,10 +89,12 @@ class InlineParser {
     else this.#delimiter(found, start);
   }
 
+  /** @param {Node} node */
   #push(node, depth = 0) {
     this.#items.push({ node, depth });
   }
 
+  /** @param {string} text */
   #literal(text) {
     if (text !== "") this.#items.push({ text, depth: 0 });
   }
@@ -96,20 +110,27 @@ class InlineParser {
     return this.#literal(next);
   }
 
+  /** @param {string} mark */
   #dollars(mark) {
     const tex = this.#upTo(mark, this.#at);
-    const after = this.#text[this.#at + (tex?.length ?? 0) + mark.length] ?? "";
+    if (!tex) return this.#literal(mark);
+    const after = this.#text[this.#at + tex.length + mark.length] ?? "";
     const isMoney = mark === "$" && (!FORMULA.test(tex) || /^\s|\s$|\n/.test(tex) || /\d/.test(after));
-    if (!tex || isMoney) return this.#literal(mark);
+    if (isMoney) return this.#literal(mark);
     return this.#formula(tex, this.#at, mark.length);
   }
 
+  /**
+   * @param {string} tex
+   * @param {number} start
+   * @param {number} closing  the length of the mark that ends it
+   */
   #formula(tex, start, closing) {
     this.#push(formula(tex.trim(), false));
     this.#at = start + tex.length + closing;
   }
 
-  /** The text from there to the mark, null if it does not come soon. */
+  /** The text from there to the mark, null if it does not come soon. @param {string} mark  @param {number} start */
   #upTo(mark, start) {
     let end = this.#marks.get(mark) ?? -1;
     if (end !== Infinity && end < start) {
@@ -120,6 +141,7 @@ class InlineParser {
     return end - start <= MOST_TEX ? this.#text.slice(start, end) : null;
   }
 
+  /** @param {string} fence  @param {number} start */
   #code(fence, start) {
     const end = this.#closingFence(fence.length, start);
     if (end === null) return this.#literal(fence);
@@ -130,17 +152,17 @@ class InlineParser {
     return undefined;
   }
 
+  /** @param {number} length  @param {number} start */
   #closingFence(length, start) {
     this.#lastFence ??= lastFences(this.#text);
-    if (this.#lastFence.get(length) <= start) return null;
+    if ((this.#lastFence.get(length) ?? start) <= start) return null;
     const fences = /`+/g;
     fences.lastIndex = this.#at;
-    for (;;) {
-      const found = fences.exec(this.#text);
-      if (found[0].length === length) return found.index;
-    }
+    for (const found of this.#text.matchAll(fences)) if (found[0].length === length) return found.index;
+    return null;
   }
 
+  /** @param {string} found  @param {number} start */
   #bareUrl(found, start) {
     if (start < this.#noUrlUntil) return this.#literal(found);
     const bracketed = found[0] === "<";
@@ -158,6 +180,7 @@ class InlineParser {
     return undefined;
   }
 
+  /** @param {string} found */
   #openBracket(found) {
     this.#brackets.push(this.#items.length);
     this.#literal(found);
@@ -177,6 +200,7 @@ class InlineParser {
     return undefined;
   }
 
+  /** @param {string} run  @param {number} start */
   #delimiter(run, start) {
     const mark = run[0];
     const { opens, closes } = flanks(this.#text, start, run.length, mark);
@@ -190,7 +214,7 @@ class InlineParser {
     this.#literal(mark.repeat(left));
   }
 
-  /** Pushes an opener of two marks, of one, or both, as many as the run holds. */
+  /** Pushes an opener of two marks, of one, or both, as many as the run holds. @param {string} mark  @param {number} left */
   #opener(mark, left) {
     if (left > 3) return 0;
     const lengths = mark === "~" ? [2] : [2, 1];
@@ -205,19 +229,28 @@ class InlineParser {
     return used;
   }
 
-  /** Ends the innermost element that this mark can end; returns how many marks that took. */
+  /**
+   * Ends the innermost element that this mark can end; returns how many marks that took.
+   * @param {string} mark
+   * @param {number} available
+   */
   #close(mark, available) {
-    const lengths = [1, 2].filter((each) => each <= available && this.#open.get(mark + each) > 0);
+    const lengths = [1, 2].filter((each) => each <= available && this.#open.get(mark + each));
     if (lengths.length === 0) return 0;
-    const fits = (opener) => opener.mark === mark && lengths.includes(opener.length);
-    const { index, length } = this.#openers[this.#openers.findLastIndex(fits)];
+    const opener = this.#openers.findLast((each) => each.mark === mark && lengths.includes(each.length));
+    if (opener === undefined) return 0;
+    const { index, length } = opener;
     this.#forgetOpenersFrom(index);
     this.#forgetBracketsFrom(index);
     this.#wrap(index, (children) => el(elementFor(mark, length), {}, ...children));
     return length;
   }
 
-  /** Puts the items after an opener into one element, which takes the opener's place. */
+  /**
+   * Puts the items after an opener into one element, which takes the opener's place.
+   * @param {number} index
+   * @param {(children: Node[]) => Node} build
+   */
   #wrap(index, build) {
     const inside = this.#items.splice(index);
     const depth = 1 + inside.reduce((most, item) => Math.max(most, item.depth), 0);
@@ -226,31 +259,35 @@ class InlineParser {
     else this.#push(build(nodesOf(parts)), depth);
   }
 
+  /** @param {number} index */
   #forgetOpenersFrom(index) {
-    while (this.#openers.at(-1)?.index >= index) {
-      const { mark, length } = this.#openers.pop();
-      this.#count(mark, length, -1);
-    }
+    const first = this.#openers.findLastIndex((each) => each.index < index) + 1;
+    for (const { mark, length } of this.#openers.splice(first)) this.#count(mark, length, -1);
   }
 
+  /** @param {number} index */
   #forgetBracketsFrom(index) {
-    while (this.#brackets.at(-1) >= index) this.#brackets.pop();
+    this.#brackets.length = this.#brackets.findLastIndex((each) => each < index) + 1;
   }
 
+  /** @param {string} mark  @param {number} length  @param {number} change */
   #count(mark, length, change) {
     this.#open.set(mark + length, (this.#open.get(mark + length) ?? 0) + change);
   }
 }
 
+/** @param {Item[]} items */
 function fragmentOf(items) {
   const fragment = document.createDocumentFragment();
   for (const node of nodesOf(items)) fragment.append(node);
   return fragment;
 }
 
-/** One node for all neighbouring texts: a browser that joins them one by one copies them as often. */
+/** One node for all neighbouring texts: a browser that joins them one by one copies them as often. @param {Item[]} items */
 function nodesOf(items) {
+  /** @type {Node[]} */
   const nodes = [];
+  /** @type {string[]} */
   let texts = [];
   const flush = () => {
     if (texts.length > 0) nodes.push(document.createTextNode(texts.join("")));
@@ -258,8 +295,8 @@ function nodesOf(items) {
   };
   const waiting = [...items].reverse();
   for (let item = waiting.pop(); item !== undefined; item = waiting.pop()) {
-    if (item.parts) for (let at = item.parts.length - 1; at >= 0; at -= 1) waiting.push(item.parts[at]);
-    else if (item.text !== undefined) texts.push(item.text);
+    if ("parts" in item) for (let at = item.parts.length - 1; at >= 0; at -= 1) waiting.push(item.parts[at]);
+    else if ("text" in item) texts.push(item.text);
     else {
       flush();
       nodes.push(item.node);
@@ -269,19 +306,30 @@ function nodesOf(items) {
   return nodes;
 }
 
+/** @param {string} mark  @param {number} length */
 function elementFor(mark, length) {
   if (mark === "~") return "del";
   return length === 2 ? "strong" : "em";
 }
 
-/** Opens in a new tab, which learns nothing of this one. A link inside a link gives up its own. */
+/**
+ * Opens in a new tab, which learns nothing of this one. A link inside a link gives up its own.
+ * @param {string} href
+ * @param {Node[]} children
+ */
 function link(href, children) {
   const anchor = el("a", { href, target: "_blank", rel: "noopener noreferrer" }, ...children);
   for (const inner of anchor.querySelectorAll("a")) inner.replaceWith(...inner.childNodes);
   return anchor;
 }
 
-/** CommonMark's flanking rules: a mark opens before a word and closes behind one. */
+/**
+ * CommonMark's flanking rules: a mark opens before a word and closes behind one.
+ * @param {string} text
+ * @param {number} start
+ * @param {number} length
+ * @param {string} mark
+ */
 function flanks(text, start, length, mark) {
   const before = text[start - 1] ?? " ";
   const after = text[start + length] ?? " ";
@@ -291,10 +339,12 @@ function flanks(text, start, length, mark) {
   return { opens: beforeWord && !isWord(before), closes: afterWord && !isWord(after) };
 }
 
+/** @param {string} character */
 function isWord(character) {
   return !SPACE.test(character) && !PUNCTUATION.test(character);
 }
 
+/** @param {string} text */
 function lastFences(text) {
   const last = new Map();
   for (const found of text.matchAll(/`+/g)) last.set(found[0].length, found.index);

@@ -10,8 +10,16 @@ const SHEETS = ["temml/Temml-Local.css", "penstock-math/font.css"];
 const OPTIONS = { throwOnError: true, trust: false, maxSize: [20, 20], maxExpand: 200 };
 const KEPT = 500;
 
-let library = null; // Temml, once it is here
-let loading = null;
+/**
+ * @typedef {{attributes?: Record<string, string>, children?: Tree[], toNode: () => Node}} Tree  of MathML, before it is
+ *   a part of the page
+ * @typedef {{__renderToMathMLTree: (tex: string, options: object) => Tree}} Temml
+ */
+
+/** @type {?Temml} */
+let library = null; // once it is here
+let isLoading = false;
+/** @type {Map<string, ?Node>} */
 const rendered = new Map(); // what formulas became, so that a growing text does not make them again
 
 /**
@@ -19,26 +27,34 @@ const rendered = new Map(); // what formulas became, so that a growing text does
  * @param {boolean} isBlock  it stands on lines of its own
  */
 export function formula(tex, isBlock) {
+  /** @type {import("./dom.js").Properties} */
   const scroller = isBlock ? { tabindex: "0", role: "region", "aria-label": "Formula" } : {};
   const look = isBlock ? "math block" : "math";
   const element = el(isBlock ? "div" : "span", { class: look, ...scroller, "data-tex": tex }, el("code", {}, tex));
-  if (library === null) loading ??= load();
-  else fill(element);
+  if (library === null) load();
+  else fill(element, library);
   return element;
 }
 
-function fill(element) {
-  const { tex } = element.dataset;
+/** @param {Element} element  @param {Temml} temml */
+function fill(element, temml) {
+  const tex = element.getAttribute("data-tex") ?? "";
   const isBlock = element.localName === "div";
   const name = `${isBlock}${tex}`;
-  if (!rendered.has(name)) rendered.set(name, render(tex, isBlock));
-  if (rendered.size > KEPT) rendered.delete(rendered.keys().next().value);
+  if (!rendered.has(name)) rendered.set(name, render(temml, tex, isBlock));
+  const [oldest] = rendered.keys();
+  if (rendered.size > KEPT) rendered.delete(oldest);
   element.replaceChildren(rendered.get(name)?.cloneNode(true) ?? el("code", {}, tex));
 }
 
-function render(tex, displayMode) {
+/**
+ * @param {Temml} temml
+ * @param {string} tex
+ * @param {boolean} displayMode
+ */
+function render(temml, tex, displayMode) {
   try {
-    const tree = library.__renderToMathMLTree(tex, { ...OPTIONS, displayMode });
+    const tree = temml.__renderToMathMLTree(tex, { ...OPTIONS, displayMode });
     dropStyles(tree);
     return tree.toNode();
   } catch {
@@ -46,13 +62,18 @@ function render(tex, displayMode) {
   }
 }
 
-/** A style given as an attribute is refused by the page's policy, loudly; the library sets nearly all in another way. */
+/**
+ * A style given as an attribute is refused by the page's policy, loudly; the library sets nearly all in another way.
+ * @param {Tree} node
+ */
 function dropStyles(node) {
   if (node.attributes) delete node.attributes.style;
   for (const child of node.children ?? []) dropStyles(child);
 }
 
 async function load() {
+  if (isLoading) return;
+  isLoading = true;
   const sheets = SHEETS.map((path) => el("link", { rel: "stylesheet", href: new URL(path, VENDOR).href }));
   const script = el("script", { src: new URL("temml/temml.min.js", VENDOR).href });
   const ready = new Promise((resolve, reject) => Object.assign(script, { onload: resolve, onerror: reject }));
@@ -62,6 +83,6 @@ async function load() {
   } catch {
     return; // formulas stay what they are: TeX
   }
-  library = globalThis.temml;
-  for (const element of document.querySelectorAll(".math")) fill(element);
+  library = /** @type {typeof globalThis & {temml: Temml}} */ (globalThis).temml;
+  for (const element of document.querySelectorAll(".math")) fill(element, library);
 }
