@@ -69,7 +69,7 @@ class Core:
     defaults: SamplingDefaults
     embedding: Embedding
     folder: Path
-    """Of the checkpoint."""
+    """Where the checkpoint lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Parts:
     keys: KeyFile | None
     traces: Traces | None
     folder: Path
-    """Of the checkpoint."""
+    """Where the checkpoint lies."""
 
 
 class Outbox:
@@ -236,7 +236,7 @@ def build_core(
 
 
 def identity(model: str, folder: Path) -> str:
-    """What replicas have in common that can stand in for each other."""
+    """Replicas that can stand in for each other have the same."""
     return f"{model} {fingerprint(folder)}, penstock {version('penstock')}"
 
 

@@ -22,7 +22,7 @@ _HELD_OUT_EVERY = 5
 
 _FEWEST_TOKENS = 1024
 _MOST_CHARACTERS_PER_TOKEN = 32
-"""Of a file, no more is read than so many for each token that is wanted."""
+"""No more of a file is read than so many bytes for each token that is wanted."""
 
 _DEMO_TEXTS = DEMO_MODEL.parent / "texts.json"
 """Conversations as token ids of the demo model's tokenizer, made by `python -m lab.demo.texts`."""

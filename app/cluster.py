@@ -287,7 +287,7 @@ def _wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def _plan_of(view: View, deployments: Any) -> Plan | None:
-    """What the replicas were deployed with."""
+    """The plan that the replicas were deployed with."""
     plans = [one.plan for one in view.replicas if one.plan]
     return _parse(plans[-1], deployments) if plans else None
 

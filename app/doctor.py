@@ -199,7 +199,7 @@ def check_model(settings: Settings) -> Check:
 
 
 def check_types(settings: Settings) -> Iterator[Check]:
-    """What a model that is on this machine takes with --dtype, --quantize and --kv-dtype, if they can be served."""
+    """Says what a model on this machine takes with --dtype, --quantize and --kv-dtype, if they can be served."""
     if settings.model is not None and is_hub_id(settings.model):
         return
     try:

@@ -1,4 +1,4 @@
-"""What is told to the operator in one line, without a trace."""
+"""Errors that the operator is told in one line, without a trace."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def describe_failure(error: BaseException, folder: Path) -> str:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """What to add to the message that there is no such name: the known one that it may be a slip of, if any."""
+    """The end of a message that there is no such name: the known one that it may be a slip of, if any."""
     near = get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""

@@ -34,7 +34,7 @@ class Subject:
     """A model that is looked at."""
 
     name: str | None
-    """What --model calls it; None is the demo model."""
+    """As --model has it; None is the demo model."""
     config: ModelConfig
     stored_as: str
     """The types of its weights in the checkpoint."""
@@ -79,7 +79,7 @@ class Fitting:
         return Case(options, estimate(self.config, options, self.limits, has_native=self.has_native))
 
     def cases(self, ways: Iterable[LoadOptions]) -> list[Case]:
-        """Those of the ways that can be served, each once."""
+        """A case for each of the ways that can be served, each once."""
         found: dict[tuple[str, str], Case] = {}
         for options in ways:
             with suppress(CheckpointError):
@@ -152,7 +152,7 @@ def examine(model: str | None, revision: str | None, options: LoadOptions) -> Su
 
 
 def ladder(asked: LoadOptions, config: ModelConfig) -> Iterator[LoadOptions]:
-    """What was asked for; then what takes less and less, where that was left open."""
+    """Yields what was asked for, then what takes less and less, where that was left open."""
     may_quantize = asked.quantize is None and config.quantization is None
     quantizations = (asked.quantize, *(choices("quantize") if may_quantize else ()))
     kv_dtypes = ("auto", "int8") if asked.kv_dtype == "auto" else (asked.kv_dtype,)
@@ -211,7 +211,7 @@ def _head(subject: Subject, fitting: Fitting, options: LoadOptions) -> Iterator[
 
 
 def _tables(fitting: Fitting, shown: Case) -> Iterator[str]:
-    """What weights and KV take in each of their types, and how many streams that leaves room for."""
+    """Tables of what weights and KV take in each of their types, and of how many streams that leaves room for."""
     config, options = fitting.config, shown.options
     longest = min(config.max_position, options.max_model_len or config.max_position)
     contexts = [*(context for context in CONTEXTS if context < longest), longest]

@@ -1,4 +1,4 @@
-"""What the hub says of a model whose weights stay there: its config, and the headers of its safetensors files."""
+"""Looks at a model whose weights stay on the hub: its config, and the headers of its safetensors files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RemoteCheckpoint:
     """A checkpoint of which only what is small was fetched."""
 
     folder: Path
-    """Of config.json."""
+    """Where config.json lies."""
     files: TensorFiles
     """Their tensors cannot be read."""
     num_bytes: int

@@ -58,7 +58,7 @@ def checks(url: str) -> Iterator[Check]:
 
 
 def check_metrics(sums: _Sums) -> Iterator[Check]:
-    """What the counters since the server's start say; keys are names, for some with labels behind."""
+    """The counters since the server's start, in words; keys are names, for some with labels behind."""
     kept, broken = (sums.get(f"penstock_promises_total {word}", 0.0) for word in ("kept", "broken"))
     if kept + broken:
         share = kept / (kept + broken)

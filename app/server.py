@@ -72,7 +72,7 @@ def _settle_interpreter() -> None:
 
 
 class _Process:
-    """What happens between the first line of the log and the exit status."""
+    """Everything between the first line of the log and the exit status."""
 
     def __init__(
         self,

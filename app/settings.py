@@ -183,8 +183,8 @@ class FrontSettings(CommonSettings):
     """Name that clients ask for; without it, the directory's name or the id."""
 
     cluster_secret: str | None = Field(default=None, min_length=16, json_schema_extra={"metavar": "SECRET"})
-    """What this replica and the switches in front of it know each other by, of at least 16 characters; best given as a
-    variable or in the --config file, for flags can be seen by all who are on the machine."""
+    """Secret by which this replica and the switches in front of it know each other, of at least 16 characters; best
+    given as a variable or in the --config file, for flags can be seen by all who are on the machine."""
 
     drain_timeout: float = Field(default=30.0, ge=0, json_schema_extra={"metavar": "SECONDS"})
     """Seconds that running streams may go on for after SIGTERM."""
@@ -417,7 +417,7 @@ def _first_line(error: ValidationError, flags: Mapping[str, object]) -> str:
 
 
 def _origin(name: str, flags: Mapping[str, object]) -> str:
-    """What the operator wrote: the flag, the variable or the key, by the same precedence as the value."""
+    """The words of the operator: the flag, the variable or the key, by the same precedence as the value."""
     variable = (ENV_PREFIX + name).upper()
     if name in flags:
         return flag(name)

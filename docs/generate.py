@@ -99,7 +99,7 @@ _KINDS = {
 
 
 def _value(field: FieldInfo) -> str:
-    """What may be given, in words."""
+    """The values that may be given, in words."""
     extra = field.json_schema_extra
     if isinstance(extra, Mapping) and isinstance(metavar := extra.get("metavar"), str):
         return _codes(metavar.split("|"))

@@ -33,7 +33,7 @@ def _import(
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> ModuleType:
-    """What the import statements of Penstock's own modules call."""
+    """Stands in for `__import__` in Penstock's own modules."""
     first = name.partition(".")[0]
     if level or first not in NAMES:
         return builtins.__import__(name, globals, locals, fromlist, level)

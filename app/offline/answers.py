@@ -1,4 +1,4 @@
-"""What comes of prompts and conversations: whole answers, and the pieces of a stream."""
+"""Answers to prompts and conversations: whole ones, and the pieces of a stream."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Piece:
-    """What is new of one choice."""
+    """A new piece of one choice."""
 
     prompt: int
     """The number of its prompt or conversation in the list that was given."""
@@ -56,7 +56,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one prompt or conversation."""
+    """All that one prompt or conversation brought."""
 
     prompt_token_ids: tuple[int, ...]
     choices: list[Choice]
@@ -65,12 +65,12 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """The text of the first choice."""
         return self.choices[0].text
 
 
 def piece_of(number: int, output: Output, tokenizer: Tokenizer) -> Piece:
-    """What an output brings of a choice of prompt `number`."""
+    """The piece of a choice of prompt `number` that an output brings."""
     logprobs = None
     if output.logprobs is not None:
         pairs = zip(output.token_ids, output.logprobs, strict=True)

@@ -12,7 +12,7 @@ from engine.planning.step import StepReport
 
 
 class Call:
-    """What came for the requests of one call. `put` is for the step thread, the rest for whoever asked."""
+    """The outputs of the requests of one call. `put` is for the step thread, the rest for whoever asked."""
 
     def __init__(self, requests: Sequence[Request], tell: Callable[[], None]) -> None:
         """`tell` is called on the step thread when there is something to take."""
@@ -33,7 +33,7 @@ class Call:
             yield self._taken(self._outputs.get())
 
     def arrived(self) -> Iterator[tuple[int, Output]]:
-        """What is there already."""
+        """Takes what is there already."""
         while self.open and not self._outputs.empty():
             yield self._taken(self._outputs.get())
 

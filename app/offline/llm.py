@@ -154,7 +154,7 @@ class LLM:
         prompts: Prompt | Conversation | Sequence[Prompt] | Sequence[Conversation],
         **sampling: Unpack[Sampling],
     ) -> Stream:
-        """The same piece by piece as it comes, for prompts or for conversations. Arguments are checked at once."""
+        """Answers piece by piece as they come, for prompts or for conversations. Arguments are checked at once."""
         return Stream(self, self._requests.of_either(prompts, sampling))
 
     def _answers(self, requests: list[Request], progress: bool | None) -> list[Answer]:

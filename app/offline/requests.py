@@ -73,9 +73,9 @@ class Sampling(TypedDict, total=False):
     length_penalty: float
     early_stopping: bool | Literal["never"]
     response_format: Mapping[str, Any]
-    """What answers have to match: {"type": "json_object"}, or a json_schema."""
+    """A format that answers have to match: {"type": "json_object"}, or a json_schema."""
     structured_outputs: Mapping[str, Any]
-    """The same in vLLM's words: json, regex, choice or grammar."""
+    """A format in vLLM's words: json, regex, choice or grammar."""
 
 
 class Requests:

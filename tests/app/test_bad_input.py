@@ -156,7 +156,7 @@ TABLE = [
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """What the braces of the table stand for."""
+    """The braces of the table stand for these."""
     file = tmp_path_factory.mktemp("file") / "nonsense.txt"
     file.write_text("nonsense\n")
     full = tmp_path_factory.mktemp("full")

@@ -57,7 +57,7 @@ class Page:
 
     @cached_property
     def spans(self) -> list[str]:
-        """What stands in backticks, on one line each."""
+        """The spans in backticks, on one line each."""
         return [" ".join(span.split()) for span in _SPAN.findall(self.prose)]
 
     @cached_property
@@ -66,6 +66,6 @@ class Page:
 
     @cached_property
     def anchors(self) -> set[str]:
-        """Those of the headings, as GitHub makes them."""
+        """The anchors of the headings, as GitHub makes them."""
         titles = re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE)
         return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
