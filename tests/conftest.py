@@ -93,6 +93,17 @@ def _log_is_left_as_it_was() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors are only slowed down by more."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def live_server() -> Iterator[str]:
     """The address of a server that serves the demo model; it must end well, too."""

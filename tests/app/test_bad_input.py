@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import signal
 import socket
 from collections.abc import Iterator
@@ -173,18 +172,14 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]
 
 
 @pytest.fixture
-def _own_process() -> Iterator[None]:
-    """Takes back what a command does to its process."""
-    log = logging.getLogger("penstock")
-    before = log.handlers[:], log.level, log.propagate
+def _signals_as_before() -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
-    log.handlers[:], log.level, log.propagate = before
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-@pytest.mark.usefixtures("_own_process")
+@pytest.mark.usefixtures("_signals_as_before")
 @pytest.mark.parametrize(("typed", "named"), TABLE, ids=[typed or "nothing" for typed, _ in TABLE])
 def test_a_mistake_is_one_line_that_names_it(
     typed: str,
