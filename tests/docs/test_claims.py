@@ -1,0 +1,293 @@
+"""What the documentation says of numbers, names and lists is what the code has.
+
+Most claims are sentences: each is written here with the code's own value in it, and has to stand on its page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from app.bench.workloads import WORKLOADS
+from app.calibration import PIECE_TOKENS
+from app.settings import choices
+from app.simulate.inputs import GPU_COST
+from cluster import members, relay, switch
+from docs.generate import pages as reference
+from engine.kernels.cpu.levels import LEVELS
+from engine.model import config, quantize_cache
+from engine.model.architectures import ARCHITECTURES
+from engine.model.gguf.config import ARCHITECTURES as GGUF_ARCHITECTURES
+from engine.model.gguf.container import TYPES
+from engine.planning import block_map, grammar_check, grammars, lookup, pace
+from engine.quant.storages import packing
+from gateway import watch
+from gateway.endpoints import events, state
+from gateway.endpoints.operations import OPERATIONS
+from gateway.http.connections import Timeouts
+from gateway.http.limits import Limits
+from gateway.sessions.batches import batch, files, running
+from gateway.sessions.recordings.registry import Keeping
+from gateway.store import breaker, interface, redis
+from gateway.wire import compiling
+from priority import admission, queue, shares, steptime, yielding
+from priority.lanes import DEFAULT_POLICIES, Lane
+from priority.routing import index, router
+from priority.simulator.run import Machine
+from tests.docs.markdown import ROOT, Page, pages
+
+INTERACTIVE = DEFAULT_POLICIES[Lane.INTERACTIVE]
+LIMITS, KEEPING, TIMEOUTS = Limits(), Keeping(), Timeouts()
+WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+MIB, KIB, HOUR = 1 << 20, 1 << 10, 3600
+
+
+def of_lane(lane: Lane, *, weight: bool) -> str:
+    """The cells of a table of lanes that follow its names."""
+    policy = DEFAULT_POLICIES[lane]
+    return f"| {policy.ttft_s:g} s | {policy.tpot_s * 1000:g} ms |" + (
+        f" {policy.weight} |" if weight else ""
+    )
+
+
+def num_parameters(weights: Path) -> int:
+    """Reads the header of a safetensors file; a table of tokens is no parameter."""
+    with weights.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for tensor in header.values() if tensor.get("dtype") == "F16")
+
+
+CLAIMS: dict[str, list[str]] = {
+    "README.md": [
+        f"| interactive | `priority` {of_lane(Lane.INTERACTIVE, weight=False)}",
+        f"| standard | `default`, `auto` {of_lane(Lane.STANDARD, weight=False)}",
+        f"| model families | {len(ARCHITECTURES)}, dense |",
+    ],
+    "docs/guide/lanes.md": [
+        f"| interactive | `priority` {of_lane(Lane.INTERACTIVE, weight=True)}",
+        f"| standard | `default`, `auto` or none {of_lane(Lane.STANDARD, weight=True)}",
+        f"and always gets some | none | {DEFAULT_POLICIES[Lane.BATCH].weight} |",
+    ],
+    "docs/guide/deploy.md": [
+        f"first token in {INTERACTIVE.ttft_s:g} s, then one every {INTERACTIVE.tpot_s * 1000:g} ms",
+        f"comment every {TIMEOUTS.keepalive_s:g} s",
+        f"Nothing waits more than {interface.MAX_WAIT_S * 1000:g} ms for it",
+    ],
+    "docs/guide/install.md": [
+        f"Compiling the {WORDS[len(LEVELS['x86_64'])]} levels of x86-64",
+    ],
+    "docs/guide/clients.md": [
+        f"{running.LINES_AT_ONCE} lines of all batches at a time",
+        f"as long as a body may be, {LIMITS.max_body_bytes // MIB} MiB",
+        f"{files.MAX_FILES} files with {files.MAX_BYTES // MIB} MiB together",
+        f"{running.MAX_AT_WORK} batches at work",
+        f"{batch.MAX_LINES:,} lines; results of {batch.MAX_RESULT_BYTES // MIB} MiB",
+        f"{batch.WINDOW_S // HOUR} hours, then the other lines are `batch_expired`",
+        f"`errors` names the first {batch.MAX_ERRORS}",
+        f"files for {WORDS[int(files.KEPT_S / 24 / HOUR)]} days",
+        f"in another one of the same model after {interface.LEASE_S:g} seconds",
+        f"A batch over which {WORDS[running.MAX_ATTEMPTS]} processes have died",
+        f"at most {LIMITS.max_inputs:,} documents, or texts on a side",
+        f"at most {LIMITS.max_beams}, and at most as many as sequences may run",
+    ],
+    "docs/guide/structured.md": [
+        f"a text of at most {LIMITS.max_grammar_bytes // KIB} KiB",
+        f"keeps the last {grammars._MOST_COMPILED}, by tenant",
+        f"followed for {grammar_check._NUM_STEPS} bytes",
+        f"more than {grammar_check._PATIENCE_S:g} seconds",
+        f"Up to {WORDS[grammar_check.MOST_AT_ONCE]} new grammars are compiled at once",
+        f"Who waits for {compiling._PATIENCE_S:g} seconds",
+        f"(at most {LIMITS.max_allowed_token_ids:,})",
+        f"(at most {LIMITS.max_bad_words}, of {LIMITS.max_bad_word_chars} characters)",
+    ],
+    "docs/guide/window.md": [
+        f"the last {watch.MAX_STEPS} steps at most",
+        f"the pool in at most {block_map.MAX_CELLS:,} cells",
+        f"comes {WORDS[round(1 / events.EVERY_S)].replace('two', 'twice')} a second",
+    ],
+    "docs/guide/sessions.md": [
+        f"no call to it takes longer than {interface.MAX_WAIT_S * 1000:g} ms",
+        "A reply that nobody reads goes on for a minute (`background`: to its end), and is kept for "
+        f"{WORDS[int(KEEPING.keep_s / TIMEOUTS.detached_s)]} after it ended",
+    ],
+    "docs/guide/cluster.md": [
+        f"within {state.EVERY_S * 1000:g} ms of a request that comes",
+        f"{WORDS[round(1 / state.CALM_S)]} times a second while streams just go on",
+        f"silent for {switch.STALL_S:g} s in a stream, or {switch.LOST_S:g} s in any reply",
+        f"after its stream of state was given up ({members.SILENT_S:g} s)",
+        f"given up after {relay.MEND_S:g} s",
+        f"after {interface.ALIVE_S:g} s without a heartbeat in Redis",
+    ],
+    "docs/guide/simulate.md": [
+        f"{GPU_COST['alpha_s'] * 1e3:g} ms, {GPU_COST['beta_s'] * 1e6:g} us, {GPU_COST['gamma_s'] * 1e6:g} us, "
+        f"{GPU_COST['delta_s'] * 1e9:g} ns, and KV for {Machine(coefficients={}).num_kv_tokens:,} tokens",
+    ],
+    "docs/internals/scheduling.md": [
+        f"A prompt token that is computed costs {shares.COST_PREFILL}",
+        f"in the prefix cache {shares.COST_HIT}, an output token {shares.COST_OUTPUT}",
+        f"ahead of the next less urgent one by {queue.LEAD_TOKENS:,} prompt tokens",
+        f"Those within {queue.LOCALITY_TOKENS:,} prompt tokens",
+        f"The factor follows the {admission._QUANTILE:g}-quantile",
+        f"within {admission.ALONE_SLACK:g} times that",
+        f"Before {steptime._ENOUGH_STEPS} steps were measured",
+        f"keep it within {admission._MARGIN * 100:g} % of the strictest TPOT promise",
+        f"never more than {WORDS[admission._CATCH_UP - 1]}, and prefill goes on by {admission._LEAST_PREFILL} tokens",
+        f"{WORDS[yielding.MAX_VICTIMS]} at most, and only if that is enough",
+        f"Nobody is asked more than {WORDS[yielding.MAX_PREEMPTIONS]} times",
+    ],
+    "docs/internals/speculation.md": [
+        f"of each tenant {2 * lookup._MEMORY_TOKENS:,} tokens are remembered, of {lookup._MOST_TENANTS} tenants",
+        f"how many tokens, at most {config.MAX_DRAFTS}:",
+        f"There is room for {config._VERIFIED_ROWS} rows",
+        f"what pays by {100 * (pace._GAIN - 1):.0f} % over {pace._TRIAL_STEPS} steps is kept",
+        f"a look at steps without after at most {pace._LONGEST_KEPT * pace._TRIAL_STEPS}",
+        f"has to pay by {100 * (pace._GAIN_OF_MANY - 1):.0f} %",
+        f"for {pace._SHORTEST_REST * pace._TRIAL_STEPS} to {pace._LONGEST_REST * pace._TRIAL_STEPS:,} steps",
+    ],
+    "docs/internals/quantization.md": [
+        f"at most {quantize_cache.MOST_BYTES >> 30} GiB in all",
+        f"less than {quantize_cache.SMALLEST // MIB} MiB of linear maps",
+        f"groups of less than {packing._SMALLEST_GROUP} inputs",
+        f"pieces of {PIECE_TOKENS} tokens",
+    ],
+    "docs/internals/routing.md": [
+        f"at the latest {WORDS[int(router.LEASE_S)]} seconds after its forecast",
+        f"{index.DEFAULT_MAX_BLOCKS // 10**6} million by default",
+    ],
+    "docs/internals/store.md": [
+        f"A call takes at most {interface.MAX_WAIT_S * 1000:g} ms",
+        f"After {WORDS[breaker.MAX_FAILURES]} failures in a row",
+        f"zset | ID by when it was put (us); at most {redis.MAX_LISTED:,}",
+        f"HASH by hotness; at most {redis.MAX_PREFIXES:,} | {redis.PREFIX_TTL_S / HOUR:g} h after",
+        f"HASH by last use; at most {redis.MAX_PREFIXES:,} | {redis.RESIDENT_TTL_S:g} s after the last heartbeat",
+        f"| {interface.ALIVE_S:g} s after the last of all |",
+    ],
+}
+
+
+DEMO = ROOT / "app" / "demo"
+NUM_PARAMETERS = {
+    folder: num_parameters(DEMO / folder / "model.safetensors") for folder in ("model", "draft")
+}
+MILLIONS = f"{NUM_PARAMETERS['model'] / 1e6:.1f}"
+CLAIMS |= {
+    "lab/demo/README.md": [
+        f"a language model of {MILLIONS} million parameters",
+        f"| parameters | {NUM_PARAMETERS['model']:,}, the embedding is the output, too | {NUM_PARAMETERS['draft']:,} |",
+    ],
+    "docs/guide/models.md": [f"a Llama of {MILLIONS} million parameters"],
+    "CHANGELOG.md": [f"**The demo model**: {MILLIONS} million parameters"],
+}
+CLAIMS["docs/guide/structured.md"].append(
+    f"{NUM_PARAMETERS['model'] / 1e6:.2f} M parameters, 3,072 tokens (the demo model)"
+)
+
+
+def in_one_line(name: str) -> str:
+    return " ".join(Page(ROOT / name).text.split())
+
+
+def table(name: str, heads: str) -> list[list[str]]:
+    """The cells of the table with these heads."""
+    lines = Page(ROOT / name).text.split(f"| {heads}", 1)[1].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+def codes(cells: Iterable[str]) -> list[str]:
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.mark.parametrize(("page", "claim"), [(page, claim) for page in CLAIMS for claim in CLAIMS[page]])
+def test_the_page_says_what_the_code_has(page: str, claim: str) -> None:
+    assert claim in in_one_line(page)
+
+
+def test_families_of_models() -> None:
+    families = {name.removesuffix("ForCausalLM") for name in ARCHITECTURES}
+    assert families == {"Llama", "Mistral", "Qwen2", "Qwen3"}  # Qwen2.5 is a Qwen2
+    for page in ("README.md", "docs/guide/models.md", "CHANGELOG.md"):
+        assert all(re.search(rf"\b{family}\b", Page(ROOT / page).text) for family in families), page
+    of_gguf = table("docs/internals/quantization.md", "| read | refused")[0][1]
+    assert set(re.findall(r"[a-z]+\d?(?=,| \(|$)", of_gguf)) == GGUF_ARCHITECTURES.keys()
+
+
+def test_formats_of_checkpoints() -> None:
+    methods = [row[0] for row in table("docs/internals/quantization.md", "`quant_method` |")]
+    assert set(codes(methods)) == set(config.QUANT_METHODS)
+    types = {
+        name
+        for row in table("docs/internals/quantization.md", "type of a tensor")
+        for name in row[0].split(", ")
+    }
+    assert types == {kind.name for kind in TYPES.values() if kind.num_bytes}
+    (said,) = re.findall(r"and GGUF \(([^)]*)\)", in_one_line("docs/guide/models.md"))
+    assert set(said.split(", ")) == types
+
+
+def test_levels_of_kernels() -> None:
+    rows = table("docs/internals/kernels.md", "level | architecture")
+    assert {row[0].strip("`") for row in rows} == {level.name for of in LEVELS.values() for level in of} | {
+        "tiles"
+    }
+    needs = {level.name: set(level.needs) for level in LEVELS["x86_64"]}
+    for name, _, said in rows:
+        if level := needs.get(name.strip("`")):
+            words = " ".join(codes([said])).split()
+            assert set().union(*(needs.get(word, {word}) for word in words)) == level, name
+
+
+def test_parsers_of_tools() -> None:
+    rows = table("docs/guide/tools.md", "`--tool-parser`")
+    assert {row[0].strip("`") for row in rows} == set(choices("tool_parser")) - {"auto"}
+
+
+def test_versions() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ((oldest, minor),) = re.findall(r"torch>=(\d+\.\d+),<2\.(\d+)", " ".join(project["dependencies"]))
+    python = f"Python {project['requires-python'].strip('>=')} or later"
+    assert f"{python}, PyTorch {oldest} to 2.{int(minor) - 1}" in in_one_line("docs/guide/install.md")
+    assert python in in_one_line("README.md")
+    extras = codes(row[0] for row in table("docs/guide/install.md", "extra | for"))
+    assert {extra.removeprefix("penstock[").strip("]") for extra in extras} < project[
+        "optional-dependencies"
+    ].keys()
+
+
+def test_the_readme_shows_what_the_laboratory_measured() -> None:
+    measured = table("README.md", "workload | Penstock")
+    laboratory = {row[0]: row for row in table("docs/laboratory/figures.md", "| Penstock, 16 bits | int8")}
+    for name, *cells in measured:
+        own = laboratory[name.split(":")[0]]
+        assert cells == [own[1], own[4], own[5]]
+
+
+def test_workloads() -> None:
+    rows = {
+        name: " ".join(cells) for name, *cells in table("docs/laboratory/figures.md", "workload | streams")
+    }
+    for name, workload in WORKLOADS.items():
+        numbers = [workload.streams, workload.seconds, workload.shared_tokens]
+        numbers += [workload.prompt_tokens, workload.output_tokens]
+        if beside := workload.interactive:
+            numbers += [beside.prompt_tokens, beside.output_tokens]
+        assert [int(number) for number in re.findall(r"\d+", rows[name])] == [
+            number for number in numbers if number
+        ]
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_metrics_and_routes_exist(page: Page) -> None:
+    metrics = set(re.findall(r"`(penstock_\w+)`", reference()["metrics.md"]))
+    named = set(re.findall(r"\bpenstock_[a-z]\w+", page.text))
+    assert {name for name in named if re.sub("_(total|sum|count|bucket)$", "", name) not in metrics} == set()
+    routes = [re.compile(re.sub(r"{\w+}", r"[^/]+", path)) for path in OPERATIONS]
+    paths = {span.partition("?")[0] for span in page.spans if re.match(r"/(v\d|api)/\w", span)}
+    assert {
+        path for path in paths if "*" not in path and not any(route.fullmatch(path) for route in routes)
+    } == set()
