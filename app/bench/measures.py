@@ -52,11 +52,6 @@ def _packed(team: Team, weight: Tensor, kept: torch.dtype | Rounding) -> PackedL
     return PackedLinear.of(team, kept.quantize(weight), kept, None)
 
 
-def measure_fma(team: Team) -> float:
-    """GFLOP/s of multiply-adds of eight floats that never leave the registers."""
-    return measure_peak(team, "fma8")
-
-
 def measure_peak(team: Team, instruction: str) -> float:
     """Billions of operations a second of one of INSTRUCTIONS, from registers or the first cache; 0 if there is none."""
     number = INSTRUCTIONS.index(instruction)

@@ -21,8 +21,7 @@ from engine.kernels.cpu.native import NativeDecoder
 from engine.model.files import open_files
 from engine.quant.storages.names import LAYERS
 from lab.bench.format_files import MAKERS
-from lab.bench.kernels import Case, make_batch
-from lab.bench.parts import NoNativeDecoder, load
+from lab.bench.parts import Case, NoNativeDecoder, load, make_batch
 
 SHAPES = {shape.name: shape for shape in (LLAMA_135M, HALF_B, LLAMA_TINY)}
 CASES = (Case("1 row", 1, 1, 64), Case("64 rows", 64, 1, 64))

@@ -11,11 +11,23 @@ import torch
 
 from engine.execution.loader import LoadedModel, load_model
 from engine.kernels.batch import Batch
-from engine.kernels.cpu.native import NativeDecoder, PackedLinear, Team
-from engine.model.config import LoadOptions
+from engine.kernels.cpu.native import BLOCK_SIZE, NativeDecoder, PackedLinear, Team
+from engine.model.config import LoadOptions, ModelConfig
 from engine.planning.request import Request, SamplingParams, Sequence
-from lab.bench.kernels import NUM_BLOCKS, Case, make_batch
 from lab.bench.planning import measure_planning
+
+NUM_BLOCKS = 1280
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    name: str
+    sequences: int
+    queries: int
+    """Tokens of each sequence in this step."""
+    context: int
+    """Tokens of each sequence before this step."""
+
 
 CASES = (
     Case("decode, 1 sequence of 256", 1, 1, 256),
@@ -173,6 +185,22 @@ def load(model: Path, types: dict[str, Any], threads: int) -> LoadedModel:
         device="cpu", num_threads=threads, num_blocks=NUM_BLOCKS, max_num_seqs=_MOST_SEQUENCES, **types
     )
     return load_model(model, options, lambda _: None, lambda *_: None)
+
+
+def make_batch(config: ModelConfig, case: Case) -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    end, tokens = case.context + case.queries, case.sequences * case.queries
+    width = -(-end // BLOCK_SIZE)
+    blocks = torch.randperm(NUM_BLOCKS, generator=generator)[: case.sequences * width]
+    starts = torch.arange(0, tokens + 1, case.queries)
+    return Batch(
+        token_ids=torch.randint(config.vocab_size, (tokens,), generator=generator).int(),
+        positions=torch.arange(case.context, end).repeat(case.sequences).int(),
+        query_starts=starts.int(),
+        context_lens=torch.full((case.sequences,), end).int(),
+        block_tables=blocks.view(case.sequences, width).int(),
+        sample_rows=(starts[1:] - 1).int(),
+    )
 
 
 def measure(model: str, types: dict[str, Any], threads: int, most_repeats: int) -> list[Row]:

@@ -25,11 +25,10 @@ from engine.kernels.select import select
 from engine.model.config import LoadOptions, ModelConfig
 from engine.model.parse import parse_config
 from engine.planning.request import Request, SamplingParams, Sequence
-from engine.quant.formats import DENSE
 from engine.sampling.sampler import Sampler
 from loadtests.gpu.figures import emit, emit_fact, emit_skip, say
 from loadtests.gpu.sizes import KERNELS, Arguments, KernelSizes, parse_arguments, serving
-from loadtests.gpu.timing import seconds
+from loadtests.gpu.timing import Ceilings, seconds
 
 BLOCK_SIZE = 16
 
@@ -82,8 +81,7 @@ def main() -> int:
     bench = Bench(config, _table(config, device, dtype), sizes, device)
     emit_fact("kernels", bench.kernels.name)
     measures = {
-        m.__name__: m
-        for m in (ceilings, linears, decode, slope, prefill, elementwise, sampler, kv_int8, kv_fp8)
+        m.__name__: m for m in (ceilings, decode, slope, prefill, elementwise, sampler, kv_int8, kv_fp8)
     }
     names = list(arguments.names or measures)
     while names:
@@ -115,55 +113,13 @@ def _table(config: ModelConfig, device: torch.device, dtype: torch.dtype, kv_dty
 
 
 def ceilings(bench: Bench) -> None:
-    """What nothing can be faster than."""
-    _copy(bench)
-    size = bench.sizes.matmul
-    left, right = bench.random(size, size), bench.random(size, size)
-    rate = 2 * size**3 / bench.seconds(lambda: left @ right)
-    emit(
-        "matmul rate", rate / 1e12, "TFLOP/s", f"{left.dtype}, {size:,} x {size:,} x {size:,}, random numbers"
-    )
-
-
-def _copy(bench: Bench) -> None:
-    source = torch.zeros(bench.sizes.copied_bytes, dtype=torch.uint8, device=bench.device)
-    target = torch.empty_like(source)
-    rate = 2 * source.nbytes / bench.seconds(lambda: target.copy_(source))
-    emit("copy bandwidth", rate / 1e9, "GB/s", f"read and written, a copy of {source.nbytes >> 20:,} MiB")
-
-
-def linears(bench: Bench) -> None:
-    """The four linear maps of a layer, weights from memory."""
-    config = bench.config
-    qkv = config.q_size + 2 * config.kv_size
-    sizes = [
-        (qkv, config.hidden_size),
-        (config.hidden_size, config.q_size),
-        (2 * config.intermediate_size, config.hidden_size),
-        (config.hidden_size, config.intermediate_size),
-    ]
-    for rows in bench.sizes.linear_rows:
-        total_s, num_bytes = 0.0, 0
-        for size in sizes:
-            maps = [bench.kernels.linear({"weight": weight}, DENSE, None) for weight in bench.copies(*size)]
-            x = bench.random(rows, size[1])
-            total_s += _mean_call(bench, maps, x)
-            num_bytes += size[0] * size[1] * x.itemsize
-            del maps
-        emit(
-            f"linear maps, {rows} rows",
-            num_bytes / total_s / 1e9,
-            "GB/s",
-            "of weights, the four maps of a layer",
-        )
-
-
-def _mean_call(bench: Bench, maps: ListLike[Callable[[Tensor], Tensor]], x: Tensor) -> float:
-    def runs() -> None:
-        for linear in maps:
-            linear(x)
-
-    return bench.seconds(runs) / len(maps)
+    """The device's limits."""
+    size, copied, dtype = bench.sizes.matmul, bench.sizes.copied_bytes, bench.kernels.activation_dtype
+    found = Ceilings.measured(size, copied, dtype, bench.device)
+    how = f"{dtype}, {size:,} x {size:,} x {size:,}, random numbers"
+    emit("matmul rate", found.flop_per_s / 1e12, "TFLOP/s", how)
+    how = f"read and written, a copy of {copied >> 20:,} MiB"
+    emit("copy bandwidth", found.bytes_per_s / 1e9, "GB/s", how)
 
 
 def decode(bench: Bench) -> None:

@@ -17,7 +17,7 @@ from engine.model.config import ModelConfig
 from engine.model.parse import parse_config
 from loadtests.gpu.figures import emit, emit_skip, say
 from loadtests.gpu.sizes import KERNELS, KernelSizes, parse_arguments, serving
-from loadtests.gpu.timing import seconds
+from loadtests.gpu.timing import Ceilings, seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +44,6 @@ LAYOUTS = (
     Layout("fp8", Code.FLOAT8),
     Layout("fp8, blocks of 128", Code.FLOAT8, 128),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """What nothing is faster than."""
-
-    bytes_per_s: float
-    """Read and written by a copy."""
-    flop_per_s: float
-    """Of a product of large matrices in 16 bits."""
-
-    @classmethod
-    def measured(cls, sizes: KernelSizes, dtype: torch.dtype, device: torch.device) -> Ceilings:
-        left, right = torch.randn(2, sizes.matmul, sizes.matmul, device=device).to(dtype)
-        flop_per_s = 2 * sizes.matmul**3 / seconds(device, lambda: left @ right)
-        source = torch.zeros(sizes.copied_bytes, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
-        return cls(2 * source.nbytes / seconds(device, lambda: target.copy_(source)), flop_per_s)
 
 
 def random_weight(
@@ -173,7 +155,7 @@ def main() -> int:
     dtype = torch.float32 if arguments.is_dry else torch.bfloat16
     config = parse_config(Fields("config.json", shape.config))
     say("quantized: ceilings")
-    ceilings = Ceilings.measured(sizes, dtype, device)
+    ceilings = Ceilings.measured(sizes.matmul, sizes.copied_bytes, dtype, device)
     bench = Bench(config, sizes, dtype, device, make_linear(dtype, device), ceilings)
     status = 0
     for layout in LAYOUTS:

@@ -120,6 +120,7 @@ LLAMA_8B = ModelShape(
     tied=False,
     max_length=65_536,
 )
+LLAMA_1B = replace(LLAMA_8B, hidden=2048, num_layers=16, head_dim=64, intermediate=8192, tied=True)
 QWEN3_06B = ModelShape(
     architecture="Qwen3ForCausalLM",
     hidden=1024,
@@ -132,42 +133,17 @@ QWEN3_06B = ModelShape(
     tied=True,
     max_length=40_960,
 )
-LLAMA_1B = ModelShape(
-    architecture="LlamaForCausalLM",
-    hidden=2048,
-    num_layers=16,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=64,
-    intermediate=8192,
-    vocabulary=128_256,
-    tied=True,
-    max_length=65_536,
-)
-LLAMA_SMALL = ModelShape(
-    architecture="LlamaForCausalLM",
-    hidden=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    intermediate=96,
-    vocabulary=VOCABULARY + 64,
-    tied=False,
-    max_length=1024,
-)
-QWEN3_SMALL = ModelShape(
-    architecture="Qwen3ForCausalLM",
-    hidden=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=24,
-    intermediate=96,
-    vocabulary=VOCABULARY + 64,
-    tied=True,
-    max_length=1024,
-)
+
+
+def _small(shape: ModelShape, head_dim: int) -> ModelShape:
+    """The same architecture, as small as a CPU wants it."""
+    return replace(
+        shape, hidden=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=head_dim, intermediate=96,
+        vocabulary=VOCABULARY + 64, max_length=1024,
+    )  # fmt: skip
+
+
+LLAMA_SMALL, QWEN3_SMALL = _small(LLAMA_8B, 16), _small(QWEN3_06B, 24)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +161,6 @@ class KernelSizes:
     prefill: tuple[tuple[int, int], ...] = ((2048, 2048), (8192, 8192), (4096, 32_768))
     """(tokens of a chunk, tokens of its context)"""
     norm_rows: int = 8192
-    linear_rows: tuple[int, ...] = (1, 64)
     quantized_rows: tuple[int, ...] = (1, 4, 16, 64, 256, 2048)
     sampler_rows: tuple[int, ...] = (1, 64, 256)
     walked_bytes: int = 1 << 30
@@ -231,7 +206,6 @@ KERNELS = {
     "quick": KernelSizes(
         decode=((1, 8192), (64, 1024)),
         slope=(2048, 16_384),
-        linear_rows=(1,),
         quantized_rows=(1, 64, 2048),
         sampler_rows=(64,),
     ),
@@ -242,7 +216,6 @@ KERNELS = {
         slope=(32, 64),
         prefill=((32, 32), (16, 64)),
         norm_rows=16,
-        linear_rows=(1,),
         quantized_rows=(1, 4),
         sampler_rows=(2,),
         walked_bytes=1 << 16,

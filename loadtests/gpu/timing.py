@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -66,3 +67,21 @@ def _elapsed(run: Callable[[], object]) -> float:
 def event() -> torch.cuda.Event:
     """One that knows when it was."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The limits of a device."""
+
+    bytes_per_s: float
+    """Read and written by a copy."""
+    flop_per_s: float
+    """Of a product of large matrices in 16 bits."""
+
+    @classmethod
+    def measured(cls, size: int, copied_bytes: int, dtype: torch.dtype, device: torch.device) -> Ceilings:
+        left, right = torch.randn(2, size, size, device=device).to(dtype)
+        flop_per_s = 2 * size**3 / seconds(device, lambda: left @ right)
+        source = torch.zeros(copied_bytes, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+        return cls(2 * source.nbytes / seconds(device, lambda: target.copy_(source)), flop_per_s)

@@ -28,13 +28,13 @@ def test_a_kernel_that_fails_leaves_the_others_to_another_process(
     broken.__name__ = "decode"
     monkeypatch.setattr(kernels, "decode", broken)
     monkeypatch.setattr(subprocess, "run", lambda command, **_: started.append(command))
-    monkeypatch.setattr(sys, "argv", ["kernels", "linears", "decode", "slope", "sampler", *DRY])
+    monkeypatch.setattr(sys, "argv", ["kernels", "ceilings", "decode", "slope", "sampler", *DRY])
     assert kernels.main() == 1
     assert started == [[sys.executable, "-m", "loadtests.gpu.kernels", "slope", "sampler", *DRY]]
     outcome = Outcome("kernels")
     for line in capsys.readouterr().out.splitlines():
         outcome.take(line)
-    assert [figure.name for figure in outcome.figures] == ["linear maps, 1 rows"]
+    assert [figure.name for figure in outcome.figures] == ["matmul rate", "copy bandwidth"]
     assert outcome.skipped == [("kernels: decode", "KeyError: 'no kernel'")]
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from app.bench.measures import INSTRUCTIONS, measure_fma, measure_linear, measure_memory, measure_peak
+from app.bench.measures import INSTRUCTIONS, measure_linear, measure_memory, measure_peak
 from engine.kernels.cpu.native import NativeUnavailable, Team, load_library
-from lab.bench import kernels
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +20,7 @@ def team() -> Team:
 
 
 def test_measurements_are_numbers(team: Team) -> None:
-    assert measure_fma(team) > 0
+    assert measure_peak(team, "fma8") > 0
     assert measure_memory(team, rounds=1) > 0
     assert measure_linear(team, 64, 64, 4, torch.float16, repeats=1) > 0
 
@@ -47,12 +46,3 @@ def _processor_flags() -> set[str]:
     except OSError:
         return set()
     return set(next((line for line in lines if line.startswith("flags")), "").split())
-
-
-def test_every_case_runs(team: Team) -> None:
-    config = kernels.SHAPES["demo"]
-    decoder = kernels.random_decoder(team, config, torch.float16)
-    for case in kernels.CASES[:3]:
-        logits = decoder(kernels.make_batch(config, case))
-        assert logits.shape == (case.sequences, config.vocab_size)
-        assert logits.isfinite().all()

@@ -9,8 +9,7 @@ import pytest
 from app.bench.arithmetic import read_arithmetic
 from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
 from lab.bench import parts
-from lab.bench.kernels import Case, make_batch
-from lab.bench.parts import CASES, NoNativeDecoder, StepParts
+from lab.bench.parts import CASES, Case, NoNativeDecoder, StepParts, make_batch
 
 CASE = Case("c", sequences=3, queries=2, context=20)
 DECODER = {"embed", "norm", "qkv", "place", "attention", "o", "gate_up", "down", "gather"}
