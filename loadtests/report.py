@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from app.bench.statistics import number, table
-from app.simulate.report import percent
+from app.bench.statistics import number, percent, table
 from loadtests.figures import Row
 
 _KINDS = ["requests", "refused", "left", "failed", "TTFT P50", "P99", "TPOT P50", "P99", "whole P99 ms"]
@@ -73,13 +72,13 @@ def _whole(found: Row) -> Table:
         "jain_index": "Jain's index of the tenants' work",
         "client_lag_p99_ms": "client late by, P99, ms",
     }
-    return ["the whole run", ""], [[word, _number(found.get(key))] for key, word in words.items()]
+    return ["the whole run", ""], [[word, number(found.get(key))] for key, word in words.items()]
 
 
 def _kinds(found: Row) -> Table:
     keys = ("requests", "refused", "left", "failed", "ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "tpot_p99_ms",
             "e2e_p99_ms")  # fmt: skip
-    rows = [[name, *(_number(kind[key]) for key in keys)] for name, kind in found["kinds"].items()]
+    rows = [[name, *(number(kind[key]) for key in keys)] for name, kind in found["kinds"].items()]
     return ["users, lane", *_KINDS], rows
 
 
@@ -98,7 +97,3 @@ def _html(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _row(tag: str, cells: Sequence[str]) -> str:
     return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else number(value)

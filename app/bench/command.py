@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Collection
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from app.arguments import count, listed, not_negative, one_of
 from app.bench.workloads import WORKLOADS
 from app.errors import OperatorError
 from app.outputs import check_output
@@ -21,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument(
         "--only",
-        type=partial(_names_of, PARTS),
+        type=listed(one_of(PARTS)),
         default=list(PARTS),
         metavar="PART,PART",
         help=f"of {','.join(PARTS)}; without it, all of them",
@@ -39,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="generate, batching, prefix cache, 8 bits and drafts, one on top of the other; no other part",
     )
     parser.add_argument(
-        "--price", type=float, default=1.0, metavar="N", help="with --ladder: of the machine's hour (1)"
+        "--price",
+        type=not_negative,
+        default=1.0,
+        metavar="N",
+        help="with --ladder: of the machine's hour (1)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="with --ladder: draw it, as PNG")
     parser.add_argument(
@@ -59,11 +62,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="checkpoint to measure, more than once if wanted; without it, the demo model and a random 135 M Llama",
     )
     parser.add_argument(
-        "--streams", type=_numbers, default=[1, 16, 64], metavar="N,N", help="streams at a time (1,16,64)"
+        "--streams",
+        type=listed(count),
+        default=[1, 16, 64],
+        metavar="N,N",
+        help="streams at a time (1,16,64)",
     )
     parser.add_argument(
         "--dtype",
-        type=partial(_names_of, choices("dtype")),
+        type=listed(one_of(choices("dtype"))),
         default=["auto", "float32"],
         metavar="DTYPE,DTYPE",
         help=f"of {','.join(choices('dtype'))} (auto,float32)",
@@ -103,22 +110,5 @@ def write_figures(path: Path | None, results: dict[str, Any]) -> None:
         path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
-def _numbers(text: str) -> list[int]:
-    """The numbers in a list with commas, each of 1 or more."""
-    numbers = [int(part) for part in text.split(",")]
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{min(numbers)} is less than 1")
-    return numbers
-
-
-def _names_of(known: Collection[str], text: str) -> list[str]:
-    """The names in a list with commas."""
-    names = text.split(",")
-    for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
-    return names
-
-
 def _workloads(text: str) -> list[str]:
-    return list(WORKLOADS) if text == "all" else _names_of([*WORKLOADS, "all"], text)
+    return list(WORKLOADS) if text == "all" else listed(one_of([*WORKLOADS, "all"]))(text)

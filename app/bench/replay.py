@@ -13,10 +13,9 @@ from app.bench.client import Job, ask
 from app.bench.job import Run
 from app.bench.reader import Answer
 from app.bench.server_process import ServerProcess
-from app.bench.statistics import number, table
+from app.bench.statistics import number, percent, table
 from app.bench.workloads import completion
 from app.settings import Settings
-from app.simulate.report import percent
 from gateway.wire.sampling import tier_of
 from priority.simulator.run import Machine, Result, Served, simulate
 from priority.simulator.summary import Summary, summarise
@@ -130,8 +129,7 @@ def print_comparison(name: str, served: Summary, simulated: Summary) -> None:
 
 def _row(name: str, summary: Summary) -> list[str]:
     ttft_p50_ms, ttft_p90_ms, rate, kept = _figures(summary)
-    cells = ["-" if value is None else number(value) for value in (ttft_p50_ms, ttft_p90_ms, rate)]
-    return [name, *cells, percent(kept), str(summary.total.refused)]
+    return [name, *map(number, (ttft_p50_ms, ttft_p90_ms, rate)), percent(kept), str(summary.total.refused)]
 
 
 def _figures(summary: Summary) -> tuple[float | None, float | None, float, float | None]:

@@ -86,11 +86,19 @@ def rate_until(answers: Sequence[Answer], seconds: float) -> float:
     )
 
 
-def number(value: float) -> str:
+def number(value: float | None, factor: float = 1.0) -> str:
     """Three significant digits are all that a run on a shared machine can promise."""
-    if math.isnan(value):
+    if value is None or math.isnan(value):
         return "-"
+    value *= factor
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def percent(value: float | None) -> str:
+    """Whole percents, but tenths where a percent decides: 99.6 % is not 100 %."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.0%}" if value in (0, 1) or 0.1 < value < 0.9 else f"{value:.1%}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from app.arguments import count, listed, not_negative, one_of, positive, quantity, whole
 from app.errors import OperatorError
 from app.log import configure_log, counter, log
 from app.outputs import check_output
@@ -31,8 +32,12 @@ from priority.simulator.summary import Summary, summarise
 from priority.simulator.trace import KINDS, SCENARIOS, write_trace
 from priority.steptime import NAMES
 
-_MOST_MACHINES = 1_000
-_MOST_PUSH_MS = 10_000
+_MACHINES = listed(quantity(int, least=1, most=1_000))
+_MODES = {
+    "capacity": ({"target", "machines"}, {"policies", "plots"}),
+    "replicas": ({"router", "push_ms", "transfer_gbps", "prefill_replicas"}, {"policies", "capacity"}),
+}
+"""The arguments that go only with a mode, and those that do not go with it."""
 _COST_HELP = ("a step", "a prompt token", "a decoded token", "a token of KV that is read")
 
 
@@ -42,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_replicas(parser)
     parser.add_argument(
         "--policies",
-        type=_policies,
+        type=listed(one_of(POLICIES)),
         metavar="NAME,NAME",
         help=f"what to compare, of {','.join(POLICIES)} (all)",
     )
@@ -56,11 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="search the highest rate at which the interactive promise is kept, instead of comparing policies",
     )
     parser.add_argument(
-        "--target", type=_percent, metavar="PERCENT", help="of promises to keep with --capacity (99)"
+        "--target",
+        type=quantity(float, above=0, most=100),
+        metavar="PERCENT",
+        help="of promises to keep with --capacity (99)",
     )
     parser.add_argument(
         "--machines",
-        type=_machines,
+        type=_MACHINES,
         metavar="N,M",
         help="numbers of machines to ask about with --capacity (1,2)",
     )
@@ -98,15 +106,15 @@ def add_traffic(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--trace", type=Path, metavar="FILE", help="Mooncake's JSONL instead of a scenario")
     parser.add_argument("--kind", choices=KINDS, help=f"lengths and burstiness ({DEFAULTS['kind']})")
     parser.add_argument(
-        "--rate", type=_positive, metavar="N", help=f"requests per second ({DEFAULTS['rate']:g})"
+        "--rate", type=positive, metavar="N", help=f"requests per second ({DEFAULTS['rate']:g})"
     )
     size = parser.add_mutually_exclusive_group()
     size.add_argument(
-        "--duration", type=_positive, metavar="SECONDS", help=f"of arrivals ({DEFAULTS['duration']:g})"
+        "--duration", type=positive, metavar="SECONDS", help=f"of arrivals ({DEFAULTS['duration']:g})"
     )
-    size.add_argument("--requests", type=_count, metavar="N", help="so many requests instead of a duration")
-    parser.add_argument("--scale", type=_positive, metavar="N", help="all lengths times N (1)")
-    parser.add_argument("--seed", type=_whole, metavar="N", help="the same seed gives the same trace (0)")
+    size.add_argument("--requests", type=count, metavar="N", help="so many requests instead of a duration")
+    parser.add_argument("--scale", type=positive, metavar="N", help="all lengths times N (1)")
+    parser.add_argument("--seed", type=whole, metavar="N", help="the same seed gives the same trace (0)")
     parser.add_argument("--write-trace", type=Path, metavar="FILE", help="write the trace there, as JSONL")
 
 
@@ -115,58 +123,61 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         "--cost", type=Path, metavar="FILE", help=f"JSON with {', '.join(NAMES)} of a machine"
     )
     for name, what in zip(NAMES, _COST_HELP, strict=True):
-        flag = "--" + name.replace("_", "-")
         parser.add_argument(
-            flag, type=_seconds, metavar="S", help=f"seconds that {what} takes ({GPU_COST[name]:g})"
+            _flag(name),
+            type=not_negative,
+            metavar="S",
+            help=f"seconds that {what} takes ({GPU_COST[name]:g})",
         )
-    parser.add_argument("--ttft", type=_positive, metavar="S", help="interactive promise: first token (1)")
-    parser.add_argument("--tpot", type=_positive, metavar="S", help="interactive promise: each token (0.1)")
+    parser.add_argument("--ttft", type=positive, metavar="S", help="interactive promise: first token (1)")
+    parser.add_argument("--tpot", type=positive, metavar="S", help="interactive promise: each token (0.1)")
 
 
 def _add_replicas(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--replicas",
-        type=_machines,
+        type=_MACHINES,
         metavar="N,M",
         help="compare routers on so many replicas instead of policies; --rate is then that of one replica",
     )
     parser.add_argument(
         "--router",
-        type=_routers,
+        type=listed(one_of(ROUTERS)),
         metavar="NAME,NAME",
         help=f"what to compare with --replicas, of {','.join(ROUTERS)} ({','.join(DEFAULT_ROUTERS)})",
     )
     parser.add_argument(
-        "--push-ms", type=_push_ms, metavar="MS", help="until a router has what a replica pushed (30)"
+        "--push-ms",
+        type=quantity(float, least=0, most=10_000),
+        metavar="MS",
+        help="until a router has what a replica pushed (30)",
     )
     parser.add_argument(
-        "--transfer-gbps", type=_positive, metavar="N", help="gigabits a second of a link, for KV (100)"
+        "--transfer-gbps", type=positive, metavar="N", help="gigabits a second of a link, for KV (100)"
     )
     parser.add_argument(
-        "--prefill-replicas", type=_count, metavar="N", help="that compute prompts, disaggregated (half)"
+        "--prefill-replicas", type=count, metavar="N", help="that compute prompts, disaggregated (half)"
     )
 
 
 def _check(options: argparse.Namespace) -> None:
     """What argparse cannot see: flags that need others, and folders that are not there."""
-    for name in ("policies", "plots"):
-        if options.capacity and getattr(options, name) is not None:
-            raise OperatorError(f"--{name} does not go with --capacity")
-    for name in ("target", "machines"):
-        if not options.capacity and getattr(options, name) is not None:
-            raise OperatorError(f"--{name} only goes with --capacity")
-    for name in ("policies", "capacity"):
-        if options.replicas is not None and getattr(options, name):
-            raise OperatorError(f"--{name} does not go with --replicas")
-    for name in ("router", "push_ms", "transfer_gbps", "prefill_replicas"):
-        if options.replicas is None and getattr(options, name) is not None:
-            raise OperatorError(f"--{name.replace('_', '-')} only goes with --replicas")
+    given = {name for name, value in vars(options).items() if value not in (None, False)}
+    for mode, (own, others) in _MODES.items():
+        if mode not in given and (stray := own & given):
+            raise OperatorError(f"{_flag(min(stray))} only goes with --{mode}")
+        if mode in given and (stray := others & given):
+            raise OperatorError(f"{_flag(min(stray))} does not go with --{mode}")
     for flag, path in (("--json", options.json), ("--write-trace", options.write_trace)):
         check_output(flag, path)
     if options.replicas is not None:
         _fleet(options).check(is_asked=options.router is not None)
     if options.plots is not None:
         _check_plots(options.plots)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _check_plots(folder: Path) -> None:
@@ -215,10 +226,10 @@ def _capacity(
 ) -> dict[str, Any]:
     from app.simulate.capacity import Capacity, Search, sentence
 
-    target = 0.99 if options.target is None else options.target
+    target = 0.99 if options.target is None else options.target / 100
     search = Search(traffic, machine, lanes, target)
     found: list[Capacity] = []
-    for num_machines in options.machines or [1, 2]:
+    for num_machines in sorted(options.machines or [1, 2]):
         found.append(search.run(num_machines, found[-1].rate if found else 0.0))
     print(sentence(found, traffic, lanes[Lane.INTERACTIVE], target))
     return {"target": target, "found": [asdict(one) for one in found]}
@@ -244,7 +255,7 @@ def _fleet(options: argparse.Namespace) -> Fleet:
     if options.transfer_gbps is not None:
         wires = replace(wires, transfer_gbps=options.transfer_gbps)
     return Fleet(
-        numbers=options.replicas,
+        numbers=sorted(options.replicas),
         routers=options.router or DEFAULT_ROUTERS,
         num_prefill=options.prefill_replicas,
         wires=wires,
@@ -253,78 +264,3 @@ def _fleet(options: argparse.Namespace) -> Fleet:
 
 def _finite(value: float) -> float | None:
     return value if isfinite(value) else None
-
-
-def _policies(text: str) -> list[str]:
-    return _names(text, POLICIES)
-
-
-def _routers(text: str) -> list[str]:
-    return _names(text, ROUTERS)
-
-
-def _names(text: str, known: Sequence[str]) -> list[str]:
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
-    return names
-
-
-def _machines(text: str) -> list[int]:
-    numbers = sorted({_count(part) for part in text.split(",")})
-    if numbers[-1] > _MOST_MACHINES:
-        raise argparse.ArgumentTypeError(f"at most {_MOST_MACHINES:,}, not {numbers[-1]}")
-    return numbers
-
-
-def _push_ms(text: str) -> float:
-    number = _seconds(text)
-    if number > _MOST_PUSH_MS:
-        raise argparse.ArgumentTypeError(f"must be at most {_MOST_PUSH_MS:,}, not {text}")
-    return number
-
-
-def _count(text: str) -> int:
-    number = _whole(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return number
-
-
-def _whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-
-
-def _positive(text: str) -> float:
-    number = _number(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"must be greater than 0, not {text}")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = _number(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, not {text}")
-    return number
-
-
-def _percent(text: str) -> float:
-    number = _number(text)
-    if not 0 < number <= 100:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 100, not {text}")
-    return number / 100
-
-
-def _number(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = float("nan")
-    if not isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return number

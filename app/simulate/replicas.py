@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from app.bench.statistics import table
+from app.bench.statistics import number, percent, table
 from app.errors import OperatorError
 from app.log import counter, log
 from app.simulate.inputs import Traffic
-from app.simulate.report import percent, promise_text, short
+from app.simulate.report import promise_text
 from priority.lanes import Lane, LanePolicy
 from priority.simulator.cluster import ROUTERS, Wires, simulate_cluster
 from priority.simulator.run import Machine
@@ -48,19 +48,19 @@ class Fleet:
             return
         if is_asked and min(self.numbers) < 2:
             raise OperatorError("--router disaggregated needs at least 2 --replicas, one of each sort")
-        for number in self.numbers:
-            if self.num_prefill is not None and 1 < number <= self.num_prefill:
+        for replicas in self.numbers:
+            if self.num_prefill is not None and 1 < replicas <= self.num_prefill:
                 raise OperatorError(
-                    f"--prefill-replicas {self.num_prefill} leaves none of {number} --replicas for the other tokens"
+                    f"--prefill-replicas {self.num_prefill} leaves none of {replicas} --replicas for the other tokens"
                 )
 
     def cells(self) -> list[tuple[int, str]]:
         """Numbers and routers; a single replica cannot be disaggregated."""
         return [
-            (number, router)
-            for number in self.numbers
+            (replicas, router)
+            for replicas in self.numbers
             for router in self.routers
-            if number > 1 or router != "disaggregated"
+            if replicas > 1 or router != "disaggregated"
         ]
 
 
@@ -69,19 +69,19 @@ def compare(
 ) -> list[Cell]:
     """Runs all cells; `rate` is that of a replica. Without it, all have the whole trace as it stands."""
     cells = []
-    for number, router in fleet.cells():
-        arrivals = traffic.arrivals if rate is None else traffic.at_rate(rate * number)
+    for replicas, router in fleet.cells():
+        arrivals = traffic.arrivals if rate is None else traffic.at_rate(rate * replicas)
         num_prefill = None
         if router == "disaggregated":
-            num_prefill = fleet.num_prefill or number // 2
-        with counter(f"{router}, {number}", len(arrivals)) as update:
+            num_prefill = fleet.num_prefill or replicas // 2
+        with counter(f"{router}, {replicas}", len(arrivals)) as update:
             result = simulate_cluster(
-                arrivals, machine, router, number, wires=fleet.wires, num_prefill=num_prefill, lanes=lanes,
+                arrivals, machine, router, replicas, wires=fleet.wires, num_prefill=num_prefill, lanes=lanes,
                 progress=update,
             )  # fmt: skip
-        summary = summarise(result, lanes, num_machines=number)
-        cells.append(Cell(num_replicas=number, router=router, num_prefill=num_prefill, summary=summary))
-        log.info("%s, %d: %s of the promises kept", router, number, percent(summary.total.attainment))
+        summary = summarise(result, lanes, num_machines=replicas)
+        cells.append(Cell(num_replicas=replicas, router=router, num_prefill=num_prefill, summary=summary))
+        log.info("%s, %d: %s of the promises kept", router, replicas, percent(summary.total.attainment))
     return cells
 
 
@@ -125,9 +125,9 @@ def _row(cell: Cell) -> list[str]:
         percent(total.attainment),
         percent(total.attainment_of_admitted),
         percent(total.refused / total.offered),
-        short(total.ttft_s.p50),
-        short(total.ttft_s.p90),
-        short(total.tpot_s.p99, 1000),
+        number(total.ttft_s.p50),
+        number(total.ttft_s.p90),
+        number(total.tpot_s.p99, 1000),
         percent(summary.hit_rate),
         "-" if summary.jain is None else f"{summary.jain:.2f}",
         percent(summary.busy_share),

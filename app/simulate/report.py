@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from app.bench.statistics import table
+from app.bench.statistics import number, percent, table
 from priority.lanes import Lane, LanePolicy
 from priority.simulator.summary import Figures, Summary
 
@@ -43,14 +43,7 @@ def print_report(summaries: Sequence[Summary], lanes: dict[Lane, LanePolicy]) ->
 
 def promise_text(policy: LanePolicy) -> str:
     """What the lane promises, in words."""
-    return f"Promise: first token within {short(policy.ttft_s)} s, then one every {short(policy.tpot_s, 1000)} ms"
-
-
-def percent(value: float | None) -> str:
-    """Whole percents, but tenths where a percent decides: 99.6 % is not 100 %."""
-    if value is None:
-        return "-"
-    return f"{value:.0%}" if value in (0, 1) or 0.1 < value < 0.9 else f"{value:.1%}"
+    return f"Promise: first token within {number(policy.ttft_s)} s, then one every {number(policy.tpot_s, 1000)} ms"
 
 
 def _policies(summaries: Sequence[Summary]) -> str:
@@ -66,9 +59,9 @@ def _outcome(summary: Summary) -> list[str]:
         percent(one.attainment),
         percent(one.attainment_of_admitted),
         percent(one.refused / one.offered),
-        short(one.ttft_s.p50),
-        short(one.ttft_s.p99),
-        short(one.tpot_s.p99, 1000),
+        number(one.ttft_s.p50),
+        number(one.ttft_s.p99),
+        number(one.tpot_s.p99, 1000),
     ]
 
 
@@ -88,8 +81,8 @@ def _groups(title: str, groups: Sequence[dict[str, Figures]], summaries: Sequenc
 
 
 def _group_row(one: Figures) -> list[str]:
-    times = [short(value) for value in (one.ttft_s.p50, one.ttft_s.p90, one.ttft_s.p99)]
-    gaps = [short(value, 1000) for value in (one.tpot_s.p50, one.tpot_s.p90, one.tpot_s.p99)]
+    times = [number(value) for value in (one.ttft_s.p50, one.ttft_s.p90, one.ttft_s.p99)]
+    gaps = [number(value, 1000) for value in (one.tpot_s.p50, one.tpot_s.p90, one.tpot_s.p99)]
     counts = [f"{one.offered:,}", f"{one.refused:,}"]
     return [*counts, percent(one.attainment), percent(one.attainment_of_admitted), *times, *gaps]
 
@@ -106,11 +99,3 @@ def _largest_tenants(summaries: Sequence[Summary]) -> list[str]:
     tenants = summaries[0].tenants
     largest = sorted(tenants, key=lambda tenant: -tenants[tenant].offered)[:_MOST_TENANTS]
     return sorted(largest)
-
-
-def short(value: float | None, factor: float = 1.0) -> str:
-    """Three significant digits."""
-    if value is None:
-        return "-"
-    value *= factor
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from app.arguments import count, listed
 from app.bench.measures import measure_reading
 from engine.cores import num_cores
 from engine.kernels.cpu.native import NativeChoose, Team, load_library
@@ -46,15 +47,11 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--rows", type=_numbers, default=[1, 64])
-    parser.add_argument("--threads", type=_numbers, default=sorted({1, num_cores()}))
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--vocab", type=count, default=151_936)
+    parser.add_argument("--rows", type=listed(count), default=[1, 64])
+    parser.add_argument("--threads", type=listed(count), default=sorted({1, num_cores()}))
+    parser.add_argument("--repeats", type=count, default=50)
     return parser.parse_args()
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def _lines(team: Team, num_rows: int, vocab: int, repeats: int) -> Iterator[str]:

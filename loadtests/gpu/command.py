@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from app.arguments import listed, one_of, positive
 from loadtests.gpu.figures import say
 from loadtests.gpu.packages import ROOT, PackagesMissing, check_packages, needed, prepare
 from loadtests.gpu.parts import PARTS, Outcome, Part, run_part
@@ -46,8 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--only",
-        type=_parts,
-        default=list(PARTS),
+        type=listed(one_of([part.name for part in PARTS])),
         metavar="PART,PART",
         help=f"of {','.join(part.name for part in PARTS)}; all by default",
     )
@@ -69,17 +69,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def add_limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--limit", type=float, default=LIMIT_S, metavar="SECONDS", help=f"of the whole run ({LIMIT_S:g})"
+        "--limit", type=positive, default=LIMIT_S, metavar="SECONDS", help=f"of the whole run ({LIMIT_S:g})"
     )
-
-
-def _parts(text: str) -> list[Part]:
-    named = {part.name: part for part in PARTS}
-    names = text.split(",")
-    for name in names:
-        if name not in named:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(named)}")
-    return [part for part in PARTS if part.name in names or part.name == "environment"]
 
 
 def check_device(dry_run: bool) -> None:
@@ -108,7 +99,8 @@ class _Run:
     def run(self) -> int:
         from loadtests.gpu.report import as_markdown
 
-        parts: list[Part] = self.options.only
+        names = self.options.only
+        parts = [part for part in PARTS if not names or part.name in ("environment", *names)]
         if self.options.dry_run:  # it measures nothing: each part may take as long as the whole
             parts = [replace(part, bound_s=self.options.limit) for part in parts if part.is_for_dry_runs]
         for number, part in enumerate(parts, 1):

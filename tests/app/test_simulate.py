@@ -179,7 +179,7 @@ def test_flags_go_before_the_cost_file(penstock: Simulate, tmp_path: Path) -> No
         (["--ttft", "0"], "--ttft: must be greater than 0"),
         (["--tpot", "-1"], "--tpot"),
         (["--ttft", "nan"], "--ttft"),
-        (["--beta-s", "-1"], "--beta-s: must be 0 or more"),
+        (["--beta-s", "-1"], "--beta-s: must be at least 0"),
         (["--alpha-s", "0", "--beta-s", "0", "--gamma-s", "0", "--delta-s", "0"], "take no time"),
         (["--cost", "/nowhere/cost.json"], "--cost /nowhere/cost.json: No such file"),
         (["--trace", "/nowhere/trace.jsonl"], "--trace /nowhere/trace.jsonl: No such file"),
