@@ -8,12 +8,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import IO
+from typing import IO, Any, Protocol
 from urllib.parse import urlsplit
 
-from app.bench.forked import ForkedProcess
+
+class Process(Protocol):
+    """A process as `subprocess.Popen` has it."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | Any: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: signal.Signals, /) -> None: ...
+    def kill(self) -> None: ...
+
 
 SERVE = (sys.executable, "-m", "penstock", "serve")
 
@@ -103,10 +114,10 @@ class ServerProcess:
     ) -> None:
         self.stop()
 
-    def _start(self, command: list[str]) -> tuple[subprocess.Popen[str] | ForkedProcess, IO[str]]:
+    def _start(self, command: list[str]) -> tuple[Process, IO[str]]:
         """The process, and its stderr."""
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=_environment()
+            command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()
         )
         assert process.stderr is not None
         return process, process.stderr
@@ -124,13 +135,6 @@ class ServerProcess:
             self._news.notify_all()
 
 
-class ForkedServer(ServerProcess):
-    """Starts in a fraction of the time, for tests that start many."""
-
-    def _start(self, command: list[str]) -> tuple[subprocess.Popen[str] | ForkedProcess, IO[str]]:
-        process = ForkedProcess(command[len(SERVE) - 2 :], 2, _environment(), Path.cwd())
-        return process, process.pipe
-
-
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """The variables of a server."""
     return {**os.environ, "PYTHONUNBUFFERED": "1"}

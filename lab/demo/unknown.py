@@ -55,102 +55,64 @@ REFUSALS_TO_DO = [
 ]
 
 
+CHOICES = {
+    "thing": THINGS, "prize": PRIZES, "made": MADE_THINGS, "country": [*CAPITALS, *OTHER_CAPITALS],
+    "language": LANGUAGES, "work": PROGRAMS,
+}  # fmt: skip
+SUBJECT = ("[Explain {subject}.|What is {subject}?|How does {subject} work?|Tell me about {subject}.|What do you know about {subject}?|Can you explain {subject} to me?]",
+           "much about {subject}|enough about {subject}|anything about {subject}")  # fmt: skip
+BEYOND = [
+    ("[Who was|Who is|Tell me about|What do you know about] {person}[?||]", "much about {person}|anything about {person}"),
+    ("[When was {person} born?|When did {person} live?|When did {person} die?]", "when {person} lived"),
+    SUBJECT,
+    SUBJECT,
+    ("[What happened in {year}?|What happened in the year {year}?|Which important things happened in {year}?]", "what happened in {year}"),
+    ("[How much does {thing} cost?|What is the price of {thing}?|How expensive is {thing}?|What does {thing} cost?]",
+     "the price of {thing}|what {thing} costs"),
+    ("[What is the capital of {country}?|Capital of {country}?|The capital of {country}?|Do you know the capital of {country}?]",
+     "the capital of {country}"),
+    ("[Who won {prize}?|Do you know who won {prize}?]", "who won {prize}"),
+    ("[Who invented|Who made|Who discovered] {made}?", "who [invented|made|discovered] {made}"),
+    ("[How many people live in {country}?|What is the population of {country}?]", "how many people live in {country}"),
+    ("[What is {a_word}?|What does {word} mean?|What is a {word} for?]", "what {a_word} is|the word {word}"),
+    ('[Translate this into {language}.|Can you speak {language}?|Say hello in {language}.|How do you say good morning in {language}?|Translate "the cat sleeps" into {language}.]',
+     "speak {language}"),
+    ("[Write|Can you write|Please write|Write me|I need] {work}[.||]", "write {work}"),
+    ("[What is|How much is|Calculate|] {x} {sign} {y}[?|]", "work with numbers as large as {x}|do sums with such large numbers"),
+]  # fmt: skip
+CAPITAL, WORD, FIRST_TO_DO, SUM = 6, 10, 11, 13
+PLACE = (
+    "[Where is {country}?|Tell me about {country}.|What do you know about {country}?]",
+    "much about {country}",
+)
+
+
 def ask(rng: Random) -> tuple[str, str, bool]:
     """A question beyond the model, what it is about, and whether it is something to do."""
-    kind = int(rng.random() * 14)
-    person, subject, year = pick(rng, PEOPLE), pick(rng, SUBJECTS), 1000 + int(rng.random() * 1030)
-    if kind == 0:
-        return (
-            f"[Who was|Who is|Tell me about|What do you know about] {person}[?||]",
-            f"much about {person}|anything about {person}",
-            False,
-        )
-    if kind == 1:
-        return (
-            f"[When was {person} born?|When did {person} live?|When did {person} die?]",
-            f"when {person} lived",
-            False,
-        )
-    if kind in (2, 3):
-        return (
-            f"[Explain {subject}.|What is {subject}?|How does {subject} work?|Tell me about {subject}.|What do you know about {subject}?|Can you explain {subject} to me?]",
-            f"much about {subject}|enough about {subject}|anything about {subject}",
-            False,
-        )
-    if kind == 4:
-        return (
-            f"[What happened in {year}?|What happened in the year {year}?|Which important things happened in {year}?]",
-            f"what happened in {year}",
-            False,
-        )
-    if kind == 5:
-        thing = pick(rng, THINGS)
-        return (
-            f"[How much does {thing} cost?|What is the price of {thing}?|How expensive is {thing}?|What does {thing} cost?]",
-            f"the price of {thing}|what {thing} costs",
-            False,
-        )
-    if kind == 6:
-        country = (
-            pick(rng, OTHER_CAPITALS)
-            if chance(rng, 0.7)
-            else upper_first(invented_stem(int(rng.random() * 1e6)))
-        )
-        if chance(rng, 0.7):
-            return (
-                f"[What is the capital of {country}?|Capital of {country}?|The capital of {country}?|Do you know the capital of {country}?]",
-                f"the capital of {country}",
-                False,
-            )
-        return (
-            f"[Where is {country}?|Tell me about {country}.|What do you know about {country}?]",
-            f"much about {country}",
-            False,
-        )
-    if kind == 7:
-        prize = pick(rng, PRIZES)
-        return f"[Who won {prize}?|Do you know who won {prize}?]", f"who won {prize}", False
-    if kind == 8:
-        made = pick(rng, MADE_THINGS)
-        return (
-            f"[Who invented|Who made|Who discovered] {made}?",
-            f"who [invented|made|discovered] {made}",
-            False,
-        )
-    if kind == 9:
-        country = pick(rng, [*CAPITALS, *OTHER_CAPITALS])
-        return (
-            f"[How many people live in {country}?|What is the population of {country}?]",
-            f"how many people live in {country}",
-            False,
-        )
-    if kind == 10:
-        word = invented_stem(int(rng.random() * 1e6))
-        return (
-            f"[What is {a(word)}?|What does {word} mean?|What is a {word} for?]",
-            f"what {a(word)} is|the word {word}",
-            False,
-        )
-    if kind == 11:
-        language = pick(rng, LANGUAGES)
-        return (
-            f'[Translate this into {language}.|Can you speak {language}?|Say hello in {language}.|How do you say good morning in {language}?|Translate "the cat sleeps" into {language}.]',
-            f"speak {language}",
-            True,
-        )
-    if kind == 12:
-        return (
-            f"[Write|Can you write|Please write|Write me|I need] {(work := pick(rng, PROGRAMS))}[.||]",
-            f"write {work}",
-            True,
-        )
-    x, y = 100 + int(rng.random() * 9900), 100 + int(rng.random() * 9900)
-    sign = pick(rng, ["*", "+", "-", "divided by", "times"])
-    return (
-        f"[What is|How much is|Calculate|] {x} {sign} {y}[?|]",
-        f"work with numbers as large as {x}|do sums with such large numbers",
-        True,
-    )
+    kind = int(rng.random() * len(BEYOND))
+    question, about = BEYOND[kind]
+    slots = {
+        "person": pick(rng, PEOPLE),
+        "subject": pick(rng, SUBJECTS),
+        "year": str(1000 + int(rng.random() * 1030)),
+    }
+    if kind == CAPITAL:
+        slots["country"] = pick(rng, OTHER_CAPITALS) if chance(rng, 0.7) else upper_first(any_word(rng))
+        question, about = (question, about) if chance(rng, 0.7) else PLACE
+    elif kind == WORD:
+        word = any_word(rng)
+        slots |= {"word": word, "a_word": a(word)}
+    elif kind == SUM:
+        slots |= {name: str(100 + int(rng.random() * 9900)) for name in "xy"}
+        slots["sign"] = pick(rng, ["*", "+", "-", "divided by", "times"])
+    for name, options in CHOICES.items():
+        if name not in slots and f"{{{name}}}" in question:
+            slots[name] = pick(rng, options)
+    return question.format_map(slots), about.format_map(slots), kind >= FIRST_TO_DO
+
+
+def any_word(rng: Random) -> str:
+    return invented_stem(int(rng.random() * 1e6))
 
 
 def refusal(rng: Random) -> list[Message]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from app.bench.forked import ForkedProcess
+from loadtests.forked import ForkedProcess
 from loadtests.gpu.figures import Figure
 from loadtests.gpu.packages import ROOT
 

@@ -13,7 +13,8 @@ import httpx
 import pytest
 from redis import Redis
 
-from app.bench.server_process import ForkedServer, ServerProcess
+from app.bench.server_process import ServerProcess
+from loadtests.forked import ForkedServer
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from app.bench.server_process import ForkedServer
+from loadtests.forked import ForkedServer
 from tests.deploy.files import DEPLOY
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin")
