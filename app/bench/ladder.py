@@ -24,6 +24,7 @@ from typing import Any
 from app.bench.client import Job, ask
 from app.bench.job import Run
 from app.bench.reader import Answer
+from app.bench.report import print_failures
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import number, percentile, summarise, table
 from app.bench.workloads import completion, story_question
@@ -167,11 +168,7 @@ def print_ladder(model: str, rows: Sequence[Row], price: float) -> None:
     promise = f"a first token within {_PROMISE.ttft_s:g} s, then one every {1000 * _PROMISE.tpot_s:g} ms"
     print(f"{USERS} users at once, {SHARED_TOKENS + OWN_TOKENS} tokens in, {OUTPUT_TOKENS} out.")
     print(f"users: the most at once of whom {_ENOUGH:.0%} have {promise}")
-    for row in rows:
-        if row["failed"]:
-            print(
-                f"{row['rung']}: {row['failed']} of {row['requests']} requests failed: {row['first_error']}"
-            )
+    print_failures((row["rung"], row) for row in rows)
 
 
 def cost_per_million(price: float, tokens_per_s: float) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.statistics import number
-from app.simulate.plots import DPI, FAINT, INK, OTHER, OURS, new_figure
+from app.simulate.plots import FAINT, INK, OTHER, OURS, new_figure, save
 
 
 def draw_ladder(path: Path, ladders: Mapping[str, Sequence[dict[str, Any]]]) -> None:
@@ -25,7 +25,7 @@ def draw_ladder(path: Path, ladders: Mapping[str, Sequence[dict[str, Any]]]) -> 
             _bar(axes, place, row, row["tokens_per_s"] / rows[0]["tokens_per_s"], most)
         axes.set(xlim=(0, 1.75 * most), ylim=(len(rows) - 0.5, -0.7))
         axes.axis("off")
-    figure.savefig(path, dpi=DPI, facecolor="white")
+    save(figure, path)
 
 
 def _bar(axes: Any, place: int, row: dict[str, Any], times: float, most: float) -> None:

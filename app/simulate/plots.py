@@ -37,11 +37,10 @@ def draw(
 ) -> list[Path]:
     """Writes promise.png and ttft.png; `policy` is that of the interactive lane."""
     traffic = f"{name}, {summaries[0].total.offered:,} requests in {summaries[0].span_s:,.0f} s"
-    paths = [folder / "promise.png", folder / "ttft.png"]
-    pictures = [_promise(traffic, summaries, policy), _ttft(traffic, results, policy)]
-    for path, picture in zip(paths, pictures, strict=True):
-        picture.savefig(path, dpi=DPI, facecolor="white")
-    return paths
+    return [
+        save(_promise(traffic, summaries, policy), folder / "promise.png"),
+        save(_ttft(traffic, results, policy), folder / "ttft.png"),
+    ]
 
 
 def _promise(traffic: str, summaries: Sequence[Summary], policy: LanePolicy) -> Figure:
@@ -107,11 +106,7 @@ def _ttft(traffic: str, results: Sequence[Result], policy: LanePolicy) -> Figure
     axes.set_xlim(0, width_s * _WINDOWS)
     axes.set_ylim(*_limits(axes.get_ylim(), policy.ttft_s))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} s")
-    axes.set_xlabel("seconds since the start", fontsize=10, color=FAINT)
-    axes.grid(axis="y", color=GRID, linewidth=0.8)
-    axes.tick_params(which="both", colors=FAINT, labelsize=10, length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(GRID)
+    plain_axes(axes, "seconds since the start")
     axes.annotate(
         f"promise, {policy.ttft_s:g} s", (0, policy.ttft_s), (5, 5), textcoords="offset points", fontsize=10,
         color=INK,
@@ -133,12 +128,7 @@ def draw_routers(
     for axes, title in ((kept, "kept, % of all offered"), (good, "goodput, requests/s of a replica")):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_title(title, fontsize=11, loc="left", color=INK)
-        axes.set_xlabel("replicas", fontsize=10, color=FAINT)
-        axes.grid(axis="y", color=GRID, linewidth=0.8)
-        axes.tick_params(which="both", colors=FAINT, labelsize=10, length=0)
-        axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.spines["bottom"].set_color(GRID)
+        plain_axes(axes, "replicas", title)
     for router, cells in lines.items():
         colour, mark = _ROUTERS[router]
         numbers = [number for number, _ in cells]
@@ -147,8 +137,7 @@ def draw_routers(
         good.plot(numbers, [one.goodput / number for number, one in cells], label=router, **style)
     good.set_ylim(bottom=0)
     good.legend(loc="center left", bbox_to_anchor=(1.02, 0.5), frameon=False, fontsize=10)
-    figure.savefig(path, dpi=DPI, facecolor="white")
-    return path
+    return save(figure, path)
 
 
 def new_figure(title: str, subtitle: str) -> Figure:
@@ -156,6 +145,21 @@ def new_figure(title: str, subtitle: str) -> Figure:
     figure.text(0.03, 0.925, title, fontsize=15, weight="bold", color=INK)
     figure.text(0.03, 0.862, subtitle, fontsize=10, color=FAINT)
     return figure
+
+
+def plain_axes(axes: Any, label: str, title: str = "") -> None:
+    """Lines across at the ticks, and nothing else that is not needed."""
+    axes.set_title(title, fontsize=11, loc="left", color=INK)
+    axes.set_xlabel(label, fontsize=10, color=FAINT)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
+    axes.tick_params(which="both", colors=FAINT, labelsize=10, length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(GRID)
+
+
+def save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=DPI, facecolor="white")
+    return path
 
 
 def _windows(result: Result, first_s: float, width_s: float) -> tuple[list[float], list[float]]:

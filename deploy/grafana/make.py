@@ -21,6 +21,17 @@ def quantile(percent: int, metric: str, by: str = "lane") -> Query:
     )
 
 
+def quantiles(metric: str, most: int = 99, by: str = "lane") -> list[Query]:
+    return [quantile(50, metric, by), quantile(most, metric, by)]
+
+
+def share(part: str, whole: str, name: str, by: str = "") -> Query:
+    """The rate of one counter by that of another."""
+    parts, _ = rate(part, by)
+    wholes, _ = rate(whole, by)
+    return f"{parts} / {wholes}", name
+
+
 def rate(metric: str, by: str = "", name: str = "") -> Query:
     expression = f"rate({metric}[$__rate_interval])"
     return (f"sum by ({by}) ({expression})" if by else f"sum({expression})"), name or f"{{{{{by}}}}}"
@@ -31,19 +42,13 @@ PANELS: list[tuple[str, str, str, list[Query]]] = [
         "Promises kept",
         "The share of admitted requests whose first token came in time.",
         "percentunit",
-        [
-            (
-                'sum by (lane) (rate(penstock_promises_total{outcome="kept"}[$__rate_interval]))'
-                " / sum by (lane) (rate(penstock_promises_total[$__rate_interval]))",
-                "{{lane}}",
-            )
-        ],
+        [share('penstock_promises_total{outcome="kept"}', "penstock_promises_total", "{{lane}}", "lane")],
     ),
     (
         "Promise in use",
         "The share of the promised time that forecasts use up: at 1 requests are refused.",
         "percentunit",
-        [quantile(50, "penstock_promise_use_ratio"), quantile(90, "penstock_promise_use_ratio")],
+        quantiles("penstock_promise_use_ratio", 90),
     ),
     (
         "Admitted and refused",
@@ -55,31 +60,25 @@ PANELS: list[tuple[str, str, str, list[Query]]] = [
         "Time to first token",
         "",
         "s",
-        [
-            quantile(50, "penstock_time_to_first_token_seconds"),
-            quantile(99, "penstock_time_to_first_token_seconds"),
-        ],
+        quantiles("penstock_time_to_first_token_seconds"),
     ),
     (
         "Time per output token",
         "",
         "s",
-        [
-            quantile(50, "penstock_time_per_output_token_seconds"),
-            quantile(99, "penstock_time_per_output_token_seconds"),
-        ],
+        quantiles("penstock_time_per_output_token_seconds"),
     ),
     (
         "Wait in the queue",
         "",
         "s",
-        [quantile(50, "penstock_queue_wait_seconds"), quantile(99, "penstock_queue_wait_seconds")],
+        quantiles("penstock_queue_wait_seconds"),
     ),
     (
         "First token by its forecast",
         "Measured time by forecast time; 19 in 20 should be below 1.",
         "none",
-        [quantile(50, "penstock_ttft_forecast_ratio"), quantile(95, "penstock_ttft_forecast_ratio")],
+        quantiles("penstock_ttft_forecast_ratio", 95),
     ),
     (
         "Tokens",
@@ -115,10 +114,8 @@ PANELS: list[tuple[str, str, str, list[Query]]] = [
         "The share of prompt tokens that was cached.",
         "percentunit",
         [
-            (
-                "sum(rate(penstock_prefix_cache_hit_tokens_total[$__rate_interval]))"
-                " / sum(rate(penstock_prefix_cache_query_tokens_total[$__rate_interval]))",
-                "cached",
+            share(
+                "penstock_prefix_cache_hit_tokens_total", "penstock_prefix_cache_query_tokens_total", "cached"
             )
         ],
     ),
@@ -126,19 +123,13 @@ PANELS: list[tuple[str, str, str, list[Query]]] = [
         "Drafts",
         "The share of draft tokens that was accepted.",
         "percentunit",
-        [
-            (
-                "sum by (proposer) (rate(penstock_accepted_tokens_total[$__rate_interval]))"
-                " / sum by (proposer) (rate(penstock_draft_tokens_total[$__rate_interval]))",
-                "{{proposer}}",
-            )
-        ],
+        [share("penstock_accepted_tokens_total", "penstock_draft_tokens_total", "{{proposer}}", "proposer")],
     ),
     (
         "Steps",
         "",
         "s",
-        [quantile(50, "penstock_step_seconds", ""), quantile(99, "penstock_step_seconds", "")],
+        quantiles("penstock_step_seconds", by=""),
     ),
     (
         "Event loop",

@@ -8,7 +8,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from app.simulate.plots import DPI, FAINT, GRID, INK, OTHER, OURS, new_figure
+from app.simulate.plots import OTHER, OURS, new_figure, plain_axes, save
 from engine.model.config import MAX_DRAFTS
 from lab.bench.depth import gains
 
@@ -32,19 +32,15 @@ def draw_depths(path: Path, rows: Sequence[dict[str, Any]]) -> None:
         axes.set_ylim(0, 1.1 * max(gains(rows)))
         axes.axhline(1.0, color=OTHER, linewidth=1)
         _draw_gains(axes, some)
-    figure.savefig(path, dpi=DPI, facecolor="white")
+    save(figure, path)
 
 
 def _columns(figure: Figure, titles: Sequence[str]) -> list[Any]:
     width, found = 0.93 / len(titles), []
     for column, title in enumerate(titles):
         axes: Any = figure.add_axes((0.05 + column * width, 0.11, width - 0.05, 0.62))
-        axes.set_title(title, loc="left", fontsize=12, color=INK)
         axes.set(xlim=(0, MAX_DRAFTS + 1.6), xticks=range(0, MAX_DRAFTS + 1, 2))
-        axes.set_xlabel("drafts, k", fontsize=10, color=FAINT)
-        axes.tick_params(colors=FAINT, labelsize=9)
-        axes.grid(color=GRID)
-        axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+        plain_axes(axes, "drafts, k", title)
         found.append(axes)
     return found
 
