@@ -1,5 +1,7 @@
 /** Follows the answers of the page, each with a timeline in its footer. */
 
+/** @import { Answer } from "../hooks.js" */
+
 import { serverEvents } from "../api.js";
 import { ANSWER } from "../hooks.js";
 import { Timeline } from "./timeline.js";
@@ -10,8 +12,10 @@ const MOST_TICKS = 8_192;
 
 export class Answers {
   #key;
-  #timelines = new Map(); // by the message's id, the ones shown last at the end
-  #waiting = new Map(); // by the message's id: how to stop asking for its place
+  /** @type {Map<string, Timeline>} by the message's id, the ones shown last at the end */
+  #timelines = new Map();
+  /** @type {Map<string, AbortController>} by the message's id: how to stop asking for its place */
+  #waiting = new Map();
 
   /** @param {() => ?string} key  of the server */
   constructor(key) {
@@ -20,9 +24,10 @@ export class Answers {
 
   /** @param {EventTarget} target  where the page tells of its answers (see hooks.js) */
   listen(target) {
-    target.addEventListener(ANSWER, ({ detail }) => this.#take(detail));
+    target.addEventListener(ANSWER, (event) => event instanceof CustomEvent && this.#take(event.detail));
   }
 
+  /** @param {Answer} detail */
   #take(detail) {
     const { phase, id, at } = detail;
     const timeline = this.#timelineOf(id);
@@ -37,17 +42,24 @@ export class Answers {
     }
     timeline.update(detail);
     if (detail.element === null || detail.element.contains(timeline.element)) return;
-    detail.element.firstElementChild.after(timeline.element); // below the figures
+    detail.element.firstElementChild?.after(timeline.element); // below the figures
   }
 
+  /** @param {string} id */
   #timelineOf(id) {
     const timeline = this.#timelines.get(id) ?? new Timeline();
     this.#timelines.delete(id);
     this.#timelines.set(id, timeline);
-    if (this.#timelines.size > MOST) this.#timelines.delete(this.#timelines.keys().next().value);
+    const [oldest] = this.#timelines.keys();
+    if (this.#timelines.size > MOST) this.#timelines.delete(oldest);
     return timeline;
   }
 
+  /**
+   * @param {string} id
+   * @param {?string} requestId
+   * @param {Timeline} timeline
+   */
   async #askForPlace(id, requestId, timeline) {
     this.#stopAsking(id);
     if (!requestId) return;
@@ -67,6 +79,7 @@ export class Answers {
     }
   }
 
+  /** @param {string} id */
   #stopAsking(id) {
     this.#waiting.get(id)?.abort();
     this.#waiting.delete(id);

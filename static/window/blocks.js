@@ -1,13 +1,25 @@
-/** The picture of the KV blocks: what the event `kv` says, cell by cell. */
+/**
+ * The picture of the KV blocks: what the event `kv` says, cell by cell.
+ *
+ * @typedef {object} Blocks
+ * @property {Uint8Array} held
+ * @property {Uint8Array} shared
+ * @property {Uint8Array} cached
+ * @property {Uint8Array} holders
+ * @property {number} numBlocks
+ * @property {number} perCell
+ * @property {{shared: number, alone: number, cached: number, free: number}} numbers
+ * @property {number} numSaved
+ */
 
 const BYTE = 255;
 
 /**
- * @param {object} told  the data of the event
- * @returns {{held: Uint8Array, shared: Uint8Array, cached: Uint8Array, holders: Uint8Array, numBlocks: number,
- *   perCell: number, numbers: {shared: number, alone: number, cached: number, free: number}, numSaved: number}}
+ * @param {import("../api.js").BlocksStatus} told
+ * @returns {Blocks}
  */
 export function decodeBlocks(told) {
+  /** @param {string} text */
   const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   return {
     held: bytes(told.held),
@@ -26,7 +38,12 @@ export function decodeBlocks(told) {
   };
 }
 
-/** Columns, rows and the side of a cell so that `count` cells fill a field as well as they can. */
+/**
+ * Columns, rows and the side of a cell so that `count` cells fill a field as well as they can.
+ * @param {number} count
+ * @param {number} width
+ * @param {number} height
+ */
 export function fit(count, width, height, most = 18) {
   let side = Math.min(most, Math.max(2, Math.floor(Math.sqrt((width * height) / count))));
   while (side > 2 && Math.floor(width / side) * Math.floor(height / side) < count) side -= 1;
@@ -37,9 +54,13 @@ export function fit(count, width, height, most = 18) {
 /**
  * How high the parts of a cell stand, as water in a tank: shared blocks at the bottom, those of one sequence on
  * them, cached ones above. A part that is there is seen.
+ * @param {Pick<Blocks, "held"|"shared"|"cached">} blocks
+ * @param {number} i  the cell's index
+ * @param {number} height  px
  * @returns {{shared: number, held: number, cached: number}} px, each measured from the bottom
  */
 export function levels({ held, shared, cached }, i, height) {
+  /** @param {number} part */
   const level = (part) => (part > 0 ? Math.max(1, Math.round((part / BYTE) * height)) : 0);
   const lowest = level(shared[i]);
   const middle = Math.max(lowest, level(held[i]));
@@ -50,7 +71,7 @@ export function levels({ held, shared, cached }, i, height) {
   };
 }
 
-/** How strongly a shared block shows: 0 for two holders, 1 for 32 and more. */
+/** How strongly a shared block shows: 0 for two holders, 1 for 32 and more. @param {number} holders */
 export function strength(holders) {
   return holders < 2 ? 0 : Math.min(1, Math.log2(holders / 2) / 4);
 }

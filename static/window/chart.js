@@ -1,4 +1,16 @@
-/** A minute of one or more series: their values, a line or area for each, and the same as a table. */
+/**
+ * A minute of one or more series: their values, a line or area for each, and the same as a table.
+ *
+ * @typedef {object} ChartLook
+ * @property {string} title
+ * @property {{label: string, color: string, area?: boolean}[]} series
+ * @property {boolean} [stacked]  each series stands on those before it
+ * @property {(value: ?number) => string} [format]
+ * @property {number} [least]  the least upper edge
+ * @property {number} [most]  the only one
+ *
+ * @import { Points } from "./shapes.js"
+ */
 
 import { el, svg, tableOf } from "../dom.js";
 import { ago, number } from "../format.js";
@@ -6,6 +18,7 @@ import { EVERY_MS, LENGTH, mean, tableRows } from "./history.js";
 import { areaPath, linePath, niceTop, stack, stretches } from "./shapes.js";
 
 const SIZE = { width: 240, height: 60 };
+const STEPS = new Map([["ArrowLeft", -1], ["ArrowRight", 1], ["PageUp", -10], ["PageDown", 10]]);
 
 export class Chart {
   #of;
@@ -17,17 +30,12 @@ export class Chart {
   #table = el("table");
 
   /**
-   * @param {object} of
-   * @param {string} of.title
-   * @param {{label: string, color: string, area?: boolean}[]} of.series
-   * @param {boolean} [of.stacked]  each series stands on those before it
-   * @param {(value: ?number) => string} [of.format]
-   * @param {number} [of.least]  the least upper edge  @param {number} [of.most]  the only one
-   * @param {(index: ?number) => void} of.onCursor  a moment is pointed at
+   * @param {ChartLook} of
+   * @param {(index: ?number) => void} onCursor  a moment is pointed at
    */
-  constructor(of) {
+  constructor(of, onCursor) {
     this.#of = { format: number, least: 1, ...of };
-    const { title, series, onCursor } = this.#of;
+    const { title, series } = of;
     const many = series.length > 1;
     this.#values = series.map(() => el("b", {}, "–"));
     this.#paths = series.map(({ color, area }) => ({
@@ -56,7 +64,7 @@ export class Chart {
   }
 
   /**
-   * @param {(?number)[][]} series  in the order of `of.series`
+   * @param {(?number)[][]} series  in the order of the look's
    * @param {?number} cursor  index of the moment whose values are shown; null: the newest
    * @param {boolean} withTable
    */
@@ -64,21 +72,23 @@ export class Chart {
     const { format, stacked, series: named, title } = this.#of;
     this.#draw(stacked ? stack(series) : series);
     const at = cursor ?? LENGTH - 1;
-    series.forEach((values, i) => (this.#values[i].textContent = format(values[at])));
+    for (const [i, values] of series.entries()) this.#values[i].textContent = format(values[at]);
     this.#cursor.toggleAttribute("hidden", cursor === null);
     const x = (at / (LENGTH - 1)) * SIZE.width;
-    this.#cursor.setAttribute("x1", x);
-    this.#cursor.setAttribute("x2", x);
+    this.#cursor.setAttribute("x1", String(x));
+    this.#cursor.setAttribute("x2", String(x));
     const said = series.map((values, i) => `${named[i].label} ${format(values[at])}, mean ${format(mean(values))}`);
     const when = ago(((LENGTH - 1 - at) * EVERY_MS) / 1000);
     this.#picture.setAttribute("aria-label", `${title}, ${when}: ${said.join("; ")}`);
     if (withTable) this.#fill(tableRows(series));
   }
 
+  /** @param {(?number)[][]} series */
   #draw(series) {
     const { format, least, most } = this.#of;
     const top = most ?? niceTop(Math.max(...series.flat().map((value) => value ?? 0)), least);
     this.#top.textContent = format(top);
+    /** @type {?Points[]} */
     let below = null;
     series.forEach((values, i) => {
       const found = stretches(values, { ...SIZE, top });
@@ -89,6 +99,7 @@ export class Chart {
     });
   }
 
+  /** @param {ReturnType<typeof tableRows>} rows */
   #fill(rows) {
     const { format, series, title } = this.#of;
     const heads = ["When", ...series.map(({ label }) => label)];
@@ -98,9 +109,15 @@ export class Chart {
     this.#table = table;
   }
 
+  /** @param {(index: ?number) => void} onCursor */
   #point(onCursor) {
+    /** @type {?number} */
     let at = null;
-    const move = (index) => onCursor((at = index === null ? null : Math.max(0, Math.min(LENGTH - 1, index))));
+    /** @param {?number} index */
+    const move = (index) => {
+      at = index === null ? null : Math.max(0, Math.min(LENGTH - 1, index));
+      onCursor(at);
+    };
     this.#picture.addEventListener("pointermove", ({ clientX }) => {
       const { left, width } = this.#picture.getBoundingClientRect();
       move(Math.round(((clientX - left) / width) * (LENGTH - 1)));
@@ -108,7 +125,7 @@ export class Chart {
     this.#picture.addEventListener("pointerleave", () => move(null));
     this.#picture.addEventListener("blur", () => move(null));
     this.#picture.addEventListener("keydown", (event) => {
-      const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -10, PageDown: 10 }[event.key];
+      const step = STEPS.get(event.key);
       if (step === undefined) return;
       event.preventDefault();
       move((at ?? LENGTH - 1) + step);

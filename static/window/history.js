@@ -3,8 +3,12 @@
  *
  * @typedef {object} Sample
  * @property {number} seconds  since the sample before; 0 for the first of a connection
- * @property {object} server  the data of the event `server`
- * @property {object} steps  the data of the event `steps`
+ * @property {ServerStatus} server
+ * @property {StepsStatus} steps
+ *
+ * @typedef {Exclude<keyof StepsStatus, "steps">} Figure  of a sample
+ *
+ * @import { ServerStatus, StepsStatus } from "../api.js"
  */
 
 export const LENGTH = 120;
@@ -15,9 +19,13 @@ const TRAIL = 20; // samples that a ratio is taken over: single ones have few ev
 export class History {
   /** @type {(?Sample)[]} the last one is the newest; null where nobody looked */
   samples = new Array(LENGTH).fill(null);
+  /** @type {?number} */
   #lastAt = null;
 
-  /** @param {Sample} sample  @param {number} at  ms */
+  /**
+   * @param {Sample} sample
+   * @param {number} at  ms
+   */
   push(sample, at) {
     const missed = this.#lastAt === null ? 0 : at - this.#lastAt;
     if (missed > GAP_MS) {
@@ -27,31 +35,53 @@ export class History {
     this.#lastAt = at;
   }
 
+  /** @param {?Sample} sample */
   #add(sample) {
     this.samples.shift();
     this.samples.push(sample);
   }
 
-  /** @param {(sample: Sample) => ?number} pick  @returns {(?number)[]} null where there is nothing */
+  /**
+   * @template T
+   * @param {(sample: Sample) => T} pick
+   * @returns {(T|null)[]} null where there is nothing
+   */
   series(pick) {
     return this.samples.map((sample) => (sample === null ? null : pick(sample)));
   }
 }
 
-/** What the charts show, each from a sample. */
+// What the charts show, each from a sample.
+
+/**
+ * @param {Figure} name
+ * @returns {(sample: Sample) => ?number}
+ */
 export const perSecond = (name) => ({ seconds, steps }) => (seconds > 0 ? steps[name] / seconds : null);
+
+/**
+ * @param {Figure} name
+ * @returns {(sample: Sample) => ?number}
+ */
 export const perStep = (name) => ({ steps }) => (steps.num_steps > 0 ? steps[name] / steps.num_steps : null);
+
+/** @param {Sample} sample */
 export const queued = ({ server }) =>
   server.engine.waiting + Object.values(server.lanes).reduce((sum, lane) => sum + lane.waiting, 0);
+
+/** @param {Sample} sample */
 export const heldPart = ({ server: { engine } }) =>
   engine.kv_blocks > 0 ? 1 - engine.kv_free_blocks / engine.kv_blocks : null;
 
 /**
  * A part of a whole over the last ten seconds: null where there was none of it.
  * @param {(?Sample)[]} samples
+ * @param {Figure} part
+ * @param {Figure} whole
  */
 export function trailingRatio(samples, part, whole) {
   const sums = { part: 0, whole: 0 };
+  /** @param {?Sample} sample  @param {1|-1} sign */
   const add = (sample, sign) => {
     sums.part += sign * (sample?.steps[part] ?? 0);
     sums.whole += sign * (sample?.steps[whole] ?? 0);
@@ -63,7 +93,7 @@ export function trailingRatio(samples, part, whole) {
   });
 }
 
-/** Rows of a table: the values of every five seconds, the newest first, averaged. */
+/** Rows of a table: the values of every five seconds, the newest first, averaged. @param {(?number)[][]} series */
 export function tableRows(series, every = 10) {
   const rows = [];
   for (let end = series[0].length; end > 0; end -= every) {
@@ -75,6 +105,7 @@ export function tableRows(series, every = 10) {
   return rows;
 }
 
+/** @param {(?number)[]} values */
 export function mean(values) {
   const known = values.filter((value) => value !== null);
   return known.length > 0 ? known.reduce((sum, value) => sum + value, 0) / known.length : null;

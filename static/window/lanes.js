@@ -1,5 +1,10 @@
 /** The lanes and their promises: what is promised, what is predicted for who comes now, and what was kept. */
 
+/**
+ * @import { LaneStatus } from "../api.js"
+ * @import { History } from "./history.js"
+ */
+
 import { el, svg } from "../dom.js";
 import { duration, number, percent } from "../format.js";
 import { LENGTH } from "./history.js";
@@ -10,6 +15,7 @@ const NONE = "none";
 
 /**
  * How near a forecast is to its promise.
+ * @param {Pick<LaneStatus, "forecast_ttft_ms"|"promised_ttft_ms">} lane
  * @returns {"kept"|"close"|"over"|"none"}
  */
 export function standing({ forecast_ttft_ms: forecast, promised_ttft_ms: promised }) {
@@ -20,17 +26,19 @@ export function standing({ forecast_ttft_ms: forecast, promised_ttft_ms: promise
 
 class LaneCard {
   #name;
-  #shown = Object.fromEntries(
-    ["promised", "predicted", "attained", "waiting"].map((name) => [name, el("dd", {}, "–")]),
-  );
+  #predicted = el("dd", {}, "–");
+  #promised = el("dd", {}, "–");
+  #attained = el("dd", {}, "–");
+  #waiting = el("dd", {}, "–");
   #line = svg("path", { class: "line" });
   #promise = svg("path", { class: "promise" });
   #fill = el("i");
 
+  /** @param {string} name */
   constructor(name) {
     this.#name = name;
+    /** @param {string} label  @param {Element} value */
     const pair = (label, value) => el("div", {}, el("dt", {}, label), value);
-    const { promised, predicted, attained, waiting } = this.#shown;
     const picture = svg(
       "svg",
       { viewBox: `0 0 ${SIZE.width} ${SIZE.height}`, preserveAspectRatio: "none", "aria-hidden": "true" },
@@ -45,43 +53,42 @@ class LaneCard {
       el(
         "dl",
         {},
-        pair("predicted", predicted),
-        pair("promised", promised),
-        pair("kept", attained),
-        pair("queued", waiting),
+        pair("predicted", this.#predicted),
+        pair("promised", this.#promised),
+        pair("kept", this.#attained),
+        pair("queued", this.#waiting),
       ),
       el("div", { class: "gauge", "aria-hidden": "true" }, this.#fill),
     );
   }
 
+  /** @param {History} history */
   update(history) {
     const lanes = history.series(({ server }) => server.lanes[this.#name] ?? null);
     const lane = lanes[LENGTH - 1];
     if (lane === null) return;
     const { forecast_ttft_ms: forecast, promised_ttft_ms: promised } = lane;
     this.element.dataset.standing = standing(lane);
-    this.#show("predicted", forecast === null ? "–" : duration(forecast));
-    this.#show("promised", promised === null ? "–" : duration(promised));
-    this.#show("attained", lane.attainment === null ? "–" : percent(lane.attainment));
-    this.#show("waiting", number(lane.waiting));
+    this.#predicted.textContent = forecast === null ? "–" : duration(forecast);
+    this.#promised.textContent = promised === null ? "–" : duration(promised);
+    this.#attained.textContent = percent(lane.attainment);
+    this.#waiting.textContent = number(lane.waiting);
     this.#fill.style.width = `${Math.min(100, 100 * ((forecast ?? 0) / (promised ?? Infinity)))}%`;
     const forecasts = lanes.map((one) => one?.forecast_ttft_ms ?? null);
     const top = niceTop(Math.max(...forecasts.map((value) => value ?? 0)) * 1.1, 20);
     this.#line.setAttribute("d", linePath(stretches(forecasts, { ...SIZE, top })));
-    const y = SIZE.height * (1 - promised / top);
-    this.#promise.setAttribute("d", promised !== null && promised <= top ? `M0 ${y}H${SIZE.width}` : "");
-  }
-
-  #show(name, text) {
-    this.#shown[name].textContent = text;
+    const y = promised !== null && promised <= top ? SIZE.height * (1 - promised / top) : null;
+    this.#promise.setAttribute("d", y === null ? "" : `M0 ${y}H${SIZE.width}`);
   }
 }
 
 /** A card for each lane that the server has. */
 export class Lanes {
   element = el("div", { class: "lanes" });
+  /** @type {Map<string, LaneCard>} */
   #cards = new Map();
 
+  /** @param {History} history */
   update(history) {
     const names = Object.keys(history.samples.at(-1)?.server.lanes ?? {});
     for (const name of names) {

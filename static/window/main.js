@@ -1,10 +1,11 @@
 /** Opens the window into the engine, and puts a timeline below every answer. */
 
-import { el, svg } from "../dom.js";
+import { byId, el, svg } from "../dom.js";
 import { loadKey } from "../settings.js";
 import { Answers } from "./answers.js";
 
-const app = document.getElementById("app");
+const app = byId("app");
+/** @type {?import("./view.js").WindowView} */
 let view = null;
 
 const icon = svg(
@@ -23,29 +24,34 @@ async function toggle(open = !app.classList.contains("windowed")) {
   if (open && view === null) {
     const { WindowView } = await import("./view.js");
     view = new WindowView(loadKey);
-    document.getElementById("main").append(view.element);
+    byId("main").append(view.element);
   }
   app.classList.toggle("windowed", open);
   button.setAttribute("aria-pressed", String(open));
   if (open) {
-    view.open();
-    document.getElementById("window-title").focus();
+    view?.open();
+    byId("window-title").focus();
   } else {
-    view.close();
+    view?.close();
     button.focus();
   }
 }
 
-document.getElementById("views").append(button);
+/** @param {?EventTarget} target  @param {string} selector */
+function isWithin(target, selector) {
+  return target instanceof Element && target.closest(selector) !== null;
+}
+
+byId("views").append(button);
 // A conversation that is opened is to be seen.
-document.getElementById("sidebar").addEventListener("click", ({ target }) => {
-  if (app.classList.contains("windowed") && target.closest("button")) toggle(false);
+byId("sidebar").addEventListener("click", ({ target }) => {
+  if (app.classList.contains("windowed") && isWithin(target, "button")) toggle(false);
 });
 document.addEventListener(
   "keydown",
   (event) => {
     if (event.key !== "Escape" || !app.classList.contains("windowed")) return;
-    if (document.querySelector("dialog[open]") || event.target.closest("#sidebar")) return;
+    if (document.querySelector("dialog[open]") || isWithin(event.target, "#sidebar")) return;
     event.stopPropagation(); // an Escape that closes the window stops no answer
     toggle(false);
   },

@@ -1,11 +1,14 @@
 /** The KV blocks as a field of tanks: held water stands in them, cached content above it. */
 
+/** @import { Blocks } from "./blocks.js" */
+
 import { el, tableOf } from "../dom.js";
 import { fit, levels, strength } from "./blocks.js";
 import { number, percent } from "../format.js";
 import { context, palette } from "./paint.js";
 
 const HEIGHT = 232;
+/** @type {[color: string, name: keyof Blocks["numbers"], label: string][]} */
 const KINDS = [
   ["deep", "shared", "held by several sequences"],
   ["water", "alone", "held by one"],
@@ -14,15 +17,15 @@ const KINDS = [
 ];
 
 export class BlockField {
+  /** @type {?Blocks} */
   #blocks = null;
   #canvas = el("canvas", { role: "img" });
   #note = el("p", { class: "note" });
-  #cells = {};
+  #cells = KINDS.map(() => [el("span", {}, "–"), el("span", {}, "–")]);
 
   constructor() {
-    const rows = KINDS.map(([color, name, label]) => {
-      this.#cells[name] = [el("span", {}, "–"), el("span", {}, "–")];
-      return [el("span", {}, el("i", { class: `swatch ${color}` }), label), ...this.#cells[name]];
+    const rows = KINDS.map(([color, , label], i) => {
+      return [el("span", {}, el("i", { class: `swatch ${color}` }), label), ...this.#cells[i]];
     });
     this.element = el(
       "figure",
@@ -34,7 +37,7 @@ export class BlockField {
     );
   }
 
-  /** @param {object} blocks  decoded */
+  /** @param {Blocks} blocks */
   set(blocks) {
     this.#blocks = blocks;
   }
@@ -50,6 +53,7 @@ export class BlockField {
     for (let i = 0; i < held.length; i += 1) {
       const [x, y] = [(i % columns) * side, Math.floor(i / columns) * side];
       const stand = levels(this.#blocks, i, size);
+      /** @param {string} color  @param {number} from  @param {number} to */
       const fill = (color, from, to, alpha = 1) => {
         if (to <= from) return;
         paint.globalAlpha = alpha;
@@ -67,9 +71,10 @@ export class BlockField {
     this.#tell(numBlocks, numbers);
   }
 
+  /** @param {number} numBlocks  @param {Blocks["numbers"]} numbers */
   #tell(numBlocks, numbers) {
-    for (const [, name] of KINDS) {
-      const [blocks, share] = this.#cells[name];
+    for (const [i, [, name]] of KINDS.entries()) {
+      const [blocks, share] = this.#cells[i];
       blocks.textContent = number(numbers[name]);
       share.textContent = percent(numbers[name] / numBlocks);
     }

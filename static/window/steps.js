@@ -1,4 +1,10 @@
-/** The last steps one by one: the prompt tokens of each above the line, its rows below, and how long it took. */
+/**
+ * The last steps one by one: the prompt tokens of each above the line, its rows below, and how long it took.
+ *
+ * @import { Steps } from "../api.js"
+ *
+ * @typedef {Record<keyof Steps, number>} Row  one step
+ */
 
 import { el } from "../dom.js";
 import { duration, number } from "../format.js";
@@ -8,7 +14,7 @@ import { context, palette } from "./paint.js";
 const HEIGHT = 232;
 const BAR = 5; // px a step, the space after it included
 const KEPT = 400;
-const COLUMNS = ["duration_ms", "prefill", "decode", "drafts", "accepted"];
+
 const LEGEND = [
   ["deep", "prompt tokens"],
   ["water", "sequences that go on"],
@@ -16,15 +22,27 @@ const LEGEND = [
   ["sun", "drafts rejected"],
 ];
 
-/** The steps of an event, one object each. */
-export function rowsOf(steps) {
-  return steps.duration_ms.map((_, i) => Object.fromEntries(COLUMNS.map((name) => [name, steps[name][i]])));
+/**
+ * The steps of an event, one object each.
+ * @param {Steps} steps
+ * @returns {Row[]}
+ */
+export function rowsOf({ duration_ms, prefill, decode, drafts, accepted }) {
+  return duration_ms.map((_, i) => ({
+    duration_ms: duration_ms[i],
+    prefill: prefill[i],
+    decode: decode[i],
+    drafts: drafts[i],
+    accepted: accepted[i],
+  }));
 }
 
-/** What a set of steps did, as one sentence. */
+/** What a set of steps did, as one sentence. @param {Row[]} rows */
 export function summary(rows) {
   if (rows.length === 0) return "No step since this view was opened.";
+  /** @param {keyof Row} name */
   const sum = (name) => rows.reduce((total, row) => total + row[name], 0);
+  /** @param {keyof Row} name */
   const mean = (name) => number(sum(name) / rows.length);
   const drafts = sum("drafts") > 0 ? `; ${number(sum("accepted"))} of ${number(sum("drafts"))} drafts were right` : "";
   return (
@@ -34,6 +52,7 @@ export function summary(rows) {
 }
 
 export class StepStrip {
+  /** @type {Row[]} */
   #rows = [];
   #canvas = el("canvas", { role: "img", height: HEIGHT });
   #sentence = el("p", { class: "note" });
@@ -50,6 +69,7 @@ export class StepStrip {
     );
   }
 
+  /** @param {Steps} steps */
   add(steps) {
     this.#rows = [...this.#rows, ...rowsOf(steps)].slice(-KEPT);
   }
@@ -61,6 +81,7 @@ export class StepStrip {
     this.#sentence.textContent = summary(rows);
     this.#canvas.setAttribute("aria-label", this.#sentence.textContent);
     const colors = palette();
+    /** @param {(row: Row) => number} pick  @param {number} least */
     const most = (pick, least) => niceTop(Math.max(0, ...rows.map(pick)), least);
     const tops = {
       prefill: most((row) => row.prefill, 8),
@@ -74,20 +95,24 @@ export class StepStrip {
     paint.fillRect(0, HEIGHT - 1, width, 1);
     const start = width - rows.length * BAR;
     rows.forEach((row, i) => {
+      /** @param {string} color  @param {number} y  @param {number} height */
       const bar = (color, y, height) => {
         if (height <= 0) return;
         paint.fillStyle = color;
         paint.fillRect(start + i * BAR, y, BAR - 1, Math.max(1, height));
       };
+      /** @param {number} value  @param {number} top  @param {number} room */
       const tall = (value, top, room) => Math.round((value / top) * room);
       const prefill = tall(row.prefill, tops.prefill, up);
       bar(colors.deep, middle - prefill, prefill);
       let y = middle + 1;
-      for (const [color, value] of [
+      /** @type {[color: string, value: number][]} */
+      const parts = [
         [colors.water, row.decode],
         [colors.leaf, row.accepted],
         [colors.sun, row.drafts - row.accepted],
-      ]) {
+      ];
+      for (const [color, value] of parts) {
         const height = value > 0 ? Math.max(1, tall(value, tops.rows, down)) : 0;
         bar(color, y, height);
         y += height;

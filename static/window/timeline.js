@@ -1,4 +1,11 @@
-/** The life of one answer as a strip of time, and as a table. */
+/**
+ * The life of one answer as a strip of time, and as a table.
+ *
+ * @import { Place } from "../api.js"
+ * @import { Answer } from "../hooks.js"
+ * @import { Timings } from "../wires.js"
+ * @import { Draft, Span } from "./spans.js"
+ */
 
 import { el, svg, tableOf } from "../dom.js";
 import { count, duration, number, ordinal } from "../format.js";
@@ -18,13 +25,16 @@ const KINDS = {
 };
 
 export class Timeline {
-  /** When text came, performance.now(). */
+  /** @type {number[]} when text came, performance.now() */
   ticks = [];
   hasWaited = false;
+  /** @type {?number} */
   #began = null;
+  /** @type {?Place} */
   #place = null;
+  /** @type {?Answer} */
   #known = null;
-  #timer = null;
+  #isDrawnSoon = false;
   #line = el("span", {});
   #strip = svg("svg", {
     viewBox: `0 0 ${WIDTH} ${TALL}`,
@@ -43,24 +53,26 @@ export class Timeline {
     this.element.addEventListener("toggle", () => this.#draw());
   }
 
+  /** @param {number} at  performance.now() */
   begin(at) {
     this.#began ??= at;
   }
 
-  /** @param {?object} place  the event `request` of the server; null: it waits there no more */
+  /** @param {?Place} place  null: it waits there no more */
   wait(place) {
     this.hasWaited ||= place !== null;
     this.#place = place;
     this.#draw();
   }
 
-  /** @param {object} detail  of the page's event (see hooks.js) */
+  /** @param {Answer} detail */
   update(detail) {
     this.#known = detail;
     const running = detail.state === "waiting" || detail.state === "streaming";
-    if (running && this.#timer === null) {
-      this.#timer = setTimeout(() => {
-        this.#timer = null;
+    if (running && !this.#isDrawnSoon) {
+      this.#isDrawnSoon = true;
+      setTimeout(() => {
+        this.#isDrawnSoon = false;
         this.#draw();
       }, DRAW_MS);
     } else if (!running) {
@@ -70,18 +82,20 @@ export class Timeline {
 
   #draw() {
     const { timings, state } = this.#known ?? {};
-    if (timings?.timeline) this.#drawWhole(timings);
-    else if (this.#began !== null && (state === "waiting" || state === "streaming")) this.#drawSoFar();
+    if (timings && isWhole(timings)) this.#drawWhole(timings);
+    else if (this.#began !== null && (state === "waiting" || state === "streaming")) this.#drawSoFar(this.#began);
     else this.element.hidden = this.ticks.length === 0;
   }
 
-  #drawSoFar() {
+  /** @param {number} began */
+  #drawSoFar(began) {
     const now = performance.now();
     const first = this.ticks[0] ?? now;
-    const waited = first - this.#began;
+    const waited = first - began;
+    /** @type {Span[]} */
     const spans = [{ kind: "queued", from: 0, to: waited }];
-    if (this.ticks.length > 0) spans.push({ kind: "decode", from: waited, to: now - this.#began });
-    this.#show(spans, aligned(this.ticks, waited), [], now - this.#began);
+    if (this.ticks.length > 0) spans.push({ kind: "decode", from: waited, to: now - began });
+    this.#show(spans, aligned(this.ticks, waited), [], now - began);
     // Once tokens come, the answer's own line has their figures.
     const begun = this.ticks.length > 0;
     this.#say(begun ? "Timeline: tokens come." : this.#waitingLine(), !begun);
@@ -94,11 +108,13 @@ export class Timeline {
     return left === null ? place : `${place}, first token in about ${duration(left)}`;
   }
 
+  /** @param {string} text  @param {boolean} isSeen */
   #say(text, isSeen) {
     this.#line.textContent = text;
     this.#line.className = isSeen ? "" : "visually-hidden";
   }
 
+  /** @param {Timings} timings */
   #drawWhole(timings) {
     const { spans, end, drafts } = spansOf(timings);
     this.#show(spans, aligned(this.ticks, timings.ttft_ms), drafts, end);
@@ -107,11 +123,25 @@ export class Timeline {
     if (this.element.open) this.#more.append(legend(spans, drafts), table(timings, spans, drafts));
   }
 
+  /**
+   * @param {Span[]} spans
+   * @param {number[]} ticks
+   * @param {Draft[]} drafts
+   * @param {number} end
+   */
   #show(spans, ticks, drafts, end) {
     this.element.hidden = false;
     const scale = WIDTH / Math.max(end, 1);
+    /**
+     * @param {string} kind
+     * @param {number} from
+     * @param {number} to
+     * @param {number} y
+     * @param {number} height
+     */
     const box = (kind, from, to, y, height) =>
       svg("rect", { class: kind, x: from * scale, width: Math.max((to - from) * scale, 1), y, height });
+    /** @param {number} at  @param {string} kind */
     const tick = (at, kind) =>
       svg("line", { class: kind, x1: at * scale, x2: at * scale, y1: TRACK.y, y2: TRACK.y + TRACK.height });
     const marks = thinned(ticks, MOST_TICKS).map((at) => tick(at, "tick"));
@@ -131,11 +161,20 @@ export class Timeline {
   }
 }
 
-/** The strip in words. */
+/**
+ * An imported answer may lack some.
+ * @param {Partial<Timings>} timings
+ * @returns {timings is Timings}
+ */
+function isWhole(timings) {
+  return Boolean(timings.timeline);
+}
+
+/** The strip in words. @param {Timings} timings  @param {Span[]} spans */
 export function sentence(timings, spans) {
   const { queue_ms, ttft_ms, predicted_ttft_ms, cached_tokens, prompt_tokens, draft_tokens, accepted_tokens } = timings;
   const prefills = spans.filter(({ kind }) => kind === "prefill");
-  const predicted = predicted_ttft_ms > 0 ? `, predicted ${duration(predicted_ttft_ms)}` : "";
+  const predicted = predicted_ttft_ms ? `, predicted ${duration(predicted_ttft_ms)}` : "";
   const parts = [
     `queued ${duration(queue_ms)}`,
     `${prompt_tokens - cached_tokens} of ${prompt_tokens} prompt tokens computed in ${count(prefills.length, "step")}`,
@@ -146,6 +185,7 @@ export function sentence(timings, spans) {
   return `Timeline: ${parts.join("; ")}.`;
 }
 
+/** @param {Span[]} spans  @param {Draft[]} drafts */
 function legend(spans, drafts) {
   const shown = Object.entries(KINDS).filter(([kind]) => spans.some((span) => span.kind === kind));
   const items = shown.map(([, { label, color }]) => [label, color]);
@@ -157,10 +197,16 @@ function legend(spans, drafts) {
   );
 }
 
-/** When, how long, what: in order. */
+/**
+ * When, how long, what: in order.
+ * @param {Timings} timings
+ * @param {Span[]} spans
+ * @param {Draft[]} drafts
+ */
 export function rows(timings, spans, drafts) {
+  /** @type {{at: number, took: ?number, what: string}[]} */
   const found = [{ at: timings.ttft_ms, took: null, what: "first token" }];
-  for (const { kind, from, to, tokens } of spans) {
+  for (const { kind, from, to, tokens = 0 } of spans) {
     const what = kind === "prefill" ? `${count(tokens, "prompt token")} computed` : KINDS[kind].label;
     found.push({ at: from, took: to - from, what });
   }
@@ -170,6 +216,11 @@ export function rows(timings, spans, drafts) {
   return found.sort((one, other) => one.at - other.at);
 }
 
+/**
+ * @param {Timings} timings
+ * @param {Span[]} spans
+ * @param {Draft[]} drafts
+ */
 function table(timings, spans, drafts) {
   const cells = rows(timings, spans, drafts).map(({ at, took, what }) => [
     duration(at),

@@ -10,11 +10,34 @@ import { Lanes } from "./lanes.js";
 import { BlockField } from "./map.js";
 import { StepStrip } from "./steps.js";
 
+/**
+ * @import { ServerStatus, StatusEvent, StepsStatus } from "../api.js"
+ * @import { ChartLook } from "./chart.js"
+ * @import { Figure, Sample } from "./history.js"
+ *
+ * @typedef {(history: History) => (?number)[][]} Values
+ */
+
+/** @param {?number} value */
 const ms = (value) => (value === null ? "–" : duration(value));
+
+/**
+ * @param {(sample: Sample) => ?number} pick
+ * @returns {Values}
+ */
 const one = (pick) => (history) => [history.series(pick)];
+
+/**
+ * @param {Figure} part
+ * @param {Figure} whole
+ * @returns {Values}
+ */
 const ratio = (part, whole) => (history) => [trailingRatio(history.samples, part, whole)];
 
-/** What the small charts show. */
+/**
+ * What the small charts show.
+ * @type {(ChartLook & {values: Values})[]}
+ */
 const CHARTS = [
   {
     title: "Tokens per second",
@@ -40,7 +63,7 @@ const CHARTS = [
     ],
     stacked: true,
     values: (history) =>
-      ["prefill_tokens", "decode_tokens", "draft_tokens"].map((name) => history.series(perStep(name))),
+      [perStep("prefill_tokens"), perStep("decode_tokens"), perStep("draft_tokens")].map((pick) => history.series(pick)),
     least: 4,
   },
   {
@@ -79,10 +102,14 @@ const CHARTS = [
     least: 5,
   },
 ];
+
 export class WindowView {
   #history = new History();
+  /** @type {?ServerStatus} */
   #server = null;
+  /** @type {?number} */
   #lastMs = null;
+  /** @type {?number} */
   #cursor = null;
   #live;
   #line = el("p", { class: "note" });
@@ -95,11 +122,13 @@ export class WindowView {
 
   /** @param {() => ?string} key  of the server */
   constructor(key) {
+    /** @param {?number} cursor */
     const onCursor = (cursor) => {
       this.#cursor = cursor;
       this.#drawSoon();
     };
-    this.#charts = CHARTS.map((of) => ({ chart: new Chart({ ...of, onCursor }), values: of.values }));
+    this.#charts = CHARTS.map((of) => ({ chart: new Chart(of, onCursor), values: of.values }));
+    /** @param {string} id  @param {string} title  @param {...Element} children */
     const part = (id, title, ...children) =>
       el("section", { "aria-labelledby": id }, el("h3", { id, class: "part" }, title), ...children);
     this.element = el(
@@ -111,9 +140,11 @@ export class WindowView {
       part("window-minute", "The last minute", el("div", { class: "charts" }, ...this.#charts.map(({ chart }) => chart.element))),
     );
     this.#live = new Live("?detail=steps,kv", key, {
-      begin: () => (this.#lastMs = null),
-      event: (kind, data) => this.#take(kind, data),
-      lost: ({ message }) => this.#say(message, "lost"),
+      begin: () => {
+        this.#lastMs = null;
+      },
+      event: (event) => this.#take(event),
+      lost: (message) => this.#say(message, "lost"),
     });
     new ResizeObserver(() => this.#drawSoon()).observe(this.element);
   }
@@ -129,22 +160,25 @@ export class WindowView {
     this.#live.close();
   }
 
-  #take(kind, data) {
+  /** @param {StatusEvent} event */
+  #take({ kind, data }) {
     if (kind === "server") this.#server = data;
     else if (kind === "kv") this.#blocks.set(decodeBlocks(data));
-    else if (kind === "steps" && this.#server) this.#takeSteps(data);
+    else if (kind === "steps" && this.#server) this.#takeSteps(this.#server, data);
     this.#drawSoon();
   }
 
-  #takeSteps(steps) {
+  /** @param {ServerStatus} server  @param {StepsStatus} steps */
+  #takeSteps(server, steps) {
     const seconds = this.#lastMs === null ? 0 : (steps.at_ms - this.#lastMs) / 1000;
     this.#lastMs = steps.at_ms;
-    this.#history.push({ seconds, server: this.#server, steps }, performance.now());
+    this.#history.push({ seconds, server, steps }, performance.now());
     this.#steps.add(steps.steps);
-    const { state, streams, engine } = this.#server;
+    const { state, streams, engine } = server;
     this.#say(`${state}: ${count(streams, "answer")} in the making, ${number(engine.steps)} steps so far`, state);
   }
 
+  /** @param {string} text  @param {string} state */
   #say(text, state) {
     this.#line.textContent = text;
     this.element.dataset.state = state;
