@@ -162,7 +162,7 @@ export class Timeline {
 }
 
 /**
- * An imported answer may lack some.
+ * An imported answer has no timeline.
  * @param {Partial<Timings>} timings
  * @returns {timings is Timings}
  */

@@ -34,6 +34,9 @@ const one = (pick) => (history) => [history.series(pick)];
  */
 const ratio = (part, whole) => (history) => [trailingRatio(history.samples, part, whole)];
 
+/** @type {Figure[]} */
+const STEP_TOKENS = ["prefill_tokens", "decode_tokens", "draft_tokens"];
+
 /**
  * What the small charts show.
  * @type {(ChartLook & {values: Values})[]}
@@ -62,8 +65,7 @@ const CHARTS = [
       { label: "drafts", color: "sun", area: true },
     ],
     stacked: true,
-    values: (history) =>
-      [perStep("prefill_tokens"), perStep("decode_tokens"), perStep("draft_tokens")].map((pick) => history.series(pick)),
+    values: (history) => STEP_TOKENS.map((name) => history.series(perStep(name))),
     least: 4,
   },
   {

@@ -799,6 +799,7 @@ def test_a_file_brings_back_what_was_exported(call: Call) -> None:
         (["version"], 2, "a later version"),
         (["conversations", 0], None, "Conversation 1 in this file is damaged"),
         (["conversations", 0, "id"], "<b>", "damaged"),
+        (["conversations", 0, "id"], 7, "damaged"),
         (["conversations", 0, "updated"], "now", "damaged"),
         (["conversations", 0, "messages"], [], "damaged"),
         (["conversations", 0, "messages", 0, "parent"], "b", "damaged"),
