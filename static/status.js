@@ -19,7 +19,7 @@ export function statusOf(node, key, onReady) {
     if (shown === "ready") onReady();
   };
   return new Live("", key, {
-    event: ({ kind, data }) => kind === "server" && show(data.state),
+    event: ({ data }) => "state" in data && show(data.state),
     lost: () => show("unreachable"),
   });
 }
