@@ -198,10 +198,12 @@ def test_a_deleted_message_costs_only_what_came_after_it() -> None:
 
 
 def test_a_message_that_was_added_after_the_answer() -> None:
-    prompts = prompts_of("bytes", "chatml")
-    thread = turn(prompts, Thread(), "one", spelt(prompts, "x") + special(prompts, "<|eot|>"))
+    prompts = prompts_of("byte-level", "chatml")
+    thread = turn(prompts, Thread(), "one", spelt(prompts, "the answer") + special(prompts, "<|eot|>"))
     longer = Thread((*thread.messages, user("two")), thread.token_ids)
-    assert extend(prompts, longer, []) == extend(prompts, thread, [user("two")])
+    prompt = extend(prompts, longer, [])
+    assert prompt == extend(prompts, thread, [user("two")])
+    assert prompt != prompts.chat(list(longer.messages)), "the answer's own tokens are kept"
 
 
 def test_an_answer_that_ended_with_another_token_than_the_templates() -> None:
