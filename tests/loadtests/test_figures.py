@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -104,8 +105,12 @@ def test_equal_work_is_a_jain_index_of_one() -> None:
 
 
 def test_queue_waits_are_by_lane_and_tenant() -> None:
-    found = figures([outcome(), outcome(tenant="bob")])
-    assert found["queue_ms"]["interactive, bob"]["p99"] == pytest.approx(200)
+    bob = outcome(tenant="bob", lane="batch")
+    found = figures([outcome(), replace(bob, answer=replace(bob.answer, queue_s=0.7))])["queue_ms"]
+    assert {name: waits["p99"] for name, waits in found.items()} == {
+        "interactive, ann": pytest.approx(200),
+        "batch, bob": pytest.approx(700),
+    }
 
 
 def test_outcomes_travel_as_json() -> None:
