@@ -63,7 +63,7 @@ NONSENSE: Sequence[tuple[str, str, object]] = (
 )
 
 
-class Ground:
+class ServerUnderTest:
     """The server under test; it may go down and come back on the same port."""
 
     def __init__(self, redis_url: str) -> None:
@@ -119,10 +119,10 @@ class Ground:
 class Clients:
     """Threads that send one request after another until they are stopped, and what became of these."""
 
-    def __init__(self, ground: Ground, number: int) -> None:
+    def __init__(self, target: ServerUnderTest, number: int) -> None:
         self.endings: Counter[tuple[str, str]] = Counter()
         self.failures: list[str] = []
-        self._ground = ground
+        self._target = target
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._run, args=(seed,)) for seed in range(number)]
@@ -143,7 +143,7 @@ class Clients:
             name = source.choice(list(BEHAVIOURS))
             began_s = time.perf_counter()
             try:
-                answer = BEHAVIOURS[name](self._ground.server, source)
+                answer = BEHAVIOURS[name](self._target.server, source)
             except (OSError, ValueError) as error:
                 answer = failed(began_s, error)
             self._note(name, answer, began_s)
@@ -156,7 +156,7 @@ class Clients:
                 self.failures.append(f"{name}: HTTP {answer.status}, {answer.error}")
 
     def _ending(self, name: str, answer: Answer, began_s: float) -> str:
-        is_cut = self._ground.was_down(began_s, time.perf_counter())
+        is_cut = self._target.was_down(began_s, time.perf_counter())
         if name == "resume" and answer.error and answer.last_event >= 0:
             return "failed"  # a client that has its id and an event goes on, in the next process if it must
         if answer.was_refused:
@@ -202,9 +202,9 @@ BEHAVIOURS: dict[str, Callable[[Server, random.Random], Answer]] = {
 }
 
 
-def storm(ground: Ground) -> None:
+def storm(target: ServerUnderTest) -> None:
     """Many connections at once that ask for long answers and hang up."""
-    host, port = ground.process.host, ground.process.port
+    host, port = target.process.host, target.process.port
     request = request_bytes("POST", "/v1/chat/completions", f"{host}:{port}", _chat(max_tokens=1_000))
     connections = [socket.create_connection((host, port), 30) for _ in range(_STORM)]
     for connection in connections:
@@ -216,7 +216,7 @@ def storm(ground: Ground) -> None:
 Act = Callable[[], None]
 
 
-def troubles(ground: Ground, redis: RedisProcess, line: SlowLine) -> Iterator[tuple[str, Act, Act]]:
+def troubles(target: ServerUnderTest, redis: RedisProcess, line: SlowLine) -> Iterator[tuple[str, Act, Act]]:
     """Each trouble: its name, how it begins, how it ends."""
 
     def nothing() -> None: ...
@@ -224,44 +224,44 @@ def troubles(ground: Ground, redis: RedisProcess, line: SlowLine) -> Iterator[tu
     def slow(delay_s: float) -> Act:
         return lambda: setattr(line, "delay_s", delay_s)
 
-    yield "a storm of disconnects", lambda: storm(ground), nothing
+    yield "a storm of disconnects", lambda: storm(target), nothing
     yield "Redis stopped", redis.pause, redis.resume
     yield "Redis slow", slow(0.3), slow(0.0)
-    yield "Redis well", ground.wait_written, nothing
-    yield "kill -9 and a new start", lambda: ground.restart(signal.SIGKILL), nothing
-    yield "SIGTERM and a new start", lambda: ground.restart(signal.SIGTERM), nothing
-    yield "another storm", lambda: storm(ground), nothing
+    yield "Redis well", target.wait_written, nothing
+    yield "kill -9 and a new start", lambda: target.restart(signal.SIGKILL), nothing
+    yield "SIGTERM and a new start", lambda: target.restart(signal.SIGTERM), nothing
+    yield "another storm", lambda: storm(target), nothing
     yield "Redis gone", redis.kill, nothing
 
 
 def soak(seconds: float, num_clients: int) -> list[str]:
     """Runs it all; what did not hold."""
-    with RedisProcess() as redis, SlowLine(redis.url) as line, _ground(line.url) as ground:
-        files = ground.num_files
-        with Clients(ground, num_clients) as clients:
-            for name, begin, end in troubles(ground, redis, line):
+    with RedisProcess() as redis, SlowLine(redis.url) as line, _server_under_test(line.url) as target:
+        files = target.num_files
+        with Clients(target, num_clients) as clients:
+            for name, begin, end in troubles(target, redis, line):
                 _say(name)
                 begin()
                 time.sleep(seconds / 14)
                 end()
             _say("quiet")
             time.sleep(seconds / 8)
-            memory_mib = ground.memory_mib
+            memory_mib = target.memory_mib
             time.sleep(seconds * 3 / 8)
-            grown_mib = ground.memory_mib
+            grown_mib = target.memory_mib
         _print(clients.endings)
         print(f"memory: {memory_mib:.0f} MiB, after the quiet {grown_mib:.0f} MiB")
         wrong = [f"failed: {failure}" for failure in clients.failures]
         if grown_mib > memory_mib * _GROWTH + _NEW_MIB:
             wrong.append(f"memory grew from {memory_mib:.0f} to {grown_mib:.0f} MiB")
-        return wrong + _not_idle(ground, files)
+        return wrong + _not_idle(target, files)
 
 
-def _not_idle(ground: Ground, files: int) -> list[str]:
+def _not_idle(target: ServerUnderTest, files: int) -> list[str]:
     """What is not as if nobody had ever been there, as soon as it is or when patience ends."""
     end_s = time.perf_counter() + 30.0
     while True:
-        found = ground.metrics()
+        found = target.metrics()
         wrong = [f"{name} is {found[name]:g}" for name in _IDLE if found[name]]
         if found["penstock_kv_free_blocks"] != found["penstock_kv_blocks"]:
             wrong.append(
@@ -269,20 +269,20 @@ def _not_idle(ground: Ground, files: int) -> list[str]:
             )
         if found.get("penstock_pool_violations_total"):
             wrong.append("the KV pool had to start afresh")
-        if ground.num_files > files + 8:
-            wrong.append(f"{ground.num_files} open files, {files} at the start")
+        if target.num_files > files + 8:
+            wrong.append(f"{target.num_files} open files, {files} at the start")
         if not wrong or time.perf_counter() > end_s:
             return wrong
         time.sleep(0.2)
 
 
 @contextmanager
-def _ground(redis_url: str) -> Iterator[Ground]:
-    ground = Ground(redis_url)
+def _server_under_test(redis_url: str) -> Iterator[ServerUnderTest]:
+    target = ServerUnderTest(redis_url)
     try:
-        yield ground
+        yield target
     finally:
-        ground.process.kill()
+        target.process.kill()
 
 
 def _print(endings: Counter[tuple[str, str]]) -> None:

@@ -50,7 +50,7 @@ class Call:
 
 
 class Deliveries:
-    """Where the step thread leaves what it has to say."""
+    """Hands what the step thread delivers to the calls that wait for it."""
 
     def __init__(self) -> None:
         self.calls: dict[str, Call] = {}

@@ -20,7 +20,7 @@ BUSY = (
 )
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""What a server does with a connection whose request it has read."""
+"""Serves a connection whose request has been read."""
 
 
 def event(value: object) -> bytes:

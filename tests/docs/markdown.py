@@ -57,7 +57,7 @@ class Page:
 
     @cached_property
     def spans(self) -> list[str]:
-        """The spans in backticks, on one line each."""
+        """Returns the texts in backticks that stand on one line."""
         return [" ".join(span.split()) for span in _SPAN.findall(self.prose)]
 
     @cached_property
@@ -66,6 +66,6 @@ class Page:
 
     @cached_property
     def anchors(self) -> set[str]:
-        """The anchors of the headings, as GitHub makes them."""
+        """Returns the anchors of the headings, as GitHub makes them."""
         titles = re.findall(r"^#+ (.*)$", self.prose, re.MULTILINE)
         return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""What the Markdown points at is there: links, files, flags, variables, names in the code, and code that parses."""
+"""Targets of the Markdown are there: links, files, flags, variables, names in the code, and code that parses."""
 
 from __future__ import annotations
 

@@ -107,8 +107,9 @@ async def test_only_the_one_that_left_is_cancelled() -> None:
         staying = await Caller.post(url, "/v1/chat/completions", chat_body("stays", stream=True))
         second = await gateway.taken()
         leaving.hang_up()
-        while gateway.engine.cancelled != [first.request_id]:
+        while not gateway.engine.cancelled:
             await asyncio.sleep(0)
+        assert gateway.engine.cancelled == [first.request_id]
         gateway.answer(second, "still here")
         assert b"still here" in await staying.reader.readuntil(b"[DONE]")
         staying.hang_up()
