@@ -102,7 +102,7 @@ CLAIMS: dict[str, list[str]] = {
         f"followed for {grammar_check._NUM_STEPS} bytes",
         f"more than {grammar_check._PATIENCE_S:g} seconds",
         f"Up to {WORDS[grammar_check.MOST_AT_ONCE]} new grammars are compiled at once",
-        f"Who waits for {compiling._PATIENCE_S:g} seconds",
+        f"A request that waits for {compiling._PATIENCE_S:g} seconds",
         f"(at most {LIMITS.max_allowed_token_ids:,})",
         f"(at most {LIMITS.max_bad_words}, of {LIMITS.max_bad_word_chars} characters)",
     ],
