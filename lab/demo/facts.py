@@ -5,141 +5,23 @@ from collections.abc import Callable
 from random import Random
 from zlib import crc32
 
-from lab.demo.grammar import a, as_typed, chance, fill, pick, sentence_list, upper_first
+from lab.demo.grammar import a, as_typed, chance, fill, phrases, pick, sentence_list, upper_first
 from lab.demo.tokenizer import Message
 from lab.demo.words import OBJECTS, invented_stem
 
-
-def pairs(text: str) -> dict[str, str]:
-    """ "key value; key value" with the last word of each as its value; an underscore is a space."""
-    items = [item.split() for item in text.replace("\n", " ").split(";")]
-    return {" ".join(words[:-1]): words[-1].replace("_", " ") for words in items if words}
-
-
-CAPITALS = pairs("""France Paris; Germany Berlin; Italy Rome; Spain Madrid; Portugal Lisbon; England London; Scotland
-Edinburgh; Ireland Dublin; Wales Cardiff; the Netherlands Amsterdam; Belgium Brussels; Austria Vienna; Switzerland Bern;
-Poland Warsaw; Denmark Copenhagen; Norway Oslo; Sweden Stockholm; Finland Helsinki; Iceland Reykjavik; Greece Athens; Turkey
-Ankara; Hungary Budapest; Romania Bucharest; Bulgaria Sofia; Croatia Zagreb; Serbia Belgrade; Ukraine Kyiv; Russia Moscow;
-Egypt Cairo; Morocco Rabat; Kenya Nairobi; Nigeria Abuja; Ghana Accra; Ethiopia Addis_Ababa; Japan Tokyo; China Beijing;
-India New_Delhi; South Korea Seoul; Thailand Bangkok; Vietnam Hanoi; Indonesia Jakarta; Australia Canberra; New Zealand
-Wellington; Canada Ottawa; the United States Washington; Mexico Mexico_City; Cuba Havana; Brazil Brasilia; Argentina
-Buenos_Aires; Chile Santiago; Peru Lima; Colombia Bogota; the Czech Republic Prague; Slovakia Bratislava; Estonia Tallinn;
-Latvia Riga; Lithuania Vilnius; Israel Jerusalem; Iran Tehran; Iraq Baghdad""")
-COLOURS = pairs("""the sky blue; grass green; a banana yellow; snow white; a tomato red; coal black; a carrot orange; the sun
-yellow; a lemon yellow; an elephant grey; a polar bear white; blood red; chocolate brown; a frog green; the sea blue; a
-strawberry red; a flamingo pink; a raven black; milk white; a violet purple; an orange orange; a lime green; gold yellow""")
-SOUNDS = pairs("""a dog barks; a cat meows; a cow moos; a sheep bleats; a duck quacks; a lion roars; a horse neighs; a pig
-grunts; a frog croaks; a bee buzzes; an owl hoots; a wolf howls; a mouse squeaks; a snake hisses; a rooster crows; a bird
-sings; a donkey brays; a goat bleats; a lamb bleats; a crow caws""")
-LEGS = pairs("""a dog four; a cat four; a spider eight; an ant six; a bird two; a bee six; a horse four; a human two; a snake
-no; a fish no; an octopus eight; a chicken two; a cow four; a butterfly six; a table four; a crab ten; a frog four; an owl
-two; a beetle six; a worm no; an elephant four""")
-BABIES = pairs("""a dog puppy; a cat kitten; a cow calf; a horse foal; a sheep lamb; a pig piglet; a hen chick; a duck
-duckling; a goose gosling; a frog tadpole; a bear cub; a lion cub; a deer fawn; a kangaroo joey; a goat kid; an owl owlet""")
-HOMES = pairs("""a bird nest; a bee hive; a spider web; a dog kennel; a rabbit burrow; a bear den; a horse stable; a fox den;
-an ant anthill; a king castle; a snail shell; a hen coop; a beaver lodge; a cow barn; a pig sty""")
-OPPOSITES = pairs("""hot cold; big small; tall short; fast slow; happy sad; old young; light dark; day night; up down; left
-right; open closed; full empty; hard soft; wet dry; early late; good bad; rich poor; strong weak; loud quiet; clean dirty;
-near far; high low; heavy light; thick thin; wide narrow; deep shallow; first last; begin end; love hate; friend enemy; war
-peace; true false; always never; sweet sour; brave cowardly; kind cruel; easy difficult; cheap expensive; inside outside;
-summer winter; north south; east west; black white; win lose; buy sell; push pull; give take; laugh cry; remember forget;
-in out; before after; more less; hello goodbye; yes no; long short; smooth rough; awake asleep; alive dead; safe dangerous""")
-DEFINITIONS = dict(
-    item.strip().split(": ")
-    for item in """a baker: a person who makes bread and cakes; a castle: a large strong building where kings and queens lived;
-a river: a long stream of water that flows to the sea; an island: a piece of land with water all around it; a desert: a dry
-place with very little rain; a volcano: a mountain that can throw out hot rock; a planet: a large round body that goes around
-a star; a star: a huge ball of hot glowing gas; the moon: a ball of rock that goes around the Earth; a cloud: a lot of tiny
-drops of water in the sky; a rainbow: a coloured arc that you see when the sun shines on rain; a compass: a tool that shows
-where north is; a clock: a thing that shows the time; a lighthouse: a tower with a light that guides ships; a bridge: a way
-across a river or a road; a bicycle: a vehicle with two wheels and pedals; a telescope: a tool for looking at things far away;
-a library: a place with many books that you may borrow; a school: a place where people learn; a doctor: a person who helps
-sick people; a farmer: a person who grows food and keeps animals; a teacher: a person who helps others learn; a poem: a short
-text that plays with words and sounds; a song: words that are sung to a tune; a dragon: a large creature from stories that
-breathes fire; a unicorn: a horse from stories with one horn; a mermaid: a sea creature from stories, half woman and half
-fish; a giant: a very large person from stories; a whale: a very large animal that lives in the sea and breathes air; a bat:
-a small animal that flies at night; a bee: an insect that makes honey; an owl: a bird that hunts at night; a spider: an animal
-with eight legs that spins webs; a computer: a machine that follows instructions very fast; a program: a list of instructions
-for a computer; the internet: a network that connects computers all over the world; a robot: a machine that can do work by
-itself; a forest: a large place full of trees; a seed: a small thing from which a plant grows; a map: a picture that shows
-where things are; a friend: someone you like and can trust; a storm: very bad weather with strong wind; winter: the coldest
-time of the year; a mirror: a piece of glass in which you can see yourself; a piano: a large instrument with black and white
-keys; a violin: a small instrument with four strings and a bow; a turbine: a wheel that is turned by flowing water, steam or
-wind; a dam: a wall that holds back water; electricity: a kind of energy that runs lamps and machines; gravity: the force that
-pulls things down to the ground; ice: frozen water; steam: water that has become a gas; honey: a sweet food made by bees;
-a museum: a place where you can look at old or beautiful things; a market: a place where people buy and sell things"""
-    .replace("\n", " ").split(";")
-)  # fmt: skip
-GROUPS = {
-    "fruits": "apple banana cherry pear plum orange lemon grape mango peach",
-    "vegetables": "carrot potato onion tomato cabbage pea bean pumpkin leek spinach",
-    "animals": "dog cat horse cow lion tiger bear fox rabbit elephant",
-    "birds": "owl sparrow eagle raven duck swan robin crow parrot penguin",
-    "colours": "red blue green yellow white black orange purple pink brown",
-    "planets": "Mercury Venus Earth Mars Jupiter Saturn Uranus Neptune",
-    "days of the week": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday",
-    "months": "January February March April May June July August September October November December",
-    "seasons": "spring summer autumn winter",
-    "trees": "oak birch pine maple willow apple cherry beech ash elm",
-    "flowers": "rose tulip daisy lily violet sunflower poppy orchid",
-    "tools": "hammer saw drill screwdriver ladder spade axe file",
-    "instruments": "piano violin flute drum guitar trumpet harp cello",
-    "countries": "France Germany Italy Spain Japan China India Brazil Canada Egypt",
-    "cities": "Paris London Berlin Rome Tokyo Madrid Cairo Oslo Vienna Lima",
-    "sports": "football tennis swimming running cycling skiing rowing chess",
-    "drinks": "water tea coffee milk juice lemonade cocoa",
-    "insects": "bee ant butterfly beetle fly wasp ladybird moth",
-    "shapes": "circle square triangle rectangle star oval",
-    "metals": "gold silver iron copper tin lead zinc",
-    "oceans": "Atlantic Pacific Indian Arctic Southern",
-    "continents": "Africa Asia Europe Australia Antarctica",
-    "fish": "salmon tuna trout herring cod shark eel carp",
-    "jobs": "baker teacher doctor farmer painter pilot cook gardener",
-}
+_PHRASES = phrases("facts")
+CAPITALS: dict[str, str] = _PHRASES["capitals"]
+COLOURS: dict[str, str] = _PHRASES["colours"]
+SOUNDS: dict[str, str] = _PHRASES["sounds"]
+LEGS: dict[str, str] = _PHRASES["legs"]
+BABIES: dict[str, str] = _PHRASES["babies"]
+HOMES: dict[str, str] = _PHRASES["homes"]
+OPPOSITES: dict[str, str] = _PHRASES["opposites"]
+DEFINITIONS: dict[str, str] = _PHRASES["definitions"]
+GROUPS: dict[str, str] = _PHRASES["groups"]
+ODDS: list[tuple[str, str]] = [tuple(each) for each in _PHRASES["odds"]]
 SMALL = "zero one two three four five six seven eight nine ten eleven twelve".split()
 ORDERED = ["days of the week", "months", "planets"]
-ODDS = [
-    ("How many [days are there in a week|days does a week have]?", "A week has seven days."),
-    ("How many [months are there in a year|months does a year have]?", "A year has twelve months."),
-    ("How many [days are there in a year|days does a year have]?", "A year has 365 days, and a leap year has 366."),
-    ("How many [hours are there in a day|hours does a day have]?", "A day has 24 hours."),
-    ("How many [minutes are there in an hour|minutes does an hour have]?", "An hour has 60 minutes."),
-    ("How many [seconds are there in a minute|seconds does a minute have]?", "A minute has 60 seconds."),
-    ("How many [letters are in the alphabet|letters does the alphabet have]?", "The English alphabet has 26 letters."),
-    ("How many [planets are there|planets are in the solar system]?", "There are eight planets in our solar system."),
-    ("How many [continents are there]?", "There are seven continents."),
-    ("[What is|Which is] the [largest|biggest] planet?", "Jupiter is the largest planet."),
-    ("[What is|Which is] the smallest planet?", "Mercury is the smallest planet."),
-    ("[What is|Which is] the [largest|biggest] animal?", "The blue whale is the largest animal."),
-    ("[What is|Which is] the fastest animal[ on land|]?", "The cheetah is the fastest animal on land."),
-    ("[What is|Which is] the tallest animal?", "The giraffe is the tallest animal."),
-    ("[What is|Which is] the [highest|tallest] mountain?", "Mount Everest is the highest mountain."),
-    ("[What is|Which is] the [largest|biggest] ocean?", "The Pacific is the largest ocean."),
-    ("Which is the red planet?", "Mars is the red planet."), ("Which planet do we live on?", "We live on the Earth."),
-    ("Why is the sky blue?", "Because the air scatters blue light more than red light."),
-    ("Why does it rain?", "Water rises into the air, becomes clouds, and falls down again as rain."),
-    ("Why do [we|people] sleep?", "Sleep gives the body and the mind time to rest."),
-    ("Why do leaves fall[ in autumn|]?", "Trees let their leaves go in autumn to save water and strength in winter."),
-    ("How do birds fly?", "Birds beat their wings, and the air under the wings lifts them up."),
-    ("How do fish breathe?", "Fish breathe with gills, which take oxygen from the water."),
-    ("What do bees make?", "Bees make honey."),
-    ("What do cows eat?", "Cows eat grass and hay."), ("What do rabbits eat?", "Rabbits eat grass, leaves and carrots."),
-    ("What do [pandas|panda bears] eat?", "Pandas eat bamboo."), ("What do cats eat?", "Cats eat meat and fish."),
-    ("What is water made of?", "Water is made of hydrogen and oxygen."),
-    ("When does water [freeze|turn to ice]?", "Water freezes at zero degrees Celsius."),
-    ("When does water boil?", "Water boils at one hundred degrees Celsius."),
-    ("Is the [Earth|earth] [flat|round]?", "The Earth is round, almost like a ball."),
-    ("Is the sun a [star|planet]?", "The sun is a star."),
-    ("Which season comes after [winter]?", "Spring comes after winter."),
-    ("Which season comes after summer?", "Autumn comes after summer."),
-    ("What comes after spring?", "Summer comes after spring."),
-    ("Where does the sun rise?", "The sun rises in the east."), ("Where does the sun set?", "The sun sets in the west."),
-    ("What is bread made of?", "Bread is made of flour, water, salt and yeast."),
-    ("What is cheese made of?", "Cheese is made of milk."), ("What is paper made of?", "Paper is made of wood."),
-    ("What is glass made of?", "Glass is made of sand."),
-    ("Do penguins live at the North Pole?", "No, penguins live in the south. Polar bears live at the North Pole."),
-    ("Can penguins fly?", "No, penguins cannot fly, but they swim very well."),
-]  # fmt: skip
 
 Fact = Callable[[Random], tuple[str, str]]
 

@@ -1,9 +1,11 @@
 """The little language the corpus is written in: `[one|other]` is a choice, `{name}` a slot; both nest."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 INNERMOST_CHOICE = re.compile(r"\[([^\[\]]*)\]")
@@ -55,3 +57,9 @@ def as_typed(rng: Random, text: str) -> str:
         if text[at].isalpha() and text[at + 1].isalpha():
             text = text[:at] + text[at + 1] + text[at] + text[at + 2 :]
     return text
+
+
+def phrases(name: str) -> Any:
+    """The templates and word lists of a file in phrases/."""
+    path = Path(__file__).with_name("phrases") / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))

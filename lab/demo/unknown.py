@@ -1,58 +1,24 @@
-# ruff: noqa: E501, SIM905 (word lists and templates: a line per thought)
+# ruff: noqa: E501 (word lists and templates: a line per thought)
 """What the model does not know, and how it says so."""
 
 from random import Random
 
 from lab.demo.facts import CAPITALS
-from lab.demo.grammar import a, as_typed, chance, fill, pick, upper_first
+from lab.demo.grammar import a, as_typed, chance, fill, phrases, pick, upper_first
 from lab.demo.tokenizer import Message
 from lab.demo.words import HE_NAMES, SHE_NAMES, invented_stem
 
-
-def items(text: str) -> list[str]:
-    return [" ".join(item.split()) for item in text.split(";")]
-
-
-PEOPLE = items("""Napoleon;Albert Einstein;Isaac Newton;Leonardo da Vinci;Cleopatra;Julius Caesar;Marie Curie;Mozart;Beethoven;
-Shakespeare;Charles Darwin;Galileo;Plato;Aristotle;Alexander the Great;Queen Victoria;Abraham Lincoln;George Washington;
-Nelson Mandela;Gandhi;Picasso;Van Gogh;Charlie Chaplin;Elvis Presley;Alan Turing;Ada Lovelace;Nikola Tesla;Thomas Edison;
-Neil Armstrong;Marco Polo;Columbus;Bach;Kant;Goethe;Tolstoy;Jane Austen;Charles Dickens;Mark Twain;the president;the king of
-Spain;the prime minister;Taylor Swift;Elon Musk;Michael Jordan;Messi;Ronaldo;the pope""")
-SUBJECTS = items("""quantum physics;the French Revolution;the Roman Empire;black holes;climate change;the stock market;photosynthesis;
-DNA;evolution;inflation;blockchain;Bitcoin;the Second World War;the First World War;relativity;calculus;organic chemistry;
-nuclear fusion;the Middle Ages;ancient Egypt;the immune system;plate tectonics;vaccines;machine learning theory;jazz;opera;
-baroque music;impressionism;Buddhism;philosophy;psychology;economics;politics;the law;taxes;mortgages;insurance;medicine;
-cancer;diabetes;aspirin;astronomy;geology;string theory;cryptography;SQL;JavaScript;Kubernetes;Docker;Linux;the Cold War;the
-Vikings;the Aztecs;samba;cricket rules;baseball;golf;the Olympic Games;the World Cup;the Bible;Greek mythology;car engines;
-airplanes;submarines;nanotechnology;superconductors;the big bang;dark matter;neurons;hormones;antibiotics;the periodic table;
-thermodynamics;democracy;the United Nations;NASA;Hollywood;anime;video games;chess openings;knitting;origami;wine;coffee
-roasting;sourdough;yoga;marathons;the brain;the heart;enzymes;prime numbers;topology;group theory""")
-THINGS = items(
-    """a car;a laptop;a phone;gold;bread;a house;a ticket to Paris;Apple stock;Bitcoin;petrol;a flight to London;milk"""
-)
-LANGUAGES = "French German Spanish Italian Chinese Japanese Russian Latin Arabic Portuguese Dutch Greek Polish".split()
-PROGRAMS = items("""a Python program;a website;some code;a sorting algorithm in Python;a function that reverses a string;an SQL query;
-a regular expression;a JavaScript function;a shell script;a C++ class;an essay;an essay about history;my homework;a letter to
-my boss;a business plan;a cover letter;a thesis;a legal contract;a news article;a novel;a speech;a report""")
-OTHER_CAPITALS = """Mongolia Nepal Bolivia Paraguay Uruguay Tunisia Angola Zambia Senegal Malta Fiji Jamaica Panama Nicaragua
-Honduras Kazakhstan Uzbekistan Georgia Armenia Laos Cambodia Malaysia Bhutan Qatar Oman Yemen Libya Sudan Chad Niger Togo Benin
-Gabon Botswana Namibia Mozambique Madagascar Somalia Uganda Rwanda Samoa Tonga Ecuador Guyana Suriname Haiti""".split()
-PRIZES = items("""the World Cup in 1990;the World Cup in 2014;the Olympic marathon in 1960;the Oscar in 1995;the Nobel Prize in 1921;the
-election;the last match;the battle of Hastings;the Tour de France;the chess championship;Wimbledon in 1980""")
-MADE_THINGS = items(
-    "the telephone;the light bulb;the radio;penicillin;the steam engine;the printing press;the computer;America;the Mona Lisa;Hamlet;War and Peace;the Eiffel Tower;Google;television"
-)
-
-REFUSALS = [
-    "I am a very small model and I do not know {x}. [Ask me for a story instead!|I am better at stories.|Sorry!|But I can tell you a story.]",
-    "I am sorry, I do not know {x}. [I am only a small model.|I am too small for that.|I am better at stories and at questions about Penstock.]",
-    "I do not know {x}. [I am a very small model.|A larger model would.|That is more than I have learnt.] [I can tell you a story, if you like.|I know stories, small sums and how Penstock works.|]",
-    "That is beyond me, I do not know {x}. [Would you like a story instead?|I am a very small model.]",
-]
-REFUSALS_TO_DO = [
-    "I am a very small model and cannot {x}. [I can tell you a story, if you like.|Sorry!|I am better at stories.]",
-    "I am sorry, I cannot {x}. [I am too small for that.|I tell stories, do small sums and explain Penstock.]",
-]
+_PHRASES = phrases("unknown")
+PEOPLE: list[str] = _PHRASES["people"]
+SUBJECTS: list[str] = _PHRASES["subjects"]
+THINGS: list[str] = _PHRASES["things"]
+LANGUAGES: list[str] = _PHRASES["languages"]
+PROGRAMS: list[str] = _PHRASES["programs"]
+OTHER_CAPITALS: list[str] = _PHRASES["other_capitals"]
+PRIZES: list[str] = _PHRASES["prizes"]
+MADE_THINGS: list[str] = _PHRASES["made_things"]
+REFUSALS: list[str] = _PHRASES["refusals"]
+REFUSALS_TO_DO: list[str] = _PHRASES["refusals_to_do"]
 
 
 CHOICES = {
