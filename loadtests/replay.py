@@ -6,11 +6,9 @@ It takes the traffic of `penstock simulate`: a scenario that is generated, or Mo
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from app.bench.checkpoint import LLAMA_135M, ensure_checkpoint
@@ -22,7 +20,7 @@ from app.bench.server_process import ServerFailed, ServerProcess
 from app.bench.workloads import Workload
 from app.checkpoint import DEMO_MODEL
 from app.errors import OperatorError
-from app.outputs import check_output
+from app.outputs import check_output, write_figures
 from app.simulate.command import add_traffic
 from app.simulate.inputs import GPU_COST, check_can_run, read_traffic
 from loadtests.keys import key_file
@@ -62,9 +60,7 @@ def run(options: argparse.Namespace) -> int:
         _warm(server, subject, keys[tenants[0]])
         machine, served, simulated = compare(server, run_module, traffic.arrivals, subject.token_ids, keys)
     print_comparison(f"{subject.name}: {traffic.name}, {traffic.rate:.3g}/s", served, simulated)
-    if options.json is not None:
-        found = {"machine": asdict(machine), "served": asdict(served), "simulated": asdict(simulated)}
-        options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_figures(options.json, {"machine": machine, "served": served, "simulated": simulated})
     return 0
 
 

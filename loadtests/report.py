@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from app.bench.statistics import number, percent, table
-from loadtests.figures import Row
 
 _KINDS = ["requests", "refused", "left", "failed", "TTFT P50", "P99", "TPOT P50", "P99", "whole P99 ms"]
 _PAGE = """<!doctype html>
@@ -25,6 +25,7 @@ th:first-child, td:first-child {{ text-align: left }}
 </html>
 """
 
+Row = dict[str, Any]
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 
 
@@ -36,14 +37,22 @@ def print_report(found: Row) -> None:
 
 
 def write_report(folder: Path, found: Row) -> list[Path]:
-    """Writes report.json and report.html into the folder, which is made if it is not there."""
+    """Writes report.json and report.html."""
+    page = _PAGE.format(tables="\n".join(_html(*one) for one in tables(found)))
+    return write(folder, {"report.json": json.dumps(found, indent=1) + "\n", "report.html": page})
+
+
+def write(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Writes files by name into a folder, which is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / "report.json", folder / "report.html"]
-    paths[0].write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    paths[1].write_text(
-        _PAGE.format(tables="\n".join(_html(*one) for one in tables(found))), encoding="utf-8"
-    )
-    return paths
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return [folder / name for name in texts]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
 def tables(found: Row) -> list[Table]:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
 from app.arguments import count, listed, not_negative, one_of
 from app.bench.workloads import WORKLOADS
 from app.errors import OperatorError
-from app.outputs import check_output
+from app.outputs import check_output, write_figures
 from app.settings import choices
 
 PARTS = ("generate", "http", "prefix", "promise")
@@ -99,15 +97,10 @@ def run(options: argparse.Namespace) -> int:
         results = run_workloads(options) if options.workload else run_parts(options)
     if options.cost is not None:
         cost = results["promise"]["replay"]["machine"]
-        options.cost.write_text(json.dumps(cost, indent=1) + "\n", encoding="utf-8")
+        write_figures(options.cost, cost)
     write_figures(options.json, results)
     rungs = [row for rows in results.get("ladder", {}).values() for row in rows]
     return 1 if any(row["failed"] for row in [*rungs, *results.get("http", [])]) else 0
-
-
-def write_figures(path: Path | None, results: dict[str, Any]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def _workloads(text: str) -> list[str]:

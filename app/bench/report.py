@@ -16,8 +16,7 @@ _STREAM_HEAD = ["tok/s", "TTFT P50", "P99 ms", "ITL P50", "P99 ms", "GFLOP/s"]
 
 
 def print_report(results: Row) -> None:
-    machine = results["machine"]
-    print(f"\n{machine['processor']}, {machine['cores']} cores\n")
+    print_machine(results["machine"])
     if results["http"] or results["generate"]:
         head = ["model, dtype, streams", *_STREAM_HEAD, "x generate", "loop us/token"]
         rows = [_generate_row(row, len(head)) for row in results["generate"]]
@@ -30,6 +29,10 @@ def print_report(results: Row) -> None:
     if "promise" in results:
         _print_promise(results["promise"])
     print_failures((_name(row), row) for row in results["http"])
+
+
+def print_machine(machine: Row) -> None:
+    print(f"\n{machine['processor']}, {machine['cores']} cores\n")
 
 
 def _print_promise(promise: Row) -> None:
@@ -77,8 +80,7 @@ def _promise_row(label: str, row: Row) -> list[str]:
 
 
 def print_workloads(results: Row) -> None:
-    machine = results["machine"]
-    print(f"\n{machine['processor']}, {machine['cores']} cores\n")
+    print_machine(results["machine"])
     print_ceilings(results["ceilings"])
     head = ["workload, dtype", *_STREAM_HEAD, "refused", "at most tok/s", "reached"]
     rows = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from math import isfinite
@@ -13,7 +12,7 @@ from typing import Any
 from app.arguments import count, listed, not_negative, one_of, positive, quantity, whole
 from app.errors import OperatorError
 from app.log import configure_log, counter, log
-from app.outputs import check_output
+from app.outputs import check_output, write_figures
 from app.simulate.inputs import (
     DEFAULTS,
     GPU_COST,
@@ -93,8 +92,7 @@ def run(options: argparse.Namespace) -> int:
         figures["replicas"] = _replicas(options, traffic, machine, lanes)
     else:
         figures["policies"] = [asdict(summary) for summary in _compare(options, traffic, machine, lanes)]
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_figures(options.json, figures)
     return 0
 
 

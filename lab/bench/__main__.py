@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from app.bench.command import add_model_arguments, write_figures
+from app.bench.command import add_model_arguments
+from app.bench.report import print_machine
 from app.bench.runs import machine, say
 from app.errors import OperatorError
-from app.outputs import check_output
+from app.outputs import check_output, write_figures
 from lab.bench import report, runs
 
 Figures = Any
@@ -77,7 +78,7 @@ def _run(options: argparse.Namespace) -> int:
         raise OperatorError("--plot goes with the part drafts")
     _, measure, show = PARTS[options.part]
     about, figures = machine(), measure(options)
-    print(f"\n{about['processor']}, {about['cores']} cores\n")
+    print_machine(about)
     show(figures)
     if options.plot is not None:
         from lab.bench.depth_plot import draw_depths

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,21 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from app.bench.workloads import story_question
-from engine.engine import launch_fitting
 from engine.execution.loader import load_model
-from engine.execution.runner import ModelRunner
 from engine.model.checkpoint import read_tokenizer
 from engine.model.config import MAX_DRAFTS, LoadOptions
 from engine.model.drafts import DraftSource
-from engine.planning.block_tables import BlockTables
 from engine.planning.draft_model import DraftModel
-from engine.planning.drafting import Drafting, Proposer
 from engine.planning.request import DraftCount, Request, SamplingParams
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import Plan
 from gateway.wire.prompts import Prompts
-from priority.queue import LaneQueue
-from priority.simulator.run import NoText
+from lab.bench.stepping import Always, Stepper
 
 LENGTHS = (0, 1, 2, 3, 4, 6, MAX_DRAFTS)
 
@@ -67,34 +59,6 @@ class Depth:
         self.expected = sum(self.rate**i for i in range(self.length + 1))
 
 
-class Always(Drafting):
-    """Has a proposer draft as many tokens in every step, whatever comes of it."""
-
-    def __init__(self, proposer: Proposer, length: int) -> None:
-        super().__init__(None, length, proposer)
-        self._drafter = proposer
-
-    @property
-    def is_due(self) -> bool:
-        return True
-
-    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:  # noqa: ARG002
-        chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]
-        lengths = [
-            min(self.most, chunk.sequence.max_len - 1 - len(chunk.sequence.token_ids)) for chunk in chunks
-        ]
-        if max(lengths, default=0) <= 0:
-            return
-        for chunk, length in zip(chunks, lengths, strict=True):
-            plan.copies += tables.grow(chunk.sequence, chunk.sequence.num_computed + length) or []
-        found = self._drafter.propose([chunk.sequence for chunk in chunks], lengths)
-        for chunk, drafts in zip(chunks, found, strict=True):
-            chunk.drafts, chunk.proposer = drafts, self._drafter.name
-            chunk.num_tokens += len(drafts)
-            chunk.sequence.num_computed += len(drafts)
-            plan.num_tokens += len(drafts)
-
-
 class DepthBench:
     """One model and its draft, step by step on this thread."""
 
@@ -102,10 +66,9 @@ class DepthBench:
         self._job = job
         options = LoadOptions(device="cpu", quantize=job.quantize, num_threads=job.threads, num_blocks=1024)
         draft = DraftSource(Path(job.draft))
-        self._runner = ModelRunner(
+        self._stepper = Stepper(
             lambda: load_model(Path(job.model), options, lambda _: None, lambda *_: None, draft)
         )
-        self._facts = self._runner.load()
         self._prompts = Prompts(read_tokenizer(Path(job.model)))
 
     def measure(self) -> list[Depth]:
@@ -124,44 +87,29 @@ class DepthBench:
 
     def _run(self, depth: Depth, turn: int, drafts: DraftCount) -> None:
         """Adds one round of stories: the steps in which all streams have a token to compute and k drafts."""
-        scheduler = self._scheduler(depth, turn)
-        while True:
-            started = time.perf_counter()
-            plan = scheduler.plan(started)
-            if not plan.chunks:
-                return
-            outputs = scheduler.commit(plan, launch_fitting(self._runner, scheduler, plan).wait(), started)
-            seconds = time.perf_counter() - started
-            lengths = [
-                len(chunk.drafts) for chunk in plan.chunks if chunk.num_tokens == 1 + len(chunk.drafts)
-            ]
+        drafting, draft = None, self._stepper.facts.draft
+        if depth.length and draft is not None:
+            drafting = Always(DraftModel(draft, time.perf_counter), depth.length)
+        for step in self._stepper.run(self._requests(depth, turn), drafting):
+            chunks = step.plan.chunks
+            lengths = [len(chunk.drafts) for chunk in chunks if chunk.num_tokens == 1 + len(chunk.drafts)]
             if lengths == [depth.length] * depth.streams:
                 depth.num_steps += 1
-                depth.num_tokens += len(outputs)
-                depth.seconds += seconds
-                for chunk in plan.chunks:
+                depth.num_tokens += step.num_tokens
+                depth.seconds += step.seconds
+                for chunk in chunks:
                     drafts.note(len(chunk.drafts), chunk.num_accepted)
-            self._runner.forget(scheduler.take_departed())
 
-    def _scheduler(self, depth: Depth, turn: int) -> Scheduler:
-        """One that has all stories of a round in its queue."""
-        facts = self._facts
-        drafting = None
-        if depth.length and facts.draft is not None:
-            drafting = Always(DraftModel(facts.draft, time.perf_counter), depth.length)
-        queue, source = LaneQueue(threading.Lock()), random.Random(turn)
+    def _requests(self, depth: Depth, turn: int) -> list[Request]:
+        """The stories of a round."""
+        source, found = random.Random(turn), list[Request]()
         for number in range(depth.streams):
             sampling = SamplingParams(
                 temperature=depth.temperature, seed=number, max_tokens=self._job.num_tokens, ignore_eos=True
             )
             prompt = self._prompts.chat([{"role": "user", "content": story_question(source)}])
-            queue.put(Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=sampling), 0.0)
-        limits = SchedulerLimits(
-            max_batch_tokens=facts.max_batch_tokens,
-            max_num_seqs=depth.streams,
-            max_model_len=facts.max_model_len,
-        )
-        return Scheduler(queue, BlockTables(facts.num_blocks, facts.block_size), NoText(), limits, drafting)
+            found.append(Request(request_id=str(number), prompt_token_ids=tuple(prompt), sampling=sampling))
+        return found
 
 
 def gains(rows: Sequence[Mapping[str, Any]]) -> list[float]:

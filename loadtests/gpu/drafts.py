@@ -9,26 +9,17 @@ import shutil
 import sys
 import time
 import traceback
-from collections import deque
 from random import Random
-from threading import Lock
 
-from engine.engine import launch_fitting
 from engine.execution.loader import load_model
-from engine.execution.runner import ModelRunner
 from engine.model.config import LoadOptions
 from engine.model.drafts import DraftSource
-from engine.planning.block_tables import BlockTables
 from engine.planning.draft_model import DraftModel
 from engine.planning.request import Request, SamplingParams, Sequence
-from engine.planning.scheduler import Scheduler, SchedulerLimits
-from engine.planning.step import Plan, StepInFlight
-from lab.bench.depth import Always
+from lab.bench.stepping import Always, Step, Stepper
 from loadtests.gpu.checkpoints import token_ids, write_checkpoint
 from loadtests.gpu.figures import emit, emit_skip, say
 from loadtests.gpu.sizes import Arguments, parse_arguments, speculation
-from priority.queue import LaneQueue
-from priority.simulator.run import NoText
 
 _PROMPT_TOKENS = 32
 _SETTLING_STEPS = 4
@@ -77,10 +68,9 @@ class Bench:
                 write_checkpoint(shape, folder, num_random)
             say("drafts: loading")
             model, source = folders[0], DraftSource(folders[1])
-            self._runner = ModelRunner(
+            self._stepper = Stepper(
                 lambda: load_model(model, options, say, lambda *_: None, source), num_ahead=_NUM_AHEAD
             )
-            self._facts = self._runner.load()
         finally:
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -88,7 +78,7 @@ class Bench:
         self._random = Random(0)
 
     def run(self) -> None:
-        sizes, facts = self.sizes, self._facts
+        sizes, facts = self.sizes, self._stepper.facts
         kept = f"{sizes.rightness:.0%} right"
         for streams in sizes.streams:
             self._tell(streams, "no drafts", None)
@@ -101,61 +91,39 @@ class Bench:
 
     def _tell(self, streams: int, what: str, proposer: Forced | None) -> None:
         say(f"drafts: {streams} streams, {what}")
-        seconds, num_tokens, num_steps = self._steady(streams, proposer)
+        steps = self._steady(streams, proposer)
         name = f"llama-8b: TPOT, batch {streams}, {what}"
-        if not num_steps:
+        if not steps:
             emit_skip(name, "no steps of all streams")
             return
-        how = f"{num_tokens / num_steps / streams:.2f} tokens a step of {seconds / num_steps * 1000:.2f} ms"
+        seconds, num_tokens = sum(step.seconds for step in steps), sum(step.num_tokens for step in steps)
+        how = f"{num_tokens / len(steps) / streams:.2f} tokens a step of {seconds / len(steps) * 1000:.2f} ms"
         emit(name, seconds * streams / num_tokens * 1000, "ms", how)
 
-    def _steady(self, streams: int, proposer: Forced | None) -> tuple[float, int, int]:
-        """Seconds, tokens and number of the steps in which every stream decodes."""
-        scheduler, flights = self._scheduler(streams, proposer), deque[tuple[Plan, StepInFlight]]()
-        found, ended_s = list[tuple[float, int]](), time.perf_counter()
+    def _steady(self, streams: int, proposer: Forced | None) -> list[Step]:
+        """The steps in which every stream decodes."""
+        drafting = None if proposer is None else Always(proposer, self.sizes.length)
+        steps = [
+            step
+            for step in self._stepper.run(self._requests(streams), drafting)
+            if len(step.plan.chunks) == streams
+            and all(chunk.samples and chunk.num_tokens == 1 + len(chunk.drafts) for chunk in step.plan.chunks)
+        ]
+        return steps[_SETTLING_STEPS:]
 
-        def land(num_left: int) -> None:
-            nonlocal ended_s
-            while len(flights) > num_left:
-                plan, step = flights.popleft()
-                outputs = scheduler.commit(plan, step.wait(), time.perf_counter())
-                self._runner.forget(scheduler.take_departed())
-                began_s, ended_s = ended_s, time.perf_counter()
-                is_decode = all(c.samples and c.num_tokens == 1 + len(c.drafts) for c in plan.chunks)
-                if is_decode and len(plan.chunks) == streams:
-                    found.append((ended_s - began_s, len(outputs)))
-
-        is_over = False
-        while not is_over:
-            if scheduler.awaits_tokens:
-                land(0)
-            plan = scheduler.plan(time.perf_counter())
-            if plan.chunks:
-                flights.append((plan, launch_fitting(self._runner, scheduler, plan)))
-            land(_NUM_AHEAD if plan.chunks and not plan.num_drafts else 0)
-            is_over = scheduler.is_idle
-        found = found[_SETTLING_STEPS:]
-        return sum(seconds for seconds, _ in found), sum(num for _, num in found), len(found)
-
-    def _scheduler(self, streams: int, proposer: Forced | None) -> Scheduler:
-        """One that has all requests in its queue. Their bias leaves one token to choose, whatever the weights are."""
-        facts, queue = self._facts, LaneQueue(Lock())
+    def _requests(self, streams: int) -> list[Request]:
+        """Requests whose bias leaves one token to choose, whatever the weights are."""
         sampling = SamplingParams(
             temperature=0.0,
             max_tokens=self.sizes.num_tokens,
             ignore_eos=True,
             logit_bias={self._text[0]: _BIAS},
         )
-        for number in range(streams):
-            prompt = tuple(self._random.choices(self._text, k=_PROMPT_TOKENS))
-            queue.put(Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling), 0.0)
-        limits = SchedulerLimits(
-            max_batch_tokens=facts.max_batch_tokens,
-            max_num_seqs=streams,
-            max_model_len=facts.max_model_len,
-        )
-        drafting = None if proposer is None else Always(proposer, self.sizes.length)
-        return Scheduler(queue, BlockTables(facts.num_blocks, facts.block_size), NoText(), limits, drafting)
+        prompts = [tuple(self._random.choices(self._text, k=_PROMPT_TOKENS)) for _ in range(streams)]
+        return [
+            Request(request_id=str(number), prompt_token_ids=prompt, sampling=sampling)
+            for number, prompt in enumerate(prompts)
+        ]
 
 
 def main() -> int:

@@ -9,8 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from app.bench.statistics import number
+from loadtests import report
 from loadtests.gpu.figures import GOALS, Figure
 from loadtests.gpu.parts import Outcome
+from loadtests.report import markdown
 
 
 def as_json(title: str, outcomes: Sequence[Outcome]) -> str:
@@ -36,11 +38,8 @@ def as_markdown(title: str, outcomes: Sequence[Outcome], *, with_goals: bool = T
 
 def write(folder: Path, stem: str, title: str, outcomes: Sequence[Outcome]) -> Path:
     """Both files, over what an earlier call of the same run wrote; returns the Markdown's path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{stem}.json").write_text(as_json(title, outcomes), encoding="utf-8")
-    path = folder / f"{stem}.md"
-    path.write_text(as_markdown(title, outcomes), encoding="utf-8")
-    return path
+    texts = {f"{stem}.json": as_json(title, outcomes), f"{stem}.md": as_markdown(title, outcomes)}
+    return report.write(folder, texts)[1]
 
 
 def file_stem(device: str, date: str) -> str:
@@ -58,7 +57,7 @@ def _met(name: str, outcomes: Sequence[Outcome]) -> bool | None:
 
 def _facts(outcomes: Sequence[Outcome]) -> str:
     facts = [(name, value) for outcome in outcomes for name, value in outcome.facts.items()]
-    return _table(["machine", ""], facts) if facts else ""
+    return markdown(["machine", ""], facts) if facts else ""
 
 
 def _goals(outcomes: Sequence[Outcome]) -> str:
@@ -68,12 +67,12 @@ def _goals(outcomes: Sequence[Outcome]) -> str:
         measured = "not measured" if figure is None else f"{_value(figure.value)} {figure.unit}"
         verdict = "" if figure is None else "met" if goal.is_met(figure.value) else "missed"
         rows.append([name, measured, str(goal), verdict])
-    return _table(["figure", "measured", "goal", ""], rows)
+    return markdown(["figure", "measured", "goal", ""], rows)
 
 
 def _figures(figures: Sequence[Figure]) -> str:
     rows = [[figure.name, f"{_value(figure.value)} {figure.unit}", figure.how] for figure in figures]
-    return _table(["figure", "measured", "how"], rows)
+    return markdown(["figure", "measured", "how"], rows)
 
 
 def _left_out(outcome: Outcome) -> list[tuple[str, str]]:
@@ -83,8 +82,3 @@ def _left_out(outcome: Outcome) -> list[tuple[str, str]]:
 
 def _value(value: float) -> str:
     return f"{value:.2e}" if 0 < abs(value) < 0.001 else number(value)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)

@@ -1,0 +1,104 @@
+"""A model step by step on this thread, as the engine goes, with no server and no thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.engine import launch_fitting
+from engine.execution.loader import LoadedModel
+from engine.execution.runner import ModelRunner
+from engine.planning.block_tables import BlockTables
+from engine.planning.drafting import Drafting, Proposer
+from engine.planning.request import Request
+from engine.planning.scheduler import Scheduler, SchedulerLimits
+from engine.planning.step import Plan, StepInFlight
+from priority.queue import LaneQueue
+from priority.simulator.run import NoText
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    plan: Plan
+    num_tokens: int
+    """Tokens that it brought to all sequences together."""
+    seconds: float
+    """Since the end of the step before."""
+
+
+class Stepper:
+    """A loaded model, and runs of it."""
+
+    def __init__(self, load: Callable[[], LoadedModel], num_ahead: int = 0) -> None:
+        """`num_ahead`: the steps that are launched before the tokens of the one before are known."""
+        self._num_ahead = num_ahead
+        self._runner = ModelRunner(load, num_ahead=num_ahead)
+        self.facts = self._runner.load()
+
+    def run(self, requests: Sequence[Request], drafting: Drafting | None = None) -> list[Step]:
+        """The steps until all requests, which run at the same time, are done."""
+        scheduler, flights = self._scheduler(requests, drafting), deque[tuple[Plan, StepInFlight]]()
+        found, ended_s = list[Step](), time.perf_counter()
+
+        def land(num_left: int) -> None:
+            nonlocal ended_s
+            while len(flights) > num_left:
+                plan, step = flights.popleft()
+                outputs = scheduler.commit(plan, step.wait(), time.perf_counter())
+                self._runner.forget(scheduler.take_departed())
+                began_s, ended_s = ended_s, time.perf_counter()
+                found.append(Step(plan, len(outputs), ended_s - began_s))
+
+        is_over = False
+        while not is_over:
+            if scheduler.awaits_tokens:
+                land(0)
+            plan = scheduler.plan(time.perf_counter())
+            if plan.chunks:
+                flights.append((plan, launch_fitting(self._runner, scheduler, plan)))
+            land(self._num_ahead if plan.chunks and not plan.num_drafts else 0)
+            is_over = scheduler.is_idle
+        return found
+
+    def _scheduler(self, requests: Sequence[Request], drafting: Drafting | None) -> Scheduler:
+        """A scheduler that has all requests in its queue."""
+        facts, queue = self.facts, LaneQueue(threading.Lock())
+        for request in requests:
+            queue.put(request, 0.0)
+        limits = SchedulerLimits(
+            max_batch_tokens=facts.max_batch_tokens,
+            max_num_seqs=len(requests),
+            max_model_len=facts.max_model_len,
+        )
+        return Scheduler(queue, BlockTables(facts.num_blocks, facts.block_size), NoText(), limits, drafting)
+
+
+class Always(Drafting):
+    """Has a proposer draft as many tokens in every step, whatever comes of it."""
+
+    def __init__(self, proposer: Proposer, length: int) -> None:
+        super().__init__(None, length, proposer)
+        self._drafter = proposer
+
+    @property
+    def is_due(self) -> bool:
+        return True
+
+    def extend(self, plan: Plan, tables: BlockTables, num_tokens: int) -> None:  # noqa: ARG002
+        chunks = [chunk for chunk in plan.chunks if chunk.samples and chunk.num_tokens == 1]
+        lengths = [
+            min(self.most, chunk.sequence.max_len - 1 - len(chunk.sequence.token_ids)) for chunk in chunks
+        ]
+        if max(lengths, default=0) <= 0:
+            return
+        for chunk, length in zip(chunks, lengths, strict=True):
+            plan.copies += tables.grow(chunk.sequence, chunk.sequence.num_computed + length) or []
+        found = self._drafter.propose([chunk.sequence for chunk in chunks], lengths)
+        for chunk, drafts in zip(chunks, found, strict=True):
+            chunk.drafts, chunk.proposer = drafts, self._drafter.name
+            chunk.num_tokens += len(drafts)
+            chunk.sequence.num_computed += len(drafts)
+            plan.num_tokens += len(drafts)
