@@ -11,9 +11,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
-from app.bench.server_process import SERVE, Process, ServerProcess, environment
+from app.bench.server_process import SERVE, ServerProcess, environment
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch", "app.server"])
@@ -78,6 +78,6 @@ def _become(
 class ForkedServer(ServerProcess):
     """Starts in a fraction of the time, for tests that start many."""
 
-    def _start(self, command: list[str]) -> tuple[Process, IO[str]]:
+    def _start(self, command: list[str]) -> tuple[subprocess.Popen[str], IO[str]]:
         process = ForkedProcess(command[len(SERVE) - 2 :], 2, environment(), Path.cwd())
-        return process, process.pipe
+        return cast(subprocess.Popen[str], process), process.pipe

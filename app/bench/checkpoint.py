@@ -60,7 +60,7 @@ def ensure_folder(name: str, write: Callable[[Path], None], root: Path | None = 
 
 
 def write_checkpoint(shape: Shape, folder: Path) -> None:
-    _write_json(folder / "config.json", _config(shape))
+    _write_json(folder / "config.json", config_of(shape))
     _write_json(folder / "generation_config.json", {"bos_token_id": NUM_BYTES, "eos_token_id": NUM_BYTES + 1})
     _write_json(folder / "tokenizer_config.json", _tokenizer_config(shape))
     _write_tokenizer(shape, folder / "tokenizer.json")
@@ -76,7 +76,7 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1), encoding="utf-8")
 
 
-def _config(shape: Shape) -> dict[str, object]:
+def config_of(shape: Shape) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

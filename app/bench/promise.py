@@ -20,7 +20,7 @@ from typing import Any
 from app.bench.client import Job, ask
 from app.bench.job import Run
 from app.bench.reader import Answer
-from app.bench.replay import compare
+from app.bench.replay import compare, figures_of
 from app.bench.server_process import ServerProcess
 from app.bench.statistics import percentile
 from app.bench.workloads import completion
@@ -139,10 +139,7 @@ def _spread(seconds: list[float]) -> Row:
 
 
 def _side(summary: Summary) -> Row:
-    ttft_s = summary.total.ttft_s
-    spread = {"ttft_p50_ms": ttft_s.p50, "ttft_p90_ms": ttft_s.p90, "ttft_p99_ms": ttft_s.p99}
-    in_ms = {name: nan if value is None else 1000 * value for name, value in spread.items()}
-    return in_ms | {"tokens_per_s": summary.output_tokens_per_s}
+    return dict(zip(("ttft_p50_ms", "ttft_p90_ms", "tokens_per_s", "kept"), figures_of(summary), strict=True))
 
 
 def _every_second(number: int) -> list[float]:

@@ -122,17 +122,18 @@ def print_comparison(name: str, served: Summary, simulated: Summary) -> None:
     rows = [_row("served", served), _row("simulated", simulated)]
     ratios = [
         "-" if not (real and said) else f"{real / said:.2f}"
-        for real, said in zip(_figures(served), _figures(simulated), strict=True)
+        for real, said in zip(figures_of(served), figures_of(simulated), strict=True)
     ]
     print("\n" + table(head, [*rows, ["served / simulated", *ratios, ""]]))
 
 
 def _row(name: str, summary: Summary) -> list[str]:
-    ttft_p50_ms, ttft_p90_ms, rate, kept = _figures(summary)
+    ttft_p50_ms, ttft_p90_ms, rate, kept = figures_of(summary)
     return [name, *map(number, (ttft_p50_ms, ttft_p90_ms, rate)), percent(kept), str(summary.total.refused)]
 
 
-def _figures(summary: Summary) -> tuple[float | None, float | None, float, float | None]:
+def figures_of(summary: Summary) -> tuple[float | None, float | None, float, float | None]:
+    """TTFT P50 and P90 in ms, output tokens a second, and the part of the promises that was kept."""
     ttft_s = summary.total.ttft_s
     p50_ms, p90_ms = (None if value is None else 1000 * value for value in (ttft_s.p50, ttft_s.p90))
     return p50_ms, p90_ms, summary.output_tokens_per_s, summary.total.attainment

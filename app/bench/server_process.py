@@ -9,22 +9,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import IO
 from urllib.parse import urlsplit
-
-
-class Process(Protocol):
-    """A process as `subprocess.Popen` has it."""
-
-    pid: int
-
-    @property
-    def returncode(self) -> int | Any: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def send_signal(self, number: signal.Signals, /) -> None: ...
-    def kill(self) -> None: ...
-
 
 SERVE = (sys.executable, "-m", "penstock", "serve")
 
@@ -114,7 +100,7 @@ class ServerProcess:
     ) -> None:
         self.stop()
 
-    def _start(self, command: list[str]) -> tuple[Process, IO[str]]:
+    def _start(self, command: list[str]) -> tuple[subprocess.Popen[str], IO[str]]:
         """The process, and its stderr."""
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()

@@ -22,7 +22,7 @@ from lab.demo.batches import Batch, batch
 from lab.demo.corpus import lesson, sample
 from lab.demo.export import model_config, read_weights, write
 from lab.demo.grammar import chance
-from lab.demo.network import MLP, Llama, RMSNorm, Shape, rope_tables, rotate, within_talks
+from lab.demo.network import MLP, Attention, Llama, RMSNorm, Shape, rope_tables, within_talks
 from lab.demo.optimiser import optimisers
 from lab.demo.tokenizer import BOS, END, VOCAB_SIZE, Message, special_id
 from lab.demo.train import MODEL
@@ -39,34 +39,13 @@ LESSONS = 0.3
 """The share of conversations with tools or JSON."""
 
 
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        width, out = 2 * shape.hidden_size, shape.num_heads * shape.head_dim
-        self.q_proj = nn.Linear(width, out, bias=False)
-        self.k_proj = nn.Linear(width, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(out, shape.hidden_size, bias=False)
-
-    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, each [B, heads, S, d]."""
-        shared = self.shape.num_heads // self.shape.num_kv_heads
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        k, v = rotate(k, *rope).repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-        return rotate(q, *rope), k, v
-
-
 class HeadLayer(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.norm_eps)
-        self.self_attn = Attention(shape)
+        self.self_attn = Attention(shape, 2 * shape.hidden_size)
         self.mlp = MLP(shape)
 
 
@@ -107,7 +86,7 @@ class Head(nn.Module):
             first: [B, S], whether a token is the first of its conversation: nobody sees it but itself.
         """
         length = ids.shape[1]
-        rope = self.rope[0][:length], self.rope[1][:length]
+        cos, sin = (table[:length] for table in self.rope)
         layer, hidden, found = self.midlayer, self.fc(features), []
         embedded = layer.input_layernorm(self.embed_tokens(ids))
         seen = within_talks(talks).masked_fill(first[:, None, None, :], -torch.inf)
@@ -115,7 +94,7 @@ class Head(nn.Module):
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for number in range(UNROLLED):
-            q, k, v = layer.self_attn.project(torch.cat((embedded, layer.hidden_norm(hidden)), -1), rope)
+            q, k, v = layer.self_attn.project(torch.cat((embedded, layer.hidden_norm(hidden)), -1), cos, sin)
             keys.append(k)
             values.append(v)
             attended = _attend(q, keys, values, seen, number)

@@ -10,7 +10,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
@@ -92,10 +91,8 @@ class Talker:
         return ids
 
 
-@dataclass(frozen=True)
-class Figure:
-    name: str
-    value: str
+Figure = tuple[str, str]
+"""A name and a value."""
 
 
 def share(flags: Iterable[bool]) -> str:
@@ -108,7 +105,7 @@ def perplexity(talker: Talker, count: int) -> list[Figure]:
     sums = [talker.surprise(conversation(rng, 500)) for _ in range(count)]
     tokens = sum(count for _, count in sums)
     value = math.exp(sum(total for total, _ in sums) / tokens)
-    return [Figure(f"perplexity of {tokens:,} held-out answer tokens", f"{value:.3f}")]
+    return [(f"perplexity of {tokens:,} held-out answer tokens", f"{value:.3f}")]
 
 
 def story_figures(talker: Talker, count: int, sample: bool) -> list[Figure]:
@@ -122,18 +119,18 @@ def story_figures(talker: Talker, count: int, sample: bool) -> list[Figure]:
     repeated = sum(len(some) - len(set(some)) for some in sentences) / sum(map(len, sentences))
     how = "sampled" if sample else "greedy"
     return [
-        Figure(f"stories that end by themselves ({how})", share(ended for _, ended in told)),
-        Figure(f"stories that keep their hero ({how})", share(hero)),
-        Figure(
+        (f"stories that end by themselves ({how})", share(ended for _, ended in told)),
+        (f"stories that keep their hero ({how})", share(hero)),
+        (
             f"stories that keep hero and place ({how})",
             share(h and p for h, p in zip(hero, place, strict=True)),
         ),
-        Figure(
+        (
             f"repeated sentences within a story ({how})",
             f"{100 * repeated:.2f} % of {sum(map(len, sentences))}",
         ),
-        Figure(f"different sentences among all stories ({how})", share_different(sentences)),
-        Figure(f"words per story ({how})", f"{sum(len(text.split()) for text, _ in told) / len(told):.0f}"),
+        (f"different sentences among all stories ({how})", share_different(sentences)),
+        (f"words per story ({how})", f"{sum(len(text.split()) for text, _ in told) / len(told):.0f}"),
     ]
 
 
@@ -167,7 +164,7 @@ def name_figure(talker: Talker, count: int) -> list[Figure]:
         talk += [("assistant", story), ("user", f"What was the name of the {spec.hero}?")]
     answers = talker.answer(talks, most=ANSWER_TOKENS)
     right = [(spec.name or "?") in text for (text, _), spec in zip(answers, specs, strict=True)]
-    return [Figure("hero's name remembered after the story", share(right))]
+    return [("hero's name remembered after the story", share(right))]
 
 
 def sums(count: int) -> list[tuple[str, Callable[[str], bool]]]:
@@ -215,7 +212,7 @@ def beyond(count: int) -> list[tuple[str, Callable[[str], bool]]]:
 
 def answered(talker: Talker, name: str, cases: list[tuple[str, Callable[[str], bool]]]) -> list[Figure]:
     answers = talker.answer([[("user", question)] for question, _ in cases], most=ANSWER_TOKENS)
-    return [Figure(name, share(right(text) for (text, _), (_, right) in zip(answers, cases, strict=True)))]
+    return [(name, share(right(text) for (text, _), (_, right) in zip(answers, cases, strict=True)))]
 
 
 Talk = list[Message]
@@ -236,19 +233,18 @@ def tool_figures(talker: Talker, count: int) -> Iterable[Figure]:
         yield exact(talker, f"answers from the {name}'s result that are right", uses)
     plain = [[tools_turn(rng, TOOLS), without(rng, TOOLS, short_part)[0]] for _ in range(count)]
     said = talker.answer(plain, most=ANSWER_TOKENS)
-    yield Figure(
-        "answers without a tool where none is needed", share(CALL_START not in text for text, _ in said)
-    )
+    yield ("answers without a tool where none is needed", share(CALL_START not in text for text, _ in said))
     asked = [no_clock(rng)[:1] for _ in range(count)]
     said = talker.answer(asked, most=ANSWER_TOKENS)
-    yield Figure(
-        "answers without a tool where none is offered", share("I have no clock" in text for text, _ in said)
+    yield (
+        "answers without a tool where none is offered",
+        share("I have no clock" in text for text, _ in said),
     )
 
 
 def exact(talker: Talker, name: str, cases: Sequence[tuple[Talk, str]]) -> Figure:
     answers = talker.answer([talk for talk, _ in cases], most=ANSWER_TOKENS)
-    return Figure(name, share(text == wanted for (text, _), (_, wanted) in zip(answers, cases, strict=True)))
+    return (name, share(text == wanted for (text, _), (_, wanted) in zip(answers, cases, strict=True)))
 
 
 def json_figures(talker: Talker, count: int) -> Iterable[Figure]:
@@ -264,7 +260,7 @@ def json_figures(talker: Talker, count: int) -> Iterable[Figure]:
     ]
     answers = talker.answer([[ask] for ask, _ in asked], most=ANSWER_TOKENS)
     keys = [keys_of(text) == keys_of(said) for (text, _), (_, (_, said)) in zip(answers, asked, strict=True)]
-    yield Figure("JSON with the members that were asked for", share(keys))
+    yield ("JSON with the members that were asked for", share(keys))
 
 
 def keys_of(text: str) -> list[str]:
@@ -298,8 +294,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the sampling")
     arguments = parser.parse_args()
     torch.manual_seed(arguments.seed)
-    for figure in figures(Talker(arguments.model), arguments.count):
-        print(f"{figure.name:<52} {figure.value:>16}", flush=True)
+    for name, value in figures(Talker(arguments.model), arguments.count):
+        print(f"{name:<52} {value:>16}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from app.bench.checkpoint import Shape, config_of
+
 MODES = ("full", "quick", "dry")
 VOCABULARY = 16_384
 """Tokens that are text, in every checkpoint here; the other rows of a model's vocabulary are never chosen."""
@@ -40,19 +42,12 @@ def parse_arguments() -> Arguments:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """A decoder's sizes."""
+class ModelShape(Shape):
+    """A decoder's sizes, as they are known."""
 
-    architecture: str
-    hidden: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
+    architecture: str = "LlamaForCausalLM"
     head_dim: int
-    intermediate: int
-    vocabulary: int
     tied: bool
-    max_length: int
     quantization: str | None = None
     """What its linear maps are stored in: "fp8", "int4", or None for bfloat16."""
 
@@ -61,24 +56,12 @@ class ModelShape:
         """Its config.json."""
         quantized = {} if self.quantization is None else {"quantization_config": self._quantization_config}
         return quantized | {
+            **config_of(self),
             "architectures": [self.architecture],
             "model_type": self.architecture.removesuffix("ForCausalLM").lower(),
-            "hidden_size": self.hidden,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
-            "intermediate_size": self.intermediate,
-            "vocab_size": self.vocabulary,
-            "max_position_embeddings": self.max_length,
-            "rms_norm_eps": 1e-5,
             "rope_theta": 500_000.0,
-            "hidden_act": "silu",
-            "attention_bias": False,
             "tie_word_embeddings": self.tied,
-            "bos_token_id": 256,
-            "eos_token_id": 257,
-            "torch_dtype": "bfloat16",
         }
 
     @property
@@ -109,7 +92,7 @@ class ModelShape:
 
 
 LLAMA_8B = ModelShape(
-    architecture="LlamaForCausalLM",
+    name="llama-8b",
     hidden=4096,
     num_layers=32,
     num_heads=32,
@@ -122,6 +105,7 @@ LLAMA_8B = ModelShape(
 )
 LLAMA_1B = replace(LLAMA_8B, hidden=2048, num_layers=16, head_dim=64, intermediate=8192, tied=True)
 QWEN3_06B = ModelShape(
+    name="qwen3-0.6b",
     architecture="Qwen3ForCausalLM",
     hidden=1024,
     num_layers=28,

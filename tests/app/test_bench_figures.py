@@ -77,9 +77,9 @@ def test_a_table_lines_up() -> None:
 def test_a_token_of_the_135_m_shape_is_0_23_gflop(tmp_path: Path) -> None:
     import json
 
-    from app.bench.checkpoint import _config
+    from app.bench.checkpoint import config_of
 
-    (tmp_path / "config.json").write_text(json.dumps(_config(LLAMA_135M)))
+    (tmp_path / "config.json").write_text(json.dumps(config_of(LLAMA_135M)))
     arithmetic = read_arithmetic(tmp_path)
     assert arithmetic.per_output_token == pytest.approx(0.231e9, rel=0.01)
     assert arithmetic.total(2, 1) == 3 * arithmetic.body + arithmetic.head
