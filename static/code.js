@@ -32,7 +32,10 @@ export function codeFigure(language, chunks, inside) {
   return el("figure", { class: "code" }, caption, el("pre", { tabindex: "0", role: "region", "aria-label": label }, shown));
 }
 
-/** The span that is open where a painted chunk begins: code that goes on after it is painted from there. @param {Element} chunk */
+/**
+ * The span that is open where a painted chunk begins: code that goes on after it is painted from there.
+ * @param {Element} chunk
+ */
 export function insideOf(chunk) {
   return insides.get(chunk) ?? null;
 }

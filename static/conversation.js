@@ -129,7 +129,10 @@ export function saidBefore(conversation, answer, isWhole) {
   return { previous: path[last]?.responseId ?? null, messages };
 }
 
-/** What a model thought before it answered is not for the next turn: its makers train it without. @param {Message} message */
+/**
+ * What a model thought before it answered is not for the next turn: its makers train it without.
+ * @param {Message} message
+ */
 function contentOf(message) {
   return message.role === "assistant" ? partsOf(message).answer : message.text;
 }

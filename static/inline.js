@@ -214,7 +214,11 @@ class InlineParser {
     this.#literal(mark.repeat(left));
   }
 
-  /** Pushes an opener of two marks, of one, or both, as many as the run holds. @param {string} mark  @param {number} left */
+  /**
+   * Pushes an opener of two marks, of one, or both, as many as the run holds.
+   * @param {string} mark
+   * @param {number} left
+   */
   #opener(mark, left) {
     if (left > 3) return 0;
     const lengths = mark === "~" ? [2] : [2, 1];
@@ -283,7 +287,10 @@ function fragmentOf(items) {
   return fragment;
 }
 
-/** One node for all neighbouring texts: a browser that joins them one by one copies them as often. @param {Item[]} items */
+/**
+ * One node for all neighbouring texts: a browser that joins them one by one copies them as often.
+ * @param {Item[]} items
+ */
 function nodesOf(items) {
   /** @type {Node[]} */
   const nodes = [];

@@ -74,7 +74,10 @@ export class Log {
     for (const view of this.#views.values()) view.showVersions();
   }
 
-  /** The first text and the end of an answer show at once, what is between at the next frame. @param {Message} message */
+  /**
+   * The first text and the end of an answer show at once, what is between at the next frame.
+   * @param {Message} message
+   */
   update(message) {
     const view = this.#views.get(message);
     if (view === undefined) return;
@@ -95,7 +98,10 @@ export class Log {
     this.#keepEnd();
   }
 
-  /** Puts it before the view of what follows it, which is there already or comes at the end. @param {Message} message */
+  /**
+   * Puts it before the view of what follows it, which is there already or comes at the end.
+   * @param {Message} message
+   */
   #add(message) {
     const view = this.#viewOf(message);
     const next = this.#views.get(this.#path[this.#path.indexOf(message) + 1]);

@@ -49,7 +49,10 @@ class VersionsView {
     this.#buttons[1].disabled = at === versions.length - 1;
   }
 
-  /** The button that was pressed is gone with its version: the same one of this version takes the focus. @param {number} step */
+  /**
+   * The button that was pressed is gone with its version: the same one of this version takes the focus.
+   * @param {number} step
+   */
   focus(step) {
     const [previous, next] = this.#buttons;
     const wanted = step < 0 ? previous : next;
