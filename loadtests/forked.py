@@ -11,12 +11,35 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, cast
 
 from app.bench.server_process import SERVE, ServerProcess, environment
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(["torch", "app.server"])
+
+
+def run(
+    arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Runs `penstock` with these arguments to its end.
+
+    Raises:
+        subprocess.TimeoutExpired: it was killed after that time.
+    """
+    command = ["penstock", *arguments]
+    with TemporaryDirectory() as folder:
+        outputs = {1: Path(folder) / "stdout", 2: Path(folder) / "stderr"}
+        process = _FORKS.Process(target=_become, args=(command, outputs, dict(environment), str(Path.cwd())))
+        process.start()
+        process.join(timeout_s)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(command, timeout_s)
+        texts = [path.read_text(encoding="utf-8") for path in outputs.values()]
+    return subprocess.CompletedProcess(command, process.exitcode, *texts)
 
 
 class ForkedProcess:
@@ -32,7 +55,7 @@ class ForkedProcess:
         reader, writer = _FORKS.Pipe(duplex=False)
         with reader, writer:
             self._process = _FORKS.Process(
-                target=_become, args=(list(command), output, writer, dict(environment), str(folder))
+                target=_become, args=(list(command), {output: writer}, dict(environment), str(folder))
             )
             self._process.start()
             self.pipe = os.fdopen(os.dup(reader.fileno()))
@@ -62,11 +85,12 @@ class ForkedProcess:
 
 
 def _become(
-    command: list[str], output: int, pipe: Connection, environment: dict[str, str], folder: str
+    command: list[str], outputs: Mapping[int, Connection | Path], environment: dict[str, str], folder: str
 ) -> None:
-    """Runs `python -m command` in the process that was just forked."""
-    with pipe:
-        os.dup2(pipe.fileno(), output)
+    """Runs `python -m command` in the process that was just forked; `outputs` are where 1 and 2 go."""
+    for number, output in outputs.items():
+        with output.open("w") if isinstance(output, Path) else output as target:
+            os.dup2(target.fileno(), number)
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from app.bench.server_process import ServerProcess
 from app.log import log
+from loadtests.forked import ForkedServer
 from tests.few import leave_combinations
 
 # Triton decides when it is first imported whether it interprets, and other libraries import it, too.
@@ -107,7 +107,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def live_server() -> Iterator[str]:
     """The address of a server that serves the demo model; it must end well, too."""
-    server = ServerProcess()
+    server = ForkedServer()
     server.wait_ready()
     yield server.url
     assert server.stop() == 0, server.log

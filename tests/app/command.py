@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+
+from loadtests import forked
+
+TIMEOUT_S = 300
+"""The CPU kernels may have to be compiled."""
 
 
 def penstock(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs `penstock` with these environment variables beside those of the tests."""
-    return subprocess.run(
-        [sys.executable, "-m", "penstock", *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,  # the CPU kernels may have to be compiled
-        check=False,
-        env={**os.environ, **variables},
-    )
+    """Runs `penstock` with these environment variables beside those of the tests.
+
+    It is a process of its own, forked from one that has imported torch already.
+    """
+    return forked.run(arguments, {**os.environ, **variables}, TIMEOUT_S)

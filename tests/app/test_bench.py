@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +17,7 @@ from app.bench.statistics import Figures
 from app.bench.workloads import Interactive, Workload
 from app.cli import main
 from app.errors import OperatorError
+from tests.app.command import penstock
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     figures = folder / "figures.json"
     options = ["--model", str(model), "--streams", "1,3", "--dtype", "float32", "--json", str(figures)]
     options += ["--only", "generate,http,prefix"]  # the part promise takes minutes
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", "bench", "--quick", *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        env={**os.environ, "COLUMNS": "200"},
-    )
+    done = penstock("bench", "--quick", *options, COLUMNS="200")
     assert done.returncode == 0, done.stderr
     assert "llama-tiny, float32, 3" in done.stdout
     loaded: dict[str, Any] = json.loads(figures.read_text())

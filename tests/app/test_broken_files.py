@@ -6,8 +6,6 @@ import json
 import shutil
 import socket
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,8 +16,8 @@ from app.build import build
 from app.errors import OperatorError
 from app.settings import Settings
 from gateway.access.keys import digest_of
+from tests.app.command import penstock
 
-PENSTOCK = str(Path(sys.executable).with_name("penstock"))
 KEY = "alice-0123456789abcdef"
 HASHED = f"sha256:{digest_of(KEY).hex()}"
 
@@ -39,14 +37,7 @@ def model(tiny_model: Path, tmp_path: Path) -> Path:
 
 def refusal(*arguments: str) -> str:
     """Returns the last line that the command writes before it gives up; earlier lines may only report progress."""
-    done = subprocess.run(
-        [PENSTOCK, *arguments],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = penstock(*arguments)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     *before, last = done.stderr.splitlines()

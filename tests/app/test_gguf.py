@@ -31,6 +31,7 @@ from engine.model.checkpoint import read_tokenizer
 from lab.demo.held_out import held_out
 from lab.demo.perplexity import load, perplexity
 from lab.demo.score import Talker
+from loadtests.forked import ForkedServer
 from tests.app.command import penstock
 from tests.engine.gguf_files import same, write_gguf
 
@@ -176,7 +177,7 @@ def test_it_answers_as_the_directory_does(demo: Path) -> None:
         text
         for text, _ in Talker(DEMO_MODEL).answer([[("user", question)] for question in questions], most=24)
     ]
-    with ServerProcess(["--model", str(demo)]) as server:
+    with ForkedServer(["--model", str(demo)]) as server:
         assert [answer(server, "demo-Q8_0", question) for question in questions] == expected
 
 

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.bench.server_process import ServerProcess
 from gateway.access.keys import digest_of
 from lab.bench.redis_process import SlowLine
+from loadtests.forked import ForkedServer
 from tests.redis_server import RedisServer
 
 pytestmark = pytest.mark.anyio
@@ -302,7 +303,7 @@ def keys_file(tmp_path: Path) -> Path:
 async def test_nobody_but_the_operator_notices(kind: type[StoppedRedis], keys_file: Path) -> None:
     place, made = kind(), list[Made]()
     arguments = ["--redis-url", place.url, "--api-keys-file", str(keys_file), "--replica"]
-    with place.running(), ServerProcess([*arguments, "first"]) as server:
+    with place.running(), ForkedServer([*arguments, "first"]) as server:
         async with load_on(server) as load:
             operator = Operator(server, load.http)
             await operator.wait_metric("store_up", lambda up: up == 1)
@@ -318,7 +319,7 @@ async def test_nobody_but_the_operator_notices(kind: type[StoppedRedis], keys_fi
         assert operator.news[0] == "gone"
         assert all(earlier != later for earlier, later in itertools.pairwise(operator.news))
         server.kill()
-        with ServerProcess([*arguments, "second"]) as second:
+        with ForkedServer([*arguments, "second"]) as second:
             async with client(second) as http:
                 for each in made:
                     await each.check(http)

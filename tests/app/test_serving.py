@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from app.bench.server_process import SERVE, ServerProcess
+from loadtests.forked import ForkedServer
 from tests.collector import Collector
 
 Start = Callable[..., ServerProcess]
@@ -55,7 +56,7 @@ def start() -> Iterator[Start]:
     servers: list[ServerProcess] = []
 
     def start_one(*arguments: str, command: Sequence[str] = SERVE) -> ServerProcess:
-        servers.append(ServerProcess(arguments, command))
+        servers.append(ForkedServer(arguments) if command is SERVE else ServerProcess(arguments, command))
         return servers[-1]
 
     yield start_one

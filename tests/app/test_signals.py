@@ -7,16 +7,14 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from pathlib import Path
 
 import pytest
 
 from app.bench.server_process import ServerProcess
+from loadtests.forked import ForkedServer
 
-PENSTOCK = (str(Path(sys.executable).with_name("penstock")), "serve")
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
 WAITING = ("penstock_queued_requests", "penstock_waiting_sequences")
 
@@ -30,7 +28,7 @@ def start() -> Iterator[Start]:
     servers: list[ServerProcess] = []
 
     def start_one(*arguments: str) -> ServerProcess:
-        servers.append(ServerProcess(arguments, ("setsid", *PENSTOCK)))
+        servers.append(ForkedServer(arguments))  # which calls setsid
         return servers[-1]
 
     yield start_one

@@ -9,6 +9,7 @@ import openai
 from openai.types.responses import Response
 
 from app.bench.server_process import ServerProcess
+from loadtests.forked import ForkedServer
 from tests.redis_server import RedisServer
 
 NUM_TURNS = 10
@@ -49,11 +50,11 @@ def test_ten_turns_and_one_after_a_restart_find_what_was_before() -> None:
     conversation = Conversation()
     with RedisServer() as redis:
         arguments = ["--redis-url", redis.url, "--replica", "the-one"]
-        with ServerProcess(arguments) as server:
+        with ForkedServer(arguments) as server:
             shares = [conversation.go_on(server) for _ in range(NUM_TURNS)]
             assert min(shares[1:]) >= MIN_SHARE, shares
             server.signal(signal.SIGTERM)
             assert server.wait() == 0
-        with ServerProcess(arguments) as server:
+        with ForkedServer(arguments) as server:
             server.wait_line(" prefixes again, ")
             assert conversation.go_on(server) >= MIN_SHARE

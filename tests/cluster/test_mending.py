@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -15,6 +15,7 @@ from app.settings import Settings
 from app.switch import make_switch
 from cluster.upstream import Address
 from gateway.sessions.owners import tag_in, tag_of
+from loadtests.forked import ForkedServer
 from priority.routing.router import Router
 from tests.app.test_survival import NUM_STREAMS, Follower, Interrupted, client, undisturbed
 from tests.cluster.scripted_replicas import serving
@@ -39,7 +40,7 @@ def redis_url() -> Iterator[str]:
 
 async def test_no_client_notices_that_a_replica_was_killed(redis_url: str) -> None:
     common = ["--redis-url", redis_url, "--warm-up-tokens", "0", "--threads", "1", "--cluster-secret", SECRET]
-    replicas = [ServerProcess([*common, "--replica", f"r{number}"]) for number in range(2)]
+    replicas = [ForkedServer([*common, "--replica", f"r{number}"]) for number in range(2)]
     journals = Redis.from_url(redis_url)
     # A busy machine is not to look like a frozen replica.
     patient = Router(stale_s=START_S)
@@ -69,7 +70,7 @@ async def test_no_client_notices_that_a_replica_was_killed(redis_url: str) -> No
         journals.close()
 
 
-def _busiest(replicas: list[ServerProcess], followers: list[Follower]) -> ServerProcess:
+def _busiest(replicas: Sequence[ServerProcess], followers: list[Follower]) -> ServerProcess:
     """The one that has the most replies to end."""
     left = Counter(tag_in(follower.id) for follower in followers if not follower.done)
     return max(enumerate(replicas), key=lambda numbered: left[tag_of(f"r{numbered[0]}")])[1]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, Route, expect
 
-from app.bench.server_process import ServerProcess
+from loadtests.forked import ForkedServer
 from tests.redis_server import RedisServer
 from tests.static.conftest import OpenPage, act_until, reload, wait_started
 from tests.static.scripted import CUT, Cut, Gate, Refusal, ScriptedServer, error_frame, frame, stream
@@ -297,7 +297,7 @@ def ask_for_length(route: Route) -> None:
 
 def test_an_answer_outlives_its_server(browser: Browser, redis_url: str) -> None:
     arguments = ["--redis-url", redis_url]
-    first = ServerProcess(arguments)
+    first = ForkedServer(arguments)
     first.wait_ready()
     page = browser.new_context().new_page()
     page.route("**/v1/responses", ask_for_length)
@@ -309,7 +309,7 @@ def test_an_answer_outlives_its_server(browser: Browser, redis_url: str) -> None
     expect_state(page, "reconnecting")
     wait_until_stored(page, lambda answer: answer["state"] == "reconnecting")
     length = len(stored_answer(page)["text"])
-    with ServerProcess([*arguments, "--port", str(first.port)]):
+    with ForkedServer([*arguments, "--port", str(first.port)]):
         with page.expect_response(
             lambda response: "starting_after" in response.url and response.ok
         ) as followed:
