@@ -5,6 +5,7 @@ Most claims are sentences: each is written here with the code's own value in it,
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
@@ -19,7 +20,7 @@ from app.calibration import PIECE_TOKENS
 from app.settings import choices
 from app.simulate.inputs import GPU_COST
 from cluster import members, relay, switch
-from docs.generate import FOLDER
+from docs.generate import FOLDER, parser_of
 from engine.kernels.cpu.levels import LEVELS
 from engine.model import config, quantize_cache
 from engine.model.architectures import ARCHITECTURES
@@ -39,11 +40,12 @@ from gateway.wire import compiling
 from priority import admission, queue, shares, steptime, yielding
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.routing import index, router
+from priority.simulator.cluster import Wires
 from priority.simulator.run import Machine
-from tests.docs.markdown import ROOT, Page, pages
+from tests.docs.markdown import ROOT, Page, pages, tracked
 
 INTERACTIVE = DEFAULT_POLICIES[Lane.INTERACTIVE]
-LIMITS, KEEPING, TIMEOUTS = Limits(), Keeping(), Timeouts()
+LIMITS, KEEPING, TIMEOUTS, WIRES = Limits(), Keeping(), Timeouts(), Wires()
 WORDS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 MIB, KIB, HOUR = 1 << 20, 1 << 10, 3600
 
@@ -155,10 +157,14 @@ CLAIMS: dict[str, list[str]] = {
         f"less than {quantize_cache.SMALLEST // MIB} MiB of linear maps",
         f"groups of less than {packing._SMALLEST_GROUP} inputs",
         f"pieces of {PIECE_TOKENS} tokens",
+        f"`--calibration-tokens` ({parser_of(['quantize']).get_default('calibration_tokens'):,})",
     ],
     "docs/internals/routing.md": [
         f"at the latest {WORDS[int(router.LEASE_S)]} seconds after its forecast",
         f"{index.DEFAULT_MAX_BLOCKS // 10**6} million by default",
+        f"`--push-ms` later ({WIRES.push_delay_s * 1000:g})",
+        f"{WIRES.kv_bytes:,} bytes a token",
+        f"`--transfer-gbps` ({WIRES.transfer_gbps:g})",
     ],
     "docs/internals/store.md": [
         f"A call takes at most {interface.MAX_WAIT_S * 1000:g} ms",
@@ -265,6 +271,18 @@ def test_the_readme_shows_what_the_laboratory_measured() -> None:
     for name, *cells in measured:
         own = laboratory[name.split(":")[0]]
         assert cells == [own[1], own[4], own[5]]
+    ours, vllm, llama = (laboratory["W2"][column].split(";")[0] for column in (1, 4, 5))
+    said = f"{ours} tokens a second from 16 streams on two AVX2 cores, where vLLM brings {vllm} and llama.cpp {llama}"
+    assert said in in_one_line("README.md")
+
+
+def test_the_size_of_the_page() -> None:
+    files = [
+        path for path in tracked() if path.parts[len(ROOT.parts)] == "static" and "vendor" not in path.parts
+    ]
+    num_kb = sum(len(gzip.compress(path.read_bytes())) for path in files) / 1000
+    (said,) = re.findall(r"less than (\d+) KB as it is sent", in_one_line("docs/guide/page.md"))
+    assert 0.8 * int(said) < num_kb < int(said)
 
 
 def test_workloads() -> None:
