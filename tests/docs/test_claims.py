@@ -19,13 +19,14 @@ from app.bench.workloads import WORKLOADS
 from app.calibration import PIECE_TOKENS
 from app.settings import choices
 from app.simulate.inputs import GPU_COST
-from cluster import members, relay, switch
+from cluster import members, plan, relay, switch
 from docs.generate import FOLDER, parser_of
 from engine.kernels.cpu.levels import LEVELS
 from engine.model import config, quantize_cache
 from engine.model.architectures import ARCHITECTURES
 from engine.model.gguf.config import ARCHITECTURES as GGUF_ARCHITECTURES
 from engine.model.gguf.container import TYPES
+from engine.parallel import group
 from engine.planning import block_map, grammar_check, grammars, lookup, pace
 from engine.quant.storages import packing
 from gateway import watch
@@ -36,7 +37,7 @@ from gateway.http.limits import Limits
 from gateway.sessions.batches import batch, files, running
 from gateway.sessions.recordings.registry import Keeping
 from gateway.store import breaker, interface, redis
-from gateway.wire import compiling
+from gateway.wire import compiling, sampling
 from priority import admission, queue, shares, steptime, yielding
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.routing import index, router
@@ -85,6 +86,7 @@ CLAIMS: dict[str, list[str]] = {
         f"Compiling the {WORDS[len(LEVELS['x86_64'])]} levels of x86-64",
     ],
     "docs/guide/clients.md": [
+        f"`xtc_threshold` ({sampling._XTC_THRESHOLD:g} unless it says)",
         f"{running.LINES_AT_ONCE} lines of all batches at a time",
         f"as long as a body may be, {LIMITS.max_body_bytes // MIB} MiB",
         f"{files.MAX_FILES} files with {files.MAX_BYTES // MIB} MiB together",
@@ -124,12 +126,14 @@ CLAIMS: dict[str, list[str]] = {
         f"silent for {switch.STALL_S:g} s in a stream, or {switch.LOST_S:g} s in any reply",
         f"after its stream of state was given up ({members.SILENT_S:g} s)",
         f"given up after {relay.MEND_S:g} s",
+        f"{plan._MARGIN_S:g} s more than `--drain-timeout`",
         f"after {interface.ALIVE_S:g} s without a heartbeat in Redis",
     ],
     "docs/guide/simulate.md": [
         f"{GPU_COST['alpha_s'] * 1e3:g} ms, {GPU_COST['beta_s'] * 1e6:g} us, {GPU_COST['gamma_s'] * 1e6:g} us, "
         f"{GPU_COST['delta_s'] * 1e9:g} ns, and KV for {Machine(coefficients={}).num_kv_tokens:,} tokens",
     ],
+    "docs/internals/parallel.md": [f"the others wait for {group._TIMEOUT.seconds / 60:g} minutes"],
     "docs/internals/scheduling.md": [
         f"A prompt token that is computed costs {shares.COST_PREFILL}",
         f"in the prefix cache {shares.COST_HIT}, an output token {shares.COST_OUTPUT}",
