@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -68,6 +69,12 @@ def test_names_in_backticks_stand_in_the_code(page: Page) -> None:
     assert [name for name in full if resolve(name) is None and resolve(f"{around}.{name}") is None] == []
     parts = {part for name in names if PATH.fullmatch(name) and "/" not in name for part in name.split(".")}
     assert [part for part in parts if IDENTIFIER.fullmatch(part) and part not in words()] == []
+
+
+@every_page
+def test_members_of_classes_are_theirs(page: Page) -> None:
+    named = {tuple(span.split(".")) for span in page.spans if re.fullmatch(r"[A-Z]\w+\.[a-z_]\w+", span)}
+    assert [f"{name}.{member}" for name, member in named if member not in classes().get(name, ())] == []
 
 
 @every_page
@@ -158,6 +165,18 @@ def resolve(name: str) -> Any:
         return import_module(name)
     except ModuleNotFoundError:
         return getattr(resolve(module), member, None) if module else None
+
+
+@cache
+def classes() -> dict[str, set[str]]:
+    """The names in the bodies of classes, by the classes' names."""
+    found: dict[str, set[str]] = {}
+    for path in tracked():
+        if path.suffix == ".py":
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    found.setdefault(node.name, set()).update(re.findall(r"\w+", ast.unparse(node)))
+    return found
 
 
 @cache
