@@ -184,13 +184,14 @@ use which routes, and what becomes of their fields."""
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             endpoint = f"`{method.upper()} {path}`"
-            body = _body(operation)
-            if body:
+            about = [operation["summary"]]
+            if parameters := [one for one in operation["parameters"] if one["in"] != "path"]:
+                about.append(f"Parameters: {_codes(map(_parameter, parameters))}")
+            if body := _body(operation):
                 bodies.setdefault(body, []).append(endpoint)
-            parameters = _codes(_parameter(one) for one in operation["parameters"] if one["in"] != "path")
-            link = f"[{body}](#{body.lower()})" if body else ""
-            rows.append((endpoint, operation["summary"], parameters, link))
-    yield _table("endpoint | what it does | parameters | body", rows)
+                about.append(f"Body: [{body}](#{body.lower()})")
+            rows.append((endpoint, "<br>".join(about)))
+    yield _table("endpoint | what it does", rows)
     for body, endpoints in bodies.items():
         yield f"## {body}"
         yield f"The body of {', '.join(endpoints)}. Fields in bold are required."
