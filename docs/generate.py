@@ -12,7 +12,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 from unittest import mock
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Metric
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 from starlette.routing import Route
@@ -248,21 +248,22 @@ def _metrics() -> Iterator[str]:
 Prometheus reads them at `/metrics`. The samples of a counter have `_total` behind its name, those of a histogram
 `_bucket`, `_sum` and `_count`. With `--metrics-compat vllm`, many are there under vLLM's names, too."""
     store = CollectorRegistry()
-    store.register(gateway.metrics.StoreMetrics(lambda: StoreStats(state="ok")))
+    store.register(gateway.metrics.StoreMetrics(lambda: StoreStats(failures={"timeout": 0})))
     of_server, of_switch = gateway.metrics.Metrics().registry, cluster.metrics.Metrics().registry
     for title, registries in (("A server's", [of_server, store]), ("A switch's", [of_switch])):
         yield f"## {title}"
         rows = [
-            (f"`{metric.name}`", metric.type, _codes(_labels(registry, metric.name)), metric.documentation)
+            (f"`{metric.name}`", metric.type, _codes(_labels(registry, metric)), metric.documentation)
             for registry in registries
             for metric in registry.collect()
         ]
         yield _table("name | type | labels | what it says", sorted(rows))
 
 
-def _labels(registry: CollectorRegistry, name: str) -> Iterable[str]:
-    collector = registry._names_to_collectors.get(name)
-    return getattr(collector, "_labelnames", ())
+def _labels(registry: CollectorRegistry, metric: Metric) -> Iterable[str]:
+    """The names of a metric's labels, of which there are samples only once something was counted."""
+    known = getattr(registry._names_to_collectors.get(metric.name), "_labelnames", ())
+    return known or {label: None for sample in metric.samples for label in sample.labels if label != "le"}
 
 
 if __name__ == "__main__":
