@@ -1,4 +1,4 @@
-"""What clients do beside waiting for their answer: they poll, leave, dawdle, and lose their connection and come back.
+"""Clients that do more than wait: they poll, leave, dawdle, and lose their connection and come back.
 
 Plain sockets and plain waiting: users of locust run this in greenlets, the soak test in threads.
 """
@@ -17,7 +17,7 @@ _TOPICS = ("the sea", "a lighthouse", "bread", "a winter walk", "the moon", "an 
 _INTRODUCTION = "Once upon a time there was a small house at the edge of a great forest. " * 4
 _POLL_S = 0.2
 _PIECE_BYTES, _PIECE_S = 512, 0.02
-"""What a slow reader takes at a time, and how long it then looks away."""
+"""A slow reader takes so much at a time, and then looks away for so long."""
 
 
 def question() -> str:

@@ -52,7 +52,7 @@ class Server:
         return recording
 
     def answer(self, method: str, path: str, body: object = None, *, after_event: int = -1) -> Answer:
-        """The same, read; whatever goes wrong is in the answer."""
+        """Reads the answer of an exchange; whatever goes wrong is in it."""
         started_s = time.perf_counter()
         try:
             return read_answer(self.exchange(method, path, body), after_event)

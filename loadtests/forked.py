@@ -43,7 +43,7 @@ def run(
 
 
 class ForkedProcess:
-    """What `subprocess.Popen([sys.executable, "-m", *command], start_new_session=True)` is, as far as it is used here.
+    """Acts as `subprocess.Popen([sys.executable, "-m", *command], start_new_session=True)`, as far as it is used here.
 
     The script that uses it must do nothing when it is imported. CUDA is not initialised in the process that forks.
     """

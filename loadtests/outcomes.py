@@ -1,4 +1,4 @@
-"""What became of one request, as users report it and reports count it."""
+"""The outcome of one request, as users report it and reports count it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Outcome:
         return cls(**{**fields, "answer": Answer(**fields["answer"])})
 
     def served(self) -> Served:
-        """The same as the simulator says it, on the clock of `at_s`, so that both are counted by one rule."""
+        """Writes it as the simulator does, on the clock of `at_s`, so that both are counted by one rule."""
         answer = self.answer
         arrival = Arrival(
             self.at_s, answer.num_prompt_tokens, answer.num_output_tokens, parse_lane(self.lane), self.tenant

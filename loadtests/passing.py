@@ -1,4 +1,4 @@
-"""What a switch costs for each event that it passes on: `python -m loadtests.passing`.
+"""Measures the cost of each event that a switch passes on: `python -m loadtests.passing`.
 
 A fake replica sends events of 170 bytes, one to every stream each 10 ms, as the steps of an engine bring them, and
 its state. They are read directly, through a relay that only copies bytes, and through a switch, as plain and as

@@ -50,7 +50,7 @@ class Process:
 
 @dataclass
 class Status:
-    """What `penstock cluster status` prints."""
+    """The output of `penstock cluster status`."""
 
     text: str
     switches: list[Process] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Cluster:
         self._ray = ray
 
     async def run(self, *arguments: str) -> str:
-        """What the command prints; raises RuntimeError with what it says if it fails."""
+        """Returns the command's output; raises RuntimeError with its message if it fails."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "penstock", "cluster", arguments[0], "--address", self._ray.address, *arguments[1:]),
@@ -113,7 +113,7 @@ class Cluster:
 
 @dataclass
 class Tally:
-    """What clients saw."""
+    """Requests as their clients saw them."""
 
     num_answered: int = 0
     failures: list[str] = field(default_factory=list)

@@ -37,12 +37,12 @@ _WARM_S = 20.0
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked, and under which name the model is served."""
+    """The sessions, and the name under which the model is served."""
 
     num_sessions: int
     num_turns: int
     num_sentences: int = 0
-    """That a turn says before it asks."""
+    """Sentences that a turn says before it asks."""
     served_as: str = _SERVED_AS
 
 

@@ -1,4 +1,4 @@
-"""What a load test can be told: the flags of locust's command line, which its web page shows as fields, too."""
+"""The flags of a load test on locust's command line, which its web page shows as fields, too."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _GONE_S = 60.0
 """A server that was killed is back before this."""
 _GROWTH = 1.05
 _NEW_MIB = 24
-"""What caches may take beside."""
+"""Caches may take so much beside."""
 _KV_MEMORY = "64MiB"
 """So little that all of it is soon in use: memory counts from when it is first written."""
 _IDLE = (
@@ -258,7 +258,7 @@ def soak(seconds: float, num_clients: int) -> list[str]:
 
 
 def _not_idle(target: ServerUnderTest, files: int) -> list[str]:
-    """What is not as if nobody had ever been there, as soon as it is or when patience ends."""
+    """Waits until all is as if nobody had ever been there; returns what is not when patience ends."""
     end_s = time.perf_counter() + 30.0
     while True:
         found = target.metrics()

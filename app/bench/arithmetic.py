@@ -20,7 +20,7 @@ class Arithmetic:
     """Numbers that a token leaves in the KV cache."""
 
     def total(self, num_prompt_tokens: int, num_output_tokens: int) -> int:
-        """Of requests with so many tokens in all; that nothing follows the last token of each is ignored."""
+        """Counts requests with so many tokens in all; that nothing follows the last token of each is ignored."""
         return self.body * (num_prompt_tokens + num_output_tokens) + self.head * num_output_tokens
 
     @property

@@ -58,11 +58,11 @@ class Sizes:
     kv: int
     """A number of the KV cache."""
     factor: int
-    """What weights are multiplied as: 4 for float32."""
+    """The number that a weight is multiplied as: 4 for float32."""
 
     @classmethod
     def of(cls, dtype: str, quantize: str | None = None, kv_dtype: str | None = None) -> Sizes:
-        """Those of `penstock serve` with these options, for a checkpoint in bfloat16, as the bench's are."""
+        """The sizes of `penstock serve` with these options, for a checkpoint in bfloat16, as the bench's are."""
         weight = 4 if dtype == "float32" else 2
         kv = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}.get(kv_dtype or "auto", weight)
         if quantize is None:

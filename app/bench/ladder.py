@@ -172,5 +172,5 @@ def print_ladder(model: str, rows: Sequence[Row], price: float) -> None:
 
 
 def cost_per_million(price: float, tokens_per_s: float) -> float:
-    """What a million output tokens cost, of a machine with this price an hour."""
+    """The price of a million output tokens of a machine with this price an hour."""
     return price * 1e6 / (3600 * tokens_per_s) if tokens_per_s else inf

@@ -1,4 +1,4 @@
-"""What the machine can do: the measuring loops of the native kernels."""
+"""The measuring loops of the native kernels, which say what the machine can do."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class PromiseBench:
         return {"capacity_per_s": rate, "offered_per_s": 2 * rate, **self._figures(answers)}
 
     def _replay(self) -> Row:
-        """The same trace served and simulated, with more KV than it needs."""
+        """Serves and simulates one trace, with more KV than it needs."""
         trace = mixed(Demand(2.0, self.seconds, seed=7, kind="chat"))
         machine, served, simulated = compare(self.server, self.run, trace, self.token_ids)
         sizes = {

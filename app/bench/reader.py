@@ -59,16 +59,16 @@ class Answer:
     error: str | None = None
     stream: int = 0
     status: int = 0
-    """Of HTTP; 0 if there was no answer."""
+    """The status of HTTP; 0 if there was no answer."""
     predicted_ttft_s: float | None = None
     queue_s: float | None = None
-    """What the server says that the request waited in its queue."""
+    """The time in the server's queue, as the server tells it."""
     lane: str | None = None
     """The lane that the server says it used."""
     drafts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By proposer, the drafts that were verified and those that were right, as the server tells."""
     id: str = ""
-    """Of a response."""
+    """The id of a response."""
     last_event: int = -1
     """The number of the last event that was read of a response; -1 before the first."""
     text: str = ""
@@ -137,7 +137,7 @@ def frames(pieces: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:
 
 
 def read_answer(recording: Recording, after_event: int = -1) -> Answer:
-    """What the recorded bytes say.
+    """Reads the recorded bytes.
 
     Args:
         after_event: the event of a response that was read before, where the recording goes on with it.

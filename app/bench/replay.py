@@ -24,7 +24,7 @@ from priority.steptime import NAMES
 
 _BLOCK_SIZE = 16
 _MAX_BATCH_TOKENS = 512
-"""Of a server on a CPU that was not told otherwise."""
+"""The default of a server on a CPU."""
 _NUM_ALONE, _APART_S, _SHORT_PROMPT = 20, 0.1, 64
 
 

@@ -11,7 +11,7 @@ from app.bench.reader import Answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one run of streams came to."""
+    """The outcome of one run of streams."""
 
     streams: int
     requests: int

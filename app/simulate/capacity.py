@@ -25,7 +25,7 @@ class Capacity:
     rate: float
     """Requests per second, as in --rate; 0 if the promise cannot be kept at any."""
     attainment: float | None
-    """Of the interactive requests offered at that rate; None if there is no such rate."""
+    """The part of the interactive requests offered at that rate that had it kept; None if there is no such rate."""
 
 
 class Search:
@@ -104,7 +104,7 @@ def _compared(one: Capacity, first: Capacity) -> str:
 
 
 def _machine_seconds(traffic: Traffic, machine: Machine) -> float:
-    """What a request takes of a machine at the very least, on average, if no prompt is found in the prefix cache."""
+    """Returns the least time of a machine for a request, on average, if no prompt is found in the prefix cache."""
     cost = machine.coefficients
     total_s = sum(
         cost["beta_s"] * arrival.num_prompt

@@ -159,7 +159,7 @@ def _add_replicas(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What argparse cannot see: flags that need others, and folders that are not there."""
+    """Checks what argparse cannot see: flags that need others, and folders that are not there."""
     given = {name for name, value in vars(options).items() if value not in (None, False)}
     for mode, (own, others) in _MODES.items():
         if mode not in given and (stray := own & given):

@@ -1,4 +1,4 @@
-"""What is simulated, as the operator gave it: the trace, the machine and the promise, every mistake one line."""
+"""Reads what the operator wants simulated: the trace, the machine and the promise, every mistake one line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Traffic:
     name: str
     arrivals: list[Arrival]
     at_rate: Callable[[float], list[Arrival]]
-    """The same traffic at so many requests per second."""
+    """Gives this traffic at so many requests per second."""
 
     @property
     def rate(self) -> float:

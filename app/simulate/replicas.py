@@ -32,7 +32,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """What is compared."""
+    """The routers that are compared, and the numbers of replicas."""
 
     numbers: Sequence[int]
     routers: Sequence[str]

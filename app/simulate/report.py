@@ -42,7 +42,6 @@ def print_report(summaries: Sequence[Summary], lanes: dict[Lane, LanePolicy]) ->
 
 
 def promise_text(policy: LanePolicy) -> str:
-    """What the lane promises, in words."""
     return f"Promise: first token within {number(policy.ttft_s)} s, then one every {number(policy.tpot_s, 1000)} ms"
 
 
@@ -53,7 +52,7 @@ def _policies(summaries: Sequence[Summary]) -> str:
 
 
 def _outcome(summary: Summary) -> list[str]:
-    """Of the interactive lane, or of all if there is nothing in it."""
+    """Returns the cells of the interactive lane, or of all lanes if there is nothing in it."""
     one = summary.lanes.get(Lane.INTERACTIVE.label, summary.total)
     return [
         percent(one.attainment),

@@ -30,13 +30,13 @@ class Job:
     threads: int
     streams: list[int]
     num_tokens: int
-    """Of each story."""
+    """The length of each story."""
     rounds: int
 
 
 @dataclass(slots=True)
 class Depth:
-    """What k drafts in every step of so many streams came to."""
+    """The outcome of k drafts in every step of so many streams."""
 
     streams: int
     length: int
@@ -48,7 +48,7 @@ class Depth:
     acceptance: list[float] | None = None
     """By position: the share of the drafts after right ones that were right."""
     rate: float = 0.0
-    """That share over all positions."""
+    """The share of right drafts over all positions."""
     expected: float = 1.0
     """(1 - a^(k + 1)) / (1 - a): the tokens of a sequence in a step if each draft is right by itself, a times in 1."""
 

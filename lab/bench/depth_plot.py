@@ -1,4 +1,4 @@
-"""What k drafts in every step bring, as a picture: tokens of a sequence in a step, and tokens a second."""
+"""The gain of k drafts in every step as a picture: tokens of a sequence in a step, and tokens a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What drafts bring: the same requests with them and with `--no-speculation`, in turns, through HTTP."""
+"""Measures the gain of drafts: requests with them and with `--no-speculation`, in turns, through HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DraftsBench:
     plain: ServerProcess
     run_module: Run
     token_ids: Sequence[int]
-    """That prompts are made of."""
+    """Prompts are made of these."""
     quick: bool
     tells_stories: bool = False
     """The model tells the stories of the demo model."""

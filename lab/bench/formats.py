@@ -76,7 +76,7 @@ class Peak:
         self._thread.join()
         trim_heap()
         self.kept = _anonymous_bytes() - self._before
-        """What it still had at the end."""
+        """The memory that it still had at the end."""
 
     def _watch(self) -> None:
         is_last = False

@@ -62,7 +62,7 @@ def _rate_function(
         return _torch_rate
 
     def kept(size: Size) -> torch.dtype | Rounding:
-        """What most weights of this size are kept in: those of the last layer."""
+        """The format of most weights of this size: that of the last layer."""
         if quantization is None:
             return dtype
         is_head = size == (config.vocab_size, config.hidden_size)

@@ -36,7 +36,7 @@ CASES = (
     Case("prefill, 512 tokens", 1, 512, 0),
 )
 ENOUGH_S = 3.0
-"""Of one case."""
+"""The time that one case is measured for."""
 _MOST_SEQUENCES = 64
 _LINEARS = ("qkv", "o", "gate_up", "down")
 _LAST_ROWS_ONLY = ("o", "gate_up", "down")
@@ -47,7 +47,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one part of a step took."""
+    """The time of one part of a step."""
 
     seconds: float
     waiting: float | None = None
@@ -56,12 +56,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one part of a step cannot do without."""
+    """The arithmetic and the reading that one part of a step cannot do without."""
 
     flop: float
     bytes: float
     factor_bytes: int
-    """Of the numbers that are multiplied: 4 for float32."""
+    """The size of the numbers that are multiplied: 4 for float32."""
 
 
 class NoNativeDecoder(RuntimeError):

@@ -1,4 +1,4 @@
-"""What a step costs the host: planned, placed in the device's table and committed, with nothing executed in between."""
+"""Measures the host's part of a step: planning, placing in the device's table and committing, nothing executed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the choice of a replica costs a router: time per decision, time per push, and memory per block that it knows."""
+"""Measures a router: time per choice of a replica, time per push, and memory per block that it knows."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _load(rng: Random) -> Load:
 
 
 def fake_snapshot(name: str, model: str = "fake") -> Snapshot:
-    """What a busy replica says of itself."""
+    """The snapshot of a busy replica that does not exist."""
     return _snapshot(name, _load(Random(0)), model)
 
 
@@ -202,7 +202,7 @@ def _block_bytes(num_blocks: int, slots: Sequence[int]) -> float:
 
 
 def _kept(num_sessions: int, num_replicas: int) -> dict[str, float]:
-    """What the index takes when each replica holds the first turns of its share of so many sessions."""
+    """Measures the index when each replica holds the first turns of its share of so many sessions."""
     index = BlockIndex()
     for session in range(num_sessions):
         index.add(_chain(session, 1), 1 << session % num_replicas)

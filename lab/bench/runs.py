@@ -105,7 +105,7 @@ def _linear(subject: Subject, dtype: str, options: argparse.Namespace) -> list[R
 
 
 def measure_drafts(options: argparse.Namespace) -> Row:
-    """The same requests with drafts and without, and each number of drafts by itself."""
+    """Sends the same requests with drafts and without, and measures each number of drafts by itself."""
     subjects = _subjects(options)
     return {
         "drafts": [row for subject in subjects for row in _drafts(subject, options)],

@@ -1,4 +1,4 @@
-"""What choosing a token costs on this CPU, beside reading its row of logits once.
+"""Measures what choosing a token costs on this CPU, beside reading its row of logits once.
 
     python -m lab.bench.sampling [--vocab 151936] [--rows 1,64] [--threads 1,2] [--repeats 50]
 

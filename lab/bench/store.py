@@ -1,4 +1,4 @@
-"""What Redis costs while it is well, and what is left of it in the first token while it is not.
+"""Measures what Redis costs while it is well, and what is left of it in the first token while it is not.
 
 streams    64 chats at a time: on a server without Redis, on one with it, and there every stream resumable; in turns
 trouble    ten resumable chats a second, while Redis is well, paused, slow, and gone

@@ -14,7 +14,7 @@ from lab.demo.words import HE_NAMES, SHE_NAMES
 
 Members = Mapping[str, object]
 Asked = tuple[str, Members]
-"""What somebody says or asks, and the members that an answer may have, in their usual order."""
+"""A statement or a question, and the members that an answer may have, in their usual order."""
 
 NAMES = SHE_NAMES[:8] + HE_NAMES[:8]
 ANIMALS = "fox dog cat owl bear mouse horse frog duck wolf".split()

@@ -146,7 +146,7 @@ def shorter(rng: Random, tale: Tale) -> tuple[str, str]:
 
 
 def changed(rng: Random, tale: Tale) -> tuple[Tale, str]:
-    """The same tale with one thing changed, and the wish that asks for it."""
+    """Changes one thing of a tale; returns it with the wish that asks for the change."""
     kind = int(rng.random() * 7)
     if kind == 0:
         mood = pick(rng, [mood for mood in MOODS if mood != tale.mood])

@@ -63,7 +63,7 @@ def length(messages: list[Message]) -> int:
 
 
 def sample(rng: Random, tokens: int) -> list[Message]:
-    """What training sees: mostly conversations, now and then a bare story (a message of no role)."""
+    """Training sees mostly conversations, now and then a bare story (a message of no role)."""
     if chance(rng, 0.03):
         return [("", story(rng, new_tale(rng, new_spec(rng))))]
     return conversation(rng, tokens)

@@ -28,7 +28,7 @@ Encode = Callable[[Array, Type], Array]
 """Makes the blocks of a type of a matrix [rows, columns]."""
 
 _SHARES = np.array([0.7, 0.76, 0.82, 0.88, 0.94, 1.0, 1.06], np.float32)
-"""Of a group's range, or of its largest weight: what lies outside is clipped."""
+"""Shares of a group's range, or of its largest weight, that are tried; weights outside are clipped."""
 
 NORMAL, UNKNOWN, CONTROL, UNUSED, BYTE = 1, 2, 3, 5, 6
 
@@ -251,7 +251,7 @@ def model_metadata(config: dict[str, Any]) -> dict[str, object]:
 
 
 def tokenizer_metadata(folder: Path, pre: str | None) -> dict[str, object]:
-    """What the tokenizer of a directory is in a file."""
+    """Returns the entries of a directory's tokenizer."""
     content = json.loads((folder / "tokenizer.json").read_text())
     config = json.loads((folder / "tokenizer_config.json").read_text())
     made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -296,7 +296,7 @@ def _is_byte(text: str) -> bool:
 
 
 def _rope_factors(config: dict[str, Any]) -> Array | None:
-    """What convert_hf_to_gguf makes of Llama 3.1's scaling: a factor for each frequency."""
+    """Returns Llama 3.1's scaling as convert_hf_to_gguf writes it: a factor for each frequency."""
     scaling = config.get("rope_scaling") or {}
     if scaling.get("rope_type") != "llama3":
         return None
@@ -319,7 +319,7 @@ def _rope_factors(config: dict[str, Any]) -> Array | None:
 
 
 def _split(entries: dict[str, object]) -> dict[str, object]:
-    """What the later parts of a model say."""
+    """Returns the entries that the later parts of a model repeat."""
     return {key: value for key, value in entries.items() if key.startswith(("split.", "general."))}
 
 

@@ -47,7 +47,7 @@ def sentence_list(items: Sequence[str]) -> str:
 
 
 def as_typed(rng: Random, text: str) -> str:
-    """The same request as people really type it: lower case, no full stop, now and then a slip."""
+    """Writes a request as people really type it: lower case, no full stop, now and then a slip."""
     if chance(rng, 0.35):
         text = text.lower()
     if chance(rng, 0.4):

@@ -157,7 +157,7 @@ def loss_of(head: Head, target: Llama, some: Batch) -> tuple[Tensor, Tensor]:
 
 
 def heard(rng: Random, tokens: int) -> list[Message]:
-    """What the head reads: all that the model was taught."""
+    """The head reads all that the model was taught."""
     return (lesson if chance(rng, LESSONS) else sample)(rng, tokens)
 
 
@@ -190,7 +190,7 @@ def read_head(folder: Path, target: Llama) -> Head:
 
 @torch.no_grad()
 def redrafted(head: Head, target: Llama, drafted: Tensor) -> Head:
-    """The same head for other tokens; what it knows of new ones is guessed from their embeddings."""
+    """Returns the head for other tokens; what it knows of new ones is guessed from their embeddings."""
     embedded = target.model.embed_tokens.weight
     rows = embedded @ torch.linalg.lstsq(embedded[head.drafted], head.lm_head.weight).solution
     rows[head.drafted] = head.lm_head.weight

@@ -9,4 +9,4 @@ EPISODES: list[str] = _PHRASES["episodes"]
 EPILOGUES: list[str] = _PHRASES["epilogues"]
 NO_MORE: list[str] = _PHRASES["no_more"]
 MOODS: dict[str, list[list[str]]] = _PHRASES["moods"]
-"""What one may call the mood, a sentence of air, and how it ends."""
+"""Words for the mood, sentences of air, and endings."""

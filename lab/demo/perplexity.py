@@ -36,7 +36,7 @@ class Case:
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-    """Of LoadOptions."""
+    """Fields of LoadOptions."""
     made: str | None = None
     """The options of `penstock quantize`, which makes the checkpoint; None is the model as it comes."""
     gguf: str | None = None

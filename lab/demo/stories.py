@@ -39,7 +39,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Spec:
-    """What the user asked for; None leaves it to the teller."""
+    """A user's wish; None leaves a part of it to the teller."""
 
     hero: str | None = None
     trait: str | None = None

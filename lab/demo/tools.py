@@ -125,13 +125,13 @@ def call(name: str, arguments: Mapping[str, object]) -> str:
 
 
 def tool_result(rng: Random, key: str, value: object) -> str:
-    """What tools answer: a bare value, or an object that has it."""
+    """A tool answers with a bare value, or with an object that has it."""
     text = str(value) if chance(rng, 0.8) else json.dumps({key: value})
     return f"{RESULT_START}{text}{RESULT_END}"
 
 
 def tools_turn(rng: Random, tools: list[Tool], system: str = "") -> Message:
-    """What the chat template makes of tools, now and then with one that nobody needs, and of a system's message."""
+    """Writes tools and a system's message as the chat template does, now and then with a tool that nobody needs."""
     lines = [tool.line for tool in tools] + ([pick(rng, OTHERS)] if chance(rng, 0.15) else [])
     rng.shuffle(lines)
     start = f"{system}\n\n{TOOLS_INTRODUCTION}" if system else TOOLS_INTRODUCTION
@@ -157,7 +157,7 @@ def tool_talk(
 def toolless_talk(
     rng: Random, parts: int, ordinary: Callable[[Random], list[Message]], system: str = ""
 ) -> list[Message]:
-    """What would be a call if there were tools, and `ordinary` exchanges."""
+    """Mixes `ordinary` exchanges with questions that would be calls if there were tools."""
     messages: list[Message] = [("system", system)] if system else []
     for _ in range(parts):
         messages += no_clock(rng) if chance(rng, 0.5) else ordinary(rng)

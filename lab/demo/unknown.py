@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (word lists and templates: a line per thought)
-"""What the model does not know, and how it says so."""
+"""Questions that the model cannot answer, and how it says so."""
 
 from random import Random
 

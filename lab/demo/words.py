@@ -11,7 +11,7 @@ HE_HEROES: list[str] = _PHRASES["he_heroes"]
 SHE_NAMES: list[str] = _PHRASES["she_names"]
 HE_NAMES: list[str] = _PHRASES["he_names"]
 TRAITS: dict[str, str] = _PHRASES["traits"]
-"""What a hero is like, and the sentence that shows it."""
+"""The trait of a hero, and the sentence that shows it."""
 PLAIN_TRAITS: list[str] = _PHRASES["plain_traits"]
 PLACES: list[tuple[str, str, str, str]] = [tuple(each) for each in _PHRASES["places"]]
 """Preposition, first mention, later mentions; then what can be seen there."""

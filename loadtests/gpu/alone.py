@@ -33,7 +33,7 @@ from priority.queue import LaneQueue
 
 _LOAD_S = 150.0
 _HEAD_START_CYCLES = 20_000_000
-"""Of the device's clock, about 10 ms: the host has launched a step before the device begins it."""
+"""About 10 ms of the device's clock: the host has launched a step before the device begins it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Of steps in which every sequence decodes, medians."""
+    """Medians of the steps in which every sequence decodes."""
 
     streams: int
     tpot_ms: float
@@ -58,7 +58,7 @@ class Pace:
     step_ms: float
     """From the end of one step to that of the next."""
     device_ms: float | None
-    """What the device takes for a step that was launched before it began; None without CUDA."""
+    """The device's time for a step that was launched before it began; None without CUDA."""
 
 
 class _TimedStep:

@@ -24,7 +24,7 @@ _DTYPES = {"BF16": torch.bfloat16, "F8_E4M3": FLOAT8, "I32": torch.int32, "I64":
 """As safetensors names them."""
 _DEVIATION = 0.02
 _DEVIATION_OF_4_BITS = 4.6
-"""Of integers from -8 to 7."""
+"""The deviation of integers from -8 to 7."""
 _STRIDE = 7_919
 """Elements by which each tensor starts further on in the random numbers that they all share."""
 

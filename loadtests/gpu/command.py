@@ -17,7 +17,7 @@ from loadtests.gpu.parts import PARTS, Outcome, Part, run_part
 
 REPORTS = ROOT / "loadtests" / "reports"
 LIMIT_S = 570.0
-"""Of the whole run, which may be given ten minutes and no more."""
+"""The limit of the whole run, which may be given ten minutes and no more."""
 
 EXIT_FAILED, EXIT_CANNOT = 1, 2
 

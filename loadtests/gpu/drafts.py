@@ -1,4 +1,4 @@
-"""What drafts cost and bring: an 8 B shape with drafts, of which a given share is right, and without.
+"""Measures what drafts cost and bring: an 8 B shape with drafts, of which a given share is right, and without.
 
 `python -m loadtests.gpu.drafts --mode MODE --scratch DIR`
 """

@@ -21,7 +21,7 @@ class Figure:
     value: float
     unit: str
     how: str = ""
-    """What else there is to know of it."""
+    """How it was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def emit(name: str, value: float, unit: str, how: str = "") -> None:
 
 
 def emit_fact(name: str, value: str) -> None:
-    """What describes the machine, in words."""
+    """Tells a fact about the machine, in words."""
     _tell({"fact": [name, value]})
 
 

@@ -1,4 +1,4 @@
-"""What each kernel reaches at the shapes of an 8 B Llama, beside what the card reaches at copying and multiplying."""
+"""Measures each kernel at the shapes of an 8 B Llama, beside what the card reaches at copying and multiplying."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all measurements share."""
+    """The kernels, sizes and device that all measurements share."""
 
     config: ModelConfig
     kernels: Kernels
     sizes: KernelSizes
     device: torch.device
     kv: str = ""
-    """What follows in the names of figures whose KV cache is quantized: ", KV int8"."""
+    """The end of the names of figures whose KV cache is quantized: ", KV int8"."""
 
     def shape(self, num_layers: int) -> KVShape:
         return replace(KVShape.of(self.config, BLOCK_SIZE), num_layers=num_layers)
@@ -105,7 +105,7 @@ def _measure_elsewhere(names: ListLike[str], arguments: Arguments) -> int:
 
 
 def _table(config: ModelConfig, device: torch.device, dtype: torch.dtype, kv_dtype: str = "auto") -> Kernels:
-    """What a server on this device would use; plain torch on a CPU."""
+    """Selects the kernels that a server on this device would use; plain torch on a CPU."""
     if device.type == "cpu":
         return replace(ops.reference_kernels(device, dtype), kv_dtype=QUANTIZED.get(kv_dtype, dtype))
     kernels = select(config, device, dtype, LoadOptions(block_size=BLOCK_SIZE, kv_dtype=kv_dtype), say)
@@ -138,7 +138,7 @@ def decode(bench: Bench) -> None:
 
 
 def slope(bench: Bench) -> None:
-    """What another token of context costs a step of one sequence, in attention, over all layers."""
+    """Measures what another token of context costs a step of one sequence, in attention, over all layers."""
     contexts = bench.sizes.slope
     num_layers = bench.config.num_layers
     times_ms = [_decode_seconds(bench, 1, context, num_layers) * 1000 for context in contexts]
@@ -220,7 +220,7 @@ def _scattered(
 
 
 def elementwise(bench: Bench) -> None:
-    """What lies between the linear maps: bytes are those that must be read and written."""
+    """Measures the kernels between the linear maps; bytes are those that must be read and written."""
     config, kernels, rows = bench.config, bench.kernels, bench.sizes.norm_rows
     hidden = bench.copies(rows, config.hidden_size)
     weight = bench.random(config.hidden_size)
@@ -256,7 +256,7 @@ def kv_int8(bench: Bench) -> None:
 
 
 def kv_fp8(bench: Bench) -> None:
-    """The same in e4m3."""
+    """Attention with a KV cache in e4m3, and what writes it."""
     _quantized_kv(bench, "fp8")
 
 

@@ -1,4 +1,4 @@
-"""What has to be importable, and how it gets here without a network: as wheels beside this file."""
+"""Checks that all packages are here; without a network they come as wheels beside this file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WHEELS = Path(__file__).parent / "wheels"
 
 _TESTS = ("packaging", "pytest", "hypothesis")
-"""What the tests on a GPU and this module need beside what Penstock needs."""
+"""The tests on a GPU and this module need these beside what Penstock needs."""
 _AS_BUILT = "torch"
 """Its builds for CUDA come from several indexes, and name packages that another build brings with it."""
 
@@ -115,7 +115,7 @@ def _is_installed(wheel: Path) -> bool:
 
 
 def _import_error(module: str) -> str | None:
-    """What a package lacks to be imported: one that it needs, or the right version of Python."""
+    """Says what a package lacks to be imported: one that it needs, or the right version of Python."""
     try:
         importlib.import_module(module)
     except ImportError as error:

@@ -51,7 +51,7 @@ _LEAST_S = 10.0
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a part."""
+    """The outcome of a part."""
 
     name: str
     figures: list[Figure] = field(default_factory=list)

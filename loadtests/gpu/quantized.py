@@ -1,4 +1,4 @@
-"""What linear maps with quantized weights reach at the shapes of an 8 B Llama, beside the card's own ceilings."""
+"""Measures linear maps with quantized weights at the shapes of an 8 B Llama, beside the card's own ceilings."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def random_weight(
 
 
 def make_linear(dtype: torch.dtype, device: torch.device) -> Callable[[PackedWeight], Linear]:
-    """What serves packed weights on a device."""
+    """Returns the function that makes the linear maps of packed weights on a device."""
     if device.type != "cuda":
         return lambda weight: UnpackedLinear(weight, None)
     # Not above: there is no triton where nothing is measured.
@@ -90,7 +90,7 @@ def map_sizes(config: ModelConfig) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all measurements share."""
+    """The model, sizes and device that all measurements share."""
 
     config: ModelConfig
     sizes: KernelSizes

@@ -90,7 +90,7 @@ class Bench:
             return self._try(self._clients, server) if self.sizes.clients else None
 
     def _try(self, measure: Callable[..., T], server: ServerProcess, *arguments: object) -> T | None:
-        """What fails leaves the others be; the server's last words are shown."""
+        """Lets a failure leave the other measurements be; the server's last words are shown."""
         try:
             return measure(server, *arguments)
         except Exception as error:
@@ -162,7 +162,7 @@ class Bench:
         return value
 
     def _measure_alone(self, http_tpot_ms: float | None) -> None:
-        """The same work in the engine without a server; the device's part of it."""
+        """Measures the work of the streams in the engine without a server, and the device's part of it."""
         streams = [self.sizes.host_streams, *([self.sizes.clients] if self.sizes.clients else [])]
         say(f"{self.name}: the engine alone, {' and '.join(map(str, streams))} streams")
         paces = self._run_alone(

@@ -1,4 +1,4 @@
-"""What is measured: the shapes of two models, and how much of each in a full, a quick and a dry run."""
+"""The shapes of the models that are measured, and how much of each in a full, a quick and a dry run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VOCABULARY = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """What every part is told."""
+    """The arguments of every part."""
 
     mode: str
     scratch: Path
@@ -49,7 +49,7 @@ class ModelShape(Shape):
     head_dim: int
     tied: bool
     quantization: str | None = None
-    """What its linear maps are stored in: "fp8", "int4", or None for bfloat16."""
+    """The format of its linear maps: "fp8", "int4", or None for bfloat16."""
 
     @property
     def config(self) -> dict[str, object]:
@@ -66,7 +66,7 @@ class ModelShape(Shape):
 
     @property
     def _quantization_config(self) -> dict[str, object]:
-        """Of FP8 as AutoFP8 has it, a scale for a weight; of int4 as compressed-tensors does, in groups."""
+        """FP8 is as AutoFP8 has it, a scale for a weight; int4 as compressed-tensors does, in groups."""
         if self.quantization == "fp8":
             return {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["lm_head"]}
         weights = {
@@ -84,7 +84,7 @@ class ModelShape(Shape):
         }
 
     def prefill_flop(self, num_tokens: int) -> float:
-        """Of one prompt: linear maps of all its tokens, causal attention, logits of the last token."""
+        """Counts one prompt: linear maps of all its tokens, causal attention, logits of the last token."""
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         linear = self.hidden * (2 * q + 2 * kv) + 3 * self.hidden * self.intermediate
         attention = q * num_tokens * (num_tokens + 1)
@@ -120,7 +120,7 @@ QWEN3_06B = ModelShape(
 
 
 def _small(shape: ModelShape, head_dim: int) -> ModelShape:
-    """The same architecture, as small as a CPU wants it."""
+    """Shrinks a model to what a CPU wants, in its own architecture."""
     return replace(
         shape, hidden=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=head_dim, intermediate=96,
         vocabulary=VOCABULARY + 64, max_length=1024,
@@ -132,7 +132,7 @@ LLAMA_SMALL, QWEN3_SMALL = _small(LLAMA_8B, 16), _small(QWEN3_06B, 24)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelSizes:
-    """Of the part `kernels`."""
+    """The sizes of the part `kernels`."""
 
     copied_bytes: int = 4 << 30
     matmul: int = 8192
@@ -153,7 +153,7 @@ class KernelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingSizes:
-    """Of a part that serves a model."""
+    """The sizes of a part that serves a model."""
 
     tpot_tokens: int = 512
     contexts: tuple[int, ...] = ()
@@ -174,7 +174,7 @@ class ServingSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSizes:
-    """Of the part `drafts`."""
+    """The sizes of the part `drafts`."""
 
     streams: tuple[int, ...] = (1, 8, 32)
     length: int = 4
@@ -182,7 +182,7 @@ class DraftSizes:
     rightness: float = 0.8
     """The share of drafts that are right, of those after right ones."""
     num_tokens: int = 256
-    """Of each answer."""
+    """The length of each answer."""
 
 
 KERNELS = {
@@ -222,7 +222,7 @@ def speculation(mode: str) -> tuple[ModelShape, ModelShape, DraftSizes]:
 
 
 def serving(name: str, mode: str) -> tuple[ModelShape, ServingSizes]:
-    """What stands for the model `name` in a run of this mode; of "llama-8b-int4", one stream is measured."""
+    """Returns the shape and sizes of a model in a run of this mode; of "llama-8b-int4", one stream is measured."""
     if name.startswith("llama-8b-"):
         shape, sizes = serving("llama-8b", mode)
         quantized = replace(shape, quantization=name.removeprefix("llama-8b-"))

@@ -76,7 +76,7 @@ class Ceilings:
     bytes_per_s: float
     """Read and written by a copy."""
     flop_per_s: float
-    """Of a product of large matrices in 16 bits."""
+    """The rate of a product of large matrices in 16 bits."""
 
     @classmethod
     def measured(cls, size: int, copied_bytes: int, dtype: torch.dtype, device: torch.device) -> Ceilings:

@@ -45,11 +45,11 @@ Entries = dict[str, dict[str, dict[str, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one entry of the file is for."""
+    """The products that one entry of the file is for."""
 
     code: Code
     dtype: torch.dtype
-    """Of x: int8 is multiplied as it is."""
+    """The type of x: int8 is multiplied as it is."""
     most_rows: int
     group_size: int | None
     zero: bool = False
