@@ -72,12 +72,7 @@ class Bench:
         started_s = time.monotonic()
         server = ServerProcess(self._flags())
         with server:
-            emit(
-                f"{self.name}: start",
-                time.monotonic() - started_s,
-                "s",
-                "from the command to the first answer",
-            )
+            self._emit("start", time.monotonic() - started_s, "s", "from the command to the first answer")
             _say_memory(server)
             self._send(server, self._workload(2, PROMPT_TOKENS, 8))
             self._try(self._tpot, server)
@@ -88,6 +83,9 @@ class Bench:
             if self.sizes.requests is not None:
                 self._try(self._throughput, server, *self.sizes.requests)
             return self._try(self._clients, server) if self.sizes.clients else None
+
+    def _emit(self, what: str, value: float, unit: str, how: str = "") -> None:
+        emit(f"{self.name}: {what}", value, unit, how)
 
     def _try(self, measure: Callable[..., T], server: ServerProcess, *arguments: object) -> T | None:
         """Lets a failure leave the other measurements be; the server's last words are shown."""
@@ -118,7 +116,7 @@ class Bench:
         )
         value = _stream_tpot_ms(answers)
         how = f"{PROMPT_TOKENS} in, {self.sizes.tpot_tokens} out, the median of {len(answers)}"
-        emit(f"{self.name}: TPOT, batch 1", value, "ms", how)
+        self._emit("TPOT, batch 1", value, "ms", how)
 
     def _slope(self, server: ServerProcess) -> None:
         """The whole step's, by one stream at several contexts."""
@@ -127,10 +125,10 @@ class Bench:
             say(f"{self.name}: one stream, context {context:,}")
             answers = self._send(server, self._workload(1, context, self.sizes.slope_tokens))
             values.append(_stream_tpot_ms(answers))
-            emit(f"{self.name}: TPOT, batch 1, context {context:,}", values[-1], "ms")
+            self._emit(f"TPOT, batch 1, context {context:,}", values[-1], "ms")
         slope = statistics.linear_regression(self.sizes.contexts, values).slope
         contexts = ", ".join(f"{context:,}" for context in self.sizes.contexts)
-        emit(f"{self.name}: KV slope of a step", slope, "ms per token", f"TPOT, a line through {contexts}")
+        self._emit("KV slope of a step", slope, "ms per token", f"TPOT, a line through {contexts}")
 
     def _prefill(self, server: ServerProcess) -> None:
         num_tokens = self.sizes.prefill_tokens
@@ -139,7 +137,7 @@ class Bench:
         seconds = min(answer.ttft_s for answer in answers)
         rate = self.shape.prefill_flop(num_tokens) / seconds / 1e12
         how = f"{seconds * 1000:.0f} ms from request to first token, the best of {len(answers)}, attention counted"
-        emit(f"{self.name}: prefill of {num_tokens:,} tokens", rate, "TFLOP/s", how)
+        self._emit(f"prefill of {num_tokens:,} tokens", rate, "TFLOP/s", how)
 
     def _throughput(
         self, server: ServerProcess, num_requests: int, prompt_tokens: int, output_tokens: int
@@ -149,16 +147,14 @@ class Bench:
         answers = self._send(server, self._workload(num_requests, prompt_tokens, output_tokens))
         figures = summarise(answers, num_requests)
         how = f"all at once, TTFT P50 {figures.ttft_p50_ms:.0f} ms, {figures.failed} failed"
-        emit(f"{self.name}: {what}", figures.tokens_per_s, "output tokens/s", how)
+        self._emit(what, figures.tokens_per_s, "output tokens/s", how)
 
     def _clients(self, server: ServerProcess) -> float:
         num_clients = self.sizes.clients
         say(f"{self.name}: {num_clients} clients")
         answers = self._send(server, self._workload(num_clients, PROMPT_TOKENS, self.sizes.client_tokens))
         value = _stream_tpot_ms(answers)
-        emit(
-            f"{self.name}: TPOT, {num_clients} streaming clients", value, "ms", "the median of their streams"
-        )
+        self._emit(f"TPOT, {num_clients} streaming clients", value, "ms", "the median of their streams")
         return value
 
     def _measure_alone(self, http_tpot_ms: float | None) -> None:
@@ -169,29 +165,24 @@ class Bench:
             streams, self.sizes.client_tokens if self.sizes.clients else self.sizes.host_tokens
         )
         for pace in paces:
-            emit(f"{self.name}: step, {pace.streams} streams", pace.step_ms, "ms", "engine alone, the median")
+            self._emit(f"step, {pace.streams} streams", pace.step_ms, "ms", "engine alone, the median")
         self._host_share(paces[0])
         if http_tpot_ms is not None:
             none = paces[-1].tpot_ms
-            emit(
-                f"{self.name}: TPOT, {self.sizes.clients} streams, no client",
-                none,
-                "ms",
-                "engine alone, the median",
+            self._emit(
+                f"TPOT, {self.sizes.clients} streams, no client", none, "ms", "engine alone, the median"
             )
-            name = f"{self.name}: TPOT with {self.sizes.clients} clients, above none"
-            emit(name, (http_tpot_ms / none - 1) * 100, "%")
+            name = f"TPOT with {self.sizes.clients} clients, above none"
+            self._emit(name, (http_tpot_ms / none - 1) * 100, "%")
 
     def _host_share(self, pace: alone.Pace) -> None:
-        name = f"{self.name}: host's share of a step, {pace.streams} streams"
+        name = f"host's share of a step, {pace.streams} streams"
         if pace.device_ms is None:
-            emit_skip(name, "the device's own time is known on CUDA only")
+            emit_skip(f"{self.name}: {name}", "the device's own time is known on CUDA only")
             return
-        emit(
-            f"{self.name}: device time of a step, {pace.streams} streams", pace.device_ms, "ms", "CUDA events"
-        )
+        self._emit(f"device time of a step, {pace.streams} streams", pace.device_ms, "ms", "CUDA events")
         how = "what a step takes beyond the device's own time"
-        emit(name, (pace.step_ms / pace.device_ms - 1) * 100, "%", how)
+        self._emit(name, (pace.step_ms / pace.device_ms - 1) * 100, "%", how)
 
     def _run_alone(self, streams: list[int], output_tokens: int) -> list[alone.Pace]:
         job = alone.Job(

@@ -10,25 +10,26 @@ import argparse
 import itertools
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
 
-from loadtests.gpu.command import EXIT_CANNOT, NoDevice, add_limit, check_device
+import torch
+from torch import Tensor
+
+from engine.fields import Fields
+from engine.kernels.packed import Code, PackedWeight, UnpackedLinear
+from engine.kernels.triton.attention_tiling import Chip, TensorCores
+from engine.kernels.triton.tiles import FILE, ROW_CLASSES, Card, Tiling, by_rule, shared_bytes, tiling_key
+from engine.model.parse import parse_config
+from loadtests.gpu.command import NoDevice
 from loadtests.gpu.figures import say
-from loadtests.gpu.packages import PackagesMissing, prepare
-
-if TYPE_CHECKING:  # where there is no torch, that is said
-    import torch
-    from torch import Tensor
-
-    from engine.kernels.packed import Code, PackedWeight
-    from engine.kernels.triton.tiles import Card, Tiling
+from loadtests.gpu.quantized import Layout, map_sizes, random_weight
+from loadtests.gpu.sizes import LLAMA_8B
+from loadtests.gpu.timing import seconds as timed
 
 MIN_GAIN = 1.03
 """A tiling is written if it is so many times as fast as the rule's: less may be noise."""
@@ -60,52 +61,14 @@ class Task:
         return (1, 16) if self.most_rows == 16 else (self.most_rows,)
 
 
-Copies = Sequence["PackedWeight"]
+Copies = Sequence[PackedWeight]
 """Weights of one size, which are multiplied in turn, so that none is left in a cache."""
-Seconds = Callable[[Task, "Tiling", Copies, "Tensor"], float]
+Seconds = Callable[[Task, Tiling, Copies, Tensor], float]
 """The time of one product by one tiling."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Tunes; the exit status: 2 if nothing can be measured here."""
-    options = _parser().parse_args(arguments)
-    deadline_s = time.monotonic() + options.limit
-    with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as scratch:
-        try:
-            prepare(Path(scratch), say)
-            check_device(options.dry_run)
-            return _tune(options, deadline_s)
-        except (PackagesMissing, NoDevice) as error:
-            print(f"gpu: {error}", file=sys.stderr)
-            return EXIT_CANNOT
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="loadtests/gpu/tune", description=__doc__, allow_abbrev=False)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="tiny sizes on the CPU, plain torch in the kernel's place; says what it would write, and writes nothing",
-    )
-    add_limit(parser)
-    parser.add_argument(
-        "--only",
-        metavar="TEXT",
-        default="",
-        help='classes of code with this in their name: "int4 x bfloat16"',
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="where entries go; engine/kernels/triton/tiles.json"
-    )
-    return parser
-
-
-def _tune(options: argparse.Namespace, deadline_s: float) -> int:
-    import torch
-
-    from engine.kernels.triton.attention_tiling import Chip, TensorCores
-    from engine.kernels.triton.tiles import FILE, Card, by_rule, tiling_key
-
+def tune(options: argparse.Namespace, deadline_s: float) -> int:
+    """Tunes every class of code that is asked for, until the time is over."""
     path = options.out or FILE
     if options.dry_run:
         torch.set_num_threads(1)
@@ -155,11 +118,6 @@ def _check_alone(free: int, total: int) -> None:
 
 def _tasks() -> list[Task]:
     """The fewest rows first, which matter most, of every class of code."""
-    import torch
-
-    from engine.kernels.packed import Code
-    from engine.kernels.triton.tiles import ROW_CLASSES
-
     kinds: list[tuple[Code, torch.dtype, int | None, bool]] = [
         (Code.INT4, torch.bfloat16, 128, False),
         (Code.FLOAT8, torch.bfloat16, None, False),
@@ -176,8 +134,6 @@ def _tasks() -> list[Task]:
 
 def candidates(task: Task, card: Card) -> Iterator[Tiling]:
     """Tilings that may fit the card, in random order: what time allows is spread over all of them."""
-    from engine.kernels.triton.tiles import ROW_CLASSES, Tiling, shared_bytes
-
     few = task.most_rows == ROW_CLASSES[0]
     sizes = itertools.product(
         (16,) if few else (32, 64, 128),
@@ -235,13 +191,6 @@ def search(
 
 def _weights(task: Task, device: torch.device, *, is_dry: bool) -> list[tuple[Copies, list[Tensor]]]:
     """The maps of a layer, the largest first, and what they are multiplied with."""
-    import torch
-
-    from engine.fields import Fields
-    from engine.model.parse import parse_config
-    from loadtests.gpu.quantized import Layout, map_sizes, random_weight
-    from loadtests.gpu.sizes import LLAMA_8B
-
     config = parse_config(Fields("config.json", LLAMA_8B.config))
     layout = Layout("", task.code, task.group_size, zero=task.zero)
     maps: list[tuple[Copies, list[Tensor]]] = []
@@ -258,22 +207,13 @@ def _weights(task: Task, device: torch.device, *, is_dry: bool) -> list[tuple[Co
 
 
 def _by_torch(task: Task, tiling: Tiling, copies: Copies, x: Tensor) -> float:  # noqa: ARG001
-    import torch
-
-    from engine.kernels.packed import UnpackedLinear
-    from loadtests.gpu.timing import seconds
-
     linear = UnpackedLinear(copies[0], None)
-    return seconds(torch.device("cpu"), lambda: linear(x.float()))
+    return timed(torch.device("cpu"), lambda: linear(x.float()))
 
 
 def _on_card(device: torch.device) -> Seconds:
     """By the kernel; infinite for a tiling that does not compile, fit or run."""
-    import torch
-
     from engine.kernels.triton.packed_linear import multiply
-    from engine.kernels.triton.tiles import Card
-    from loadtests.gpu.timing import seconds
 
     @dataclass(frozen=True)
     class Fixed(Card):
@@ -296,7 +236,7 @@ def _on_card(device: torch.device) -> Seconds:
                 multiply(x, weight, scale, None, torch.bfloat16, card)
 
         try:
-            return seconds(device, products) / len(copies)
+            return timed(device, products) / len(copies)
         except torch.AcceleratorError:
             raise
         except Exception:  # Triton has errors of its own, and asserts

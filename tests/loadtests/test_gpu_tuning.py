@@ -21,7 +21,7 @@ from engine.kernels.triton import tiles
 from engine.kernels.triton.attention_tiling import Chip, TensorCores
 from engine.kernels.triton.tiles import Card, Tiling, by_rule, shared_bytes
 from loadtests.gpu import tuning
-from loadtests.gpu.command import NoDevice
+from loadtests.gpu.command import NoDevice, tune
 from loadtests.gpu.packages import ROOT
 from loadtests.gpu.tuning import Task, candidates, search, write
 
@@ -53,7 +53,7 @@ def test_a_dry_run_says_what_it_would_write_and_writes_nothing() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_card_it_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tuning.main([]) == 2
+    assert tune([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "sees no CUDA device" in line
 
