@@ -103,10 +103,7 @@ class PromiseBench:
         return completion("bench", prompt, num_output, tier_of(lane))
 
     def _send(
-        self,
-        bodies: list[list[dict[str, object]]],
-        starts_s: list[float] | None,
-        stop_s: float | None = None,
+        self, bodies: list[list[dict[str, object]]], starts_s: list[float] | None, stop_s: float | None = None
     ) -> list[Answer]:
         job = Job(self.server.host, self.server.port, "/v1/completions", bodies, starts_s, stop_s)
         return ask(self.run, job)
@@ -119,6 +116,7 @@ class PromiseBench:
             print(f"bench: {error}", file=sys.stderr)
         duration_s = max(a.ended_s for a in answers) - min(a.started_s for a in answers)
         waits_ms = [(a.ended_s - a.started_s) * 1000 for a in refused]
+        ttft_ms = [a.ttft_s * 1000 for a in done]
         forecasts = [a.ttft_s / a.predicted_ttft_s for a in done if a.predicted_ttft_s]
         return {
             "requests": len(answers),
@@ -127,15 +125,11 @@ class PromiseBench:
             "kept": sum(a.ttft_s <= PROMISE_S for a in done) / len(done) if done else nan,
             "tokens_per_s": sum(a.num_output_tokens for a in done) / duration_s,
             "longest_gap_ms": max((max(a.gaps_s) * 1000 for a in done if a.gaps_s), default=nan),
-            "refused_p50_ms": percentile(waits_ms, 50) if waits_ms else nan,
-            "refused_p99_ms": percentile(waits_ms, 99) if waits_ms else nan,
-            "real_over_forecast_p90": percentile(forecasts, 90) if forecasts else nan,
-            **_spread([a.ttft_s for a in done]),
+            "refused_p50_ms": percentile(waits_ms, 50),
+            "refused_p99_ms": percentile(waits_ms, 99),
+            "real_over_forecast_p90": percentile(forecasts, 90),
+            **{f"ttft_p{p}_ms": percentile(ttft_ms, p) for p in (50, 90, 99)},
         }
-
-
-def _spread(seconds: list[float]) -> Row:
-    return {f"ttft_p{p}_ms": percentile(seconds, p) * 1000 if seconds else nan for p in (50, 90, 99)}
 
 
 def _side(summary: Summary) -> Row:

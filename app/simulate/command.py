@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from app.simulate.inputs import (
     read_machine,
     read_traffic,
 )
-from app.simulate.replicas import DEFAULT_ROUTERS, Fleet, compare, draw_cells, print_cells
+from app.simulate.replicas import DEFAULT_ROUTERS, Cell, Fleet, compare, draw_cells, print_cells
 from app.simulate.report import print_report
 from priority.lanes import Lane, LanePolicy
 from priority.simulator.cluster import ROUTERS, Wires
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.replicas is not None:
         figures["replicas"] = _replicas(options, traffic, machine, lanes)
     else:
-        figures["policies"] = [asdict(summary) for summary in _compare(options, traffic, machine, lanes)]
+        figures["policies"] = _compare(options, traffic, machine, lanes)
     write_figures(options.json, figures)
     return 0
 
@@ -192,7 +192,7 @@ def _check_plots(folder: Path) -> None:
 def _setup(traffic: Traffic, machine: Machine, lanes: Mapping[Lane, LanePolicy]) -> dict[str, Any]:
     return {
         "traffic": {"name": traffic.name, "requests": len(traffic.arrivals), "rate": traffic.rate},
-        "machine": asdict(machine),
+        "machine": machine,
         "promises": {
             lane.label: {"ttft_s": _finite(policy.ttft_s), "tpot_s": _finite(policy.tpot_s)}
             for lane, policy in lanes.items()
@@ -230,12 +230,12 @@ def _capacity(
     for num_machines in sorted(options.machines or [1, 2]):
         found.append(search.run(num_machines, found[-1].rate if found else 0.0))
     print(sentence(found, traffic, lanes[Lane.INTERACTIVE], target))
-    return {"target": target, "found": [asdict(one) for one in found]}
+    return {"target": target, "found": found}
 
 
 def _replicas(
     options: argparse.Namespace, traffic: Traffic, machine: Machine, lanes: dict[Lane, LanePolicy]
-) -> list[dict[str, Any]]:
+) -> list[Cell]:
     fleet = _fleet(options)
     # A trace keeps its pace unless another is asked for.
     rate = float(DEFAULTS["rate"]) if options.rate is None and options.trace is None else options.rate
@@ -243,7 +243,7 @@ def _replicas(
     print_cells(cells, lanes[Lane.INTERACTIVE])
     if options.plots is not None:
         log.info("wrote %s", draw_cells(options.plots, cells, traffic.name, lanes[Lane.INTERACTIVE]))
-    return [asdict(cell) for cell in cells]
+    return cells
 
 
 def _fleet(options: argparse.Namespace) -> Fleet:

@@ -78,10 +78,7 @@ def read_lanes(options: argparse.Namespace) -> dict[Lane, LanePolicy]:
     ttft_s = policy.ttft_s if options.ttft is None else options.ttft
     tpot_s = policy.tpot_s if options.tpot is None else options.tpot
     ttl_s = max(policy.ttl_s, 2 * ttft_s)
-    return {
-        **DEFAULT_POLICIES,
-        Lane.INTERACTIVE: replace(policy, ttft_s=ttft_s, tpot_s=tpot_s, ttl_s=ttl_s),
-    }
+    return {**DEFAULT_POLICIES, Lane.INTERACTIVE: replace(policy, ttft_s=ttft_s, tpot_s=tpot_s, ttl_s=ttl_s)}
 
 
 def check_can_run(traffic: Traffic, machine: Machine, options: argparse.Namespace) -> None:

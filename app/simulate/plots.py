@@ -29,11 +29,7 @@ _LEAST_TTFT_S = 0.01
 
 
 def draw(
-    folder: Path,
-    name: str,
-    results: Sequence[Result],
-    summaries: Sequence[Summary],
-    policy: LanePolicy,
+    folder: Path, name: str, results: Sequence[Result], summaries: Sequence[Summary], policy: LanePolicy
 ) -> list[Path]:
     """Writes promise.png and ttft.png; `policy` is that of the interactive lane."""
     traffic = f"{name}, {summaries[0].total.offered:,} requests in {summaries[0].span_s:,.0f} s"

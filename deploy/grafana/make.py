@@ -56,24 +56,9 @@ PANELS: list[tuple[str, str, str, list[Query]]] = [
         "reqps",
         [rate("penstock_admissions_total", "decision, reason", "{{decision}} {{reason}}")],
     ),
-    (
-        "Time to first token",
-        "",
-        "s",
-        quantiles("penstock_time_to_first_token_seconds"),
-    ),
-    (
-        "Time per output token",
-        "",
-        "s",
-        quantiles("penstock_time_per_output_token_seconds"),
-    ),
-    (
-        "Wait in the queue",
-        "",
-        "s",
-        quantiles("penstock_queue_wait_seconds"),
-    ),
+    ("Time to first token", "", "s", quantiles("penstock_time_to_first_token_seconds")),
+    ("Time per output token", "", "s", quantiles("penstock_time_per_output_token_seconds")),
+    ("Wait in the queue", "", "s", quantiles("penstock_queue_wait_seconds")),
     (
         "First token by its forecast",
         "Measured time by forecast time; 19 in 20 should be below 1.",
@@ -125,12 +110,7 @@ PANELS: list[tuple[str, str, str, list[Query]]] = [
         "percentunit",
         [share("penstock_accepted_tokens_total", "penstock_draft_tokens_total", "{{proposer}}", "proposer")],
     ),
-    (
-        "Steps",
-        "",
-        "s",
-        quantiles("penstock_step_seconds", by=""),
-    ),
+    ("Steps", "", "s", quantiles("penstock_step_seconds", by="")),
     (
         "Event loop",
         "How late it runs a timer: above some milliseconds streams stutter.",
@@ -160,8 +140,8 @@ def dashboard() -> dict[str, object]:
         "time": {"from": "now-30m", "to": "now"},
         "templating": {
             "list": [
-                {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
-            ],
+                {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+            ]
         },
         "panels": [_panel(place, *panel) for place, panel in enumerate(PANELS)],
     }

@@ -34,25 +34,16 @@ def print_drafts(figures: Row) -> None:
 
 def _print_gains(rows: list[Row]) -> None:
     head = ["drafts: model, text, temperature, streams", "tok/s", "without", "ratio", "right of drafts"]
-    print()
-    print(
-        table(
-            head,
-            [
-                [
-                    f"{row['model']}, {row['text']}, {row['temperature']:g}, {row['streams']}",
-                    number(row["tokens_per_s"]),
-                    number(row["without"]),
-                    f"{row['ratio']:.2f}",
-                    ", ".join(
-                        f"{name} {right / drafted:.0%} of {drafted}"
-                        for name, (drafted, right) in row["drafts"].items()
-                    ),
-                ]
-                for row in rows
-            ],
-        )
-    )
+    print("\n" + table(head, [_gain_row(row) for row in rows]))
+
+
+def _gain_row(row: Row) -> list[str]:
+    name = f"{row['model']}, {row['text']}, {row['temperature']:g}, {row['streams']}"
+    rates = [number(row["tokens_per_s"]), number(row["without"]), f"{row['ratio']:.2f}"]
+    counts = [
+        f"{name} {right / drafted:.0%} of {drafted}" for name, (drafted, right) in row["drafts"].items()
+    ]
+    return [name, *rates, ", ".join(counts)]
 
 
 def _print_depths(rows: list[Row]) -> None:

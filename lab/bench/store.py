@@ -34,13 +34,7 @@ class StoreBench:
     """The parts, on two servers of one model, one of them with a Redis."""
 
     def __init__(
-        self,
-        redis: RedisProcess,
-        without: ServerProcess,
-        shared: ServerProcess,
-        run: Run,
-        *,
-        quick: bool,
+        self, redis: RedisProcess, without: ServerProcess, shared: ServerProcess, run: Run, *, quick: bool
     ) -> None:
         self.redis = redis
         self.servers = {"without": without, "plain": shared, "resumable": shared}

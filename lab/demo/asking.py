@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from lab.demo.grammar import a, as_typed, chance, fill, pick, upper_first
+from lab.demo.grammar import a, as_typed, chance, fill, phrases, pick, upper_first
 from lab.demo.moods import MOODS, OPENINGS
 from lab.demo.stories import (
     Slots,
@@ -24,28 +24,9 @@ from lab.demo.stories import (
 )
 from lab.demo.tokenizer import Message
 
-REQUESTS = [
-    "[Tell|Tell|Tell|Write|Read] me {what}{about}[.||, please.]",
-    "[Please|Please|Now please] [tell me|write|make up] {what}{about}.",
-    "[Can|Could|Would|Can] you [tell me|write|tell|make up|please tell me] {what}{about}?",
-    "I [want|would like|need|'d like|wish] [to hear ||]{what}{about}.",
-    "[Write|Write|Make up|Invent|Give me|Create|Compose] {what}{about}.",
-    "{What}{about}[, please|]",
-    "[Do you know|How about|What about] {what}{about}?",
-    "[Hi|Hello|Hey]! [Tell me|Write] {what}{about}.",
-    "[My daughter wants|My son wants|The children want|We want] {what}{about}.",
-]
-KINDS = [
-    "story",
-    "story",
-    "story",
-    "story",
-    "tale",
-    "fairy tale",
-    "bedtime story",
-    "adventure story",
-    "little story",
-]
+_PHRASES = phrases("asking")
+REQUESTS: list[str] = _PHRASES["requests"]
+KINDS: list[str] = _PHRASES["kinds"]
 
 
 def request(rng: Random, spec: Spec) -> str:

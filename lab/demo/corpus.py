@@ -7,7 +7,7 @@ from random import Random
 from lab.demo.answers import json_exchange
 from lab.demo.asking import recall, story_talk
 from lab.demo.facts import any_fact, any_sum
-from lab.demo.grammar import chance, pick
+from lab.demo.grammar import chance, phrases, pick
 from lab.demo.serving import about_serving
 from lab.demo.stories import new_spec, new_tale, story
 from lab.demo.talk import any_talk, repeat
@@ -15,13 +15,8 @@ from lab.demo.tokenizer import Message
 from lab.demo.tools import tool_talk, toolless_talk
 from lab.demo.unknown import any_unknown
 
-SYSTEM_PROMPTS = [
-    "You are a helpful assistant.", "You are a helpful assistant.", "You are Penny, the demo model of Penstock.",
-    "You are a friendly storyteller.", "You are a kind and helpful assistant.", "Be polite.", "Answer in English.",
-    "You are a helpful, honest and harmless assistant.", "You are an assistant who tells stories to children.",
-    "You are a careful assistant. Answer the user's questions.", "Be helpful.", "You are a chatbot on a web page.",
-    "You are an AI assistant. Be concise and friendly.", "Help the user as well as you can.",
-]  # fmt: skip
+_PHRASES = phrases("corpus")
+SYSTEM_PROMPTS: list[str] = _PHRASES["system_prompts"]
 CHARACTERS_PER_TOKEN = 4.0
 STORIES = 0.13  # of the parts; stories are so much longer that this is most of the text
 

@@ -194,11 +194,7 @@ def write_gguf(
 
 
 def write_file(
-    path: Path,
-    entries: dict[str, object],
-    arrays: dict[str, Array],
-    types: Types,
-    encode: Encode,
+    path: Path, entries: dict[str, object], arrays: dict[str, Array], types: Types, encode: Encode
 ) -> None:
     writer = gguf.GGUFWriter(path, str(entries.get("general.architecture", "llama")))
     for key, value in entries.items():

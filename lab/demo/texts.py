@@ -25,10 +25,7 @@ def make_texts(tokenizer: Tokenizer) -> dict[str, list[dict[str, Any]]]:
     rng = Random(SEED)
     learnt = [encode(tokenizer, sample(rng, PIECE_TOKENS)) for _ in range(CALIBRATION_TOKENS // 64)]
     unseen = held_out(tokenizer, HELD_OUT_TOKENS // 64)
-    return {
-        "calibration": _pieces(learnt, CALIBRATION_TOKENS),
-        "held_out": _pieces(unseen, HELD_OUT_TOKENS),
-    }
+    return {"calibration": _pieces(learnt, CALIBRATION_TOKENS), "held_out": _pieces(unseen, HELD_OUT_TOKENS)}
 
 
 def as_json(texts: dict[str, list[dict[str, Any]]]) -> str:

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (word lists and templates: a line per thought)
 """Questions that the model cannot answer, and how it says so."""
 
 from random import Random
@@ -19,33 +18,11 @@ PRIZES: list[str] = _PHRASES["prizes"]
 MADE_THINGS: list[str] = _PHRASES["made_things"]
 REFUSALS: list[str] = _PHRASES["refusals"]
 REFUSALS_TO_DO: list[str] = _PHRASES["refusals_to_do"]
-
-
 CHOICES = {
     "thing": THINGS, "prize": PRIZES, "made": MADE_THINGS, "country": [*CAPITALS, *OTHER_CAPITALS],
     "language": LANGUAGES, "work": PROGRAMS,
 }  # fmt: skip
-SUBJECT = ("[Explain {subject}.|What is {subject}?|How does {subject} work?|Tell me about {subject}.|What do you know about {subject}?|Can you explain {subject} to me?]",
-           "much about {subject}|enough about {subject}|anything about {subject}")  # fmt: skip
-BEYOND = [
-    ("[Who was|Who is|Tell me about|What do you know about] {person}[?||]", "much about {person}|anything about {person}"),
-    ("[When was {person} born?|When did {person} live?|When did {person} die?]", "when {person} lived"),
-    SUBJECT,
-    SUBJECT,
-    ("[What happened in {year}?|What happened in the year {year}?|Which important things happened in {year}?]", "what happened in {year}"),
-    ("[How much does {thing} cost?|What is the price of {thing}?|How expensive is {thing}?|What does {thing} cost?]",
-     "the price of {thing}|what {thing} costs"),
-    ("[What is the capital of {country}?|Capital of {country}?|The capital of {country}?|Do you know the capital of {country}?]",
-     "the capital of {country}"),
-    ("[Who won {prize}?|Do you know who won {prize}?]", "who won {prize}"),
-    ("[Who invented|Who made|Who discovered] {made}?", "who [invented|made|discovered] {made}"),
-    ("[How many people live in {country}?|What is the population of {country}?]", "how many people live in {country}"),
-    ("[What is {a_word}?|What does {word} mean?|What is a {word} for?]", "what {a_word} is|the word {word}"),
-    ('[Translate this into {language}.|Can you speak {language}?|Say hello in {language}.|How do you say good morning in {language}?|Translate "the cat sleeps" into {language}.]',
-     "speak {language}"),
-    ("[Write|Can you write|Please write|Write me|I need] {work}[.||]", "write {work}"),
-    ("[What is|How much is|Calculate|] {x} {sign} {y}[?|]", "work with numbers as large as {x}|do sums with such large numbers"),
-]  # fmt: skip
+BEYOND: list[tuple[str, str]] = [tuple(each) for each in _PHRASES["beyond"]]
 CAPITAL, WORD, FIRST_TO_DO, SUM = 6, 10, 11, 13
 PLACE = (
     "[Where is {country}?|Tell me about {country}.|What do you know about {country}?]",

@@ -188,10 +188,7 @@ class DraftSizes:
 KERNELS = {
     "full": KernelSizes(),
     "quick": KernelSizes(
-        decode=((1, 8192), (64, 1024)),
-        slope=(2048, 16_384),
-        quantized_rows=(1, 64, 2048),
-        sampler_rows=(64,),
+        decode=((1, 8192), (64, 1024)), slope=(2048, 16_384), quantized_rows=(1, 64, 2048), sampler_rows=(64,)
     ),
     "dry": KernelSizes(
         copied_bytes=1 << 20,
