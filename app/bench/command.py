@@ -96,8 +96,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         results = run_workloads(options) if options.workload else run_parts(options)
     if options.cost is not None:
-        cost = results["promise"]["replay"]["machine"]
-        write_figures(options.cost, cost)
+        write_figures(options.cost, results["promise"]["replay"]["machine"])
     write_figures(options.json, results)
     rungs = [row for rows in results.get("ladder", {}).values() for row in rows]
     return 1 if any(row["failed"] for row in [*rungs, *results.get("http", [])]) else 0

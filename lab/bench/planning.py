@@ -8,23 +8,17 @@ from typing import TYPE_CHECKING
 
 from app.bench.statistics import percentile
 from engine.planning.block_tables import BlockTables
-from engine.planning.request import FinishReason, Request, SamplingParams
+from engine.planning.request import Request, SamplingParams
 from engine.planning.scheduler import Scheduler, SchedulerLimits
 from engine.planning.step import Plan, Sampled, StepResult
 from priority.queue import LaneQueue
+from priority.simulator.run import NoText
 
 if TYPE_CHECKING:
     from engine.execution.seats import Seats
 
 _BLOCK_SIZE = 16
 _PROMPT_TOKENS = 32
-
-
-class _NoText:
-    """Text costs are the step thread's too, but not planning's."""
-
-    def accept(self, *_: object) -> tuple[str, FinishReason | None]:
-        return "", None
 
 
 def measure_planning(num_sequences: int = 256, num_steps: int = 200) -> dict[str, float]:
@@ -55,7 +49,7 @@ def _running_scheduler(num_sequences: int, num_steps: int, seats: Seats) -> Sche
         max_batch_tokens=_PROMPT_TOKENS * num_sequences, max_num_seqs=num_sequences, max_model_len=length
     )
     queue = LaneQueue(threading.Lock())
-    scheduler = Scheduler(queue, tables, _NoText(), limits)
+    scheduler = Scheduler(queue, tables, NoText(), limits)
     for i in range(num_sequences):
         prompt = tuple(range(i * _PROMPT_TOKENS, (i + 1) * _PROMPT_TOKENS))
         sampling = SamplingParams(max_tokens=num_steps + 8, temperature=0)

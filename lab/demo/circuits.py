@@ -9,7 +9,7 @@ heads that look for the current token among those notes. Training goes on from t
 import torch
 from torch import Tensor
 
-from lab.demo.network import Attention, Llama
+from lab.demo.network import Attention, Llama, rope_frequencies
 
 CONSTANT = 1.2  # what every embedding holds in its first place, so that a head can ignore content
 BACK_SHARPNESS = 6.0
@@ -36,7 +36,7 @@ def build_induction(model: Llama) -> None:
         float(constant_seen),
         basis[:size],
         NOTE_SIZE * basis[size : 2 * size],
-        model.rope_frequencies(),
+        rope_frequencies(model.shape),
     )
     look_up(second, basis[:size], basis[size : 2 * size], (basis[2 * size : 3 * size], basis[-size:]))
 

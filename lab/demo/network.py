@@ -117,9 +117,6 @@ class Llama(nn.Module):
         result: Tensor = self.model.norm(x)
         return result
 
-    def rope_frequencies(self) -> Tensor:
-        return rope_frequencies(self.shape)
-
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.model.embed_tokens.weight)
 
