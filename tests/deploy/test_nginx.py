@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPResponse, HTTPSConnection
 from pathlib import Path
+from statistics import median
 from urllib.parse import urlsplit
 
 import pytest
@@ -118,13 +119,13 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
 
 
 def test_a_stream_passes_as_it_comes(proxy: Proxy) -> None:
-    """No part waits until a buffer of some KiB is full."""
+    """Parts do not wait until a buffer of some KiB is full; a busy machine may bring some of them together."""
     body = {"model": "penstock-demo", "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with proxy.ask("/v1/completions", json.dumps(body).encode()) as reply:
         assert (reply.status, reply.headers["content-type"].partition(";")[0]) == (200, "text/event-stream")
         parts = [*iter(reply.read1, b"")]
     assert b"data: [DONE]" in b"".join(parts)
-    assert sum(map(len, parts)) > 20 * len(parts[0])
+    assert median(map(len, parts)) < 1024
 
 
 def test_a_body_beyond_the_limit_is_refused_by_the_server_in_its_own_words(proxy: Proxy) -> None:
