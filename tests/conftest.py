@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -42,6 +43,12 @@ settings.load_profile("few")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves combinations to `make test-all` before tests are selected by their marks."""
     leave_combinations(items)
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the garbage collector from going over all tests and libraries again and again: they stay to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 def left_out(items: Sequence[pytest.Item]) -> Counter[str]:

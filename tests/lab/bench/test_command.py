@@ -90,6 +90,7 @@ def test_without_redis_server_the_part_store_measures_nothing(
     assert line == "lab.bench: the part store needs redis-server, which is not on the PATH"
 
 
+@pytest.mark.long("benches")
 def test_the_parts_of_a_step_stand_beside_the_ceilings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_slow_line_to_nobody_ends_connections(process: RedisProcess) -> None:
                 client.ping()
 
 
+@pytest.mark.long("benches")
 def test_redis_is_measured_well_and_in_trouble(tmp_path: Path) -> None:
     model, figures = ensure_checkpoint(LLAMA_TINY, tmp_path), tmp_path / "figures.json"
     options = ["store", "--quick", "--model", str(model), "--json", str(figures)]
