@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NoReturn, get_args, get_origin
 
@@ -95,13 +96,17 @@ def _serve(parser: _Parser, arguments: list[str]) -> int:
     return serve(settings)
 
 
-def _key(parser: _Parser, arguments: list[str]) -> int:
-    from app.keys import add_arguments, run
+def _module(name: str) -> Callable[[_Parser, list[str]], int]:
+    """The command of a module, which has `add_arguments` and `run`."""
 
-    add_arguments(parser)
-    options, rest = parser.parse_known_intermixed_args(arguments)
-    parser.reject_unknown(rest)
-    return run(options)
+    def run(parser: _Parser, arguments: list[str]) -> int:
+        module = import_module(name)
+        module.add_arguments(parser)
+        options, rest = parser.parse_known_intermixed_args(arguments)
+        parser.reject_unknown(rest)
+        return int(module.run(options))
+
+    return run
 
 
 _DOCTOR_MODEL = """says what of this model fits, before anything of it is loaded: a directory, a GGUF file, a
@@ -175,44 +180,6 @@ def _cluster(parser: _Parser, arguments: list[str]) -> int:
     return cluster.run(action, options)
 
 
-def _bench(parser: _Parser, arguments: list[str]) -> int:
-    from app.bench.command import add_arguments, run
-    from app.kernels import check_level
-
-    add_arguments(parser)
-    options, rest = parser.parse_known_args(arguments)
-    parser.reject_unknown(rest)
-    check_level()
-    return run(options)
-
-
-def _kernels(parser: _Parser, arguments: list[str]) -> int:
-    from app.kernels import add_arguments, run
-
-    add_arguments(parser)
-    options, rest = parser.parse_known_intermixed_args(arguments)
-    parser.reject_unknown(rest)
-    return run(options)
-
-
-def _quantize(parser: _Parser, arguments: list[str]) -> int:
-    from app.quantize import add_arguments, run
-
-    add_arguments(parser)
-    options, rest = parser.parse_known_intermixed_args(arguments)
-    parser.reject_unknown(rest)
-    return run(options)
-
-
-def _simulate(parser: _Parser, arguments: list[str]) -> int:
-    from app.simulate.command import add_arguments, run
-
-    add_arguments(parser)
-    options, rest = parser.parse_known_args(arguments)
-    parser.reject_unknown(rest)
-    return run(options)
-
-
 def _parse_settings(parser: _Parser, arguments: list[str], kind: type[CommonSettings]) -> dict[str, str]:
     """Adds a flag for each setting of this kind, and reads them.
 
@@ -259,13 +226,16 @@ _COMMANDS: dict[str, tuple[str, Callable[[_Parser, list[str]], int]]] = {
     "serve": ("Serves a model over HTTP.", _serve),
     "switch": ("Puts one address before several replicas, and chooses one for each request.", _switch),
     "cluster": ("Runs replicas and switches on a Ray cluster, which replaces and scales them.", _cluster),
-    "quantize": ("Makes a checkpoint of 4 or 8 bits from one in floating point.", _quantize),
-    "key": ("Makes an API key, and its line for the file of keys.", _key),
+    "quantize": ("Makes a checkpoint of 4 or 8 bits from one in floating point.", _module("app.quantize")),
+    "key": ("Makes an API key, and its line for the file of keys.", _module("app.keys")),
     "doctor": ("Says what this machine offers and what is missing, or what of a model fits.", _doctor),
-    "kernels": ("Builds the CPU kernels ahead of time, or says which are there.", _kernels),
-    "bench": ("Measures this server against transformers' generate, and against the machine.", _bench),
+    "kernels": ("Builds the CPU kernels ahead of time, or says which are there.", _module("app.kernels")),
+    "bench": (
+        "Measures this server against transformers' generate, and against the machine.",
+        _module("app.bench.command"),
+    ),
     "simulate": (
         "Tries scheduling policies on a trace, or says how much traffic a machine can promise.",
-        _simulate,
+        _module("app.simulate.command"),
     ),
 }

@@ -8,6 +8,7 @@ from pathlib import Path
 from app.arguments import count, listed, not_negative, one_of
 from app.bench.workloads import WORKLOADS
 from app.errors import OperatorError
+from app.kernels import check_level
 from app.outputs import check_output, write_figures
 from app.settings import choices
 
@@ -82,6 +83,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from app.bench.runs import run_ladder, run_parts, run_workloads
 
+    check_level()
     for flag, path in (("--json", options.json), ("--cost", options.cost), ("--plot", options.plot)):
         check_output(flag, path)
     if options.workload and options.ladder:
