@@ -150,7 +150,9 @@ class Metrics:
         )
         self.accepted_tokens = counter("accepted_tokens", "Guessed tokens that were right.", places)
         self.failed_proposers = counter(
-            "failed_proposers", "Proposers of drafts that failed and are off.", ["proposer"]
+            "failed_proposers",
+            "Failures of proposers of drafts, each of which then rests for some steps.",
+            ["proposer"],
         )
         self.inter_token = WeightedHistogram(
             "penstock_inter_token_seconds",

@@ -43,6 +43,10 @@ _PROBE_STEPS = 32
 """A model whose drafts do not pay is asked for one, of one sequence, after so many steps: that may have changed."""
 
 
+_REST_STEPS, _MOST_REST_STEPS = 256, 65_536
+"""A proposer that failed is asked again after so many steps, and after twice as many each time that it fails again."""
+
+
 class Proposer(Protocol):
     """Guesses what comes next in sequences."""
 
@@ -92,7 +96,7 @@ class _Guess:
 class Drafting:
     """Adds drafts to planned steps, and learns from what came.
 
-    A proposer that fails is switched off; sequences go on without it.
+    A proposer that fails rests, for longer each time; sequences go on without it.
 
     Attributes:
         costs: what steps take, without the time it took to make drafts.
@@ -123,6 +127,11 @@ class Drafting:
         self.failed: list[str] = []
         self._lookup, self._model, self._forced = lookup, model, forced
         self._clock = clock
+        self._num_steps = 0
+        self._rests: dict[str, int] = {}
+        """By proposer that failed: the steps that it rested for the last time."""
+        self._rests_until: dict[str, int] = {}
+        """By proposer that failed: the step from which on it is asked again."""
         self._rates = {proposer.name: _FIRST_RATE for proposer in self._proposers}
         """By proposer: the share of drafts that were right, of all sequences."""
         self._factors = {proposer.name: [1.0] * most for proposer in self._proposers}
@@ -151,6 +160,7 @@ class Drafting:
         Args:
             num_tokens: the most that the whole step may have.
         """
+        self._num_steps += 1
         self._num_sampling = num_sampling = sum(chunk.samples for chunk in plan.chunks)
         self._is_measured = num_sampling == plan.num_tokens
         room = min(num_tokens - plan.num_tokens, self._max_rows - len(plan.chunks))
@@ -191,12 +201,15 @@ class Drafting:
                 try:
                     proposer.forget(sequence)
                 except Exception:
-                    self._switch_off(proposer)
+                    self._let_rest(proposer)
 
     @property
     def _proposers(self) -> list[Proposer]:
         every = (self._lookup, self._forced, self._model)
-        return [proposer for proposer in every if proposer is not None]
+        return [proposer for proposer in every if proposer is not None and not self._rests_now(proposer)]
+
+    def _rests_now(self, proposer: Proposer) -> bool:
+        return self._num_steps < self._rests_until.get(proposer.name, 0)
 
     @property
     def _may_draft(self) -> bool:
@@ -257,13 +270,13 @@ class Drafting:
     def _look_up(self, guesses: list[_Guess]) -> None:
         lengths = [guess.length for guess in guesses]
         for proposer in (self._lookup, self._forced):
-            if proposer is not None:
+            if proposer is not None and not self._rests_now(proposer):
                 self._ask(proposer, guesses, lengths)
 
     def _ask_model(self, guesses: list[_Guess], plan: Plan, num_sampling: int, tables: BlockTables) -> None:
         """Has the model draft for the sequences for which it is the better proposer, if that pays."""
         model = self._model
-        if model is None:
+        if model is None or self._rests_now(model):
             return
         name = model.name
         better = [
@@ -309,7 +322,7 @@ class Drafting:
         try:
             found = proposer.propose([guess.chunk.sequence for guess in guesses], lengths)
         except Exception:
-            self._switch_off(proposer)
+            self._let_rest(proposer)
             return
         for guess, proposed in zip(guesses, found, strict=True):
             guide = guess.chunk.sequence.guide
@@ -341,15 +354,13 @@ class Drafting:
     def _seconds(self, num_tokens: int) -> float:
         return max(self.costs.seconds(num_tokens), 1e-9)
 
-    def _switch_off(self, proposer: Proposer) -> None:
-        log.exception("drafting by %s failed and is off from now on", proposer.name)
-        self.failed.append(proposer.name)
-        if proposer is self._lookup:
-            self._lookup = None
-        elif proposer is self._forced:
-            self._forced = None
-        else:
-            self._model = None
+    def _let_rest(self, proposer: Proposer) -> None:
+        """What failed may pass, as a lack of memory does; what does not is tried ever more rarely."""
+        name = proposer.name
+        steps = self._rests[name] = min(2 * self._rests.get(name, _REST_STEPS // 2), _MOST_REST_STEPS)
+        self._rests_until[name] = self._num_steps + steps
+        log.exception("drafting by %s failed, and rests for %d steps", name, steps)
+        self.failed.append(name)
 
 
 def note_drafts(chunk: Chunk, num_brought: int) -> None:

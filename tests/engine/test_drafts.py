@@ -301,6 +301,34 @@ def test_another_models_drafts_are_verified(tmp_path: Path, driver: Driver) -> N
         assert 0 <= found.num_accepted < found.num_drafted
 
 
+def test_a_sequence_without_finite_logits_has_no_drafts_and_leaves_others_theirs(tmp_path: Path) -> None:
+    folder, broken = make_checkpoint("llama", tmp_path), tmp_path / "broken"
+    shutil.copytree(folder, broken)
+    tensors = load_file(broken / "model.safetensors")
+    assert "lm_head.weight" in tensors, "the logits of others are finite"
+    tensors["model.embed_tokens.weight"][9] = torch.nan
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    driver = Driver(folder, num_blocks=256, draft=DraftSource(broken))
+    if not driver.facts.max_drafts:
+        pytest.skip("drafts are verified by the native kernels, and there is no compiler for them")
+    sampling = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, logit_bias={9: -100.0})
+    requests = [
+        Request(request_id=name, prompt_token_ids=prompt, sampling=sampling)
+        for name, prompt in (("bad", (7, 9, 8)), ("good", (7, 8)))
+    ]
+    expected = run(driver, requests, None)
+    assert run(driver, requests, None, model=draft_model(driver)) == expected
+    assert driver.scheduler.drafting is not None
+    assert driver.scheduler.drafting.failed == []
+    drafts = {
+        name: outputs[-1].timings.drafts
+        for (name, _), outputs in driver.outputs.items()
+        if outputs[-1].timings
+    }
+    assert "draft" not in drafts["bad"]
+    assert drafts["good"]["draft"].num_accepted > 0
+
+
 @pytest.fixture(scope="module")
 def numbers() -> list[int]:
     """By token, its number in another vocabulary."""

@@ -35,11 +35,14 @@ inline int draft(Team& team, Decoder& decoder, const Linear& head, Chooser& choo
     const int num = args.first.samples;
     ChooseArgs choose = args.choose;
     choose.logits = args.logits;
+    std::vector<int32_t> known(num);
     for (int i = 0; i < args.length; i++) {
         Step step = args.first;
         if (i > 0) {
             const int32_t *before = args.ends + (i - 1) * num, *tokens = args.choose.token_ids + (i - 1) * num;
-            step = {tokens, before, args.rows, before + num, args.tables, args.rows, num, num, step.max_blocks, num};
+            // A row without a finite logit chose -1: its other drafts count for nothing, and those of others go on.
+            for (int r = 0; r < num; r++) known[r] = std::max(tokens[r], 0);
+            step = {known.data(), before, args.rows, before + num, args.tables, args.rows, num, num, step.max_blocks, num};
         }
         if (const int status = decoder.run(step, args.hidden, i > 0); status != kOk) return status;
         float* out = args.drafted ? args.narrow : args.logits;

@@ -277,24 +277,34 @@ def test_the_time_that_drafting_took_is_none_of_the_steps() -> None:
     assert drafting.costs.seconds(16) == pytest.approx(1.25)
 
 
-def test_a_proposer_that_fails_is_switched_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_proposer_that_fails_rests_for_longer_each_time(caplog: pytest.LogCaptureFixture) -> None:
     tables = BlockTables(64, 4)
     sequences = running(tables, 2)
     drafting = drafting_at({1: 1.0, 64: 1.0})
     proposer = drafting._lookup
     assert isinstance(proposer, Echo)
-    proposer.fault = RuntimeError("broken")
-    with caplog.at_level(logging.ERROR, "penstock.engine"):
-        for _ in range(3):
+
+    def steps(number: int) -> list[list[int]]:
+        found = []
+        for _ in range(number):
             for sequence in sequences:
                 sequence.num_computed = 3
             plan = step_of(sequences)
             drafting.extend(plan, tables, 100)
-            assert counts(plan) == [0, 0]
+            found.append(counts(plan))
+        return found
+
+    proposer.fault = RuntimeError("broken")
+    with caplog.at_level(logging.ERROR, "penstock.engine"):
+        assert steps(1 + 256 + 511) == [[0, 0]] * 768
     assert [record.getMessage() for record in caplog.records] == [
-        "drafting by echo failed and is off from now on"
+        "drafting by echo failed, and rests for 256 steps",
+        "drafting by echo failed, and rests for 512 steps",
     ]
-    assert drafting.failed == ["echo"]
+    assert drafting.failed == ["echo", "echo"]
+    proposer.fault = None
+    (asked,) = steps(1)
+    assert min(asked) > 0
 
 
 def test_who_ended_is_forgotten_and_who_gave_way_is_not() -> None:
