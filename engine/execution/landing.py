@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -39,7 +40,9 @@ class Chosen:
     logprobs: Tensor
     """[R] float32."""
     top: tuple[Tensor, Tensor] | None = None
-    """[R, k] int32 ids and float32 log probabilities of the most likely tokens, best first."""
+    """[T, k] int32 ids and float32 log probabilities of the most likely tokens of T of the rows, best first."""
+    top_rows: ListLike[int] = ()
+    """Those T rows."""
 
 
 class Landing:
@@ -53,6 +56,7 @@ class Landing:
             pooled = None if found.pooled is None else _to_host(found.pooled)
             found = Found(found.scored, [_to_host(tensor) for tensor in found.scores], pooled)
         self._found = found
+        self._places = {row: place for place, row in enumerate(chosen.top_rows)}
         tensors = [chosen.token_ids] if wanted else []
         if any(row.num_logprobs is not None for row in wanted):
             tensors += [chosen.logprobs, *(chosen.top or ())]
@@ -73,23 +77,25 @@ class Landing:
             _add_found(result, self._found)
         if self._wanted:
             token_ids, *told = (tensor.tolist() for tensor in self._tensors)
-            result.sampled = [_sampled(wanted, token_ids, told) for wanted in self._wanted]
+            result.sampled = [_sampled(wanted, token_ids, told, self._places) for wanted in self._wanted]
         return result
 
 
 def _add_found(result: StepResult, found: Found) -> None:
-    told, rows = [tensor.tolist() for tensor in found.scores], count()
+    told = zip(*(tensor.tolist() for tensor in found.scores), strict=True)
     result.scored = [
-        [_logprobs(row, num_top, told) for row in islice(rows, num)] for num, num_top in found.scored
+        [_logprobs(logprob, num_top, top) for logprob, *top in islice(told, num)]
+        for num, num_top in found.scored
     ]
     result.pooled = [] if found.pooled is None else found.pooled.tolist()
 
 
-def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any]) -> Sampled:
+def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any], places: Mapping[int, int]) -> Sampled:
     """
     Args:
         token_ids: by row.
-        told: by row, log probabilities [R], then the most likely tokens [R, k] and theirs; empty if no row wants any.
+        told: log probabilities [R], then the most likely tokens [T, k] and theirs; empty if no row wants any.
+        places: by row, its place among the T that want to know the most likely tokens.
     """
     rows = _right(wanted, token_ids) if wanted.drafts else wanted.rows
     brought = [token_ids[row] for row in rows]
@@ -97,7 +103,15 @@ def _sampled(wanted: Wanted, token_ids: list[int], told: list[Any]) -> Sampled:
         return Sampled([], error=wanted.refusal or NOT_FINITE)
     sampled = Sampled(brought)
     if wanted.num_logprobs is not None:
-        sampled.logprobs = [_logprobs(row, wanted.num_logprobs, told) for row in rows]
+        logprobs, *tops = told
+        sampled.logprobs = [
+            _logprobs(
+                logprobs[row],
+                wanted.num_logprobs,
+                [values[places[row]] for values in tops] if wanted.num_logprobs else (),
+            )
+            for row in rows
+        ]
     return sampled
 
 
@@ -111,8 +125,7 @@ def _right(wanted: Wanted, token_ids: list[int]) -> list[int]:
     return rows
 
 
-def _logprobs(row: int, num: int, told: list[Any]) -> TokenLogprobs:
-    logprob, *top = (rows[row] for rows in told)
+def _logprobs(logprob: float, num: int, top: ListLike[Any]) -> TokenLogprobs:
     return TokenLogprobs(logprob, tuple(zip(*(values[:num] for values in top), strict=True)) if top else ())
 
 

@@ -33,6 +33,7 @@ from engine.execution.landing import Chosen, Landing, Wanted
 from engine.execution.loader import LoadedModel
 from engine.execution.prompt_rows import Found, PromptRows
 from engine.execution.seats import Placed, Seats, StepShape
+from engine.execution.uploads import send_apart
 from engine.execution.verification import Verification
 from engine.model.weights import Progress
 from engine.planning.request import Request, SamplingParams, Sequence
@@ -339,10 +340,12 @@ class LaunchedStep:
     def wait(self) -> StepResult:
         return self._landing.wait()
 
-    def _top(self, wanted: list[Wanted], num_rows: int) -> tuple[Tensor, Tensor] | None:
-        """The most likely tokens of the rows, if somebody wants to know any."""
-        num_top = max((one.num_logprobs or 0 for one in wanted), default=0)
-        return most_likely(self.logits[:num_rows], num_top) if num_top else None
+    def _top(self, wanted: list[Wanted], rows: list[int]) -> tuple[Tensor, Tensor] | None:
+        """The most likely tokens of rows; only of those that want to know them, for it goes over all their logits."""
+        if not rows:
+            return None
+        (own,) = send_apart([rows], self.logits.device)
+        return most_likely(self.logits.index_select(0, own), max(one.num_logprobs or 0 for one in wanted))
 
     def _masks(self, order: ListLike[tuple[int, int]]) -> Tensor | None:
         """[R, words] on the device: the masks of rows, each given by its chunk and how many drafts come before."""
@@ -361,7 +364,8 @@ class LaunchedStep:
             [(i, 0) for i in range(len(self._plan.chunks))] if verification is None else verification.order
         )
         # The most likely tokens first: that may find no memory, and what is chosen is counted once.
-        top, filters = self._top(wanted, len(order)), self._filters()
+        top_rows = [row for one in wanted if one.num_logprobs for row in one.rows]
+        top, filters = self._top(wanted, top_rows), self._filters()
         masks = self._masks(order)
         if self._captured is not None and masks is None and not filters.sifted:
             choose = partial(self._choose_by_graph, self._captured.num_rows, filters)
@@ -370,7 +374,7 @@ class LaunchedStep:
         else:
             return Chosen(self._numbers, self._numbers)
         found = choose(self._placed.sample_slots) if verification is None else verification.run(choose)
-        return Chosen(*found, top)
+        return Chosen(*found, top, top_rows)
 
     def _choose_by_kernels(
         self, num_rows: int, filters: Filters, masks: Tensor | None, slots: Tensor

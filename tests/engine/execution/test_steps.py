@@ -413,8 +413,25 @@ def test_a_choice_that_had_no_room_is_made_again_and_counted_once(
         return most_likely(logits, num)
 
     monkeypatch.setattr(runner_module, "most_likely", sometimes)
-    assert StepDriver(runner).run(*REQUESTS).tokens() == expected.tokens()
+    asking = [replace(one, sampling=replace(one.sampling, num_logprobs=2)) for one in REQUESTS]
+    assert StepDriver(runner).run(*asking).tokens() == expected.tokens()
     assert not left[0]
+
+
+def test_only_rows_that_are_asked_for_likely_tokens_are_looked_through(
+    model: LoadedModel, expected: StepDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_rows: list[int] = []
+
+    def noted(logits: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+        num_rows.append(logits.shape[0])
+        return most_likely(logits, num)
+
+    monkeypatch.setattr(runner_module, "most_likely", noted)
+    first, *others = (replace(one, sampling=replace(one.sampling, num_logprobs=None)) for one in REQUESTS)
+    asking = replace(first, sampling=replace(first.sampling, num_logprobs=3))
+    assert StepDriver(device_runner(model, None)).run(asking, *others).tokens() == expected.tokens()
+    assert set(num_rows) == {first.n}
 
 
 def test_blocks_are_copied_once_however_often_a_step_is_launched(model: LoadedModel) -> None:
