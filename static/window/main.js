@@ -22,7 +22,8 @@ const button = el(
 
 async function toggle(open = !app.classList.contains("windowed")) {
   if (open && view === null) {
-    const { WindowView } = await import("./view.js");
+    button.disabled = true; // until it is there: pressed twice, it would be made twice
+    const { WindowView } = await import("./view.js").finally(() => { button.disabled = false; });
     view = new WindowView(loadKey);
     byId("main").append(view.element);
   }

@@ -153,6 +153,12 @@ def test_nothing_is_asked_while_nobody_looks(page: Page, server: ScriptedServer)
     expect_unwatched(page, server)
 
 
+def test_a_button_that_is_pressed_twice_opens_one_window(page: Page) -> None:
+    page.get_by_role("button", name="Engine").evaluate("button => { button.click(); button.click(); }")
+    expect(page.locator("#window-title")).to_be_focused()
+    expect(page.locator("#window")).to_have_count(1)
+
+
 def test_the_window_fits_a_phone(open_page: OpenPage, server: ScriptedServer) -> None:
     page = open_page(**PHONE, color_scheme="dark")
     window = open_window(page, server)
