@@ -108,11 +108,12 @@ def check_stream(url: str) -> Check:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    answer, num_pieces = _stream(url, body)
+    answer = _stream(url, body)
     if answer.was_refused:
         return Check(Level.WARN, "stream", f"refused with {answer.status}: there is no room now")
     if answer.error:
         return Check(Level.FAIL, "stream", answer.error)
+    num_pieces = len(set(answer.token_times_s))
     said = f"first token after {1000 * answer.ttft_s:.0f} ms, {answer.num_output_tokens} tokens in {num_pieces} pieces"
     if num_pieces == 1:
         return Check(
@@ -162,8 +163,7 @@ def _get(url: str, path: str) -> tuple[int, str]:
         connection.close()
 
 
-def _stream(url: str, body: object) -> tuple[Answer, int]:
-    """The answer, and in how many pieces its text came."""
+def _stream(url: str, body: object) -> Answer:
     connection, recording = _connection(url), Recording(time.perf_counter())
     try:
         payload = json.dumps(body)
@@ -177,8 +177,7 @@ def _stream(url: str, body: object) -> tuple[Answer, int]:
         while piece := reply.read1():
             recording.note(piece)
     except (OSError, http.client.HTTPException) as error:
-        return Answer(recording.started_s, time.perf_counter(), error=f"the stream broke: {error}"), 0
+        return Answer(recording.started_s, time.perf_counter(), error=f"the stream broke: {error}")
     finally:
         connection.close()
-    answer = read_answer(recording)
-    return answer, len(set(answer.token_times_s))
+    return read_answer(recording)
