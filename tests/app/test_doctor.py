@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import builtins
+import platform
 import shutil
 import socket
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from app import doctor
+from app.checkpoint import DEMO_MODEL
 from app.doctor import Check, Level
 from app.settings import Settings
+from engine.kernels.cpu import native
 from tests.engine.checkpoints import make_checkpoint
 
 
@@ -31,11 +38,30 @@ def test_the_status_is_that_of_the_worst(
     assert capsys.readouterr().out.splitlines()[-1].startswith("fail  c")
 
 
-def test_this_machine_has_what_the_tests_need(tmp_path: Path) -> None:
-    settings = Settings(port=0)
-    levels = {check.name: check.level for check in doctor.checks(settings)}
-    assert levels["python"] == levels["torch"] == levels["processor"] == levels["port"] == Level.OK
-    assert doctor.check_model(Settings(model=str(tmp_path))).level is Level.FAIL
+def test_this_machine_has_what_the_tests_need() -> None:
+    found = {check.name: check for check in doctor.checks(Settings(port=0))}
+    assert list(found) == [
+        "python", "processor", "memory", "torch", "gpu", "compiler", "kernels", "model", "types", "port", "bench",
+    ]  # fmt: skip
+    assert str(found["python"]) == f"ok    python    {platform.python_version()} at {sys.executable}"
+    assert str(found["torch"]) == f"ok    torch     {torch.__version__}"
+    assert str(found["model"]) == f"ok    model     {DEMO_MODEL}"
+    assert str(found["port"]) == "ok    port      127.0.0.1:0 is free"
+    assert str(found["bench"]) == "ok    bench     transformers is there for penstock bench"
+
+
+def test_the_processor_is_told_with_what_counts_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(doctor, "num_cores", lambda: 4)
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "flags : fpu f16c avx2 amx_int8\n")
+    assert str(doctor.check_processor()) == "ok    processor x86_64, 4 cores, avx2 f16c amx_int8"
+
+
+def test_a_model_that_is_none_fails(tmp_path: Path) -> None:
+    settings = Settings(model=str(tmp_path))
+    said = f"--model {tmp_path}: {tmp_path} is no checkpoint, it has no config.json"
+    assert str(doctor.check_model(settings)) == f"fail  model     {said}"
+    assert list(doctor.check_types(settings)) == []
 
 
 def test_a_port_in_use_fails() -> None:
@@ -44,11 +70,18 @@ def test_a_port_in_use_fails() -> None:
     assert check.level is Level.FAIL
 
 
-def test_little_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "available_memory", lambda: 100 << 20)
-    assert doctor.check_memory().level is Level.WARN
-    monkeypatch.setattr(doctor, "available_memory", lambda: None)
-    assert doctor.check_memory().level is Level.WARN
+@pytest.mark.parametrize(
+    ("free", "line"),
+    [
+        (None, "warn  memory    unknown on this system; set --kv-memory"),
+        (3 << 29, "ok    memory    1.5 GiB available"),
+        (1 << 30, "ok    memory    1.0 GiB available"),
+        ((1 << 30) - 1, "warn  memory    1.0 GiB available; close something, or serve a small model"),
+    ],
+)
+def test_less_than_a_gibibyte_is_little(monkeypatch: pytest.MonkeyPatch, free: int | None, line: str) -> None:
+    monkeypatch.setattr(doctor, "available_memory", lambda: free)
+    assert str(doctor.check_memory()) == line
 
 
 def test_no_torch_fails_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,14 +93,29 @@ def test_no_torch_fails_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None
         return real(name, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(builtins, "__import__", without_torch)
-    check = doctor.check_torch()
-    assert check.level is Level.FAIL
-    assert "make serve" in check.advice
+    said = "libtorch.so: cannot open"
+    assert str(doctor.check_torch()) == (
+        f"fail  torch     cannot be imported ({said}); run make serve, or pip install -e ."
+    )
+    assert str(doctor.check_gpu(Settings())) == f"warn  gpu       unknown ({said}); see torch"
 
 
-def test_no_compiler_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("library", "level", "end"),
+    [
+        (None, Level.WARN, "; install g++ to have the fast ones (Debian: apt-get install g++)"),
+        (Path("kernels.so"), Level.OK, "; none is needed: the native kernels are prebuilt"),
+    ],
+)
+def test_no_compiler_is_a_warning_unless_kernels_are_prebuilt(
+    monkeypatch: pytest.MonkeyPatch, library: Path | None, level: Level, end: str
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    assert doctor.check_compiler().level is Level.WARN
+    monkeypatch.setattr(doctor.prebuilt, "find", lambda *_: library)
+    check = doctor.check_compiler()
+    assert check.level is level
+    assert str(check).endswith(end)
 
 
 def test_the_compiler_is_the_one_that_builds_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,21 +126,41 @@ def test_the_compiler_is_the_one_that_builds_the_kernels(monkeypatch: pytest.Mon
 
 
 def test_kernels_that_cannot_be_built_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.kernels.cpu import native
-
     def unavailable(_: object) -> None:
         raise native.NativeUnavailable("no C++ compiler")
 
     monkeypatch.setattr(native, "load_library", unavailable)
-    check = doctor.check_kernels()
-    assert check.level is Level.WARN
-    assert "no C++ compiler" in check.text
+    said = "plain torch: no C++ compiler; a C++ compiler makes them native"
+    assert str(doctor.check_kernels()) == f"warn  kernels   {said}"
+
+
+@pytest.mark.parametrize(
+    ("said", "better", "line"),
+    [
+        (["building"], None, "ok    kernels   native, avx2: AVX2"),
+        (
+            ["an old one is ignored", "building"],
+            (SimpleNamespace(name="amx"), "no AMX"),
+            "warn  kernels   native, avx2: AVX2, an old one is ignored, no amx: no AMX",
+        ),
+    ],
+)
+def test_kernels_are_told_with_what_keeps_better_ones_away(
+    monkeypatch: pytest.MonkeyPatch, said: list[str], better: object, line: str
+) -> None:
+    def load(say: Callable[[str], None]) -> object:
+        for text in said:
+            say(text)
+        return SimpleNamespace(level="avx2", text="AVX2")
+
+    monkeypatch.setattr(native, "load_library", load)
+    monkeypatch.setattr(doctor, "this_machine", lambda: SimpleNamespace(better=lambda: better))
+    assert str(doctor.check_kernels()) == line
 
 
 def test_a_model_of_the_hub_is_not_fetched_for_a_look() -> None:
     check = doctor.check_model(Settings(model="somebody/something"))
-    assert check.level is Level.OK
-    assert "hub" in check.text
+    assert str(check) == "ok    model     somebody/something comes from the hub, unless it was fetched before"
 
 
 def test_the_types_of_a_model_and_what_they_take() -> None:

@@ -115,9 +115,8 @@ def test_looking_at_a_port_leaves_it_free() -> None:
 
 def test_a_bench_without_its_baseline_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    check = doctor.check_bench()
-    assert check.level is Level.WARN
-    assert "pip install 'penstock[bench]'" in check.advice
+    said = "transformers is missing, penstock bench has no baseline; for it: pip install 'penstock[bench]'"
+    assert str(doctor.check_bench()) == f"warn  bench     {said}"
 
 
 @pytest.mark.parametrize(
@@ -143,9 +142,3 @@ def test_a_system_without_proc_has_unknown_memory_and_units(monkeypatch: pytest.
     assert doctor.available_memory() is None
     assert doctor.check_memory().level is Level.WARN
     assert "no vector units known" in doctor.check_processor().text
-
-
-@pytest.mark.parametrize(("free", "level"), [(1 << 30, Level.OK), ((1 << 30) - 1, Level.WARN)])
-def test_less_than_a_gibibyte_is_little(monkeypatch: pytest.MonkeyPatch, free: int, level: Level) -> None:
-    monkeypatch.setattr(doctor, "available_memory", lambda: free)
-    assert doctor.check_memory().level is level
