@@ -18,7 +18,7 @@ from app import doctor
 from app.checkpoint import DEMO_MODEL
 from app.doctor import Check, Level
 from app.settings import Settings
-from engine.kernels.cpu import native
+from engine.kernels.cpu import native, prebuilt
 from tests.engine.checkpoints import make_checkpoint
 
 
@@ -112,7 +112,7 @@ def test_no_compiler_is_a_warning_unless_kernels_are_prebuilt(
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(shutil, "which", lambda _: None)
-    monkeypatch.setattr(doctor.prebuilt, "find", lambda *_: library)
+    monkeypatch.setattr(prebuilt, "find", lambda *_: library)
     check = doctor.check_compiler()
     assert check.level is level
     assert str(check).endswith(end)

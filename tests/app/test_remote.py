@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPSConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import MappingProxyType
 
 import pytest
 
@@ -162,9 +163,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(pieces: list[bytes], status: int = 200, **changes: tuple[int, bytes]) -> Iterator[Fake]:
+def serving(
+    pieces: list[bytes], status: int = 200, changes: Mapping[str, tuple[int, bytes]] = MappingProxyType({})
+) -> Iterator[Fake]:
     """A server whose stream comes in these pieces, and which answers some paths otherwise."""
-    answers = ANSWERS | {f"/{name}": answer for name, answer in changes.items()}
+    answers = {**ANSWERS, **changes}
     with Fake(answers, status, pieces) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -216,7 +219,7 @@ def test_a_stream_that_fails_is_told_with_its_reason(
     pieces: list[bytes], status: int, models: tuple[int, bytes], line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with serving(pieces, status, **{"v1/models": models}) as server:
+    with serving(pieces, status, {"/v1/models": models}) as server:
         assert str(remote.check_stream(server.url)) == line
     assert set(server.keys) == {None}
 
@@ -238,9 +241,9 @@ STREAM = "warn  stream    not tried: the server wants a key; put one into OPENAI
         ),
         (
             {
-                "health": (503, b'{"status": "stuck"}'),
-                "ready": (503, b'{"status": "loading"}'),
-                "metrics": (404, b""),
+                "/health": (503, b'{"status": "stuck"}'),
+                "/ready": (503, b'{"status": "loading"}'),
+                "/metrics": (404, b""),
             },
             [
                 "fail  health    stuck; the step loop makes no progress: its log says why; start it again",
@@ -250,7 +253,7 @@ STREAM = "warn  stream    not tried: the server wants a key; put one into OPENAI
             1,
         ),
         (
-            {"health": (200, b"<html>"), "metrics": (404, b"")},
+            {"/health": (200, b"<html>"), "/metrics": (404, b"")},
             [
                 "fail  health    HTTP 200, and not what Penstock says; is it a Penstock at all?",
                 "ok    ready     ready",
@@ -264,7 +267,7 @@ STREAM = "warn  stream    not tried: the server wants a key; put one into OPENAI
 def test_every_check_is_a_line(
     changes: dict[str, tuple[int, bytes]], lines: list[str], status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with serving([], **{"v1/models": (401, b"")}, **changes) as server:
+    with serving([], changes={"/v1/models": (401, b""), **changes}) as server:
         assert remote.run(f"{server.url}/") == status
     assert capsys.readouterr().out.splitlines() == [*lines, STREAM]
 
