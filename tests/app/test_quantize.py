@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,12 @@ import pytest
 from safetensors import safe_open
 
 from app import cli
-from app.calibration import make_texts
+from app import quantize as command
 from app.errors import OperatorError
 from engine.model import quantizing
-from engine.model.config import ModelConfig
 from engine.model.parse import read_config
-from engine.planning.tokenizer import Tokenizer
+from engine.model.quantizing import Plan
+from engine.model.texts import Outcome, Text, Texts
 from tests.engine.checkpoints import make_checkpoint
 from tests.engine.gguf_files import same, write_gguf
 
@@ -40,6 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "LICENSE").write_text("free")
+    (folder / "notes.txt").mkdir()
     (folder / "original.bin").write_bytes(b"weights of another format")
     return folder
 
@@ -65,7 +68,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_it_makes_a_checkpoint(
@@ -76,8 +79,11 @@ def test_it_makes_a_checkpoint(
     plan, memory, written, perplexity = out.splitlines()
     assert plan == "gptq, 4 bits, groups of 32, symmetric; 1 of 3 layers in 8 bits, on cpu"
     assert memory.startswith("calibration ")
-    assert "MiB" in memory
-    assert written.startswith(f"{tmp_path / 'made'}: ")
+    sizes = [
+        sum(path.stat().st_size for path in folder.glob("*.safetensors")) / (1 << 20)
+        for folder in (tmp_path / "made", checkpoint)
+    ]
+    assert written == f"{tmp_path / 'made'}: {sizes[0]:,.1f} MiB of weights, before {sizes[1]:,.1f} MiB"
     assert perplexity.startswith("perplexity of the held-out text: ")
     made, before = files(tmp_path / "made"), files(checkpoint)
     assert set(made) == {
@@ -231,57 +237,120 @@ def test_a_signal_leaves_nothing(checkpoint: Path, text: Path, tmp_path: Path) -
     assert not any(tmp_path.iterdir())
 
 
-class TestTexts:
-    def texts(self, checkpoint: Path, file: Path, tokens: int = 4096, **config: Any) -> Any:
-        return make_texts(checkpoint, self.config(checkpoint, **config), file, tokens, is_needed=True)
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(["MODEL", "OUT", *arguments])
 
-    def config(self, checkpoint: Path, **changes: Any) -> ModelConfig:
-        from dataclasses import replace
 
-        return replace(read_config(checkpoint), **changes)
+def test_what_is_not_said() -> None:
+    assert vars(options()) == {
+        "model": "MODEL", "revision": None, "out": Path("OUT"), "method": "gptq", "bits": 4, "group_size": None,
+        "asymmetric": False, "act_order": False, "wide_layers": 1, "calibration": None,
+        "calibration_tokens": 32_768, "device": "auto", "overwrite": False,
+    }  # fmt: skip
 
-    def test_a_piece_in_five_is_held_out(self, checkpoint: Path, text: Path) -> None:
-        found = self.texts(checkpoint, text, max_position=100)
-        bos = read_config(checkpoint).bos_token_id
-        pieces = [*found.calibration, *found.held_out]
-        assert all(piece.token_ids[0] == bos for piece in pieces)
-        assert max(len(piece.token_ids) for piece in pieces) == 100
-        assert 3900 < sum(len(piece.token_ids) for piece in found.calibration) <= 4096
-        assert len(found.held_out) == pytest.approx(len(pieces) / 5, abs=1)
 
-    def test_the_pieces_are_the_text(self, checkpoint: Path, text: Path) -> None:
-        found = self.texts(checkpoint, text, 100_000)
-        pieces = [*found.calibration]
-        for number, piece in enumerate(found.held_out):
-            pieces.insert(1 + 5 * number, piece)
-        tokenizer = Tokenizer.load(checkpoint)
-        ids = [token for piece in pieces for token in piece.token_ids[1:]]
-        assert tokenizer.decode(ids) == text.read_text()
+@pytest.mark.parametrize(
+    ("arguments", "plan"),
+    [
+        ([], Plan(method="gptq")),
+        (["--act-order", "--wide-layers", "0"], Plan(method="gptq", by_activation=True, num_wide_layers=0)),
+        (["--method", "awq", "--asymmetric"], Plan(method="awq", symmetric=False)),
+        (["--bits", "8", "--asymmetric"], Plan(method="gptq", bits=8, group_size=None)),
+        (["--bits", "8", "--group-size", "32"], Plan(method="gptq", bits=8, group_size=32)),
+        (["--group-size", "row"], Plan(method="gptq", group_size=None)),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_plan_is_what_is_asked_for(arguments: list[str], plan: Plan, checkpoint: Path) -> None:
+    assert command._plan(options(*arguments), read_config(checkpoint)) == plan
 
-    def test_json_lines(self, checkpoint: Path, tmp_path: Path) -> None:
-        file = tmp_path / "texts.jsonl"
-        file.write_text("\n".join(json.dumps({"text": f"{i} {WORDS}", "id": i}) for i in range(200)) + "\n\n")
-        found = self.texts(checkpoint, file)
-        tokenizer = Tokenizer.load(checkpoint)
-        assert tokenizer.decode(found.calibration[0].token_ids[1:]) == f"0 {WORDS}"
-        assert tokenizer.decode(found.held_out[0].token_ids[1:]) == f"1 {WORDS}"
-        assert tokenizer.decode(found.calibration[1].token_ids[1:]) == f"2 {WORDS}"
 
-    @pytest.mark.parametrize(
-        ("name", "content", "said"),
-        [
-            ("a.jsonl", b'{"text": "a"}\nno', 'line 2: this is no JSON object with "text"'),
-            ("a.jsonl", b"[1]", 'line 1: this is no JSON object with "text"'),
-            ("a.jsonl", b'{"text": 3}', 'line 1: "text" is no string'),
-            ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
-            ("a.txt", b"short", "tokens are too few, at least 1,024 are needed"),
-            ("a.txt", b"", "0 tokens are too few"),
-        ],
-    )
-    def test_broken_files(
-        self, name: str, content: bytes, said: str, checkpoint: Path, tmp_path: Path
-    ) -> None:
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(OperatorError) as caught:
-            self.texts(checkpoint, tmp_path / name)
-        assert said in str(caught.value)
+@pytest.mark.parametrize("name", ["hidden_size", "head_dim", "intermediate_size"])
+def test_groups_are_smaller_where_they_must_be(name: str, checkpoint: Path) -> None:
+    config = read_config(checkpoint)
+    config = replace(config, **{name: 8 if name == "head_dim" else 96})
+    assert command._plan(options(), config).group_size == 32
+
+
+@pytest.mark.parametrize(
+    ("plan", "line", "calibration"),
+    [
+        (
+            Plan(method="gptq", num_wide_layers=9),
+            "gptq, 4 bits, groups of 64, symmetric; 3 of 3 layers in 8 bits, on cpu",
+            "1,500 tokens in 2 pieces",
+        ),
+        (
+            Plan(method="awq", bits=8, group_size=None),
+            "awq, 8 bits, one scale a row, symmetric, on cpu",
+            "1,500 tokens in 2 pieces",
+        ),
+        (
+            Plan(method="rtn", symmetric=False, num_wide_layers=0),
+            "rtn, 4 bits, groups of 64, asymmetric, on cpu",
+            "0 tokens in 0 pieces",
+        ),
+    ],
+)
+def test_what_it_will_do_is_said_first(
+    plan: Plan,
+    line: str,
+    calibration: str,
+    checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    texts = Texts([Text([1] * 1000), Text([2] * 500)], [Text([3] * 30)])
+    monkeypatch.setattr(Texts, "num_bytes", lambda *_: 3 << 20)
+    monkeypatch.setattr(quantizing, "layer_bytes", lambda _: 1500 << 20)
+    command._say_plan(plan, read_config(checkpoint), texts, "cpu")
+    assert capsys.readouterr().out.splitlines() == [
+        line,
+        f"calibration {calibration}, held out 30 tokens in 1 pieces; memory: activations 3 MiB, "
+        "a layer with its Hessians 1,500 MiB",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "line"),
+    [
+        (Outcome(8.0, 8.1), "perplexity of the held-out text: 8.0000 before, 8.1000 after, +1.25 %"),
+        (Outcome(None, None), "perplexity: not measured without --calibration FILE"),
+    ],
+)
+def test_what_came_of_it_is_said_last(
+    outcome: Outcome, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command._say_outcome(outcome, Path("OUT"), 3 << 19, 2048 << 20)
+    assert capsys.readouterr().out.splitlines() == ["OUT: 1.5 MiB of weights, before 2,048.0 MiB", line]
+
+
+def test_what_cannot_be_put_in_place_leaves_what_was_there(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    for overwrite in (False, True):
+        with pytest.raises(OperatorError, match=f"^OUT {out}: No such file or directory$"):
+            command._put_in_place(tmp_path / "gone", out, overwrite)
+        assert files(out) == {"config.json": b"{}"}
+
+
+def test_overwrite_needs_nothing_to_replace(checkpoint: Path, tmp_path: Path) -> None:
+    assert quantize(checkpoint, tmp_path / "made", "--method", "rtn", "--overwrite") == 0
+    assert os.listdir(tmp_path) == ["made"]
+
+
+def test_a_half_of_another_is_left_alone(tmp_path: Path) -> None:
+    half = tmp_path / f".made.{os.getpid()}.partial"
+    half.touch()
+    with pytest.raises(OperatorError, match=r"made: File exists$"), command._beside(tmp_path / "made"):
+        pass
+
+
+def test_a_termination_is_an_interrupt_while_it_works() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), command._terminations_as_interrupts():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
