@@ -25,5 +25,5 @@ def describe_failure(error: BaseException, folder: Path) -> str:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """The end of a message that there is no such name: the known one that it may be a slip of, if any."""
-    near = get_close_matches(name, known, n=1)
+    near = get_close_matches(name, known)
     return f"; did you mean {near[0]}?" if near else ""

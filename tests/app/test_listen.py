@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from app.errors import OperatorError
-from app.listen import bind, is_loopback, url
+from app.listen import bind, check_exposure, is_loopback, port_of, url
+from app.settings import FrontSettings
 
 pytestmark = pytest.mark.anyio
 
@@ -16,6 +19,7 @@ pytestmark = pytest.mark.anyio
 def test_a_free_port_is_taken_and_named() -> None:
     with bind("127.0.0.1", 0) as listener:
         assert url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert port_of(listener) == listener.getsockname()[1]
         assert is_loopback(listener)
 
 
@@ -70,3 +74,27 @@ def test_a_port_can_be_taken_again_at_once() -> None:
 def test_an_address_of_elsewhere_is_refused() -> None:
     with pytest.raises(OperatorError, match=r"--host 192\.0\.2\.1: not an address of this machine"):
         bind("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "warnings"),
+    [
+        ("127.0.0.1", {}, []),
+        ("127.0.0.1", {"insecure": True}, []),
+        ("0.0.0.0", {"api_keys_file": Path("keys")}, []),
+        ("0.0.0.0", {"insecure": True}, ["--insecure: whoever reaches 0.0.0.0 can use this server"]),
+    ],
+)
+def test_who_may_reach_it_is_what_was_asked_for(
+    host: str, settings: dict[str, Any], warnings: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with bind(host, 0) as listener:
+        check_exposure(listener, FrontSettings(host=host, **settings))
+    assert caplog.messages == warnings
+
+
+def test_nobody_lets_everybody_in_unasked() -> None:
+    said = "--host 0.0.0.0: whoever reaches it could use this server; give --api-keys-file"
+    with bind("0.0.0.0", 0) as listener, pytest.raises(OperatorError) as caught:
+        check_exposure(listener, FrontSettings(host="0.0.0.0"))
+    assert str(caught.value) == f"{said} (`penstock key` makes keys), or say --insecure"

@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import sys
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -154,6 +155,30 @@ def test_a_bar_goes_away_when_loading_fails_too(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ZeroDivisionError), progress("loading the weights") as show:
         show(1 / 0)
     assert "\x1b[?25h" in terminal.getvalue(), "the cursor is shown again"
+
+
+@pytest.mark.parametrize(
+    ("modules", "widgets", "is_jupyter", "has_bar"),
+    [
+        ({"IPython": None}, True, True, True),
+        ({"IPython": None}, True, False, False),
+        ({"IPython": None}, False, True, False),
+        ({}, True, True, False),
+    ],
+)
+def test_a_notebook_that_has_widgets_has_a_bar(
+    monkeypatch: pytest.MonkeyPatch,
+    modules: dict[str, None],
+    widgets: bool,
+    is_jupyter: bool,
+    has_bar: bool,
+) -> None:
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(log_module, "find_spec", lambda _: object() if widgets else None)
+    monkeypatch.setattr("rich.console.Console", lambda: SimpleNamespace(is_jupyter=is_jupyter))
+    assert log_module._is_notebook() is has_bar
 
 
 # For machines, and for each request

@@ -1,0 +1,34 @@
+"""What an operator is told of a failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from app.errors import describe_failure, suggestion
+from engine.errors import CheckpointError, InstructionSetError, NotEnoughMemory
+
+MEMORY = "m: not enough memory for it and its KV cache; try --kv-memory or a smaller model"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (CheckpointError("config.json is broken"), "config.json is broken"),
+        (InstructionSetError("no AVX"), "no AVX"),
+        (NotEnoughMemory("no room"), "no room"),
+        (MemoryError(), MEMORY),
+        (RuntimeError("can't allocate memory: 12 bytes"), MEMORY),
+        (RuntimeError("CUDA out of memory.\nTried to"), MEMORY),
+        (ValueError("a\n  trace"), "m cannot be loaded: ValueError: a trace"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_failure_is_one_line(error: Exception, line: str) -> None:
+    assert describe_failure(error, Path("m")) == line
+
+
+def test_the_nearest_name_is_suggested() -> None:
+    assert suggestion("porrt", ["host", "pot", "port", "proto"]) == "; did you mean port?"
+    assert suggestion("prot", ["switch"]) == ""
