@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import huggingface_hub
@@ -10,9 +11,22 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from app import cli
-from app.checkpoint import DEMO_MODEL, DEMO_NAME, check_files, find_checkpoint, is_hub_id, model_name
+from app.checkpoint import (
+    DEMO_DRAFT,
+    DEMO_MODEL,
+    DEMO_NAME,
+    check_files,
+    created,
+    find_checkpoint,
+    find_draft,
+    fingerprint,
+    is_hub_id,
+    model_name,
+)
 from app.errors import OperatorError
 from app.settings import Settings
+from tests.engine import checkpoints
+from tests.engine.gguf_files import same, write_gguf
 
 FILES = ("config.json", "tokenizer.json", "model.safetensors")
 
@@ -216,3 +230,79 @@ def test_a_checkpoint_is_a_directory_or_a_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "tiny").write_text("a file")
     with pytest.raises(OperatorError, match=f"^--model {tmp_path}/tiny: a model is a directory, or .*gguf"):
         find_checkpoint(str(tmp_path / "tiny"))
+
+
+def told(*arguments: str | None, **options: str) -> str:
+    """Why there is no checkpoint."""
+    with pytest.raises(OperatorError) as caught:
+        find_checkpoint(*arguments, **options)
+    return str(caught.value)
+
+
+def test_a_gguf_file_is_found_and_called_by_its_stem(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.v1.gguf"
+    assert told(str(path)) == f"--model {path}: there is no file {path}"
+    path.touch()
+    assert find_checkpoint(str(path)) == path
+    assert model_name(str(path), None) == "tiny.v1"
+    assert model_name(str(tmp_path / "tiny.v1"), None) == "tiny.v1"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "other.gguf").touch()
+    assert told(str(folder)) == (
+        f"--model {folder}: {folder} is no checkpoint, it has no config.json; "
+        f"--model {folder / 'other.gguf'} serves the file"
+    )
+    folder.rename(tmp_path / "folder.gguf")
+    assert told(f"{folder}.gguf").startswith(f"--model {folder}.gguf: {folder}.gguf is no checkpoint")
+
+
+def test_only_the_hub_has_revisions() -> None:
+    assert told(None, "v1") == "--revision v1: the demo model is not on the hub, and has no revisions"
+    assert told("./x", "v1") == "--revision v1: ./x is not on the hub, and has no revisions"
+    said = "--draft-revision v1: ./x is not on the hub, and has no revisions"
+    assert told("./x", "v1", argument="--draft") == said
+    for draft in (None, "none"):
+        with pytest.raises(OperatorError, match=r"^--draft-revision v1: the draft is not on the hub"):
+            find_draft(draft, "v1", None)
+
+
+def test_the_demo_model_has_a_draft_and_others_have_what_is_named(here: Path) -> None:
+    assert find_draft(None, None, None) == DEMO_DRAFT
+    assert find_draft("none", None, None) is None
+    assert find_draft(None, None, "./tiny") is None
+    head = make_checkpoint(here / "head")
+    (head / "tokenizer.json").unlink()
+    assert find_draft(str(head), None, None) == head
+    (head / "model.safetensors").unlink()
+    with pytest.raises(OperatorError, match=f"^--draft {head}: {head} is no checkpoint"):
+        find_draft(str(head), None, None)
+
+
+def test_the_fingerprint_is_that_of_config_tokenizer_and_the_sizes_of_weights(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "tiny")
+    (folder / "other.txt").write_text("")
+    found = [fingerprint(folder)]
+    assert len(found[0]) == 8
+    (folder / "model.safetensors").write_text("[]")
+    (folder / "other.txt").write_text("changed")
+    assert fingerprint(folder) == found[0]
+    for name, text in (("config.json", "[]"), ("tokenizer.json", "[]"), ("model.safetensors", "[ ]")):
+        (folder / name).write_text(text)
+        found.append(fingerprint(folder))
+    assert len(set(found)) == 4
+    os.utime(folder / "config.json", (7, 7))
+    os.utime(folder, (8, 8))
+    assert created(folder) == 7
+
+
+def test_the_fingerprint_of_a_gguf_file_is_that_of_its_header(tmp_path: Path) -> None:
+    folder = checkpoints.make_checkpoint("llama", tmp_path / "tiny")
+    path = write_gguf(folder, tmp_path / "tiny.gguf", same("F16"))
+    found, data = fingerprint(path), path.read_bytes()
+    os.utime(path, (7, 7))
+    assert created(path) == 7
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert fingerprint(path) == found
+    path.write_bytes(data.replace(b"tokenizer.ggml.model", b"tokenizer.ggml.mOdel", 1))
+    assert fingerprint(path) != found

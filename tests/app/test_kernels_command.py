@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from app import cli, kernels
 from app.checkpoint import find_checkpoint
-from app.errors import describe_failure
+from app.errors import OperatorError, describe_failure
 from engine.errors import InstructionSetError
-from engine.kernels.cpu import build
+from engine.kernels.cpu import build, prebuilt
 from engine.kernels.cpu.build import NativeUnavailable
 from engine.kernels.cpu.levels import TILES, Machine, this_machine
 from engine.kernels.select import select
@@ -160,3 +161,109 @@ def test_mistakes_are_one_line(arguments: list[str], named: str) -> None:
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert named in line
+
+
+class Named(NamedTuple):
+    name: str
+    text: str
+
+
+class Levels:
+    """One that has two levels, and uses the better one."""
+
+    def __init__(self) -> None:
+        self.levels = tuple(Named(name, f"for {name}") for name in ("wide", "w"))
+
+    def usable(self) -> Any:
+        return self.levels
+
+    def named(self, name: str) -> Any:
+        if name == "none":
+            raise InstructionSetError("no such level")
+        return Named(name, "named")
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Levels:
+    machine = Levels()
+    monkeypatch.delenv("PENSTOCK_CPU_ISA", raising=False)
+    monkeypatch.setattr(kernels, "this_machine", lambda: machine)
+    monkeypatch.setattr(kernels, "find_compiler", list)
+    monkeypatch.setattr(kernels, "stem", lambda level: level.name)
+    monkeypatch.setattr(prebuilt, "folder", lambda: tmp_path)
+    return machine
+
+
+@pytest.mark.usefixtures("machine")
+def test_levels_are_listed_with_what_is_there_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {"wide": [Path("wide-old.so"), Path("wide.so")], "w": [Path("w.so")], "amx": []}
+    obstacles = {"wide-old.so": "is old", "wide.so": "", "w.so": "is broken"}
+
+    def libraries(_: Path, stem: str | None = None) -> list[Path]:
+        return found[stem] if stem else [*found["wide"], *found["w"], Path("vax.so")]
+
+    monkeypatch.setattr(prebuilt, "libraries", libraries)
+    monkeypatch.setattr(prebuilt, "obstacle", lambda path, _: obstacles[path.name])
+    head = f"prebuilt CPU kernels in {tmp_path}; this machine uses those marked with *"
+    last = "  vax.so is of another system, or of no level that there is"
+    assert cli.main(["kernels", "list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        head,
+        "* wide prebuilt      for wide",
+        "  w    ignored: it is broken for w",
+        last,
+    ]
+    monkeypatch.setenv("PENSTOCK_CPU_ISA", "amx")
+    assert cli.main(["kernels", "list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        head,
+        "  wide prebuilt      for wide",
+        "  w    ignored: it is broken for w",
+        "* amx  not prebuilt  named",
+        last,
+    ]
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize(
+    ("arguments", "status", "said", "failed"),
+    [
+        ([], 0, ["1/1 compiling", "1/1 wide.so"], ""),
+        (["--all"], 1, ["1/2 compiling", "1/2 wide.so", "2/2 compiling"], "no CPU kernels for w: too narrow"),
+    ],
+)
+def test_levels_are_built_one_after_the_other(
+    arguments: list[str],
+    status: int,
+    said: list[str],
+    failed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def make(level: Any, place: Path, say: Any) -> str:
+        assert place == tmp_path
+        say("compiling")
+        if level.name == "w":
+            raise NativeUnavailable("too narrow")
+        return f"{level.name}.so"
+
+    monkeypatch.setattr(prebuilt, "make", make)
+    assert cli.main(["kernels", "build", *arguments]) == status
+    out, err = capsys.readouterr()
+    assert out.splitlines() == said
+    assert err == (f"penstock: {failed}\n" if failed else "")
+
+
+@pytest.mark.usefixtures("machine")
+def test_what_cannot_be_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert cli.main(["kernels", "list", "--out", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"penstock: --out {tmp_path / 'file'}: is no directory\n"
+    monkeypatch.setenv("PENSTOCK_CPU_ISA", "none")
+    with pytest.raises(OperatorError, match=r"^no such level$"):
+        kernels.check_level()
