@@ -57,7 +57,8 @@ def compare(
     last_s = max(a.at_s + b.ended_s - b.started_s for a, b in zip(arrivals, answers, strict=True))
     machine = machine_of(server.url)
     simulated = simulate(list(arrivals), machine)
-    wire_s = median(answer.ttft_s for answer in answers_alone) - _median_ttft_s(simulate(alone, machine))
+    alone_s = median(answer.ttft_s for answer in answers_alone if answer.token_times_s)
+    wire_s = alone_s - _median_ttft_s(simulate(alone, machine))
     delay(simulated, max(0.0, wire_s))
     return machine, summarise(Result("served", served, last_s)), summarise(simulated)
 

@@ -134,6 +134,7 @@ def test_the_rates_that_a_search_tries(monkeypatch: pytest.MonkeyPatch) -> None:
         search = Search(TRAFFIC, MACHINE, DEFAULT_POLICIES, 0.95)
         first = search.run(1)
         found = [first, search.run(2, first.rate), search.run(2, 2 * most)]
-        lines += [*tried, *found, sentence(found, TRAFFIC, PROMISE, 0.95)]
+        rates = [f"{one.num_machines} at {one.rate:.6g}, {one.attainment}" for one in found]
+        lines += [*tried, *rates, sentence(found, TRAFFIC, PROMISE, 0.95)]
     text = "".join(f"{line}\n" for line in lines)
     assert text == expected("capacity.txt", text)

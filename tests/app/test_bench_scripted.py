@@ -1,0 +1,201 @@
+"""The parts of the bench with scripts for servers and clients: what is asked of them, and made of the answers."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import count
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+from zlib import crc32
+
+import pytest
+from matplotlib.figure import Figure
+
+from app.bench import ladder, runs
+from app.bench.checkpoint import LLAMA_TINY, ensure_checkpoint
+from app.bench.client import Job
+from app.bench.reader import Answer
+from app.cli import main
+from priority.steptime import NAMES
+from tests.app.expected import drawing, expected
+
+METRICS = "".join(
+    f'penstock_step_model_seconds{{coefficient="{name}"}} {value}\n'
+    for name, value in zip(NAMES, (0.01, 1e-4, 1e-3, 1e-7), strict=True)
+)
+
+
+class Scripted:
+    """Runs no process: notes what each was to do, and answers by a rule."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def run_module(self, module: str, job: Any) -> object:
+        match module:
+            case "app.bench.generate":
+                self.lines.append(f"generate {job | {'prompts': crc32(repr(job['prompts']).encode())}}")
+                return [0.4 + 0.1 * place for place in range(len(job["prompts"]))]
+            case "app.bench.ceilings":
+                self.lines.append(f"ceilings {job}")
+                return {"memory_gb_per_s": 20.0 + len(self.lines), "peaks": {"fma8": 100.0, "fma16": 0.0}}
+        return self._client(Job(**job))
+
+    def _client(self, job: Job) -> object:
+        starts_s = job.starts_s or [0.0] * len(job.bodies)
+        answers, sent = [], []
+        for stream, bodies in enumerate(job.bodies):
+            for place, body in enumerate(bodies[:3]):
+                sent.append(f"at {starts_s[stream]:.6g} {len(bodies)} times {_digest(body)}")
+                answers.append(_answer(job, stream, place, starts_s[stream] + 10.0 * place, body))
+        self.lines.append(
+            f"{job.host}:{job.port}{job.path}, {len(job.bodies)} streams, stop after {job.stop_s}"
+        )
+        self.lines += [
+            f"  {sent[0]}",
+            f"  {sent[-1]}",
+            f"  {crc32(repr(sent).encode()):08x} {set(job.keys or [])}",
+        ]
+        return {"answers": [asdict(answer) for answer in answers], "cpu_s": 0.25}
+
+
+def _digest(body: Any) -> str:
+    """A body of which the whole may not change."""
+    sizes = f"{len(body['prompt'])} tokens in, {body['max_tokens']} out, {body['service_tier']}"
+    return f"{sizes}, {crc32(repr(body).encode()):08x}"
+
+
+def _answer(job: Job, stream: int, place: int, at_s: float, body: dict[str, Any]) -> Answer:
+    """Of 12 interactive streams the server refuses one and loses another; the more streams, the slower they begin."""
+    started_s, num_prompt, num_output = 1000.0 + at_s, len(body["prompt"]), body["max_tokens"]
+    is_interactive = body["service_tier"] == "priority"
+    if is_interactive and stream % 12 in (5, 7):
+        error, status = ("busy", 503) if stream % 12 == 5 else ("cut", 200)
+        return Answer(started_s, started_s + 0.01 * stream, error=error, status=status, stream=stream)
+    share_s = (0.01 if is_interactive else 0.04) / job.port / (1 + place)
+    first_s = started_s + share_s * len(job.bodies) * (1 + stream % 9 / 9)
+    times_s = [first_s + 0.06 * number + 0.002 * (number**2 % 5) for number in range((num_output + 1) // 2)]
+    return Answer(
+        started_s, times_s[-1], times_s, num_prompt, num_prompt // 4, num_output, stream=stream, status=200,
+        predicted_ttft_s=0.1 if stream % 2 else None,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def script() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def metrics_url() -> Iterator[str]:
+    """A server that has nothing but metrics."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/metrics" else 404)
+            self.end_headers()
+            self.wfile.write(f"{METRICS}penstock_kv_blocks 4000\n".encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def bench(
+    script: Scripted, metrics_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., str]:
+    """Runs `penstock bench`; all that it said, wrote and asked for, as one text."""
+    clock = count(1)
+
+    class Server:
+        """The more arguments, the quicker it is."""
+
+        def __init__(self, arguments: Sequence[str]) -> None:
+            script.lines.append(f"start {' '.join(arguments)}")
+            self.host, self.port, self.url = "host", len(arguments), metrics_url
+            self.process = SimpleNamespace(pid=1)
+
+        def wait_ready(self) -> None:
+            script.lines.append("ready")
+
+        def __enter__(self) -> Server:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            script.lines.append("stop")
+
+    model = ensure_checkpoint(LLAMA_TINY, tmp_path)
+    for name, value in {
+        "ServerProcess": Server,
+        "run_module": script.run_module,
+        "ensure_checkpoint": lambda _: model,
+        "DEMO_MODEL": Path(shutil.copytree(model, tmp_path / "demo")),
+        "DEMO_DRAFT": Path("draft"),
+        "num_cores": lambda: 3,
+        "_processor": lambda: "P",
+        "_loop_cpu_s": lambda pid: pid * next(clock) / 4,
+    }.items():
+        monkeypatch.setattr(runs, name, value)
+    monkeypatch.setattr(platform, "python_version", lambda: "3")
+
+    def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+        figures = tmp_path / "figures.json"
+        status = main(["bench", *arguments, "--json", str(figures)])
+        out, error = capsys.readouterr()
+        found = json.loads(figures.read_text(), parse_float=lambda text: float(f"{float(text):.6g}"))
+        parts = [f"status {status}", out, error, json.dumps(found, indent=1), *script.lines, ""]
+        return "\n".join(parts).replace(str(tmp_path), "TMP")
+
+    return run
+
+
+SOME = ["--only", "generate,http,prefix", "--streams", "1,3", "--kv-dtype", "int8"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("parts", ["--model", "llama-tiny", *SOME]),
+        ("quick", ["--quick", "--dtype", "auto"]),
+        ("workloads", ["--workload", "W1,W4", "--dtype", "float32", "--quantize", "int8"]),
+        ("ladder", ["--ladder", "--price", "2", "--model", "llama-tiny"]),
+    ],
+)
+def test_a_whole_bench(
+    bench: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+    arguments: list[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = bench(capsys, *arguments)
+    assert text == expected(f"bench-{name}.txt", text)
+
+
+def test_the_ladder_of_the_demo_model(
+    bench: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Its prompts are text, it has a draft model, and its picture is drawn."""
+    pictures: list[str] = []
+    monkeypatch.setattr(ladder, "SHARED_TOKENS", 40)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: pictures.append(drawing(figure)))
+    text = bench(capsys, "--ladder", "--quantize", "int4", "--plot", str(tmp_path / "ladder.png"))
+    text = "\n".join([text, *pictures])
+    assert text == expected("bench-demo-ladder.txt", text)
