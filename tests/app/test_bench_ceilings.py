@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from app.bench import measures
 from app.bench.arithmetic import Arithmetic
 from app.bench.ceilings import LABELS, Ceilings, Sizes, measure, most_tokens_per_s
-from app.bench.measures import INSTRUCTIONS
+from app.bench.measures import INSTRUCTIONS, measure_linear, measure_memory, measure_peak, measure_reading
 from app.bench.workloads import Workload
+from engine.kernels.cpu import native
+from engine.quant.integers import Integers
 
 ARITHMETIC = Arithmetic(body=200, head=20, vocabulary=16, kv=3)
 PEAKS = {"fma8": 100.0, "fma16": 200.0, "vnni": 0.0, "tile_bf16": 2000.0, "tile_int8": 4000.0}
@@ -89,6 +96,12 @@ def test_with_free_products_small_weights_leave_the_cache_to_be_read() -> None:
     assert most == pytest.approx(5 / (4 * (110 * 0.5 + 12.5 * 3 * 2)))
 
 
+def test_every_round_reads_the_weights_and_what_all_streams_keep() -> None:
+    some = workload(streams=3, rounds=2, shared_tokens=20)
+    most = most_tokens_per_s(some, ARITHMETIC, Sizes(1, 2, 2), FREE_PRODUCTS)
+    assert most == pytest.approx(30 / (2 * 4 * (110 * 1 + 3 * 32.5 * 3 * 2)))
+
+
 @pytest.mark.parametrize(
     ("options", "sizes"),
     [
@@ -98,6 +111,9 @@ def test_with_free_products_small_weights_leave_the_cache_to_be_read() -> None:
         (("float32", None, "bfloat16"), Sizes(4, 2, 4)),
         (("auto", "int8"), Sizes(1, 2, 1)),
         (("auto", "int4", "int8"), Sizes(0.5, 1, 1)),
+        (("float32", "nf4", "fp8"), Sizes(0.5, 1, 2)),
+        (("auto", "fp8", "float16"), Sizes(1, 2, 2)),
+        (("auto", None, "float32"), Sizes(2, 4, 2)),
     ],
 )
 def test_sizes_are_those_of_the_options(options: tuple[str, ...], sizes: Sizes) -> None:
@@ -106,3 +122,73 @@ def test_sizes_are_those_of_the_options(options: tuple[str, ...], sizes: Sizes) 
 
 def test_every_instruction_has_a_label() -> None:
     assert tuple(LABELS) == INSTRUCTIONS
+
+
+# The loops
+
+
+class Loops:
+    """In place of the native library: notes each call, and says how many seconds it took."""
+
+    def __init__(self, seconds: Iterable[float]) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self._seconds = iter(seconds)
+
+    def call(self, *arguments: object) -> float:
+        self.calls.append(arguments)
+        return next(self._seconds)
+
+
+def team(loops: Loops) -> Any:
+    return SimpleNamespace(library=loops, handle=7)
+
+
+def test_a_peak_is_that_of_the_instruction() -> None:
+    loops = Loops([120.0])
+    assert measure_peak(team(loops), "vnni") == 120.0
+    assert loops.calls == [("penstock_measure_peak", 7, 3)]
+
+
+def test_memory_is_as_fast_as_its_fastest_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "ones", torch.empty)  # memory that nobody touches
+    loops = Loops([0.5] * 319 + [0.25])
+    assert measure_memory(team(loops)) == pytest.approx(2**24 / 0.25 / 1e9)
+    assert {(name, *sizes) for name, _, _, *sizes in loops.calls} == {
+        ("penstock_measure_reading", 65536, 64, 1),
+    }
+    rows = torch.zeros(3, 5)
+    loops = Loops([0.5])
+    assert measure_reading(team(loops), rows) == 0.5
+    assert loops.calls == [("penstock_measure_reading", 7, rows.data_ptr(), 5, 3, 50)]
+
+
+@pytest.mark.parametrize(
+    ("kept", "num_bytes", "copies"), [(torch.bfloat16, 20e6, 3), (Integers(8, 32), 1e8, 1)]
+)
+def test_a_product_walks_over_more_weights_than_caches_hold(
+    monkeypatch: pytest.MonkeyPatch, kept: Any, num_bytes: float, copies: int
+) -> None:
+    packed: list[tuple[object, ...]] = []
+
+    class Packed:
+        def __init__(self, _team: object, _weight: object, *rest: object) -> None:
+            packed.append(rest)
+            self.num_bytes, self.handle = num_bytes, len(packed)
+
+        of = classmethod(lambda cls, *arguments: cls(*arguments))
+
+    monkeypatch.setattr(measures, "PackedLinear", Packed)
+    loops = Loops([0.5])
+    assert measure_linear(team(loops), 64, 32, 4, kept) == 2 * 4 * 64 * 32 / 0.5 / 1e9
+    ((name, handle, handles, *rest),) = loops.calls
+    assert (name, handle, *rest) == ("penstock_measure_products", 7, copies, 4, 10)
+    assert list(handles) == list(range(1, copies + 1))  # type: ignore[call-overload]
+    assert packed == [(None, kept) if kept is torch.bfloat16 else (kept, None)] * copies
+
+
+def test_a_machine_is_measured_by_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = SimpleNamespace(start_team=lambda threads: threads)
+    monkeypatch.setattr(native, "load_library", lambda _: library)
+    monkeypatch.setattr(measures, "measure_memory", lambda threads: 10.0 * threads)
+    monkeypatch.setattr(measures, "measure_peak", lambda threads, name: float(threads * len(name)))
+    assert measure(3) == Ceilings(30.0, {name: 3.0 * len(name) for name in INSTRUCTIONS})

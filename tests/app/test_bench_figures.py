@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from app.bench.arithmetic import read_arithmetic
-from app.bench.checkpoint import LLAMA_135M, LLAMA_TINY, ensure_checkpoint, letter_token_ids
+from app.bench.arithmetic import Arithmetic, read_arithmetic
+from app.bench.checkpoint import (
+    HALF_B,
+    LLAMA_135M,
+    LLAMA_TINY,
+    Shape,
+    cache_folder,
+    config_of,
+    ensure_checkpoint,
+    ensure_folder,
+    letter_token_ids,
+)
 from app.bench.reader import Answer
-from app.bench.statistics import number, percentile, rate_until, summarise, table
+from app.bench.statistics import number, percent, percentile, rate_until, summarise, table
 from app.bench.workloads import WORKLOADS, Interactive, Workload
 from lab.bench.planning import measure_planning
 from lab.bench.routing import measure_routing
@@ -62,10 +76,30 @@ def test_refused_requests_are_counted_among_the_failed_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(math.nan, "-"), (0.12345, "0.123"), (19.04, "19"), (1234.5, "1,234"), (99.96, "100")]
+    ("value", "text"),
+    [(math.nan, "-"), (0.12345, "0.123"), (19.04, "19"), (1234.5, "1,234"), (99.96, "100"), (None, "-")],
 )
 def test_numbers_have_three_digits(value: float, text: str) -> None:
     assert number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (math.nan, "-"),
+        (0.0, "0%"),
+        (0.004, "0.4%"),
+        (0.1, "10.0%"),
+        (0.5, "50%"),
+        (0.9, "90.0%"),
+        (0.996, "99.6%"),
+        (1.0, "100%"),
+        (1.5, "150.0%"),
+    ],
+)
+def test_percents_have_tenths_where_a_percent_decides(value: float | None, text: str) -> None:
+    assert percent(value) == text
 
 
 def test_a_table_lines_up() -> None:
@@ -74,21 +108,58 @@ def test_a_table_lines_up() -> None:
     )
 
 
-def test_a_token_of_the_135_m_shape_is_0_23_gflop(tmp_path: Path) -> None:
-    import json
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+    "vocab_size": 16384,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "torch_dtype": "bfloat16",
+}
 
-    from app.bench.checkpoint import config_of
 
-    (tmp_path / "config.json").write_text(json.dumps(config_of(LLAMA_135M)))
+def test_the_shapes_are_those_of_the_published_figures() -> None:
+    assert config_of(LLAMA_135M) == CONFIG
+    assert Shape("half-b", 896, 24, 14, 2, 4864, 32768, 2048) == HALF_B
+
+
+@pytest.mark.parametrize(
+    ("left_out", "body", "kv"),
+    [
+        ([], 212_336_640, 11_520),
+        (["head_dim"], 212_336_640, 11_520),
+        (["num_key_value_heads"], 238_878_720, 34_560),
+        (["head_dim", "num_key_value_heads"], 238_878_720, 34_560),
+    ],
+)
+def test_the_arithmetic_of_a_token(tmp_path: Path, left_out: list[str], body: int, kv: int) -> None:
+    config = {name: value for name, value in CONFIG.items() if name not in left_out}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     arithmetic = read_arithmetic(tmp_path)
-    assert arithmetic.per_output_token == pytest.approx(0.231e9, rel=0.01)
-    assert arithmetic.total(2, 1) == 3 * arithmetic.body + arithmetic.head
+    assert arithmetic == Arithmetic(body=body, head=18_874_368, vocabulary=16_384, kv=kv)
+    assert arithmetic.per_output_token == body + 18_874_368
+    assert arithmetic.total(2, 1) == 3 * body + 18_874_368
 
 
 def test_the_workloads_are_those_of_the_published_figures() -> None:
     shapes = {
         w.name: (w.streams, w.shared_tokens + w.prompt_tokens, w.output_tokens) for w in WORKLOADS.values()
     }
+    assert [w.rounds for w in WORKLOADS.values()] == [3, 1, 1, 200, 1]
+    assert WORKLOADS["W3"].shared_tokens == 512
     assert shapes == {
         "W1": (1, 128, 128),
         "W2": (16, 256, 128),
@@ -148,8 +219,95 @@ def test_choices_among_replicas_can_be_measured() -> None:
     assert 60 < figures["kept_bytes"] / figures["kept_blocks"] < 400
 
 
+def test_a_folder_is_written_once_and_a_half_written_one_goes(tmp_path: Path) -> None:
+    calls: list[Path] = []
+
+    def write(folder: Path) -> None:
+        calls.append(folder)
+        (folder / "file").write_text("whole")
+
+    def fail(folder: Path) -> None:
+        write(folder)
+        raise ValueError(folder.name)
+
+    with pytest.raises(ValueError, match="partial"):
+        ensure_folder("name", fail, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):
+        assert (ensure_folder("name", write, tmp_path) / "file").read_text() == "whole"
+    assert [path.name for path in tmp_path.iterdir()] == ["name"]
+    assert len(calls) == 2
+
+
+def test_a_folder_that_another_process_wrote_meanwhile_is_replaced(tmp_path: Path) -> None:
+    def write(folder: Path) -> None:
+        (folder / "file").write_text("own")
+        (tmp_path / "name").mkdir()
+        (tmp_path / "name" / "file").write_text("other")
+
+    assert (ensure_folder("name", write, tmp_path) / "file").read_text() == "own"
+
+
+def test_checkpoints_lie_in_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "penstock" / "bench"
+    assert ensure_folder("name", lambda _: None) == tmp_path / "penstock" / "bench" / "name"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "penstock" / "bench"
+
+
+def test_the_files_of_a_checkpoint(tmp_path: Path) -> None:
+    folder = ensure_checkpoint(LLAMA_TINY, tmp_path)
+
+    def read(name: str) -> Any:
+        return json.loads((folder / name).read_text())
+
+    assert read("config.json") == config_of(LLAMA_TINY)
+    assert read("generation_config.json") == {"bos_token_id": 256, "eos_token_id": 257}
+    assert read("tokenizer_config.json")["model_max_length"] == 2048
+    assert [read("tokenizer_config.json")[f"{name}_token"] for name in ("bos", "eos")] == ["<s>", "</s>"]
+    tokenizer = read("tokenizer.json")
+    assert [(token["id"], token["special"]) for token in tokenizer["added_tokens"]] == [
+        (256, True),
+        (257, True),
+    ]
+    assert tokenizer["pre_tokenizer"]["add_prefix_space"] is False
+    assert sorted(tokenizer["model"]["vocab"].values()) == list(range(1024))
+    merges = ["".join(merge) for merge in tokenizer["model"]["merges"]]
+    assert [len(merges), *merges[:2], *merges[675:677], merges[-1]] == [766, "aa", "ab", "zz", "aaa", "adl"]
+    weights = load_file(folder / "model.safetensors")
+    assert {name: tuple(weight.shape) for name, weight in weights.items()} == SIZES
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    embedding = weights["model.embed_tokens.weight"].float()
+    assert embedding[:258].abs().max() == 0
+    assert all(row.abs().max() > 0 for row in embedding[258:])
+    for name, weight in weights.items():
+        if weight.dim() == 1:
+            assert weight.eq(1).all()
+        elif name != "model.embed_tokens.weight":
+            assert weight.float().std().item() == pytest.approx(0.02, rel=0.1)
+    again = load_file(ensure_checkpoint(LLAMA_TINY, tmp_path / "again") / "model.safetensors")
+    assert all(again[name].equal(weight) for name, weight in weights.items())
+
+
+SIZES = {"model.embed_tokens.weight": (1024, 64), "model.norm.weight": (64,)} | {
+    f"model.layers.{layer}.{name}.weight": size
+    for layer in (0, 1)
+    for name, size in {
+        "input_layernorm": (64,),
+        "self_attn.q_proj": (64, 64),
+        "self_attn.k_proj": (32, 64),
+        "self_attn.v_proj": (32, 64),
+        "self_attn.o_proj": (64, 64),
+        "post_attention_layernorm": (64,),
+        "mlp.gate_proj": (128, 64),
+        "mlp.up_proj": (128, 64),
+        "mlp.down_proj": (64, 128),
+    }.items()
+}
+
+
 def test_the_checkpoint_is_one_that_transformers_reads(tmp_path: Path) -> None:
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = ensure_checkpoint(LLAMA_TINY, tmp_path)
