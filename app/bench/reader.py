@@ -108,7 +108,7 @@ def request_bytes(
 
 def body_pieces(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
     """The pieces of a chunked body that begins at `start`, each with the offset at which it was complete."""
-    while (line_end := data.find(b"\r\n", start)) >= 0:
+    while (line_end := data.find(b"\r\n", start)) != -1:
         size = int(data[start:line_end].split(b";")[0], 16)
         piece_end = line_end + 2 + size
         if size == 0 or piece_end > len(data):
@@ -120,9 +120,8 @@ def body_pieces(data: bytes, start: int) -> Iterator[tuple[bytes, int]]:
 def _plain_pieces(recording: Recording, start: int) -> Iterator[tuple[bytes, int]]:
     """The pieces of a body that ends with its connection, as they came."""
     for offset in recording.offsets:
-        if offset > start:
-            yield bytes(recording.data[start:offset]), offset
-            start = offset
+        yield bytes(recording.data[start:offset]), offset
+        start = max(start, offset)
 
 
 def frames(pieces: Iterator[tuple[bytes, int]]) -> Iterator[tuple[bytes, int]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.bench.reader import Recording, body_pieces, frames, read_answer, read_json, request_bytes
+from app.bench.reader import Answer, Recording, body_pieces, frames, read_answer, read_json, request_bytes
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
@@ -43,19 +44,6 @@ def recorded(parts: list[bytes]) -> Recording:
         recording.note(part)
         recording.times_s[-1] = float(i)
     return recording
-
-
-def test_a_request_says_how_long_it_is() -> None:
-    request = request_bytes("POST", "/v1/completions", "here:80", {"prompt": [1, 2]}, {"authorization": "x"})
-    head, _, body = request.partition(b"\r\n\r\n")
-    assert json.loads(body) == {"prompt": [1, 2]}
-    lines = head.split(b"\r\n")
-    assert lines[0] == b"POST /v1/completions HTTP/1.1"
-    assert {b"host: here:80", b"authorization: x", f"content-length: {len(body)}".encode()} <= set(lines)
-
-
-def test_a_request_without_a_body_has_no_length() -> None:
-    assert b"content-length" not in request_bytes("GET", "/", "here:80")
 
 
 @pytest.mark.parametrize("cut", [1, 5, 9, 12, 13])
@@ -93,13 +81,91 @@ def test_it_does_not_matter_how_the_bytes_were_cut(data: st.DataObject) -> None:
     assert answer.token_times_s == sorted(answer.token_times_s)
 
 
-@given(st.lists(st.binary(min_size=1, max_size=9), max_size=6), st.data())
-def test_pieces_of_a_chunked_body(pieces: list[bytes], data: st.DataObject) -> None:
-    whole = chunked(*pieces)
-    assert [piece for piece, _ in body_pieces(whole, 0)] == pieces
-    cut = data.draw(st.integers(0, len(whole)))
-    found = [piece for piece, _ in body_pieces(whole[:cut], 0)]
-    assert found == pieces[: len(found)]
+@given(st.lists(st.binary(min_size=1, max_size=20), max_size=6), st.data())
+def test_pieces_of_a_chunked_body_are_there_with_their_last_byte(
+    pieces: list[bytes], data: st.DataObject
+) -> None:
+    whole, start = b"head" + chunked(*pieces), 4
+    ends = [len(b"head" + chunked(*pieces[: i + 1])) - len(b"\r\n0\r\n\r\n") for i in range(len(pieces))]
+    assert list(body_pieces(whole, start)) == list(zip(pieces, ends, strict=True))
+    cut = data.draw(st.sampled_from(ends) | st.integers(start, len(whole)) if ends else st.just(start))
+    there = [(piece, end) for piece, end in zip(pieces, ends, strict=True) if end <= cut]
+    assert list(body_pieces(whole[:cut], start)) == there
+
+
+def test_the_size_of_a_piece_may_have_extensions() -> None:
+    assert list(body_pieces(b"A;x=1\r\n0123456789\r\n0\r\n\r\n", 0)) == [(b"0123456789", 17)]
+
+
+@pytest.mark.parametrize(
+    ("times_s", "num_tokens", "tpot_s"),
+    [
+        ([1.0, 2.0], 2, 1.0),
+        ([1.0, 2.0, 3.0], 11, 0.2),
+        ([1.0, 3.0], 1, 2.0),
+        ([1.0, 3.0], 0, 2.0),
+        ([1.0], 9, math.nan),
+    ],
+)
+def test_the_mean_time_of_a_token_after_the_first(
+    times_s: list[float], num_tokens: int, tpot_s: float
+) -> None:
+    answer = Answer(0.0, 9.0, times_s, num_output_tokens=num_tokens)
+    assert answer.tpot_s == pytest.approx(tpot_s, nan_ok=True)
+
+
+def test_all_that_a_stream_of_a_chat_tells() -> None:
+    drafts = {"lookup": {"verified": 4, "right": 3}}
+    pieces = [
+        event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}),
+        event({"choices": [{"delta": {"content": "a"}}]}),
+        event({"choices": [{"delta": None}]}),
+        event({"choices": [{"delta": {"content": "b"}}], "usage": None}),
+        event(
+            {
+                "choices": [],
+                "usage": {"prompt_tokens": 7, "completion_tokens": 2, "prompt_tokens_details": None},
+            }
+        ),
+        event({"timings": {"queue_ms": 20.0, "lane": "batch", "predicted_ttft_ms": None, "drafts": drafts}}),
+        b"data: [DONE]\n\n",
+    ]
+    assert read_answer(recorded([HEAD, *(chunked(piece)[:-5] for piece in pieces)])) == Answer(
+        started_s=0.0, ended_s=7.0, token_times_s=[2.0, 4.0], num_prompt_tokens=7, num_cached_tokens=0,
+        num_output_tokens=2, status=200, queue_s=0.02, lane="batch", drafts=drafts, text="ab",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "error"),
+    [
+        (b"", 0, "no answer"),
+        (b"HTTP/1.1", 0, "HTTP/1.1"),
+        (
+            b"HTTP/1.1 404 " + b"x" * 99 + b"\r\n\r\n" + b"y" * 999,
+            404,
+            f"HTTP/1.1 404 {'x' * 47} {'y' * 300}",
+        ),
+    ],
+)
+def test_what_is_told_of_an_answer_that_is_none(data: bytes, status: int, error: str) -> None:
+    answer = read_answer(recorded([data] if data else []))
+    assert (answer.status, answer.error) == (status, error)
+    assert [answer.was_refused, Answer(0, 0, status=429).was_refused] == [False, True]
+
+
+def test_a_request_byte_by_byte() -> None:
+    assert request_bytes("POST", "/v1", "here:80", {"a": [1, 2]}, {"x": "y"}) == (
+        b"POST /v1 HTTP/1.1\r\nhost: here:80\r\nconnection: close\r\nx: y\r\n"
+        b'content-type: application/json\r\ncontent-length: 11\r\n\r\n{"a":[1,2]}'
+    )
+    assert request_bytes("GET", "/", "h") == b"GET / HTTP/1.1\r\nhost: h\r\nconnection: close\r\n\r\n"
+
+
+def test_whole_answers_tell_their_id() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n"
+    for reply, found in ((RESPONSE, "resp_1"), ({}, "")):
+        assert read_answer(recorded([head + json.dumps(reply).encode()])).id == found
 
 
 def test_frames_can_span_pieces_and_comments_are_passed_over() -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from app.simulate import command
 from app.simulate.plots import SIZE
-from tests.app.test_simulate import GOOD_LINE, Simulate, penstock, png_size, refusal
+from app.simulate.replicas import DEFAULT_ROUTERS, Fleet
+from priority.simulator.cluster import Wires
+from tests.app.test_simulate import GOOD_LINE, Simulate, parse, penstock, png_size, refusal
 
 __all__ = ["penstock"]  # the fixture
 
@@ -52,12 +56,39 @@ def test_a_trace_keeps_its_pace_unless_another_is_asked_for(penstock: Simulate, 
     assert spans == pytest.approx([9.0, 9.0, 1.0, 1.0])  # 5/s for each of two: a gap of 100 ms
 
 
+def test_the_wires_and_numbers_of_a_fleet() -> None:
+    given = ("--push-ms", "20", "--transfer-gbps", "50", "--prefill-replicas", "2", "--router", "least")
+    assert command._fleet(parse("--replicas", "1000,1", *given)) == Fleet(
+        numbers=[1, 1000],
+        routers=["least"],
+        num_prefill=2,
+        wires=Wires(push_delay_s=0.02, transfer_gbps=50.0),
+    )
+    plain = Fleet(numbers=[2], routers=DEFAULT_ROUTERS, num_prefill=None, wires=Wires())
+    assert command._fleet(parse("--replicas", "2")) == plain
+
+
+@pytest.mark.parametrize(
+    "options", [{"numbers": [1, 3], "num_prefill": 2}, {"numbers": [2], "num_prefill": 1}]
+)
+def test_fleets_that_can_be_divided(options: dict[str, Any]) -> None:
+    Fleet(**options, routers=["disaggregated"], wires=Wires()).check(is_asked=False)
+
+
+def test_a_single_replica_is_not_divided_although_it_cannot_be() -> None:
+    fleet = Fleet(numbers=[1, 4], routers=DEFAULT_ROUTERS, num_prefill=1, wires=Wires())
+    fleet.check(is_asked=False)
+    assert fleet.cells() == [(1, name) for name in DEFAULT_ROUTERS[:3]] + [
+        (4, name) for name in DEFAULT_ROUTERS
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         (["--replicas", "0"], "--replicas: must be at least 1"),
         (["--replicas", "many"], "--replicas: 'many' is not a whole number"),
-        (["--replicas", "5000"], "--replicas: must be at most 1,000, not 5000"),
+        (["--replicas", "1001"], "--replicas: must be at most 1,000, not 1001"),
         (
             ["--replicas", "2", "--router", "lottery"],
             "'lottery' is none of prefix, least, random, round-robin",
@@ -73,7 +104,7 @@ def test_a_trace_keeps_its_pace_unless_another_is_asked_for(penstock: Simulate, 
         ),
         (["--replicas", "2", "--transfer-gbps", "0"], "--transfer-gbps: must be greater than 0"),
         (["--replicas", "2", "--push-ms", "-1"], "--push-ms: must be at least 0"),
-        (["--replicas", "2", "--push-ms", "20000"], "--push-ms: must be at most 10,000"),
+        (["--replicas", "2", "--push-ms", "10000.5"], "--push-ms: must be at most 10,000"),
         (["--replicas", "2", "--policies", "fcfs"], "--policies does not go with --replicas"),
         (["--replicas", "2", "--capacity"], "--capacity does not go with --replicas"),
         (["--router", "prefix"], "--router only goes with --replicas"),
