@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from app.cli import main
-from app.simulate import command
+from app.errors import OperatorError
+from app.simulate import command, inputs
 from app.simulate.capacity import Search, sentence
-from app.simulate.inputs import GPU_COST, read_traffic
+from app.simulate.inputs import GPU_COST, Traffic, check_can_run, read_lanes, read_machine, read_traffic
 from app.simulate.plots import SIZE
 from priority.lanes import DEFAULT_POLICIES, Lane
 from priority.simulator import run as simulator
@@ -151,6 +152,37 @@ def test_flags_go_before_the_cost_file(penstock: Simulate, tmp_path: Path) -> No
     machine = json.loads(path.read_text())["machine"]
     assert machine["coefficients"] == {**GPU_COST, "alpha_s": 0.02}
     assert machine["max_num_seqs"] == 7
+
+
+def test_what_is_simulated_if_nothing_is_said() -> None:
+    options = parse()
+    traffic = read_traffic(options)
+    assert traffic.name == "mixed, conversation"
+    assert traffic.arrivals == SCENARIOS["mixed"](Demand(12, 120, 0, 1.0, "conversation"))
+    assert read_lanes(options) == dict(DEFAULT_POLICIES)
+    costs = {"alpha_s": 0.007, "beta_s": 28e-6, "gamma_s": 20e-6, "delta_s": 40e-9}
+    assert read_machine(options) == Machine(coefficients=costs)
+
+
+def test_a_promise_takes_its_waiting_time_with_it() -> None:
+    policy = DEFAULT_POLICIES[Lane.INTERACTIVE]
+    ttl_s = [read_lanes(parse("--ttft", ttft))[Lane.INTERACTIVE].ttl_s for ttft in ("0.5", "1000")]
+    assert ttl_s == [policy.ttl_s, 2000.0]
+
+
+def test_traces_of_the_largest_sizes() -> None:
+    inputs._check_size(1.0, 2_000_000)
+    inputs._check_size(0.1, 10_000_000)
+
+
+def test_a_machine_that_just_holds_a_request() -> None:
+    machine = Machine(coefficients=GPU_COST, num_kv_tokens=90, max_model_len=100)
+    traffic = Traffic("made", [Arrival(0.0, 80, 10)], lambda _: [])
+    check_can_run(traffic, machine, parse())
+    with pytest.raises(
+        OperatorError, match=r"^a request of made can never run: 80 prompt and 10 output tokens, .* 89 "
+    ):
+        check_can_run(traffic, replace(machine, num_kv_tokens=89), parse())
 
 
 # What it refuses

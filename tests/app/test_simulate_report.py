@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import isqrt
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,8 @@ from priority.simulator.summary import summarise
 from priority.simulator.trace import Arrival
 from tests.app.expected import drawing, expected
 
-PROMISE = DEFAULT_POLICIES[Lane.INTERACTIVE]
+PROMISE = replace(DEFAULT_POLICIES[Lane.INTERACTIVE], ttft_s=0.995, tpot_s=0.0995)
+LANES = {**DEFAULT_POLICIES, Lane.INTERACTIVE: PROMISE}
 
 
 def result(policy: str, place: int) -> Result:
@@ -39,18 +41,18 @@ def one(number: int, ease: float) -> Served:
         return Served(arrival, refused="deadline" if number % 20 < 10 else "queue")
     wait_s = 0.05 + (1 - ease) * (number % 7) * 1.5
     first_s = arrival.at_s + wait_s
-    last_s = first_s + 0.5 + number % 3
+    last_s = first_s + 0.515 + number % 3
     return Served(arrival, first_s, last_s, 20, last_token_s=last_s, num_cached=number % 40)
 
 
 RESULTS = [result(policy, place) for place, policy in enumerate(POLICIES)]
-SUMMARIES = [summarise(one) for one in RESULTS]
+SUMMARIES = [summarise(one, LANES) for one in RESULTS]
 CELLS = [
     Cell(
         num_replicas=replicas,
         router=router,
         num_prefill=replicas // 2 if router == "disaggregated" else None,
-        summary=summarise(result(router, place), num_machines=replicas),
+        summary=summarise(result(router, place), num_machines=replicas, lanes=LANES),
     )
     for replicas in (2, 8)
     for place, router in enumerate(ROUTERS)
@@ -73,9 +75,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str]]:
 
 
 def test_the_whole_report(capsys: pytest.CaptureFixture[str]) -> None:
-    print_report(SUMMARIES, dict(DEFAULT_POLICIES))
+    print_report(SUMMARIES, LANES)
     alone = [Served(Arrival(0.0, 9, 2, Lane.BATCH), 0.5, 1.0, 2, last_token_s=1.0)]
-    print_report([summarise(Result("fcfs", alone, 1.0))], dict(DEFAULT_POLICIES))
+    print_report([summarise(Result("fcfs", alone, 1.0))], LANES)
     out = capsys.readouterr().out
     assert out == expected("simulate.txt", out)
 
@@ -87,16 +89,16 @@ def test_the_whole_table_of_routers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_pictures_of_policies(drawn: list[tuple[Path, str]]) -> None:
-    draw(Path("folder"), "made", RESULTS, SUMMARIES, PROMISE)
-    assert [path for path, _ in drawn] == [Path("folder/promise.png"), Path("folder/ttft.png")]
+    paths = draw(Path("folder"), "made", RESULTS, SUMMARIES, PROMISE)
+    assert paths == [path for path, _ in drawn] == [Path("folder/promise.png"), Path("folder/ttft.png")]
     text = "\n".join(text for _, text in drawn)
     assert text == expected("policies.txt", text)
 
 
 def test_the_picture_of_routers(drawn: list[tuple[Path, str]]) -> None:
-    draw_cells(Path("folder"), CELLS, "made", PROMISE)
-    ((path, text),) = drawn
-    assert path == Path("folder/scale.png")
+    path = draw_cells(Path("folder"), CELLS, "made", PROMISE)
+    ((saved, text),) = drawn
+    assert saved == path == Path("folder/scale.png")
     assert text == expected("routers.txt", text)
 
 
